@@ -1,0 +1,62 @@
+"""Every error that meshkit raises on purpose. Lowest layer: imports nothing of meshkit.
+
+    MeshkitError
+    ├── ConfigError       what the user wrote: experiment file, override, argument, environment   (exit code 2)
+    ├── TraceError        a trace, report or checkpoint file that we cannot read                  (exit code 2)
+    ├── ProgramError      a compiled program that we do not understand or XLA refuses             (exit code 2)
+    ├── ConditionError    a condition the user asked for is not met (--require-fit, --fail-if)    (exit code 3)
+    └── RunError          a run that failed and may be restarted                                  (exit code 4)
+
+A message is one sentence with the numbers, then where (file, line, key), then what to try.
+"""
+
+from __future__ import annotations
+
+
+class MeshkitError(Exception):
+    """Root of the tree; prints as `message`, then `at WHERE`, then `try HINT`, each on its own line.
+
+    Args:
+        message: one sentence that says what is wrong, with the numbers.
+        at: where: `file:line: key = value`, or a path.
+        hint: what to do about it, an imperative without the leading "try".
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, at: str | None = None, hint: str | None = None):
+        self.message, self.at, self.hint = message, at, hint
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """The message as the terminal shows it, without the leading `meshkit: `."""
+        lines = [self.message]
+        if self.at:
+            lines.append(f"  at {self.at}")
+        if self.hint:
+            lines.append(f"  try {self.hint}")
+        return "\n".join(lines)
+
+
+class ConfigError(MeshkitError):
+    """What the user wrote is wrong, or something it needs is missing."""
+
+
+class TraceError(MeshkitError):
+    """A file that a run left behind (trace, report, checkpoint) cannot be read."""
+
+
+class ProgramError(MeshkitError):
+    """A program that XLA refuses to compile, or whose HLO we do not understand."""
+
+
+class ConditionError(MeshkitError):
+    """A condition the user asked us to check does not hold."""
+
+    exit_code = 3
+
+
+class RunError(MeshkitError):
+    """A run failed for a reason that a restart may mend."""
+
+    exit_code = 4

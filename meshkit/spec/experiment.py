@@ -1,0 +1,280 @@
+"""Experiment: one file that says what machines, mesh, rules and model; every verb starts from it. Top of layer 1.
+
+`load()` reads the TOML, lays the overrides over it, validates every table, resolves the mesh on the cluster and checks
+what can be checked without jax. An error names file, line and key, and what to try.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from meshkit.errors import ConfigError
+from meshkit.spec.cluster import Cluster, as_table, load_table
+from meshkit.spec.document import Document
+from meshkit.spec.emit import to_toml
+from meshkit.spec.locate import split_key
+from meshkit.spec.mesh import MeshSpec
+from meshkit.spec.overrides import apply_overrides
+from meshkit.spec.paths import absolute_paths
+from meshkit.spec.problems import SpecError
+from meshkit.spec.rules import ShardingRules, preset_rules
+from meshkit.spec.schema import experiment_json_schema
+from meshkit.spec.tables import ExperimentTable, RulesTable, TrainTable
+from meshkit.spec.validate import check_plain, validate
+
+__all__ = ["Experiment", "experiment_json_schema", "load"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The model: `pkg.mod:Class`, the name of a preset, and what overrides it."""
+
+    class_path: str
+    preset: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """The training loop; see the table of the experiment file for what each key means."""
+
+    global_batch: int
+    sequence_length: int = 1
+    steps: int = 100
+    tokens_total: int | None = None
+    accumulate: int = 1
+    precision: str = "bf16"
+    reduce_precision: str = "fp32"
+    remat: str = "none"
+    memory_fraction: float = 0.92
+    loss: str | None = None
+    evaluate_every: int = 0
+    evaluate_batches: int = 4
+    seed: int = 0
+    log_every: int = 1
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """AdamW and its schedule; clip = 0 clips nothing."""
+
+    learning_rate: float = 3e-4
+    warmup_steps: int = 0
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    dtype: str = "fp32"
+    schedule: str = "cosine"
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Where examples come from: `python-stdlib`, an absolute path, or `pkg.mod:fn`."""
+
+    source: str = "python-stdlib"
+    seed: int = 0
+    validation_fraction: float = 0.05
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is not the source."""
+        return {"seed": self.seed, "validation_fraction": self.validation_fraction}
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """When checkpoints are written; every = 0 writes none."""
+
+    every: int = 0
+    keep: int = 2
+    verify: bool = True
+
+
+@dataclass(frozen=True)
+class ProfileSpec:
+    """The first and the last step that are captured; None captures none."""
+
+    steps: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A resolved experiment: every default filled in, the mesh resolved on the cluster."""
+
+    name: str
+    cluster: Cluster
+    mesh: MeshSpec
+    rules: ShardingRules
+    model: ModelSpec
+    train: TrainSpec
+    optimizer: OptimizerSpec = OptimizerSpec()
+    data: DataSpec = DataSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    profile: ProfileSpec = ProfileSpec()
+    xla: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = field(default=None, compare=False)
+    document: Document | None = field(default=None, compare=False, repr=False)
+
+    def error(self, key: str, message: str, hint: str | None = None) -> ConfigError:
+        """An error about a key (dotted), pointing at where it was written."""
+        path = split_key(key)
+        at = self.document.where(path) if self.document else key
+        return SpecError(message, key=path, hint=hint, at=at)
+
+    @property
+    def search_paths(self) -> list[Path]:
+        """Where the model's module is looked for.
+
+        The working directory, the folder of the file, and its parents up to the one that holds the module.
+        """
+        found = [Path.cwd()]
+        if self.path is None:
+            return found
+        top = self.model.class_path.partition(":")[0].partition(".")[0]
+        parents = list(self.path.resolve().parents)
+        holds = [index for index, folder in enumerate(parents) if _holds_module(folder, top)]
+        folders = parents[: holds[0] + 1] if holds else parents[:1]
+        return found + [folder for folder in folders if folder != found[0]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tables of the resolved file."""
+        model = {"class": self.model.class_path, "preset": self.model.preset, **self.model.options}
+        sections = {key: _plain(getattr(self, key)) for key in ("train", "optimizer", "data", "checkpoint", "profile")}
+        tables = {
+            "name": self.name,
+            "cluster": self.cluster.to_dict(),
+            "model": model,
+            "mesh": self.mesh.to_dict(),
+            "rules": self.rules.to_dict(),
+            **sections,
+            "xla": dict(self.xla),
+        }
+        return {key: value for key, value in tables.items() if _says_something(value)}
+
+    def to_toml(self) -> str:
+        """The resolved file; it loads back to an equal experiment."""
+        return to_toml(self.to_dict())
+
+
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experiment:
+    """The experiment of a file, with `key=value` overrides laid over it.
+
+    Raises:
+        ConfigError: what the user wrote is wrong; the message names file, line and key, and what to try.
+    """
+    document = Document.read(path)
+    try:
+        check_plain(document.table)
+        table = absolute_paths((), document.table, document.path.parent)
+        table, parsed = apply_overrides(table, overrides)
+        document = document.with_overrides(table, parsed)
+        return _build(document, table)
+    except SpecError as error:
+        raise document.locate(error) from None
+
+
+def _build(document: Document, table: Mapping[str, Any]) -> Experiment:
+    check_plain(table)
+    checked = validate(ExperimentTable, table)
+    cluster = load_table(as_table(checked.cluster), folder=document.path.parent)
+    mesh = MeshSpec.parse(checked.mesh).resolve(cluster)
+    rules = _build_rules(checked.rules, mesh, document)
+    model = dict(checked.model.model_extra or {})
+    experiment = Experiment(
+        name=checked.name or document.path.stem,
+        cluster=cluster,
+        mesh=mesh,
+        rules=rules,
+        model=ModelSpec(checked.model.class_path, checked.model.preset, model),
+        train=TrainSpec(**checked.train.model_dump()),
+        optimizer=OptimizerSpec(**checked.optimizer.model_dump()),
+        data=DataSpec(**checked.data.model_dump()),
+        checkpoint=CheckpointSpec(**checked.checkpoint.model_dump()),
+        profile=ProfileSpec(_step_range(checked.profile.steps, checked.train)),
+        xla=_xla_options(checked.xla),
+        path=document.path,
+        document=document,
+    )
+    _check_division(experiment, "act_batch", "global_batch")
+    _check_division(experiment, "act_length", "sequence_length")
+    _check_division(experiment, "act_residual_length", "sequence_length")
+    return experiment
+
+
+def _build_rules(table: RulesTable, mesh: MeshSpec, document: Document) -> ShardingRules:
+    preset = preset_rules(table.preset, mesh.axis_names) if table.preset is not None else {}
+    rules = ShardingRules(
+        {**preset, **table.logical},
+        overrides=[(override.path, override.spec) for override in table.override],
+        compute=table.compute,
+        gradients=table.gradients,
+        optimizer=table.optimizer,
+        from_preset=frozenset(preset) - frozenset(table.logical),
+        where=document.where,
+    )
+    rules.check(mesh.axis_names)
+    return rules
+
+
+def _step_range(steps: list[int] | None, train: TrainTable) -> tuple[int, int] | None:
+    if steps is None:
+        return None
+    first, last = steps
+    if first > last or last > train.steps:
+        problem = "ends before it begins" if first > last else f"goes beyond the {train.steps} steps of [train]"
+        hint = f"steps = [{min(first, last, train.steps)}, {min(max(first, last), train.steps)}]"
+        raise SpecError(f"profile.steps {problem}.", key=("profile", "steps"), value=steps, hint=hint)
+    return first, last
+
+
+def _xla_options(table: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in table.items():
+        if not name.startswith("xla_"):
+            hint = f"xla_{name.removeprefix('--').removeprefix('xla_')}"
+            raise SpecError(f"'{name}' is no XLA option.", key=("xla", name), value=value, hint=hint)
+        if not isinstance(value, bool | int | float | str):
+            raise SpecError(
+                f"xla.{name} must be a string, a number, true or false.",
+                key=("xla", name),
+                value=value,
+                hint="one plain value",
+            )
+    return dict(table)
+
+
+def _check_division(experiment: Experiment, logical: str, key: str) -> None:
+    """The dim that `[train]` sizes must divide over the mesh axes that shard it, and the batch over micro-batches."""
+    axes = experiment.rules.mapping("activations").get(logical, ())
+    sizes = dict(zip(experiment.mesh.axis_names, experiment.mesh.shape))
+    ways = math.prod(sizes[axis] for axis in axes)
+    parts = [f"{axis} {sizes[axis]}" for axis in axes]
+    if key == "global_batch" and experiment.train.accumulate > 1:
+        ways *= experiment.train.accumulate
+        parts.append(f"accumulate {experiment.train.accumulate}")
+    value = getattr(experiment.train, key)
+    if value % ways:
+        shown = f"{ways} ({' x '.join(parts)})" if len(parts) > 1 else f"{ways} ({parts[0]})"
+        lower, upper = value // ways * ways, -(-value // ways) * ways
+        hint = f"{key} = {upper}" + (f" or {lower}" if lower else "")
+        message = f"train.{key} = {value} does not divide by {shown}."
+        raise SpecError(message, key=("train", key), value=value, hint=hint)
+
+
+def _holds_module(folder: Path, top: str) -> bool:
+    return (folder / f"{top}.py").is_file() or (folder / top).is_dir()
+
+
+def _says_something(value: Any) -> bool:
+    return any(item is not None for item in value.values()) if isinstance(value, dict) else value is not None
+
+
+def _plain(spec: Any) -> dict[str, Any]:
+    values = {item.name: getattr(spec, item.name) for item in fields(spec)}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}

@@ -1,0 +1,190 @@
+"""The tables of the experiment file and of a cluster file, as pydantic models: the boundary. Layer 1.
+
+Everything inside meshkit uses the frozen dataclasses of `experiment.py` and `cluster.py`; these models only say which
+keys exist and what types they have, and are what `meshkit schema experiment` prints.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from meshkit.spec.validate import FUNCTION_PATTERN, NAME_PATTERN, Table
+
+Count = Annotated[int, Field(gt=0, le=2**31)]
+Natural = Annotated[int, Field(ge=0, le=2**53)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Function = Annotated[str, Field(pattern=FUNCTION_PATTERN)]
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+_FACTOR = {"oneOf": [{"type": "integer", "minimum": 1}, {"const": "fill"}]}
+_AXIS_SCHEMA = {
+    "oneOf": [
+        *_FACTOR["oneOf"],
+        {
+            "type": "object",
+            "properties": {"nvlink": _FACTOR, "infiniband": _FACTOR},
+            "additionalProperties": False,
+            "minProperties": 1,
+        },
+    ]
+}
+_RULE_SCHEMA = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_OPTION_SCHEMA = {"type": ["string", "integer", "number", "boolean"]}
+
+# Values with several forms are checked by the parsers that know them (MeshSpec.parse, ShardingRules); pydantic's
+# errors on unions name every branch, which helps nobody.
+MeshAxisValue = Annotated[Any, WithJsonSchema(_AXIS_SCHEMA)]
+RuleValue = Annotated[Any, WithJsonSchema(_RULE_SCHEMA)]
+Option = Annotated[Any, WithJsonSchema(_OPTION_SCHEMA)]
+
+
+class ClusterTable(Table):
+    """The machines: every key of a cluster file."""
+
+    name: str | None = Field(default=None, description="a shipped cluster that the other keys override, or a label")
+    gpu: str = Field(description="a GPU of the catalog")
+    hosts: Count = Field(default=1, description="machines")
+    gpus_per_host: Count = Field(description='GPUs of a machine; virtual devices with gpu = "cpu"')
+    nvlink_domain_size: Count | None = Field(
+        default=None,
+        description="GPUs that reach each other over the scale-up fabric; default gpus_per_host; may span hosts",
+    )
+    gpus_used_per_domain: Count | None = Field(default=None, description="how many of them the job uses; default all")
+    scale_up: Literal["nvlink", "pcie", "shared_memory"] = Field(
+        default="nvlink", description="the fabric inside a domain"
+    )
+    nvlink_taper: Fraction = Field(default=1.0, description="scale-up bandwidth beyond the host, relative to inside it")
+    nic: str | None = Field(default=None, description="a NIC of the catalog")
+    nics_per_host: Count | None = Field(default=None, description="ports of a machine; default one per GPU")
+    fabric: Literal["infiniband", "roce", "ethernet"] | None = Field(
+        default=None, description="what the ports speak; default as the NIC is named"
+    )
+    gpudirect_rdma: bool = Field(default=True, description="whether NICs read GPU memory without the host")
+    oversubscription: Annotated[float, Field(ge=1)] = Field(
+        default=1.0, description="of the scale-out network; 1 = none"
+    )
+    storage_bytes_per_s: Positive | None = Field(default=None, description="of checkpoints, over all hosts")
+    price_per_gpu_hour: NonNegative | None = Field(default=None, description="in any currency")
+    calibration: str | None = Field(default=None, description="a file of `meshkit bench`")
+
+
+class OverrideTable(Table):
+    """A rule for the parameters whose path matches a pattern."""
+
+    path: Annotated[str, Field(min_length=1)] = Field(description="parameter path; ** is any depth, * one segment")
+    spec: Annotated[Any, WithJsonSchema({"type": "array", "items": _RULE_SCHEMA})] = Field(
+        description='a mesh axis, a list of them, or "replicated" for each dim'
+    )
+
+
+class RulesTable(Table):
+    """Which mesh axes shard which logical axes."""
+
+    preset: str | None = Field(default=None, description="a named table of rules, which what follows overrides")
+    logical: dict[str, RuleValue] = Field(default={}, description="logical axis = mesh axis, or a list of them")
+    compute: dict[str, RuleValue] = Field(
+        default={}, description="overrides logical for the weights as the model computes with them"
+    )
+    gradients: dict[str, RuleValue] = Field(default={}, description="overrides logical for gradients")
+    optimizer: dict[str, RuleValue] = Field(default={}, description="overrides logical for optimizer state")
+    override: list[OverrideTable] = Field(
+        default=[], description="rules by parameter path; the first match wins over logical axes"
+    )
+
+
+class ModelTable(Table):
+    """The model's class and how it is built; keys beyond these two are passed to it."""
+
+    model_config = {**Table.model_config, "extra": "allow"}
+    class_path: Function = Field(alias="class", description="import path, pkg.mod:Class")
+    preset: str | None = Field(default=None, description="of the model; further keys override it")
+
+
+class TrainTable(Table):
+    """The training loop."""
+
+    global_batch: Count = Field(description="sequences or examples of a step, over all devices")
+    sequence_length: Count = Field(default=1, description="tokens of a sequence")
+    steps: Count = Field(default=100, description="how many")
+    tokens_total: Annotated[int, Field(gt=0)] | None = Field(
+        default=None, description="of the whole training, for its time and cost"
+    )
+    accumulate: Count = Field(default=1, description="micro-batches of a step")
+    precision: Literal["fp32", "bf16"] = Field(
+        default="bf16",
+        description="of compute; parameters and optimizer state stay fp32 unless [optimizer] says otherwise",
+    )
+    reduce_precision: Literal["fp32", "bf16"] = Field(default="fp32", description="of gradient reductions")
+    remat: Name = Field(default="none", description="none, full, or a policy: what the backward pass recomputes")
+    memory_fraction: Fraction = Field(default=0.92, description="of GPU memory that the client may take")
+    loss: Function | None = Field(
+        default=None, description="pkg.mod:fn, (model, batch, rng) -> (loss_sum, weight, metrics); default next token"
+    )
+    evaluate_every: Natural = Field(default=0, description="steps; 0 = never")
+    evaluate_batches: Count = Field(default=4, description="of an evaluation")
+    seed: Natural = Field(default=0, description="of initialization and dropout")
+    log_every: Count = Field(default=1, description="steps")
+
+
+class OptimizerTable(Table):
+    """AdamW and its schedule."""
+
+    learning_rate: Positive = Field(default=3e-4, description="at its highest")
+    warmup_steps: Natural = Field(default=0, description="from 0 to learning_rate")
+    weight_decay: NonNegative = Field(default=0.1, description="of AdamW")
+    clip: NonNegative = Field(default=1.0, description="largest global gradient norm; 0 = no clipping")
+    dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="of the moments")
+    schedule: Literal["constant", "cosine", "linear"] = Field(default="cosine", description="after the warm-up")
+    b1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="decay of the first moment")
+    b2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="decay of the second moment")
+    eps: Positive = Field(default=1e-8, description="added to the denominator")
+
+
+class DataTable(Table):
+    """Where training examples come from."""
+
+    source: Annotated[str, Field(min_length=1)] = Field(
+        default="python-stdlib", description="python-stdlib, a folder, a token file, or pkg.mod:fn"
+    )
+    seed: Natural = Field(default=0, description="of the order")
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.05, description="held out for evaluation"
+    )
+
+
+class CheckpointTable(Table):
+    """When checkpoints are written."""
+
+    every: Natural = Field(default=0, description="steps; 0 = none")
+    keep: Count = Field(default=2, description="how many of the latest")
+    verify: bool = Field(default=True, description="check sizes and hashes on restore")
+
+
+class ProfileTable(Table):
+    """Which steps are captured."""
+
+    steps: Annotated[list[Natural], Field(min_length=2, max_length=2)] | None = Field(
+        default=None, description="first and last step that are captured"
+    )
+
+
+class ExperimentTable(Table):
+    """A whole experiment file."""
+
+    name: Name | None = Field(default=None, description="default the file's name")
+    cluster: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = Field(
+        description="the machines: a shipped name, a path, or a table"
+    )
+    model: ModelTable = Field(description="the model")
+    mesh: dict[str, MeshAxisValue] = Field(description="mesh axis = ways; outermost first")
+    rules: RulesTable = Field(default=RulesTable(), description="what is sharded over which axis")
+    train: TrainTable = Field(description="the training loop")
+    optimizer: OptimizerTable = Field(default=OptimizerTable(), description="AdamW")
+    data: DataTable = Field(default=DataTable(), description="where examples come from")
+    checkpoint: CheckpointTable = Field(default=CheckpointTable(), description="when checkpoints are written")
+    profile: ProfileTable = Field(default=ProfileTable(), description="which steps are captured")
+    xla: dict[str, Option] = Field(default={}, description="options of the compiler, by their names")
