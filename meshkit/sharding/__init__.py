@@ -1,0 +1,26 @@
+"""Layer 2. spec to jax: devices, meshes, shardings, constraints. Models may import this."""
+
+from meshkit.sharding.constrain import (
+    attention_implementation,
+    constrain,
+    current_scope,
+    shard_over,
+    sharding_scope,
+)
+from meshkit.sharding.devices import describe_devices, prepare_platform
+from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.sharding.resolve import shard_model, shardings
+
+__all__ = [
+    "DescribedMesh",
+    "attention_implementation",
+    "build_mesh",
+    "constrain",
+    "current_scope",
+    "describe_devices",
+    "prepare_platform",
+    "shard_model",
+    "shard_over",
+    "sharding_scope",
+    "shardings",
+]

@@ -1,0 +1,164 @@
+"""Rules x pytree -> NamedShardings. Layer 2.
+
+Names of dims come from the tree itself: nnx variables (`out_sharding` metadata), linen boxes (`nn.Partitioned`,
+`nn.LogicallyPartitioned`). Path overrides come first and need no names, so any pytree can be sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.core import meta
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshkit.errors import ConfigError
+from meshkit.sharding.constrain import partition_spec, sharding_scope
+from meshkit.sharding.mesh import AnyMesh
+from meshkit.spec.rules import ShardingRules
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One leaf of a pytree and where the rules put it.
+
+    Attributes:
+        path: `layers/attention/query/kernel`.
+        shape, dtype: global.
+        logical_axes: a name or None per dim; None when the leaf carries no names.
+        spec: mesh axes per dim.
+        rule: `override GLOB`, `logical`, or `none` (replicated for want of a rule).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    logical_axes: tuple[str | None, ...] | None
+    spec: tuple[tuple[str, ...], ...]
+    rule: str
+
+    def shards(self, mesh: AnyMesh) -> int:
+        """Number of distinct pieces over the mesh."""
+        return math.prod(mesh.shape[a] for axes in self.spec for a in axes)
+
+
+def shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "parameters") -> Any:
+    """The tree with a NamedSharding in place of each array.
+
+    Works on abstract and concrete leaves alike. nnx variables stay variables (so the result fits `jit`'s shardings of
+    the same state); a linen box becomes one sharding.
+
+    Args:
+        tree: nnx state or module state, linen variables (boxed or not), or plain containers of arrays.
+        mesh: attached or described.
+        rules: logical axes and path overrides.
+        kind: `parameters`, `gradients`, `optimizer` or `compute`: which mapping of the rules applies.
+
+    Raises:
+        ConfigError: a rule to an axis the mesh lacks, an override of the wrong rank, one mesh axis on two dims, or
+            a dim that its axes do not divide.
+    """
+    rules.check(mesh.axis_names)
+
+    def one(path, leaf):
+        placed = _place(path_name(path), leaf, mesh, rules, kind)
+        sharding = NamedSharding(mesh, partition_spec(placed.spec) if placed else PartitionSpec())
+        return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_named)
+
+
+def placements(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "parameters") -> list[Placed]:
+    """Every array of the tree with its path, names and mesh axes, in tree order. Raises as `shardings` does."""
+    rules.check(mesh.axis_names)
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]
+    placed = (_place(path_name(path), leaf, mesh, rules, kind) for path, leaf in leaves)
+    return [p for p in placed if p is not None]
+
+
+def shard_model(make_model: Callable[[], nnx.Module], mesh: AnyMesh, rules: ShardingRules) -> nnx.Module:
+    """An nnx model born sharded: each device makes its own shards, and no device ever holds a whole copy.
+
+    Args:
+        make_model: builds the model, e.g. `lambda: MyModel(rngs=nnx.Rngs(0))`.
+        mesh: attached devices.
+        rules: where the parameters go.
+    """
+    with nnx.use_eager_sharding(False):
+        graph, abstract = nnx.split(nnx.eval_shape(make_model))
+
+        def init():
+            with sharding_scope(mesh, rules):
+                return nnx.state(make_model())
+
+        state = jax.jit(init, out_shardings=shardings(abstract, mesh, rules))()
+        return nnx.merge(graph, state)
+
+
+def path_name(path: tuple) -> str:
+    """A jax key path as `a/b/c`, without the `value` that a variable adds."""
+    parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+    if len(parts) > 1 and parts[-1] in ("value", "raw_value", "<flat index 0>"):
+        parts.pop()
+    return "/".join(parts)
+
+
+def _is_named(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable | meta.AxisMetadata)
+
+
+def _names_of(leaf: Any) -> tuple[str | None, ...] | None:
+    """The dim names that a leaf carries, or None."""
+    if isinstance(leaf, nnx.Variable):
+        names = leaf.get_metadata().get("out_sharding")
+        return tuple(names) if names else None
+    names = getattr(leaf, "names", None)
+    return tuple(names) if isinstance(leaf, meta.AxisMetadata) and names is not None else None
+
+
+def _array_of(leaf: Any) -> Any:
+    if isinstance(leaf, nnx.Variable):
+        return leaf.get_raw_value()
+    return leaf.unbox(apply_constraint=False) if isinstance(leaf, meta.Partitioned) else _unboxed(leaf)
+
+
+def _unboxed(leaf: Any) -> Any:
+    return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
+
+
+def _place(path: str, leaf: Any, mesh: AnyMesh, rules: ShardingRules, kind: str) -> Placed | None:
+    array = _array_of(leaf)
+    if not hasattr(array, "shape"):
+        return None
+    names, shape = _names_of(leaf), tuple(array.shape)
+    spec, rule = _spec_of(path, names, shape, rules, kind)
+    for dim, (axes, size) in enumerate(zip(spec, shape)):
+        pieces = math.prod(mesh.shape[a] for a in axes)
+        if size % pieces:
+            name = f" ('{names[dim]}')" if names and names[dim] else ""
+            raise ConfigError(
+                f"dim {dim}{name} of {path} has size {size}, which the {pieces} GPUs of mesh axis "
+                f"{' x '.join(repr(a) for a in axes)} do not divide.",
+                hint=f'[[rules.override]] path = "{path}" with this dim replicated, or a smaller axis',
+            )
+    return Placed(path, shape, str(array.dtype), names, spec, rule)
+
+
+def _spec_of(path: str, names, shape, rules: ShardingRules, kind: str) -> tuple[tuple[tuple[str, ...], ...], str]:
+    override = rules.override_for(path)
+    if override is not None:
+        if len(override) != len(shape):
+            raise ConfigError(
+                f"the override for {path} names {len(override)} dims, but the array has shape {shape}.",
+                hint=f"a spec of {len(shape)} entries",
+            )
+        return override, "override"
+    if names is None:
+        return ((),) * len(shape), "none"
+    if len(names) != len(shape):
+        raise ConfigError(f"{path} has shape {shape} but carries {len(names)} dim names: {names}.")
+    return rules.spec_for(names, kind=kind), "logical"

@@ -1,0 +1,16 @@
+"""Eight virtual CPU devices for every test, with collective timeouts that two busy cores cannot trip."""
+
+import os
+
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=1800",
+        "--xla_cpu_collective_timeout_seconds=1800",
+    ]
+)
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
