@@ -1,0 +1,297 @@
+"""plan: what a training step would do on GPUs that are not there. Layer 7.
+
+step -> (export, child process) -> scheduled HLO -> Schedule -> simulated Timeline -> Report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshkit.errors import ConfigError
+from meshkit.report.schema import CompilePart, MemoryPart, ProgramPart, Report, Warning_
+from meshkit.report.summarize import Work, summarize, training_cost
+from meshkit.sharding.devices import describe_devices, use_no_accelerator
+from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.spec.cluster import Cluster
+from meshkit.spec.mesh import Placement
+from meshkit.timeline.simulate import Simulation, simulate
+from meshkit.timeline.spans import Timeline
+from meshkit.units import format_bytes
+from meshkit.xla.hlo import Schedule, load_module, read_schedule
+from meshkit.xla.program import CompiledProgram, compile_absent
+
+if TYPE_CHECKING:
+    from meshkit.spec.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan and what it was made from.
+
+    Attributes:
+        report: the contract's report.
+        timeline: the simulated step, for pictures.
+        compiled: the program, its memory and its compile times.
+        schedule: the program as read.
+    """
+
+    report: Report
+    timeline: Timeline
+    compiled: CompiledProgram
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the plan is judged by, beyond the program.
+
+    Attributes:
+        memory_fraction: share of the GPU's memory that the client may take.
+        parameters_bytes, optimizer_bytes: per GPU, where known.
+        steps: of the whole training, for time and cost.
+        precision: of the matmuls: whose peak MFU refers to.
+    """
+
+    memory_fraction: float = 0.92
+    parameters_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    steps: int | None = None
+    precision: str = "bf16"
+
+
+def plan(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    mesh: DescribedMesh | jax.sharding.Mesh,
+    cluster: Cluster,
+    model_flops: float | None = None,
+    tokens: float | None = None,
+    options: Mapping[str, object] | None = None,
+    memory_fraction: float = 0.92,
+) -> Report:
+    """The predicted report of any jitted function or closure on a cluster that is not there.
+
+    Needs no GPU, and works in a process that has already used jax.
+
+    Args:
+        step: jitted or plain.
+        args: abstract or concrete arguments. NamedShardings on a mesh with these axis names are kept; an argument
+            without one is replicated.
+        mesh: from `build_mesh(spec, cluster, devices=describe_devices(cluster))`; of a mesh of attached devices only
+            the shape counts.
+        cluster: the GPUs and links.
+        model_flops: FLOP of the model per call over all GPUs, for MFU.
+        tokens: tokens per call over all GPUs.
+        options: XLA compiler options beyond meshkit's own.
+        memory_fraction: share of the GPU's memory that the client may take.
+
+    Raises:
+        ConfigError: a cluster without GPUs, a mesh of another size, or no compiler installed.
+        ProgramError: XLA refuses the program.
+    """
+    work = Work(model_flops=model_flops, tokens=tokens)
+    budget = Budget(memory_fraction=memory_fraction)
+    return make_plan(step, args, mesh=mesh, cluster=cluster, work=work, options=options, budget=budget).report
+
+
+def plan_experiment(experiment: Experiment) -> Plan:
+    """The plan of an experiment's own training step, the one that `train` runs."""
+    from meshkit.training.step import make_train_step
+
+    _check_has_gpus(experiment.cluster)
+    use_no_accelerator()
+    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
+    program = make_train_step(experiment, mesh)
+    train = experiment.train
+    tokens = program.work["tokens"]
+    steps = -(-train.tokens_total // int(tokens)) if train.tokens_total else train.steps
+    budget = Budget(
+        train.memory_fraction,
+        local_bytes(program.abstract_state.params),
+        local_bytes(program.abstract_state.opt_state),
+        steps,
+        train.precision,
+    )
+    work = Work(
+        model_flops=program.work["model_flops"],
+        model_flops_causal=program.work["model_flops_causal"],
+        tokens=tokens,
+    )
+    args = (program.abstract_state, program.abstract_batch)
+    return make_plan(
+        program.step, args, mesh=mesh, cluster=experiment.cluster, work=work, options=experiment.xla, budget=budget
+    )
+
+
+def make_plan(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    mesh: DescribedMesh | jax.sharding.Mesh,
+    cluster: Cluster,
+    work: Work,
+    budget: Budget,
+    options: Mapping[str, object] | None = None,
+) -> Plan:
+    """Compiles, simulates and summarizes; see `plan`."""
+    _check_has_gpus(cluster)
+    absent = _described(mesh, cluster)
+    compiled = compile_absent(step, _on_mesh(args, absent), mesh=absent, cluster=cluster, options=options)
+    schedule = read_schedule(load_module(compiled.module), placement_of(absent, cluster))
+    simulation = simulate(schedule, cluster)
+    precision = budget.precision if budget.precision in cluster.gpu.peak_flops else "fp32"
+    full_work = Work(
+        model_flops=work.model_flops,
+        model_flops_causal=work.model_flops_causal,
+        hardware_flops_per_gpu=simulation.hardware_flops,
+        tokens=work.tokens,
+        peak_flops_per_gpu=cluster.gpu.peak_flops[precision],
+        num_gpus=cluster.num_gpus,
+    )
+    memory = _memory(compiled, cluster, budget)
+    report = summarize(
+        simulation.timeline,
+        source="plan",
+        cluster=cluster,
+        mesh_axes=mesh_rows(absent),
+        processes_seen=0,
+        processes_expected=cluster.hosts,
+        work=full_work,
+        memory=memory,
+        program=_program(compiled, schedule),
+        compile=CompilePart(lower_s=compiled.lower_s, compile_s=compiled.compile_s, cached=False),
+        training=training_cost(
+            simulation.timeline.steps[0].window[1], budget.steps, cluster.num_gpus, cluster.price_per_gpu_hour
+        ),
+        step_bounds=(simulation.all_overlapped_s, simulation.all_exposed_s),
+        warnings=_warnings(compiled, simulation, memory),
+    )
+    return Plan(report, simulation.timeline, compiled, schedule)
+
+
+def placement_of(mesh: DescribedMesh, cluster: Cluster) -> Placement:
+    """Partition id -> GPU, NVLink domain and host of a described mesh."""
+    devices = list(mesh.devices.flat)
+    links = ("nvlink", "infiniband") if cluster.num_nvlink_domains > 1 else ("nvlink",)
+    return Placement(
+        axis_names=tuple(mesh.axis_names),
+        shape=tuple(mesh.devices.shape),
+        gpus=np.array([d.id for d in devices]),
+        domains=np.array([d.domain for d in devices]),
+        hosts=np.array([d.process_index for d in devices]),
+        fabric={name: cluster.link(name).fabric for name in links},
+    )
+
+
+def mesh_rows(mesh: DescribedMesh) -> list[dict[str, object]]:
+    """Each axis with its size and how it divides into NVLink and InfiniBand."""
+    rows: list[dict[str, object]] = []
+    for i, (name, size) in enumerate(zip(mesh.axis_names, mesh.devices.shape)):
+        line = np.moveaxis(mesh.devices, i, -1).reshape(-1, size)[0]
+        domains = len({d.domain for d in line})
+        rows.append({"axis": name, "size": size, "nvlink": size // domains, "infiniband": domains})
+    return rows
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes of one GPU's shards of a tree of abstract arrays."""
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if hasattr(leaf, "sharding") and leaf.sharding is not None
+    )
+
+
+def _check_has_gpus(cluster: Cluster) -> None:
+    if cluster.is_cpu:
+        raise ConfigError(
+            f"cluster '{cluster.name}' has no GPUs, and plan predicts GPUs.",
+            hint="--set cluster=dgx_h100 (or any shipped cluster), with --set mesh... to match it",
+        )
+
+
+def _described(mesh: DescribedMesh | jax.sharding.Mesh, cluster: Cluster) -> DescribedMesh:
+    if mesh.devices.size != cluster.num_gpus:
+        raise ConfigError(
+            f"the mesh has {mesh.devices.size} devices, but cluster '{cluster.name}' has {cluster.num_gpus} GPUs.",
+            hint="build_mesh(spec, cluster, devices=describe_devices(cluster))",
+        )
+    if isinstance(mesh, DescribedMesh):
+        return mesh
+    devices = np.empty(cluster.num_gpus, dtype=object)
+    devices[:] = describe_devices(cluster)
+    return DescribedMesh(devices.reshape(mesh.devices.shape), mesh.axis_names)
+
+
+def _on_mesh(args: Sequence[Any], mesh: DescribedMesh) -> tuple[Any, ...]:
+    """Arguments as ShapeDtypeStructs that all carry a sharding on this mesh."""
+
+    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+        spec = leaf.sharding.spec if isinstance(getattr(leaf, "sharding", None), NamedSharding) else PartitionSpec()
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
+
+    return tuple(jax.tree.map(one, tuple(args)))
+
+
+def _memory(compiled: CompiledProgram, cluster: Cluster, budget: Budget) -> MemoryPart:
+    capacity = int(cluster.gpu.memory_bytes)
+    pool = int(capacity * budget.memory_fraction)
+    return MemoryPart(
+        capacity_bytes=capacity,
+        pool_bytes=pool,
+        peak_bytes=compiled.peak_bytes,
+        margin_bytes=pool - compiled.peak_bytes,
+        fits=compiled.peak_bytes <= pool,
+        parameters_bytes=budget.parameters_bytes,
+        optimizer_bytes=budget.optimizer_bytes,
+        temporary_bytes=compiled.memory["temp"],
+    )
+
+
+def _program(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
+    text = json.dumps(dict(compiled.options), sort_keys=True, default=str)
+    return ProgramPart(
+        fingerprint=schedule.fingerprint,
+        options_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
+        jax=metadata.version("jax"),
+        jaxlib=metadata.version("jaxlib"),
+        partitioner=compiled.partitioner,
+    )
+
+
+_NOTES = {
+    "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
+    "conditional": "a conditional is counted as its longest branch",
+    "opaque custom call": "a custom call whose FLOP are unknown is priced by its memory traffic",
+    "host": "a transfer to or from the host is not priced",
+}
+
+
+def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart) -> list[Warning_]:
+    found = [
+        Warning_(code=kind.replace(" ", "_"), message=f"{_NOTES.get(kind, kind)}: {', '.join(names[:5])}"
+                 + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
+        for kind, names in simulation.notes.items()
+    ]  # fmt: skip
+    found += [Warning_(code="compiler", message=line) for line in compiled.log]
+    if memory.fits is False:
+        missing = format_bytes(-(memory.margin_bytes or 0))
+        found.append(
+            Warning_(
+                code="does_not_fit",
+                message=f"the step needs {format_bytes(memory.peak_bytes)} a GPU, {missing} more than the pool of "
+                f"{format_bytes(memory.pool_bytes)}; try a remat policy, more `accumulate`, or a larger fsdp axis",
+            )
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Layer 5. spans of time on devices: simulated, or read from a trace."""

@@ -1,0 +1,75 @@
+"""The process that compiles: `python -m meshkit.xla.child FOLDER`. Layer 4.
+
+It reads FOLDER/request.json and FOLDER/program.bin (a `jax.export` program), compiles it for GPUs that are not there,
+and leaves FOLDER/module.pb (the scheduled HLO) and FOLDER/result.json. XLA aborts the process on some programs; then
+only this process dies. What XLA refuses with an exception is in result.json under `error`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main(folder: Path) -> None:
+    """Compiles the request in folder."""
+    request = json.loads((folder / "request.json").read_text())
+    result: dict[str, Any] = {}
+    try:
+        result = compile_program(request, (folder / "program.bin").read_bytes(), folder / "module.pb")
+    except Exception as e:  # whatever jax or XLA raises is the answer to the request
+        result = {"error": f"{type(e).__name__}: {e}"}
+    result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    partial = folder / "result.json.tmp"
+    partial.write_text(json.dumps(result))
+    partial.rename(folder / "result.json")
+
+
+def compile_program(request: dict[str, Any], program: bytes, module_path: Path) -> dict[str, Any]:
+    """Deserializes, lowers and compiles; writes the scheduled module and returns memory and times."""
+    import jax
+    import numpy as np
+    from jax import export
+    from jax.experimental import topologies
+
+    start = time.perf_counter()
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology=request["topology"], target_config=request["target_config"]
+    )
+    order = np.array(request["device_order"]).reshape(request["mesh_shape"])
+    devices = np.empty(len(topology.devices), dtype=object)
+    devices[:] = sorted(topology.devices, key=lambda d: d.id)
+    mesh = jax.sharding.Mesh(
+        devices[order], request["axis_names"], axis_types=(jax.sharding.AxisType.Auto,) * order.ndim
+    )
+    exported = export.deserialize(bytearray(program))
+    shardings = exported.in_shardings_jax(mesh)
+    flat = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(exported.in_avals, shardings)]
+
+    jitted = jax.jit(
+        exported.call, donate_argnums=tuple(request["donated"]), out_shardings=exported.out_shardings_jax(mesh)
+    )
+    with jax.set_mesh(mesh):
+        lowered = jitted.trace(*flat).lower(lowering_platforms=("cuda",))
+    lowered_at = time.perf_counter()
+    compiled = lowered.compile(compiler_options=request["compiler_options"])
+    done = time.perf_counter()
+    executable: Any = compiled.runtime_executable()
+    module_path.write_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
+    memory: Any = compiled.memory_analysis()
+    fields = ("argument", "output", "alias", "temp", "generated_code")
+    return {
+        "lower_s": lowered_at - start,
+        "compile_s": done - lowered_at,
+        "memory": {name: int(getattr(memory, f"{name}_size_in_bytes")) for name in fields},
+        "host_temp_bytes": int(memory.host_temp_size_in_bytes),
+        "partitioner": "shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,291 @@
+"""A jitted function -> its program for GPUs that are not there. Layer 4.
+
+This process traces and lowers for CUDA (jax.export); a child process compiles, because XLA aborts on some programs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+
+from meshkit.errors import ConfigError, ProgramError
+from meshkit.sharding.mesh import DescribedMesh
+from meshkit.spec.cluster import Cluster
+from meshkit.xla.options import compiler_options
+from meshkit.xla.target import target_config, topology_name
+
+# Custom calls that jax.export refuses by default because their backend may change; ours is compiled at once.
+_ALLOWED_CALLS = (
+    "__cudnn$fmhaSoftmax",
+    "__cudnn$fmhaSoftmaxBackward",
+    "__cudnn$fmhaSoftmaxDropout",
+    "__cudnn$fmhaSoftmaxDropoutBackward",
+    "__cudnn$fmhaScaleBiasSoftmax",
+    "__cudnn$fmhaScaleBiasSoftmaxBackward",
+    "__cudnn$fmhaScaleBiasSoftmaxDropout",
+    "__cudnn$fmhaScaleBiasSoftmaxDropoutBackward",
+    "__cudnn$fmhaSoftmaxF8",
+    "__cudnn$fmhaSoftmaxBackwardF8",
+    "__cudnn$blockScaledDot",
+    "__gpu$xla.gpu.triton",
+    "mosaic_gpu_v2",
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+)
+# How jax words that an operation (a Python callback) wants the attached backend while it is lowered for another.
+_NEEDS_GPU = ("require devices", "different from the lowering platform")
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """What the compiler made of a program for an absent cluster.
+
+    Attributes:
+        module: serialized `HloModuleProto`, scheduled.
+        memory: bytes per GPU: `argument`, `output`, `alias`, `temp`, `generated_code`.
+        lower_s: tracing and lowering, both processes.
+        compile_s: XLA.
+        peak_rss_bytes: of the child process.
+        partitioner: `shardy` or `gspmd`.
+        options: compiler options used.
+        log: lines that the compiler wrote about memory and resharding.
+    """
+
+    module: bytes
+    memory: Mapping[str, int]
+    lower_s: float
+    compile_s: float
+    peak_rss_bytes: int
+    partitioner: str
+    options: Mapping[str, object]
+    log: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes the program needs at once: arguments, outputs that alias none of them, and temporaries."""
+        m = self.memory
+        return m["argument"] + m["output"] - m["alias"] + m["temp"] + m["generated_code"]
+
+
+def compile_absent(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    mesh: DescribedMesh,
+    cluster: Cluster,
+    options: Mapping[str, object] | None = None,
+    timeout_s: float = 1800.0,
+) -> CompiledProgram:
+    """Compiles a function for the GPUs of a described cluster.
+
+    Args:
+        step: jitted or plain; shardings come from args and from constraints inside.
+        args: abstract arguments: `jax.ShapeDtypeStruct`s with NamedShardings on mesh.
+        mesh: from `build_mesh(..., devices=describe_devices(cluster))`.
+        cluster: the GPUs to compile for.
+        options: XLA options beyond meshkit's own (`[xla]`).
+        timeout_s: for the child process.
+
+    Raises:
+        ConfigError: the `plan` extra is missing or does not match jaxlib.
+        ProgramError: the program cannot be traced for CUDA, or XLA refuses it or dies of it.
+    """
+    check_compiler()
+    start = time.perf_counter()
+    chosen = compiler_options(cluster.gpu, options)
+    blob, donated = export_for_cuda(step, args, cluster)
+    lowered_s = time.perf_counter() - start
+    request = {
+        "topology": topology_name(cluster),
+        "target_config": target_config(cluster.gpu),
+        "mesh_shape": list(mesh.devices.shape),
+        "axis_names": list(mesh.axis_names),
+        "device_order": [d.id for d in mesh.devices.flat],
+        "donated": donated,
+        "compiler_options": chosen,
+    }
+    with tempfile.TemporaryDirectory(prefix="meshkit-") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "program.bin").write_bytes(blob)
+        log = _run_child(folder, timeout_s)
+        result = json.loads((folder / "result.json").read_text())
+        if "error" in result:
+            raise ProgramError(
+                f"XLA refused the program: {result['error'].splitlines()[0][:500]}", hint=_hint(result["error"])
+            )
+        module = (folder / "module.pb").read_bytes()
+    return CompiledProgram(
+        module=module,
+        memory=result["memory"],
+        lower_s=lowered_s + result["lower_s"],
+        compile_s=result["compile_s"],
+        peak_rss_bytes=result["peak_rss_bytes"],
+        partitioner=result["partitioner"],
+        options=chosen,
+        log=log,
+    )
+
+
+def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], cluster: Cluster) -> tuple[bytes, list[int]]:
+    """A function lowered for CUDA in this process, serialized, and the flat indices of its donated arguments."""
+    jitted = step if hasattr(step, "trace") else jax.jit(step)
+    leaves, tree = jax.tree.flatten(tuple(args))
+
+    def flat(*leaves: Any) -> tuple[Any, ...]:
+        return tuple(jax.tree.leaves(jitted(*jax.tree.unflatten(tree, leaves))))
+
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in _ALLOWED_CALLS]
+    with lowering_for(cluster):
+        try:
+            donated = [i for i, info in enumerate(jax.tree.leaves(jitted.trace(*args).args_info)) if info.donated]
+            exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=checks)(*leaves)
+        except AssertionError as e:
+            raise ProgramError(
+                f"the program holds an operation that can only be lowered with GPUs attached: {str(e)[:300]}",
+                hint="cuDNN attention inside meshkit.sharding.shard_over(...) or jax.shard_map",
+            ) from e
+        except ValueError as e:
+            if not any(mark in str(e) for mark in _NEEDS_GPU):
+                raise
+            raise ProgramError(
+                "the program calls back into Python (jax.debug.print, io_callback, pure_callback), which cannot be "
+                "compiled for GPUs that are not there.",
+                hint="the step without its callbacks",
+            ) from e
+    return bytes(exported.serialize()), donated
+
+
+@contextmanager
+def lowering_for(cluster: Cluster) -> Iterator[None]:
+    """Lets jax trace and lower cuDNN attention for the cluster's GPU although neither GPU nor cuDNN is here.
+
+    jax asks the attached GPU and library three questions while it traces; the target answers them. Inside a fully
+    manual shard_map attention lowers to a plain custom call, so it does not need devices either.
+    """
+    from jax._src import dispatch
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    capability = cluster.gpu.compute_capability or (0, 0)
+    answers = {
+        "check_cudnn_version": lambda: 91002,
+        "check_compute_capability": lambda text: capability >= tuple(int(x) for x in text.split(".")),
+        "is_cuda_compute_capability_equal": lambda text: capability == tuple(int(x) for x in text.split(".")),
+    }
+    saved = {name: getattr(attention, name) for name in answers if hasattr(attention, name)}
+    primitives = {
+        p for n, p in vars(attention).items() if n.startswith("_dot_product_attention") and hasattr(p, "bind")
+    }
+    needing = dispatch.prim_requires_devices_during_lowering
+    removed = {p for p in primitives if p in needing}
+    for name in saved:
+        setattr(attention, name, answers[name])
+    needing -= removed
+    try:
+        yield
+    finally:
+        needing |= removed
+        for name, function in saved.items():
+            setattr(attention, name, function)
+
+
+def check_compiler() -> None:
+    """Stops with one clear message where this installation cannot compile for GPUs.
+
+    Raises:
+        ConfigError: not Linux, no CUDA plugin, two of them, or one that is not of jaxlib's version.
+    """
+    found = {name: version for name in _PLUGINS if (version := _version(name))}
+    if not found:
+        where = "" if sys.platform == "linux" else f" (they exist for Linux only; this is {sys.platform})"
+        raise ConfigError(
+            f"compiling for absent GPUs needs XLA's CUDA compiler, and no CUDA plugin of jax is installed{where}.",
+            hint="pip install 'meshkit[plan]'",
+        )
+    if len(found) > 1:
+        raise ConfigError(
+            f"two different CUDA plugins of jax are installed: {', '.join(f'{n} {v}' for n, v in found.items())}.",
+            hint=f"pip uninstall {_PLUGINS[0]} {_PLUGINS[0].replace('plugin', 'pjrt')}",
+        )
+    (name, version), jaxlib = next(iter(found.items())), _version("jaxlib")
+    if version != jaxlib:
+        raise ConfigError(
+            f"{name} is version {version}, but jaxlib is {jaxlib}: the two must be the same.",
+            hint=f"pip install '{name}=={jaxlib}' '{name.replace('plugin', 'pjrt')}=={jaxlib}'",
+        )
+    if _version("flatbuffers") is None:
+        raise ConfigError(
+            "the package flatbuffers is missing, with which programs travel.", hint="pip install flatbuffers"
+        )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _run_child(folder: Path, timeout_s: float) -> tuple[str, ...]:
+    """Runs the compiler process; returns the lines of its log worth showing.
+
+    Raises:
+        ProgramError: it died or ran out of time, with the end of what it said.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")}
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    command = [sys.executable, "-m", "meshkit.xla.child", str(folder)]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        raise ProgramError(
+            f"XLA was still compiling after {timeout_s:.0f} s and was stopped.",
+            hint='remat = "full", or scanned layers',
+        ) from None
+    if not (folder / "result.json").exists():
+        name = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+        raise ProgramError(f"XLA's compiler died ({name}): {_last_words(done.stderr)}", hint=_hint(done.stderr))
+    return _notable(done.stderr)
+
+
+def _last_words(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    fatal = [line for line in lines if line[:1] == "F" or "Check failed" in line or "Error" in line]
+    return (fatal or lines or ["it said nothing"])[-1][:500]
+
+
+def _hint(text: str) -> str | None:
+    if "ptxas" in text or "nvjitlink" in text.lower() or "libdevice" in text:
+        return "pip install 'meshkit[plan]' (ptxas and libdevice come with nvidia-cuda-nvcc-cu12)"
+    if "No such compile option" in text:
+        return "the option's name in this jaxlib, or remove it from [xla]"
+    return None
+
+
+def _notable(stderr: str) -> tuple[str, ...]:
+    """Warnings of the compiler that a user must see: memory it could not save, shardings it had to undo."""
+    marks = ("Can't reduce memory use", "Involuntary full rematerialization", "ptxas too old")
+    seen = dict.fromkeys(line.strip() for line in stderr.splitlines() if any(m in line for m in marks))
+    return tuple(line.split("] ", 1)[-1] for line in seen)
