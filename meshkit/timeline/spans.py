@@ -158,10 +158,10 @@ def sweep(step: DeviceStep, num_collectives: int, rows: np.ndarray | None = None
 
 def exposed_spans(step: DeviceStep) -> np.ndarray:
     """[n, 2] intervals of a step in which a collective runs and nothing computes, in seconds from its start."""
-    parts = [
+    compute, communication = (
         _clipped(np.asarray(s, np.float64).reshape(-1, 2), step.window) for s in (step.compute, step.communication)
-    ]
-    segments = _Segments(*parts, np.zeros((0, 2)), length_s=float(step.window[1] - step.window[0]))
+    )
+    segments = _Segments(compute, communication, np.zeros((0, 2)), length_s=float(step.window[1] - step.window[0]))
     exposed = np.r_[False, segments.communicating & ~segments.computing, False]
     starts, ends = np.flatnonzero(~exposed[:-1] & exposed[1:]), np.flatnonzero(exposed[:-1] & ~exposed[1:])
     return np.stack([segments.times[starts], segments.times[ends]], axis=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -285,7 +286,20 @@ def _hint(text: str) -> str | None:
 
 
 def _notable(stderr: str) -> tuple[str, ...]:
-    """Warnings of the compiler that a user must see: memory it could not save, shardings it had to undo."""
-    marks = ("Can't reduce memory use", "Involuntary full rematerialization", "ptxas too old")
-    seen = dict.fromkeys(line.strip() for line in stderr.splitlines() if any(m in line for m in marks))
-    return tuple(line.split("] ", 1)[-1] for line in seen)
+    """What the compiler said that a user must see, once each: memory it could not save, shardings it had to undo."""
+    seen: dict[str, None] = {}
+    for line in stderr.splitlines():
+        if "Involuntary full rematerialization" in line:
+            seen[_resharding(line)] = None
+        elif any(mark in line for mark in ("Can't reduce memory use", "ptxas too old")):
+            seen[line.split("] ", 1)[-1].strip()] = None
+    return tuple(seen)
+
+
+def _resharding(line: str) -> str:
+    """XLA's warning that it replicates an array to change its sharding, in one sentence."""
+    array = re.search(r"HLO operation %\S+ = (\w+\[[\d,]*\])", line)
+    source = re.search(r'op_name="([^"]*)"', line)
+    where = f" at {source[1].removeprefix('jit(call)/call_exported/')}" if source else ""
+    what = array[1] if array else "an array"
+    return f"XLA makes {what} whole on every GPU for a moment, to go from one sharding to another{where}"

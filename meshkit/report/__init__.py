@@ -1,0 +1,1 @@
+"""Layer 6. one report: schema, summary, and its views. Imports no jax."""

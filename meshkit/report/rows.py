@@ -1,0 +1,153 @@
+"""Rows of the communication table: collectives grouped by axes, link, kind, dtype and group shape. Layer 6; no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshkit.report.schema import CommunicationPart, OpPart
+from meshkit.timeline.spans import Sweep, Timeline
+from meshkit.xla.collective import Collective
+
+RowKey = tuple
+
+
+def row_key(c: Collective) -> RowKey:
+    """What the collectives of one row have in common."""
+    return (
+        c.axes,
+        c.axes_complete,
+        c.link,
+        c.fabric,
+        c.collective,
+        c.dtype,
+        c.group_size,
+        c.num_groups,
+        c.gpus_per_domain,
+    )
+
+
+def group_rows(collectives: Sequence[Collective]) -> tuple[np.ndarray, list[list[int]]]:
+    """The row of every collective, and the collectives of every row.
+
+    Returns:
+        [n + 1] row of each collective, the last for communication that maps to no instruction (a row of its own);
+        and for each row its collectives.
+    """
+    rows: dict[RowKey, list[int]] = {}
+    for i, collective in enumerate(collectives):
+        rows.setdefault(row_key(collective), []).append(i)
+    groups = [*rows.values(), []]
+    row_of = np.full(len(collectives) + 1, len(groups) - 1, np.intp)
+    for row, members in enumerate(groups):
+        row_of[members] = row
+    return row_of, groups
+
+
+def communication_rows(
+    timeline: Timeline, sweeps: Sequence[Sweep], row_of: np.ndarray, groups: Sequence[Sequence[int]]
+) -> tuple[CommunicationPart, ...]:
+    """Mean rows over the device steps, the most exposed first; collectives that never ran are left out."""
+    if not sweeps:
+        return ()
+    mean = {
+        name: np.mean([getattr(s, name) for s in sweeps], axis=0)
+        for name in ("share_s", "exposed_share_s", "sole_exposed_s", "busy_s", "count")
+    }
+    transfers = [s.transfer_s for s in sweeps if s.transfer_s is not None]
+    known = len(transfers) == len(sweeps)
+    mean["transfer_s"] = np.mean(transfers, axis=0) if known else np.full(len(row_of), np.nan)
+    rows = [_row(timeline.collectives, members, mean) for members in groups[:-1]]
+    unmapped = len(timeline.collectives)
+    if mean["count"][unmapped] > 0:
+        rows.append(CommunicationPart(axes=(), **_seconds([unmapped], mean)))
+    return tuple(sorted((r for r in rows if r.count), key=lambda r: (-(r.exposed_s or 0), -(r.time_s or 0), r.axes)))
+
+
+def _row(collectives: Sequence[Collective], members: Sequence[int], mean: dict[str, np.ndarray]) -> CommunicationPart:
+    first = collectives[members[0]]
+    payload = _whole(sum(float(mean["count"][i]) * collectives[i].payload_bytes for i in members))
+    wire = payload * wire_factor(first.collective, first.group_size)
+    across = wire * infiniband_share(first)
+    seconds = _seconds(members, mean)
+    moving_s = seconds["busy_s"] if seconds["transfer_s"] is None else seconds["transfer_s"]
+    return CommunicationPart(
+        axes=first.axes,
+        axes_complete=first.axes_complete,
+        link=first.link,  # pyright: ignore[reportArgumentType]  pydantic checks the word
+        fabric=first.fabric,
+        collective=first.collective,
+        dtype=first.dtype,
+        group_size=first.group_size,
+        num_groups=first.num_groups,
+        gpus_per_domain=first.gpus_per_domain,
+        payload_bytes=payload,
+        wire_bytes=_whole(wire),
+        wire_bytes_nvlink=_whole(wire - across),
+        wire_bytes_infiniband=_whole(across),
+        bus_bandwidth_bytes_per_s=wire / moving_s if wire and moving_s else None,
+        ops=_ops(collectives, members, mean),
+        **seconds,
+    )
+
+
+def _seconds(members: Sequence[int], mean: dict[str, np.ndarray]) -> dict:
+    total = {name: float(values[list(members)].sum()) for name, values in mean.items()}
+    transfer_s = None if np.isnan(total["transfer_s"]) else total["transfer_s"]
+    return {
+        "count": _whole(total["count"]),
+        "time_s": total["share_s"],
+        "overlapped_s": max(0.0, total["share_s"] - total["exposed_share_s"]),
+        "exposed_s": total["exposed_share_s"],
+        "sole_exposed_s": total["sole_exposed_s"],
+        "busy_s": total["busy_s"],
+        "transfer_s": transfer_s,
+        "wait_s": None if transfer_s is None else max(0.0, total["busy_s"] - transfer_s),
+    }
+
+
+def _ops(collectives: Sequence[Collective], members: Sequence[int], mean: dict[str, np.ndarray]) -> tuple[OpPart, ...]:
+    ops = [
+        OpPart(
+            name=collectives[i].name,
+            key=collectives[i].key,
+            source=collectives[i].source or None,
+            count=_whole(mean["count"][i]),
+            payload_bytes=_whole(mean["count"][i] * collectives[i].payload_bytes),
+            busy_s=float(mean["busy_s"][i]),
+            exposed_s=float(mean["exposed_share_s"][i]),
+        )
+        for i in members
+        if mean["count"][i] > 0
+    ]
+    return tuple(sorted(ops, key=lambda op: (-(op.exposed_s or 0), -(op.busy_s or 0), op.name)))
+
+
+def wire_factor(collective: str, group_size: int) -> float:
+    """Bytes on the wire per GPU and byte of payload: the nccl-tests factor that turns algorithm into bus bandwidth."""
+    n = group_size
+    if collective == "all-reduce":
+        return 2 * (n - 1) / n
+    if collective in ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
+        return (n - 1) / n
+    return 1.0 if n > 1 else 0.0
+
+
+def infiniband_share(c: Collective) -> float:
+    """Share of the wire bytes that leave the NVLink domain.
+
+    A ring with g GPUs per domain leaves it on one of every g hops: 1 / g. An all-to-all has no ring: of the n - 1 peers
+    of a GPU, n - g are in other domains.
+    """
+    if c.link != "infiniband" or c.group_size < 2:
+        return 0.0
+    if c.collective.endswith("all-to-all"):
+        return (c.group_size - c.gpus_per_domain) / (c.group_size - 1)
+    return 1.0 / max(1, c.gpus_per_domain)
+
+
+def _whole(x: float) -> int | float:
+    """An int where the value is one (a count, bytes), so that 3 prints as 3; a mean of unequal devices is a float."""
+    nearest = round(float(x))
+    return nearest if abs(x - nearest) <= 1e-9 * max(1.0, abs(x)) else float(x)

@@ -1,0 +1,170 @@
+"""Timeline -> report: numbers computed by hand, and the invariants of the contract."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshkit.report.rows import infiniband_share, wire_factor
+from meshkit.report.schema import StepPart
+from meshkit.report.summarize import check_invariants, summarize, training_cost
+from meshkit.timeline.spans import DeviceStep, Timeline
+from meshkit.xla.collective import Collective
+
+
+def ms(value):
+    return pytest.approx(value * 1e-3, rel=1e-9)
+
+
+def find(report, collective):
+    return next(r for r in report.communication if r.collective == collective)
+
+
+def test_step_is_the_mean_of_the_device_steps(report):
+    step = report.step
+    assert step.time_s == ms(10.5)  # 10 ms on device 0, 11 on device 1
+    assert step.compute_s == ms(6)
+    assert step.communication_s == ms(6)
+    assert step.overlapped_s == ms(3)
+    assert step.exposed_s == ms(3)
+    assert step.other_s == ms(0.5)
+    assert step.idle_s == ms(1.0)
+    assert (report.window.steps, report.window.devices) == (2, 2)
+
+
+def test_rows_share_what_runs_at_the_same_time(report):
+    # both all-gathers are one row: 3-6 ms, the last of it (5-6) shared with the all-reduce; exposed: 4-6
+    gather = find(report, "all-gather")
+    assert gather.time_s == ms(2.5)
+    assert gather.exposed_s == ms(1.5)
+    assert gather.sole_exposed_s == ms(1)
+    assert gather.busy_s == ms(4)
+    assert gather.count == 2
+    assert [(op.name, op.exposed_s) for op in gather.ops] == [("all-gather.2", ms(1)), ("all-gather.1", ms(0.5))]
+    # 5-9 ms: half of 5-6, half of 7-7.5 (unmapped communication has the other)
+    reduce = find(report, "all-reduce")
+    assert reduce.time_s == ms(3.25)
+    assert reduce.exposed_s == ms(1.5)
+
+
+def test_bytes_follow_nccl_tests(report):
+    gather = find(report, "all-gather")
+    assert gather.payload_bytes == 2 * 2**20
+    assert gather.wire_bytes == 2 * 2**20 * 3 // 4
+    assert (gather.wire_bytes_nvlink, gather.wire_bytes_infiniband) == (gather.wire_bytes, 0)
+    assert gather.bus_bandwidth_bytes_per_s == pytest.approx(gather.wire_bytes / 4e-3)
+    reduce = find(report, "all-reduce")
+    assert reduce.wire_bytes == 2**24 * 2 * 7 // 8
+    assert reduce.wire_bytes_infiniband == reduce.wire_bytes / 4
+    assert reduce.wire_bytes_nvlink == reduce.wire_bytes * 3 / 4
+
+
+def test_unmapped_communication_is_a_row_and_a_warning(report):
+    row = next(r for r in report.communication if not r.axes)
+    assert (row.collective, row.link, row.payload_bytes, row.bus_bandwidth_bytes_per_s) == (None, None, None, None)
+    warning = next(w for w in report.warnings if w.code == "unmapped_communication")
+    assert warning.seconds == row.time_s == ms(0.25)
+
+
+def test_collectives_that_never_ran_have_no_row(report):
+    assert "all-to-all" not in {r.collective for r in report.communication}
+
+
+def test_utilization(report):
+    assert report.step.mfu == pytest.approx(8e12 / (10.5e-3 * 8 * 1e15))
+    assert report.step.mfu_causal == pytest.approx(6e12 / (10.5e-3 * 8 * 1e15))
+    assert report.step.hfu is None
+    assert report.step.tokens_per_s_per_gpu == pytest.approx(4096 / 10.5e-3 / 8)
+
+
+def test_spread_names_the_worst(report):
+    spread = report.spread.time_s
+    assert (spread.min, spread.max, spread.worst_device, spread.worst_step) == (ms(10), ms(11), 1, 5)
+
+
+def test_a_prediction_has_bounds_and_no_spread(timeline):
+    report = summarize(timeline, source="plan", step_bounds=(0.008, 0.012))
+    assert (report.step.all_overlapped_s, report.step.all_exposed_s) == (0.008, 0.012)
+    assert report.spread.time_s.max is None
+
+
+def test_transfer_and_wait_split_busy(timeline):
+    first = timeline.steps[0]
+    busy = np.diff(first.communication, axis=1)[:, 0]
+    step = DeviceStep(**{**vars(first), "transfer_s": busy / 2})
+    row = find(summarize(Timeline((step,), timeline.collectives), source="profile"), "all-gather")
+    assert (row.transfer_s, row.wait_s) == (ms(2), ms(2))
+    assert row.bus_bandwidth_bytes_per_s == pytest.approx(row.wire_bytes / 2e-3)
+
+
+def test_no_steps_is_all_unknown():
+    report = summarize(Timeline((), ()), source="plan")
+    assert report.step == StepPart()
+    assert report.communication == ()
+
+
+def test_a_wrong_sum_is_caught(report):
+    wrong = report.model_copy(update={"step": report.step.model_copy(update={"idle_s": 0.5})})
+    with pytest.raises(AssertionError, match="step: the parts add up to"):
+        check_invariants(wrong)
+    wrong = report.model_copy(update={"communication": report.communication[1:]})
+    with pytest.raises(AssertionError, match="communication rows' time_s"):
+        check_invariants(wrong)
+
+
+@pytest.mark.parametrize(
+    ("collective", "n", "factor"),
+    [
+        ("all-reduce", 8, 2 * 7 / 8),
+        ("all-gather", 8, 7 / 8),
+        ("reduce-scatter", 4, 3 / 4),
+        ("all-to-all", 4, 3 / 4),
+        ("collective-permute", 4, 1),
+        ("collective-broadcast", 4, 1),
+        ("all-reduce", 1, 0),
+    ],
+)
+def test_wire_factors(collective, n, factor):
+    assert wire_factor(collective, n) == pytest.approx(factor)
+
+
+def test_infiniband_share():
+    def share(kind, n, g, link="infiniband"):
+        return infiniband_share(Collective("x", "x", kind, ("a",), True, link, None, "bf16", n, 1, g, 8))
+
+    assert share("all-gather", 16, 8) == 1 / 8  # one hop of every eight of the ring
+    assert share("all-to-all", 16, 8) == 8 / 15  # eight of fifteen peers
+    assert share("all-gather", 8, 8, "nvlink") == 0
+
+
+def test_training_cost():
+    part = training_cost(2.0, 1800, 16, 3.0)
+    assert (part.hours, part.gpu_hours, part.cost) == (1.0, 16.0, 48.0)
+    assert training_cost(2.0, 1800, 16, None).cost is None
+    assert training_cost(None, 1800, 16, 3.0).hours is None
+
+
+@given(st.data())
+def test_invariants_hold_on_random_steps(data):
+    span = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted)
+    kinds = ["all-gather", "all-gather", "all-reduce", "all-to-all"]
+    collectives = tuple(
+        Collective(f"c.{i}", f"k{i}", k, ("a",), True, "nvlink", None, "f32", 4, 1, 4, 100) for i, k in enumerate(kinds)
+    )
+
+    def step(i):
+        spans = {name: data.draw(st.lists(span, max_size=6)) for name in ("compute", "communication", "copies")}
+        arrays = {name: np.array(s, float).reshape(-1, 2) for name, s in spans.items()}
+        n = len(spans["communication"])
+        owners = data.draw(st.lists(st.integers(-1, 3), min_size=n, max_size=n))
+        return DeviceStep(
+            device=i,
+            step=0,
+            window=(0.1, 0.9),
+            compute_op=np.zeros(len(spans["compute"]), int),
+            collective=np.array(owners, int),
+            **arrays,
+        )
+
+    timeline = Timeline(tuple(step(i) for i in range(data.draw(st.integers(1, 3)))), collectives)
+    check_invariants(summarize(timeline, source="profile"))
