@@ -1,0 +1,47 @@
+# Everything a developer or CI runs. Needs Python 3.12 or 3.13 and make; installs into .venv.
+PY := .venv/bin/python
+EXPERIMENTS := configs/experiments
+H100S := --set cluster='{name="dgx_h100",hosts=2}'
+
+.PHONY: setup demo test test-slow check docs clean
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	@py=; for p in python3.12 python3.13 python3 python; do \
+	  if $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 12), (3, 13)))' 2>/dev/null; then py=$$p; break; fi; done; \
+	if [ -z "$$py" ]; then \
+	  echo "make setup: no Python 3.12 or 3.13 on the PATH. Install one, e.g. 'apt-get install python3.12 python3.12-venv',"; \
+	  echo "'brew install python@3.12' or 'uv python install 3.12', and run make again."; exit 2; fi; \
+	echo "make setup: using $$($$py --version) ($$py)"; \
+	test -x $(PY) || $$py -m venv .venv || { \
+	  echo "make setup: $$py cannot make a virtual environment; on Debian: apt-get install python3.12-venv"; exit 2; }
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plan,dev]'
+	@touch $@
+
+# The main job on real input: train on 8 virtual devices, profile it, plan it and a larger one for 16 absent H100s.
+demo: setup
+	@rm -rf runs/demo runs/demo-plan runs/llama3_8b
+	.venv/bin/meshkit train $(EXPERIMENTS)/llama_debug_cpu.toml --out runs/demo
+	.venv/bin/meshkit profile runs/demo
+	.venv/bin/meshkit plan $(EXPERIMENTS)/llama_debug_cpu.toml $(H100S) --set mesh.data='{infiniband=2}' --set mesh.fsdp=4 --out runs/demo-plan
+	.venv/bin/meshkit plan $(EXPERIMENTS)/llama3_8b.toml --out runs/llama3_8b
+	@echo "open runs/demo/report.html and runs/llama3_8b/report.html in a browser"
+
+test: setup
+	$(PY) -m pytest -m 'not slow'
+
+test-slow: setup
+	$(PY) -m pytest -m slow
+
+check: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright
+	.venv/bin/lint-imports --no-cache
+
+docs: setup
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	.venv/bin/mkdocs build --strict
+
+clean:
+	rm -rf .venv runs site build dist

@@ -1,0 +1,7 @@
+"""`python -m meshkit`."""
+
+import sys
+
+from meshkit.cli import main
+
+sys.exit(main())

@@ -1,0 +1,198 @@
+"""Mistakes in an experiment: each gives exit code 2, one message with file, line, key and a way out, no traceback."""
+
+# ruff: noqa: E501 - a row of the table is one mistake; cut lines would hide that
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from meshkit import cli
+
+GOOD = """\
+cluster = { name = "dgx_h100", hosts = 2 }
+
+[model]
+class = "models.llama:Llama"
+preset = "llama_debug"
+
+[mesh]
+data = { infiniband = 2 }
+fsdp = 4
+tensor = 2
+
+[rules.logical]
+act_batch = ["data", "fsdp"]
+embed = "fsdp"
+mlp = "tensor"
+
+[train]
+global_batch = 16
+sequence_length = 128
+steps = 10
+"""
+
+
+def change(old, new):
+    """The good file with one thing changed."""
+    assert old in GOOD
+    return GOOD.replace(old, new)
+
+
+def add(text):
+    """The good file with something at its end."""
+    return GOOD + text
+
+
+# (name, file, message, where it points, what to try)
+MISTAKES = [
+    ("unknown_key", change("steps = 10", "stepz = 10"), "unknown key 'stepz' in [train]", ":20: train.stepz = 10", "'steps'"),
+    ("unknown_table", add("[trian]\nsteps = 1\n"), "unknown key 'trian'", ":21: [trian]", "'train'"),
+    ("unknown_cluster_key", change("hosts = 2", "host = 2"), "unknown key 'host'", ":1: cluster.host = 2", "'hosts'"),
+    ("wrong_type", change("steps = 10", 'steps = "ten"'), 'must be an integer, not the string "ten"', ":20: train.steps = \"ten\"", "steps = 1"),
+    ("boolean_for_integer", change("steps = 10", "steps = true"), "not the boolean true", ":20: train.steps = true", "steps = 1"),
+    ("float_for_integer", change("steps = 10", "steps = 10.5"), "must be an integer, not the number 10.5", ":20: train.steps = 10.5", "steps = 1"),
+    ("list_for_string", change('preset = "llama_debug"', "preset = [1]"), "must be a string, not a list", ":5: model.preset = [1]", "preset ="),
+    ("table_for_number", add("[optimizer]\nlearning_rate = {}\n"), "must be a number, not a table", ":22: optimizer.learning_rate = {}", "1.0"),
+    ("number_for_table", change("[train]", "[other]").replace("[mesh]", "train = 3\n[mesh]"), "unknown key 'other'", ":18: [other]", "one of its keys"),
+    ("duplicate_key", change("steps = 10", "steps = 10\nsteps = 11"), "'train.steps' is given twice: on line 20 and on line 21", ":21: steps = 11", "removing one"),
+    ("duplicate_table", add("[mesh]\ndata = 1\n"), "'mesh' is given twice: on line 7 and on line 21", ":21: [mesh]", "removing one"),
+    ("missing_key", change("global_batch = 16\n", ""), "[train] has no 'global_batch'", ":17: [train]", "global_batch = ..."),
+    ("missing_table", change('[model]\nclass = "models.llama:Llama"\npreset = "llama_debug"\n', ""), "has no 'model'", "experiment.toml", "a line model"),
+    ("not_a_number", add("[optimizer]\nlearning_rate = nan\n"), "is not a finite number", ":22: optimizer.learning_rate = nan", "a finite number"),
+    ("infinite", add("[optimizer]\nclip = inf\n"), "is not a finite number", ":22: optimizer.clip = inf", "a finite number"),
+    ("overflow_to_infinity", add("[optimizer]\nclip = 1e999\n"), "is not a finite number", ":22: optimizer.clip = 1e999", "a finite number"),
+    ("huge_integer", change("steps = 10", "steps = " + "9" * 30), "is beyond 64 bits", ":20: train.steps = 999", "smaller"),
+    ("absurd_integer", change("steps = 10", "steps = " + "9" * 9999), "out of range", "experiment.toml", "smaller"),
+    ("negative", change("steps = 10", "steps = -1"), "must be greater than 0, not -1", ":20: train.steps = -1", "greater than 0"),
+    ("fraction_above_one", change("steps = 10", "memory_fraction = 92"), "must be at most 1", ":20: train.memory_fraction = 92", "at most 1"),
+    ("unknown_precision", change("steps = 10", 'precision = "fp8"'), 'must be one of fp32, bf16; not "fp8"', ":20: train.precision", "bf16"),
+    ("axis_too_large", change("tensor = 2", "tensor = 16"), "axis 'tensor' asks for 16 GPUs on NVLink, but an NVLink domain has 8", ":10: mesh.tensor = 16", "mesh.tensor = 8, or split it: mesh.tensor = { nvlink = 8, infiniband = 2 }"),
+    ("too_many_domains", change("infiniband = 2", "infiniband = 3"), "asks for 3 NVLink domains, but the cluster has 2", ":8: mesh.data", "infiniband = 2"),
+    ("sizes_do_not_multiply", change("fsdp = 4", "fsdp = 2"), "multiply to 4 (fsdp 2 x tensor 2), but an NVLink domain uses 8", ":7: [mesh]", "mesh.fsdp = 4"),
+    ("axis_of_zero", change("fsdp = 4", "fsdp = 0"), "must be a positive integer", ":9: mesh.fsdp = 0", "fsdp = 1"),
+    ("axis_of_a_wrong_word", change("fsdp = 4", 'fsdp = "full"'), "must be a positive integer, \"fill\"", ":9: mesh.fsdp = \"full\"", "fsdp = 2"),
+    ("two_fills", change("fsdp = 4\ntensor = 2", 'fsdp = "fill"\ntensor = "fill"'), 'both say "fill" on NVLink', ":10: mesh.tensor", "a number"),
+    ("unknown_link", change("infiniband = 2", "ethernet = 2"), "axis 'data' has no link 'ethernet'", ":8: mesh.data.ethernet = 2", "infiniband"),
+    ("reserved_axis", change("tensor = 2", "tensor = 2\nreplicated = 1"), "'replicated' cannot name a mesh axis", ":11: mesh.replicated = 1", "another name"),
+    ("no_axes", change("data = { infiniband = 2 }\nfsdp = 4\ntensor = 2\n", ""), "[mesh] has no axes", ":7: [mesh]", "data ="),
+    ("rule_to_unknown_axis", change('"tensor"', '"tenser"'), "names mesh axis 'tenser', but the mesh has data, fsdp, tensor", ":15: rules.logical.mlp = \"tenser\"", "'tensor'"),
+    ("rule_of_a_wrong_type", change('embed = "fsdp"', "embed = 1"), "must be a mesh axis or a list of them", ":14: rules.logical.embed = 1", "replicated"),
+    ("axis_twice_in_a_rule", change('["data", "fsdp"]', '["data", "data"]'), "names mesh axis 'data' twice", ":13: rules.logical.act_batch", "once"),
+    ("axis_twice_in_an_override", add('[[rules.override]]\npath = "**/kernel"\nspec = ["fsdp", "fsdp"]\n'), "'fsdp' shards both dim 0 and dim 1", ":23: rules.override.0.spec", "replicated"),
+    ("axis_twice_in_a_spec", change('mlp = "tensor"', 'mlp = "fsdp"'), "'fsdp' shards both dim", "rules.logical", "another mesh axis"),
+    ("override_without_a_path", add('[[rules.override]]\nspec = ["fsdp"]\n'), "has no 'path'", ":21: [rules.override.0]", "a line path"),
+    ("unknown_preset", add('[rules]\npreset = "fsdp_tensr"\n'), "no rules preset 'fsdp_tensr'", ":22: rules.preset", "'fsdp_tensor'"),
+    ("unknown_cluster", change("dgx_h100", "dgx_h101"), 'no shipped cluster "dgx_h101"', ":1: cluster.name = \"dgx_h101\"", "'dgx_h100'"),
+    ("missing_cluster_file", change('{ name = "dgx_h100", hosts = 2 }', '"no/such.toml"'), "no cluster file", ':1: cluster = "no/such.toml"', "shipped cluster"),
+    ("unknown_gpu", change("hosts = 2", 'gpu = "h100_smx"'), "no GPU 'h100_smx'", ":1: cluster.gpu = \"h100_smx\"", "'h100_sxm'"),
+    ("hosts_of_zero", change("hosts = 2", "hosts = 0"), "must be greater than 0, not 0", ":1: cluster.hosts = 0", "greater than 0"),
+    ("batch_not_divisible", change("global_batch = 16", "global_batch = 12"), "train.global_batch = 12 does not divide by 8 (data 2 x fsdp 4)", ":18: train.global_batch = 12", "16 or 8"),
+    ("batch_not_divisible_by_micro_batches", change("steps = 10", "accumulate = 3"), "does not divide by 24 (data 2 x fsdp 4 x accumulate 3)", ":18: train.global_batch = 16", "24"),
+    ("sequence_not_divisible", change("mlp =", 'act_length = "tensor"\nmlp =').replace("length = 128", "length = 127"), "train.sequence_length = 127 does not divide by 2 (tensor 2)", ":20: train.sequence_length = 127", "128 or 126"),
+    ("profile_beyond_the_end", add("[profile]\nsteps = [8, 12]\n"), "goes beyond the 10 steps", ":22: profile.steps = [8, 12]", "[8, 10]"),
+    ("profile_of_one_number", add("[profile]\nsteps = [8]\n"), "must have 2 entries, not 1", ":22: profile.steps = [8]", "2 entries"),
+    ("xla_option_of_another_name", add("[xla]\nlatency_hiding = true\n"), "'latency_hiding' is no XLA option", ":22: xla.latency_hiding = true", "xla_latency_hiding"),
+    ("class_without_a_colon", change("models.llama:Llama", "models.llama.Llama"), "has not the form", ":4: model.class = \"models.llama.Llama\"", "package.module:name"),
+    ("missing_module", change("models.llama:", "models.lama:"), "no module 'models.lama'", ":4: model.class", "a path that exists"),
+    ("missing_class", change("llama:Llama", "llama:Lama"), "'models.llama' has no 'Lama'", ":4: model.class", "models.llama:Llama"),
+    ("unknown_model_option", change("preset =", "colour = 1\npreset ="), "colour", "[model]", ""),
+    ("unknown_model_preset", change("llama_debug", "llama_debu"), "Llama preset 'llama_debu'", "[model]", ""),
+    ("not_toml", "this is : not toml\n", "is not TOML", ":1: this is : not toml", "key = value"),
+    ("unclosed_string", change('preset = "llama_debug"', 'preset = "llama_debug'), "is not TOML", ':5: preset = "llama_debug', '"quotes"'),
+    ("unclosed_table", change("{ infiniband = 2 }", "{ infiniband = 2"), "is not TOML", ":8: data = { infiniband = 2", "key = value"),
+    ("empty", "", "has no 'cluster'", "experiment.toml", "a line cluster"),
+    ("deeply_nested", "a = " + "[" * 20000 + "]" * 20000, "is nested too deeply", "experiment.toml", "fewer"),
+    ("deep_dotted_key", "a" + ".a" * 3000 + " = 1\n", "nested more than", ":1: [a]", "fewer"),
+]  # fmt: skip
+
+
+def explain(path, capsys, *arguments):
+    """Exit code and standard error of `meshkit explain`, whose one message is checked for its form."""
+    code = cli.main(["explain", str(path), *arguments])
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Traceback" not in shown.err
+    assert re.fullmatch(r"meshkit: [^\n]+\n  at [^\n]+\n(  try [^\n]+\n)?", shown.err), shown.err
+    assert re.search(r"  try |Did you mean|Known: ", shown.err), shown.err
+    return code, shown.err
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "at", "hint"), [row[1:] for row in MISTAKES], ids=[row[0] for row in MISTAKES]
+)
+def test_a_mistake_is_one_message(tmp_path, capsys, text, message, at, hint):
+    path = tmp_path / "experiment.toml"
+    path.write_text(text)
+    code, shown = explain(path, capsys)
+    assert code == 2
+    first, where, *way_out = shown.splitlines()
+    assert message in first
+    assert at in where
+    assert str(path) in where
+    assert hint in "".join(way_out)
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "hint"),
+    [
+        ("mesh.tensor=16", "asks for 16 GPUs on NVLink", "mesh.tensor = 8"),
+        ("train.stepz=1", "unknown key 'stepz'", "'steps'"),
+        ("train.steps=nan", "not a finite number", "a finite number"),
+        ("mesh.nothing=", "no mesh.nothing to remove", "data, fsdp, tensor"),
+        ("mesh.fsdp={nvlink", "is not TOML", "quoting it"),
+        ("tensor", "needs a key and a value", "--set mesh.tensor=8"),
+        ("=3", "is not a key", "--set mesh.tensor=8"),
+        ("train.steps.more=3", "train.steps is not a table", "--set train.steps=..."),
+        ("cluster=no/such.toml", "no cluster file", "shipped cluster"),
+    ],
+)
+def test_a_mistake_in_an_override_is_one_message(tmp_path, capsys, override, message, hint):
+    path = tmp_path / "experiment.toml"
+    path.write_text(GOOD)
+    code, shown = explain(path, capsys, "--set", override)
+    assert code == 2
+    assert message in shown
+    assert f"at --set {override}\n" in shown
+    assert hint in shown
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "there is no such experiment file"),
+        (lambda path: path.mkdir(), "is a folder"),
+        (lambda path: path.write_bytes(bytes(range(256))), "is not TOML"),
+        (lambda path: path.write_bytes(b"\x7fELF\x02\x01\xff\xfe"), "is not UTF-8 text (byte 0xff)"),
+        (lambda path: path.write_bytes(GOOD.encode("utf-16")), "is not UTF-8 text"),
+        (lambda path: path.write_bytes(b"\0" * 100), "is not TOML"),
+        (lambda path: path.write_bytes(b"# " * 2**22), "is larger than 4 MiB"),
+        (lambda path: path.symlink_to(path), "cannot be read"),
+        (lambda path: path.symlink_to("/dev/zero"), "is larger than 4 MiB"),
+    ],
+    ids=["missing", "folder", "all_bytes", "binary", "utf16", "zeros", "huge", "link_to_itself", "endless"],
+)
+def test_a_file_that_cannot_be_read_is_one_message(tmp_path, capsys, make, message):
+    path = tmp_path / "experiment.toml"
+    make(path)
+    code, shown = explain(path, capsys)
+    assert code == 2
+    if message != "is not TOML":
+        assert message in shown
+    assert str(path) in shown
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_without_permission(tmp_path, capsys):
+    path = tmp_path / "experiment.toml"
+    path.write_text(GOOD)
+    path.chmod(0)
+    code, shown = explain(path, capsys)
+    assert code == 2
+    assert "cannot be read" in shown
+
+
+def test_there_are_thirty_mistakes():
+    assert len({row[0] for row in MISTAKES}) == len(MISTAKES) >= 30

@@ -1,0 +1,53 @@
+"""The package from outside: names, costs of import, a notebook that has already used jax."""
+
+import subprocess
+import sys
+
+import pytest
+
+import meshkit as mk
+
+
+def run(code, **kwargs):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, **kwargs)
+
+
+@pytest.mark.parametrize("name", mk.__all__)
+def test_public_names_are_there(name):
+    assert getattr(mk, name).__doc__
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "meshkit",
+        "meshkit.spec.experiment",
+        "meshkit.spec.template",
+        "meshkit.report.html",
+        "meshkit.report.compare",
+        "meshkit.report.terminal",
+        "meshkit.cli",
+    ],
+)
+def test_files_validate_and_reports_open_without_jax(module):
+    done = run(f"import {module}, sys; sys.exit('jax' in sys.modules)")
+    assert done.returncode == 0, done.stderr or f"{module} imports jax"
+
+
+@pytest.mark.deviceless
+def test_a_notebook_that_has_used_jax_can_plan_a_lambda():
+    code = """
+import jax, jax.numpy as jnp
+print(jax.devices(), jnp.ones(3).sum())
+import meshkit as mk
+from jax.sharding import NamedSharding, PartitionSpec as P
+cluster = mk.Cluster.load("dgx_h100", hosts=2)
+spec = mk.MeshSpec.parse({"data": {"infiniband": 2}, "fsdp": 4, "tensor": 2})
+mesh = mk.build_mesh(spec, cluster, devices=mk.describe_devices(cluster))
+x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp", "tensor")))
+report = mk.plan(lambda x: x @ x, (x,), mesh=mesh, cluster=cluster)
+print("seconds", report.step.time_s)
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("seconds")[1]) > 0
