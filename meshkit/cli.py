@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,7 @@ app = typer.Typer(
 ExperimentArg = Annotated[
     Path, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).", show_default=False)
 ]
-RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or a report.json.", show_default=False)]
+RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder with a trace.", show_default=False)]
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file; repeatable.")
 ]
@@ -38,15 +39,36 @@ OutOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(
+            f"meshkit {metadata.version('meshkit')}, jax {metadata.version('jax')}, jaxlib {metadata.version('jaxlib')}"
+        )
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """Options before the verb."""
+
+
 @app.command(epilog="Example: meshkit plan configs/experiments/llama3_8b.toml --set mesh.tensor=2")
 def plan(
     experiment: ExperimentArg,
     set_: SetOption = [],  # noqa: B006  (typer reads the default, nobody writes it)
     out: OutOption = None,
     as_json: JsonOption = False,
-    require_fit: Annotated[bool, typer.Option(help="Exit with 3 when the step does not fit.")] = False,
+    require_fit: Annotated[bool, typer.Option("--require-fit", help="Exit with 3 when the step does not fit.")] = False,
 ) -> None:
-    """Predict step time, MFU, memory and communication on GPUs that are not there."""
+    """Predict a step on GPUs that are not there.
+
+    Compiles the real training step with XLA:GPU and predicts step time, MFU, memory, and communication per axis, link
+    and collective, overlapped and exposed.
+    """
     from meshkit.planner import plan_experiment
     from meshkit.report.html import write_html
     from meshkit.spec.experiment import load
@@ -74,7 +96,10 @@ def train(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train, evaluate, checkpoint and resume; capture a trace when [profile] asks."""
+    """Train, evaluate, checkpoint, resume.
+
+    With [profile] steps in the experiment it also captures a trace of them.
+    """
     from meshkit.sharding.devices import prepare_platform
     from meshkit.spec.experiment import load
 
@@ -96,7 +121,10 @@ def profile(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure overlapped and exposed communication from the trace of a run."""
+    """Measure a run from its trace.
+
+    Overlapped and exposed communication per mesh axis, link and collective; with --plan beside a prediction.
+    """
     from meshkit.profiler import profile_run
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.compare import render as render_comparison
@@ -113,8 +141,8 @@ def profile(
 
 @app.command(epilog="Example: meshkit compare runs/plan runs/first --fail-if 'exposed_s>1.1x'")
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", show_default=False, help="Run folder or report.json.")],
-    b: Annotated[Path, typer.Argument(metavar="B", show_default=False, help="Run folder or report.json.")],
+    a: Annotated[Path, typer.Argument(show_default=False, help="Run folder or report.json.")],
+    b: Annotated[Path, typer.Argument(show_default=False, help="Run folder or report.json.")],
     fail_if: Annotated[list[str], typer.Option(metavar="CONDITION", help="Exit with 3 if B against A meets it.")] = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
@@ -139,9 +167,12 @@ def explain(
     experiment: ExperimentArg,
     set_: SetOption = [],  # noqa: B006
     as_json: JsonOption = False,
-    strict: Annotated[bool, typer.Option(help="Exit with 3 when there is any finding.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when there is any finding.")] = False,
 ) -> None:
-    """Where every parameter and activation goes, and what looks wrong about it."""
+    """Where every parameter and activation goes.
+
+    Logical axes, mesh axes and bytes per GPU, and findings: what is legal and probably not meant. Needs no GPU.
+    """
     from meshkit.explainer import explain as explain_experiment
     from meshkit.explainer import render
     from meshkit.spec.experiment import load
