@@ -1,0 +1,330 @@
+"""`meshkit train`: runs the step of an experiment on attached devices, into a run folder. Layer 8.
+
+    experiment -> mesh -> compiled step -> [ batch -> step -> metrics, evaluation, checkpoint, capture ] -> TrainResult
+
+The run folder holds `experiment.toml` (resolved), `metrics.jsonl`, `checkpoints/` and `trace/`. The same one resumes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+from rich.console import Console
+
+from meshkit.errors import ConfigError, RunError
+from meshkit.sharding import build_mesh
+from meshkit.spec.experiment import Experiment
+from meshkit.training.capture import TRACE_FOLDER, Capture
+from meshkit.training.checkpoint import CheckpointStore
+from meshkit.training.data import Batches, Data, open_data
+from meshkit.training.metrics import MetricsLog, read_metrics
+from meshkit.training.progress import StepProgress
+from meshkit.training.signals import StopRequest
+from meshkit.training.state import TrainState
+from meshkit.training.step import TrainProgram, make_train_step
+from meshkit.xla.options import compiler_options
+
+_EXPERIMENT_FILE = "experiment.toml"
+
+
+class Preempted(RunError):
+    """The run was told to stop (SIGTERM) and has saved a checkpoint; the same command resumes it."""
+
+    exit_code = 75
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        folder: the run folder.
+        step: steps done, of all attempts.
+        resumed_step: where this attempt began.
+        loss: of the last step, nats per token.
+        evaluation_loss: the last one, on held-out data; None if never evaluated.
+        unigram_entropy_nats: of the corpus; a model below it has learned more than frequencies.
+        step_time_s: median of this attempt's steps.
+        tokens_per_s, mfu: at that step time; mfu is None where no peak is known.
+        compile_s, wall_s: of this attempt.
+    """
+
+    folder: str
+    step: int
+    resumed_step: int
+    loss: float | None
+    evaluation_loss: float | None
+    unigram_entropy_nats: float | None
+    step_time_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    compile_s: float
+    wall_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `meshkit train --json` prints it."""
+        return {"schema": "meshkit.train/1", **asdict(self)}
+
+
+def train(
+    experiment: Experiment, out: str | Path, *, console: Console | None = None, show_progress: bool = True
+) -> TrainResult:
+    """Trains the experiment in the folder `out`; resumes what is there.
+
+    Args:
+        experiment: loaded from a file.
+        out: the run folder.
+        console: where progress goes; stderr by default.
+        show_progress: False prints nothing.
+
+    Raises:
+        ConfigError: the folder belongs to another model, or the experiment does not fit the attached devices.
+        RunError: a checkpoint could not be written.
+        Preempted: SIGTERM came; a checkpoint is saved.
+        KeyboardInterrupt: SIGINT came; a checkpoint is saved if the experiment writes any.
+    """
+    started = time.perf_counter()
+    folder = Path(out)
+    console = console or Console(stderr=True)
+    _settle_experiment_file(experiment, folder)
+    mesh = build_mesh(experiment.mesh, experiment.cluster)
+    program = make_train_step(experiment, mesh)
+    data = open_data(experiment)
+    for note in program.notes:
+        console.print(f"note: {note}", style="yellow")
+    compiled, compile_s = _compile(program, experiment)
+    with StopRequest() as stop:
+        progress = StepProgress(console, experiment.train.steps, enabled=show_progress)
+        run = _Run(experiment, folder, program, compiled, data, stop, progress)
+        with run.progress:
+            run.execute()
+    return run.result(compile_s, time.perf_counter() - started)
+
+
+@dataclass
+class _Run:
+    """One attempt at a run: the loop, and what it gathers."""
+
+    experiment: Experiment
+    folder: Path
+    program: TrainProgram
+    compiled: Any
+    data: Data
+    stop: StopRequest
+    progress: StepProgress
+    resumed_step: int = 0
+    step_times_s: list[float] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)
+    evaluation_loss: float | None = None
+    clock: float = 0.0
+
+    def execute(self) -> None:
+        """Restores or initialises, then steps to the end or to a signal."""
+        checkpoint = self.experiment.checkpoint
+        store = CheckpointStore(self.folder / "checkpoints", keep=checkpoint.keep, verify=checkpoint.verify)
+        try:
+            state = store.restore_latest(self.program.abstract_state)
+            self.resumed_step = int(state.step) if state is not None else 0
+            self._greet(state)
+            log = MetricsLog(self.folder / "metrics.jsonl", self.resumed_step)
+            try:
+                self._loop(state if state is not None else self.program.init(), store, log)
+            finally:
+                log.close()
+        finally:
+            store.close()
+
+    def _loop(self, state: TrainState, store: CheckpointStore, log: MetricsLog) -> None:
+        train, every = self.experiment.train, self.experiment.checkpoint.every
+        batches = Batches(self.data.train, self.program.abstract_batch, self.experiment.data.seed)
+        capture = self._capture()
+        self.clock = time.perf_counter()
+        pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        for step, batch in enumerate(batches.iterate(self.resumed_step, train.steps), start=self.resumed_step + 1):
+            if capture and step == capture.first:
+                capture.before(step, state)
+                self.clock = time.perf_counter()
+            state, metrics = self.compiled(state, batch)
+            if pending:
+                self._record(*pending, log)
+            pending = (step, metrics)
+            evaluates = _is_due(train.evaluate_every, step)
+            saves = _is_due(every, step) or (every > 0 and step == train.steps)
+            traces = capture is not None and step in (capture.first - 1, capture.last)
+            stops = self.stop.requested
+            # Metrics of a step are read while the next one runs, so that devices never wait for the host. Virtual CPU
+            # devices do: two programs in flight would fight for the same cores.
+            if evaluates or saves or traces or stops or step == train.steps or self.experiment.cluster.is_cpu:
+                self._record(*pending, log, state if evaluates else None)
+                pending = None
+                store.check()
+            if capture:
+                capture.after(step, (state, metrics))
+            if saves:
+                store.save(state)
+            if saves or traces:  # neither is part of a step's time
+                self.clock = time.perf_counter()
+            if stops:
+                self._leave(state, store)
+
+    def _record(self, step: int, metrics: Mapping[str, jax.Array], log: MetricsLog, evaluate: Any = None) -> None:
+        """Waits for a step's metrics and writes them down, with an evaluation of the state given."""
+        values = {name: float(value) for name, value in metrics.items()}
+        elapsed_s = time.perf_counter() - self.clock
+        self.step_times_s.append(elapsed_s)
+        record = {"step": step, "loss": values.pop("loss"), "step_time_s": elapsed_s, **self._rate(elapsed_s), **values}
+        if evaluate is not None:
+            record |= self._evaluate(evaluate)
+        train = self.experiment.train
+        if step % train.log_every == 0 or step == train.steps or evaluate is not None:
+            log.write(record)
+        self.progress.update(record)
+        self.last, self.clock = record, time.perf_counter()
+
+    def _rate(self, step_time_s: float) -> dict[str, float | None]:
+        """Tokens per second and MFU at a step time."""
+        work, peak = self.program.work, peak_flops_per_gpu(self.experiment)
+        capacity = peak * self.program.mesh.size * step_time_s if peak else None
+        return {
+            "tokens_per_s": work["tokens"] / step_time_s,
+            "mfu": work["model_flops"] / capacity if capacity else None,
+        }
+
+    def _evaluate(self, state: TrainState) -> dict[str, float]:
+        """Mean loss over the first `evaluate_batches` held-out batches, always the same ones."""
+        began = time.perf_counter()
+        batches = Batches(self.data.validation, self.program.abstract_batch, None)
+        sums = [self.program.evaluate(state, b) for b in batches.iterate(0, self.experiment.train.evaluate_batches)]
+        loss_sum, weight = (sum(float(s[k]) for s in sums) for k in ("loss_sum", "weight"))
+        self.evaluation_loss = loss_sum / weight
+        return {"evaluation_loss": self.evaluation_loss, "evaluation_s": time.perf_counter() - began}
+
+    def _capture(self) -> Capture | None:
+        steps = self.experiment.profile.steps
+        if steps is None or steps[1] <= self.resumed_step:
+            return None
+        work = self.program.work
+        known = {
+            "model_flops": work["model_flops"],
+            "model_flops_causal": work["model_flops_causal"],
+            "tokens": work["tokens"],
+            "peak_flops_per_gpu": peak_flops_per_gpu(self.experiment),
+            "training_steps": training_steps(self.experiment),
+        }
+        return Capture(
+            self.folder / TRACE_FOLDER,
+            program=self.compiled,
+            mesh=cast(jax.sharding.Mesh, self.program.mesh),
+            steps=(max(steps[0], self.resumed_step + 1), steps[1]),
+            cluster=self.experiment.cluster,
+            mesh_spec=self.experiment.mesh,
+            work=known,
+        )
+
+    def _leave(self, state: TrainState, store: CheckpointStore) -> None:
+        """Saves, and raises what the signal asks for."""
+        step = int(state.step)
+        if self.stop.preempted or self.experiment.checkpoint.every:
+            store.save(state)
+            store.wait()
+        if self.stop.preempted:
+            raise Preempted(f"stopped by SIGTERM after step {step}; a checkpoint is saved.", at=str(self.folder))
+        raise KeyboardInterrupt
+
+    def _greet(self, state: TrainState | None) -> None:
+        if state is not None:
+            self.progress.say(f"resuming {self.folder} after step {self.resumed_step}")
+        elif read_metrics(self.folder / "metrics.jsonl"):
+            self.progress.say(f"{self.folder} has metrics but no checkpoint: starting from the first step again")
+        if self.data.unigram_entropy_nats is not None:
+            self.progress.say(f"unigram entropy of the data: {self.data.unigram_entropy_nats:.3f} nats per token")
+        self.progress.start(self.resumed_step)
+
+    def result(self, compile_s: float, wall_s: float) -> TrainResult:
+        """The TrainResult of this attempt; of the last recorded step when there was nothing left to do."""
+        recorded = read_metrics(self.folder / "metrics.jsonl")
+        last = self.last or (recorded[-1] if recorded else {})
+        median_s = statistics.median(self.step_times_s) if self.step_times_s else None
+        rate = self._rate(median_s) if median_s else {"tokens_per_s": None, "mfu": None}
+        return TrainResult(
+            folder=str(self.folder),
+            step=last.get("step", self.resumed_step),
+            resumed_step=self.resumed_step,
+            loss=last.get("loss"),
+            evaluation_loss=self.evaluation_loss,
+            unigram_entropy_nats=self.data.unigram_entropy_nats,
+            step_time_s=median_s,
+            compile_s=compile_s,
+            wall_s=wall_s,
+            tokens_per_s=rate["tokens_per_s"],
+            mfu=rate["mfu"],
+        )
+
+
+def _is_due(interval: int, step: int) -> bool:
+    """Whether something done every `interval` steps (0: never) falls on this one."""
+    return interval > 0 and step % interval == 0
+
+
+def peak_flops_per_gpu(experiment: Experiment) -> float | None:
+    """Dense peak of the compute precision, FLOP/s; None for a CPU, whose virtual devices have none."""
+    cluster = experiment.cluster
+    return None if cluster.is_cpu else cluster.gpu.peak_flops.get(experiment.train.precision)
+
+
+def training_steps(experiment: Experiment) -> int:
+    """Steps of the whole training: `tokens_total` where given, else `steps`."""
+    train = experiment.train
+    if train.tokens_total is None:
+        return train.steps
+    return -(-train.tokens_total // (train.global_batch * train.sequence_length))
+
+
+def _compile(program: TrainProgram, experiment: Experiment) -> tuple[Any, float]:
+    """The step compiled once, ahead of time: what runs is what a capture records."""
+    began = time.perf_counter()
+    cluster = experiment.cluster
+    options = dict(experiment.xla) if cluster.is_cpu else compiler_options(cluster.gpu, experiment.xla)
+    lowered = program.step.lower(program.abstract_state, program.abstract_batch)
+    try:
+        compiled = lowered.compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+        if experiment.xla and "option" in str(error).lower():
+            raise experiment.error("xla", f"XLA refuses an option: {error}") from error
+        raise
+    return compiled, time.perf_counter() - began
+
+
+def _settle_experiment_file(experiment: Experiment, folder: Path) -> None:
+    """Writes the resolved experiment into the run folder, unless one of another model is there.
+
+    Raises:
+        ConfigError: the folder's experiment has another model or optimizer dtype, so its state cannot be taken over.
+    """
+    path, text = folder / _EXPERIMENT_FILE, experiment.to_toml()
+    folder.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        _check_same_state(tomllib.loads(path.read_text()), tomllib.loads(text), path)
+    if jax.process_index() == 0:
+        path.write_text(text)
+
+
+def _check_same_state(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
+    """Raises ConfigError where two experiment files ask for different arrays in the state."""
+    compared = {"model": sorted({*saved.get("model", {}), *wanted.get("model", {})}), "optimizer": ["dtype"]}
+    for table, keys in compared.items():
+        for key in keys:
+            was, now = (document.get(table, {}).get(key) for document in (saved, wanted))
+            if was != now:
+                raise ConfigError(
+                    f"this run has {table}.{key} = {was!r}, but the experiment now says {now!r}.",
+                    at=str(path),
+                    hint="another --out, or the model that the run began with",
+                )

@@ -1,0 +1,221 @@
+"""`[data] source` -> sharded device batches, a function of the step number alone. Layer 4.
+
+    source -> examples (random access) -> shuffled, endless index -> rows of this process -> device batches, prefetched
+
+The batch of step s holds the shuffled examples s*B ... s*B + B-1, whatever the number of processes; so one integer, the
+step, resumes the data exactly, on any number of machines.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshkit.errors import ConfigError
+from meshkit.sharding.constrain import partition_spec
+from meshkit.sharding.mesh import AnyMesh
+from meshkit.spec.experiment import Experiment
+from meshkit.spec.rules import ShardingRules
+from meshkit.training.corpus import is_token_source, open_tokens
+from meshkit.training.state import load_object
+
+_PREFETCHED_BATCHES = 2
+
+
+class Examples(Protocol):
+    """Random access to examples, each a dict of arrays with fixed shapes; what `"pkg.mod:fn"` returns."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Training examples cut from a token sequence: window i predicts tokens i*T+1 ... i*T+T from those before.
+
+    Attributes:
+        tokens: the whole sequence, possibly memory-mapped.
+        length: T.
+        indices: which windows belong to this split.
+    """
+
+    tokens: np.ndarray
+    length: int
+    indices: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        start = int(self.indices[index]) * self.length
+        window = np.asarray(self.tokens[start : start + self.length + 1], np.int32)
+        return {"tokens": window[:-1], "targets": window[1:], "weights": np.ones(self.length, np.float32)}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Both splits of a source, and what is known about it.
+
+    Attributes:
+        train, validation: the splits.
+        unigram_entropy_nats: entropy of the token frequencies, the loss of the best model without context; None for a
+            source that has no tokens.
+    """
+
+    train: Examples
+    validation: Examples
+    unigram_entropy_nats: float | None
+
+
+def open_data(experiment: Experiment) -> Data:
+    """The experiment's data.
+
+    Every k-th window (k = 1 / `validation_fraction`) is held out, so that both splits see all of the text.
+
+    Raises:
+        ConfigError: nothing there, or too few tokens for one window in each split.
+    """
+    spec, length = experiment.data, experiment.train.sequence_length
+    fraction = spec.validation_fraction
+    if not is_token_source(spec.source):
+        return _split_examples(_load_examples(experiment), fraction)
+    tokens = open_tokens(experiment)
+    windows = np.arange((len(tokens) - 1) // length)
+    every = max(2, round(1 / fraction)) if fraction > 0 else len(windows) + 1
+    held_out = windows % every == every - 1
+    train, validation = windows[~held_out], windows[held_out]
+    if not len(train) or (fraction > 0 and not len(validation)):
+        raise experiment.error(
+            "data.source",
+            f"the source has {len(tokens)} tokens, too few to cut {every} windows of {length} tokens from.",
+            hint="a shorter train.sequence_length",
+        )
+    return Data(Windows(tokens, length, train), Windows(tokens, length, validation), unigram_entropy_nats(tokens))
+
+
+def unigram_entropy_nats(tokens: np.ndarray, limit: int = 1 << 26) -> float:
+    """-sum p log p of the token frequencies, over at most the first `limit` tokens."""
+    counts = np.bincount(np.asarray(tokens[:limit]))
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def abstract_batch(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> dict[str, jax.ShapeDtypeStruct]:
+    """A global batch as ShapeDtypeStructs with shardings. Opens no corpus, so a plan needs no data.
+
+    The first dim is `act_batch`; a second one as long as `sequence_length` is `act_length`.
+    """
+    train = experiment.train
+    if is_token_source(experiment.data.source):
+        row = jax.ShapeDtypeStruct((train.sequence_length,), np.int32)
+        example: Mapping[str, Any] = {"tokens": row, "targets": row, "weights": row.update(dtype=np.float32)}
+    else:
+        example = _load_examples(experiment)[0]
+
+    def one(x):
+        shape = (train.global_batch, *x.shape)
+        along = "act_length" if shape[1:2] == (train.sequence_length,) else None
+        spec = rules.spec_for(("act_batch", along, *(None for _ in shape[2:]))[: len(shape)], kind="activations")
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, partition_spec(spec)))
+
+    return {name: one(x) for name, x in example.items()}
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Device batches by step number.
+
+    Attributes:
+        examples: a split.
+        like: the abstract batch.
+        seed: of the shuffle; None keeps the order.
+    """
+
+    examples: Examples
+    like: Mapping[str, Any]
+    seed: int | None
+
+    def at(self, step: int) -> dict[str, jax.Array]:
+        """The global batch of one step; this process loads only the rows that its devices hold."""
+        return self._to_devices(self._load(step))
+
+    def iterate(self, first: int, last: int) -> Iterator[dict[str, jax.Array]]:
+        """The batches of steps first ... last-1, read by background threads and put on devices ahead of their use."""
+        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2 * _PREFETCHED_BATCHES)
+        loaded = iter(grain.MapDataset.range(first, last).map(self._load).to_iter_dataset(options))
+        ahead: deque[dict[str, jax.Array]] = deque()
+        for rows in loaded:
+            ahead.append(self._to_devices(rows))
+            if len(ahead) > _PREFETCHED_BATCHES:
+                yield ahead.popleft()
+        yield from ahead
+
+    def _load(self, step: int) -> dict[str, np.ndarray]:
+        """The local rows of a step, in the order of `_local_rows`."""
+        shuffled = self._endless()
+        size = next(iter(self.like.values())).shape[0]
+        examples = [shuffled[int(step) * size + row] for row in self._local_rows()]
+        return {name: np.stack([np.asarray(e[name], x.dtype) for e in examples]) for name, x in self.like.items()}
+
+    def _endless(self):
+        dataset = grain.MapDataset.source(self.examples)
+        return (dataset if self.seed is None else dataset.shuffle(seed=self.seed)).repeat()
+
+    def _local_rows(self) -> Sequence[int]:
+        rows: set[int] = set()
+        for x in self.like.values():
+            for index in x.sharding.addressable_devices_indices_map(x.shape).values():
+                rows.update(range(*index[0].indices(x.shape[0])))
+        return sorted(rows)
+
+    def _to_devices(self, local: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        rows = np.asarray(self._local_rows())
+
+        def one(x, values):
+            def shard(index):
+                start, stop, _ = index[0].indices(x.shape[0])
+                first = int(np.searchsorted(rows, start))
+                return values[(slice(first, first + stop - start), *index[1:])]
+
+            return jax.make_array_from_callback(x.shape, x.sharding, shard)
+
+        return {name: one(x, local[name]) for name, x in self.like.items()}
+
+
+def _load_examples(experiment: Experiment) -> Examples:
+    """What `data.source = "pkg.mod:fn"` returns when called with `seed=` and `experiment=`."""
+    at = experiment.error("data.source", "").at
+    make = load_object(experiment.data.source, experiment.search_paths, at=at)
+    examples = make(seed=experiment.data.seed, experiment=experiment)
+    if not hasattr(examples, "__getitem__") or not len(examples):
+        raise ConfigError(f"{experiment.data.source} gave no examples: it must return a non-empty sequence.", at=at)
+    return examples
+
+
+@dataclass(frozen=True)
+class _Subset:
+    """Some of the examples, by index."""
+
+    examples: Examples
+    indices: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        return self.examples[int(self.indices[index])]
+
+
+def _split_examples(examples: Examples, fraction: float) -> Data:
+    indices = np.arange(len(examples))
+    every = max(2, round(1 / fraction)) if fraction > 0 else len(indices) + 1
+    held_out = indices % every == every - 1
+    return Data(_Subset(examples, indices[~held_out]), _Subset(examples, indices[held_out]), None)

@@ -1,0 +1,269 @@
+"""The training step: one jitted function that `train` runs and `plan` compiles. Layer 4.
+
+Data, fully sharded and tensor parallelism are nothing but the shardings that the rules give the state and the
+constraints inside the model. Building a step touches no device: a described mesh does as well as an attached one.
+
+    weights   = params, cast and laid out for compute          [rules.compute]
+    gradients = d(loss_sum)/d(weights), micro-batch by micro-batch, laid out by [rules.gradients]
+    params, opt_state = optimizer(gradients / weight)          [rules.optimizer]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from meshkit.sharding import sharding_scope
+from meshkit.sharding.mesh import AnyMesh
+from meshkit.spec.experiment import Experiment
+from meshkit.spec.rules import ShardingRules
+from meshkit.training.data import abstract_batch
+from meshkit.training.flops import count_model_flops
+from meshkit.training.gradients import MicroBatches, Sums, deferred_axes, sum_over_micro_batches
+from meshkit.training.loss import Loss, find_loss
+from meshkit.training.optimizer import make_optimizer, make_schedule
+from meshkit.training.state import (
+    DTYPES,
+    Layout,
+    ModelDescription,
+    TrainState,
+    abstract_state,
+    describe_model,
+    init_state,
+    lay_out,
+    replace,
+    split_rng,
+    state_shardings,
+)
+
+
+@dataclass(frozen=True)
+class TrainProgram:
+    """A training step for one mesh, with all that is needed to compile, run and describe it.
+
+    Attributes:
+        step: jitted (state, batch) -> (state, metrics); donates the state. Metrics are scalars: `loss` (nats per
+            token), `grad_norm`, `learning_rate`, `weight`, and the loss function's own.
+        gradients: jitted (state, batch) -> (loss, gradients), exactly those that `step` applies before clipping.
+        evaluate: jitted (state, batch) -> {"loss_sum", "weight"}.
+        init: jitted () -> state, born sharded.
+        abstract_state, abstract_batch: ShapeDtypeStructs with their shardings: arguments to lower `step` with.
+        mesh, rules: what it was built for.
+        work: of one step over all GPUs: `model_flops`, `model_flops_causal`, `tokens`, `examples`,
+            `matmul_parameters`, `parameters`, `flops_source`.
+        notes: what the user asked for and this model cannot honour, one sentence each.
+    """
+
+    step: Any
+    gradients: Any
+    evaluate: Any
+    init: Any
+    abstract_state: TrainState
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
+    mesh: AnyMesh
+    rules: ShardingRules
+    work: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the traced functions close over; no arrays."""
+
+    experiment: Experiment
+    mesh: AnyMesh
+    rules: ShardingRules
+    model: ModelDescription
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    layout: Layout
+    micro: MicroBatches
+
+
+def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules | None = None) -> TrainProgram:
+    """The experiment's training step on a mesh, attached or described.
+
+    Args:
+        experiment: names the model, loss, optimizer and precision.
+        mesh: its axes must be those that the rules name.
+        rules: in place of the experiment's own.
+
+    Raises:
+        ConfigError: a model or loss that cannot be imported, options it does not take, or rules that do not fit it.
+    """
+    parts = _gather_parts(experiment, mesh, rules or experiment.rules)
+    shards = state_shardings(parts.layout)
+
+    def train_step(state: TrainState, batch: Mapping[str, jax.Array]):
+        return _train_step(parts, state, batch)
+
+    def gradients(state: TrainState, batch: Mapping[str, jax.Array]):
+        sums, gradients, _ = _mean_gradients(parts, state, batch)
+        return sums.loss_sum / sums.weight, gradients
+
+    def evaluate(state: TrainState, batch: Mapping[str, jax.Array]):
+        return _evaluate(parts, state, batch)
+
+    def init():
+        return init_state(experiment, parts.optimizer)
+
+    state = abstract_state(experiment, parts.optimizer, parts.layout)
+    batch = abstract_batch(experiment, mesh, parts.rules)
+    return TrainProgram(
+        step=jax.jit(train_step, donate_argnums=0, out_shardings=(shards, None)),
+        gradients=jax.jit(gradients),
+        evaluate=jax.jit(evaluate),
+        init=jax.jit(init, out_shardings=shards),
+        abstract_state=state,
+        abstract_batch=batch,
+        mesh=mesh,
+        rules=parts.rules,
+        work=_work(experiment, parts.model, state),
+        notes=_notes(experiment, parts.model),
+    )
+
+
+def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> _Parts:
+    model = describe_model(experiment)
+    if experiment.train.remat != "none" and not model.takes_remat:
+        name = experiment.model.class_path
+        raise experiment.error("train.remat", f"{name} takes no `remat` argument, so it cannot recompute.")
+    optimizer = make_optimizer(experiment.optimizer, experiment.train.steps)
+    layout = lay_out(model, optimizer, mesh, rules)
+    (batch_axes,) = rules.spec_for(("act_batch",), kind="activations")
+    count = experiment.train.accumulate
+    # A model with state of its own (batch statistics) must see its micro-batches one after the other.
+    separable = count > 1 and not jax.tree.leaves(layout.variables)
+    deferred = deferred_axes(batch_axes, layout.gradients, mesh) if separable else ()
+    micro = MicroBatches(count, mesh, batch_axes, deferred)
+    return _Parts(experiment, mesh, rules, model, find_loss(experiment), optimizer, layout, micro)
+
+
+def _train_step(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, dict]:
+    sums, gradients, variables = _mean_gradients(parts, state, batch)
+    with jax.named_scope("optimizer"):
+        updates, opt_state = parts.optimizer.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+    schedule = make_schedule(parts.experiment.optimizer, parts.experiment.train.steps)
+    metrics = {
+        **sums.metrics,
+        "loss": sums.loss_sum / sums.weight,
+        "grad_norm": optax.tree.norm(gradients),
+        "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+        "weight": sums.weight,
+    }
+    return replace(state, step=state.step + 1, params=params, opt_state=opt_state, variables=variables), metrics
+
+
+def _mean_gradients(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[Sums, Any, Any]:
+    """Sums over the whole batch (its metrics averaged), gradients of the mean loss, and the model's variables after."""
+    weights = _compute_weights(parts, state.params)
+    sums, variables = sum_over_micro_batches(
+        lambda variables, batch, rng: _loss_and_gradients(parts, weights, variables, batch, rng),
+        parts.micro,
+        batch,
+        state.variables,
+        split_rng(state),
+        reduce_dtype=DTYPES[parts.experiment.train.reduce_precision],
+    )
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, sums.gradients)
+    gradients = jax.lax.with_sharding_constraint(gradients, parts.layout.gradients)
+    pieces = parts.micro.count * parts.micro.replicas
+    sums = dataclasses.replace(sums, metrics=jax.tree.map(lambda m: m / pieces, sums.metrics))
+    return sums, gradients, variables
+
+
+def _evaluate(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Sums over the batch, a micro-batch at a time: what fits in training fits here."""
+    weights = _compute_weights(parts, state.params)
+    micro = MicroBatches(parts.micro.count, parts.mesh, parts.micro.batch_axes)
+
+    def one(piece):
+        piece = jax.tree.map(lambda x: x[0], piece)
+        loss_sum, (weight, _, _) = _forward(
+            parts, parts.rules, weights, state.variables, piece, split_rng(state), training=False
+        )
+        return {"loss_sum": loss_sum, "weight": weight}
+
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, micro.split(batch)))
+
+
+def _loss_and_gradients(parts: _Parts, weights: Any, variables: Any, batch: Any, rng: jax.Array) -> tuple[Sums, Any]:
+    """Sums of one micro-batch, gradients laid out by `[rules.gradients]` and fp32."""
+    rules = _without_batch_axes(parts.rules, parts.micro.deferred)
+
+    def forward(weights):
+        return _forward(parts, rules, weights, variables, batch, rng)
+
+    (loss_sum, (weight, metrics, variables)), gradients = jax.value_and_grad(forward, has_aux=True)(weights)
+    gradients = jax.lax.with_sharding_constraint(gradients, parts.layout.gradients)
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+    return Sums(loss_sum, jnp.asarray(weight, jnp.float32), metrics, gradients), variables
+
+
+def _forward(parts: _Parts, rules: ShardingRules, weights, variables, batch, rng, *, training: bool = True):
+    """loss_sum, (weight, metrics, variables after) of the user's loss, inside the sharding scope."""
+    with sharding_scope(parts.mesh, rules):
+        model = parts.model.merge(weights, variables)
+        model.train() if training else model.eval()
+        loss_sum, weight, metrics = parts.loss(model, batch, rng)
+    _, _, variables = nnx.split(model, nnx.Param, ...)
+    return loss_sum, (weight, dict(metrics), nnx.to_pure_dict(variables))
+
+
+def _compute_weights(parts: _Parts, params: Any) -> Any:
+    """The weights as the model gets them: `[rules.compute]` applied, in the dtype that gradients shall be reduced in.
+
+    A model that does its own casts is given fp32 weights for an fp32 reduction (see the precision rule in
+    models/layers.py); what `[rules.compute]` gathers still travels in the compute dtype.
+    """
+    train, layout = parts.experiment.train, parts.layout
+    compute, reduce = DTYPES[train.precision], DTYPES[train.reduce_precision]
+    given = reduce if parts.model.takes_dtype and train.precision != "fp32" else compute
+    weights = params
+    if layout.compute is not None:
+        weights = jax.tree.map(lambda w: _cast(w, compute), weights)
+        weights = jax.lax.with_sharding_constraint(weights, layout.compute)
+    return jax.tree.map(lambda w: _cast(w, given), weights)
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _without_batch_axes(rules: ShardingRules, axes: tuple[str, ...]) -> ShardingRules:
+    """The rules as one replica of the deferred axes sees them."""
+    if not axes:
+        return rules
+    (batch,) = rules.spec_for(("act_batch",), kind="activations")
+    return dataclasses.replace(rules, logical={**rules.logical, "act_batch": [a for a in batch if a not in axes]})
+
+
+def _work(experiment: Experiment, model: ModelDescription, state: TrainState) -> dict[str, Any]:
+    train = experiment.train
+    tokens = train.global_batch * train.sequence_length
+    flops = count_model_flops(model.abstract_model(), state.params, tokens, train.sequence_length)
+    return {
+        "model_flops": flops.model_flops,
+        "model_flops_causal": flops.model_flops_causal,
+        "tokens": tokens,
+        "examples": train.global_batch,
+        "matmul_parameters": flops.matmul_parameters,
+        "parameters": sum(p.size for p in jax.tree.leaves(state.params)),
+        "flops_source": flops.source,
+    }
+
+
+def _notes(experiment: Experiment, model: ModelDescription) -> tuple[str, ...]:
+    train = experiment.train
+    if train.precision == "bf16" and train.reduce_precision == "fp32" and not model.takes_dtype:
+        name = experiment.model.class_path
+        return (f"{name} takes no `dtype`: its weights are cast to bf16 for it, so its gradients are reduced in bf16.",)
+    return ()

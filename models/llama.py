@@ -1,0 +1,212 @@
+"""Llama 2 and 3 as a Flax nnx module: RMSNorm, rotary positions, grouped-query attention, SwiGLU (Touvron et al., 2023;
+Grattafiori et al., 2024).
+
+Layers are stacked in one set of parameters and scanned: the program of 126 layers is no larger than that of two.
+An experiment names it `models.llama:Llama` with a preset; every field of `LlamaConfig` can be overridden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshkit.sharding import constrain
+from models.layers import (
+    Projection,
+    RMSNorm,
+    causal_attention,
+    check_remat,
+    lookup,
+    parameter,
+    project,
+    recompute,
+    rotate,
+)
+
+RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama.
+
+    Attributes:
+        tied: the output head is the embedding table.
+        rope_theta: base of the rotary frequencies.
+    """
+
+    vocab: int
+    embed: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+
+    def __post_init__(self):
+        sizes = (self.vocab, self.embed, self.mlp, self.layers, self.heads, self.kv_heads, self.head_dim)
+        if min(sizes) < 1:
+            raise ValueError(f"every size of a Llama is at least 1, got {self}.")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}.")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions need pairs.")
+
+
+PRESETS = {
+    "llama_debug": LlamaConfig(vocab=256, embed=128, mlp=384, layers=2, heads=8, kv_heads=4, head_dim=16),
+    "llama_1b": LlamaConfig(128_256, 2048, 8192, 16, 32, 8, 64, tied=True),
+    "llama2_7b": LlamaConfig(32_000, 4096, 11_008, 32, 32, 32, 128, rope_theta=10_000.0),
+    "llama2_70b": LlamaConfig(32_000, 8192, 28_672, 80, 64, 8, 128, rope_theta=10_000.0),
+    "llama3_8b": LlamaConfig(128_256, 4096, 14_336, 32, 32, 8, 128),
+    "llama3_70b": LlamaConfig(128_256, 8192, 28_672, 80, 64, 8, 128),
+    "llama3_405b": LlamaConfig(128_256, 16_384, 53_248, 126, 128, 8, 128),
+}
+
+
+class Attention(nnx.Module):
+    """Grouped-query causal self-attention with rotary positions."""
+
+    def __init__(self, c: LlamaConfig, *, rngs: nnx.Rngs):
+        embed, stack = {"embed": c.embed}, c.layers
+        queries = {"heads": c.heads, "head_dim": c.head_dim}
+        keys = {"kv_heads": c.kv_heads, "head_dim": c.head_dim}
+        self.rope_theta = c.rope_theta
+        self.query = Projection("query", embed, queries, stack=stack, rngs=rngs)
+        self.key = Projection("key", embed, keys, stack=stack, rngs=rngs)
+        self.value = Projection("value", embed, keys, stack=stack, rngs=rngs)
+        self.output = Projection("output", queries, embed, stack=stack, scale=_depth_scale(c), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = rotate(self.query(x), self.rope_theta), rotate(self.key(x), self.rope_theta), self.value(x)
+        return self.output(causal_attention(q, k, v))
+
+
+class SwiGLU(nnx.Module):
+    """The gated feed-forward block: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, c: LlamaConfig, *, rngs: nnx.Rngs):
+        embed, mlp = {"embed": c.embed}, {"mlp": c.mlp}
+        self.gate = Projection("gate", embed, mlp, stack=c.layers, rngs=rngs)
+        self.up = Projection("up", embed, mlp, stack=c.layers, rngs=rngs)
+        self.down = Projection("down", mlp, embed, stack=c.layers, scale=_depth_scale(c), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = jax.nn.silu(self.gate(x)) * self.up(x)
+        return self.down(constrain(hidden, "act_batch", "act_length", "act_mlp"))
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer layer; its parameters are stacked over all layers until a scan takes them apart."""
+
+    def __init__(self, c: LlamaConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
+        self.attention = Attention(c, rngs=rngs)
+        self.mlp_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
+        self.mlp = SwiGLU(c, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = constrain(x + self.attention(_for_matmuls(self.attention_norm(x))), *RESIDUAL_AXES)
+        with jax.named_scope("mlp"):
+            return constrain(x + self.mlp(_for_matmuls(self.mlp_norm(x))), *RESIDUAL_AXES)
+
+
+class Llama(nnx.Module):
+    """A Llama language model: int32 tokens [batch, length] -> fp32 logits [batch, length, vocab].
+
+    Args:
+        preset: a name in PRESETS.
+        rngs: source of the initial weights.
+        dtype: of activations and matmuls; parameters are fp32.
+        remat: what the backward pass recomputes, see `models.layers.recompute`.
+        overrides: fields of LlamaConfig.
+
+    Raises:
+        ValueError: no such preset or field, or sizes that do not go together.
+    """
+
+    def __init__(self, preset: str = "llama_debug", *, rngs: nnx.Rngs, dtype=jnp.bfloat16, remat="none", **overrides):
+        self.config = c = make_config(preset, **overrides)
+        self.dtype, self.remat = jnp.dtype(dtype), check_remat(remat)
+        table = jax.nn.initializers.normal(1.0 if not c.tied else 1 / math.sqrt(c.embed))
+        self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
+        self.layers = Block(c, rngs=rngs)
+        self.norm = RMSNorm(c.embed, eps=c.norm_eps, rngs=rngs)
+        if not c.tied:
+            self.head = Projection("head", {"embed": c.embed}, {"vocab": c.vocab}, rngs=rngs)
+
+    @classmethod
+    def from_preset(cls, preset: str, *, rngs: nnx.Rngs, **overrides) -> Llama:
+        """The same as calling the class."""
+        return cls(preset, rngs=rngs, **overrides)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        with jax.named_scope("embedding"):
+            x = constrain(lookup(self.embedding.get_value(), tokens, self.dtype), *RESIDUAL_AXES)
+        with jax.named_scope("layers"):
+            x = self._scan_layers(x)
+        with jax.named_scope("logits"):
+            x = _for_matmuls(self.norm(x))
+            if self.config.tied:
+                logits = project(x, self.embedding.get_value().T, 1, jnp.float32)
+            else:
+                logits = self.head(x, out_dtype=jnp.float32)
+            return constrain(logits, "act_batch", "act_length", "act_vocab")
+
+    def _scan_layers(self, x: jax.Array) -> jax.Array:
+        graph, stacked = nnx.split(self.layers)
+
+        def layer(x, parameters):
+            return nnx.merge(graph, parameters)(x), None
+
+        return jax.lax.scan(recompute(layer, self.remat), x, stacked)[0]
+
+    def matmul_parameters(self) -> int:
+        """N of 6 N tokens: parameters that multiply activations; a tied table once, an untied look-up not."""
+        c = self.config
+        attention = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+        return c.layers * (attention + 3 * c.embed * c.mlp) + c.embed * c.vocab
+
+    def attention_shape(self) -> tuple[int, int, int]:
+        """(layers, heads, head_dim) of 12 L heads head_dim T tokens."""
+        return self.config.layers, self.config.heads, self.config.head_dim
+
+
+def make_config(preset: str, **overrides) -> LlamaConfig:
+    """A preset with some fields replaced.
+
+    Raises:
+        ValueError: no such preset or field.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"no Llama preset '{preset}'.{_suggest(preset, PRESETS)}")
+    fields = {f.name for f in dataclasses.fields(LlamaConfig)}
+    for name in overrides:
+        if name not in fields:
+            raise ValueError(f"a Llama has no option '{name}'.{_suggest(name, fields)}")
+    return dataclasses.replace(PRESETS[preset], **overrides)
+
+
+def _suggest(word: str, known) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(sorted(known))}."
+
+
+def _depth_scale(c: LlamaConfig) -> float:
+    """Keeps the residual stream's variance independent of depth: 2 additions a layer (Radford et al., 2019)."""
+    return 1 / math.sqrt(2 * c.layers)
+
+
+def _for_matmuls(x: jax.Array) -> jax.Array:
+    """The input of a block's matmuls: whole along embed, and along what sequence parallelism cuts between blocks."""
+    return constrain(x, "act_batch", "act_length", "act_embed")

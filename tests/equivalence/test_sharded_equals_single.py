@@ -1,0 +1,115 @@
+"""The heart: a sharded step computes what one device computes, loss and every gradient, however it is sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from meshkit.sharding import build_mesh
+from meshkit.spec.experiment import load
+from meshkit.training.step import make_train_step
+
+EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
+BATCH, LENGTH = 16, 32
+
+# fp32 summation. A sum of K terms taken in another order differs by rounding errors that add up like a random walk:
+# about sqrt(K) u max|partial sum|, u = 2^-24. The longest sums of this model run over K = BATCH * LENGTH = 512 terms
+# (a weight's gradient) and K = 384 (mlp). A gradient passes through at most D = 32 such sums one after the other (8
+# matmuls a layer, 2 layers, forward and backward), whose errors are independent, so sqrt(D) more. Errors are measured
+# against the largest entry of their leaf, since small entries are differences of large ones.
+UNIT_ROUNDOFF = 2.0**-24
+TOLERANCE = np.sqrt(32) * np.sqrt(BATCH * LENGTH) * UNIT_ROUNDOFF  # 7.6e-6
+
+MESHES = {
+    "8 data": ["mesh.data=8", "mesh.fsdp=1", "mesh.tensor=1"],
+    "8 fsdp": ["mesh.data=1", "mesh.fsdp=8", "mesh.tensor=1"],
+    # Eight pieces of four key heads: the kernels stay whole, and each GPU gets the key heads that its query heads read.
+    "8 tensor": ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=8", 'rules.logical.kv_heads="replicated"'],
+    "2x2x2": [],
+    "2x2x2 sequence parallel": ['rules.preset="fsdp_tensor_sequence"'],
+    "2x2x2 weights gathered once": ['rules.compute.embed="replicated"'],
+    "2x2x2 optimizer sharded": ['rules.logical.embed="replicated"', 'rules.optimizer.embed="fsdp"'],
+}
+
+
+def experiment(*overrides: str):
+    sizes = [f"train.global_batch={BATCH}", f"train.sequence_length={LENGTH}", 'train.precision="fp32"']
+    return load(EXPERIMENT, [*sizes, *overrides])
+
+
+def one_device(spec) -> Mesh:
+    rank = len(spec.mesh.shape)
+    return Mesh(np.array(jax.devices()[:1]).reshape((1,) * rank), spec.mesh.axis_names, (AxisType.Auto,) * rank)
+
+
+def batch_for(program) -> dict[str, jax.Array]:
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 256, (BATCH, LENGTH + 1), np.int32)
+    weights = random.random((BATCH, LENGTH), np.float32)  # unequal, so that a mean of means would show
+    values = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+    return {name: jax.device_put(v, program.abstract_batch[name].sharding) for name, v in values.items()}
+
+
+def loss_and_gradients(spec, mesh, state):
+    program = make_train_step(spec, mesh)
+    state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, program.abstract_state)
+    loss, gradients = program.gradients(state, batch_for(program))
+    return float(loss), jax.tree.map(np.asarray, gradients)
+
+
+@pytest.fixture(scope="module")
+def state():
+    """The initial state, on one device."""
+    spec = experiment()
+    return jax.tree.map(np.asarray, make_train_step(spec, one_device(spec)).init())
+
+
+@pytest.fixture(scope="module")
+def reference(state):
+    spec = experiment()
+    return loss_and_gradients(spec, one_device(spec), state)
+
+
+def assert_close(got, wanted, tolerance: float) -> None:
+    assert got[0] == pytest.approx(wanted[0], rel=tolerance)
+    for (path, g), w in zip(jax.tree_util.tree_flatten_with_path(got[1])[0], jax.tree.leaves(wanted[1])):
+        worst = np.abs(g - w).max() / np.abs(w).max()
+        assert worst < tolerance, f"{jax.tree_util.keystr(path)} differs by {worst:.2e} of its largest entry"
+
+
+@pytest.mark.parametrize("overrides", MESHES.values(), ids=MESHES)
+def test_loss_and_all_gradients_equal_one_device(overrides, reference, state):
+    spec = experiment(*overrides)
+    assert_close(loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state), reference, TOLERANCE)
+
+
+@pytest.mark.parametrize("overrides", [MESHES["2x2x2"], MESHES["8 data"]], ids=["2x2x2", "8 data"])
+def test_accumulation_equals_the_whole_batch(overrides, reference, state):
+    spec = experiment(*overrides, "train.accumulate=2")
+    assert_close(loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state), reference, TOLERANCE)
+
+
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_recomputation_changes_nothing(policy, reference, state):
+    spec = experiment(f'train.remat="{policy}"')
+    assert_close(loss_and_gradients(spec, one_device(spec), state), reference, TOLERANCE)
+
+
+def test_a_model_of_ones_own_shards_the_same():
+    """The perceptron with its own loss and examples; K = 1024 terms (mlp) through D = 6 sums."""
+    sizes = ["model.embed=256", "model.mlp=1024", "train.global_batch=64", 'train.precision="fp32"']
+    spec = load(EXPERIMENT.with_name("mlp.toml"), sizes)
+    x = np.random.default_rng(0).standard_normal((64, 256), np.float32)
+
+    def gradients(mesh):
+        program = make_train_step(spec, mesh)
+        batch = {n: jax.device_put(x, program.abstract_batch[n].sharding) for n in ("inputs", "targets")}
+        loss, grads = program.gradients(program.init(), batch)
+        return float(loss), jax.tree.map(np.asarray, grads)
+
+    sharded, alone = gradients(build_mesh(spec.mesh, spec.cluster)), gradients(one_device(spec))
+    assert_close(sharded, alone, np.sqrt(6 * 1024) * UNIT_ROUNDOFF)

@@ -1,0 +1,110 @@
+"""The command line from outside: exit codes, what is on stdout, files written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshkit.cli import main
+from meshkit.report.schema import Report
+from meshkit.report.summarize import check_invariants
+
+ROOT = Path(__file__).parent.parent
+DEBUG = str(ROOT / "configs/experiments/llama_debug_cpu.toml")
+ON_H100S = ["--set", "cluster={name='dgx_h100',hosts=2}", "--set", "mesh.data={infiniband=2}", "--set", "mesh.fsdp=4"]
+
+
+def test_help_of_each_verb_shows_an_example(capsys):
+    for verb in ("plan", "train", "profile", "compare", "explain", "new", "schema"):
+        assert main([verb, "--help"]) == 0
+        assert f"Example: meshkit {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nope"], ["plan"], ["plan", "a.toml", "--nope"], ["schema", "nope"], ["compare", "x", "y"]]
+)
+def test_wrong_usage_is_2_and_no_traceback(arguments, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("name", ["report", "compare", "explain", "experiment"])
+def test_schemas_are_json(name, capsys):
+    assert main(["schema", name]) == 0
+    assert json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_explain_json_is_alone_on_stdout(capsys):
+    assert main(["explain", DEBUG, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "meshkit.explain/1"
+    query = next(p for p in found["parameters"] if p["path"] == "layers/attention/query/kernel")
+    assert (query["spec"], query["shards"]) == ([[], ["fsdp"], ["tensor"], []], 4)
+    assert query["bytes_per_gpu"] * 4 == query["bytes"]
+
+
+def test_explain_strict_is_3_on_a_finding(capsys):
+    assert main(["explain", DEBUG, "--set", "rules.preset='data'", "--strict"]) == 3
+    assert "idle_axis" in capsys.readouterr().out
+
+
+def test_new_writes_a_file_that_explains_and_overwrites_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "mine.toml"
+    assert main(["new", "--out", str(file)]) == 0
+    assert main(["explain", str(file)]) == 0
+    assert main(["new", "--out", str(file)]) == 2
+    assert "overwrites nothing" in capsys.readouterr().err
+
+
+def test_plan_for_a_cpu_cluster_says_what_to_do(capsys):
+    assert main(["plan", DEBUG]) == 2
+    assert "--set cluster=dgx_h100" in capsys.readouterr().err
+
+
+@pytest.mark.deviceless
+def test_plan_writes_one_report_everywhere(tmp_path, capsys):
+    assert main(["plan", DEBUG, *ON_H100S, "--out", str(tmp_path), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "report.json").read_text())
+    assert (printed["schema"], printed["source"]) == ("meshkit.report/1", "plan")
+    assert [(a["axis"], a["nvlink"], a["infiniband"]) for a in printed["mesh"]] == [
+        ("data", 1, 2), ("fsdp", 4, 1), ("tensor", 2, 1),
+    ]  # fmt: skip
+    assert all(row["axes"] for row in printed["communication"])
+    assert {row["link"] for row in printed["communication"] if row["axes"] == ["tensor"]} == {"nvlink"}
+    assert printed["step"]["mfu"] > 0
+    check_invariants(Report.model_validate(printed))
+    page = (tmp_path / "report.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.deviceless
+def test_require_fit_is_3_when_it_does_not_fit(capsys):
+    """An fp32 logit tensor of 512 x 4096 x 128256 x 4 bytes alone is more than any GPU has."""
+    arguments = [
+        *ON_H100S,
+        "--set",
+        "model.vocab=131072",
+        "--set",
+        "train.global_batch=512",
+        "--set",
+        "train.sequence_length=4096",
+    ]
+    assert main(["plan", DEBUG, *arguments, "--require-fit"]) == 3
+    captured = capsys.readouterr()
+    assert "does not fit" in captured.out
+    assert "--require-fit" in captured.err
+
+
+def test_a_closed_pipe_is_quiet():
+    command = f"{sys.executable} -m meshkit schema report | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.stdout == "{\n"
+    assert done.stderr == ""

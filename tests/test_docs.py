@@ -1,0 +1,170 @@
+"""The documentation does what it says: its Python runs, its commands parse, its experiments load, its tables are whole.
+
+How a page marks its blocks:
+
+- every ```python block is run, the blocks of a page one after the other in one namespace; what a line
+  `print(...)  # text` prints must be the text. `<!-- not run: why -->` above a block leaves it out, `<!-- deviceless -->`
+  says that it compiles for absent GPUs;
+- every `meshkit VERB ...` in a ```console block or in inline code must parse;
+- every ```toml block must parse; one that has cluster, model, mesh and train is an experiment and must load.
+"""
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+import meshkit as mk
+from meshkit.cli import app
+from meshkit.report import schema as report_schema
+from meshkit.spec import catalog, tables
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+WHOLE_EXPERIMENT = {"cluster", "model", "mesh", "train"}
+_BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+_EXPECTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)
+_COMMAND = re.compile(r"`(meshkit [a-z][^`]*)`")
+
+
+def read(page):
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    return [(m["mark"] or "", m["text"]) for m in _BLOCK.finditer(read(page)) if m["language"] == language]
+
+
+def python_pages():
+    for page in PAGES:
+        found = [(mark, text) for mark, text in blocks(page, "python") if not mark.startswith("not run")]
+        if found:
+            compiles = any(mark == "deviceless" for mark, _ in found)
+            yield pytest.param([text for _, text in found], id=page, marks=[pytest.mark.deviceless] * compiles)
+
+
+def command_lines(page):
+    """Every shown command: lines of console blocks (joined where they end with a backslash), and inline code."""
+    for _, text in blocks(page, "console"):
+        for line in text.replace("\\\n", " ").splitlines():
+            if line.startswith("$ meshkit "):
+                yield line.removeprefix("$ ")
+    prose = _BLOCK.sub("", read(page))
+    yield from (m[1] for m in _COMMAND.finditer(prose))
+
+
+def cells(page, heading):
+    """The body rows of the first table below a heading, as lists of cells."""
+    section = read(page).split(f"\n{heading}\n", 1)[1]
+    table = re.search(r"^\|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", section, re.MULTILINE)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table[1].splitlines()]
+
+
+@pytest.mark.parametrize("sources", list(python_pages()))
+def test_python_of_a_page_runs_and_prints_what_it_shows(sources, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "page"}
+    for source in sources:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(source, "page", "exec"), namespace)
+        expected = _EXPECTED.findall(source)
+        if expected:
+            assert printed.getvalue().splitlines() == expected
+
+
+@pytest.mark.parametrize(("page", "line"), [(p, line) for p in PAGES for line in command_lines(p)])
+def test_shown_commands_parse(page, line):
+    group = typer.main.get_command(app)
+    _, verb, *arguments = shlex.split(line, comments=True)
+    context = group.make_context("meshkit", ["--help"], resilient_parsing=True)
+    command = group.get_command(context, verb)
+    assert command is not None, f"{page}: there is no verb '{verb}'"
+    if arguments:  # without any, it is only the name of the verb
+        command.make_context(verb, arguments, parent=context)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_toml_parses_and_whole_experiments_load(page, tmp_path):
+    known = set(tables.ExperimentTable.model_fields) | set(tables.ClusterTable.model_fields) | {"file"}
+    for mark, text in blocks(page, "toml"):
+        if mark.startswith("not run"):
+            continue
+        table = tomllib.loads(text)
+        assert set(table) <= known, page
+        file = tmp_path / "experiment.toml"
+        file.write_text(text, encoding="utf-8")
+        if table.keys() >= WHOLE_EXPERIMENT:
+            assert mk.load_experiment(file).mesh.size
+        elif not table.keys() & {"cluster", "model", "mesh", "rules", "train", "optimizer", "data", "profile", "xla"}:
+            assert mk.Cluster.load(file).num_gpus
+
+
+@pytest.mark.parametrize(
+    ("heading", "model"),
+    [
+        ("## `[train]`", tables.TrainTable),
+        ("## `[optimizer]`", tables.OptimizerTable),
+        ("## `[data]`", tables.DataTable),
+        ("## `[checkpoint]`", tables.CheckpointTable),
+        ("## `[profile]`", tables.ProfileTable),
+        ("## `[rules]`", tables.RulesTable),
+        ("## `cluster`", tables.ClusterTable),
+    ],
+)
+def test_the_tables_of_the_experiment_file_have_every_key_with_its_default(heading, model):
+    shown = {key.strip("`"): default for key, default, *_ in cells("guides/experiment-file.md", heading)}
+    assert set(shown) == set(model.model_fields)
+    for name, field in model.model_fields.items():
+        default = None if field.is_required() else field.get_default()
+        if default in (None, {}, []):
+            assert not shown[name].startswith("`"), f"{name} has no default value"
+        else:
+            assert json.loads(shown[name].strip("`")) == default, name
+
+
+@pytest.mark.parametrize(
+    "part", [p for p in vars(report_schema).values() if isinstance(p, type) and p.__name__.endswith(("Part", "Warning_"))]
+)
+def test_the_report_page_defines_every_key(part):
+    text = read("concepts/report.md")
+    missing = [name for name in part.model_fields if f"`{name}`" not in text]
+    assert missing == []
+
+
+def test_the_command_line_page_has_every_verb_and_option():
+    text = read("reference/cli.md")
+    group = typer.main.get_command(app)
+    for verb, command in group.commands.items():
+        section = text.split(f"\n## `meshkit {verb}`\n", 1)[1].split("\n## ", 1)[0]
+        for parameter in command.params:
+            names = [name for name in parameter.opts if name.startswith("--") and name != "--help"]
+            assert all(f"`{name}" in section for name in names), f"{verb} {names}"
+
+
+def test_the_page_of_public_names_has_all_of_them():
+    shown = re.findall(r"^::: meshkit\.(\w+)$", read("reference/python.md"), re.MULTILINE)
+    assert sorted(shown) == sorted(mk.__all__)
+
+
+def test_the_numbers_page_repeats_the_catalog():
+    for key, bf16, memory, nvlink, pcie in cells("concepts/numbers.md", "## What the catalog says"):
+        gpu = catalog.gpu(key.strip("`"))
+        assert float(bf16 if bf16 != "-" else "nan") == pytest.approx(
+            gpu.peak_flops.get("bf16", float("nan")) / 1e12, abs=0.05, nan_ok=True
+        )
+        assert float(memory) == pytest.approx(gpu.memory_bytes_per_s / 1e9, abs=0.5)
+        assert float(nvlink) == pytest.approx(gpu.nvlink_bytes_per_s / 1e9, abs=0.5)
+        assert float(pcie) == pytest.approx(gpu.pcie_bytes_per_s / 1e9, abs=0.05)
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(listed) == PAGES
