@@ -230,6 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         condition the user asked for is not met; 4 the run failed and may be restarted; 75 preempted with a checkpoint
         saved; 130 interrupted.
     """
+    # XLA's C++ side logs at INFO that it found no GPU; read when its library loads.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     try:
         code = app(args=list(argv) if argv is not None else None, standalone_mode=False)
         sys.stdout.flush()

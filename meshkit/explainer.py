@@ -135,7 +135,7 @@ def _lint(
         if a.dropped:
             yield Finding(
                 code="axis_left_out",
-                message=f"mesh axis {", ".join(a.dropped)} does not divide activation {a.logical_axes} of shape "
+                message=f"mesh axis {', '.join(a.dropped)} does not divide activation {a.logical_axes} of shape "
                 f"{a.shape}, which stays whole along it",
             )
     used = {n for p in params for n in p.logical_axes or ()} | {n for a in activations for n in a.logical_axes}

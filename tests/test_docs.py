@@ -3,9 +3,9 @@
 How a page marks its blocks:
 
 - every ```python block is run, the blocks of a page one after the other in one namespace; what a line
-  `print(...)  # text` prints must be the text. `<!-- not run: why -->` above a block leaves it out, `<!-- deviceless -->`
-  says that it compiles for absent GPUs;
-- every `meshkit VERB ...` in a ```console block or in inline code must parse;
+  `print(...)  # text` prints must be the text. `<!-- not run: why -->` above a block leaves it out,
+  `<!-- deviceless -->` says that it compiles for absent GPUs;
+- every `meshkit VERB ...` in a ```console block or in inline code must parse, every `make TARGET` must exist;
 - every ```toml block must parse; one that has cluster, model, mesh and train is an experiment and must load.
 """
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
 WHOLE_EXPERIMENT = {"cluster", "model", "mesh", "train"}
-_BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"(?ms)(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$")
 _EXPECTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)
 _COMMAND = re.compile(r"`(meshkit [a-z][^`]*)`")
 
@@ -91,6 +91,12 @@ def test_shown_commands_parse(page, line):
         command.make_context(verb, arguments, parent=context)
 
 
+def test_make_targets_exist():
+    shown = {t for page in PAGES for t in re.findall(r"(?:`|\$ )make (\w+)", read(page))}
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert shown <= set(targets)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_toml_parses_and_whole_experiments_load(page, tmp_path):
     known = set(tables.ExperimentTable.model_fields) | set(tables.ClusterTable.model_fields) | {"file"}
@@ -131,11 +137,11 @@ def test_the_tables_of_the_experiment_file_have_every_key_with_its_default(headi
 
 
 @pytest.mark.parametrize(
-    "part", [p for p in vars(report_schema).values() if isinstance(p, type) and p.__name__.endswith(("Part", "Warning_"))]
+    "part", [p for n, p in vars(report_schema).items() if n.endswith("Part") or n in ("Report", "Warning_")]
 )
 def test_the_report_page_defines_every_key(part):
     text = read("concepts/report.md")
-    missing = [name for name in part.model_fields if f"`{name}`" not in text]
+    missing = [n for n, field in part.model_fields.items() if f"`{field.alias or n}`" not in text]
     assert missing == []
 
 

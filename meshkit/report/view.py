@@ -57,7 +57,8 @@ def machines(report: Report) -> str:
     if c.hosts is None:
         return gpus
     fabric = f", {c.fabric}" if c.fabric else ""
-    return f"{gpus}: {c.hosts} hosts x {c.gpus_per_host}, {c.scale_up} domains of {c.nvlink_domain_size}{fabric}"
+    hosts = f"{c.hosts} host{'s' if c.hosts != 1 else ''}"
+    return f"{gpus}: {hosts} x {c.gpus_per_host}, {c.scale_up} domains of {c.nvlink_domain_size}{fabric}"
 
 
 def mesh_text(report: Report) -> str:
@@ -110,7 +111,7 @@ def training_text(report: Report) -> str:
     hours = t.hours or 0.0
     length = f"{hours / 24:.1f} days" if hours >= 48 else format_seconds(hours * 3600)
     cost = "" if t.cost is None else f", cost {format_count(t.cost).strip()}"
-    return f"{length} for {t.steps} steps: {format_count(t.gpu_hours).strip()} GPU hours{cost}"
+    return f"{length} for {t.steps or 0:,} steps: {format_count(t.gpu_hours).strip()} GPU hours{cost}"
 
 
 def link_text(row: CommunicationPart) -> str:

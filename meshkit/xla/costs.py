@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshkit.xla.shapes import Shape, shape_of
+
 SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element"}
 _GEMM = re.compile(r"__cublas\$|__cudnn\$.*[Gg]emm")
 _K_DIMS = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
-_BITS = re.compile(r"^[a-z]+?(\d+)")
 
 
 @dataclass(frozen=True)
@@ -46,28 +47,6 @@ def opcode(instruction: Any) -> str:
 
 
 _OPCODES: dict[str, str] = {"kAllToAll": "all-to-all", "kRaggedAllToAll": "ragged-all-to-all", "kTopK": "topk"}
-
-
-def shape_bytes(shape: Any) -> int:
-    """Bytes of an array or, summed, of a tuple."""
-    if shape.is_tuple():
-        return sum(shape_bytes(s) for s in shape.tuple_shapes())
-    if shape.is_token():
-        return 0
-    return math.ceil(math.prod(shape.dimensions()) * dtype_bits(dtype(shape)) / 8)
-
-
-def dtype(shape: Any) -> str:
-    """Element type as XLA spells it: `bf16`, `f8e4m3fn`, `s32`, `pred`."""
-    return shape.xla_element_type().name.lower() if not shape.is_tuple() else "tuple"
-
-
-def dtype_bits(name: str) -> int:
-    """Bits of an element: 16 for bf16, 8 for pred and every f8, 4 for s4."""
-    if name in ("pred", "token", "opaque_type"):
-        return 8 if name == "pred" else 0
-    m = _BITS.match(name)
-    return int(m[1]) if m else 0
 
 
 class CostModel:
@@ -119,11 +98,11 @@ class CostModel:
     def _matmul_of(self, instruction: Any) -> dict[str, float]:
         op = opcode(instruction)
         if op in ("dot", "scaled-dot", "ragged-dot"):
-            lhs = instruction.operands()[0].shape
+            lhs = shape_of(instruction.operands()[0])
             found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.to_string())
             dims = [int(d) for d in found[1].split(",") if d] if found else []
-            k = math.prod(lhs.dimensions()[d] for d in dims)
-            return {dtype(lhs): 2.0 * math.prod(instruction.shape.dimensions()) * k}
+            k = math.prod(lhs.dims[d] for d in dims)
+            return {lhs.dtype: 2.0 * math.prod(shape_of(instruction).dims) * k}
         if op == "convolution":
             return _convolution(instruction)
         if op == "custom-call":
@@ -133,16 +112,17 @@ class CostModel:
     def _custom_call(self, instruction: Any) -> Cost:
         text = instruction.to_string()
         target = custom_call_target(text)
-        moved = sum(shape_bytes(o.shape) for o in instruction.operands()) + _result_bytes(instruction.shape)
+        moved = sum(shape_of(o).bytes for o in instruction.operands()) + _result_bytes(shape_of(instruction))
         if "fmha" in target:
             return Cost({}, *_attention(instruction, text, target), bytes_accessed=moved)
         if _GEMM.search(target):
-            lhs = instruction.operands()[0].shape
+            lhs = shape_of(instruction.operands()[0])
             found = _K_DIMS.search(text)
             dims = [int(d.strip(' "')) for d in found[1].split(",") if d.strip(' "')] if found else []
-            k = math.prod(lhs.dimensions()[d] for d in dims)
-            out = instruction.shape.tuple_shapes()[0] if instruction.shape.is_tuple() else instruction.shape
-            return Cost({dtype(lhs): 2.0 * math.prod(out.dimensions()) * k}, bytes_accessed=moved)
+            k = math.prod(lhs.dims[d] for d in dims)
+            result = shape_of(instruction)
+            out = result.parts[0] if result.parts else result
+            return Cost({lhs.dtype: 2.0 * math.prod(out.dims) * k}, bytes_accessed=moved)
         return Cost(bytes_accessed=moved, priced_by="bytes")
 
 
@@ -161,39 +141,35 @@ def _attention(instruction: Any, text: str, target: str) -> tuple[float, bool]:
     backward = "Backward" in target
     found = _SCORES.search(text)
     scores = math.prod(int(d.strip(' "')) for d in found[1].split(",")) if found else 0
-    head_dim = instruction.operands()[0].shape.dimensions()[-1]
+    head_dim = shape_of(instruction.operands()[0]).dims[-1]
     causal = 0.5 if re.search(r'"mask_type":\s*"[A-Z_]*CAUSAL', text) else 1.0
     return 4.0 * scores * head_dim * causal * (2.5 if backward else 1.0), backward
 
 
 def _convolution(instruction: Any) -> dict[str, float]:
     """2 x outputs x (kernel window x input features): the kernel's elements per output feature."""
-    kernel = instruction.operands()[1].shape
+    kernel = shape_of(instruction.operands()[1])
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.to_string())
-    position = labels[1].index("o") if labels else len(kernel.dimensions()) - 1
-    per_output = math.prod(kernel.dimensions()) / max(1, kernel.dimensions()[position])
-    return {dtype(kernel): 2.0 * math.prod(instruction.shape.dimensions()) * per_output}
+    position = labels[1].index("o") if labels else len(kernel.dims) - 1
+    per_output = math.prod(kernel.dims) / max(1, kernel.dims[position])
+    return {kernel.dtype: 2.0 * math.prod(shape_of(instruction).dims) * per_output}
 
 
 def _plain_bytes(instruction: Any, op: str) -> float:
     operands = instruction.operands()
     if op in SLICES:
-        return 2.0 * shape_bytes(instruction.shape)
+        return 2.0 * shape_of(instruction).bytes
     if op == "dynamic-update-slice":
-        return 2.0 * shape_bytes(operands[1].shape)
+        return 2.0 * shape_of(operands[1]).bytes
     if op == "scatter":
-        return 3.0 * shape_bytes(operands[-1].shape)
-    return float(shape_bytes(instruction.shape) + sum(shape_bytes(o.shape) for o in operands))
+        return 3.0 * shape_of(operands[-1]).bytes
+    return float(shape_of(instruction).bytes + sum(shape_of(o).bytes for o in operands))
 
 
-def _result_bytes(shape: Any) -> int:
-    """Bytes of a custom call's results, without its scratch space (a trailing s8 or u8 vector)."""
-    if not shape.is_tuple():
-        return shape_bytes(shape)
-    parts = list(shape.tuple_shapes())
-    if parts and dtype(parts[-1]) in ("s8", "u8") and len(parts) > 1:
-        parts.pop()
-    return sum(shape_bytes(p) for p in parts)
+def _result_bytes(shape: Shape) -> int:
+    """Bytes of results, without a custom call's scratch space (a trailing s8 or u8 vector of several results)."""
+    last = shape.parts[-1] if len(shape.parts) > 1 else None
+    return shape.bytes - last.bytes if last and last.dtype in ("s8", "u8") else shape.bytes
 
 
 def _parameter_bytes(parameter: Any) -> float:
@@ -211,10 +187,10 @@ def _parameter_bytes(parameter: Any) -> float:
             else:
                 uses.append((user, value))
     if uses and all(opcode(u) in SLICES and u.operands()[0].name == v.name for u, v in uses):
-        return float(sum(shape_bytes(u.shape) for u, _ in uses))
+        return float(sum(shape_of(u).bytes for u, _ in uses))
     if uses and all(opcode(u) == "dynamic-update-slice" and u.operands()[0].name == v.name for u, v in uses):
         return 0.0
-    return float(shape_bytes(parameter.shape))
+    return float(shape_of(parameter).bytes)
 
 
 def _root_bytes(instruction: Any, body: list[Any]) -> float:
@@ -222,7 +198,7 @@ def _root_bytes(instruction: Any, body: list[Any]) -> float:
     users = {i.name for i in body if i.users()}
     roots = [i for i in body if i.name not in users]
     if len(roots) != 1:
-        return float(_result_bytes(instruction.shape))
+        return float(_result_bytes(shape_of(instruction)))
     return _written(roots[0])
 
 
@@ -233,7 +209,7 @@ def _written(value: Any) -> float:
     if op in ("bitcast", "reshape"):
         return _written(value.operands()[0])
     if op == "dynamic-update-slice":
-        return float(shape_bytes(value.operands()[1].shape))
+        return float(shape_of(value.operands()[1]).bytes)
     if op == "parameter":
         return 0.0
-    return float(_result_bytes(value.shape))
+    return float(_result_bytes(shape_of(value)))

@@ -17,8 +17,9 @@ from typing import Any
 from meshkit.errors import ProgramError
 from meshkit.spec.mesh import Placement
 from meshkit.xla.collective import Collective
-from meshkit.xla.costs import Cost, CostModel, custom_call_target, dtype, opcode, shape_bytes
+from meshkit.xla.costs import Cost, CostModel, custom_call_target, opcode
 from meshkit.xla.groups import group_shape, parse_groups
+from meshkit.xla.shapes import shape_of
 
 COLLECTIVES = {
     "all-gather",
@@ -200,9 +201,7 @@ class _Reader:
             root = i.async_wrapped_root()
             return Instruction(i.name, opcode(root), "start", source, self._model.cost(root))
         if op == "copy-start":
-            return Instruction(
-                i.name, op, "start", source, Cost(bytes_accessed=2.0 * shape_bytes(i.operands()[0].shape))
-            )
+            return Instruction(i.name, op, "start", source, Cost(bytes_accessed=2.0 * shape_of(i.operands()[0]).bytes))
         cost = self._model.cost(i)
         if cost.priced_by == "bytes":
             self._note("opaque custom call", f"{i.name} ({custom_call_target(text)})")
@@ -235,14 +234,14 @@ class _Reader:
         text = inner.to_string()
         permute = op == "collective-permute"
         where = group_shape(parse_groups(text, self.placement.num_partitions), self.placement, permute=permute)
-        shapes = [o.shape for o in inner.operands()]
+        shapes = [shape_of(o) for o in inner.operands()]
         if op == "ragged-all-to-all":
             shapes = shapes[:1]
-        dtypes = {dtype(s) for s in shapes}
-        operand_bytes = sum(shape_bytes(s) for s in shapes)
+        dtypes = {s.dtype for s in shapes}
+        operand_bytes = sum(s.bytes for s in shapes)
         element = dtypes.pop() if len(dtypes) == 1 else "mixed"
         source = source_path(i.to_string()) or source_path(text)
-        printed = ",".join(str(s).split("{")[0] for s in shapes)
+        printed = ",".join(map(str, shapes))
         path = re.sub(r"[._]\d+(?=/|$)", "", source)
         base = "|".join([op, "+".join(where.axes), element, printed, path])
         self._occurrences[base] += 1

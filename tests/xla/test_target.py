@@ -5,17 +5,23 @@ from pathlib import Path
 
 import pytest
 
+import meshkit as mk
 from meshkit.spec.catalog import gpu
 from meshkit.xla.target import target_config, topology_name
 
-import meshkit as mk
-
 SPECS = Path(__file__).parent.parent / "data" / "gpu_specs"
 NUMBERS = [
-    "threads_per_block_limit", "threads_per_warp", "shared_memory_per_block", "shared_memory_per_core",
-    "threads_per_core_limit", "core_count", "fpus_per_core", "shared_memory_per_block_optin", "registers_per_core_limit",
+    "threads_per_block_limit",
+    "threads_per_warp",
+    "threads_per_core_limit",
+    "core_count",
+    "fpus_per_core",
+    "registers_per_core_limit",
     "registers_per_block_limit",
-]  # fmt: skip
+    "shared_memory_per_block",
+    "shared_memory_per_core",
+    "shared_memory_per_block_optin",
+]
 
 
 def field(text, name):
@@ -26,11 +32,20 @@ def field(text, name):
 @pytest.mark.parametrize(
     ("key", "file"),
     [
-        ("h100_sxm", "h100_sxm"), ("h100_pcie", "h100_pcie"), ("a100_80gb", "a100_sxm_80"), ("a100_40gb", "a100_sxm_40"),
-        ("h200", "h200"), ("b200", "b200"), ("gb200", "gb200"), ("b300", "b300"), ("gb300", "gb300"), ("v100", "v100"),
-        ("p100", "p100"), ("rtx_pro_6000", "rtx6000pro"),
+        ("p100", "p100"),
+        ("v100", "v100"),
+        ("a100_40gb", "a100_sxm_40"),
+        ("a100_80gb", "a100_sxm_80"),
+        ("h100_sxm", "h100_sxm"),
+        ("h100_pcie", "h100_pcie"),
+        ("h200", "h200"),
+        ("b200", "b200"),
+        ("gb200", "gb200"),
+        ("b300", "b300"),
+        ("gb300", "gb300"),
+        ("rtx_pro_6000", "rtx6000pro"),
     ],
-)  # fmt: skip
+)
 def test_fields_agree_with_openxla(key, file):
     ours, theirs = target_config(gpu(key)), (SPECS / f"{file}.txtpb").read_text()
     differing = {n: (field(ours, n), field(theirs, n)) for n in NUMBERS if field(ours, n) != field(theirs, n)}
