@@ -15,7 +15,7 @@ setup: .venv/installed
 	echo "make setup: using $$($$py --version) ($$py)"; \
 	test -x $(PY) || $$py -m venv .venv || { \
 	  echo "make setup: $$py cannot make a virtual environment; on Debian: apt-get install python3.12-venv"; exit 2; }
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plan,dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[plan,dev]'
 	@touch $@
 
 # The main job on real input: train on 8 virtual devices, profile it, plan it and a larger one for 16 absent H100s.
@@ -40,7 +40,7 @@ check: setup
 	.venv/bin/lint-imports --no-cache
 
 docs: setup
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	.venv/bin/mkdocs build --strict
 
 clean:

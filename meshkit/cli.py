@@ -111,6 +111,7 @@ def train(
     result = run_training(loaded, folder, console=_stderr())
     if as_json:
         print(json.dumps(result.to_dict()))
+    _say(_trained(result))
 
 
 @app.command(epilog="Example: meshkit profile runs/first --plan runs/plan")
@@ -136,7 +137,8 @@ def profile(
     _show_report(report, as_json, run.name)
     if other is not None and not as_json:
         Console(width=_width()).print(render_comparison(compare_reports(other, report)))
-    _say(f"wrote {run / 'report.json'} and {run / 'report.html'}")
+    folder = run if run.is_dir() else run.parent
+    _say(f"wrote {folder / 'report.json'} and {folder / 'report.html'}")
 
 
 @app.command(epilog="Example: meshkit compare runs/plan runs/first --fail-if 'exposed_s>1.1x'")
@@ -280,6 +282,15 @@ def _show_report(report: Any, as_json: bool, title: str) -> None:
     from meshkit.report.terminal import render
 
     Console(width=_width()).print(render(report, title=title))
+
+
+def _trained(result: Any) -> str:
+    """The last line of a training: what it reached, beside what frequencies alone would reach."""
+    loss = "" if result.loss is None else f": loss {result.loss:.3f}"
+    held_out = "" if result.evaluation_loss is None else f", held-out {result.evaluation_loss:.3f}"
+    entropy = result.unigram_entropy_nats
+    beside = "" if entropy is None else f" nats per token (unigram entropy of the data: {entropy:.3f})"
+    return f"step {result.step} after {result.wall_s:.0f} s{loss}{held_out}{beside}; run folder {result.folder}"
 
 
 def _width() -> int | None:

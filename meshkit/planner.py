@@ -23,6 +23,7 @@ from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.mesh import Placement
+from meshkit.timeline.kernels import compute_peak_flops
 from meshkit.timeline.simulate import Simulation, simulate
 from meshkit.timeline.spans import Timeline
 from meshkit.units import format_bytes
@@ -149,13 +150,12 @@ def make_plan(
     compiled = compile_absent(step, _on_mesh(args, absent), mesh=absent, cluster=cluster, options=options)
     schedule = read_schedule(load_module(compiled.module), placement_of(absent, cluster))
     simulation = simulate(schedule, cluster)
-    precision = budget.precision if budget.precision in cluster.gpu.peak_flops else "fp32"
     full_work = Work(
         model_flops=work.model_flops,
         model_flops_causal=work.model_flops_causal,
         hardware_flops_per_gpu=simulation.hardware_flops,
         tokens=work.tokens,
-        peak_flops_per_gpu=cluster.gpu.peak_flops[precision],
+        peak_flops_per_gpu=compute_peak_flops(cluster.gpu, budget.precision),
         num_gpus=cluster.num_gpus,
     )
     memory = _memory(compiled, cluster, budget)

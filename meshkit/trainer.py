@@ -21,6 +21,7 @@ from rich.console import Console
 from meshkit.errors import ConfigError, RunError
 from meshkit.sharding import build_mesh
 from meshkit.spec.experiment import Experiment
+from meshkit.timeline.kernels import compute_peak_flops
 from meshkit.training.capture import TRACE_FOLDER, Capture
 from meshkit.training.checkpoint import CheckpointStore
 from meshkit.training.data import Batches, Data, open_data
@@ -275,8 +276,7 @@ def _is_due(interval: int, step: int) -> bool:
 
 def peak_flops_per_gpu(experiment: Experiment) -> float | None:
     """Dense peak of the compute precision, FLOP/s; None for a CPU, whose virtual devices have none."""
-    cluster = experiment.cluster
-    return None if cluster.is_cpu else cluster.gpu.peak_flops.get(experiment.train.precision)
+    return compute_peak_flops(experiment.cluster.gpu, experiment.train.precision)
 
 
 def training_steps(experiment: Experiment) -> int:

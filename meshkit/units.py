@@ -26,10 +26,10 @@ def format_seconds(t: float | None) -> str:
         return f"{int(t // 3600)}h {int(t % 3600 // 60):02d}m"
     if abs(t) >= 120:
         return f"{int(t // 60)}m {int(t % 60):02d}s"
-    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
         if abs(t) >= size:
             return f"{_digits(t / size)} {unit}"
-    return "0 s" if t == 0 else f"{_digits(t * 1e9)} ns"
+    return "0 s"
 
 
 def format_rate(bytes_per_s: float | None) -> str:

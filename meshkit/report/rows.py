@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshkit.report.schema import CommunicationPart, OpPart
+from meshkit.timeline.network import wire_factor
 from meshkit.timeline.spans import Sweep, Timeline
 from meshkit.xla.collective import Collective
 
@@ -122,16 +123,6 @@ def _ops(collectives: Sequence[Collective], members: Sequence[int], mean: dict[s
         if mean["count"][i] > 0
     ]
     return tuple(sorted(ops, key=lambda op: (-(op.exposed_s or 0), -(op.busy_s or 0), op.name)))
-
-
-def wire_factor(collective: str, group_size: int) -> float:
-    """Bytes on the wire per GPU and byte of payload: the nccl-tests factor that turns algorithm into bus bandwidth."""
-    n = group_size
-    if collective == "all-reduce":
-        return 2 * (n - 1) / n
-    if collective in ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
-        return (n - 1) / n
-    return 1.0 if n > 1 else 0.0
 
 
 def infiniband_share(c: Collective) -> float:

@@ -227,6 +227,9 @@ def _step_range(steps: list[int] | None, train: TrainTable) -> tuple[int, int] |
     if steps is None:
         return None
     first, last = steps
+    if first < 1:
+        hint = f"steps = [1, {max(1, last)}]"
+        raise SpecError("profile.steps counts from 1.", key=("profile", "steps"), value=steps, hint=hint)
     if first > last or last > train.steps:
         problem = "ends before it begins" if first > last else f"goes beyond the {train.steps} steps of [train]"
         hint = f"steps = [{min(first, last, train.steps)}, {min(max(first, last), train.steps)}]"

@@ -137,7 +137,7 @@ class OptimizerTable(Table):
     warmup_steps: Natural = Field(default=0, description="from 0 to learning_rate")
     weight_decay: NonNegative = Field(default=0.1, description="of AdamW")
     clip: NonNegative = Field(default=1.0, description="largest global gradient norm; 0 = no clipping")
-    dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="of the moments")
+    dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="of the first moment; the second stays fp32")
     schedule: Literal["constant", "cosine", "linear"] = Field(default="cosine", description="after the warm-up")
     b1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="decay of the first moment")
     b2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="decay of the second moment")

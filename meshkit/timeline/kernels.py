@@ -9,6 +9,7 @@ from __future__ import annotations
 from meshkit.spec.cluster import Gpu
 from meshkit.xla.costs import Cost
 
+_COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn"}
 # XLA's element types -> precisions of the catalog. fp32 matmuls run as TF32 where the GPU has it: XLA's default.
 _PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f64": "fp32"}
 
@@ -20,6 +21,14 @@ def peak_flops(gpu: Gpu, dtype: str) -> float:
         if precision in gpu.peak_flops and (precision == wanted or wanted != "tf32"):
             return gpu.peak_flops[precision]
     return gpu.peak_flops["fp32"]
+
+
+def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
+    """Dense peak that MFU refers to for a precision of `[train]`, FLOP/s: of what its matmuls run as (fp32 as TF32).
+
+    None for a CPU, whose virtual devices have none.
+    """
+    return peak_flops(gpu, _COMPUTE_DTYPE[precision]) if gpu.peak_flops else None
 
 
 def kernel_time_s(cost: Cost, gpu: Gpu) -> float:

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshkit.report.rows import infiniband_share, wire_factor
+from meshkit.report.rows import infiniband_share
 from meshkit.report.schema import StepPart
 from meshkit.report.summarize import check_invariants, summarize, training_cost
+from meshkit.timeline.network import wire_factor
 from meshkit.timeline.spans import DeviceStep, Timeline
 from meshkit.xla.collective import Collective
 
