@@ -5,6 +5,7 @@ from meshkit.sharding.constrain import (
     constrain,
     current_scope,
     shard_over,
+    shard_over_mesh,
     sharding_scope,
 )
 from meshkit.sharding.devices import describe_devices, prepare_platform
@@ -21,6 +22,7 @@ __all__ = [
     "prepare_platform",
     "shard_model",
     "shard_over",
+    "shard_over_mesh",
     "sharding_scope",
     "shardings",
 ]

@@ -21,6 +21,7 @@ from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.rules import ShardingRules
 
 LogicalAxes = Sequence[str | None]
+Spec = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,22 @@ def shard_over(fn: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes:
     scope = current_scope()
     if scope is None:
         return fn
+    *inputs, output = (scope.rules.spec_for(axes, kind="activations") for axes in (*in_axes, out_axes))
+    return shard_over_mesh(fn, inputs, output)
+
+
+def shard_over_mesh(fn: Callable[..., Any], in_specs: Sequence[Spec], out_spec: Spec) -> Callable[..., Any]:
+    """`shard_over` with mesh axes per dim in place of logical axes; fn may communicate over them by name."""
+    scope = current_scope()
+    if scope is None:
+        return fn
 
     def local(*args):
         with sharding_scope(None, None):
             return fn(*args)
 
-    specs = [partition_spec(scope.rules.spec_for(axes, kind="activations")) for axes in (*in_axes, out_axes)]
-    return jax.shard_map(local, mesh=scope.mesh, in_specs=tuple(specs[:-1]), out_specs=specs[-1], check_vma=False)
+    inputs = tuple(partition_spec(s) for s in in_specs)
+    return jax.shard_map(local, mesh=scope.mesh, in_specs=inputs, out_specs=partition_spec(out_spec), check_vma=False)
 
 
 def attention_implementation() -> str:
