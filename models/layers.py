@@ -145,11 +145,11 @@ def _scatter_rows(shape: tuple[int, ...], tokens: jax.Array, g: jax.Array) -> ja
 
 
 def _scatter_shards(shape: tuple[int, ...], rows: tuple[int, ...]) -> Callable | None:
-    """`_scatter_rows` by hand on each GPU's shards, for a table cut along embed and vocab; None where it does not apply.
+    """`_scatter_rows` by hand on each GPU's shards, for a table cut along embed and vocab; None for any other.
 
-    The axes that cut embed move from the batch to the columns in one all-to-all; each GPU then scatters the rows of all
-    of them into its own columns and its own part of the vocabulary. The partitioner, left to itself, gathers the whole
-    batch on every GPU as soon as the vocabulary is cut.
+    The axes that cut embed move from the batch to the columns in one all-to-all; each GPU then scatters the rows of
+    all of them into its own columns and its own part of the vocabulary. The partitioner, left to itself, gathers the
+    whole batch on every GPU as soon as the vocabulary is cut.
     """
     scope = current_scope()
     if scope is None:
