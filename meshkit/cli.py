@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -75,6 +76,8 @@ def plan(
 
     start = time.perf_counter()
     loaded = load(experiment, set_)
+    if out is not None:
+        _run_folder(out)
     with _status(f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"):
         made = plan_experiment(loaded)
     if out is not None:
@@ -107,7 +110,7 @@ def train(
     prepare_platform(loaded.cluster)
     from meshkit.trainer import train as run_training
 
-    folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = _run_folder(out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     result = run_training(loaded, folder, console=_stderr())
     if as_json:
         print(json.dumps(result.to_dict()))
@@ -219,6 +222,7 @@ def schema(
 ) -> None:
     """Print the JSON Schema of an output, or of the experiment file."""
     makers = _schemas()
+    name = name.removeprefix("meshkit.").removesuffix("/1")
     if name not in makers:
         raise ConfigError(f"there is no schema '{name}'.", hint=", ".join(sorted(makers)))
     print(json.dumps(makers[name](), indent=2))
@@ -247,6 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as e:
+        if isinstance(e.__context__, BrokenPipeError):  # the command-line library turned the closed pipe into an exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         return e.code if isinstance(e.code, int) else 1
     except Exception as e:
         if hasattr(e, "show") and hasattr(e, "format_message"):  # a usage error of the command-line library
@@ -255,6 +262,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print("meshkit: this is a bug of ours; please report it with the lines above.", file=sys.stderr)
         return 1
+
+
+def _run_folder(folder: Path) -> Path:
+    """The folder, made if need be, before anything expensive begins.
+
+    Raises:
+        ConfigError: it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise ConfigError(f"the run folder {folder} cannot be written: {e.strerror}.", hint="another --out") from None
+    return folder
 
 
 def _schemas() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from meshkit.errors import ConfigError
 from meshkit.report.schema import CompilePart, MemoryPart, ProgramPart, Report, Warning_
@@ -23,7 +23,7 @@ from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.mesh import Placement
-from meshkit.timeline.kernels import compute_peak_flops
+from meshkit.timeline.kernels import compute_peak_flops, peak_flops
 from meshkit.timeline.simulate import Simulation, simulate
 from meshkit.timeline.spans import Timeline
 from meshkit.units import format_bytes
@@ -59,14 +59,14 @@ class Budget:
         memory_fraction: share of the GPU's memory that the client may take.
         parameters_bytes, optimizer_bytes: per GPU, where known.
         steps: of the whole training, for time and cost.
-        precision: of the matmuls: whose peak MFU refers to.
+        precision: of the matmuls, whose peak MFU refers to; None for that of most of the program's FLOP.
     """
 
     memory_fraction: float = 0.92
     parameters_bytes: int | None = None
     optimizer_bytes: int | None = None
     steps: int | None = None
-    precision: str = "bf16"
+    precision: str | None = None
 
 
 def plan(
@@ -86,8 +86,8 @@ def plan(
 
     Args:
         step: jitted or plain.
-        args: abstract or concrete arguments. NamedShardings on a mesh with these axis names are kept; an argument
-            without one is replicated.
+        args: abstract or concrete arguments. NamedShardings on a mesh with these axis names are kept; of an argument
+            without one XLA chooses the layout, as it does under `jit`.
         mesh: from `build_mesh(spec, cluster, devices=describe_devices(cluster))`; of a mesh of attached devices only
             the shape counts.
         cluster: the GPUs and links.
@@ -146,6 +146,7 @@ def make_plan(
 ) -> Plan:
     """Compiles, simulates and summarizes; see `plan`."""
     _check_has_gpus(cluster)
+    use_no_accelerator()
     absent = _described(mesh, cluster)
     compiled = compile_absent(step, _on_mesh(args, absent), mesh=absent, cluster=cluster, options=options)
     schedule = read_schedule(load_module(compiled.module), placement_of(absent, cluster))
@@ -153,9 +154,9 @@ def make_plan(
     full_work = Work(
         model_flops=work.model_flops,
         model_flops_causal=work.model_flops_causal,
-        hardware_flops_per_gpu=simulation.hardware_flops,
+        hardware_flops_per_gpu=sum(simulation.flops.values()),
         tokens=work.tokens,
-        peak_flops_per_gpu=compute_peak_flops(cluster.gpu, budget.precision),
+        peak_flops_per_gpu=_peak(simulation, cluster, budget),
         num_gpus=cluster.num_gpus,
     )
     memory = _memory(compiled, cluster, budget)
@@ -234,14 +235,25 @@ def _described(mesh: DescribedMesh | jax.sharding.Mesh, cluster: Cluster) -> Des
 
 
 def _on_mesh(args: Sequence[Any], mesh: DescribedMesh) -> tuple[Any, ...]:
-    """Arguments as ShapeDtypeStructs that all carry a sharding on this mesh."""
+    """Arrays as ShapeDtypeStructs, their NamedShardings moved to this mesh; other leaves as they are."""
 
-    def one(leaf: Any) -> jax.ShapeDtypeStruct:
-        spec = leaf.sharding.spec if isinstance(getattr(leaf, "sharding", None), NamedSharding) else PartitionSpec()
-        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
+    def one(leaf: Any) -> Any:
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+            return leaf
+        given = getattr(leaf, "sharding", None)
+        sharding = None
+        if isinstance(given, NamedSharding):
+            sharding = NamedSharding(mesh, given.spec, memory_kind=given.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return tuple(jax.tree.map(one, tuple(args)))
+
+
+def _peak(simulation: Simulation, cluster: Cluster, budget: Budget) -> float | None:
+    """The peak that MFU refers to, FLOP/s."""
+    if budget.precision is not None or not simulation.flops:
+        return compute_peak_flops(cluster.gpu, budget.precision or "bf16")
+    return peak_flops(cluster.gpu, max(simulation.flops, key=lambda dtype: simulation.flops[dtype]))
 
 
 def _memory(compiled: CompiledProgram, cluster: Cluster, budget: Budget) -> MemoryPart:

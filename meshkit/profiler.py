@@ -51,11 +51,12 @@ class ProfileCapture:
     def _measured(self) -> Measurement:
         if self._measurement is None:
             self._measurement = measure_run(self.folder)
+            self._measurement.report.write(self.folder)
         return self._measurement
 
     @property
     def report(self) -> Report:
-        """The measured report.
+        """The measured report; reading it writes `report.json` into the folder.
 
         Raises:
             TraceError: the block is still running, or ran no step of the program.

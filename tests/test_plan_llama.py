@@ -56,7 +56,7 @@ def test_every_collective_is_mapped_to_axes_and_links(plan):
 
 
 def test_gradients_are_reduced_in_fp32_and_weights_gathered_in_bf16(plan):
-    """`reduce_precision` defaults to fp32, and bf16 is the compute precision. XLA may combine weights with fp32 norms."""
+    """`reduce_precision` defaults to fp32, precision to bf16. XLA may combine bf16 weights with fp32 norms."""
     reductions = [
         r for r in plan.report.communication if "data" in r.axes and r.collective in ("all-reduce", "reduce-scatter")
     ]

@@ -65,6 +65,8 @@ def prepare_platform(cluster: Cluster) -> None:
         ConfigError: jax has already started with fewer CPU devices than the cluster has.
     """
     if not cluster.is_cpu:
+        if not _has_driver():  # else jax prints the traceback of a CUDA plugin that finds no driver
+            use_no_accelerator()
         return
     if _backend_started():
         if len(jax.devices("cpu")) < cluster.num_gpus:
@@ -165,22 +167,29 @@ def _domain_identities(devices: Sequence) -> dict[int, str]:
 def _fabric_identity(device) -> str:
     """NVML's `clusterUuid.cliqueId` of a GPU; its host where the fabric stays inside the host."""
     host = f"{socket.gethostname()}.{_boot_id()}"
-    try:
-        import pynvml  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ConfigError(
-            "NVML's Python binding is missing, so the NVLink domain of the attached GPUs cannot be read.",
-            hint="pip install nvidia-ml-py",
-        ) from None
+    import pynvml  # a wrapper of the driver's library: nothing to load where there is no GPU
+
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(_nvml_index(device.local_hardware_id))
         info = pynvml.c_nvmlGpuFabricInfoV_t()
         pynvml.nvmlDeviceGetGpuFabricInfoV(handle, pynvml.byref(info))
-        uuid = bytes(info.clusterUuid).hex()
+        uuid = bytes(info.clusterUuid).hex()  # pyright: ignore[reportArgumentType]
         return f"{uuid}.{info.cliqueId}" if uuid.strip("0") else host
     except pynvml.NVMLError:
         return host  # no fabric manager: NVLink, if any, ends at the host
+
+
+def _has_driver() -> bool:
+    """Whether NVIDIA's driver library is here."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    pynvml.nvmlShutdown()
+    return True
 
 
 def _nvml_index(local_hardware_id: int) -> int:

@@ -11,7 +11,7 @@ from meshkit.xla.costs import Cost
 
 _COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn"}
 # XLA's element types -> precisions of the catalog. fp32 matmuls run as TF32 where the GPU has it: XLA's default.
-_PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f64": "fp32"}
+_PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32", "f64": "fp32"}
 
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
@@ -38,7 +38,8 @@ def kernel_time_s(cost: Cost, gpu: Gpu) -> float:
     )
     attention = cost.attention_flops / (peak_flops(gpu, "bf16") * _attention_share(cost, gpu))
     memory = cost.bytes_accessed / (gpu.memory_bytes_per_s * gpu.achieved["memory"])
-    return max(matmul + attention, memory)
+    host = cost.host_bytes / gpu.pcie_bytes_per_s if cost.host_bytes else 0.0
+    return max(matmul + attention, memory, host)
 
 
 def _attention_share(cost: Cost, gpu: Gpu) -> float:

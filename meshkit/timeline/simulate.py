@@ -7,6 +7,7 @@ body, so every iteration of a loop is alike: it is simulated once and repeated.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,14 +28,14 @@ class Simulation:
         timeline: one step of one GPU.
         all_overlapped_s: the step if every collective hid under compute.
         all_exposed_s: the step if none did.
-        hardware_flops: matmul and attention FLOP that one GPU executes.
+        flops: dtype of the operands -> matmul and attention FLOP that one GPU executes.
         notes: assumptions made about single instructions, by kind.
     """
 
     timeline: Timeline
     all_overlapped_s: float
     all_exposed_s: float
-    hardware_flops: float
+    flops: dict[str, float]
     notes: dict[str, list[str]]
 
 
@@ -48,8 +49,11 @@ def simulate(
         cluster: GPUs and links.
         seconds: duration of a kernel, collective or copy; None prices it by roofline and network model.
     """
-    run = _Simulator(schedule, seconds or _Pricer(cluster))
+    price = seconds or _Pricer(cluster)
+    run = _Simulator(schedule, price)
     segment = run.computation(schedule.entry)
+    free = _Simulator(schedule, lambda i: 0.0 if i.collective else price(i)).computation(schedule.entry)
+    blocking = _Simulator(schedule, price, overlap=False).computation(schedule.entry)
     step = DeviceStep(
         device=0,
         step=0,
@@ -61,10 +65,8 @@ def simulate(
         copies=segment.spans("copy"),
     )
     timeline = Timeline((step,), tuple(run.collectives), tuple(run.op_names))
-    busy = float(np.diff(step.communication, axis=1).sum())
-    return Simulation(
-        timeline, segment.compute_only_s, segment.compute_only_s + busy, segment.flops, {**schedule.notes, **run.notes}
-    )
+    notes = {**schedule.notes, **run.notes}
+    return Simulation(timeline, free.duration_s, blocking.duration_s, dict(segment.flops), notes)
 
 
 class _Pricer:
@@ -95,8 +97,7 @@ class _Segment:
     """The simulated run of one computation, from time 0: rows (start_s, end_s) and a label per row, by lane."""
 
     duration_s: float = 0.0
-    compute_only_s: float = 0.0
-    flops: float = 0.0
+    flops: Counter = field(default_factory=Counter)
     lanes: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
 
     def add(self, lane: str, start: float, end: float, label: int) -> None:
@@ -109,8 +110,7 @@ class _Segment:
             spans, labels = inner.spans(lane), inner.labels(lane)
             tiled = (spans[None] + offsets[:, None, None]).reshape(-1, 2)
             self.lanes.setdefault(lane, []).append((tiled, np.tile(labels, times)))
-        self.flops += inner.flops * times
-        self.compute_only_s += inner.compute_only_s * times
+        self.flops.update({dtype: flops * times for dtype, flops in inner.flops.items()})
 
     def spans(self, lane: str) -> np.ndarray:
         """[n, 2] spans of a lane."""
@@ -124,8 +124,10 @@ class _Segment:
 
 
 class _Simulator:
-    def __init__(self, schedule: Schedule, seconds: Callable[[Instruction], float]):
-        self._schedule, self._seconds = schedule, seconds
+    """Runs a schedule; without `overlap` every collective blocks where it starts."""
+
+    def __init__(self, schedule: Schedule, seconds: Callable[[Instruction], float], *, overlap: bool = True):
+        self._schedule, self._seconds, self._overlap = schedule, seconds, overlap
         self._done: dict[str, _Segment] = {}
         self.collectives: list[Collective] = []
         self.op_names: list[str] = []
@@ -150,13 +152,13 @@ class _Simulator:
                 network_free, copy_free = max(network_free, now), max(copy_free, now)
             elif i.kind == "done":
                 now = max(now, pending.pop(i.starts or "", now))
-            elif i.kind == "start" and i.collective is not None:
+            elif i.kind == "start" and i.collective is not None and self._overlap:
                 network_free = self._communicate(i, out, max(now, network_free))
                 pending[i.name] = network_free
-            elif i.kind == "start":
+            elif i.kind == "start" and i.collective is None:
                 copy_free = self._copy(i, out, max(now, copy_free))
                 pending[i.name] = copy_free
-            elif i.kind == "collective":
+            elif i.collective is not None:
                 now = network_free = self._communicate(i, out, max(now, network_free))
             else:
                 now = self._kernel(i, out, now)
@@ -173,9 +175,9 @@ class _Simulator:
         duration = self._seconds(i)
         self.op_names.append(i.name)
         out.add("compute", now + self._gap, now + self._gap + duration, len(self.op_names) - 1)
-        out.compute_only_s += self._gap + duration
         if i.cost:
-            out.flops += sum(i.cost.matmul_flops.values()) + i.cost.attention_flops
+            out.flops.update(dict(i.cost.matmul_flops))
+            out.flops.update({"bf16": i.cost.attention_flops} if i.cost.attention_flops else {})
         return now + self._gap + duration
 
     def _communicate(self, i: Instruction, out: _Segment, start: float) -> float:

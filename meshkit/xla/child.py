@@ -37,6 +37,7 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
     from jax.experimental import topologies
 
     start = time.perf_counter()
+    jax.config.update("jax_enable_x64", request["enable_x64"])
     topology = topologies.get_topology_desc(
         platform="cuda", topology=request["topology"], target_config=request["target_config"]
     )
@@ -47,12 +48,10 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
         devices[order], request["axis_names"], axis_types=(jax.sharding.AxisType.Auto,) * order.ndim
     )
     exported = export.deserialize(bytearray(program))
-    shardings = exported.in_shardings_jax(mesh)
+    shardings = [_sharding(mesh, described) for described in request["arguments"]]
     flat = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(exported.in_avals, shardings)]
-
-    jitted = jax.jit(
-        exported.call, donate_argnums=tuple(request["donated"]), out_shardings=exported.out_shardings_jax(mesh)
-    )
+    outputs = jax.tree.unflatten(exported.out_tree, exported.out_shardings_jax(mesh))
+    jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]), out_shardings=outputs, keep_unused=True)
     with jax.set_mesh(mesh):
         lowered = jitted.trace(*flat).lower(lowering_platforms=("cuda",))
     lowered_at = time.perf_counter()
@@ -69,6 +68,16 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
         "host_temp_bytes": int(memory.host_temp_size_in_bytes),
         "partitioner": "shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
     }
+
+
+def _sharding(mesh: Any, described: dict[str, Any] | None) -> Any:
+    """The NamedSharding that the request describes; None leaves it to XLA."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    if described is None:
+        return None
+    spec = PartitionSpec(*(tuple(axes) if isinstance(axes, list) else axes for axes in described["spec"]))
+    return NamedSharding(mesh, spec, memory_kind=described["memory_kind"])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from meshkit.xla.shapes import Shape, shape_of
 
 SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element"}
+_HOST_MEMORY = ":S(5)"
+_NO_TF32 = re.compile(r'operand_precision=\{highest|"operand_precision":\s*\["HIGHEST|algorithm=dot_f32_f32_f32')
 _GEMM = re.compile(r"__cublas\$|__cudnn\$.*[Gg]emm")
 _K_DIMS = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
@@ -30,6 +32,7 @@ class Cost:
         attention_flops: FLOP of fused attention that is executed (half of the square when causal).
         attention_backward: whether that is a backward pass.
         bytes_accessed: device memory read and written, slices counted as slices.
+        host_bytes: bytes that cross to or from host memory.
         priced_by: `roofline`, or `bytes` where only memory traffic is known (an opaque custom call).
     """
 
@@ -37,6 +40,7 @@ class Cost:
     attention_flops: float = 0.0
     attention_backward: bool = False
     bytes_accessed: float = 0.0
+    host_bytes: float = 0.0
     priced_by: str = "roofline"
 
 
@@ -68,7 +72,24 @@ class CostModel:
             return self._fusion(instruction)
         if op == "custom-call":
             return self._custom_call(instruction)
+        if op == "copy":
+            return self.copy(instruction)
         return Cost(self._matmul_of(instruction), bytes_accessed=_plain_bytes(instruction, op))
+
+    def copy(self, instruction: Any) -> Cost:
+        """Work of a copy: on the device read and write, to or from host memory (space 5) once over the host link."""
+        (source, *_) = instruction.operands()
+        size = float(shape_of(source).bytes)
+        if _HOST_MEMORY in instruction.to_string() or _HOST_MEMORY in source.to_string():
+            return Cost(host_bytes=size)
+        return Cost(bytes_accessed=2.0 * size)
+
+    def asynchronous(self, start: Any, root: Any) -> Cost:
+        """Work of an asynchronous operation, given its start and what that wraps; a slice copy may go to the host."""
+        cost = self.cost(root)
+        if _HOST_MEMORY in start.to_string() and not cost.matmul_flops:
+            return Cost(host_bytes=cost.bytes_accessed / 2)
+        return cost
 
     def _fusion(self, instruction: Any) -> Cost:
         (name,) = self._called(instruction)[:1] or (None,)
@@ -98,11 +119,11 @@ class CostModel:
     def _matmul_of(self, instruction: Any) -> dict[str, float]:
         op = opcode(instruction)
         if op in ("dot", "scaled-dot", "ragged-dot"):
-            lhs = shape_of(instruction.operands()[0])
-            found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.to_string())
+            lhs, text = shape_of(instruction.operands()[0]), instruction.to_string()
+            found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", text)
             dims = [int(d) for d in found[1].split(",") if d] if found else []
             k = math.prod(lhs.dims[d] for d in dims)
-            return {lhs.dtype: 2.0 * math.prod(shape_of(instruction).dims) * k}
+            return {_matmul_dtype(lhs.dtype, text): 2.0 * math.prod(shape_of(instruction).dims) * k}
         if op == "convolution":
             return _convolution(instruction)
         if op == "custom-call":
@@ -122,7 +143,9 @@ class CostModel:
             k = math.prod(lhs.dims[d] for d in dims)
             result = shape_of(instruction)
             out = result.parts[0] if result.parts else result
-            return Cost({lhs.dtype: 2.0 * math.prod(out.dims) * k}, bytes_accessed=moved)
+            return Cost({_matmul_dtype(lhs.dtype, text): 2.0 * math.prod(out.dims) * k}, bytes_accessed=moved)
+        if target.startswith("__cudnn$conv"):
+            return Cost(_cudnn_convolution(instruction, text, target), bytes_accessed=moved)
         return Cost(bytes_accessed=moved, priced_by="bytes")
 
 
@@ -146,13 +169,36 @@ def _attention(instruction: Any, text: str, target: str) -> tuple[float, bool]:
     return 4.0 * scores * head_dim * causal * (2.5 if backward else 1.0), backward
 
 
+def _matmul_dtype(name: str, text: str) -> str:
+    """Operand type of a matmul; `f32_highest` where the program forbids TF32."""
+    return "f32_highest" if name == "f32" and _NO_TF32.search(text) else name
+
+
 def _convolution(instruction: Any) -> dict[str, float]:
-    """2 x outputs x (kernel window x input features): the kernel's elements per output feature."""
     kernel = shape_of(instruction.operands()[1])
-    labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.to_string())
+    flops = _convolution_flops(shape_of(instruction), kernel, instruction.to_string())
+    return {_matmul_dtype(kernel.dtype, instruction.to_string()): flops}
+
+
+def _convolution_flops(output: Shape, kernel: Shape, text: str) -> float:
+    """2 x outputs x (kernel window x input features): the kernel's elements per output feature."""
+    labels = re.search(r"dim_labels=\w+_(\w+)->", text)
     position = labels[1].index("o") if labels else len(kernel.dims) - 1
-    per_output = math.prod(kernel.dims) / max(1, kernel.dims[position])
-    return {kernel.dtype: 2.0 * math.prod(shape_of(instruction).dims) * per_output}
+    return 2.0 * math.prod(output.dims) * math.prod(kernel.dims) / max(1, kernel.dims[position])
+
+
+def _cudnn_convolution(instruction: Any, text: str, target: str) -> dict[str, float]:
+    """The same multiply-adds in all three directions: those of the forward convolution of output and kernel."""
+    first, second = (shape_of(o) for o in instruction.operands()[:2])
+    result = shape_of(instruction)
+    result = result.parts[0] if result.parts else result
+    if "BackwardInput" in target:
+        output, kernel = first, second
+    elif "BackwardFilter" in target:
+        output, kernel = second, result
+    else:
+        output, kernel = result, second
+    return {_matmul_dtype(first.dtype, text): _convolution_flops(output, kernel, text)}
 
 
 def _plain_bytes(instruction: Any, op: str) -> float:
@@ -175,7 +221,7 @@ def _result_bytes(shape: Shape) -> int:
 def _parameter_bytes(parameter: Any) -> float:
     """Bytes that a fusion reads of one parameter.
 
-    Read only through slices: the slices. Only updated in place: nothing. Otherwise the whole array, once.
+    Read through slices: the slices. Updated in place: nothing. Any other use: the whole array, once.
     """
     uses: list[tuple[Any, Any]] = []
     stack = [parameter]
@@ -186,11 +232,14 @@ def _parameter_bytes(parameter: Any) -> float:
                 stack.append(user)
             else:
                 uses.append((user, value))
-    if uses and all(opcode(u) in SLICES and u.operands()[0].name == v.name for u, v in uses):
-        return float(sum(shape_of(u).bytes for u, _ in uses))
-    if uses and all(opcode(u) == "dynamic-update-slice" and u.operands()[0].name == v.name for u, v in uses):
-        return 0.0
-    return float(shape_of(parameter).bytes)
+    total = 0.0
+    for user, value in uses:
+        of_this = user.operands()[0].name == value.name
+        if opcode(user) in SLICES and of_this:
+            total += shape_of(user).bytes
+        elif not (opcode(user) == "dynamic-update-slice" and of_this):
+            return float(shape_of(parameter).bytes)
+    return total if uses else float(shape_of(parameter).bytes)
 
 
 def _root_bytes(instruction: Any, body: list[Any]) -> float:

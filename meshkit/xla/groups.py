@@ -85,10 +85,16 @@ def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = Fal
     size = span if permute else groups.shape[1]
     count = placement.num_partitions // span if permute else groups.shape[0]
     if permute:
-        local = 1 if link == "infiniband" else size
+        local = size // _domains_along(differ, placement)
     else:
         local = size // (int(crossing.max()) + 1)
-    return GroupShape(axes, permute or size == span, link, size, count, max(1, local))
+    return GroupShape(axes, size == span, link, size, count, max(1, local))
+
+
+def _domains_along(differ: np.ndarray, placement: Placement) -> int:
+    """NVLink domains that the first line of the mesh along some axes spans."""
+    table = placement.domains.reshape(placement.shape)
+    return len(np.unique(table[tuple(slice(None) if d else 0 for d in differ)]))
 
 
 def _mesh_groups(mesh: str, selected: str) -> np.ndarray:

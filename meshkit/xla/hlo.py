@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ _FREE = {
 }
 _HOST = {"send", "send-done", "recv", "recv-done", "infeed", "outfeed"}
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_HEADER = re.compile(r"^(?:ENTRY )?%?[\w.\-]+ \(.*\{$", re.MULTILINE)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
@@ -121,13 +122,8 @@ def read_collectives(module: Any, placement: Placement) -> dict[str, Collective]
         placement: partition id -> place on the mesh and in NVLink domains.
     """
     reader = _Reader(module, placement)
-    found: dict[str, Collective] = {}
-    for computation in reader.computations.values():
-        for i in computation.instructions():
-            collective = reader.collective(i)
-            if collective is not None:
-                found[i.name] = collective
-    return found
+    found = {i.name: reader.collective(i) for _, instructions in reader.walk() for i in instructions}
+    return {name: collective for name, collective in found.items() if collective is not None}
 
 
 def read_schedule(module: Any, placement: Placement) -> Schedule:
@@ -137,15 +133,8 @@ def read_schedule(module: Any, placement: Placement) -> Schedule:
         ProgramError: a form of HLO that this version does not know.
     """
     reader = _Reader(module, placement)
+    computations = {name: tuple(reader.instruction(i) for i in instructions) for name, instructions in reader.walk()}
     entry = reader.entry()
-    computations: dict[str, tuple[Instruction, ...]] = {}
-    pending = [entry]
-    while pending:
-        name = pending.pop()
-        if name in computations:
-            continue
-        computations[name] = tuple(reader.instruction(i) for i in reader.ordered(name))
-        pending += [body for i in computations[name] for body in i.bodies]
     return Schedule(module.name, computations, entry, reader.fingerprint(), dict(reader.notes))
 
 
@@ -167,9 +156,23 @@ class _Reader:
         return found[1]
 
     def fingerprint(self) -> str:
-        """A hash of the printed entry and what follows it, without metadata."""
-        body = re.sub(r"metadata=\{[^}]*\}", "", self._text[self._text.find("ENTRY") :])
+        """A hash of every computation as printed, without metadata (which names files and lines)."""
+        first = _HEADER.search(self._text)
+        body = re.sub(r",? metadata=\{[^}]*\}", "", self._text[first.start() if first else 0 :])
         return hashlib.sha256(body.encode()).hexdigest()[:16]
+
+    def walk(self) -> Iterator[tuple[str, list[Any]]]:
+        """Computations that run, from the entry through control flow, each once; instructions in schedule order."""
+        pending, seen = [self.entry()], set()
+        while pending:
+            name = pending.pop(0)
+            if name in seen:
+                continue
+            seen.add(name)
+            instructions = self.ordered(name)
+            yield name, instructions
+            control = (i for i in instructions if opcode(i) in ("while", "conditional", "call"))
+            pending += [body for i in control for body in _bodies(i) if body in self.computations]
 
     def ordered(self, name: str) -> list[Any]:
         """Instructions in schedule order: the order in which a scheduled module prints them."""
@@ -199,9 +202,11 @@ class _Reader:
                                collective=collective)  # fmt: skip
         if op == "async-start":
             root = i.async_wrapped_root()
-            return Instruction(i.name, opcode(root), "start", source, self._model.cost(root))
+            return Instruction(i.name, opcode(root), "start", source, self._model.asynchronous(i, root))
         if op == "copy-start":
-            return Instruction(i.name, op, "start", source, Cost(bytes_accessed=2.0 * shape_of(i.operands()[0]).bytes))
+            return Instruction(i.name, op, "start", source, self._model.copy(i))
+        if 'custom_call_target="AllocateBuffer"' in text:
+            return Instruction(i.name, op, "free")
         cost = self._model.cost(i)
         if cost.priced_by == "bytes":
             self._note("opaque custom call", f"{i.name} ({custom_call_target(text)})")
@@ -212,10 +217,8 @@ class _Reader:
             found = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
             if not found:
                 self._note("unknown trip count", i.name)
-            body = re.search(r"body=%?([\w.\-]+)", text)
-            bodies = (body[1],) if body else ()
-            return Instruction(i.name, op, op, source, bodies=bodies, trip_count=int(found[1]) if found else None)
-        bodies = tuple(n for n in _called_text(text) if n in self.computations)
+            return Instruction(i.name, op, op, source, bodies=_bodies(i), trip_count=int(found[1]) if found else None)
+        bodies = tuple(n for n in _bodies(i) if n in self.computations)
         if op == "conditional":
             self._note("conditional", i.name)
         return Instruction(i.name, op, op, source, bodies=bodies)
@@ -242,7 +245,8 @@ class _Reader:
         element = dtypes.pop() if len(dtypes) == 1 else "mixed"
         source = source_path(i.to_string()) or source_path(text)
         printed = ",".join(map(str, shapes))
-        path = re.sub(r"[._]\d+(?=/|$)", "", source)
+        # A bare name is an argument's, which differs with how the function was called.
+        path = re.sub(r"[._]\d+(?=/|$)", "", source) if "/" in source else ""
         base = "|".join([op, "+".join(where.axes), element, printed, path])
         self._occurrences[base] += 1
         return Collective(
@@ -281,9 +285,13 @@ class _Reader:
 
 
 def source_path(text: str) -> str:
-    """The op_name of a printed instruction, without what `jax.export` put in front of it."""
+    """The op_name of a printed instruction, without what the way through `jax.export` put in front of it."""
     found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', text)
-    return re.sub(r"^jit\(call\)/(call_exported/?)?", "", found[1]) if found else ""
+    if not found:
+        return ""
+    path = re.sub(r"(?:jit\(call\)/)?(?:call_exported/)?jit\(exported_step\)/", "", found[1])
+    path = re.sub(r"(?:jit\(call\)/)?call_exported(?:[:/]|(?=[)]|$))", "", path)
+    return path.replace("jit(call)", "").strip("/:") if path else ""
 
 
 def _called(instruction: Any) -> list[str]:
@@ -299,6 +307,15 @@ def _called_text(text: str) -> list[str]:
     if m := _BRANCHES.search(text):
         names += [n.strip().lstrip("%") for n in m[1].split(",")]
     return names
+
+
+def _bodies(instruction: Any) -> tuple[str, ...]:
+    """Computations that control flow runs: the body of a loop, the branches of a conditional, the callee of a call."""
+    text = instruction.to_string()
+    if opcode(instruction) == "while":
+        body = re.search(r"body=%?([\w.\-]+)", text)
+        return (body[1],) if body else ()
+    return tuple(_called_text(text))
 
 
 def _start_of(done: Any) -> str | None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 from jax import export
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError, ProgramError
 from meshkit.sharding.mesh import DescribedMesh
@@ -110,7 +111,7 @@ def compile_absent(
     check_compiler()
     start = time.perf_counter()
     chosen = compiler_options(cluster.gpu, options)
-    blob, donated = export_for_cuda(step, args, cluster)
+    exported = export_for_cuda(step, args, mesh, cluster)
     lowered_s = time.perf_counter() - start
     request = {
         "topology": topology_name(cluster),
@@ -118,13 +119,15 @@ def compile_absent(
         "mesh_shape": list(mesh.devices.shape),
         "axis_names": list(mesh.axis_names),
         "device_order": [d.id for d in mesh.devices.flat],
-        "donated": donated,
+        "donated": exported.donated,
+        "arguments": exported.arguments,
+        "enable_x64": bool(jax.config.jax_enable_x64),
         "compiler_options": chosen,
     }
     with tempfile.TemporaryDirectory(prefix="meshkit-") as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
-        (folder / "program.bin").write_bytes(blob)
+        (folder / "program.bin").write_bytes(exported.program)
         log = _run_child(folder, timeout_s)
         result = json.loads((folder / "result.json").read_text())
         if "error" in result:
@@ -144,33 +147,79 @@ def compile_absent(
     )
 
 
-def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], cluster: Cluster) -> tuple[bytes, list[int]]:
-    """A function lowered for CUDA in this process, serialized, and the flat indices of its donated arguments."""
+@dataclass(frozen=True)
+class _Exported:
+    """A program on its way to the child: its bytes, and what jax.export does not carry of each array argument."""
+
+    program: bytes
+    donated: list[int]
+    arguments: list[dict[str, Any] | None]
+
+
+def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: DescribedMesh, cluster: Cluster) -> _Exported:
+    """A function lowered for CUDA in this process, as a program of its array leaves; other leaves are constants."""
     jitted = step if hasattr(step, "trace") else jax.jit(step)
     leaves, tree = jax.tree.flatten(tuple(args))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    arrays = [leaves[i] for i in places]
 
-    def flat(*leaves: Any) -> tuple[Any, ...]:
-        return tuple(jax.tree.leaves(jitted(*jax.tree.unflatten(tree, leaves))))
+    def exported_step(*values: Any) -> tuple[Any, ...]:
+        filled = list(leaves)
+        for i, value in zip(places, values):
+            filled[i] = value
+        return tuple(jax.tree.leaves(jitted(*jax.tree.unflatten(tree, filled))))
 
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in _ALLOWED_CALLS]
-    with lowering_for(cluster):
+    with lowering_for(cluster), _clear_errors():
+        infos = jax.tree.leaves(jitted.trace(*args).args_info)
+        of_arrays = [infos[i] for i in places] if len(infos) == len(leaves) else infos  # static arguments have no info
+        donated = [i for i, info in enumerate(of_arrays) if info.donated]
+        exported = _export(exported_step, arrays)
+        if exported.nr_devices != mesh.size:  # nothing in the program mentions the mesh: every GPU runs all of it
+            whole = NamedSharding(mesh, PartitionSpec())
+            arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole) for a in arrays]
+            exported = _export(exported_step, arrays)
+    return _Exported(bytes(exported.serialize()), donated, [_describe_sharding(a.sharding) for a in arrays])
+
+
+def _export(step: Callable[..., Any], arrays: Sequence[jax.ShapeDtypeStruct]) -> export.Exported:
+    """jax.export for CUDA; a custom call that it does not vouch for is let through, since it is compiled at once."""
+    allowed = set(_ALLOWED_CALLS)
+    while True:
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(allowed)]
         try:
-            donated = [i for i, info in enumerate(jax.tree.leaves(jitted.trace(*args).args_info)) if info.donated]
-            exported = export.export(jax.jit(flat), platforms=["cuda"], disabled_checks=checks)(*leaves)
-        except AssertionError as e:
-            raise ProgramError(
-                f"the program holds an operation that can only be lowered with GPUs attached: {str(e)[:300]}",
-                hint="cuDNN attention inside meshkit.sharding.shard_over(...) or jax.shard_map",
-            ) from e
+            return export.export(jax.jit(step, keep_unused=True), platforms=["cuda"], disabled_checks=checks)(*arrays)
         except ValueError as e:
-            if not any(mark in str(e) for mark in _NEEDS_GPU):
+            named = set(re.findall(r"['\"]([\w$.]+)['\"]", str(e))) if "compatibility" in str(e) else set()
+            if not named - allowed:
                 raise
-            raise ProgramError(
-                "the program calls back into Python (jax.debug.print, io_callback, pure_callback), which cannot be "
-                "compiled for GPUs that are not there.",
-                hint="the step without its callbacks",
-            ) from e
-    return bytes(exported.serialize()), donated
+            allowed |= named
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Turns what jax says of programs that cannot be lowered without GPUs into a ProgramError."""
+    try:
+        yield
+    except AssertionError as e:
+        raise ProgramError(
+            f"the program holds an operation that can only be lowered with GPUs attached: {str(e)[:300]}",
+            hint="cuDNN attention inside meshkit.sharding.shard_over(...) or jax.shard_map",
+        ) from e
+    except ValueError as e:
+        if not any(mark in str(e) for mark in _NEEDS_GPU):
+            raise
+        raise ProgramError(
+            "the program calls back into Python (jax.debug.print, io_callback, pure_callback), which cannot be "
+            "compiled for GPUs that are not there.",
+            hint="the step without its callbacks",
+        ) from e
+
+
+def _describe_sharding(sharding: Any) -> dict[str, Any] | None:
+    if sharding is None:
+        return None
+    spec = [list(axes) if isinstance(axes, tuple) else axes for axes in sharding.spec]
+    return {"spec": spec, "memory_kind": sharding.memory_kind}
 
 
 @contextmanager

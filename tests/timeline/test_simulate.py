@@ -72,7 +72,7 @@ def test_a_loop_repeats_its_body():
     assert len(step.communication) == 3
     assert step.window[1] == pytest.approx(3 * (GAP + 1.0))
     assert swept.communication_s == pytest.approx(1.8)
-    assert result.hardware_flops == 3e12
+    assert result.flops["bf16"] == 3e12
     assert np.diff(step.compute[:, 0]).tolist() == pytest.approx([GAP + 1.0] * 2)
 
 
@@ -81,7 +81,7 @@ def test_loops_nest():
     inner = Instruction("inner", "while", "while", bodies=("body",), trip_count=5)
     result, step, _ = run([outer], middle=[inner, kernel()], body=[kernel()])
     assert len(step.compute) == 4 * (5 + 1)
-    assert result.hardware_flops == 24e12
+    assert result.flops["bf16"] == 24e12
 
 
 def test_a_conditional_counts_its_longest_branch():
