@@ -135,6 +135,9 @@ def check_invariants(report: Report) -> None:
         assert abs(value - total) <= tolerance, f"{name}: the parts add up to {value} s, not {total} s"
 
     check("step", (step.compute_s, step.exposed_s, step.other_s, step.idle_s), step.time_s)
+    for bound, sign, name in ((step.all_overlapped_s, 1, "all hid"), (step.all_exposed_s, -1, "none hid")):
+        inside = bound is None or sign * (step.time_s - bound) >= -tolerance
+        assert inside, f"the step takes {step.time_s} s, outside of its bound {bound} s if {name}"
     check("communication", (step.overlapped_s, step.exposed_s), step.communication_s)
     for key, total in (
         ("time_s", step.communication_s),
