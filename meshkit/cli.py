@@ -63,6 +63,9 @@ def plan(
     set_: SetOption = [],  # noqa: B006  (typer reads the default, nobody writes it)
     out: OutOption = None,
     as_json: JsonOption = False,
+    propose: Annotated[
+        bool, typer.Option("--propose", help="Say which link each axis belongs on, by its traffic.")
+    ] = False,
     require_fit: Annotated[bool, typer.Option("--require-fit", help="Exit with 3 when the step does not fit.")] = False,
 ) -> None:
     """Predict a step on GPUs that are not there.
@@ -86,6 +89,8 @@ def plan(
     _show_report(made.report, as_json, loaded.name)
     seconds = time.perf_counter() - start
     _say(f"planned in {seconds:.1f} s; peak memory {_memory(made.compiled.peak_rss_bytes)}{_wrote(out)}")
+    if propose:
+        _propose(made.report, loaded)
     if require_fit and made.report.memory.fits is False:
         raise ConditionError("the step does not fit, and --require-fit asks that it does.")
 
@@ -304,6 +309,16 @@ def _show_report(report: Any, as_json: bool, title: str) -> None:
     from meshkit.report.terminal import render
 
     Console(width=_width()).print(render(report, title=title))
+
+
+def _propose(report: Any, experiment: Any) -> None:
+    """Prints the best assignment of axes to links on stderr: stdout may hold JSON."""
+    from meshkit.proposer import propose
+
+    proposal = propose(report, experiment.mesh, experiment.cluster)
+    _say(f"placement: {proposal.reason}")
+    if proposal.changed:
+        _say("  try " + " ".join(f"--set '{setting}'" for setting in proposal.settings))
 
 
 def _trained(result: Any) -> str:

@@ -14,39 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.errors import ConfigError
-from meshkit.spec import catalog
+from meshkit.spec import catalog, links
 from meshkit.spec.catalog import Gpu, Nic
 from meshkit.spec.document import Document
+from meshkit.spec.links import Link
 from meshkit.spec.paths import absolute, is_path
 from meshkit.spec.problems import SpecError, did_you_mean, kind, show
 from meshkit.spec.tables import ClusterTable
 from meshkit.spec.validate import check_plain, validate
 
 __all__ = ["Cluster", "Gpu", "Link", "Nic", "shipped_clusters"]
-
-_NVSWITCH_GENERATION = 3  # earlier ones came without a switch on 8-GPU hosts
-_LARGEST_MESH_WITHOUT_SWITCH = 4
-
-
-@dataclass(frozen=True)
-class Link:
-    """What connects GPUs on one level: inside a domain (`nvlink`) or between domains (`infiniband`).
-
-    Attributes:
-        name: `nvlink` or `infiniband`.
-        fabric: what it really is: `nvlink4_nvswitch`, `pcie4_p2p`, `shared_memory`, `infiniband_ndr`, `roce_400`, ...
-        bytes_per_s: peak per GPU, one direction; ports of a host are shared by its GPUs, oversubscription is taken off.
-        achieved: sustained fraction of that.
-        latency_s: one ring step of a large message (NCCL's Simple protocol).
-        latency_small_s: one ring step of a small message (NCCL's LL protocol).
-    """
-
-    name: str
-    fabric: str
-    bytes_per_s: float
-    achieved: float
-    latency_s: float
-    latency_small_s: float
 
 
 @dataclass(frozen=True)
@@ -55,14 +32,25 @@ class Cluster:
 
     Attributes:
         name: the shipped name, or the stem of the file; `inline` where there is neither.
-        gpu, nic: catalog entries; nic is None where hosts are not connected.
+        gpu: of the catalog.
+        hosts: machines.
+        gpus_per_host: GPUs of a machine.
         nvlink_domain_size: GPUs that reach each other over the scale-up fabric; may span hosts.
-        gpus_used_per_domain: how many of them the job uses.
-        scale_up: `nvlink`, `pcie` or `shared_memory`.
+        gpus_used_per_domain: how many of them the job uses: the first of each domain.
+        scale_up: `nvlink`; `pcie`, from GPU to GPU; `shared_memory`, through pinned host memory, or of CPU devices.
         nvlink_taper: scale-up bandwidth beyond the host relative to inside it.
+        nic: of the catalog; None where hosts are not connected.
+        nics_per_host: ports of a machine, which its GPUs share; also its rails. 0 without a NIC.
         fabric: `infiniband`, `roce`, `ethernet`, or None without a NIC.
-        oversubscription: of the scale-out network, 1 = none.
+        gpudirect_rdma: whether NICs (and storage) read GPU memory without the host.
+        oversubscription: of the scale-out network, 1 = none: what all GPUs of one half can send, over what reaches the
+            other half. Of a fat tree the ratio at its narrowest layer, of a dragonfly that of its global links. All
+            traffic between domains is priced as if it crossed there.
+        storage_bytes_per_s: of checkpoints, over all hosts.
+        price_per_gpu_hour: in any currency.
         calibration: path of a file of `meshkit bench`.
+        nvlink_switch: whether NVLink goes through a switch; None: as hosts of that GPU and size are built.
+        cpu_link: what connects a GPU and its CPU, a key of the catalog; None: as the GPU comes.
     """
 
     name: str
@@ -81,6 +69,8 @@ class Cluster:
     storage_bytes_per_s: float | None = None
     price_per_gpu_hour: float | None = None
     calibration: str | None = None
+    nvlink_switch: bool | None = None
+    cpu_link: str | None = None
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], *, hosts: int | None = None, **overrides: Any) -> Cluster:
@@ -118,17 +108,51 @@ class Cluster:
         domain, local = divmod(gpu_index, self.gpus_used_per_domain)
         return (domain * self.nvlink_domain_size + local) // self.gpus_per_host
 
-    def link(self, name: str) -> Link:
+    def rail_of(self, gpu_index: int) -> int | None:
+        """The port of its host that a GPU sends through; GPUs of one rail meet at one switch. None without a NIC."""
+        if not self.nics_per_host:
+            return None
+        domain, local = divmod(gpu_index, self.gpus_used_per_domain)
+        place = (domain * self.nvlink_domain_size + local) % self.gpus_per_host
+        return place * self.nics_per_host // self.gpus_per_host
+
+    @property
+    def has_nvswitch(self) -> bool:
+        """Whether the domain's NVLinks go through switches, so that any group of GPUs has all its links' bandwidth."""
+        return links.has_nvswitch(self)
+
+    @property
+    def checkpoint_bytes_per_s(self) -> float | None:
+        """Rate of a checkpoint over all hosts: what the storage takes, or what the GPUs' paths to it carry.
+
+        None where `storage_bytes_per_s` is. Without GPUDirect the path leads through host memory.
+        """
+        if self.storage_bytes_per_s is None:
+            return None
+        return min(self.storage_bytes_per_s, links.storage_path_bytes_per_s(self))
+
+    def link(self, name: str, *, gpus: int | None = None) -> Link:
         """The link of that name.
 
+        Args:
+            name: `nvlink` (inside a domain) or `infiniband` (between domains).
+            gpus: members of a group inside one domain, neighbours in GPU order. NVLink of a group larger than a host is
+                what a GPU has beyond it (`nvlink_taper`), and without a switch a GPU has only its links to members: 2
+                is what one pair has. Default: all links of a GPU, which is what a ring or a reduction in the switches
+                uses, since little of either leaves a host. `infiniband` does not depend on it.
+
         Raises:
-            ConfigError: no such link, or `infiniband` of a cluster whose one host has a single domain and no NIC.
+            ConfigError: no such link.
         """
         if name == "nvlink":
-            return self._scale_up_link()
+            return links.scale_up_link(self, gpus)
         if name == "infiniband":
-            return self._scale_out_link()
+            return links.scale_out_link(self)
         raise ConfigError(f"there is no link '{name}'.", hint="nvlink or infiniband")
+
+    def offload_link(self) -> Link:
+        """The link between one GPU and its host's memory: NVLink-C2C, NVLink of POWER hosts, PCIe elsewhere."""
+        return links.offload_link(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Every key with a plain value, None where unset; `Cluster.load` reads it back."""
@@ -137,44 +161,6 @@ class Cluster:
         table["nic"] = self.nic.key if self.nic else None
         table["nics_per_host"] = self.nics_per_host or None
         return table
-
-    def _scale_up_link(self) -> Link:
-        fabric = catalog.fabric(self.scale_up)
-        latency = {key: fabric[key] for key in ("latency_s", "latency_small_s")}
-        if self.scale_up == "nvlink":
-            rate, achieved = self.gpu.nvlink_bytes_per_s, self.gpu.achieved["nvlink"]
-            return Link("nvlink", self._nvlink_fabric(), rate, achieved, **latency)
-        if self.scale_up == "pcie":
-            label = f"pcie{self.gpu.pcie_generation}_p2p"
-            return Link("nvlink", label, self.gpu.pcie_bytes_per_s, fabric["achieved"], **latency)
-        return Link("nvlink", "shared_memory", fabric["bytes_per_s"], fabric["achieved"], **latency)
-
-    def _nvlink_fabric(self) -> str:
-        generation, size = self.gpu.nvlink_generation or 0, self.nvlink_domain_size
-        # 8-GPU hosts of Pascal and Volta are hybrid cube meshes; up to 4 GPUs are wired to each other directly.
-        largest = _LARGEST_MESH_WITHOUT_SWITCH if generation >= _NVSWITCH_GENERATION else 8
-        return f"nvlink{generation}_{'nvswitch' if size > largest else 'mesh'}"
-
-    def _scale_out_link(self) -> Link:
-        if self.nic is not None:
-            rate = self.nic.bytes_per_s * self.nics_per_host / self.gpus_per_host / self.oversubscription
-            rate = min(rate, self.gpu.pcie_bytes_per_s)
-            latency_s, latency_small_s = self.nic.latency_s, self.nic.latency_small_s
-            return Link("infiniband", self._scale_out_fabric(), rate, self.nic.achieved, latency_s, latency_small_s)
-        # Without a NIC, domains meet inside one machine: virtual CPU devices, or GPU pairs that share a PCIe tree.
-        fabric = catalog.fabric("shared_memory" if self.is_cpu else "pcie")
-        label = "shared_memory" if self.is_cpu else f"pcie{self.gpu.pcie_generation}_p2p"
-        rate = fabric["bytes_per_s"] if self.is_cpu else self.gpu.pcie_bytes_per_s
-        return Link("infiniband", label, rate, fabric["achieved"], fabric["latency_s"], fabric["latency_small_s"])
-
-    def _scale_out_fabric(self) -> str:
-        assert self.nic is not None
-        if self.fabric == self.nic.fabric:
-            return self.nic.label
-        # The same port in its other mode: a ConnectX speaks InfiniBand and Ethernet.
-        gigabits = round(self.nic.bytes_per_s * 8 / 1e9)
-        prefix = {"roce": "roce", "ethernet": "tcp", "infiniband": "infiniband"}[self.fabric or self.nic.fabric]
-        return f"{prefix}_{gigabits}"
 
 
 @functools.cache
@@ -211,7 +197,7 @@ def _resolve(table: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
     """The table with what `name` or `file` stand for merged in below it, and the cluster's name."""
     name, file = table.get("name"), table.pop("file", None)
     if isinstance(table.get("calibration"), str):
-        table["calibration"] = absolute(table["calibration"], folder)
+        table["calibration"] = _find_calibration(table["calibration"], folder)
     if file is not None:
         return _merge_file(table, file, folder)
     if isinstance(name, str) and name in shipped_clusters():
@@ -221,6 +207,15 @@ def _resolve(table: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
         hint = did_you_mean(str(name), shipped_clusters(), what="a path that ends in .toml, or one of")
         raise SpecError(f"there is no shipped cluster {show(name)}.", key=("cluster", "name"), value=name, hint=hint)
     return table, name if isinstance(name, str) else "inline"
+
+
+def _find_calibration(file: str, folder: Path) -> str:
+    path = Path(absolute(file, folder))
+    if not path.is_file():
+        hint = "`meshkit bench` writes one; or leave out calibration"
+        key = ("cluster", "calibration")
+        raise SpecError(f"there is no calibration file '{_relative(path)}'.", key=key, value=file, hint=hint)
+    return str(path)
 
 
 def _merge_file(table: dict[str, Any], file: Any, folder: Path) -> tuple[dict[str, Any], str]:
@@ -238,7 +233,9 @@ def _merge_file(table: dict[str, Any], file: Any, folder: Path) -> tuple[dict[st
     document = Document.read(_relative(path), what="cluster file", root=("cluster",))
     try:
         check_plain({"cluster": document.table})
-        base, base_name = _resolve(dict(document.table), path.parent)
+        overridden = {"calibration"} & table.keys()  # a file that is not used need not be there
+        own = {key: value for key, value in document.table.items() if key not in overridden}
+        base, base_name = _resolve(own, path.parent)
         checked = validate(ClusterTable, base, within=("cluster",))
     except SpecError as error:
         raise document.locate(error) from None
@@ -269,6 +266,8 @@ def _build(table: ClusterTable, name: str) -> Cluster:
     cluster = Cluster(name=name, **values)
     _check_domains(cluster)
     _check_scale_up(cluster)
+    _check_nvlink_switch(cluster)
+    _check_cpu_link(cluster)
     _check_scale_out(cluster, table)
     return cluster
 
@@ -316,13 +315,12 @@ def _check_domains(cluster: Cluster) -> None:
 
 
 def _check_scale_up(cluster: Cluster) -> None:
-    if cluster.is_cpu != (cluster.scale_up == "shared_memory"):
-        right = "shared_memory" if cluster.is_cpu else "nvlink or pcie"
+    if cluster.is_cpu and cluster.scale_up != "shared_memory":
         raise SpecError(
             f"the scale-up fabric of gpu '{cluster.gpu.key}' cannot be '{cluster.scale_up}'.",
             key=("cluster", "scale_up"),
             value=cluster.scale_up,
-            hint=f"scale_up = {right}",
+            hint='scale_up = "shared_memory"',
         )
     if cluster.scale_up == "nvlink" and not cluster.gpu.nvlink_links:
         raise SpecError(
@@ -331,6 +329,45 @@ def _check_scale_up(cluster: Cluster) -> None:
             value=cluster.scale_up,
             hint='scale_up = "pcie"',
         )
+
+
+def _check_nvlink_switch(cluster: Cluster) -> None:
+    given, gpu, size = cluster.nvlink_switch, cluster.gpu, cluster.nvlink_domain_size
+    key, value = ("cluster", "nvlink_switch"), given
+    if given is None:  # what follows is then about the size of the domain
+        key, value = ("cluster", "nvlink_domain_size"), size
+    generation = gpu.nvlink_generation or 0
+    if cluster.scale_up != "nvlink":
+        if given is not None:
+            message = f"cluster.nvlink_switch is given, but the scale-up fabric is '{cluster.scale_up}'."
+            raise SpecError(message, key=key, value=value, hint="removing it")
+    elif cluster.has_nvswitch:
+        if catalog.nvswitch(generation) is None:
+            message = (
+                f"no switch speaks NVLink {generation} of GPU '{gpu.key}', which a domain of {size} GPUs would need."
+            )
+            raise SpecError(message, key=key, value=value, hint="nvlink_domain_size = 8, and no nvlink_switch")
+    elif size > cluster.gpus_per_host:
+        message = f"without a switch, an NVLink domain of {size} GPUs cannot span hosts of {cluster.gpus_per_host}."
+        raise SpecError(message, key=key, value=value, hint=f"nvlink_domain_size = {cluster.gpus_per_host}")
+    elif size - 1 > gpu.nvlink_links and not (size == 8 and catalog.cube_mesh(generation)):
+        message = f"without a switch, {gpu.nvlink_links} NVLinks of a GPU do not reach {size - 1} others."
+        raise SpecError(message, key=key, value=value, hint="nvlink_switch = true, or a smaller nvlink_domain_size")
+
+
+def _check_cpu_link(cluster: Cluster) -> None:
+    given, gpu = cluster.cpu_link, cluster.gpu
+    if given in (None, "pcie", gpu.cpu_link):
+        return
+    key = ("cluster", "cpu_link")
+    if given not in catalog.cpu_link_keys():
+        hint = did_you_mean(str(given), catalog.cpu_link_keys())
+        raise SpecError(f"the catalog has no link to a CPU '{given}'.", key=key, value=given, hint=hint)
+    cpu = links.cpu_link_of(cluster)
+    takes = cpu.nvlinks * gpu.nvlink_bytes_per_s / gpu.nvlink_links if gpu.nvlink_links else 0.0
+    if not cpu.nvlinks or takes != cpu.bytes_per_s:
+        message = f"GPU '{gpu.key}' has no link '{given}' to a CPU."
+        raise SpecError(message, key=key, value=given, hint=f'cpu_link = "{gpu.cpu_link}"')
 
 
 def _check_scale_out(cluster: Cluster, table: ClusterTable) -> None:

@@ -131,7 +131,8 @@ class MeshSpec:
         """GPU indices of the cluster, in the shape of the mesh.
 
         With `d` the domain (row-major over the InfiniBand factors) and `l` the place inside it (row-major over the
-        NVLink factors), the GPU is `d * gpus_used_per_domain + l`.
+        NVLink factors), the GPU is `d * gpus_used_per_domain + l`. Innermost axes thus stay inside a host where a
+        domain spans several; and GPUs that differ in the domain alone have the same `l`, hence the same rail.
         """
         import numpy as np
 
@@ -149,11 +150,13 @@ class MeshSpec:
         gpus = spec.device_order(cluster).reshape(-1)
         per_domain = cluster.gpus_used_per_domain
         domains = gpus // per_domain
-        hosts = (domains * cluster.nvlink_domain_size + gpus % per_domain) // cluster.gpus_per_host
+        places = domains * cluster.nvlink_domain_size + gpus % per_domain  # among all GPUs, used or not
+        hosts, local = places // cluster.gpus_per_host, places % cluster.gpus_per_host
+        rails = local * cluster.nics_per_host // cluster.gpus_per_host if cluster.nics_per_host else None
         fabric = {"nvlink": cluster.link("nvlink").fabric}
         if cluster.num_nvlink_domains > 1:
             fabric["infiniband"] = cluster.link("infiniband").fabric
-        return Placement(spec.axis_names, spec.shape, gpus, domains, hosts, fabric)
+        return Placement(spec.axis_names, spec.shape, gpus, domains, hosts, fabric, rails)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,11 +164,15 @@ class Placement:
     """Where each partition of a program runs; a partition's id is its row-major position in the mesh.
 
     Attributes:
-        axis_names, shape: of the mesh.
+        axis_names: of the mesh, outermost first.
+        shape: of the mesh.
         gpus: [partitions] GPU index in the cluster.
         domains: [partitions] NVLink domain.
         hosts: [partitions] host.
         fabric: what each link is made of.
+        rails: [partitions] port of the host that the GPU sends through; GPUs with the same place in their NVLink domain
+            have the same one wherever domains are whole hosts, so that what goes across domains stays on its rail. None
+            without ports, or where the cluster is not known.
     """
 
     axis_names: tuple[str, ...]
@@ -174,6 +181,7 @@ class Placement:
     domains: np.ndarray
     hosts: np.ndarray
     fabric: Mapping[str, str]
+    rails: np.ndarray | None = None
 
     @property
     def num_partitions(self) -> int:

@@ -55,7 +55,8 @@ class ClusterTable(Table):
     )
     gpus_used_per_domain: Count | None = Field(default=None, description="how many of them the job uses; default all")
     scale_up: Literal["nvlink", "pcie", "shared_memory"] = Field(
-        default="nvlink", description="the fabric inside a domain"
+        default="nvlink",
+        description="the fabric inside a domain; shared_memory: through host memory, where GPUs lack peer access",
     )
     nvlink_taper: Fraction = Field(default=1.0, description="scale-up bandwidth beyond the host, relative to inside it")
     nic: str | None = Field(default=None, description="a NIC of the catalog")
@@ -70,6 +71,13 @@ class ClusterTable(Table):
     storage_bytes_per_s: Positive | None = Field(default=None, description="of checkpoints, over all hosts")
     price_per_gpu_hour: NonNegative | None = Field(default=None, description="in any currency")
     calibration: str | None = Field(default=None, description="a file of `meshkit bench`")
+    nvlink_switch: bool | None = Field(
+        default=None,
+        description="whether NVLink goes through a switch; default as hosts of that GPU and size are built",
+    )
+    cpu_link: str | None = Field(
+        default=None, description="between a GPU and its CPU, of the catalog: pcie, ...; default as the GPU comes"
+    )
 
 
 class OverrideTable(Table):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshkit.errors import ConfigError
-from meshkit.spec.cluster import Cluster
+from meshkit.spec.cluster import Cluster, shipped_clusters
 from meshkit.spec.mesh import MeshAxis, MeshSpec, Placement
 
 
@@ -46,6 +46,121 @@ def test_device_order_is_the_closed_form(name, hosts, mesh):
     assert order.shape == spec.shape
     for coordinates in itertools.product(*map(range, spec.shape)):
         assert order[coordinates] == closed_form(spec, cluster, coordinates)
+
+
+@st.composite
+def factored(draw, n, axes):
+    """Factors of n, one per axis."""
+    factors = [1] * axes
+    while n > 1:
+        prime = next(p for p in itertools.count(2) if n % p == 0)
+        factors[draw(st.integers(0, axes - 1))] *= prime
+        n //= prime
+    return factors
+
+
+@st.composite
+def shipped_cluster_and_mesh(draw, name):
+    """A shipped cluster with any number of domains and of GPUs used of each, and any mesh that fits it."""
+    one = Cluster.load(name)
+    hosts_per_domain = max(1, one.nvlink_domain_size // one.gpus_per_host)
+    domains = draw(st.integers(1, 64)) if one.nic or one.is_cpu else 1
+    used = draw(st.one_of(st.just(one.nvlink_domain_size), st.integers(1, one.nvlink_domain_size)))
+    cluster = Cluster.load(name, hosts=domains * hosts_per_domain, gpus_used_per_domain=used)
+    axes = draw(st.integers(1, 5))
+    inside, across = draw(factored(used, axes)), draw(factored(domains, axes))
+    mesh = {f"axis{i}": {"nvlink": a, "infiniband": b} for i, (a, b) in enumerate(zip(inside, across))}
+    return cluster, MeshSpec.parse(mesh).resolve(cluster)
+
+
+def groups(placement, spec, link):
+    """[groups, members] partitions that differ in the factors of one link alone, for every set of axes at once.
+
+    Splitting each axis in its InfiniBand and its NVLink factor leaves two sets of dims; a group runs over one set.
+    """
+    split = [factor for axis in spec.axes for factor in (axis.infiniband, axis.nvlink)]
+    ids = np.arange(placement.num_partitions).reshape(split)
+    across, inside = range(0, len(split), 2), range(1, len(split), 2)
+    outer, inner = (across, inside) if link == "nvlink" else (inside, across)
+    members = math.prod(split[i] for i in inner)
+    return ids.transpose(*outer, *inner).reshape(-1, members)
+
+
+@pytest.mark.parametrize("name", shipped_clusters())
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_every_group_is_on_the_link_that_the_spec_says(name, data):
+    cluster, spec = data.draw(shipped_cluster_and_mesh(name))
+    placement = spec.placement(cluster)
+    assert sorted(placement.gpus) == list(range(cluster.num_gpus))
+    for axis, (_, ids) in enumerate(lines(placement, spec)):
+        domains = placement.domains[ids]
+        nvlink, infiniband = spec.axes[axis].nvlink, spec.axes[axis].infiniband
+        by_domain = domains.reshape(-1, infiniband, nvlink)
+        assert (by_domain == by_domain[:, :, :1]).all()  # each NVLink group lies inside one domain
+        distinct = np.sort(by_domain[:, :, 0], axis=1)
+        assert (np.diff(distinct, axis=1) > 0).all()  # each group spans exactly the declared number of domains
+    inside = placement.domains[groups(placement, spec, "nvlink")]
+    assert (inside == inside[:, :1]).all()
+    across = groups(placement, spec, "infiniband")
+    assert (np.sort(placement.domains[across], axis=1) == np.arange(cluster.num_nvlink_domains)).all()
+    np.testing.assert_array_equal(placement.domains, [cluster.domain_of(int(gpu)) for gpu in placement.gpus])
+    np.testing.assert_array_equal(placement.hosts, [cluster.host_of(int(gpu)) for gpu in placement.gpus])
+    if cluster.nic:  # GPUs that talk across domains sit on the same rail: the same place in their hosts
+        rails = placement.rails[across]
+        assert (rails == rails[:, :1]).all()
+        assert rails.max() < cluster.nics_per_host
+        assert list(placement.rails) == [cluster.rail_of(int(gpu)) for gpu in placement.gpus]
+    else:
+        assert placement.rails is None
+
+
+def lines(placement, spec):
+    """For each axis, the partitions of each of its groups, in order along the axis."""
+    ids = np.arange(placement.num_partitions).reshape(spec.shape)
+    for i, size in enumerate(spec.shape):
+        yield size, np.moveaxis(ids, i, -1).reshape(-1, size)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rails"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"nics_per_host": 4}, [0, 0, 1, 1, 2, 2, 3, 3]),
+        ({"nics_per_host": 16}, [0, 2, 4, 6, 8, 10, 12, 14]),
+        ({"nics_per_host": 1}, [0] * 8),
+        ({"nvlink_domain_size": 4}, [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_rails_are_the_ports_of_a_host(overrides, rails):
+    cluster = Cluster.load("dgx_h100", hosts=3, **overrides)
+    assert [cluster.rail_of(gpu) for gpu in range(24)] == rails * 3
+
+
+def test_rails_when_part_of_a_domain_is_used():
+    cluster = Cluster.load("gb200_nvl72", hosts=36, gpus_used_per_domain=66)  # 16 hosts and a half, twice
+    placement = MeshSpec.parse({"a": {"infiniband": 2}, "b": 66}).placement(cluster)
+    assert placement.rails.reshape(2, 66).tolist() == [[i % 4 for i in range(66)]] * 2
+    assert placement.hosts.max() == 18 + 16
+
+
+def test_inner_axes_stay_inside_a_host_where_a_domain_spans_several():
+    cluster = Cluster.load("gb200_nvl72", gpus_used_per_domain=64)
+    placement = MeshSpec.parse({"fsdp": 16, "tensor": 4}).placement(cluster)
+    hosts = placement.hosts.reshape(16, 4)
+    assert (hosts == hosts[:, :1]).all()
+    assert len(set(hosts[:, 0])) == 16
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 64, 8192])
+def test_placement_of_1_to_65536_gpus(hosts):
+    cluster = Cluster.load("dgx_h100", hosts=hosts)
+    spec = MeshSpec.parse({"data": {"infiniband": "fill"}, "fsdp": 4, "tensor": 2})
+    placement = spec.placement(cluster)
+    assert placement.num_partitions == 8 * hosts
+    np.testing.assert_array_equal(placement.rails.reshape(hosts, 8), np.tile(np.arange(8), (hosts, 1)))
+    one = Cluster.load("dgx_h100", gpus_used_per_domain=1)
+    assert MeshSpec.parse({"data": 1}).placement(one).gpus.tolist() == [0]
 
 
 def test_device_order_of_65536_gpus():

@@ -1,0 +1,150 @@
+"""Every recorded sample (tests/data/topo, sources beside them) becomes the machine that it was recorded on."""
+
+from pathlib import Path
+
+import pytest
+
+from meshkit.errors import ConfigError
+from meshkit.spec.cluster import Cluster
+from meshkit.spec.discover import parse_matrices, read_matrix, read_xml, to_cluster
+
+DATA = Path(__file__).parents[2] / "data/topo"
+NVLINK8 = {"hosts": 1, "gpus_per_host": 8, "nvlink_domain_size": 8, "scale_up": "nvlink"}
+
+# file -> the cluster; NIC keys where the file, or the machine that it names, has them
+XML = {
+    "aws-ofi-nccl/topology_p4d-24xl-topo.xml": NVLINK8 | {"gpu": "a100_40gb", "nic": "roce_100", "nics_per_host": 4},
+    "aws-ofi-nccl/topology_p4de-24xl-topo.xml": NVLINK8 | {"gpu": "a100_80gb", "nic": "roce_100", "nics_per_host": 4},
+    "azhpc-images/topology_ndv2-topo.xml": NVLINK8 | {"gpu": "v100", "nic": "ib_edr", "nics_per_host": 1},
+    "azhpc-images/topology_ndv4-topo.xml": NVLINK8 | {"gpu": "a100_40gb", "nic": "ib_hdr", "nics_per_host": 8},
+    "azhpc-images/topology_ndv5-topo.xml": NVLINK8 | {"gpu": "h100_sxm", "nic": "ib_ndr", "nics_per_host": 8},
+    "azhpc-images/topology_ncv4-topo.xml": {
+        "gpu": "a100_80gb",
+        "gpus_per_host": 4,
+        "scale_up": "pcie",
+        "nic": "tcp_100",
+        "nics_per_host": 1,
+        "gpudirect_rdma": False,
+    },
+    "azhpc-images/topology_ncv4-graph.xml": {"gpu": "a100_80gb", "gpus_per_host": 4, "scale_up": "pcie"},
+}
+# file, line of the matrix -> the cluster
+TEXT = {
+    ("ml-engineering_network_topo.txt", 21): {"gpus_per_host": 2, "scale_up": "pcie"},
+    ("ml-engineering_network_topo.txt", 51): NVLINK8 | {"gpu": "a100_80gb"},
+    ("ml-engineering_network_topo.txt", 66): NVLINK8 | {"gpu": "h100_sxm"},
+    ("ml-engineering_perf_topo.txt", 8): NVLINK8 | {"gpu": "h100_sxm"},
+    ("stelline_asus-esc8000a-e12.txt", 2): {"gpus_per_host": 4, "scale_up": "pcie"},
+    ("stelline_puget-threadripper-pro-wrx90.txt", 2): {"gpus_per_host": 2, "scale_up": "pcie"},
+}
+
+
+def assert_cluster(found, expected, **options):
+    table = to_cluster(found, **options)
+    assert {key: table.get(key) for key in expected} == expected
+    cluster = Cluster.load(table)
+    assert Cluster.load(cluster.to_dict()) == cluster
+
+
+@pytest.mark.parametrize("name", XML)
+def test_nccl_xml(name):
+    assert_cluster(read_xml(DATA / name), XML[name])
+
+
+@pytest.mark.parametrize(("name", "line"), TEXT)
+def test_matrix(name, line):
+    found = {int(t.source.rpartition(":")[2]) if ":" in t.source else 0: t for t in read_matrix(DATA / "text" / name)}
+    (found,) = [t for at, t in found.items() if at in (line, 0)]
+    assert_cluster(found, TEXT[name, line])
+    assert any("nothing says what the GPUs are" in warning for warning in found.warnings)  # an assumption is told
+
+
+def test_every_sample_is_read():
+    files = {str(path.relative_to(DATA)) for path in DATA.rglob("*") if path.is_file()}
+    texts = {f"text/{name}" for name, _ in TEXT}
+    others = {"aws-ofi-nccl/topology_g5.48xl-topo.xml", "topograph_nvl72_model.yaml", "SOURCES.txt"}
+    assert files == set(XML) | texts | others
+
+
+def test_two_cards_with_two_bridged_links_need_a_name():
+    found = read_matrix(DATA / "text/ml-engineering_network_topo.txt")[0]
+    assert (found.scale_up, found.domains[0].gpus) == ("nvlink", ("gpu0", "gpu1"))
+    with pytest.raises(ConfigError, match="nothing says what the GPUs are"):
+        to_cluster(found)
+    assert_cluster(found, {"gpus_per_host": 2, "nvlink_domain_size": 2, "scale_up": "nvlink"}, gpu="v100")
+
+
+def test_a_gpu_that_the_catalog_lacks_needs_a_name():
+    found = read_xml(DATA / "aws-ofi-nccl/topology_g5.48xl-topo.xml")
+    assert [gpu.numa for gpu in found.gpus] == [0, 0, 0, 0, 1, 1, 1, 1]
+    with pytest.raises(ConfigError, match="'NVIDIA A10G' is not in the catalog"):
+        to_cluster(found)
+    assert_cluster(found, {"gpus_per_host": 8, "scale_up": "pcie"}, gpu="rtx_pro_6000")
+
+
+def test_a_rack_model_has_domains_that_span_hosts():
+    (found,) = read_matrix(DATA / "topograph_nvl72_model.yaml")
+    assert [len(domain.gpus) for domain in found.domains] == [72] * 4
+    assert_cluster(found, {"gpu": "gb200", "hosts": 72, "gpus_per_host": 4, "nvlink_domain_size": 72, "nic": "ib_ndr"})
+
+
+def test_gpus_are_beside_their_nics():
+    found = read_xml(DATA / "aws-ofi-nccl/topology_p4d-24xl-topo.xml")
+    near = {gpu.id: [nic.id for nic in found.nearest_nics(gpu.id)[1]] for gpu in found.gpus}
+    assert near == {f"gpu{i}": [f"nic{i // 2}"] for i in range(8)}
+    assert {found.nearest_nics(gpu.id)[0] for gpu in found.gpus} == {"PIX"}
+    assert found.between("gpu0", "nic2").kind == "SYS"
+
+
+def test_numa_and_nics_of_a_matrix():
+    (matrix,) = parse_matrices((DATA / "text/stelline_asus-esc8000a-e12.txt").read_text())
+    assert matrix.nics == ("mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3")
+    assert matrix.numa == {"GPU0": 0, "GPU1": 0, "GPU2": 1, "GPU3": 1}
+    assert matrix.cells["GPU2", "mlx5_3"] == "NODE"
+
+
+V100_CUBE = """
+\tGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tGPU5\tGPU6\tGPU7\tmlx5_0\tCPU Affinity
+GPU0\t X \tNV1\tNV1\tNV2\tNV2\tSOC\tSOC\tSOC\tPIX\t0-19
+GPU1\tNV1\t X \tNV2\tNV1\tSOC\tNV2\tSOC\tSOC\tPIX\t0-19
+GPU2\tNV1\tNV2\t X \tNV2\tSOC\tSOC\tNV1\tSOC\tPHB\t0-19
+GPU3\tNV2\tNV1\tNV2\t X \tSOC\tSOC\tSOC\tNV1\tPHB\t0-19
+GPU4\tNV2\tSOC\tSOC\tSOC\t X \tNV1\tNV1\tNV2\tSOC\t20-39
+GPU5\tSOC\tNV2\tSOC\tSOC\tNV1\t X \tNV2\tNV1\tSOC\t20-39
+GPU6\tSOC\tSOC\tNV1\tSOC\tNV1\tNV2\t X \tNV2\tSOC\t20-39
+GPU7\tSOC\tSOC\tSOC\tNV1\tNV2\tNV1\tNV2\t X \tSOC\t20-39
+mlx5_0\tPIX\tPIX\tPHB\tPHB\tSOC\tSOC\tSOC\tSOC\t X
+"""
+
+
+def test_the_cube_mesh_of_an_old_driver_is_one_domain_of_v100(tmp_path):
+    (tmp_path / "topo.txt").write_text(V100_CUBE)
+    (found,) = read_matrix(tmp_path / "topo.txt")
+    assert [gpu.active_nvlinks for gpu in found.gpus] == [6] * 8
+    assert_cluster(found, NVLINK8 | {"gpu": "v100"})
+
+
+def test_four_gpus_wired_directly_have_no_switch_and_behind_one_have(tmp_path):
+    for cell, switch, gpu in (("NV4", None, "a100_80gb"), ("NV12", True, "a100_80gb"), ("NV6", None, "h100_sxm")):
+        rows = ["\t".join([f"GPU{i}", *("X" if i == j else cell for j in range(4)), "0-9", "0"]) for i in range(4)]
+        header = "\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity"
+        (tmp_path / "topo.txt").write_text("\n".join([header, *rows]))
+        (found,) = read_matrix(tmp_path / "topo.txt")
+        assert_cluster(found, {"gpu": gpu, "gpus_per_host": 4, "scale_up": "nvlink", "nvlink_switch": switch})
+
+
+def test_a_dump_of_nccl_itself(tmp_path):
+    gpu = '<pci busid="0000:{0}b:00.0" class="0x030200" vendor="0x10de" device="0x2330" link_speed="32.0 GT/s PCIe" link_width="16"><gpu dev="{0}" sm="90" rank="{0}" gdr="1"><nvlink target="fffffff:ffff:ff" count="18" tclass="0x068000"/></gpu></pci>'
+    nic = '<pci busid="0000:{0}c:00.0" class="0x020700" vendor="0x15b3" device="0x1021" link_speed="32.0 GT/s PCIe" link_width="16"><nic><net name="mlx5_{0}" dev="{0}" latency="0.0" speed="400000" port="1" guid="0x1" maxconn="131072" gdr="1"/></nic></pci>'
+    bridges = "".join(
+        f'<pci busid="0000:{i}a:00.0" class="0x060400" link_speed="32.0 GT/s PCIe" link_width="16">'
+        f"{gpu.format(i)}{nic.format(i)}</pci>"
+        for i in range(8)
+    )
+    text = f'<system version="1"><cpu host_hash="0xabc" numaid="0" affinity="ff" arch="x86_64">{bridges}</cpu></system>'
+    (tmp_path / "system.xml").write_text(text)
+    found = read_xml(tmp_path / "system.xml")
+    assert_cluster(found, NVLINK8 | {"gpu": "h100_sxm", "nic": "ib_ndr", "nics_per_host": 8, "gpudirect_rdma": True})
+    assert found.between("gpu0", "gpu7").label == "NV18"
+    assert [nic.id for nic in found.nearest_nics("gpu3")[1]] == ["mlx5_3"]
+    assert not found.warnings
