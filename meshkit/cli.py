@@ -5,17 +5,29 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from meshkit.console import (
+    memory_text,
+    run_folder,
+    say,
+    say_proposal,
+    schemas,
+    show_report,
+    status,
+    stderr,
+    training_summary,
+    width,
+    wrote_text,
+)
 from meshkit.errors import ConditionError, ConfigError, MeshkitError
 
 app = typer.Typer(
@@ -80,17 +92,17 @@ def plan(
     start = time.perf_counter()
     loaded = load(experiment, set_)
     if out is not None:
-        _run_folder(out)
-    with _status(f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"):
+        run_folder(out)
+    with status(f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"):
         made = plan_experiment(loaded)
     if out is not None:
         made.report.write(out)
         write_html(made.report, out / "report.html", timeline=made.timeline)
-    _show_report(made.report, as_json, loaded.name)
+    show_report(made.report, as_json, loaded.name)
     seconds = time.perf_counter() - start
-    _say(f"planned in {seconds:.1f} s; peak memory {_memory(made.compiled.peak_rss_bytes)}{_wrote(out)}")
+    say(f"planned in {seconds:.1f} s; peak memory {memory_text(made.compiled.peak_rss_bytes)}{wrote_text(out)}")
     if propose:
-        _propose(made.report, loaded)
+        say_proposal(made.report, loaded)
     if require_fit and made.report.memory.fits is False:
         raise ConditionError("the step does not fit, and --require-fit asks that it does.")
 
@@ -115,11 +127,11 @@ def train(
     prepare_platform(loaded.cluster)
     from meshkit.trainer import train as run_training
 
-    folder = _run_folder(out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    result = run_training(loaded, folder, console=_stderr())
+    folder = run_folder(out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    result = run_training(loaded, folder, console=stderr())
     if as_json:
         print(json.dumps(result.to_dict()))
-    _say(_trained(result))
+    say(training_summary(result))
 
 
 @app.command(epilog="Example: meshkit profile runs/first --plan runs/plan")
@@ -140,13 +152,13 @@ def profile(
     from meshkit.report.schema import read_report
 
     other = read_report(predicted) if predicted else None
-    with _status(f"reading the trace of {run}"):
+    with status(f"reading the trace of {run}"):
         report = profile_run(run, predicted=other)
-    _show_report(report, as_json, run.name)
+    show_report(report, as_json, run.name)
     if other is not None and not as_json:
-        Console(width=_width()).print(render_comparison(compare_reports(other, report)))
+        Console(width=width()).print(render_comparison(compare_reports(other, report)))
     folder = run if run.is_dir() else run.parent
-    _say(f"wrote {folder / 'report.json'} and {folder / 'report.html'}")
+    say(f"wrote {folder / 'report.json'} and {folder / 'report.html'}")
 
 
 @app.command(epilog="Example: meshkit compare runs/plan runs/first --fail-if 'exposed_s>1.1x'")
@@ -167,7 +179,7 @@ def compare(
     if as_json:
         print(comparison.to_json())
     else:
-        Console(width=_width()).print(render_comparison(comparison))
+        Console(width=width()).print(render_comparison(comparison))
     if met:
         raise ConditionError(f"{b} against {a} meets {' and '.join(met)}.", at="--fail-if")
 
@@ -191,7 +203,7 @@ def explain(
     if as_json:
         print(explanation.model_dump_json(by_alias=True))
     else:
-        Console(width=_width()).print(render(explanation))
+        Console(width=width()).print(render(explanation))
     if strict and explanation.findings:
         raise ConditionError(f"there are {len(explanation.findings)} findings, and --strict asks for none.")
 
@@ -216,7 +228,7 @@ def new(
         out.write_text(text, encoding="utf-8")
     except OSError as e:
         raise ConfigError(f"{out} cannot be written: {e.strerror}.") from None
-    _say(f"wrote {out}; next: meshkit explain {out}")
+    say(f"wrote {out}; next: meshkit explain {out}")
 
 
 @app.command(epilog="Example: meshkit schema report")
@@ -226,7 +238,7 @@ def schema(
     ],
 ) -> None:
     """Print the JSON Schema of an output, or of the experiment file."""
-    makers = _schemas()
+    makers = schemas()
     name = name.removeprefix("meshkit.").removesuffix("/1")
     if name not in makers:
         raise ConfigError(f"there is no schema '{name}'.", hint=", ".join(sorted(makers)))
@@ -267,97 +279,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print("meshkit: this is a bug of ours; please report it with the lines above.", file=sys.stderr)
         return 1
-
-
-def _run_folder(folder: Path) -> Path:
-    """The folder, made if need be, before anything expensive begins.
-
-    Raises:
-        ConfigError: it cannot be made or written to.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as e:
-        raise ConfigError(f"the run folder {folder} cannot be written: {e.strerror}.", hint="another --out") from None
-    return folder
-
-
-def _schemas() -> dict[str, Any]:
-    from meshkit.report.compare import Comparison
-    from meshkit.report.schema import report_json_schema
-    from meshkit.spec.experiment import experiment_json_schema
-
-    def explanation() -> dict:
-        from meshkit.explainer import Explanation
-
-        return Explanation.model_json_schema(mode="serialization")
-
-    return {
-        "report": report_json_schema,
-        "compare": lambda: Comparison.model_json_schema(mode="serialization"),
-        "explain": explanation,
-        "experiment": experiment_json_schema,
-    }
-
-
-def _show_report(report: Any, as_json: bool, title: str) -> None:
-    if as_json:
-        print(report.to_json())
-        return
-    from meshkit.report.terminal import render
-
-    Console(width=_width()).print(render(report, title=title))
-
-
-def _propose(report: Any, experiment: Any) -> None:
-    """Prints the best assignment of axes to links on stderr: stdout may hold JSON."""
-    from meshkit.proposer import propose
-
-    proposal = propose(report, experiment.mesh, experiment.cluster)
-    _say(f"placement: {proposal.reason}")
-    if proposal.changed:
-        _say("  try " + " ".join(f"--set '{setting}'" for setting in proposal.settings))
-
-
-def _trained(result: Any) -> str:
-    """The last line of a training: what it reached, beside what frequencies alone would reach."""
-    loss = "" if result.loss is None else f": loss {result.loss:.3f}"
-    held_out = "" if result.evaluation_loss is None else f", held-out {result.evaluation_loss:.3f}"
-    entropy = result.unigram_entropy_nats
-    beside = "" if entropy is None else f" nats per token (unigram entropy of the data: {entropy:.3f})"
-    return f"step {result.step} after {result.wall_s:.0f} s{loss}{held_out}{beside}; run folder {result.folder}"
-
-
-def _width() -> int | None:
-    """80 columns where the output is no terminal, so that logs read the same everywhere."""
-    return None if sys.stdout.isatty() else 80
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 80)
-
-
-def _status(text: str) -> Any:
-    return _stderr().status(text)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def _memory(child_bytes: int) -> str:
-    import resource
-
-    from meshkit.units import format_bytes
-
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return f"{format_bytes(own)} here, {format_bytes(child_bytes)} in the compiler"
-
-
-def _wrote(out: Path | None) -> str:
-    return f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""
 
 
 if __name__ == "__main__":

@@ -1,136 +1,108 @@
-"""Seconds of one collective on one cluster: bandwidth and latency per link. Layer 5; imports no jax.
+"""Seconds of one collective on one cluster, from NCCL's own model or from a calibration. Layer 5; imports no jax.
 
 A ring over k domains with g GPUs each moves `wire_bytes` through every GPU, and `wire_bytes / g` through every GPU's
-share of the NICs; the slower of the two links sets the pace. To that come NCCL's own latencies per operation and per
-step, and the choice NCCL makes between protocols (low latency LL, full bandwidth Simple) and algorithms (ring, tree).
+share of the NICs; the slower of the two links sets the pace. Latencies, protocols and the other algorithms: nccl.py.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import tomllib
-from importlib import resources
-from typing import Any
+import os
+from collections.abc import Mapping
 
 from meshkit.errors import ConfigError
+from meshkit.spec import calibration
 from meshkit.spec.cluster import Cluster
+from meshkit.timeline.nccl import ROUNDS, Wires, best_option, busy_share, nccl_constants, wire_factor
 
-
-def wire_factor(collective: str, n: int) -> float:
-    """Bytes on the wire per GPU over payload bytes: nccl-tests' bus bandwidth factors (doc/PERFORMANCE.md)."""
-    if n <= 1:
-        return 0.0
-    if collective == "all-reduce":
-        return 2 * (n - 1) / n
-    if collective in ("collective-permute", "collective-broadcast"):
-        return 1.0
-    return (n - 1) / n
+__all__ = ["collective_time_s", "nccl_constants", "wire_factor"]
 
 
 def collective_time_s(
-    collective: str, *, payload_bytes: float, gpus_per_domain: int, domains: int = 1, cluster: Cluster
+    collective: str,
+    *,
+    payload_bytes: float,
+    gpus_per_domain: int,
+    domains: int = 1,
+    cluster: Cluster,
+    concurrent_groups: int | None = None,
+    nvls: bool = True,
+    fitted: Mapping[str, float] | None = None,
 ) -> float:
-    """Seconds of one collective, alone on the network.
+    """Seconds of one collective, from the last arrival of a member to the end.
 
     Args:
         collective: HLO opcode, without `-start`.
         payload_bytes: on one GPU: the operand; of an all-gather, the result.
         gpus_per_domain: members of the group inside one NVLink domain.
         domains: NVLink domains that the group spans.
-        cluster: its links, with what they are measured to achieve.
-
-    Returns:
-        Seconds from the last arrival of a member to the end.
+        cluster: its links, with what they are measured to achieve; its calibration, if it names one, comes first.
+        concurrent_groups: such groups in a domain at the same time. Unless told, each GPU is in one, as in an SPMD
+            program, and has its own NVLinks and its share of the host's NICs; idle GPUs leave theirs to the others.
+        nvls: whether NCCL may add in the NVLink switch; False as with `NCCL_NVLS_ENABLE=0`.
+        fitted: replaces `[fitted]` of nccl.toml (for refits).
 
     Raises:
-        ConfigError: an unknown collective, or a group that the cluster cannot hold.
+        ConfigError: an unknown collective, a group that makes no sense, or a calibration that cannot be read.
     """
     n = gpus_per_domain * domains
-    if collective not in _STEPS:
-        raise ConfigError(f"unknown collective '{collective}'.", hint=", ".join(sorted(_STEPS)))
-    if payload_bytes < 0 or gpus_per_domain < 1 or domains < 1:
+    if collective not in ROUNDS:
+        raise ConfigError(f"unknown collective '{collective}'.", hint=", ".join(sorted(ROUNDS)))
+    if not 0 <= payload_bytes < math.inf or gpus_per_domain < 1 or domains < 1:
         raise ConfigError(
             f"a {collective} of {payload_bytes} bytes over {domains} domains x {gpus_per_domain} GPUs makes no sense."
         )
+    if concurrent_groups is not None and concurrent_groups < 1:
+        raise ConfigError(f"{concurrent_groups} concurrent groups make no sense.", hint="1 or more")
     if n == 1:
         return 0.0
-    constants = nccl_constants()
-    options = [
-        _protocol_time(collective, name, payload_bytes, gpus_per_domain, domains, cluster, constants)
-        for name in _protocols(collective)
-    ]
-    return constants["launch"]["latency_s"] + min(options)
+    if cluster.calibration is not None:
+        sharing = max(1.0, busy_share(cluster, gpus_per_domain, concurrent_groups))
+        measured = _calibrated_s(cluster.calibration, collective, payload_bytes * sharing, gpus_per_domain, domains)
+        if measured is not None:
+            return measured
+    numbers: Mapping[str, float] = fitted or nccl_constants()["fitted"]
+    wires = _wires(cluster, gpus_per_domain, domains, concurrent_groups, nvls)
+    return numbers["launch_s"] + best_option(collective, payload_bytes, gpus_per_domain, domains, wires, numbers).time_s
 
 
-@functools.cache
-def nccl_constants() -> dict[str, Any]:
-    """The tables of nccl.toml."""
-    return tomllib.loads(resources.files("meshkit.timeline").joinpath("nccl.toml").read_text())
+# A Cluster holds mappings and has no hash; its identity, with the object kept alive beside the value, serves as one.
+_known_wires: dict[tuple[int, int, int, int | None, bool], tuple[Cluster, Wires]] = {}
+_MOST_KNOWN = 1024
 
 
-# Ring steps of a group of n, as multiples of (n - 1).
-_STEPS = {
-    "all-reduce": 2,
-    "all-gather": 1,
-    "reduce-scatter": 1,
-    "all-to-all": 1,
-    "ragged-all-to-all": 1,
-    "collective-broadcast": 1,
-    "collective-permute": 0,
-}
+def _wires(cluster: Cluster, g: int, k: int, concurrent_groups: int | None, nvls: bool) -> Wires:
+    key = (id(cluster), g, k, concurrent_groups, nvls)
+    if key not in _known_wires:
+        if len(_known_wires) >= _MOST_KNOWN:
+            _known_wires.clear()
+        _known_wires[key] = cluster, Wires.of(cluster, g, k, concurrent_groups=concurrent_groups, nvls=nvls)
+    return _known_wires[key][1]
 
 
-def _protocols(collective: str) -> tuple[str, ...]:
-    return (
-        ("ring_ll", "ring_simple", "tree_ll", "tree_simple")
-        if collective == "all-reduce"
-        else ("ring_ll", "ring_simple")
-    )
+def _calibrated_s(path: str, collective: str, payload: float, g: int, k: int) -> float | None:
+    """Seconds by a fit of `meshkit bench`; None where it measured nothing alike.
+
+    Latency grows with the steps of a ring: of this group, over those of the group that was measured.
+    """
+    collective = collective.removeprefix("ragged-")
+    fit = _calibration(path, _modified_ns(path)).find("infiniband" if k > 1 else "nvlink", collective, g, k)
+    if fit is None:
+        return None
+    n, measured_n = g * k, fit.gpus_per_domain * fit.domains
+    steps = max(1, ROUNDS[collective] * (n - 1)) / max(1, ROUNDS[collective] * (measured_n - 1))
+    return fit.latency_s * steps + payload * wire_factor(collective, n) / fit.bytes_per_s
 
 
-def _protocol_time(
-    collective: str, protocol: str, payload: float, g: int, k: int, cluster: Cluster, constants: dict[str, Any]
-) -> float:
-    n = g * k
-    intra = _step_latency_s("nvlink", protocol, cluster)
-    inter = _step_latency_s("infiniband", protocol, cluster) if k > 1 else 0.0
-    if collective == "collective-permute":
-        latency = inter if k > 1 else intra
-    elif protocol.startswith("tree"):
-        latency = 2 * ((g - 1) * intra + math.log2(k) * inter)
-    else:
-        crossing = _STEPS[collective] * (k - 1)
-        latency = (_STEPS[collective] * (n - 1) - crossing) * intra + crossing * inter
-    return constants["base_latency_s"][protocol] + latency + _transfer_s(collective, protocol, payload, g, k, cluster)
+@functools.lru_cache(maxsize=16)
+def _calibration(path: str, modified_ns: int) -> calibration.Calibration:
+    return calibration.load(path)
 
 
-def _transfer_s(collective: str, protocol: str, payload: float, g: int, k: int, cluster: Cluster) -> float:
-    """Seconds on the slower link."""
-    wire = payload * wire_factor(collective, g * k)
-    nvlink = _bandwidth("nvlink", protocol, cluster)
-    if k == 1:
-        return wire / nvlink
-    infiniband = _bandwidth("infiniband", protocol, cluster)
-    if collective in ("all-to-all", "ragged-all-to-all"):
-        outside = payload * (g * k - g) / (g * k)  # to GPUs of other domains, each through its own NIC
-        return max((wire - outside) / nvlink, outside / infiniband)
-    if collective == "collective-permute":
-        return wire / infiniband
-    return max(wire / nvlink if g > 1 else 0.0, wire / g / infiniband)
-
-
-def _step_latency_s(link: str, protocol: str, cluster: Cluster) -> float:
-    found = cluster.link(link)
-    return found.latency_small_s if protocol.endswith("_ll") else found.latency_s
-
-
-def _bandwidth(link: str, protocol: str, cluster: Cluster) -> float:
-    """Bytes per second and direction of one GPU on a link, under a protocol."""
-    constants = nccl_constants()
-    found = cluster.link(link)
-    bandwidth = found.bytes_per_s * found.achieved * constants["protocol_bandwidth"][protocol]
-    if protocol.endswith("_ll") and link == "nvlink" and cluster.gpu.nvlink_generation:
-        caps = constants["limits"]["ll_bytes_per_s_by_generation"]
-        bandwidth = min(bandwidth, caps[str(cluster.gpu.nvlink_generation)])
-    return bandwidth
+def _modified_ns(path: str) -> int:
+    """When a file was last written; 0 if that cannot be told (reading it then says why)."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,110 @@
+"""What every verb needs of the terminal: where text goes, how wide it is, and run folders. Just below the CLI."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshkit.errors import ConfigError
+
+
+def run_folder(folder: Path) -> Path:
+    """The folder, made if need be, before anything expensive begins.
+
+    Raises:
+        ConfigError: it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise ConfigError(f"the run folder {folder} cannot be written: {e.strerror}.", hint="another --out") from None
+    return folder
+
+
+def schemas() -> dict[str, Any]:
+    """Name of an output or file -> a function that makes its JSON Schema."""
+    from meshkit.report.compare import Comparison
+    from meshkit.report.schema import report_json_schema
+    from meshkit.spec.experiment import experiment_json_schema
+
+    def explanation() -> dict:
+        from meshkit.explainer import Explanation
+
+        return Explanation.model_json_schema(mode="serialization")
+
+    return {
+        "report": report_json_schema,
+        "compare": lambda: Comparison.model_json_schema(mode="serialization"),
+        "explain": explanation,
+        "experiment": experiment_json_schema,
+    }
+
+
+def show_report(report: Any, as_json: bool, title: str) -> None:
+    """Prints a report on stdout: its JSON, or its tables."""
+    if as_json:
+        print(report.to_json())
+        return
+    from meshkit.report.terminal import render
+
+    Console(width=width()).print(render(report, title=title))
+
+
+def say_proposal(report: Any, experiment: Any) -> None:
+    """Prints the best assignment of axes to links on stderr: stdout may hold JSON."""
+    from meshkit.proposer import propose
+
+    proposal = propose(report, experiment.mesh, experiment.cluster)
+    say(f"placement: {proposal.reason}")
+    if proposal.changed:
+        say("  try " + " ".join(f"--set '{setting}'" for setting in proposal.settings))
+
+
+def training_summary(result: Any) -> str:
+    """The last line of a training: what it reached, beside what frequencies alone would reach."""
+    loss = "" if result.loss is None else f": loss {result.loss:.3f}"
+    held_out = "" if result.evaluation_loss is None else f", held-out {result.evaluation_loss:.3f}"
+    entropy = result.unigram_entropy_nats
+    beside = "" if entropy is None else f" nats per token (unigram entropy of the data: {entropy:.3f})"
+    return f"step {result.step} after {result.wall_s:.0f} s{loss}{held_out}{beside}; run folder {result.folder}"
+
+
+def width() -> int | None:
+    """80 columns where the output is no terminal, so that logs read the same everywhere."""
+    return None if sys.stdout.isatty() else 80
+
+
+def stderr() -> Console:
+    """A console for progress and tables that must stay off stdout."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 80)
+
+
+def status(text: str) -> Any:
+    """A spinner with text while the block runs; nothing where there is no terminal."""
+    return stderr().status(text)
+
+
+def say(text: str) -> None:
+    """Prints a line on stderr."""
+    print(text, file=sys.stderr)
+
+
+def memory_text(child_bytes: int) -> str:
+    """Peak memory of this process and of the compiler's."""
+    import resource
+
+    from meshkit.units import format_bytes
+
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return f"{format_bytes(own)} here, {format_bytes(child_bytes)} in the compiler"
+
+
+def wrote_text(out: Path | None) -> str:
+    """What a plan left in its run folder."""
+    return f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""
