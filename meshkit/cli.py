@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from meshkit.console import (
+    byte_sizes,
     memory_text,
     run_folder,
     say,
@@ -208,6 +209,83 @@ def explain(
         raise ConditionError(f"there are {len(explanation.findings)} findings, and --strict asks for none.")
 
 
+@app.command(epilog="Example: meshkit topo --check configs/experiments/llama3_8b.toml")
+def topo(
+    action: Annotated[
+        str | None,
+        typer.Argument(metavar="[record]", help="record writes a bundle to --out, without names and serials."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="PATH", help="Cluster file to write; of record, the bundle.")
+    ] = None,
+    bundle: Annotated[Path | None, typer.Option(metavar="PATH", help="Replay a recorded bundle.")] = None,
+    xml: Annotated[Path | None, typer.Option(metavar="FILE", help="Read NCCL's topology XML instead.")] = None,
+    matrix: Annotated[Path | None, typer.Option(metavar="FILE", help="Read `nvidia-smi topo -m` instead.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Catalog key of the GPUs, where none is found.")
+    ] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="EXPERIMENT", help="Compare with its cluster; exit with 3 where they differ.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What this machine is: GPUs, NVLink, NICs, PCIe.
+
+    As a table, a picture, and a cluster file. Needs no GPU: it says so where there is none.
+    """
+    from meshkit.spec.experiment import load
+    from meshkit.topo import render, run
+
+    if action not in (None, "record"):
+        raise ConfigError(f"`topo` has no action '{action}'.", hint="meshkit topo record --out DIR")
+    if action == "record" and out is None:
+        raise ConfigError("`topo record` needs a place for the bundle.", hint="meshkit topo record --out DIR")
+    declared = load(check).cluster if check else None
+    recording = out if action == "record" else None
+    cluster_file = None if action == "record" else out
+    report = run(bundle=bundle, check=declared, out=cluster_file, record=recording, xml=xml, matrix=matrix, gpu=gpu)
+    if as_json:
+        print(report.to_json())
+    else:
+        Console(width=width()).print(render(report))
+    if report.findings:
+        raise ConditionError(f"the machine differs from the cluster of {check} in {len(report.findings)} places.")
+
+
+@app.command(epilog="Example: meshkit bench configs/experiments/llama_debug_cpu.toml --out runs/bench")
+def bench(
+    experiment: ExperimentArg,
+    set_: SetOption = [],  # noqa: B006
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where to write bench.json, bench.html, calibration.toml."),
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="BYTES,...", help="Sizes to measure; 1 KiB, 4 KiB, ... by default.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure collectives on the devices present.
+
+    Over each mesh axis, with nccl-tests' columns and every result checked; writes a calibration file that plan reads.
+    """
+    from meshkit.sharding.devices import prepare_platform
+    from meshkit.spec.experiment import load
+
+    loaded = load(experiment, set_)
+    prepare_platform(loaded.cluster)
+    from meshkit.bench.views import render
+    from meshkit.bencher import bench as run_bench
+
+    report = run_bench(loaded, run_folder(out) if out else None, sizes=byte_sizes(sizes), console=stderr())
+    if as_json:
+        print(report.to_json())
+    else:
+        Console(width=width()).print(render(report, title=loaded.name))
+    if out is not None:
+        say(f"wrote {out / 'bench.json'}, {out / 'bench.html'} and {out / 'calibration.toml'}")
+
+
 @app.command(epilog="Example: meshkit new --model models.llama:Llama --out my.toml")
 def new(
     model: Annotated[
@@ -234,7 +312,8 @@ def new(
 @app.command(epilog="Example: meshkit schema report")
 def schema(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="report, compare, explain or experiment.", show_default=False)
+        str,
+        typer.Argument(metavar="NAME", help="report, compare, explain, topo, bench or experiment.", show_default=False),
     ],
 ) -> None:
     """Print the JSON Schema of an output, or of the experiment file."""
@@ -267,6 +346,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as e:
+        if e.filename is None:
+            return _bug()
+        print(f"meshkit: {e.filename} cannot be read or written: {e.strerror}.", file=sys.stderr)
+        return 2
     except SystemExit as e:
         if isinstance(e.__context__, BrokenPipeError):  # the command-line library turned the closed pipe into an exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -276,9 +360,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(e, "show") and hasattr(e, "format_message"):  # a usage error of the command-line library
             e.show()  # pyright: ignore[reportAttributeAccessIssue]
             return 2
-        traceback.print_exc()
-        print("meshkit: this is a bug of ours; please report it with the lines above.", file=sys.stderr)
-        return 1
+        return _bug()
+
+
+def _bug() -> int:
+    traceback.print_exc()
+    print("meshkit: this is a bug of ours; please report it with the lines above.", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

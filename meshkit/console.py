@@ -29,9 +29,11 @@ def run_folder(folder: Path) -> Path:
 
 def schemas() -> dict[str, Any]:
     """Name of an output or file -> a function that makes its JSON Schema."""
+    from meshkit.bench.schema import bench_json_schema
     from meshkit.report.compare import Comparison
     from meshkit.report.schema import report_json_schema
     from meshkit.spec.experiment import experiment_json_schema
+    from meshkit.topo import topo_json_schema
 
     def explanation() -> dict:
         from meshkit.explainer import Explanation
@@ -40,10 +42,26 @@ def schemas() -> dict[str, Any]:
 
     return {
         "report": report_json_schema,
+        "topo": topo_json_schema,
+        "bench": bench_json_schema,
         "compare": lambda: Comparison.model_json_schema(mode="serialization"),
         "explain": explanation,
         "experiment": experiment_json_schema,
     }
+
+
+def byte_sizes(text: str | None) -> list[int] | None:
+    """`1024,4096` as numbers; None as it is.
+
+    Raises:
+        ConfigError: not positive whole numbers.
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"'{text}' is no list of sizes in bytes.", at="--sizes", hint="--sizes 1024,65536,1048576")
+    return [int(part) for part in parts]
 
 
 def show_report(report: Any, as_json: bool, title: str) -> None:

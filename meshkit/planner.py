@@ -146,6 +146,8 @@ def make_plan(
 ) -> Plan:
     """Compiles, simulates and summarizes; see `plan`."""
     _check_has_gpus(cluster)
+    if not isinstance(args, tuple | list):
+        raise ConfigError(f"args must be a tuple of arguments, not {type(args).__name__}.", hint="args=(x,)")
     use_no_accelerator()
     absent = _described(mesh, cluster)
     compiled = compile_absent(step, _on_mesh(args, absent), mesh=absent, cluster=cluster, options=options)

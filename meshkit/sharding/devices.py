@@ -17,6 +17,7 @@ import jax
 
 from meshkit.errors import ConfigError
 from meshkit.spec.cluster import Cluster
+from meshkit.spec.discover import LiveProbe, domain_identities, identity_record, local_identities
 
 # Two cores that run eight virtual devices starve XLA:CPU's rendezvous for minutes; its defaults (20 s warn, 40 s abort)
 # would kill a healthy run.
@@ -148,36 +149,18 @@ def order_by_domain(devices: Sequence, identities: Mapping[int, str], cluster: C
 
 def _domain_identities(devices: Sequence) -> dict[int, str]:
     """Device id -> domain identity, gathered over all processes through jax's coordination service."""
-    mine = {d.id: _fabric_identity(d) for d in devices if d.process_index == jax.process_index()}
+    local = local_identities(
+        LiveProbe(), host=f"{socket.gethostname()}.{_boot_id()}", visible=os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
+    mine = {d.id: local[d.local_hardware_id] for d in devices if d.process_index == jax.process_index()}
     if jax.process_count() == 1:
         return mine
     from jax._src import distributed
 
     client: Any = distributed.global_state.client
-    client.key_value_set(
-        f"meshkit/fabric/{jax.process_index()}", ";".join(f"{i}={v}" for i, v in mine.items()), allow_overwrite=True
-    )
-    found: dict[int, str] = {}
-    for process in range(jax.process_count()):
-        text = client.blocking_key_value_get(f"meshkit/fabric/{process}", 60_000)
-        found |= {int(k): v for k, v in (pair.split("=", 1) for pair in text.split(";"))}
-    return found
-
-
-def _fabric_identity(device) -> str:
-    """NVML's `clusterUuid.cliqueId` of a GPU; its host where the fabric stays inside the host."""
-    host = f"{socket.gethostname()}.{_boot_id()}"
-    import pynvml  # a wrapper of the driver's library: nothing to load where there is no GPU
-
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(_nvml_index(device.local_hardware_id))
-        info = pynvml.c_nvmlGpuFabricInfoV_t()
-        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, pynvml.byref(info))
-        uuid = bytes(info.clusterUuid).hex()  # pyright: ignore[reportArgumentType]
-        return f"{uuid}.{info.cliqueId}" if uuid.strip("0") else host
-    except pynvml.NVMLError:
-        return host  # no fabric manager: NVLink, if any, ends at the host
+    client.key_value_set(f"meshkit/fabric/{jax.process_index()}", identity_record(mine), allow_overwrite=True)
+    records = [client.blocking_key_value_get(f"meshkit/fabric/{p}", 60_000) for p in range(jax.process_count())]
+    return dict(domain_identities(records, devices=[d.id for d in devices]))
 
 
 def _has_driver() -> bool:
@@ -190,12 +173,6 @@ def _has_driver() -> bool:
         return False
     pynvml.nvmlShutdown()
     return True
-
-
-def _nvml_index(local_hardware_id: int) -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    listed = len(visible) > local_hardware_id and visible[local_hardware_id].strip().isdigit()
-    return int(visible[local_hardware_id]) if listed else local_hardware_id
 
 
 def _boot_id() -> str:

@@ -7,8 +7,10 @@ only this process dies. What XLA refuses with an exception is in result.json und
 
 from __future__ import annotations
 
+import ctypes
 import json
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 def main(folder: Path) -> None:
     """Compiles the request in folder."""
+    _die_with_parent()
     request = json.loads((folder / "request.json").read_text())
     result: dict[str, Any] = {}
     try:
@@ -27,6 +30,13 @@ def main(folder: Path) -> None:
     partial = folder / "result.json.tmp"
     partial.write_text(json.dumps(result))
     partial.rename(folder / "result.json")
+
+
+def _die_with_parent() -> None:
+    """Asks Linux to end this process when the one that started it ends, however that ends."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def compile_program(request: dict[str, Any], program: bytes, module_path: Path) -> dict[str, Any]:

@@ -316,7 +316,7 @@ def _run_child(folder: Path, timeout_s: float) -> tuple[str, ...]:
         ) from None
     if not (folder / "result.json").exists():
         name = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
-        raise ProgramError(f"XLA's compiler died ({name}): {_last_words(done.stderr)}", hint=_hint(done.stderr))
+        raise ProgramError(f"XLA's compiler died ({name}): {_last_words(done.stderr)}", hint=_hint(done.stderr, name))
     return _notable(done.stderr)
 
 
@@ -326,7 +326,9 @@ def _last_words(stderr: str) -> str:
     return (fatal or lines or ["it said nothing"])[-1][:500]
 
 
-def _hint(text: str) -> str | None:
+def _hint(text: str, signal_name: str = "") -> str | None:
+    if signal_name == "SIGKILL":
+        return "a machine with more memory: a kill without a word is nearly always the kernel's, out of memory"
     if "ptxas" in text or "nvjitlink" in text.lower() or "libdevice" in text:
         return "pip install 'meshkit[plan]' (ptxas and libdevice come with nvidia-cuda-nvcc-cu12)"
     if "No such compile option" in text:

@@ -1,4 +1,4 @@
-"""Machines as NVML, sysfs and nvidia-smi would describe them: what the layouts of the vendors' data sheets look like."""
+"""Machines as NVML, sysfs and nvidia-smi would describe them, laid out as the vendors' data sheets say."""
 
 import copy
 

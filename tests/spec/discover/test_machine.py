@@ -216,3 +216,19 @@ def test_hosts_that_differ_are_no_cluster(hgx):
 def test_discovery_needs_no_jax():
     code = "import sys, meshkit.topo; sys.exit(any(m in sys.modules for m in ('jax', 'flax')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_domain_of_another_size_than_declared(hgx, rack_host):
+    found = discover(hgx.probe())
+    assert [f.code for f in check(found, Cluster.load("dgx_h100", nvlink_domain_size=4))] == ["domain_size"]
+    for index, gpu in enumerate(rack_host.gpus):
+        gpu["fabric"]["clique_id"] = index // 2
+    assert codes(rack_host, "gb200_nvl72") == [("domain_size", "")]
+
+
+def test_what_all_hosts_say_is_said_once(rack_host):
+    first = discover(rack_host.probe())
+    rack_host.files["/sys/class/infiniband/mlx5_0/ports/1/state"] = "1: DOWN\n"
+    warnings = merge([first, discover(rack_host.probe())], "2 hosts").warnings
+    assert len(warnings) == 2
+    assert warnings[1] == "host1: port mlx5_0 is DOWN, so nothing can use it."

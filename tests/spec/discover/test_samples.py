@@ -134,12 +134,19 @@ def test_four_gpus_wired_directly_have_no_switch_and_behind_one_have(tmp_path):
 
 
 def test_a_dump_of_nccl_itself(tmp_path):
-    gpu = '<pci busid="0000:{0}b:00.0" class="0x030200" vendor="0x10de" device="0x2330" link_speed="32.0 GT/s PCIe" link_width="16"><gpu dev="{0}" sm="90" rank="{0}" gdr="1"><nvlink target="fffffff:ffff:ff" count="18" tclass="0x068000"/></gpu></pci>'
-    nic = '<pci busid="0000:{0}c:00.0" class="0x020700" vendor="0x15b3" device="0x1021" link_speed="32.0 GT/s PCIe" link_width="16"><nic><net name="mlx5_{0}" dev="{0}" latency="0.0" speed="400000" port="1" guid="0x1" maxconn="131072" gdr="1"/></nic></pci>'
+    slot = 'link_speed="32.0 GT/s PCIe" link_width="16"'
+    gpu = (
+        f'<pci busid="0000:{{0}}b:00.0" class="0x030200" vendor="0x10de" device="0x2330" {slot}>'
+        '<gpu dev="{0}" sm="90" rank="{0}" gdr="1">'
+        '<nvlink target="fffffff:ffff:ff" count="18" tclass="0x068000"/></gpu></pci>'
+    )
+    nic = (
+        f'<pci busid="0000:{{0}}c:00.0" class="0x020700" vendor="0x15b3" device="0x1021" {slot}><nic>'
+        '<net name="mlx5_{0}" dev="{0}" latency="0.0" speed="400000" port="1" guid="0x1" maxconn="131072" gdr="1"/>'
+        "</nic></pci>"
+    )
     bridges = "".join(
-        f'<pci busid="0000:{i}a:00.0" class="0x060400" link_speed="32.0 GT/s PCIe" link_width="16">'
-        f"{gpu.format(i)}{nic.format(i)}</pci>"
-        for i in range(8)
+        f'<pci busid="0000:{i}a:00.0" class="0x060400" {slot}>{gpu.format(i)}{nic.format(i)}</pci>' for i in range(8)
     )
     text = f'<system version="1"><cpu host_hash="0xabc" numaid="0" affinity="ff" arch="x86_64">{bridges}</cpu></system>'
     (tmp_path / "system.xml").write_text(text)
@@ -148,3 +155,29 @@ def test_a_dump_of_nccl_itself(tmp_path):
     assert found.between("gpu0", "gpu7").label == "NV18"
     assert [nic.id for nic in found.nearest_nics("gpu3")[1]] == ["mlx5_3"]
     assert not found.warnings
+
+
+@pytest.mark.parametrize(
+    ("affinity", "numa"),
+    [
+        ("\t0-51,104-155\t0\t\tN/A", 0),  # as the tool prints it: two tabs before the last N/A
+        ("\t0,2-17\t1\t\tN/A", 1),  # cores taken out by a control group
+        ("\t\t1\t\tN/A", 1),  # all of them
+        ("\t\t\t\tN/A", None),
+        ("\t0-51\t", None),
+        ("\t0-51\tN/A\t\tN/A", None),
+        ("\t0-51\t0-1\t\tN/A", 0),
+        ("\t0-71\t0\t\t4", 0),  # the memory of a Grace GPU is a node of its own
+    ],
+)
+def test_affinity_columns(affinity, numa):
+    header = "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"
+    rows = [f"GPU0\t X \tNV18\tPIX{affinity}", f"GPU1\tNV18\t X \tNODE{affinity}", "NIC0\tPIX\tNODE\t X \t\t\t"]
+    (matrix,) = parse_matrices("\n".join([header, *rows, "", "NIC Legend:", "", "  NIC0: mlx5_bond_0"]))
+    assert matrix.numa == {"GPU0": numa, "GPU1": numa}
+    assert matrix.cells["GPU0", "mlx5_bond_0"] == "PIX"
+
+
+def test_a_header_whose_leading_space_was_trimmed():
+    (matrix,) = parse_matrices("GPU0 GPU1 CPU Affinity NUMA Affinity\nGPU0 X SYS 0-9 0\nGPU1 SYS X 10-19 1\n")
+    assert matrix.numa == {"GPU0": 0, "GPU1": 1}

@@ -1,0 +1,139 @@
+"""From pairs of devices to domains, scale-up fabric and the likely GPU: what all readers share. Layer 1, discovery."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from meshkit.spec import catalog
+from meshkit.spec.discover.identify import gpus_by_nvlinks
+from meshkit.spec.discover.matrix import Matrix
+from meshkit.spec.discover.topology import Connection, Domain, FoundGpu, FoundNic, Topology, connected
+
+
+def from_matrix(matrix: Matrix, source: str) -> Topology:
+    """The Topology that a matrix of `nvidia-smi topo -m` describes; its GPUs are told by their NVLinks alone."""
+    links = connections(matrix)
+    totals = nvlinks_per_gpu([f"gpu{i}" for i in range(len(matrix.gpus))], links)
+    gpus = tuple(
+        FoundGpu(f"gpu{i}", numa=matrix.numa.get(name), nvlinks_total=totals.get(f"gpu{i}"))
+        for i, name in enumerate(matrix.gpus)
+    )
+    nics = tuple(FoundNic(name, numa=_nic_numa(matrix, name)) for name in matrix.nics)
+    numa = sorted({g.numa for g in gpus if g.numa is not None})
+    found = Topology(source, gpus, nics, tuple((0, n) for n in numa), links)
+    return assume_gpu(with_domains(found))
+
+
+def connections(matrix: Matrix) -> tuple[Connection, ...]:
+    """The pairs of a matrix, with GPUs as `gpu0`, `gpu1`, ... in its order."""
+    called = {name: f"gpu{i}" for i, name in enumerate(matrix.gpus)} | {name: name for name in matrix.nics}
+    order = [*matrix.gpus, *matrix.nics]
+    pairs = [(a, b, matrix.cells[a, b]) for i, a in enumerate(order) for b in order[i + 1 :]]
+    return tuple(
+        Connection(called[a], called[b], "NV", int(cell[2:]))
+        if cell.startswith("NV")
+        else Connection(called[a], called[b], cell)
+        for a, b, cell in pairs
+    )
+
+
+def nvlinks_per_gpu(gpus: Sequence[str], links: Sequence[Connection]) -> dict[str, int]:
+    """Active NVLinks of each GPU: the cell itself behind a switch, the sum of a row where GPUs are wired directly."""
+    rows = {g: [c.nvlinks for c in links if g in (c.a, c.b) and c.kind == "NV"] for g in gpus}
+    widest = max((max(row) for row in rows.values() if row), default=0)
+    if not widest:
+        return {}
+    direct = bool(gpus_by_nvlinks(max(sum(row) for row in rows.values())))
+    return {g: sum(row) if direct else max(row, default=0) for g, row in rows.items()}
+
+
+def with_domains(found: Topology) -> Topology:
+    """The same with NVLink domains: by fabric identity where GPUs have one, else by what NVLink connects."""
+    if found.domains or not found.gpus:
+        return found
+    by_fabric: dict[str, list[str]] = {}
+    for gpu in found.gpus:
+        if gpu.fabric:
+            by_fabric.setdefault(gpu.fabric, []).append(gpu.id)
+    domains = [Domain(identity, tuple(ids), spans_hosts=True) for identity, ids in by_fabric.items()]
+    wired = [g.id for g in found.gpus if not g.fabric]
+    on_switch: list[str] = [
+        g.id for g in found.gpus if not g.fabric and any(x.remote == "switch" and x.active for x in g.nvlinks)
+    ]
+    edges = [(c.a, c.b) for c in found.connections if c.kind == "NV" and c.a in wired and c.b in wired]
+    edges += list(itertools.pairwise(on_switch))
+    groups = [group for group in connected(wired, edges) if len(group) > 1]
+    domains += [Domain(f"host.{i}" if len(groups) > 1 else "host", group) for i, group in enumerate(groups)]
+    has_nvlink = bool(domains) or any(g.active_nvlinks for g in found.gpus)
+    ids = {g.id for g in found.gpus}
+    paths_known = any(c.a in ids and c.b in ids for c in found.connections)
+    scale_up = found.scale_up or ("nvlink" if has_nvlink else "pcie" if paths_known else None)
+    return replace(found, domains=tuple(domains), scale_up=scale_up)
+
+
+def assume_gpu(found: Topology) -> Topology:
+    """The same with a catalog key for GPUs that nothing names, if their NVLinks allow one; says so in a warning."""
+    if not found.gpus or any(g.key or g.name for g in found.gpus) or not found.scale_up:
+        return found
+    links = max((g.active_nvlinks or 0 for g in found.gpus), default=0)
+    keys = gpus_by_nvlinks(links)
+    seen = f"their {links} NVLinks" if links else "no NVLink between them"
+    if not keys:
+        why = f"nothing says what the GPUs are, and no GPU of the catalog has {links} NVLinks."
+        return replace(found, warnings=(*found.warnings, why))
+    first, *rest = keys
+    others = f" ({', '.join(rest)} would fit as well)" if rest else ""
+    why = f"nothing says what the GPUs are; from {seen}, {first} is assumed{others}."
+    gpus = tuple(replace(g, key=first, stand_in="assumed from the number of NVLinks") for g in found.gpus)
+    return replace(found, gpus=gpus, warnings=(*found.warnings, why))
+
+
+def apply_platform(found: Topology, row: Mapping[str, object] | None) -> Topology:
+    """The same with what is known of a vendor's machine filled in where the file is silent; says so in a warning."""
+    if row is None:
+        return found
+    gpus, nics = found.gpus, found.nics
+    key, nic, scale_up = row.get("gpu"), row.get("nic"), row.get("scale_up")
+    filled = []
+    if isinstance(key, str) and any(g.key is None for g in gpus):
+        gpus = tuple(replace(g, key=key) if g.key is None else g for g in gpus)
+        filled.append(f"gpu = {key}")
+    if isinstance(nic, str) and any(n.key is None for n in nics):
+        fabric = catalog.nic(nic).fabric
+        layer = {"infiniband": "infiniband", "roce": "ethernet", "ethernet": "tcp"}[fabric]
+        bits = catalog.nic(nic).bytes_per_s * 8
+        nics = tuple(
+            replace(n, key=nic, layer=n.layer or layer, bits_per_s=n.bits_per_s or bits) if n.key is None else n
+            for n in nics
+        )
+        filled.append(f"nic = {nic}")
+    if isinstance(scale_up, str) and found.scale_up is None:
+        filled.append(f"scale_up = {scale_up}")
+    if not filled:
+        return found
+    why = f"the file does not say {', '.join(filled)}; known of {row['label']}."
+    found = replace(found, gpus=gpus, nics=nics, warnings=(*found.warnings, why))
+    if found.scale_up is None and isinstance(scale_up, str):
+        whole = (Domain("host", tuple(g.id for g in gpus)),) if scale_up == "nvlink" and len(gpus) > 1 else ()
+        found = replace(found, scale_up=scale_up, domains=whole)
+    return found
+
+
+def stand_in_notes(found: Topology) -> Topology:
+    """The same with a warning for each kind of GPU or NIC that the catalog has not exactly."""
+    notes = []
+    for name in dict.fromkeys(gpu.name for gpu in found.gpus if gpu.key is None and gpu.name):
+        notes.append(f"the catalog has no GPU '{name}'.")
+    for name, why in dict.fromkeys((gpu.name, gpu.stand_in) for gpu in found.gpus if gpu.name and gpu.stand_in):
+        notes.append(f"{name} is {why}.")
+    for why in dict.fromkeys(nic.stand_in for nic in found.nics if nic.stand_in):
+        notes.append(f"the ports are {why}.")
+    return replace(found, warnings=(*found.warnings, *notes))
+
+
+def _nic_numa(matrix: Matrix, nic: str) -> int | None:
+    """The NUMA node of the GPUs that a NIC reaches without the link between sockets."""
+    near = {matrix.numa.get(g) for g in matrix.gpus if matrix.cells[g, nic] not in ("SYS", "X")}
+    return near.pop() if len(near) == 1 else None
