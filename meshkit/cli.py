@@ -29,7 +29,7 @@ from meshkit.console import (
     width,
     wrote_text,
 )
-from meshkit.errors import ConditionError, ConfigError, MeshkitError
+from meshkit.errors import ConditionError, ConfigError, MeshkitError, RunError
 
 app = typer.Typer(
     name="meshkit",
@@ -191,6 +191,9 @@ def explain(
     set_: SetOption = [],  # noqa: B006
     as_json: JsonOption = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when there is any finding.")] = False,
+    propose: Annotated[
+        bool, typer.Option("--propose", help="Compile, and say which link each axis belongs on, by its traffic.")
+    ] = False,
 ) -> None:
     """Where every parameter and activation goes.
 
@@ -200,11 +203,16 @@ def explain(
     from meshkit.explainer import render
     from meshkit.spec.experiment import load
 
-    explanation = explain_experiment(load(experiment, set_))
+    loaded = load(experiment, set_)
+    explanation = explain_experiment(loaded)
     if as_json:
         print(explanation.model_dump_json(by_alias=True))
     else:
         Console(width=width()).print(render(explanation))
+    if propose:
+        from meshkit.planner import plan_experiment
+
+        say_proposal(plan_experiment(loaded).report, loaded)
     if strict and explanation.findings:
         raise ConditionError(f"there are {len(explanation.findings)} findings, and --strict asks for none.")
 
@@ -282,6 +290,8 @@ def bench(
         print(report.to_json())
     else:
         Console(width=width()).print(render(report, title=loaded.name))
+    if report.wrong:
+        raise RunError(f"{report.wrong} elements of results differ from numpy's.", hint="the rows with a #wrong count")
     if out is not None:
         say(f"wrote {out / 'bench.json'}, {out / 'bench.html'} and {out / 'calibration.toml'}")
 

@@ -27,10 +27,10 @@ COLORS = {
     "rest": "#a9b4c2",
     "reserved": "#6c757d",
 }
-_AXIS_COLORS = ("#4c9f70", "#8f6bb0", "#c77d2e", "#2a9d9d", "#b5678a", "#7a8b3a", "#5b6fb5", "#8d6e63")
+AXIS_COLORS = ("#4c9f70", "#8f6bb0", "#c77d2e", "#2a9d9d", "#b5678a", "#7a8b3a", "#5b6fb5", "#8d6e63")
 _MAX_ROWS = 14
 _VISIBLE = 2e-3  # of all communication: a shorter bar is no wider than a pixel
-_FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": "#28323c"}
+FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": "#28323c"}
 
 
 def step_chart(reports: Sequence[Report]) -> dict:
@@ -99,7 +99,7 @@ def _timeline_chart(timeline: Timeline, step: DeviceStep) -> dict:
     length_s = step.window[1] - step.window[0]
     scale, unit = _unit(length_s)
     data, ticks = [], []
-    colors = iter(_AXIS_COLORS * 4)
+    colors = iter(AXIS_COLORS * 4)
     for lane in lanes(timeline, step):
         color = COLORS[lane.kind] if lane.kind in COLORS else next(colors)
         ticks.append(lane.name)
@@ -192,7 +192,7 @@ def _layout(height: int, unit: str, *, barmode: str, reverse: bool = False) -> d
         "height": height,
         "barmode": barmode,
         "bargap": 0.25,
-        "font": _FONT,
+        "font": FONT,
         "margin": {"l": 10, "r": 20, "t": 10, "b": 30},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",

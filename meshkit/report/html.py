@@ -8,18 +8,12 @@ a table or a note as well.
 
 from __future__ import annotations
 
-import base64
-import functools
-import gzip
-import json
 from collections.abc import Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
-from string import Template
 
-from meshkit.errors import ConfigError
 from meshkit.report.charts import communication_chart, memory_chart, step_chart, timeline_charts
+from meshkit.report.page import cells, chart, section, table, warning_panel, write_page
 from meshkit.report.schema import CommunicationPart, Report
 from meshkit.report.view import (
     WORD,
@@ -69,25 +63,7 @@ def write_html(
     for r, spans in zip(reports, (timeline, other_timeline)):
         body.append(_timeline(r, spans, figures))
     body += [_memory(reports, figures), _footer(reports)]
-    page = Template(resources.files("meshkit.report").joinpath("page.html").read_text(encoding="utf-8"))
-    # a slash after "<" would end the script element that holds the data
-    data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
-    text = page.substitute(title=escape(headline), body="\n".join(body), figures=data, plotly=_plotly())
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-@functools.cache
-def _plotly() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ConfigError(
-            "the HTML page needs Plotly, which is not installed.", hint="pip install plotly, or the JSON report"
-        ) from None
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+    return write_page(path, headline, body, figures)
 
 
 def _title(reports: Sequence[Report]) -> str:
@@ -146,63 +122,53 @@ def _mfu_label(report: Report) -> str:
 
 def _warnings(reports: Sequence[Report]) -> str:
     messages = dict.fromkeys(w.message for r in reports for w in r.warnings)
-    items = "".join(f"<li>{escape(message)}</li>" for message in messages)
-    return f'<section class="warn"><h2>Read this first</h2><ul>{items}</ul></section>' if items else ""
-
-
-def _chart(name: str, figure: dict, figures: dict[str, dict], css: str = "", hidden: bool = False) -> str:
-    figures[name] = figure
-    return f'<div id="{name}" class="chart {css}"{" hidden" if hidden else ""}></div>'
-
-
-def _section(title: str, note: str, *parts: str) -> str:
-    return f'<section><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>{"".join(parts)}</section>'
+    return warning_panel(messages)
 
 
 def _step(reports: Sequence[Report], figures: dict[str, dict]) -> str:
     if reports[0].step.time_s is None:
-        return _section("Step time", "No step was seen.")
+        return section("Step time", "No step was seen.")
     note = "Communication under compute costs no time and is inside compute; only its exposed part lengthens the step."
     step = reports[0].step
     if step.all_overlapped_s is not None and step.all_exposed_s is not None:
         low, high = format_seconds(step.all_overlapped_s), format_seconds(step.all_exposed_s)
         note += f" The step would take {low} if all communication hid, {high} if none did."
-    return _section("Step time", note, _chart("step", step_chart(reports), figures))
+    return section("Step time", note, chart("step", step_chart(reports), figures))
 
 
 def _communication(reports: Sequence[Report], figures: dict[str, dict]) -> str:
     if not any(r.communication for r in reports):
-        return _section("Communication", "No collective ran.")
+        return section("Communication", "No collective ran.")
     note = (
         "Time per step and GPU. Where several run at once, each has an equal share, so that the bars add up; those too "
         "short to see are in the table only."
     )
-    parts = [_chart("communication", communication_chart(reports), figures)]
+    parts = [chart("communication", communication_chart(reports), figures)]
     for report in reports:
         if len(reports) > 1:
             parts.append(f"<h3>{WORD[report.source]}</h3>")
         parts += [_rows_table(report), _ops_table(report)]
-    return _section("Communication by axis and link", note, *parts)
+    return section("Communication by axis and link", note, *parts)
 
 
 def _rows_table(report: Report) -> str:
-    head = _cells("th", ("axes", "link", "groups", "collective"), _COLUMNS)
+    head = cells("th", ("axes", "link", "groups", "collective"), _COLUMNS)
     rows = [
-        _cells("td", (axes_text(row.axes), link_text(row), group_text(row), row_name(row)), row_cells(row))
+        cells("td", (axes_text(row.axes), link_text(row), group_text(row), row_name(row)), row_cells(row))
         for row in report.communication
     ]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _ops_table(report: Report) -> str:
     ops = [(row, op) for row in report.communication for op in row.ops]
     ops.sort(key=lambda item: (-(item[1].exposed_s or 0), -(item[1].busy_s or 0)))
-    head = _cells("th", ("operation", "axes", "caused by"), ("count", "payload", "busy", "exposed"))
+    head = cells("th", ("operation", "axes", "caused by"), ("count", "payload", "busy", "exposed"))
     rows = [_op_cells(row, op) for row, op in ops[:_MAX_OPS]]
     more = len(ops) - _MAX_OPS
     rest = f'<p class="note">and {more} more, in report.json</p>' if more > 0 else ""
     title = f"The {len(ops)} collectives of the program, the most exposed first"
-    return f"<details><summary>{title}</summary>{_table(head, rows)}{rest}</details>" if ops else ""
+    return f"<details><summary>{title}</summary>{table(head, rows)}{rest}</details>" if ops else ""
 
 
 def _op_cells(row: CommunicationPart, op) -> str:
@@ -213,18 +179,8 @@ def _op_cells(row: CommunicationPart, op) -> str:
         format_seconds(op.exposed_s),
     )
     source = f'<td class="source"><code>{escape(op.source or "-")}</code></td>'
-    named = _cells("td", (op.name, axes_text(row.axes)), ())
-    return named + source + _cells("td", (), values)
-
-
-def _cells(tag: str, texts: Sequence[str], numbers: Sequence[str]) -> str:
-    left = "".join(f"<{tag}>{escape(t)}</{tag}>" for t in texts)
-    return left + "".join(f'<{tag} class="n">{escape(n)}</{tag}>' for n in numbers)
-
-
-def _table(head: str, rows: Sequence[str]) -> str:
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    named = cells("td", (op.name, axes_text(row.axes)), ())
+    return named + source + cells("td", (), values)
 
 
 def _timeline(report: Report, timeline: Timeline | None, figures: dict[str, dict]) -> str:
@@ -235,7 +191,7 @@ def _timeline(report: Report, timeline: Timeline | None, figures: dict[str, dict
     names = [f"{prefix}-{i}" for i in range(len(charts))]
     options = "".join(f'<option value="{n}">{escape(label)}</option>' for n, (label, _) in zip(names, charts))
     select = f"<select data-timeline>{options}</select>" if len(charts) > 1 else ""
-    drawn = [_chart(n, c, figures, "timeline", hidden=i > 0) for i, (n, (_, c)) in enumerate(zip(names, charts))]
+    drawn = [chart(n, c, figures, "timeline", hidden=i > 0) for i, (n, (_, c)) in enumerate(zip(names, charts))]
     title = f"<h2>Timeline of one {WORD[report.source]} step{select}</h2>"
     note = "Drag to move, scroll to zoom, double-click to see all. Exposed: a collective runs and nothing computes."
     return f'<section>{title}<p class="note">{note}</p>{"".join(drawn)}</section>'
@@ -247,7 +203,7 @@ def _memory(reports: Sequence[Report], figures: dict[str, dict]) -> str:
         return ""
     lines = [f"{WORD[r.source]}: {memory_text(r)}." for r in reports if r.memory.peak_bytes is not None]
     note = " ".join(lines) + " Budget: what the program may take; the rest of the capacity is left to CUDA and NCCL."
-    return _section("Memory of the fullest GPU", note, _chart("memory", figure, figures))
+    return section("Memory of the fullest GPU", note, chart("memory", figure, figures))
 
 
 def _footer(reports: Sequence[Report]) -> str:

@@ -83,7 +83,7 @@ def prepare_platform(cluster: Cluster) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags)
     jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in present:
-        jax.config.update("jax_num_cpu_devices", cluster.num_gpus)
+        jax.config.update("jax_num_cpu_devices", max(1, cluster.num_gpus // _num_processes()))
 
 
 def use_no_accelerator() -> None:
@@ -161,6 +161,13 @@ def _domain_identities(devices: Sequence) -> dict[int, str]:
     client.key_value_set(f"meshkit/fabric/{jax.process_index()}", identity_record(mine), allow_overwrite=True)
     records = [client.blocking_key_value_get(f"meshkit/fabric/{p}", 60_000) for p in range(jax.process_count())]
     return dict(domain_identities(records, devices=[d.id for d in devices]))
+
+
+def _num_processes() -> int:
+    """Processes of this job, as `jax.distributed.initialize` was told; 1 without it."""
+    from jax._src import distributed
+
+    return distributed.global_state.num_processes or 1
 
 
 def _has_driver() -> bool:
