@@ -198,6 +198,8 @@ def read_records(folder: Path) -> list[CaptureRecord]:
     records.sort(key=lambda r: r.process)
     # a smaller job that ran again in the same folder leaves the files of the larger one's other processes behind
     records = [r for r in records if r.processes == records[0].processes]
+    if len({r.process for r in records}) < len(records):
+        raise TraceError("two files describe the capture of one process.", at=str(folder))
     if len({(r.module, r.mesh.device_ids) for r in records}) > 1:
         raise TraceError("the processes captured different programs or meshes.", at=str(folder))
     return records

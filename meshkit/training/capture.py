@@ -10,15 +10,16 @@ Each process writes its own files. Nothing is measured here: `meshkit.profiler` 
 from __future__ import annotations
 
 import gzip
+import math
 import shutil
 import socket
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import jax
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshkit.errors import ConfigError
 from meshkit.spec.cluster import Cluster
@@ -79,14 +80,21 @@ class CaptureRecord(_Record):
     cluster: dict[str, Any] | None = None
     module: str
     program_file: str
-    first_step: int
-    num_steps: int
+    first_step: Annotated[int, Field(ge=0)]
+    num_steps: Annotated[int, Field(ge=0)]
     partitioner: str | None = None
     options_hash: str | None = None
     work: CapturedWork = CapturedWork()
     memory: CapturedMemory = CapturedMemory()
     jax: str
     jaxlib: str
+
+    @model_validator(mode="after")
+    def _mesh_holds_its_devices(self) -> Self:
+        ids, shape = self.mesh.device_ids, self.mesh.shape
+        if len(set(ids)) != len(ids) or len(ids) != math.prod(shape) or len(shape) != len(self.mesh.axes):
+            raise ValueError(f"the mesh of shape {shape} over {self.mesh.axes} does not hold devices {ids}")
+        return self
 
 
 class Capture:
