@@ -186,7 +186,7 @@ def make_config(preset: str, **overrides) -> LlamaConfig:
     """A preset with some fields replaced.
 
     Raises:
-        ValueError: no such preset or field.
+        ValueError: no such preset or field, or a value of another type.
     """
     if preset not in PRESETS:
         raise ValueError(f"no Llama preset '{preset}'.{_suggest(preset, PRESETS)}")
@@ -194,7 +194,22 @@ def make_config(preset: str, **overrides) -> LlamaConfig:
     for name in overrides:
         if name not in fields:
             raise ValueError(f"a Llama has no option '{name}'.{_suggest(name, fields)}")
-    return dataclasses.replace(PRESETS[preset], **overrides)
+    types = {f.name: f.type for f in dataclasses.fields(LlamaConfig)}
+    checked = {name: _check_option(name, value, str(types[name])) for name, value in overrides.items()}
+    return dataclasses.replace(PRESETS[preset], **checked)
+
+
+def _check_option(name: str, value, kind: str):
+    """The value as the config wants it; a whole number may stand for a float."""
+    if kind == "bool":
+        wanted, fits = "true or false", isinstance(value, bool)
+    elif kind == "int":
+        wanted, fits = "a whole number of at least 1", isinstance(value, int) and value >= 1
+    else:
+        wanted, fits = "a positive number", isinstance(value, int | float) and 0 < value < math.inf
+    if not fits or isinstance(value, bool) != (kind == "bool"):
+        raise ValueError(f"{name} = {value!r} must be {wanted}.")
+    return float(value) if kind == "float" else value
 
 
 def _suggest(word: str, known) -> str:

@@ -33,10 +33,13 @@ class MLP(nnx.Module):
     """[batch, embed] -> [batch, embed] through `layers` linear maps, a gelu inside each pair of them.
 
     Raises:
-        ValueError: an odd number of layers.
+        ValueError: a size that is no whole number of at least 1, or an odd number of layers.
     """
 
     def __init__(self, *, rngs: nnx.Rngs, embed: int = 64, mlp: int = 256, layers: int = 2, dtype=jnp.bfloat16):
+        for name, size in (("embed", embed), ("mlp", mlp), ("layers", layers)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name} = {size!r} must be a whole number of at least 1.")
         if layers < 2 or layers % 2:
             raise ValueError(f"layers = {layers}, but layers come in pairs.")
         self.embed, self.mlp, self.dtype = embed, mlp, jnp.dtype(dtype)
@@ -63,7 +66,7 @@ def regression_loss(model: MLP, batch: dict, rng: jax.Array) -> tuple[jax.Array,
 
 def random_examples(*, seed: int, experiment) -> Mirrored:
     """For `[data] source`: examples as wide as the experiment's `model.embed`."""
-    return Mirrored(seed, int(experiment.model.options.get("embed", 64)))
+    return Mirrored(seed, experiment.model.options.get("embed", 64))
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,17 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, MeshkitError, RunError
 from meshkit.sharding.constrain import partition_spec
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.experiment import Experiment
 from meshkit.spec.rules import ShardingRules
 from meshkit.training.corpus import is_token_source, open_tokens
-from meshkit.training.state import load_object
+from meshkit.training.state import describe_error, describe_model, load_object, user_code
 
 _PREFETCHED_BATCHES = 2
+_CHUNK_TOKENS = 1 << 24
+_MOST_CHUNKS = 64  # a corpus of more than a billion tokens is sampled, evenly
 
 
 class Examples(Protocol):
@@ -81,8 +83,20 @@ def open_data(experiment: Experiment) -> Data:
     Every k-th window (k = 1 / `validation_fraction`) is held out, so that both splits see all of the text.
 
     Raises:
-        ConfigError: nothing there, or too few tokens for one window in each split.
+        ConfigError: nothing there, too few tokens for one window in each split, or nothing to evaluate on.
     """
+    data = _open_splits(experiment)
+    if experiment.train.evaluate_every and not len(data.validation):
+        share = experiment.data.validation_fraction
+        raise experiment.error(
+            "data.validation_fraction",
+            f"nothing is held out to evaluate on: {share:g} of {len(data.train)} examples.",
+            hint="a larger share or more examples, or train.evaluate_every = 0",
+        )
+    return data
+
+
+def _open_splits(experiment: Experiment) -> Data:
     spec, length = experiment.data, experiment.train.sequence_length
     fraction = spec.validation_fraction
     if not is_token_source(spec.source):
@@ -99,6 +113,38 @@ def open_data(experiment: Experiment) -> Data:
             hint="a shorter train.sequence_length",
         )
     return Data(Windows(tokens, length, train), Windows(tokens, length, validation), unigram_entropy_nats(tokens))
+
+
+def check_tokens(experiment: Experiment, data: Data) -> None:
+    """Compares the token ids of the data with the model's vocab, where the model says it (`config.vocab` or `vocab`).
+
+    Raises:
+        ConfigError: an id that the model has no row for; look-ups would clamp it in silence.
+    """
+    if not isinstance(data.train, Windows):
+        return
+    model = describe_model(experiment).abstract_model()
+    vocab = getattr(getattr(model, "config", model), "vocab", None)
+    tokens = data.train.tokens
+    if not isinstance(vocab, int) or (tokens.dtype.kind == "u" and np.iinfo(tokens.dtype).max < vocab):
+        return
+    smallest, largest = _token_range(tokens)
+    if smallest < 0 or largest >= vocab:
+        wrong = smallest if smallest < 0 else largest
+        raise experiment.error(
+            "data.source",
+            f"the data has token id {wrong}, but the vocab of {experiment.model.class_path} is {vocab}.",
+            hint=f"model.vocab = {largest + 1}" if smallest >= 0 else "a token file of ids from 0",
+        )
+
+
+def _token_range(tokens: np.ndarray) -> tuple[int, int]:
+    """Smallest and largest id, chunk by chunk, so that a memory-mapped corpus never has to fit."""
+    count = min(_MOST_CHUNKS, -(-len(tokens) // _CHUNK_TOKENS))
+    last = max(0, len(tokens) - _CHUNK_TOKENS)
+    starts = [round(last * k / max(1, count - 1)) for k in range(count)]
+    chunks = [tokens[start : start + _CHUNK_TOKENS] for start in starts]
+    return min(int(c.min()) for c in chunks), max(int(c.max()) for c in chunks)
 
 
 def unigram_entropy_nats(tokens: np.ndarray, limit: int = 1 << 26) -> float:
@@ -118,13 +164,14 @@ def abstract_batch(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) 
         row = jax.ShapeDtypeStruct((train.sequence_length,), np.int32)
         example: Mapping[str, Any] = {"tokens": row, "targets": row, "weights": row.update(dtype=np.float32)}
     else:
-        example = _load_examples(experiment)[0]
+        example = _read_example(experiment, _load_examples(experiment), 0)
 
     def one(x):
         shape = (train.global_batch, *x.shape)
         along = "act_length" if shape[1:2] == (train.sequence_length,) else None
         spec = rules.spec_for(("act_batch", along, *(None for _ in shape[2:]))[: len(shape)], kind="activations")
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, partition_spec(spec)))
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition_spec(spec)))
 
     return {name: one(x) for name, x in example.items()}
 
@@ -159,11 +206,26 @@ class Batches:
         yield from ahead
 
     def _load(self, step: int) -> dict[str, np.ndarray]:
-        """The local rows of a step, in the order of `_local_rows`."""
+        """The local rows of a step, in the order of `_local_rows`.
+
+        Raises:
+            RunError: the source raises, or gives an example unlike the first one.
+        """
         shuffled = self._endless()
         size = next(iter(self.like.values())).shape[0]
-        examples = [shuffled[int(step) * size + row] for row in self._local_rows()]
-        return {name: np.stack([np.asarray(e[name], x.dtype) for e in examples]) for name, x in self.like.items()}
+        try:
+            examples = [shuffled[int(step) * size + row] for row in self._local_rows()]
+            rows = {name: [np.asarray(e[name], x.dtype) for e in examples] for name, x in self.like.items()}
+        except (MeshkitError, MemoryError):
+            raise
+        except (Exception, SystemExit) as error:
+            raise RunError(f"the data of step {int(step) + 1} raised {describe_error(error)}.") from error
+        for name, x in self.like.items():
+            odd = next((v.shape for v in rows[name] if v.shape != x.shape[1:]), None)
+            if odd is not None:
+                message = f"step {int(step) + 1} has an example whose '{name}' is {list(odd)}, not {list(x.shape[1:])}."
+                raise RunError(message, hint="examples of one shape")
+        return {name: np.stack(values) for name, values in rows.items()}
 
     def _endless(self):
         dataset = grain.MapDataset.source(self.examples)
@@ -191,13 +253,42 @@ class Batches:
 
 
 def _load_examples(experiment: Experiment) -> Examples:
-    """What `data.source = "pkg.mod:fn"` returns when called with `seed=` and `experiment=`."""
-    at = experiment.error("data.source", "").at
-    make = load_object(experiment.data.source, experiment.search_paths, at=at)
-    examples = make(seed=experiment.data.seed, experiment=experiment)
-    if not hasattr(examples, "__getitem__") or not len(examples):
-        raise ConfigError(f"{experiment.data.source} gave no examples: it must return a non-empty sequence.", at=at)
+    """What `data.source = "pkg.mod:fn"` returns when called with `seed=` and `experiment=`; first and last are read."""
+    at, name = experiment.error("data.source", "").at, experiment.data.source
+    make: Any = load_object(name, experiment.search_paths, at=at)
+    if not callable(make):
+        raise ConfigError(f"{name} is a {type(make).__name__}, not a function.", at=at)
+    with user_code(
+        experiment, "data.source", name, hint=f"the line it names; {name} is called with seed and experiment"
+    ):
+        examples: Any = make(seed=experiment.data.seed, experiment=experiment)
+    if not hasattr(examples, "__getitem__") or not hasattr(examples, "__len__"):
+        given = type(examples).__name__
+        raise ConfigError(f"{name} gave a {given}: it must return a sequence with __len__ and __getitem__.", at=at)
+    with user_code(experiment, "data.source", name):
+        count = len(examples)
+    if not count:
+        raise ConfigError(f"{name} gave no examples: it must return a non-empty sequence.", at=at)
+    first, last = ({k: v.shape for k, v in _read_example(experiment, examples, i).items()} for i in (0, count - 1))
+    if first != last:
+        raise ConfigError(f"the first example of {name} has {first}, the last one {last}.", at=at)
     return examples
+
+
+def _read_example(experiment: Experiment, examples: Examples, index: int) -> dict[str, np.ndarray]:
+    """One example as arrays. Raises ConfigError where it is no dict of numbers."""
+    name = f"example {index} of {experiment.data.source}"
+    with user_code(experiment, "data.source", name):
+        example = examples[index]
+    if not isinstance(example, Mapping) or not example or not all(isinstance(key, str) for key in example):
+        given = type(example).__name__ if not isinstance(example, Mapping) else f"dict with keys {list(example)}"
+        raise experiment.error("data.source", f"{name} is a {given}, not a dict of named arrays.")
+    with user_code(experiment, "data.source", name):
+        arrays = {key: np.asarray(value) for key, value in example.items()}
+    for key, value in arrays.items():
+        if value.dtype.kind not in "biuf" and not jax.numpy.issubdtype(value.dtype, jax.numpy.number):
+            raise experiment.error("data.source", f"'{key}' in {name} is {value.dtype}, not an array of numbers.")
+    return arrays
 
 
 @dataclass(frozen=True)

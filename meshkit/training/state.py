@@ -9,8 +9,12 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import os
 import sys
-from collections.abc import Iterable, Mapping
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +25,16 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, MeshkitError
 from meshkit.sharding import shardings
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.experiment import Experiment
 from meshkit.spec.rules import ShardingRules
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_LONGEST_MESSAGE = 300
 
 
 @jax.tree_util.register_dataclass
@@ -76,11 +83,46 @@ class ModelDescription:
         return nnx.merge(self.graph, nnx.State(params), nnx.State(variables))
 
 
+@contextmanager
+def user_code(experiment: Experiment, key: str, what: str, hint: str | None = None) -> Iterator[None]:
+    """A block that runs the user's code: what it raises is the user's to mend, so it becomes a ConfigError at `key`.
+
+    Errors of meshkit pass, and so do those of a device or of memory, which say nothing about the code.
+    """
+    try:
+        yield
+    except (MeshkitError, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise experiment.error(key, f"{what} raised {describe_error(error)}.", hint=hint) from error
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception on one line: type, first line of its message, and the last line of the user's own that it passed."""
+    if isinstance(error, SyntaxError):
+        message, place = error.msg, f"{Path(error.filename or '?').name}:{error.lineno}"
+    else:
+        message, place = str(error), _user_line(error)
+    first = next((line.strip() for line in message.splitlines() if line.strip()), "")
+    if len(first) > _LONGEST_MESSAGE:
+        first = f"{first[:_LONGEST_MESSAGE]}..."
+    text = f"{type(error).__name__}: {first.rstrip('.')}" if first else type(error).__name__
+    return f"{text} ({place})" if place else text
+
+
+def _user_line(error: BaseException) -> str | None:
+    """`file:line` of the innermost frame that is neither meshkit's nor of an installed package."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_OURS, "<", *_INSTALLED)):
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return None
+
+
 def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None = None) -> Any:
     """What `"pkg.mod:Name"` names, with the experiment's folders importable.
 
     Raises:
-        ConfigError: not of that form, no such module, or no such name in it.
+        ConfigError: not of that form, no such module, one that fails to import, or no such name in it.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -92,10 +134,12 @@ def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None 
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"importing '{module_name}' failed: {error}.", at=at) from error
+            raise ConfigError(f"importing '{module_name}' failed: {describe_error(error)}.", at=at) from error
         searched = ", ".join(map(str, search_paths)) or "the import path"
         hint = "a path that exists in the working directory or beside the experiment file"
         raise ConfigError(f"no module '{error.name}' in {searched}.", at=at, hint=hint) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"importing '{module_name}' raised {describe_error(error)}.", at=at) from error
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), n=1)
         hint = f'"{module_name}:{near[0]}"' if near else None
@@ -110,9 +154,9 @@ def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
     say otherwise.
 
     Raises:
-        ConfigError: the class is missing, or does not take an option.
+        ConfigError: the class is missing, is no model, does not take an option, or raises.
     """
-    cls = _model_class(experiment)
+    cls, name = _model_class(experiment), experiment.model.class_path
     accepted = _parameters(cls)
     options = dict(experiment.model.options)
     if experiment.model.preset is not None:
@@ -122,22 +166,36 @@ def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
     if "remat" in accepted:
         options.setdefault("remat", experiment.train.remat)
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    if "rngs" not in accepted and not open_ended:
+        hint = "a keyword argument `rngs`, from which flax.nnx draws the initial weights"
+        raise experiment.error("model.class", f"{name} takes no `rngs`.", hint=hint)
+    short = name.partition(":")[2]
     for key in options:
         if key not in accepted and not open_ended:
             known = ", ".join(k for k in accepted if k != "rngs")
-            raise experiment.error(f"model.{key}", f"{cls.__name__} takes no option '{key}'.", hint=f"one of: {known}")
-    try:
-        return cls(rngs=rngs, **options)
-    except ValueError as error:
-        raise experiment.error("model", f"{cls.__name__} refuses its options: {error}") from error
+            raise experiment.error(f"model.{key}", f"{short} takes no option '{key}'.", hint=f"one of: {known}")
+    for key in _required(accepted):
+        if key not in options and key != "rngs":
+            raise experiment.error("model", f"{name} needs the option '{key}'.", hint=f"model.{key} = ...")
+    with user_code(experiment, "model.class", name):
+        try:
+            model = cls(rngs=rngs, **options)
+        except ValueError as error:
+            if (place := _raised_by_user(error)) is None:
+                raise
+            message = f"{short} refuses its options: {str(error).rstrip('.')} ({place})."
+            raise experiment.error("model", message) from error
+    if not isinstance(model, nnx.Module):
+        made = type(model).__name__
+        raise experiment.error("model.class", f"{name} makes a {made}, which is not a flax.nnx.Module.")
+    return model
 
 
 def describe_model(experiment: Experiment) -> ModelDescription:
     """The experiment's model without arrays. Raises as `build_model` does."""
-    abstract = nnx.eval_shape(lambda: build_model(experiment, nnx.Rngs(experiment.train.seed)))
-    if not isinstance(abstract, nnx.Module):
-        raise experiment.error("model.class", f"{experiment.model.class_path} is not a flax.nnx.Module.")
-    graph, params, variables = nnx.split(abstract, nnx.Param, ...)
+    with user_code(experiment, "model.class", experiment.model.class_path):
+        abstract = nnx.eval_shape(lambda: build_model(experiment, nnx.Rngs(experiment.train.seed)))
+        graph, params, variables = nnx.split(abstract, nnx.Param, ...)
     accepted = _parameters(_model_class(experiment))
     return ModelDescription(graph, params, variables, "dtype" in accepted, "remat" in accepted)
 
@@ -216,10 +274,32 @@ def replace(state: TrainState, **changes: Any) -> TrainState:
 
 def _model_class(experiment: Experiment) -> Any:
     at = experiment.error("model.class", "").at
-    return load_object(experiment.model.class_path, experiment.search_paths, at=at)
+    name = experiment.model.class_path
+    cls = load_object(name, experiment.search_paths, at=at)
+    if not callable(cls):
+        raise ConfigError(
+            f"{name} is a {type(cls).__name__}, not a class.", at=at, hint="a subclass of flax.nnx.Module"
+        )
+    if inspect.isclass(cls) and not issubclass(cls, nnx.Module):
+        hint = "a subclass of flax.nnx.Module"
+        raise ConfigError(f"{name} is a class that is not a flax.nnx.Module.", at=at, hint=hint)
+    return cls
 
 
 def _parameters(make: Any) -> Mapping[str, inspect.Parameter]:
     """Parameters of a class or function; nnx's metaclass hides those of a class from `inspect.signature`."""
     parameters = inspect.signature(make.__init__ if inspect.isclass(make) else make).parameters
     return {name: p for name, p in parameters.items() if name != "self"}
+
+
+def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Names of those that have no default."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
+
+
+def _raised_by_user(error: BaseException) -> str | None:
+    """`file:line` if the statement that raised is the user's own: a refusal, not an accident in some library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    refuses = bool(frames) and (frames[-1].line or "").lstrip().startswith("raise ")
+    return _user_line(error) if refuses else None

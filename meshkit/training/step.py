@@ -41,6 +41,7 @@ from meshkit.training.state import (
     replace,
     split_rng,
     state_shardings,
+    user_code,
 )
 
 
@@ -249,7 +250,9 @@ def _without_batch_axes(rules: ShardingRules, axes: tuple[str, ...]) -> Sharding
 def _work(experiment: Experiment, model: ModelDescription, state: TrainState) -> dict[str, Any]:
     train = experiment.train
     tokens = train.global_batch * train.sequence_length
-    flops = count_model_flops(model.abstract_model(), state.params, tokens, train.sequence_length)
+    name = experiment.model.class_path
+    with user_code(experiment, "model.class", f"matmul_parameters or attention_shape of {name}"):
+        flops = count_model_flops(model.abstract_model(), state.params, tokens, train.sequence_length)
     return {
         "model_flops": flops.model_flops,
         "model_flops_causal": flops.model_flops_causal,
