@@ -7,6 +7,8 @@ The run folder holds `experiment.toml` (resolved), `metrics.jsonl`, `checkpoints
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
 import time
 import tomllib
@@ -24,8 +26,8 @@ from meshkit.spec.experiment import Experiment
 from meshkit.timeline.kernels import compute_peak_flops
 from meshkit.training.capture import TRACE_FOLDER, Capture
 from meshkit.training.checkpoint import CheckpointStore
-from meshkit.training.data import Batches, Data, open_data
-from meshkit.training.metrics import MetricsLog, read_metrics
+from meshkit.training.data import Batches, Data, check_tokens, open_data
+from meshkit.training.metrics import MetricsLog, finite, read_metrics
 from meshkit.training.progress import StepProgress
 from meshkit.training.signals import StopRequest
 from meshkit.training.state import TrainState
@@ -33,6 +35,16 @@ from meshkit.training.step import TrainProgram, make_train_step
 from meshkit.xla.options import compiler_options
 
 _EXPERIMENT_FILE = "experiment.toml"
+# What a run cannot change on the way: its arrays, its objective, and the order of its data.
+_FIXED = (
+    "model.",
+    "data.",
+    "optimizer.dtype",
+    "train.global_batch",
+    "train.sequence_length",
+    "train.seed",
+    "train.loss",
+)
 
 
 class Preempted(RunError):
@@ -71,7 +83,7 @@ class TrainResult:
 
     def to_dict(self) -> dict[str, Any]:
         """As `meshkit train --json` prints it."""
-        return {"schema": "meshkit.train/1", **asdict(self)}
+        return {"schema": "meshkit.train/1", **{name: finite(value) for name, value in asdict(self).items()}}
 
 
 def train(
@@ -94,11 +106,12 @@ def train(
     started = time.perf_counter()
     folder = Path(out)
     console = console or Console(stderr=True)
-    _settle_experiment_file(experiment, folder)
+    changes = _check_experiment_file(experiment, folder)
     mesh = build_mesh(experiment.mesh, experiment.cluster)
     program = make_train_step(experiment, mesh)
     data = open_data(experiment)
-    for note in program.notes:
+    check_tokens(experiment, data)
+    for note in (*program.notes, *changes):
         console.print(f"note: {note}", style="yellow")
     compiled, compile_s = _compile(program, experiment)
     with StopRequest() as stop:
@@ -133,6 +146,7 @@ class _Run:
         try:
             state = store.restore_latest(self.program.abstract_state)
             self.resumed_step = int(state.step) if state is not None else 0
+            _write_experiment_file(self.experiment, self.folder)
             self._greet(state)
             log = MetricsLog(self.folder / "metrics.jsonl", self.resumed_step)
             try:
@@ -180,7 +194,8 @@ class _Run:
         values = {name: float(value) for name, value in metrics.items()}
         elapsed_s = time.perf_counter() - self.clock
         self.step_times_s.append(elapsed_s)
-        record = {"step": step, "loss": values.pop("loss"), "step_time_s": elapsed_s, **self._rate(elapsed_s), **values}
+        loss = values.pop("loss")
+        record = values | {"step": step, "loss": loss, "step_time_s": elapsed_s, **self._rate(elapsed_s)}
         if evaluate is not None:
             record |= self._evaluate(evaluate)
         train = self.experiment.train
@@ -188,6 +203,13 @@ class _Run:
             log.write(record)
         self.progress.update(record)
         self.last, self.clock = record, time.perf_counter()
+        norm = values.get("grad_norm", 0.0)
+        if not math.isfinite(loss) or not math.isfinite(norm):  # before a checkpoint of this state replaces a good one
+            raise RunError(
+                f"the loss is {loss} and the gradient norm {norm} at step {step}.",
+                at=str(self.folder),
+                hint="a lower optimizer.learning_rate, a longer warm-up, or clip; the last good checkpoint is kept",
+            )
 
     def _rate(self, step_time_s: float) -> dict[str, float | None]:
         """Tokens per second and MFU at a step time."""
@@ -302,29 +324,47 @@ def _compile(program: TrainProgram, experiment: Experiment) -> tuple[Any, float]
     return compiled, time.perf_counter() - began
 
 
-def _settle_experiment_file(experiment: Experiment, folder: Path) -> None:
-    """Writes the resolved experiment into the run folder, unless one of another model is there.
+def _check_experiment_file(experiment: Experiment, folder: Path) -> list[str]:
+    """What the run's own experiment file says differently, one sentence a key; none for a new run.
 
     Raises:
-        ConfigError: the folder's experiment has another model or optimizer dtype, so its state cannot be taken over.
+        ConfigError: the file cannot be read, or a key differs that the state or the order of the data depends on.
     """
-    path, text = folder / _EXPERIMENT_FILE, experiment.to_toml()
+    path = folder / _EXPERIMENT_FILE
+    if not path.exists():
+        return []
+    try:
+        saved = _flat(tomllib.loads(path.read_text()))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the experiment file of this run cannot be read: {error}.",
+            at=str(path),
+            hint="the file that the run began with, copied there; or another --out",
+        ) from None
+    wanted = _flat(tomllib.loads(experiment.to_toml()))
+    changed = [key for key in {**saved, **wanted} if saved.get(key) != wanted.get(key)]
+    for key in changed:
+        if key.startswith(_FIXED):
+            raise ConfigError(
+                f"this run has {key} = {saved.get(key)!r}, but the experiment now says {wanted.get(key)!r}.",
+                at=str(path),
+                hint="another --out, or the value that the run began with",
+            )
+    return [f"{key} was {saved.get(key)!r} in this run and is now {wanted.get(key)!r}" for key in changed]
+
+
+def _write_experiment_file(experiment: Experiment, folder: Path) -> None:
+    """Writes the resolved experiment into the run folder, as a whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        _check_same_state(tomllib.loads(path.read_text()), tomllib.loads(text), path)
     if jax.process_index() == 0:
-        path.write_text(text)
+        partial = folder / f"{_EXPERIMENT_FILE}.tmp"
+        partial.write_text(experiment.to_toml())
+        os.replace(partial, folder / _EXPERIMENT_FILE)
 
 
-def _check_same_state(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """Raises ConfigError where two experiment files ask for different arrays in the state."""
-    compared = {"model": sorted({*saved.get("model", {}), *wanted.get("model", {})}), "optimizer": ["dtype"]}
-    for table, keys in compared.items():
-        for key in keys:
-            was, now = (document.get(table, {}).get(key) for document in (saved, wanted))
-            if was != now:
-                raise ConfigError(
-                    f"this run has {table}.{key} = {was!r}, but the experiment now says {now!r}.",
-                    at=str(path),
-                    hint="another --out, or the model that the run began with",
-                )
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"train": {"seed": 0}}` as `{"train.seed": 0}`."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

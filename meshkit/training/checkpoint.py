@@ -90,7 +90,8 @@ class CheckpointStore:
     def restore_latest(self, abstract: TrainState) -> TrainState | None:
         """The newest state that is intact, on the shardings of `abstract`; None when there is no checkpoint.
 
-        A corrupt checkpoint is set aside (`120.corrupt`) with a warning, and the one before it is taken.
+        A corrupt checkpoint is passed over with a warning, and set aside (`120.corrupt`) once one before it is
+        restored. Where none is intact nothing is touched, and every further attempt is refused as well.
 
         Args:
             abstract: ShapeDtypeStructs with shardings; the mesh may differ from the one that saved.
@@ -99,16 +100,20 @@ class CheckpointStore:
             ConfigError: an array was saved with another shape or dtype: the model is not the same.
             TraceError: there are checkpoints, but none is intact.
         """
-        steps = self.steps()
+        steps, corrupt = self.steps(), []
         for step in steps:
             problem = self._problem(step)
             if problem is None:
-                return self._restore(step, abstract)
+                state = self._restore(step, abstract)
+                for broken in corrupt:
+                    self._set_aside(broken)
+                return state
             warnings.warn(f"checkpoint {step} is corrupt ({problem}); trying the one before it.", stacklevel=2)
-            self._set_aside(step)
-        if steps:
+            corrupt.append(step)
+        aside = len(list(self.folder.glob("*.corrupt"))) if self.folder.is_dir() else 0
+        if steps or aside:
             raise TraceError(
-                f"none of the {len(steps)} checkpoints is intact.",
+                f"none of the {len(steps) + aside} checkpoints is intact.",
                 at=str(self.folder),
                 hint="another --out to start over",
             )
@@ -177,8 +182,10 @@ def find_corruption(checkpoint: Path, *, contents: bool = True) -> str | None:
     """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+        if not files or not isinstance(manifest["arrays"], dict):
+            raise ValueError("it lists nothing")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"no readable manifest: {error}"
     for name, (size, digest) in files.items():
         path = checkpoint / name

@@ -31,7 +31,7 @@ class MetricsLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Adds one line. JSON has no NaN: a number that is not finite is written as null."""
-        self._file.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
+        self._file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
 
     def close(self) -> None:
         """Flushes to disk."""
@@ -41,16 +41,18 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete records of a metrics.jsonl; empty for no file."""
+    """The complete records of a metrics.jsonl; empty for no file. A line cut short by a crash is left out."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            break  # cut short by a crash; nothing after it can be whole
-        records.append(record)
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
     return records
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value, or None for a number that JSON cannot hold."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
