@@ -28,10 +28,10 @@ from meshkit.bench.rates import measure_rates
 from meshkit.bench.schema import BenchFit, BenchReport, BenchRow, BenchWarning, DevicesPart, RatesPart
 from meshkit.bench.views import render
 from meshkit.errors import ConfigError
-from meshkit.report.schema import ClusterPart, LinkName, MeshAxisPart
+from meshkit.report.schema import LinkName, MeshAxisPart
+from meshkit.report.summarize import cluster_part
 from meshkit.sharding import build_mesh
 from meshkit.spec import calibration
-from meshkit.spec.cluster import Cluster
 from meshkit.spec.experiment import Experiment
 from meshkit.spec.mesh import MeshAxis
 from meshkit.units import KIB, format_bytes, format_percent, format_seconds
@@ -213,7 +213,7 @@ class _Bench:
             self._warn("cpu", "virtual CPU devices share cores and memory: the numbers are of this machine under load.")
         return BenchReport(
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            cluster=_cluster_part(self.experiment.cluster),
+            cluster=cluster_part(self.experiment.cluster),
             mesh=tuple(_axis_part(axis) for axis in self.experiment.mesh.axes),
             devices=DevicesPart(
                 platform="cpu" if device.platform == "cpu" else "gpu",
@@ -283,19 +283,6 @@ def _link(axis: MeshAxis | None) -> LinkName | None:
     if axis is None:
         return None
     return "infiniband" if axis.number("infiniband") > 1 else "nvlink"
-
-
-def _cluster_part(cluster: Cluster) -> ClusterPart:
-    return ClusterPart(
-        gpu=cluster.gpu.key,
-        hosts=cluster.hosts,
-        gpus_per_host=cluster.gpus_per_host,
-        num_gpus=cluster.num_gpus,
-        nvlink_domain_size=cluster.nvlink_domain_size,
-        num_nvlink_domains=cluster.num_nvlink_domains,
-        scale_up=cluster.scale_up,
-        fabric=cluster.fabric,
-    )
 
 
 def _axis_part(axis: MeshAxis) -> MeshAxisPart:

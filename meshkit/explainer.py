@@ -8,11 +8,12 @@ from typing import Literal
 
 import jax
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from meshkit.planner import local_bytes, mesh_rows
+from meshkit.report.schema import Part
 from meshkit.sharding.constrain import Activation, record_activations
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
@@ -26,11 +27,7 @@ from meshkit.xla.program import lowering_for
 _SMALL_BYTES = 2**20
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
-
-class PlacedPart(_Part):
+class PlacedPart(Part):
     """One array: its dims, the mesh axes that cut them, and what one GPU holds."""
 
     path: str
@@ -44,14 +41,14 @@ class PlacedPart(_Part):
     bytes_per_gpu: int
 
 
-class Finding(_Part):
+class Finding(Part):
     """Something that is legal and probably not meant."""
 
     code: str
     message: str
 
 
-class Explanation(_Part):
+class Explanation(Part):
     """The object that `meshkit explain --json` prints."""
 
     schema_: Literal["meshkit.explain/1"] = Field(default="meshkit.explain/1", alias="schema")

@@ -9,27 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from meshkit.report.schema import ClusterPart, LinkName, MeshAxisPart
+from meshkit.report.schema import ClusterPart, LinkName, MeshAxisPart, Part
 from meshkit.spec.calibration import COLLECTIVES, Calibration, Fit, MeasuredOn, Rates
 
 SCHEMA = "meshkit.bench/1"
 BENCH_FILE = "bench.json"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="allow",
-        allow_inf_nan=False,
-        serialize_by_alias=True,
-        protected_namespaces=(),
-        json_schema_serialization_defaults_required=True,
-    )
-
-
-class DevicesPart(_Part):
+class DevicesPart(Part):
     """What it ran on, and with what."""
 
     platform: str
@@ -40,7 +29,7 @@ class DevicesPart(_Part):
     jaxlib: str
 
 
-class BenchRow(_Part):
+class BenchRow(Part):
     """One collective of one size over one axis; no axis for a copy on the device.
 
     `wrong` of `checked` elements differ from numpy's. `emulated` names the collective that stands in for one that XLA
@@ -69,7 +58,7 @@ class BenchRow(_Part):
     fitted_time_s: float | None = None
 
 
-class BenchFit(_Part):
+class BenchFit(Part):
     """Latency and bandwidth of one collective over groups of one shape, with the error against what was measured."""
 
     link: LinkName
@@ -86,7 +75,7 @@ class BenchFit(_Part):
     points: int
 
 
-class RatesPart(_Part):
+class RatesPart(Part):
     """Sustained rates of one device; see `spec.calibration.Rates`."""
 
     matmul_flops_per_s: dict[str, float] = {}
@@ -94,14 +83,14 @@ class RatesPart(_Part):
     memory_bytes_per_s: float | None = None
 
 
-class BenchWarning(_Part):
+class BenchWarning(Part):
     """What a reader should know before the numbers."""
 
     code: str
     message: str
 
 
-class BenchReport(_Part):
+class BenchReport(Part):
     """All of it; `residual_median` is over every fitted row."""
 
     schema_: Literal["meshkit.bench/1"] = Field(default=SCHEMA, alias="schema")

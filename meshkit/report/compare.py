@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from meshkit.errors import ConfigError
-from meshkit.report.schema import CommunicationPart, LinkName, OpPart, ProgramPart, Report, Source, StepPart
+from meshkit.report.schema import CommunicationPart, LinkName, OpPart, Part, ProgramPart, Report, Source, StepPart
 from meshkit.report.view import WORD, axes_text
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
@@ -47,17 +47,7 @@ _STEP = (
 _MEMORY = (("peak memory per GPU", "peak_bytes", format_bytes),)
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="allow",
-        allow_inf_nan=False,
-        serialize_by_alias=True,
-        json_schema_serialization_defaults_required=True,
-    )
-
-
-class Pair(_Part):
+class Pair(Part):
     """One quantity in both reports; `ratio` is b / a, None where either is unknown or a is zero."""
 
     a: float | None = None
@@ -65,14 +55,14 @@ class Pair(_Part):
     ratio: float | None = None
 
 
-class ComparedSide(_Part):
+class ComparedSide(Part):
     """Which report this side is."""
 
     source: Source
     program: ProgramPart
 
 
-class ComparedRow(_Part):
+class ComparedRow(Part):
     """Communication of one kind over the same axes and link, in both reports; one that has none has None."""
 
     axes: tuple[str, ...]
@@ -87,7 +77,7 @@ class ComparedRow(_Part):
     busy_s: Pair
 
 
-class ComparedOp(_Part):
+class ComparedOp(Part):
     """One collective instruction that is in both reports."""
 
     key: str
@@ -98,7 +88,7 @@ class ComparedOp(_Part):
     exposed_s: Pair
 
 
-class Comparison(_Part):
+class Comparison(Part):
     """Two reports; sorted so that what differs by the most seconds comes first.
 
     Attributes:

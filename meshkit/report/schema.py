@@ -19,8 +19,8 @@ Source = Literal["plan", "rehearse", "profile"]
 LinkName = Literal["nvlink", "infiniband"]
 
 
-class _Part(BaseModel):
-    """Frozen; unknown keys of a later version are kept, values that are not finite are refused."""
+class Part(BaseModel):
+    """A piece of any JSON output: frozen; unknown keys of a later version are kept, non-finite values refused."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -32,7 +32,7 @@ class _Part(BaseModel):
     )
 
 
-class ClusterPart(_Part):
+class ClusterPart(Part):
     """The machines."""
 
     gpu: str | None = None
@@ -45,7 +45,7 @@ class ClusterPart(_Part):
     fabric: str | None = None
 
 
-class MeshAxisPart(_Part):
+class MeshAxisPart(Part):
     """One mesh axis with its factors on each link, outermost axis first."""
 
     axis: str
@@ -54,7 +54,7 @@ class MeshAxisPart(_Part):
     infiniband: int | None = None
 
 
-class WindowPart(_Part):
+class WindowPart(Part):
     """What the means are taken over."""
 
     steps: int
@@ -64,7 +64,7 @@ class WindowPart(_Part):
     aggregation: Literal["mean"] = "mean"
 
 
-class StepPart(_Part):
+class StepPart(Part):
     """One step: `compute_s + exposed_s + other_s + idle_s == time_s`, `overlapped_s + exposed_s == communication_s`."""
 
     time_s: float | None = None
@@ -85,7 +85,7 @@ class StepPart(_Part):
     all_exposed_s: float | None = None
 
 
-class SpreadPart(_Part):
+class SpreadPart(Part):
     """How one quantity varies over the devices and steps of the window."""
 
     min: float | None = None
@@ -96,7 +96,7 @@ class SpreadPart(_Part):
     worst_step: int | None = None
 
 
-class SpreadsPart(_Part):
+class SpreadsPart(Part):
     """Spread of the step's main quantities; all None in a prediction."""
 
     time_s: SpreadPart = SpreadPart()
@@ -105,7 +105,7 @@ class SpreadsPart(_Part):
     idle_s: SpreadPart = SpreadPart()
 
 
-class OpPart(_Part):
+class OpPart(Part):
     """One collective instruction; `key` survives a recompile, `name` does not."""
 
     name: str
@@ -117,7 +117,7 @@ class OpPart(_Part):
     exposed_s: float | None = None
 
 
-class CommunicationPart(_Part):
+class CommunicationPart(Part):
     """Collectives of one kind over the same axes, link, dtype and shape of group; `axes == []` maps to no axis."""
 
     axes: tuple[str, ...]
@@ -145,7 +145,7 @@ class CommunicationPart(_Part):
     ops: tuple[OpPart, ...] = ()
 
 
-class MemoryPart(_Part):
+class MemoryPart(Part):
     """Memory of the fullest GPU, against what the client may take."""
 
     capacity_bytes: int | None = None
@@ -161,7 +161,7 @@ class MemoryPart(_Part):
     temporary_bytes: int | None = None
 
 
-class ProgramPart(_Part):
+class ProgramPart(Part):
     """Which compiled program this is about."""
 
     fingerprint: str | None = None
@@ -171,7 +171,7 @@ class ProgramPart(_Part):
     partitioner: str | None = None
 
 
-class CompilePart(_Part):
+class CompilePart(Part):
     """What compiling took."""
 
     lower_s: float | None = None
@@ -179,7 +179,7 @@ class CompilePart(_Part):
     cached: bool | None = None
 
 
-class TrainingPart(_Part):
+class TrainingPart(Part):
     """The whole training: how long, and what it costs."""
 
     steps: int | None = None
@@ -188,7 +188,7 @@ class TrainingPart(_Part):
     cost: float | None = None
 
 
-class Warning_(_Part):
+class Warning_(Part):
     """What a reader must know before believing a number; `seconds` of a step that it concerns, if known."""
 
     code: str
@@ -196,7 +196,7 @@ class Warning_(_Part):
     seconds: float | None = None
 
 
-class Report(_Part):
+class Report(Part):
     """The whole report; `Report.model_json_schema(mode="serialization")` is its JSON Schema."""
 
     schema_: Literal["meshkit.report/1"] = Field(default=SCHEMA, alias="schema")

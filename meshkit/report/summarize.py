@@ -96,7 +96,7 @@ def summarize(
     rows = communication_rows(timeline, sweeps, row_of, groups)
     report = Report(
         source=source,
-        cluster=_cluster_part(cluster, work),
+        cluster=cluster_part(cluster, work),
         mesh=_mesh_part(mesh, mesh_axes),
         window=WindowPart(
             steps=len({s.step for s in timeline.steps}),
@@ -165,7 +165,8 @@ def training_cost(
     return TrainingPart(steps=steps, hours=hours, gpu_hours=gpu_hours, cost=cost)
 
 
-def _cluster_part(cluster: Cluster | None, work: Work | None) -> ClusterPart:
+def cluster_part(cluster: Cluster | None, work: Work | None = None) -> ClusterPart:
+    """The cluster as a report has it; without a description only the number of GPUs."""
     if cluster is None:
         return ClusterPart(num_gpus=work.num_gpus if work else None)
     return ClusterPart(

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from meshkit.report.schema import Part
 
 SCHEMA = "meshkit.topo/1"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="allow",
-        allow_inf_nan=False,
-        serialize_by_alias=True,
-        json_schema_serialization_defaults_required=True,
-    )
-
-
-class PciePart(_Part):
+class PciePart(Part):
     """The slot of a device: what runs, and the most that device and slot can do; null = unknown."""
 
     generation: int | None = None
@@ -28,7 +20,7 @@ class PciePart(_Part):
     max_width: int | None = None
 
 
-class GpuPart(_Part):
+class GpuPart(Part):
     """A GPU."""
 
     id: str
@@ -47,7 +39,7 @@ class GpuPart(_Part):
     nearest_path: str | None
 
 
-class NicPart(_Part):
+class NicPart(Part):
     """A port of a network adapter."""
 
     id: str
@@ -62,7 +54,7 @@ class NicPart(_Part):
     pcie: PciePart
 
 
-class LinkPart(_Part):
+class LinkPart(Part):
     """How two devices reach each other, in the words of `nvidia-smi topo -m`."""
 
     a: str
@@ -70,7 +62,7 @@ class LinkPart(_Part):
     path: str
 
 
-class DomainPart(_Part):
+class DomainPart(Part):
     """GPUs that reach each other over NVLink."""
 
     identity: str
@@ -78,7 +70,7 @@ class DomainPart(_Part):
     spans_hosts: bool
 
 
-class RdmaPart(_Part):
+class RdmaPart(Part):
     """GPUDirect RDMA; null = unknown."""
 
     works: bool | None
@@ -87,7 +79,7 @@ class RdmaPart(_Part):
     acs_bridges: int | None
 
 
-class FindingPart(_Part):
+class FindingPart(Part):
     """Where the machine differs from the declared cluster."""
 
     code: str
@@ -95,7 +87,7 @@ class FindingPart(_Part):
     message: str
 
 
-class OtherPart(_Part):
+class OtherPart(Part):
     """A further machine in the same file."""
 
     source: str
@@ -103,7 +95,7 @@ class OtherPart(_Part):
     cluster: dict[str, Any] | None
 
 
-class TopoReport(_Part):
+class TopoReport(Part):
     """What `meshkit topo` says; `cluster` loads with `Cluster.load`, and is null where nothing can be loaded."""
 
     schema_: Literal["meshkit.topo/1"] = Field(default=SCHEMA, alias="schema")
