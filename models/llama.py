@@ -17,17 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshkit.sharding import constrain
-from models.layers import (
-    Projection,
-    RMSNorm,
-    causal_attention,
-    check_remat,
-    lookup,
-    parameter,
-    project,
-    recompute,
-    rotate,
-)
+from models.attention import causal_attention, rotate
+from models.embedding import lookup
+from models.layers import Projection, RMSNorm, parameter, project
+from models.remat import check_remat, recompute
 
 RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")
 
@@ -128,14 +121,24 @@ class Llama(nnx.Module):
         preset: a name in PRESETS.
         rngs: source of the initial weights.
         dtype: of activations and matmuls; parameters are fp32.
-        remat: what the backward pass recomputes, see `models.layers.recompute`.
+        remat: what the backward pass recomputes, see `models.remat.recompute`.
+        context: how attention works over a cut `act_length`, see `models.attention.causal_attention`.
         overrides: fields of LlamaConfig.
 
     Raises:
         ValueError: no such preset or field, or sizes that do not go together.
     """
 
-    def __init__(self, preset: str = "llama_debug", *, rngs: nnx.Rngs, dtype=jnp.bfloat16, remat="none", **overrides):
+    def __init__(
+        self,
+        preset: str = "llama_debug",
+        *,
+        rngs: nnx.Rngs,
+        dtype=jnp.bfloat16,
+        remat="none",
+        context="all_gather",
+        **overrides,
+    ):
         self.config = c = make_config(preset, **overrides)
         self.dtype, self.remat = jnp.dtype(dtype), check_remat(remat)
         table = jax.nn.initializers.normal(1.0 if not c.tied else 1 / math.sqrt(c.embed))

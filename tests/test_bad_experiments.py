@@ -68,7 +68,7 @@ MISTAKES = [
     ("absurd_integer", change("steps = 10", "steps = " + "9" * 9999), "out of range", "experiment.toml", "smaller"),
     ("negative", change("steps = 10", "steps = -1"), "must be greater than 0, not -1", ":20: train.steps = -1", "greater than 0"),
     ("fraction_above_one", change("steps = 10", "memory_fraction = 92"), "must be at most 1", ":20: train.memory_fraction = 92", "at most 1"),
-    ("unknown_precision", change("steps = 10", 'precision = "fp8"'), 'must be one of fp32, bf16; not "fp8"', ":20: train.precision", "bf16"),
+    ("unknown_precision", change("steps = 10", 'precision = "fp7"'), 'must be one of fp32, bf16, fp8; not "fp7"', ":20: train.precision", "fp8"),
     ("axis_too_large", change("tensor = 2", "tensor = 16"), "axis 'tensor' asks for 16 GPUs on NVLink, but an NVLink domain has 8", ":10: mesh.tensor = 16", "mesh.tensor = 8, or split it: mesh.tensor = { nvlink = 8, infiniband = 2 }"),
     ("too_many_domains", change("infiniband = 2", "infiniband = 3"), "asks for 3 NVLink domains, but the cluster has 2", ":8: mesh.data", "infiniband = 2"),
     ("sizes_do_not_multiply", change("fsdp = 4", "fsdp = 2"), "multiply to 4 (fsdp 2 x tensor 2), but an NVLink domain uses 8", ":7: [mesh]", "mesh.fsdp = 4"),

@@ -109,7 +109,7 @@ def test_toml_parses_and_whole_experiments_load(page, tmp_path):
         file.write_text(text, encoding="utf-8")
         if table.keys() >= WHOLE_EXPERIMENT:
             assert mk.load_experiment(file).mesh.size
-        elif not table.keys() & {"cluster", "model", "mesh", "rules", "train", "optimizer", "data", "profile", "xla"}:
+        elif not table.keys() & {"cluster", "model", "mesh", "rules", "train", "optimizer", "data", "profile", "xla", "lint"}:
             assert mk.Cluster.load(file).num_gpus
 
 
@@ -122,6 +122,9 @@ def test_toml_parses_and_whole_experiments_load(page, tmp_path):
         ("## `[checkpoint]`", tables.CheckpointTable),
         ("## `[profile]`", tables.ProfileTable),
         ("## `[rules]`", tables.RulesTable),
+        ("## `[local_sgd]`", tables.LocalSgdTable),
+        ("## `[compression]`", tables.CompressionTable),
+        ("## `[[lint.allow]]`", tables.AllowTable),
         ("## `cluster`", tables.ClusterTable),
     ],
 )

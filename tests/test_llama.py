@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.layers import causal_attention, lookup, project, rotate
+from models.attention import causal_attention, rotate
+from models.embedding import lookup
+from models.layers import project
 from models.llama import PRESETS, Llama
 
 PUBLISHED = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
@@ -19,7 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshkit.errors import ConfigError
 from meshkit.sharding.constrain import partition_spec, sharding_scope
 from meshkit.sharding.mesh import AnyMesh
-from meshkit.spec.rules import ShardingRules
+from meshkit.spec.rules import AutoRule, ShardingRules
+
+Names = tuple[str | None, ...] | None
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Placed:
         shape, dtype: global.
         logical_axes: a name or None per dim; None when the leaf carries no names.
         spec: mesh axes per dim.
-        rule: `override GLOB`, `logical`, or `none` (replicated for want of a rule).
+        rule: `override`, `logical`, `auto`, or `none` (replicated for want of a rule).
     """
 
     path: str
@@ -135,7 +138,7 @@ def _place(path: str, leaf: Any, mesh: AnyMesh, rules: ShardingRules, kind: str)
     if not hasattr(array, "shape"):
         return None
     names, shape = _names_of(leaf), tuple(array.shape)
-    spec, rule = _spec_of(path, names, shape, rules, kind)
+    spec, rule = _spec_of(path, names, array, mesh, rules, kind)
     for dim, (axes, size) in enumerate(zip(spec, shape)):
         pieces = math.prod(mesh.shape[a] for a in axes)
         if size % pieces:
@@ -148,7 +151,10 @@ def _place(path: str, leaf: Any, mesh: AnyMesh, rules: ShardingRules, kind: str)
     return Placed(path, shape, str(array.dtype), names, spec, rule)
 
 
-def _spec_of(path: str, names, shape, rules: ShardingRules, kind: str) -> tuple[tuple[tuple[str, ...], ...], str]:
+def _spec_of(
+    path: str, names: Names, array: Any, mesh: AnyMesh, rules: ShardingRules, kind: str
+) -> tuple[tuple[tuple[str, ...], ...], str]:
+    shape = tuple(array.shape)
     override = rules.override_for(path)
     if override is not None:
         if len(override) != len(shape):
@@ -158,7 +164,24 @@ def _spec_of(path: str, names, shape, rules: ShardingRules, kind: str) -> tuple[
             )
         return override, "override"
     if names is None:
-        return ((),) * len(shape), "none"
+        return _automatic(array, mesh, rules)
     if len(names) != len(shape):
         raise ConfigError(f"{path} has shape {shape} but carries {len(names)} dim names: {names}.")
     return rules.spec_for(names, kind=kind), "logical"
+
+
+def _automatic(array: Any, mesh: AnyMesh, rules: ShardingRules) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """The spec of an array without names: its largest dim that the automatic rule's axes divide is cut.
+
+    Of equal dims the last wins: it is the contiguous one, so each shard of a matrix stays one block of columns.
+    """
+    whole = ((),) * len(array.shape)
+    auto = rules.auto
+    if not isinstance(auto, AutoRule) or not auto.axes:
+        return whole, "none"
+    ways = math.prod(mesh.shape[a] for a in auto.axes)
+    fits = [dim for dim, size in enumerate(array.shape) if size and size % ways == 0]
+    if not fits or math.prod(array.shape) * jnp.dtype(array.dtype).itemsize < auto.min_bytes:
+        return whole, "auto"
+    largest = max(fits, key=lambda dim: (array.shape[dim], dim))
+    return tuple(auto.axes if dim == largest else () for dim in range(len(array.shape))), "auto"

@@ -21,87 +21,25 @@ from meshkit.spec.locate import split_key
 from meshkit.spec.mesh import MeshSpec
 from meshkit.spec.overrides import apply_overrides
 from meshkit.spec.paths import absolute_paths
-from meshkit.spec.problems import SpecError
+from meshkit.spec.problems import SpecError, did_you_mean
 from meshkit.spec.rules import ShardingRules, preset_rules
 from meshkit.spec.schema import experiment_json_schema
+from meshkit.spec.sections import (
+    Allowed,
+    CheckpointSpec,
+    CompressionSpec,
+    DataSpec,
+    LintSpec,
+    LocalSgdSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ProfileSpec,
+    TrainSpec,
+)
 from meshkit.spec.tables import ExperimentTable, RulesTable, TrainTable
 from meshkit.spec.validate import check_plain, validate
 
 __all__ = ["Experiment", "experiment_json_schema", "load"]
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """The model: `pkg.mod:Class`, the name of a preset, and what overrides it."""
-
-    class_path: str
-    preset: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TrainSpec:
-    """The training loop; see the table of the experiment file for what each key means."""
-
-    global_batch: int
-    sequence_length: int = 1
-    steps: int = 100
-    tokens_total: int | None = None
-    accumulate: int = 1
-    precision: str = "bf16"
-    reduce_precision: str = "fp32"
-    remat: str = "none"
-    memory_fraction: float = 0.92
-    loss: str | None = None
-    evaluate_every: int = 0
-    evaluate_batches: int = 4
-    seed: int = 0
-    log_every: int = 1
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """AdamW and its schedule; clip = 0 clips nothing."""
-
-    learning_rate: float = 3e-4
-    warmup_steps: int = 0
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    dtype: str = "fp32"
-    schedule: str = "cosine"
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-
-
-@dataclass(frozen=True)
-class DataSpec:
-    """Where examples come from: `python-stdlib`, an absolute path, or `pkg.mod:fn`."""
-
-    source: str = "python-stdlib"
-    seed: int = 0
-    validation_fraction: float = 0.05
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What is not the source."""
-        return {"seed": self.seed, "validation_fraction": self.validation_fraction}
-
-
-@dataclass(frozen=True)
-class CheckpointSpec:
-    """When checkpoints are written; every = 0 writes none."""
-
-    every: int = 0
-    keep: int = 2
-    verify: bool = True
-
-
-@dataclass(frozen=True)
-class ProfileSpec:
-    """The first and the last step that are captured; None captures none."""
-
-    steps: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,10 +52,13 @@ class Experiment:
     rules: ShardingRules
     model: ModelSpec
     train: TrainSpec
-    optimizer: OptimizerSpec = OptimizerSpec()
-    data: DataSpec = DataSpec()
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    profile: ProfileSpec = ProfileSpec()
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    data: DataSpec = field(default_factory=DataSpec)
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    profile: ProfileSpec = field(default_factory=ProfileSpec)
+    local_sgd: LocalSgdSpec = field(default_factory=LocalSgdSpec)
+    compression: CompressionSpec = field(default_factory=CompressionSpec)
+    lint: LintSpec = field(default_factory=LintSpec)
     xla: Mapping[str, Any] = field(default_factory=dict)
     path: Path | None = field(default=None, compare=False)
     document: Document | None = field(default=None, compare=False, repr=False)
@@ -147,6 +88,9 @@ class Experiment:
         """The tables of the resolved file."""
         model = {"class": self.model.class_path, "preset": self.model.preset, **self.model.options}
         sections = {key: _plain(getattr(self, key)) for key in ("train", "optimizer", "data", "checkpoint", "profile")}
+        sections |= {key: _plain(spec) for key in ("local_sgd", "compression") if (spec := getattr(self, key)).axis}
+        if self.lint.allow:
+            sections["lint"] = {"allow": [_plain(item) for item in self.lint.allow]}
         tables = {
             "name": self.name,
             "cluster": self.cluster.to_dict(),
@@ -198,10 +142,15 @@ def _build(document: Document, table: Mapping[str, Any]) -> Experiment:
         data=DataSpec(**checked.data.model_dump()),
         checkpoint=CheckpointSpec(**checked.checkpoint.model_dump()),
         profile=ProfileSpec(_step_range(checked.profile.steps, checked.train)),
+        local_sgd=LocalSgdSpec(**checked.local_sgd.model_dump()) if checked.local_sgd else LocalSgdSpec(),
+        compression=CompressionSpec(**checked.compression.model_dump()) if checked.compression else CompressionSpec(),
+        lint=LintSpec(tuple(Allowed(**item.model_dump()) for item in checked.lint.allow)),
         xla=_xla_options(checked.xla),
         path=document.path,
         document=document,
     )
+    _check_axis(experiment, "local_sgd")
+    _check_axis(experiment, "compression")
     _check_division(experiment, "act_batch", "global_batch")
     _check_division(experiment, "act_length", "sequence_length")
     _check_division(experiment, "act_residual_length", "sequence_length")
@@ -210,13 +159,15 @@ def _build(document: Document, table: Mapping[str, Any]) -> Experiment:
 
 def _build_rules(table: RulesTable, mesh: MeshSpec, document: Document) -> ShardingRules:
     preset = preset_rules(table.preset, mesh.axis_names) if table.preset is not None else {}
+    logical = preset.get("logical", {})
     rules = ShardingRules(
-        {**preset, **table.logical},
+        {**logical, **table.logical},
         overrides=[(override.path, override.spec) for override in table.override],
-        compute=table.compute,
-        gradients=table.gradients,
-        optimizer=table.optimizer,
-        from_preset=frozenset(preset) - frozenset(table.logical),
+        compute={**preset.get("compute", {}), **table.compute},
+        gradients={**preset.get("gradients", {}), **table.gradients},
+        optimizer={**preset.get("optimizer", {}), **table.optimizer},
+        auto=table.auto.model_dump() if table.auto else None,
+        from_preset=frozenset(logical) - frozenset(table.logical),
         where=document.where,
     )
     rules.check(mesh.axis_names)
@@ -250,6 +201,20 @@ def _xla_options(table: Mapping[str, Any]) -> dict[str, Any]:
                 hint="one plain value",
             )
     return dict(table)
+
+
+def _check_axis(experiment: Experiment, section: str) -> None:
+    """The axis that replicas meet over must be one of the mesh that cuts the batch."""
+    axis = getattr(experiment, section).axis
+    known = experiment.mesh.axis_names
+    if axis is not None and axis not in known:
+        hint = did_you_mean(axis, known)
+        message = f"{section}.axis names mesh axis '{axis}', but the mesh has {', '.join(known)}."
+        raise SpecError(message, key=(section, "axis"), value=axis, hint=hint)
+    batch = experiment.rules.mapping("activations").get("act_batch", ())
+    if axis is not None and axis not in batch:
+        message = f"{section}.axis = '{axis}' does not cut the batch (act_batch: {', '.join(batch) or 'replicated'})."
+        raise SpecError(message, key=(section, "axis"), value=axis, hint="an axis of act_batch")
 
 
 def _check_division(experiment: Experiment, logical: str, key: str) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshkit.spec.presets import PRESETS
 from meshkit.spec.problems import SpecError, did_you_mean, kind
 
 Axes = tuple[str, ...]
@@ -19,25 +20,19 @@ Spec = tuple[Axes, ...]
 
 KINDS = ("parameters", "activations", "compute", "gradients", "optimizer")
 _REPLICATED = "replicated"
-_BATCH = ("data", "fsdp")
-_TENSOR = dict.fromkeys(
-    ("heads", "kv_heads", "mlp", "vocab", "act_heads", "act_kv_heads", "act_mlp", "act_vocab"), "tensor"
-)
 
-# Each preset is rules over the axis names that the shipped configs use; the mesh need not have all of them.
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "data": {"act_batch": "data"},
-    "fsdp": {"act_batch": _BATCH, "embed": "fsdp"},
-    "hsdp": {"act_batch": _BATCH, "embed": "fsdp"},
-    "tensor": {"act_batch": "data", **_TENSOR},
-    "fsdp_tensor": {"act_batch": _BATCH, "embed": "fsdp", **_TENSOR},
-    "fsdp_tensor_sequence": {
-        "act_batch": _BATCH,
-        "embed": "fsdp",
-        **_TENSOR,
-        "act_residual_length": "tensor",
-    },
-}
+
+@dataclass(frozen=True)
+class AutoRule:
+    """A rule for arrays without dim names: their largest dim that the axes divide is cut.
+
+    Attributes:
+        axes: mesh axes.
+        min_bytes: arrays smaller than this, globally, stay whole.
+    """
+
+    axes: Axes
+    min_bytes: int = 2**20
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,11 @@ class ShardingRules:
     Attributes:
         logical: logical axis -> mesh axis, list of mesh axes, or None (replicated); the first axis is the outermost.
         overrides: (path pattern, one entry per dim); `**` is any depth, `*` one segment; the first match wins.
-        compute, gradients, optimizer: rules that override `logical` for that state.
+        compute, optimizer: rules that override `logical` for the weights as the model computes with them, and for
+            optimizer state.
+        gradients: rules that override `logical` for the accumulators of gradients over micro-batches. An axis of
+            `act_batch` that is named here reduces every micro-batch; one that is not, once a step.
+        auto: a rule for arrays without names that no override matches, as AutoRule or `{axis, min_bytes}`.
         from_preset: logical axes whose rule a preset gave, not the user.
         where: says where a rule was written, for errors.
     """
@@ -57,6 +56,7 @@ class ShardingRules:
     compute: Mapping[str, Any] | None = field(default=None, kw_only=True)
     gradients: Mapping[str, Any] | None = field(default=None, kw_only=True)
     optimizer: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    auto: AutoRule | Mapping[str, Any] | None = field(default=None, kw_only=True)
     from_preset: frozenset[str] = field(default=frozenset(), kw_only=True, compare=False, repr=False)
     where: Callable[[Sequence[str]], str] | None = field(default=None, kw_only=True, compare=False, repr=False)
 
@@ -69,6 +69,9 @@ class ShardingRules:
             object.__setattr__(self, name, rules)
         parsed = tuple(_parse_override(index, *item) for index, item in enumerate(self.overrides))
         object.__setattr__(self, "overrides", parsed)
+        if isinstance(self.auto, Mapping):
+            axes = _axes(("rules", "auto", "axis"), self.auto["axis"])
+            object.__setattr__(self, "auto", AutoRule(axes, self.auto.get("min_bytes", AutoRule.min_bytes)))
 
     @classmethod
     def preset(cls, name: str, mesh_axes: Iterable[str] | None = None) -> ShardingRules:
@@ -78,7 +81,8 @@ class ShardingRules:
             ConfigError: there is no such preset.
         """
         rules = preset_rules(name, mesh_axes)
-        return cls(rules, from_preset=frozenset(rules))
+        logical = rules.pop("logical")
+        return cls(logical, **rules, from_preset=frozenset(logical))  # pyright: ignore[reportArgumentType]
 
     @property
     def explicit(self) -> frozenset[str]:
@@ -109,7 +113,7 @@ class ShardingRules:
     def override_for(self, path: str) -> Spec | None:
         """Mesh axes for each dim of the parameter at `path`, `layers/mlp/up/kernel`; None without an override."""
         for pattern, spec in self.overrides:
-            if _pattern(pattern).fullmatch(path):
+            if path_pattern(pattern).fullmatch(path):
                 return spec  # pyright: ignore[reportReturnType]  # __post_init__ normalised it
         return None
 
@@ -131,6 +135,26 @@ class ShardingRules:
                         at=self.where(key) if self.where else None,
                     )
 
+    def without(self, axes: Iterable[str]) -> ShardingRules:
+        """The rules as they are where these mesh axes cut nothing."""
+        gone = set(axes)
+
+        def strip(table: Any) -> dict[str, Axes]:
+            return {logical: tuple(a for a in axes if a not in gone) for logical, axes in table.items()}
+
+        auto = self.auto
+        if isinstance(auto, AutoRule):
+            auto = replace(auto, axes=tuple(a for a in auto.axes if a not in gone))
+        return replace(
+            self,
+            logical=strip(self.logical),
+            compute=strip(self.compute),
+            gradients=strip(self.gradients),
+            optimizer=strip(self.optimizer),
+            overrides=[(p, [[a for a in axes if a not in gone] for axes in spec]) for p, spec in self.overrides],
+            auto=auto,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The `[rules]` table that says the same, without a preset."""
         states = ("logical", "compute", "gradients", "optimizer")
@@ -138,6 +162,8 @@ class ShardingRules:
             name: {logical: _plain(axes) for logical, axes in getattr(self, name).items()} for name in states
         }
         table["override"] = [{"path": path, "spec": [_plain(axes) for axes in spec]} for path, spec in self.overrides]
+        if isinstance(self.auto, AutoRule):
+            table["auto"] = {"axis": _plain(self.auto.axes), "min_bytes": self.auto.min_bytes}
         return {name: value for name, value in table.items() if value}
 
     def _all_axes(self) -> Iterable[tuple[tuple[str, ...], Axes]]:
@@ -146,6 +172,8 @@ class ShardingRules:
                 yield ("rules", name, logical), axes
         for index, (_, spec) in enumerate(self.overrides):
             yield ("rules", "override", str(index), "spec"), tuple(axis for axes in spec for axis in axes)
+        if isinstance(self.auto, AutoRule):
+            yield ("rules", "auto", "axis"), self.auto.axes
 
     def _used_twice(
         self, axis: str, first: int, second: int, logical_axes: Sequence[str | None], kind: str
@@ -164,8 +192,8 @@ class ShardingRules:
         )
 
 
-def preset_rules(name: str, mesh_axes: Iterable[str] | None = None) -> dict[str, Axes]:
-    """The logical rules of a preset, without the axes that the mesh does not have.
+def preset_rules(name: str, mesh_axes: Iterable[str] | None = None) -> dict[str, dict[str, Axes]]:
+    """The tables of a preset (logical, compute, gradients, optimizer), without the axes that the mesh does not have.
 
     Raises:
         ConfigError: there is no such preset.
@@ -178,11 +206,15 @@ def preset_rules(name: str, mesh_axes: Iterable[str] | None = None) -> dict[str,
             hint=did_you_mean(name, PRESETS),
         )
     present = None if mesh_axes is None else set(mesh_axes)
-    rules = {logical: _axes(("rules", "preset"), axes) for logical, axes in PRESETS[name].items()}
-    if present is None:
-        return rules
-    kept = {logical: tuple(axis for axis in axes if axis in present) for logical, axes in rules.items()}
-    return {logical: axes for logical, axes in kept.items() if axes}
+    tables: dict[str, dict[str, Axes]] = {}
+    for table in ("logical", "compute", "gradients", "optimizer"):
+        tables[table] = {}
+        for logical, value in PRESETS[name].get(table, {}).items():
+            axes = _axes(("rules", "preset"), value)
+            kept = tuple(axis for axis in axes if present is None or axis in present)
+            if kept or not axes:  # a row that says "replicated" stays, since it overrides
+                tables[table][logical] = kept
+    return tables
 
 
 def _axes(key: tuple[str, ...], value: Any) -> Axes:
@@ -249,7 +281,7 @@ def _plain(axes: Axes) -> Any:
 
 
 @functools.cache
-def _pattern(glob: str) -> re.Pattern[str]:
+def path_pattern(glob: str) -> re.Pattern[str]:
     """A path pattern as a regular expression: `**` any segments (also none), `*` within a segment."""
     parts = re.split(r"(\*\*/|/\*\*$|\*\*|\*)", glob)
     meaning = {"**/": r"(?:.*/)?", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*"}

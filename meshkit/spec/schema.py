@@ -6,7 +6,7 @@ from typing import Any
 
 from meshkit.spec import catalog
 from meshkit.spec.cluster import shipped_clusters
-from meshkit.spec.rules import PRESETS
+from meshkit.spec.presets import PRESETS
 from meshkit.spec.tables import ClusterTable, ExperimentTable
 
 

@@ -97,11 +97,23 @@ class RulesTable(Table):
     compute: dict[str, RuleValue] = Field(
         default={}, description="overrides logical for the weights as the model computes with them"
     )
-    gradients: dict[str, RuleValue] = Field(default={}, description="overrides logical for gradients")
+    gradients: dict[str, RuleValue] = Field(
+        default={},
+        description="overrides logical for accumulators of gradients; an axis of act_batch named here is reduced over "
+        "every micro-batch, another one once a step",
+    )
     optimizer: dict[str, RuleValue] = Field(default={}, description="overrides logical for optimizer state")
     override: list[OverrideTable] = Field(
         default=[], description="rules by parameter path; the first match wins over logical axes"
     )
+    auto: AutoTable | None = Field(default=None, description="a rule for parameters without dim names")
+
+
+class AutoTable(Table):
+    """A rule for parameters without dim names: the largest dim that the axes divide is cut, small arrays stay whole."""
+
+    axis: RuleValue = Field(description="a mesh axis, or a list of them")
+    min_bytes: Natural = Field(default=2**20, description="smaller arrays stay whole; bytes of the global array")
 
 
 class ModelTable(Table):
@@ -122,9 +134,10 @@ class TrainTable(Table):
         default=None, description="of the whole training, for its time and cost"
     )
     accumulate: Count = Field(default=1, description="micro-batches of a step")
-    precision: Literal["fp32", "bf16"] = Field(
+    precision: Literal["fp32", "bf16", "fp8"] = Field(
         default="bf16",
-        description="of compute; parameters and optimizer state stay fp32 unless [optimizer] says otherwise",
+        description="of compute (fp8: of linear layers, the rest bf16); parameters and optimizer state stay fp32 "
+        "unless [optimizer] says otherwise",
     )
     reduce_precision: Literal["fp32", "bf16"] = Field(default="fp32", description="of gradient reductions")
     remat: Name = Field(default="none", description="none, full, or a policy: what the backward pass recomputes")
@@ -136,6 +149,9 @@ class TrainTable(Table):
     evaluate_batches: Count = Field(default=4, description="of an evaluation")
     seed: Natural = Field(default=0, description="of initialization and dropout")
     log_every: Count = Field(default=1, description="steps")
+    replica_check_every: Natural = Field(
+        default=0, description="steps between comparisons of what replicas must have alike; 0 = never"
+    )
 
 
 class OptimizerTable(Table):
@@ -146,6 +162,7 @@ class OptimizerTable(Table):
     weight_decay: NonNegative = Field(default=0.1, description="of AdamW")
     clip: NonNegative = Field(default=1.0, description="largest global gradient norm; 0 = no clipping")
     dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="of the first moment; the second stays fp32")
+    memory: Literal["device", "host"] = Field(default="device", description="where its state lives between steps")
     schedule: Literal["constant", "cosine", "linear"] = Field(default="cosine", description="after the warm-up")
     b1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="decay of the first moment")
     b2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="decay of the second moment")
@@ -170,6 +187,9 @@ class CheckpointTable(Table):
     every: Natural = Field(default=0, description="steps; 0 = none")
     keep: Count = Field(default=2, description="how many of the latest")
     verify: bool = Field(default=True, description="check sizes and hashes on restore")
+    initial: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="a folder of safetensors, in Hugging Face's layout, that a new run starts from"
+    )
 
 
 class ProfileTable(Table):
@@ -178,6 +198,43 @@ class ProfileTable(Table):
     steps: Annotated[list[Natural], Field(min_length=2, max_length=2)] | None = Field(
         default=None, description="first and last step that are captured"
     )
+
+
+class LocalSgdTable(Table):
+    """Local SGD (DiLoCo): replicas step on their own and meet every few steps through an outer optimizer."""
+
+    axis: Name = Field(description="the mesh axis whose replicas step on their own")
+    every: Count = Field(default=1, description="steps between two meetings")
+    learning_rate: Positive = Field(default=0.7, description="of the outer optimizer")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="of the outer optimizer")
+    nesterov: bool = Field(default=True, description="Nesterov's form of that momentum")
+    staleness: Literal[0, 1] = Field(
+        default=0, description="1: the outer update of the previous round is applied, so that it hides under a round"
+    )
+
+
+class CompressionTable(Table):
+    """Gradients travel over one axis in fewer bits."""
+
+    axis: Name = Field(description="the mesh axis over which gradients are reduced compressed")
+    dtype: Literal["bf16", "fp8", "int8"] = Field(default="bf16", description="on the wire")
+    error_feedback: bool = Field(default=True, description="whether what rounding lost is added to the next step")
+
+
+class AllowTable(Table):
+    """A finding that is meant."""
+
+    code: Name = Field(description="of the finding")
+    path: Annotated[str, Field(min_length=1)] = Field(
+        default="**", description="of what it is about; ** is any depth, * one segment"
+    )
+    reason: Annotated[str, Field(min_length=1)] = Field(description="why it is meant")
+
+
+class LintTable(Table):
+    """What the lint shall not report."""
+
+    allow: list[AllowTable] = Field(default=[], description="findings that are meant")
 
 
 class ExperimentTable(Table):
@@ -195,4 +252,7 @@ class ExperimentTable(Table):
     data: DataTable = Field(default=DataTable(), description="where examples come from")
     checkpoint: CheckpointTable = Field(default=CheckpointTable(), description="when checkpoints are written")
     profile: ProfileTable = Field(default=ProfileTable(), description="which steps are captured")
+    local_sgd: LocalSgdTable | None = Field(default=None, description="replicas that step on their own")
+    compression: CompressionTable | None = Field(default=None, description="gradients in fewer bits over one axis")
+    lint: LintTable = Field(default=LintTable(), description="what the lint shall not report")
     xla: dict[str, Option] = Field(default={}, description="options of the compiler, by their names")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from meshkit.spec.cluster import Cluster, shipped_clusters
 from meshkit.spec.emit import inline, string_text
-from meshkit.spec.rules import PRESETS, ShardingRules
+from meshkit.spec.presets import PRESETS
+from meshkit.spec.rules import ShardingRules
 
 _TEXT = """\
 # {title}

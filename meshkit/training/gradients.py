@@ -1,16 +1,18 @@
 """Sums of loss and gradients over micro-batches, and what of them is reduced when. Layer 4.
 
-The partitioner reduces a gradient over the mesh as soon as a micro-batch has produced it. For axes that shard the
-gradient (FSDP) that is what one wants: the unreduced gradient of a large model fits in no GPU. For axes over which the
-gradient is replicated (plain data parallelism) it is waste: the same buffer could collect all micro-batches first. So
-those *deferred* axes become a dim of their own: `vmap` over the replicas, with `spmd_axis_name` to keep each replica on
-its GPUs. Gradients then carry a leading replica dim, nothing is reduced inside the loop, and one reduction follows it.
+The partitioner reduces a gradient over the mesh as soon as a micro-batch has produced it, and gathers the weights that
+FSDP cuts again for each. With several micro-batches that is waste: one buffer can collect all of them first. So the
+*deferred* axes, those over which gradients are to be reduced once a step, become a dim of their own: `vmap` over the
+replicas, with `spmd_axis_name` to keep each replica on its GPUs. Gradients then carry a leading replica dim, nothing is
+reduced or gathered inside the loop, and one reduction follows it. The price is memory: whole weights (in the compute
+dtype) and whole gradients on every GPU. `[rules.gradients]` that cut the accumulators over an axis ask for the other
+form: reduced with every micro-batch, 1/N of the memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +21,16 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.sharding.mesh import AnyMesh
+from meshkit.spec.rules import ShardingRules
 
 
 @jax.tree_util.register_dataclass
 @dataclass
 class Sums:
-    """What micro-batches add up: all sums but `metrics`, which the caller divides by their number."""
+    """What micro-batches add up: all sums but `metrics`, which the caller divides by their number.
+
+    Out of `sum_over_micro_batches` the gradients carry a leading replica dim if any axis is deferred.
+    """
 
     loss_sum: Any
     weight: Any
@@ -66,13 +72,17 @@ class MicroBatches:
         return {name: one(x) for name, x in batch.items()}
 
 
-def deferred_axes(batch_axes: tuple[str, ...], gradient_shardings: Any, mesh: AnyMesh) -> tuple[str, ...]:
-    """The batch axes that shard no gradient, outermost first."""
-    sharding: set[str] = set()
-    for leaf in jax.tree.leaves(gradient_shardings):
-        for axes in leaf.spec:
-            sharding.update((axes,) if isinstance(axes, str) else axes or ())
-    return tuple(a for a in batch_axes if a not in sharding and mesh.shape[a] > 1)
+def deferred_axes(rules: ShardingRules, mesh: AnyMesh) -> tuple[str, ...]:
+    """The axes over which gradients of several micro-batches are reduced once a step, outermost first.
+
+    They cut the batch and no other activation (the experts' axis does: its weights are not gathered), and
+    `[rules.gradients]` does not cut the accumulators over them.
+    """
+    (batch,) = rules.spec_for(("act_batch",), kind="activations")
+    activations = {a for name, axes in rules.logical.items() if name.startswith("act_") and name != "act_batch"
+                   for a in axes}  # fmt: skip
+    cut = {a for axes in (rules.gradients or {}).values() for a in axes}
+    return tuple(a for a in batch if mesh.shape[a] > 1 and a not in activations | cut)
 
 
 def sum_over_micro_batches(
@@ -81,8 +91,6 @@ def sum_over_micro_batches(
     batch: Mapping[str, jax.Array],
     variables: Any,
     rng: jax.Array,
-    *,
-    reduce_dtype: Any,
 ) -> tuple[Sums, Any]:
     """Sums of a whole batch, and the model's variables after it.
 
@@ -92,9 +100,8 @@ def sum_over_micro_batches(
         batch: the global batch.
         variables: the model's non-parameter state, handed from each micro-batch to the next.
         rng: key; each micro-batch and replica gets its own.
-        reduce_dtype: in which the deferred reduction sums.
     """
-    if micro.count == 1:
+    if micro.count == 1 and not micro.deferred:
         return loss_and_gradients(variables, batch, rng)
     keys = jax.random.split(rng, (micro.count, micro.replicas))
     replicated = jax.vmap(loss_and_gradients, in_axes=(None, 0, 0), spmd_axis_name=micro.deferred or None)
@@ -102,9 +109,9 @@ def sum_over_micro_batches(
 
     def one(variables, piece, key):
         if micro.deferred:
-            return replicated(variables, piece, key)
-        sums, variables = loss_and_gradients(variables, jax.tree.map(lambda x: x[0], piece), key[0])
-        return jax.tree.map(lambda x: x[None], sums), variables
+            sums, _ = replicated(variables, piece, key)
+            return sums, variables
+        return loss_and_gradients(variables, jax.tree.map(lambda x: x[0], piece), key[0])
 
     def body(carry, inputs):
         total, variables = carry
@@ -114,11 +121,58 @@ def sum_over_micro_batches(
     first = jax.eval_shape(lambda: one(variables, jax.tree.map(lambda x: x[0], pieces), keys[0])[0])
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
     (total, variables), _ = jax.lax.scan(body, (zeros, variables), (pieces, keys))
-    return jax.tree.map(lambda x: _sum_replicas(x, reduce_dtype), total), variables
+    if micro.deferred:
+        loss_sum, weight, metrics = (_sum_first(x) for x in (total.loss_sum, total.weight, total.metrics))
+        total = Sums(loss_sum, weight, metrics, total.gradients)
+    return total, variables
 
 
-def _sum_replicas(x: jax.Array, dtype: Any) -> jax.Array:
-    """Sum over the leading replica dim; lax.reduce, since jnp.sum would widen bf16 before it goes on the wire."""
-    narrow = dtype if x.ndim > 1 else x.dtype
-    x = x.astype(narrow)
-    return jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, (0,))
+def reduce_replicas(gradients: Any, micro: MicroBatches, accumulators: Any, reduced: Any, dtype: Any) -> Any:
+    """Gradients [replicas, ...] summed over the deferred axes, fast axes first, and laid out as the optimizer wants.
+
+    A dim that the optimizer cuts over deferred axes is reduce-scattered over them; the rest is all-reduced.
+
+    Args:
+        accumulators: NamedShardings of the gradients without the replica dim.
+        reduced: NamedShardings wanted.
+        dtype: on the wire, and of the sum.
+    """
+
+    def one(x, accumulator, wanted):
+        kept = _spec(accumulator.spec, x.ndim - 1)
+        scattered = [tuple(a for a in axes if a in micro.deferred) for axes in _spec(wanted.spec, x.ndim - 1)]
+        whole = tuple(a for a in micro.deferred if not any(a in axes for axes in scattered))
+        out = PartitionSpec(*((*before, *after) or None for before, after in zip(kept, scattered)))
+
+        def local(x):
+            x = x[0].astype(dtype)
+            for dim, axes in enumerate(scattered):
+                if axes:
+                    x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+            return jax.lax.psum(x, whole) if whole else x
+
+        spec = PartitionSpec(micro.deferred, *(axes or None for axes in kept))
+        x = jax.shard_map(local, mesh=micro.mesh, in_specs=spec, out_specs=out, check_vma=False)(x)
+        return jax.lax.with_sharding_constraint(x, wanted)  # moves data only where a deferred axis was not innermost
+
+    return jax.tree.map(one, gradients, accumulators, reduced)
+
+
+def _sum_first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)
+
+
+def strip_axes(shardings: Any, axes: Sequence[str]) -> Any:
+    """NamedShardings in which these mesh axes cut nothing."""
+
+    def one(sharding):
+        kept = [tuple(a for a in dim if a not in axes) for dim in _spec(sharding.spec, len(sharding.spec))]
+        return NamedSharding(sharding.mesh, PartitionSpec(*(dim or None for dim in kept)))
+
+    return jax.tree.map(one, shardings)
+
+
+def _spec(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
+    """A PartitionSpec as one tuple of axes per dim."""
+    dims = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
+    return dims + [()] * (rank - len(dims))

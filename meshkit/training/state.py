@@ -31,7 +31,7 @@ from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.experiment import Experiment
 from meshkit.spec.rules import ShardingRules
 
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16}  # of activations
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _LONGEST_MESSAGE = 300
@@ -150,8 +150,8 @@ def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None 
 def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
     """The experiment's model: `cls(preset=..., rngs=..., **options)`.
 
-    A class whose signature has `dtype` or `remat` is given the `[train]` precision and remat policy, unless the options
-    say otherwise.
+    A class whose signature has `dtype`, `fp8` or `remat` is given the `[train]` precision and remat policy, unless the
+    options say otherwise.
 
     Raises:
         ConfigError: the class is missing, is no model, does not take an option, or raises.
@@ -163,6 +163,11 @@ def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
         options["preset"] = experiment.model.preset
     if "dtype" in accepted:
         options.setdefault("dtype", DTYPES[experiment.train.precision])
+    if experiment.train.precision == "fp8":
+        if "fp8" not in accepted:
+            message = f"{name} takes no `fp8` argument, so its linear layers cannot compute in fp8."
+            raise experiment.error("train.precision", message, hint='precision = "bf16"')
+        options.setdefault("fp8", True)
     if "remat" in accepted:
         options.setdefault("remat", experiment.train.remat)
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
@@ -205,11 +210,14 @@ class Layout:
     """NamedShardings of everything a step touches; each a nested dict shaped like the parameters, save `opt_state`.
 
     Attributes:
+        gradients: of the accumulators over micro-batches.
+        reduced: of the gradients that the optimizer gets: cut as its state is.
         compute: of the weights as the model sees them, or None where `[rules.compute]` changes nothing.
     """
 
     params: Any
     gradients: Any
+    reduced: Any
     compute: Any | None
     opt_state: Any
     variables: Any
@@ -232,6 +240,7 @@ def lay_out(model: ModelDescription, optimizer: optax.GradientTransformation, me
     return Layout(
         params=params,
         gradients=place("gradients"),
+        reduced=moments,
         compute=None if same else compute,
         opt_state=opt_state,
         variables=nnx.to_pure_dict(shardings(model.variables, mesh, rules)),

@@ -4,8 +4,10 @@ Data, fully sharded and tensor parallelism are nothing but the shardings that th
 constraints inside the model. Building a step touches no device: a described mesh does as well as an attached one.
 
     weights   = params, cast and laid out for compute          [rules.compute]
-    gradients = d(loss_sum)/d(weights), micro-batch by micro-batch, laid out by [rules.gradients]
+    gradients = d(loss_sum)/d(weights), micro-batch by micro-batch, accumulated as [rules.gradients] lay them out
     params, opt_state = optimizer(gradients / weight)          [rules.optimizer]
+
+Weights are gathered and gradients reduced once a step over the axes that `deferred_axes` names; see gradients.py.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from meshkit.spec.experiment import Experiment
 from meshkit.spec.rules import ShardingRules
 from meshkit.training.data import abstract_batch
 from meshkit.training.flops import count_model_flops
-from meshkit.training.gradients import MicroBatches, Sums, deferred_axes, sum_over_micro_batches
+from meshkit.training.gradients import (
+    MicroBatches,
+    Sums,
+    deferred_axes,
+    reduce_replicas,
+    strip_axes,
+    sum_over_micro_batches,
+)
 from meshkit.training.loss import Loss, find_loss
 from meshkit.training.optimizer import make_optimizer, make_schedule
 from meshkit.training.state import (
@@ -76,11 +85,16 @@ class TrainProgram:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What the traced functions close over; no arrays."""
+    """What the traced functions close over; no arrays.
+
+    Attributes:
+        inside: the rules as one replica of the deferred axes sees them.
+    """
 
     experiment: Experiment
     mesh: AnyMesh
     rules: ShardingRules
+    inside: ShardingRules
     model: ModelDescription
     loss: Loss
     optimizer: optax.GradientTransformation
@@ -142,9 +156,16 @@ def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -
     count = experiment.train.accumulate
     # A model with state of its own (batch statistics) must see its micro-batches one after the other.
     separable = count > 1 and not jax.tree.leaves(layout.variables)
-    deferred = deferred_axes(batch_axes, layout.gradients, mesh) if separable else ()
+    deferred = deferred_axes(rules, mesh) if separable else ()
+    if deferred:
+        compute = layout.params if layout.compute is None else layout.compute
+        compute = strip_axes(compute, deferred)
+        if compute == layout.params:
+            compute = None
+        layout = dataclasses.replace(layout, compute=compute, gradients=strip_axes(layout.gradients, deferred))
     micro = MicroBatches(count, mesh, batch_axes, deferred)
-    return _Parts(experiment, mesh, rules, model, find_loss(experiment), optimizer, layout, micro)
+    inside = rules.without(deferred) if deferred else rules
+    return _Parts(experiment, mesh, rules, inside, model, find_loss(experiment), optimizer, layout, micro)
 
 
 def _train_step(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, dict]:
@@ -172,10 +193,13 @@ def _mean_gradients(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Ar
         batch,
         state.variables,
         split_rng(state),
-        reduce_dtype=DTYPES[parts.experiment.train.reduce_precision],
     )
-    gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, sums.gradients)
-    gradients = jax.lax.with_sharding_constraint(gradients, parts.layout.gradients)
+    gradients, reduced = sums.gradients, parts.layout.reduced
+    if parts.micro.deferred:
+        dtype = DTYPES[parts.experiment.train.reduce_precision]
+        gradients = reduce_replicas(gradients, parts.micro, parts.layout.gradients, reduced, dtype)
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, gradients)
+    gradients = jax.lax.with_sharding_constraint(gradients, reduced)
     pieces = parts.micro.count * parts.micro.replicas
     sums = dataclasses.replace(sums, metrics=jax.tree.map(lambda m: m / pieces, sums.metrics))
     return sums, gradients, variables
@@ -197,11 +221,10 @@ def _evaluate(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) 
 
 
 def _loss_and_gradients(parts: _Parts, weights: Any, variables: Any, batch: Any, rng: jax.Array) -> tuple[Sums, Any]:
-    """Sums of one micro-batch, gradients laid out by `[rules.gradients]` and fp32."""
-    rules = _without_batch_axes(parts.rules, parts.micro.deferred)
+    """Sums of one micro-batch, gradients laid out as the accumulators are, and fp32."""
 
     def forward(weights):
-        return _forward(parts, rules, weights, variables, batch, rng)
+        return _forward(parts, parts.inside, weights, variables, batch, rng)
 
     (loss_sum, (weight, metrics, variables)), gradients = jax.value_and_grad(forward, has_aux=True)(weights)
     gradients = jax.lax.with_sharding_constraint(gradients, parts.layout.gradients)
@@ -237,14 +260,6 @@ def _compute_weights(parts: _Parts, params: Any) -> Any:
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _without_batch_axes(rules: ShardingRules, axes: tuple[str, ...]) -> ShardingRules:
-    """The rules as one replica of the deferred axes sees them."""
-    if not axes:
-        return rules
-    (batch,) = rules.spec_for(("act_batch",), kind="activations")
-    return dataclasses.replace(rules, logical={**rules.logical, "act_batch": [a for a in batch if a not in axes]})
 
 
 def _work(experiment: Experiment, model: ModelDescription, state: TrainState) -> dict[str, Any]:

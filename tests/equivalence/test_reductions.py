@@ -85,6 +85,6 @@ def test_gradients_are_reduced_in_the_precision_asked_for(reduce_precision, dtyp
     reductions = [c for c in found.values() if c.collective in ("all-reduce", "reduce-scatter")]
     reductions = [c for c in reductions if c.payload_bytes >= smallest]
     assert {axis for c in reductions for axis in c.axes} == {"data", "fsdp"}
-    embedding = 256 * 128 * 4  # scattered in fp32 always: see models.layers.lookup
+    embedding = 256 * 128 * 4  # scattered in fp32 always: see models.embedding.lookup
     dtypes = {c.dtype for c in reductions if c.payload_bytes not in (embedding, embedding // 4)}
     assert dtypes == {dtype}

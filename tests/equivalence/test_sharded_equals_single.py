@@ -24,16 +24,42 @@ BATCH, LENGTH = 16, 32
 UNIT_ROUNDOFF = 2.0**-24
 TOLERANCE = np.sqrt(32) * np.sqrt(BATCH * LENGTH) * UNIT_ROUNDOFF  # 7.6e-6
 
-MESHES = {
-    "8 data": ["mesh.data=8", "mesh.fsdp=1", "mesh.tensor=1"],
-    "8 fsdp": ["mesh.data=1", "mesh.fsdp=8", "mesh.tensor=1"],
+
+def mesh(**axes: int) -> list[str]:
+    """Overrides that make the mesh these axes, outermost first."""
+    gone = [f"mesh.{name}=" for name in ("data", "fsdp", "tensor")]
+    return [*gone, *(f"mesh.{name}={size}" for name, size in axes.items())]
+
+
+def preset(name: str) -> str:
+    return f'rules.preset="{name}"'
+
+
+STRATEGIES = {
+    "data": [*mesh(data=8), preset("data")],
+    "zero1": [*mesh(data=8), preset("zero1")],
+    "zero2": [*mesh(data=8), preset("zero2")],
+    "fsdp": [*mesh(fsdp=8), preset("fsdp")],
+    "hsdp": [*mesh(data=2, fsdp=4), preset("hsdp")],
     # Eight pieces of four key heads: the kernels stay whole, and each GPU gets the key heads that its query heads read.
-    "8 tensor": ["mesh.data=1", "mesh.fsdp=1", "mesh.tensor=8", 'rules.logical.kv_heads="replicated"'],
-    "2x2x2": [],
-    "2x2x2 sequence parallel": ['rules.preset="fsdp_tensor_sequence"'],
-    "2x2x2 weights gathered once": ['rules.compute.embed="replicated"'],
-    "2x2x2 optimizer sharded": ['rules.logical.embed="replicated"', 'rules.optimizer.embed="fsdp"'],
-}
+    "tensor": [*mesh(tensor=8), preset("tensor"), 'rules.logical.kv_heads="replicated"'],
+    "tensor + sequence": [*mesh(tensor=4, data=2), preset("tensor_sequence")],
+    "zero1 + tensor": [*mesh(data=2, tensor=4), preset("zero1_tensor")],
+    "hsdp + tensor": [*mesh(data=2, fsdp=2, tensor=2), preset("fsdp_tensor")],
+    "hsdp + tensor + sequence": [*mesh(data=2, fsdp=2, tensor=2), preset("fsdp_tensor_sequence")],
+    "weights gathered once": [*mesh(data=2, fsdp=2, tensor=2), 'rules.compute.embed="replicated"'],
+    "optimizer cut": ['rules.logical.embed="replicated"', 'rules.optimizer.embed="fsdp"'],
+    # Accumulation: whole accumulators, reduced once; cut ones, reduced with every micro-batch; one axis of each.
+    "data, accumulated": [*mesh(data=8), preset("data"), "train.accumulate=2"],
+    "zero1, accumulated": [*mesh(data=4), "cluster.gpus_per_host=4", preset("zero1"), "train.accumulate=4"],
+    "zero2, accumulated": [*mesh(data=8), preset("zero2"), "train.accumulate=2"],
+    "fsdp, accumulated": [*mesh(fsdp=8), preset("fsdp"), "train.accumulate=2"],
+    "fsdp, accumulated in pieces": [*mesh(fsdp=8), 'rules.gradients.embed="fsdp"', "train.accumulate=2"],
+    "hsdp + tensor + sequence, accumulated": [preset("fsdp_tensor_sequence"), "train.accumulate=2"],
+    "hsdp + tensor, accumulated in pieces": ['rules.gradients.embed="fsdp"', "train.accumulate=4"],
+    "fsdp + vocab over both": [*mesh(fsdp=4, tensor=2), 'rules.logical.vocab=["fsdp", "tensor"]',
+                               'rules.logical.embed="replicated"', "train.accumulate=2"],
+}  # fmt: skip
 
 
 def experiment(*overrides: str):
@@ -81,16 +107,48 @@ def assert_close(got, wanted, tolerance: float) -> None:
         assert worst < tolerance, f"{jax.tree_util.keystr(path)} differs by {worst:.2e} of its largest entry"
 
 
-@pytest.mark.parametrize("overrides", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("overrides", STRATEGIES.values(), ids=STRATEGIES)
 def test_loss_and_all_gradients_equal_one_device(overrides, reference, state):
     spec = experiment(*overrides)
     assert_close(loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state), reference, TOLERANCE)
 
 
-@pytest.mark.parametrize("overrides", [MESHES["2x2x2"], MESHES["8 data"]], ids=["2x2x2", "8 data"])
-def test_accumulation_equals_the_whole_batch(overrides, reference, state):
-    spec = experiment(*overrides, "train.accumulate=2")
-    assert_close(loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state), reference, TOLERANCE)
+# AdamW divides by sqrt(v) + eps. With its usual eps the update of an entry whose gradient is all rounding error is the
+# sign of that error; so here eps is of the size of the gradients, and an error d in a gradient moves the update by at
+# most 2 d / eps a step (numerator and denominator), 3 steps of a learning rate of at most 1e-2.
+EPS, RATE, STEPS = 1e-2, 1e-2, 3
+
+
+def parameters_after_three_steps(spec, mesh, state):
+    program = make_train_step(spec, mesh)
+    state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, program.abstract_state)
+    batch = batch_for(program)
+    losses = []
+    for _ in range(STEPS):
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, jax.tree.map(np.asarray, state.params)
+
+
+ADAMW = [f"optimizer.eps={EPS}", f"optimizer.learning_rate={RATE}", "optimizer.warmup_steps=0"]
+
+
+@pytest.fixture(scope="module")
+def three_steps(state):
+    spec = experiment(*ADAMW)
+    return parameters_after_three_steps(spec, one_device(spec), state)
+
+
+@pytest.mark.parametrize("overrides", STRATEGIES.values(), ids=STRATEGIES)
+def test_three_steps_of_adamw_equal_one_device(overrides, three_steps, reference, state):
+    spec = experiment(*overrides, *ADAMW)
+    losses, params = parameters_after_three_steps(spec, build_mesh(spec.mesh, spec.cluster), state)
+    np.testing.assert_allclose(losses, three_steps[0], rtol=TOLERANCE * STEPS)
+    gradients = jax.tree.leaves(reference[1])
+    for start, got, wanted, g in zip(*map(jax.tree.leaves, (state.params, params, three_steps[1])), gradients):
+        error = TOLERANCE * np.abs(g).max()
+        assert np.abs(got - wanted).max() < STEPS * RATE * 2 * error / EPS + np.abs(wanted).max() * UNIT_ROUNDOFF * 4
+        assert np.abs(wanted - start).max() > 100 * STEPS * RATE * error / EPS  # it has moved
 
 
 @pytest.mark.parametrize("policy", ["full", "dots"])

@@ -259,13 +259,14 @@ def test_the_json_schema_has_every_key_of_the_file():
     schema = experiment_json_schema()
     json.dumps(schema)
     sections = ["cluster", "model", "mesh", "rules", "train", "optimizer", "data", "checkpoint", "profile", "xla"]
+    sections += ["local_sgd", "compression", "lint"]
     assert set(schema["properties"]) == {"name", *sections}
     assert schema["additionalProperties"] is False
     assert "dgx_h100" in json.dumps(schema["properties"]["cluster"])
     tables = [schema, *schema["$defs"].values()]
     undescribed = [key for table in tables for key, item in table["properties"].items() if "description" not in item]
     assert undescribed == []
-    assert schema["$defs"]["TrainTable"]["properties"]["precision"]["enum"] == ["fp32", "bf16"]
+    assert schema["$defs"]["TrainTable"]["properties"]["precision"]["enum"] == ["fp32", "bf16", "fp8"]
 
 
 def test_the_spec_layer_imports_no_jax():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshkit.errors import ConfigError
-from meshkit.spec.rules import PRESETS, ShardingRules
+from meshkit.spec.presets import PRESETS
+from meshkit.spec.rules import ShardingRules
 
 RULES = ShardingRules(
     {"act_batch": ["data", "fsdp"], "embed": "fsdp", "mlp": "tensor", "vocab": None, "heads": "replicated"},

@@ -1,0 +1,78 @@
+"""Look-up of token embeddings in a table that may be cut over the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshkit.sharding import constrain, current_scope, shard_over_mesh
+
+
+def lookup(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
+    """Rows of a [vocab, embed] table, in `dtype`; the gradient is scattered, and reduced, in fp32.
+
+    Always in fp32, since a frequent token adds up thousands of rows, more than bf16 can count.
+
+    The table is gathered over whatever shards `embed` and stays cut over `act_vocab`, which the partitioner turns into
+    a masked look-up and one all-reduce. Left to itself it would replicate the batch instead.
+    """
+    # The backward pass is traced outside of the sharding scope, so what it needs of the scope is taken here.
+    scatter = _scatter_shards(table.shape, tokens.shape) or partial(_scatter_rows, table.shape)
+    return _lookup(table, tokens, dtype, scatter)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table: jax.Array, tokens: jax.Array, dtype, scatter: Callable) -> jax.Array:
+    return constrain(table.astype(dtype), "act_vocab", None)[tokens]
+
+
+def _lookup_forward(table, tokens, dtype, scatter):
+    return _lookup(table, tokens, dtype, scatter), (tokens, jnp.zeros((), table.dtype))
+
+
+def _lookup_backward(dtype, scatter, residuals, g):
+    tokens, like = residuals
+    return scatter(tokens, g).astype(like.dtype), None
+
+
+def _scatter_rows(shape: tuple[int, ...], tokens: jax.Array, g: jax.Array) -> jax.Array:
+    """[vocab, embed] fp32 sums of the rows of g by token; tokens outside of the table are dropped."""
+    return jnp.zeros(shape, jnp.float32).at[tokens].add(g.astype(jnp.float32), mode="drop")
+
+
+def _scatter_shards(shape: tuple[int, ...], rows: tuple[int, ...]) -> Callable | None:
+    """`_scatter_rows` by hand on each GPU's shards, for a table cut along embed and vocab; None for any other.
+
+    The axes that cut embed move from the batch to the columns in one all-to-all; each GPU then scatters the rows of
+    all of them into its own columns and its own part of the vocabulary. The partitioner, left to itself, gathers the
+    whole batch on every GPU as soon as the vocabulary is cut.
+    """
+    scope = current_scope()
+    if scope is None:
+        return None
+    (embed,) = scope.rules.spec_for(("embed",), kind="gradients")
+    batch, length, vocab = scope.rules.spec_for(("act_batch", "act_length", "act_vocab"), kind="activations")
+    pieces = {axes: math.prod(scope.mesh.shape[a] for a in axes) for axes in (embed, batch, length, vocab)}
+    cut_alike = embed and batch[len(batch) - len(embed) :] == embed and not set(vocab) & {*batch, *length}
+    cuts = ((shape[0], vocab), (shape[1], embed), (rows[0], batch), (rows[1], length))
+    divides = all(size % pieces[axes] == 0 for size, axes in cuts)
+    if not (cut_alike and vocab and divides):
+        return None
+    own_shape = (shape[0] // pieces[vocab], shape[1] // pieces[embed])
+    rest = batch[: len(batch) - len(embed)]
+
+    def local(tokens: jax.Array, g: jax.Array) -> jax.Array:
+        g = lax.all_to_all(g, embed, split_axis=2, concat_axis=0, tiled=True)
+        row = tokens - lax.axis_index(vocab) * own_shape[0]
+        sums = _scatter_rows(own_shape, jnp.where(row < 0, own_shape[0], row), g)
+        return lax.psum(sums, (*rest, *length)) if rest or length else sums
+
+    return shard_over_mesh(local, ((rest, length), (batch, length, ())), (vocab, embed))
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
