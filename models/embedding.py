@@ -28,7 +28,9 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup(table: jax.Array, tokens: jax.Array, dtype, scatter: Callable) -> jax.Array:
-    return constrain(table.astype(dtype), "act_vocab", None)[tokens]
+    rows = constrain(table.astype(dtype), "act_vocab", None)[tokens]
+    # Whole along length first: asked for pieces at once, the partitioner gathers the table.
+    return constrain(rows, "act_batch", "act_length", "act_embed")
 
 
 def _lookup_forward(table, tokens, dtype, scatter):
@@ -46,7 +48,7 @@ def _scatter_rows(shape: tuple[int, ...], tokens: jax.Array, g: jax.Array) -> ja
 
 
 def _scatter_shards(shape: tuple[int, ...], rows: tuple[int, ...]) -> Callable | None:
-    """`_scatter_rows` by hand on each GPU's shards, for a table cut along embed and vocab; None for any other.
+    """`_scatter_rows` by hand on each GPU's shards, for a table cut along vocab and maybe embed; None for any other.
 
     The axes that cut embed move from the batch to the columns in one all-to-all; each GPU then scatters the rows of
     all of them into its own columns and its own part of the vocabulary. The partitioner, left to itself, gathers the
@@ -58,7 +60,7 @@ def _scatter_shards(shape: tuple[int, ...], rows: tuple[int, ...]) -> Callable |
     (embed,) = scope.rules.spec_for(("embed",), kind="gradients")
     batch, length, vocab = scope.rules.spec_for(("act_batch", "act_length", "act_vocab"), kind="activations")
     pieces = {axes: math.prod(scope.mesh.shape[a] for a in axes) for axes in (embed, batch, length, vocab)}
-    cut_alike = embed and batch[len(batch) - len(embed) :] == embed and not set(vocab) & {*batch, *length}
+    cut_alike = batch[len(batch) - len(embed) :] == embed and not set(vocab) & {*batch, *length}
     cuts = ((shape[0], vocab), (shape[1], embed), (rows[0], batch), (rows[1], length))
     divides = all(size % pieces[axes] == 0 for size, axes in cuts)
     if not (cut_alike and vocab and divides):
@@ -67,7 +69,8 @@ def _scatter_shards(shape: tuple[int, ...], rows: tuple[int, ...]) -> Callable |
     rest = batch[: len(batch) - len(embed)]
 
     def local(tokens: jax.Array, g: jax.Array) -> jax.Array:
-        g = lax.all_to_all(g, embed, split_axis=2, concat_axis=0, tiled=True)
+        if embed:
+            g = lax.all_to_all(g, embed, split_axis=2, concat_axis=0, tiled=True)
         row = tokens - lax.axis_index(vocab) * own_shape[0]
         sums = _scatter_rows(own_shape, jnp.where(row < 0, own_shape[0], row), g)
         return lax.psum(sums, (*rest, *length)) if rest or length else sums

@@ -227,4 +227,5 @@ def _depth_scale(c: LlamaConfig) -> float:
 
 def _for_matmuls(x: jax.Array) -> jax.Array:
     """The input of a block's matmuls: whole along embed, and along what sequence parallelism cuts between blocks."""
+    x = constrain(x, *RESIDUAL_AXES)  # pinned in pieces, so that what is gathered is x and not what it was cast from
     return constrain(x, "act_batch", "act_length", "act_embed")

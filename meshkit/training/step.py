@@ -254,6 +254,8 @@ def _compute_weights(parts: _Parts, params: Any) -> Any:
     weights = params
     if layout.compute is not None:
         weights = jax.tree.map(lambda w: _cast(w, compute), weights)
+        # Pinned in pieces first, so that the partitioner gathers what was cast and does not cast what it gathered.
+        weights = jax.lax.with_sharding_constraint(weights, layout.params)
         weights = jax.lax.with_sharding_constraint(weights, layout.compute)
     return jax.tree.map(lambda w: _cast(w, given), weights)
 
