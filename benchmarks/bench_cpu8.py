@@ -8,10 +8,13 @@ Results with machine and versions: bench_cpu8.md.
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from meshkit.sharding.gang import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 EXPERIMENT = Path(__file__).resolve().parents[1] / "configs/experiments/llama_debug_cpu.toml"
 TWO_HOSTS = [
@@ -23,21 +26,22 @@ TWO_HOSTS = [
 ONE_PROCESS = ["mesh.data=", "mesh.fsdp=2", "mesh.tensor=4"]
 
 
-def run(out: str, overrides: list[str], processes: int, process: int, port: int) -> None:
-    """One process of the benchmark; the first prints."""
-    import jax
+def run(out: str, overrides: list[str]) -> None:
+    """One process of the benchmark, as the environment says which; the first prints."""
+    from meshkit.sharding.devices import prepare_platform
+    from meshkit.sharding.gang import is_first_process, join_gang, keep_stdout
+    from meshkit.spec.experiment import load
 
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8 // processes)
-    if processes > 1:
-        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    keep_stdout()
+    processes = join_gang()[1]
+    experiment = load(EXPERIMENT, overrides)
+    prepare_platform(experiment.cluster)
     from rich.console import Console
 
     from meshkit.bencher import bench, render
-    from meshkit.spec.experiment import load
 
-    report = bench(load(EXPERIMENT, overrides), out)
-    if process == 0:
+    report = bench(experiment, out)
+    if is_first_process():
         Console(width=80).print(render(report, title=f"{processes} process(es)", rows=False))
 
 
@@ -47,18 +51,19 @@ def main() -> int:
     parser.add_argument("--out", required=True)
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
     parser.add_argument("--set", action="append", dest="overrides")
-    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     overrides = args.overrides or (ONE_PROCESS if args.processes == 1 else TWO_HOSTS)
-    if args.process is not None or args.processes == 1:
-        run(args.out, overrides, args.processes, args.process or 0, args.port)
+    if args.processes == 1 or PROCESS_ID in os.environ:
+        run(args.out, overrides)
         return 0
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.bench_cpu8", *sys.argv[1:], "--port", str(port), "--process"]
-    started = [subprocess.Popen([*command, str(process)]) for process in range(args.processes)]
+        gang = {COORDINATOR: f"127.0.0.1:{free.getsockname()[1]}", NUM_PROCESSES: str(args.processes)}
+    command = [sys.executable, "-m", "benchmarks.bench_cpu8", *sys.argv[1:]]
+    started = [
+        subprocess.Popen(command, env=os.environ | gang | {PROCESS_ID: str(process)})
+        for process in range(args.processes)
+    ]
     return max(process.wait() for process in started)
 
 

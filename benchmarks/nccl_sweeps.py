@@ -45,10 +45,9 @@ _COLLECTIVES = {
     "permute": "collective-permute",
     "broadcast": "collective-broadcast",
 }
-# AWS EFA in place of a port of the same rate, until the catalog has it. aws/aws-ofi-nccl 01666ec, src/platform-aws.cpp:
-# the plugin tells NCCL of 75 us on p4d and p5, of 35 us since; tuning.cc adds it to a step once (LL), twice for Simple.
-_EFA_S = {"A100": 75e-6, "H100": 75e-6}
-_EFA_SINCE_S = 35e-6
+# aws/aws-ofi-nccl 01666ec, src/platform-aws.cpp: the plugin tells NCCL of 75 us on p4d and p5, of 100 Gb/s cards,
+# and of 35 us since. A system that is named by the four cards of a p5 GPU together ("8x400G EFA") has the 75.
+_EFA_OLD = ("A100", "H100")
 _XLA_CLUSTERS = {"sm_90": "dgx_h100", "sm_100_B200": "dgx_b200", "sm_100_GB200": "gb200_nvl72", "sm_103": "gb300_nvl72"}
 
 
@@ -134,18 +133,18 @@ def describe(system: str) -> tuple[str, Cluster, int, int]:
         keys |= {"nics_per_host": int(port[1]), "nic": _nic(prefix, rate)}
     cluster = Cluster.load({"name": _CLUSTERS[gpu], **keys})
     if "EFA" in system and hosts > 1:
-        cluster = _with_efa(cluster, _EFA_S.get(gpu, _EFA_SINCE_S))
+        cluster = replace(cluster, nic=_efa(cluster, old=gpu in _EFA_OLD), fabric="ethernet")
     return gpu, cluster, n // hosts, hosts
 
 
-def _with_efa(cluster: Cluster, latency_s: float) -> Cluster:
-    nic = cluster.nic
-    assert nic is not None
-    key = f"efa_{round(nic.bytes_per_s * 8 / 1e9)}"
-    if key in catalog.nic_keys():
-        return replace(cluster, nic=catalog.nic(key))
-    slower = replace(nic, latency_small_s=nic.latency_small_s + latency_s, latency_s=nic.latency_s + 2 * latency_s)
-    return replace(cluster, nic=slower)
+def _efa(cluster: Cluster, *, old: bool) -> catalog.Nic:
+    """AWS EFA of the rate of a cluster's ports."""
+    assert cluster.nic is not None
+    key = f"efa_{round(cluster.nic.bytes_per_s * 8 / 1e9)}"
+    if key not in catalog.nic_keys():
+        raise ValueError(f"the catalog has no {key}")
+    nic, old_nic = catalog.nic(key), catalog.nic("efa_100")
+    return replace(nic, latency_s=old_nic.latency_s, latency_small_s=old_nic.latency_small_s) if old else nic
 
 
 def _counts(system: str) -> tuple[int | None, int | None]:

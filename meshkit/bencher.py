@@ -2,7 +2,8 @@
 
     experiment -> mesh -> [ size x axis x collective: verify, time ] -> fit -> BenchReport, calibration.toml
 
-In a job of several processes (jax.distributed initialized) all of them call `bench`, and the first writes.
+In a job of several processes (the environment of `meshkit.sharding.gang`, or jax.distributed initialized) all of them
+call `bench`, and the first writes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from meshkit.bench.views import render
 from meshkit.errors import ConfigError
 from meshkit.report.schema import LinkName, MeshAxisPart
 from meshkit.report.summarize import cluster_part
-from meshkit.sharding import build_mesh
+from meshkit.sharding import build_mesh, prepare_platform
+from meshkit.sharding.gang import join_gang
 from meshkit.spec import calibration
 from meshkit.spec.experiment import Experiment
 from meshkit.spec.mesh import MeshAxis
@@ -61,13 +63,17 @@ def bench(
         out: folder for `bench.json`, `bench.html` and `calibration.toml`; None writes nothing.
         sizes: bytes; 1 KiB, 4 KiB, ... up to what fits by default.
         budget_s: the larger sizes are left out, with a warning, once this time is spent.
-        case_budget_s: seconds of timed runs for one size of one collective; three runs at least, twenty at most.
+        case_budget_s: seconds of timed runs for one size of one collective; three runs at least, 21 at most.
         rates: whether to measure matmul, attention and memory rates too.
         console: where progress goes; stderr by default.
 
     Raises:
-        ConfigError: the attached devices are not those of the experiment, or no size is given.
+        ConfigError: the attached devices are not those of the experiment, no size is given, or the environment of a job
+            of several processes is wrong.
+        RunError: the other processes cannot be reached.
     """
+    if not jax.distributed.is_initialized() and join_gang()[1] > 1:
+        prepare_platform(experiment.cluster)  # each process has its part of virtual CPU devices
     began = time.perf_counter()
     mesh = _mesh(experiment)
     chosen = _sizes(sizes, mesh)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from meshkit.console import (
     byte_sizes,
+    check_strict,
     memory_text,
     run_folder,
     say,
@@ -80,6 +81,7 @@ def plan(
         bool, typer.Option("--propose", help="Say which link each axis belongs on, by its traffic.")
     ] = False,
     require_fit: Annotated[bool, typer.Option("--require-fit", help="Exit with 3 when the step does not fit.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when the lint warns of anything.")] = False,
 ) -> None:
     """Predict a step on GPUs that are not there.
 
@@ -106,6 +108,8 @@ def plan(
         say_proposal(made.report, loaded)
     if require_fit and made.report.memory.fits is False:
         raise ConditionError("the step does not fit, and --require-fit asks that it does.")
+    if strict and made.lint is not None:
+        check_strict(made.lint.findings)
 
 
 @app.command(epilog="Example: meshkit train configs/experiments/llama_debug_cpu.toml --out runs/first")
@@ -122,8 +126,10 @@ def train(
     With [profile] steps in the experiment it also captures a trace of them.
     """
     from meshkit.sharding.devices import prepare_platform
+    from meshkit.sharding.gang import keep_stdout
     from meshkit.spec.experiment import load
 
+    keep_stdout()
     loaded = load(experiment, set_)
     prepare_platform(loaded.cluster)
     from meshkit.trainer import train as run_training
@@ -190,31 +196,40 @@ def explain(
     experiment: ExperimentArg,
     set_: SetOption = [],  # noqa: B006
     as_json: JsonOption = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when there is any finding.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when there is a warning.")] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile the step, to check its collectives.")
+    ] = True,
     propose: Annotated[
-        bool, typer.Option("--propose", help="Compile, and say which link each axis belongs on, by its traffic.")
+        bool, typer.Option("--propose", help="Say which link each axis belongs on, by its traffic; the default.")
     ] = False,
+    rules: Annotated[bool, typer.Option("--rules", help="Print the resolved [rules] table as TOML and exit.")] = False,
 ) -> None:
     """Where every parameter and activation goes.
 
-    Logical axes, mesh axes and bytes per GPU, and findings: what is legal and probably not meant. Needs no GPU.
+    Logical axes, mesh axes and bytes per GPU; findings: what is legal and probably not meant; why each collective of
+    the compiled step is there, and the best placement of the axes on links. Needs no GPU.
     """
     from meshkit.explainer import explain as explain_experiment
-    from meshkit.explainer import render
+    from meshkit.explainer import render, rules_toml
     from meshkit.spec.experiment import load
 
     loaded = load(experiment, set_)
-    explanation = explain_experiment(loaded)
+    if rules:
+        print(rules_toml(loaded), end="")
+        return
+    if propose and not compile_:
+        raise ConfigError("--propose compiles the step, and --no-compile forbids it.", hint="one of the two")
+    with status(f"checking {loaded.name}"):
+        explanation = explain_experiment(loaded, compile=compile_)
     if as_json:
         print(explanation.model_dump_json(by_alias=True))
     else:
         Console(width=width()).print(render(explanation))
-    if propose:
-        from meshkit.planner import plan_experiment
-
-        say_proposal(plan_experiment(loaded).report, loaded)
-    if strict and explanation.findings:
-        raise ConditionError(f"there are {len(explanation.findings)} findings, and --strict asks for none.")
+    if propose and explanation.placement is None:
+        raise ConfigError(f"there is no placement to propose: {explanation.collectives_note}.")
+    if strict:
+        check_strict(explanation.findings)
 
 
 @app.command(epilog="Example: meshkit topo --check configs/experiments/llama3_8b.toml")
@@ -276,6 +291,8 @@ def bench(
     """Measure collectives on the devices present.
 
     Over each mesh axis, with nccl-tests' columns and every result checked; writes a calibration file that plan reads.
+    Started in several processes (MESHKIT_COORDINATOR, MESHKIT_NUM_PROCESSES, MESHKIT_PROCESS_ID), it measures over all
+    of them, and the first one writes.
     """
     from meshkit.sharding.devices import prepare_platform
     from meshkit.spec.experiment import load
@@ -284,15 +301,15 @@ def bench(
     prepare_platform(loaded.cluster)
     from meshkit.bench.views import render
     from meshkit.bencher import bench as run_bench
+    from meshkit.sharding.gang import is_first_process, keep_stdout
 
+    keep_stdout()
     report = run_bench(loaded, run_folder(out) if out else None, sizes=byte_sizes(sizes), console=stderr())
-    if as_json:
-        print(report.to_json())
-    else:
-        Console(width=width()).print(render(report, title=loaded.name))
+    if is_first_process():
+        print(report.to_json()) if as_json else Console(width=width()).print(render(report, title=loaded.name))
     if report.wrong:
         raise RunError(f"{report.wrong} elements of results differ from numpy's.", hint="the rows with a #wrong count")
-    if out is not None:
+    if out is not None and is_first_process():
         say(f"wrote {out / 'bench.json'}, {out / 'bench.html'} and {out / 'calibration.toml'}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from meshkit.errors import ConfigError
+from meshkit.errors import ConditionError, ConfigError
 
 
 def run_folder(folder: Path) -> Path:
@@ -72,6 +72,22 @@ def show_report(report: Any, as_json: bool, title: str) -> None:
     from meshkit.report.terminal import render
 
     Console(width=width()).print(render(report, title=title))
+
+
+def check_strict(findings: Any) -> None:
+    """Stops if any finding is more than a note.
+
+    Raises:
+        ConditionError: with how many, and which.
+    """
+    failing = [f for f in findings if f.severity != "note"]
+    if failing:
+        codes = ", ".join(dict.fromkeys(f.code for f in failing))
+        number = "is 1 finding" if len(failing) == 1 else f"are {len(failing)} findings"
+        raise ConditionError(
+            f"there {number} ({codes}), and --strict asks for none.",
+            hint="mend it, or allow it: [[lint.allow]] code, path, reason",
+        )
 
 
 def say_proposal(report: Any, experiment: Any) -> None:

@@ -1,30 +1,41 @@
-"""explain: where every parameter and activation goes, and what looks wrong about it. Layer 7. Compiles nothing."""
+"""explain: where every parameter and activation goes, and what looks wrong about it. Layer 7, above the planner.
+
+Rules and placements need no compiler. Where it is installed and the cluster has GPUs, the step is compiled as `plan`
+does, to hold its collectives against the strategy and to say which link each mesh axis belongs on.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from pydantic import Field
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from meshkit.planner import local_bytes, mesh_rows
+from meshkit.errors import ConfigError
+from meshkit.linter import examine
+from meshkit.planner import Plan, local_bytes, mesh_rows, plan_experiment
+from meshkit.proposer import propose
 from meshkit.report.schema import Part
-from meshkit.sharding.constrain import Activation, record_activations
+from meshkit.sharding.constrain import Activation
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
+from meshkit.sharding.findings import Finding
+from meshkit.sharding.lint import placed_bytes
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
-from meshkit.sharding.resolve import Placed, placements
+from meshkit.sharding.resolve import Placed
+from meshkit.spec.emit import to_toml
 from meshkit.spec.experiment import Experiment
+from meshkit.training.step import TrainProgram, make_train_step
 from meshkit.units import format_bytes
-from meshkit.xla.program import lowering_for
+from meshkit.xla.contract import Explained
+from meshkit.xla.program import check_compiler
 
-# A parameter of this many bytes that no axis cuts is worth a finding: below it, gathering costs more than it saves
-# (one NCCL ring step's latency buys about 1 MB at NVLink speed: 3.4 us x 360 GB/s).
-_SMALL_BYTES = 2**20
+_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 class PlacedPart(Part):
@@ -41,53 +52,155 @@ class PlacedPart(Part):
     bytes_per_gpu: int
 
 
-class Finding(Part):
-    """Something that is legal and probably not meant."""
+class FindingPart(Part):
+    """Something that is legal and probably not meant; `reason` says why the experiment allows it, if it does."""
 
     code: str
+    severity: Literal["error", "warning", "note"]
+    path: str
     message: str
+    hint: str | None
+    allowed: bool
+    reason: str | None
+
+
+class CollectivePart(Part):
+    """Collectives of one kind over the same axes for the same reason, in one step on one GPU."""
+
+    collective: str
+    axes: tuple[str, ...]
+    count: float
+    payload_bytes: float
+    explanation: str | None
+    bound_bytes: float | None
+    sources: tuple[str, ...]
+
+
+class PlacementPart(Part):
+    """The best assignment of the mesh's axes to links: what to `--set`, empty where the mesh is best as it is."""
+
+    reason: str
+    settings: tuple[str, ...]
+    communication_now_s: float
+    communication_proposed_s: float
 
 
 class Explanation(Part):
-    """The object that `meshkit explain --json` prints."""
+    """The object that `meshkit explain --json` prints; `collectives` and `placement` are null if nothing compiled."""
 
     schema_: Literal["meshkit.explain/1"] = Field(default="meshkit.explain/1", alias="schema")
     experiment: str
     mesh: tuple[dict, ...]
+    rules: dict[str, Any]
     parameters: tuple[PlacedPart, ...]
     activations: tuple[PlacedPart, ...]
     parameters_bytes_per_gpu: int
     optimizer_bytes_per_gpu: int
-    findings: tuple[Finding, ...]
+    findings: tuple[FindingPart, ...]
+    allowed: tuple[FindingPart, ...]
+    collectives: tuple[CollectivePart, ...] | None
+    collectives_note: str | None
+    placement: PlacementPart | None
+
+    @property
+    def failing(self) -> tuple[FindingPart, ...]:
+        """Findings that `--strict` does not pass."""
+        return tuple(f for f in self.findings if f.severity != "note")
 
 
-def explain(experiment: Experiment) -> Explanation:
-    """Resolves the experiment's rules against its model, without compiling or touching a device."""
-    from meshkit.training.state import describe_model
-    from meshkit.training.step import make_train_step
+def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
+    """Resolves the experiment's rules against its model, lints them, and checks the compiled step's collectives.
 
+    Args:
+        experiment: loaded from a file.
+        compile: False leaves the compiler out; so does an experiment or an installation that cannot compile.
+
+    Raises:
+        ConfigError: rules that do not fit the model or the mesh.
+        ProgramError: XLA refuses the step.
+    """
+    note = why_not_compiled(experiment) if compile else "--no-compile"
     use_no_accelerator()
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     assert isinstance(mesh, DescribedMesh)
     program = make_train_step(experiment, mesh)
-    params = placements(describe_model(experiment).params, mesh, experiment.rules)
-    with lowering_for(experiment.cluster), record_activations() as record:
-        jax.eval_shape(program.step, program.abstract_state, program.abstract_batch)
-    activations = list(dict.fromkeys(record))
+    made = plan_experiment(experiment) if note is None else None
+    if made is not None and made.examined is not None and made.lint is not None:
+        examined, lint = made.examined, made.lint
+    else:
+        examined = examine(experiment, program, mesh)
+        lint = examined.lint()
+    state = program.abstract_state
+    rows = lint.collectives
     return Explanation(
         experiment=experiment.name,
         mesh=tuple(mesh_rows(mesh)),
-        parameters=tuple(_parameter(p, mesh) for p in params),
-        activations=tuple(_activation(a, mesh) for a in activations),
-        parameters_bytes_per_gpu=local_bytes(program.abstract_state.params),
-        optimizer_bytes_per_gpu=local_bytes(program.abstract_state.opt_state),
-        findings=tuple(_lint(params, activations, experiment, mesh)),
+        rules=experiment.rules.to_dict(),
+        parameters=tuple(_parameter(p, mesh) for p in examined.parameters),
+        activations=tuple(_activation(a, mesh) for a in examined.activations),
+        parameters_bytes_per_gpu=local_bytes(state.params),
+        optimizer_bytes_per_gpu=local_bytes(state.opt_state),
+        findings=tuple(map(_finding, lint.findings)),
+        allowed=tuple(map(_finding, lint.allowed)),
+        collectives=None if rows is None else tuple(map(_collective, rows)),
+        collectives_note=None if note is None else f"collectives were not checked: {note}",
+        placement=_placement(made, experiment) if made is not None else None,
+    )
+
+
+def why_not_compiled(experiment: Experiment) -> str | None:
+    """Why the step of an experiment cannot be compiled here; None if it can."""
+    if experiment.cluster.is_cpu:
+        return f"cluster '{experiment.cluster.name}' has no GPUs"
+    try:
+        check_compiler()
+    except ConfigError as e:
+        return f"{str(e).rstrip('.')}" + (f" ({e.hint})" if e.hint else "")
+    return None
+
+
+def rules_toml(experiment: Experiment) -> str:
+    """The resolved [rules] table of an experiment: what its preset and its own rows come to."""
+    return to_toml({"rules": experiment.rules.to_dict()})
+
+
+def _finding(f: Finding) -> FindingPart:
+    return FindingPart(
+        code=f.code,
+        severity=f.severity,
+        path=f.path,
+        message=f.message,
+        hint=f.hint,
+        allowed=f.allowed,
+        reason=f.reason,
+    )
+
+
+def _collective(row: Explained) -> CollectivePart:
+    ranked = sorted(row.sources, key=lambda source: -row.sources[source])
+    return CollectivePart(
+        collective=row.collective,
+        axes=row.axes,
+        count=row.count,
+        payload_bytes=row.payload_bytes,
+        explanation=row.explanation,
+        bound_bytes=row.bound_bytes,
+        sources=tuple(source for source in ranked if source)[:5],
+    )
+
+
+def _placement(made: Plan, experiment: Experiment) -> PlacementPart:
+    best = propose(made.report, experiment.mesh, experiment.cluster)
+    return PlacementPart(
+        reason=best.reason,
+        settings=best.settings,
+        communication_now_s=best.seconds_now,
+        communication_proposed_s=best.seconds_proposed,
     )
 
 
 def _parameter(p: Placed, mesh: DescribedMesh) -> PlacedPart:
-    total = math.prod(p.shape) * np.dtype(p.dtype).itemsize if p.dtype != "bfloat16" else math.prod(p.shape) * 2
-    shards = p.shards(mesh)
+    total, shards = placed_bytes(p), p.shards(mesh)
     return PlacedPart(
         path=p.path,
         shape=p.shape,
@@ -102,7 +215,7 @@ def _parameter(p: Placed, mesh: DescribedMesh) -> PlacedPart:
 
 
 def _activation(a: Activation, mesh: DescribedMesh) -> PlacedPart:
-    total = math.prod(a.shape) * jax.numpy.dtype(a.dtype).itemsize
+    total = int(np.prod(a.shape, dtype=np.int64)) * jax.numpy.dtype(a.dtype).itemsize
     shards = math.prod(mesh.shape[x] for axes in a.spec for x in axes)
     return PlacedPart(
         path=" ".join(x or "-" for x in a.logical_axes),
@@ -117,43 +230,6 @@ def _activation(a: Activation, mesh: DescribedMesh) -> PlacedPart:
     )
 
 
-def _lint(
-    params: list[Placed], activations: list[Activation], experiment: Experiment, mesh: DescribedMesh
-) -> Iterable[Finding]:
-    for p in params:
-        size = _parameter(p, mesh).bytes
-        if p.shards(mesh) == 1 and mesh.size > 1 and size >= _SMALL_BYTES and _shards_parameters(params, mesh):
-            why = "no rule names it" if p.rule == "none" else "its logical axes map to no mesh axis"
-            yield Finding(
-                code="replicated_parameter",
-                message=f"{p.path} {p.shape} is whole on every GPU ({format_bytes(size)} each): {why}",
-            )
-    for a in activations:
-        if a.dropped:
-            yield Finding(
-                code="axis_left_out",
-                message=f"mesh axis {', '.join(a.dropped)} does not divide activation {a.logical_axes} of shape "
-                f"{a.shape}, which stays whole along it",
-            )
-    used = {n for p in params for n in p.logical_axes or ()} | {n for a in activations for n in a.logical_axes}
-    for name in experiment.rules.mapping("parameters"):
-        if name in experiment.rules.explicit and name not in used:
-            yield Finding(code="rule_never_used", message=f"rule '{name}' matches no dim of the model")
-    cut = {x for p in params for axes in p.spec for x in axes} | {
-        x for a in activations for axes in a.spec for x in axes
-    }
-    for axis, size in mesh.shape.items():
-        if size > 1 and axis not in cut:
-            yield Finding(
-                code="idle_axis", message=f"mesh axis '{axis}' of size {size} shards nothing: its GPUs repeat work"
-            )
-
-
-def _shards_parameters(params: list[Placed], mesh: DescribedMesh) -> bool:
-    """Whether the rules shard parameters at all: plain data parallelism replicates them on purpose."""
-    return any(p.shards(mesh) > 1 for p in params)
-
-
 def render(explanation: Explanation) -> RenderableType:
     """Tables of at most 80 columns."""
     parts: list[RenderableType] = [
@@ -161,13 +237,60 @@ def render(explanation: Explanation) -> RenderableType:
         _table("Activations", explanation.activations),
         _held(explanation),
     ]
-    parts += [f"[yellow]{f.code}[/]: {f.message}" for f in explanation.findings] or ["[green]nothing looks wrong[/]"]
+    if explanation.collectives is not None:
+        parts.append(_collectives_table(explanation.collectives))
+    if explanation.collectives_note is not None:
+        parts.append(Text(explanation.collectives_note, "dim"))
+    if explanation.placement is not None:
+        parts.append(Text(f"placement: {explanation.placement.reason}"))
+        parts += [Text("  try " + " ".join(f"--set '{s}'" for s in explanation.placement.settings))] * bool(
+            explanation.placement.settings
+        )
+    parts += [text for f in explanation.findings for text in finding_lines(f)]
+    parts += [Text(f"allowed {f.code} at {f.path}: {f.reason}", "dim") for f in explanation.allowed]
+    if not explanation.findings:
+        parts.append(Text("nothing looks wrong", "green"))
     return Group(*parts)
+
+
+def finding_lines(f: FindingPart | Finding) -> Iterator[Text]:
+    """A finding in two lines: what is wrong, and what to do."""
+    yield Text.assemble((f"{f.severity} {f.code}", _COLOURS[f.severity]), f": {f.message}")
+    if f.hint:
+        yield Text(f"  try {f.hint}")
+
+
+def announce_findings(experiment: Experiment, program: TrainProgram, console: Console) -> None:
+    """Prints, on the first process, what the lint finds before a step is compiled.
+
+    Raises:
+        ConfigError: the first finding that is an error.
+    """
+    findings = examine(experiment, program, program.mesh).lint().findings
+    for finding in findings if jax.process_index() == 0 else ():
+        for line in finding_lines(finding):
+            console.print(line)
+    for finding in findings:
+        if finding.severity == "error":
+            raise ConfigError(f"{finding.message}.", at=finding.path, hint=finding.hint)
 
 
 def _held(explanation: Explanation) -> str:
     parameters, optimizer = explanation.parameters_bytes_per_gpu, explanation.optimizer_bytes_per_gpu
     return f"one GPU holds {format_bytes(parameters)} of parameters and {format_bytes(optimizer)} of optimizer state"
+
+
+def _collectives_table(rows: tuple[CollectivePart, ...]) -> Table:
+    table = Table(title="Collectives of a step", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table.add_column("collective", no_wrap=True)
+    table.add_column("count", justify="right")
+    table.add_column("a GPU", justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold", ratio=1)
+    for row in rows:
+        why = Text(row.explanation) if row.explanation else Text("unexplained", "yellow")
+        axes = " x ".join(row.axes)
+        table.add_row(f"{row.collective} {axes}", f"{row.count:g}", format_bytes(int(row.payload_bytes)), why)
+    return table
 
 
 def _table(title: str, rows: tuple[PlacedPart, ...]) -> Table:

@@ -17,16 +17,20 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshkit.errors import ConfigError
+from meshkit.linter import Examined, Lint, examine
 from meshkit.report.schema import CompilePart, MemoryPart, ProgramPart, Report, Warning_
 from meshkit.report.summarize import Work, summarize, training_cost
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
+from meshkit.sharding.findings import Finding
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.mesh import Placement
-from meshkit.timeline.kernels import compute_peak_flops, peak_flops
+from meshkit.timeline.kernels import calibration_note, compute_peak_flops, peak_flops
+from meshkit.timeline.network import checkpoint_time_s
 from meshkit.timeline.simulate import Simulation, simulate
 from meshkit.timeline.spans import Timeline
 from meshkit.units import format_bytes
+from meshkit.xla.contract import rematerialization_findings
 from meshkit.xla.hlo import Schedule, load_module, read_schedule
 from meshkit.xla.program import CompiledProgram, compile_absent
 
@@ -43,12 +47,15 @@ class Plan:
         timeline: the simulated step, for pictures.
         compiled: the program, its memory and its compile times.
         schedule: the program as read.
+        examined, lint: of an experiment: what was checked, and what was found; None of any other step.
     """
 
     report: Report
     timeline: Timeline
     compiled: CompiledProgram
     schedule: Schedule
+    examined: Examined | None = None
+    lint: Lint | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,9 @@ class Budget:
         memory_fraction: share of the GPU's memory that the client may take.
         parameters_bytes, optimizer_bytes: per GPU, where known.
         steps: of the whole training, for time and cost.
+        state_bytes: of a checkpoint, over all GPUs and without replicas.
         precision: of the matmuls, whose peak MFU refers to; None for that of most of the program's FLOP.
+        steps_per_call: training steps that one call of the program makes; the report gives means of them.
     """
 
     memory_fraction: float = 0.92
@@ -67,6 +76,8 @@ class Budget:
     optimizer_bytes: int | None = None
     steps: int | None = None
     precision: str | None = None
+    state_bytes: int | None = None
+    steps_per_call: int = 1
 
 
 def plan(
@@ -122,6 +133,8 @@ def plan_experiment(experiment: Experiment) -> Plan:
         local_bytes(program.abstract_state.opt_state),
         steps,
         train.precision,
+        global_bytes(program.abstract_state),
+        program.steps_per_call,
     )
     work = Work(
         model_flops=program.work["model_flops"],
@@ -129,8 +142,16 @@ def plan_experiment(experiment: Experiment) -> Plan:
         tokens=tokens,
     )
     args = (program.abstract_state, program.abstract_batch)
+    examined = examine(experiment, program, mesh)
     return make_plan(
-        program.step, args, mesh=mesh, cluster=experiment.cluster, work=work, options=experiment.xla, budget=budget
+        program.step,
+        args,
+        mesh=mesh,
+        cluster=experiment.cluster,
+        work=work,
+        options={**program.xla_options, **experiment.xla},
+        budget=budget,
+        examined=examined,
     )
 
 
@@ -143,8 +164,9 @@ def make_plan(
     work: Work,
     budget: Budget,
     options: Mapping[str, object] | None = None,
+    examined: Examined | None = None,
 ) -> Plan:
-    """Compiles, simulates and summarizes; see `plan`."""
+    """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step."""
     _check_has_gpus(cluster)
     if not isinstance(args, tuple | list):
         raise ConfigError(f"args must be a tuple of arguments, not {type(args).__name__}.", hint="args=(x,)")
@@ -153,15 +175,18 @@ def make_plan(
     compiled = compile_absent(step, _on_mesh(args, absent), mesh=absent, cluster=cluster, options=options)
     schedule = read_schedule(load_module(compiled.module), placement_of(absent, cluster))
     simulation = simulate(schedule, cluster)
+    each = budget.steps_per_call
     full_work = Work(
         model_flops=work.model_flops,
         model_flops_causal=work.model_flops_causal,
-        hardware_flops_per_gpu=sum(simulation.flops.values()),
+        hardware_flops_per_gpu=sum(simulation.flops.values()) / each,
         tokens=work.tokens,
         peak_flops_per_gpu=_peak(simulation, cluster, budget),
         num_gpus=cluster.num_gpus,
     )
     memory = _memory(compiled, cluster, budget)
+    lint = examined.lint_compiled(compiled, schedule) if examined else None
+    findings = lint.findings if lint else rematerialization_findings(compiled)
     report = summarize(
         simulation.timeline,
         source="plan",
@@ -174,12 +199,21 @@ def make_plan(
         program=_program(compiled, schedule),
         compile=CompilePart(lower_s=compiled.lower_s, compile_s=compiled.compile_s, cached=False),
         training=training_cost(
-            simulation.timeline.steps[0].window[1], budget.steps, cluster.num_gpus, cluster.price_per_gpu_hour
+            simulation.timeline.steps[0].window[1] / each,
+            budget.steps,
+            cluster.num_gpus,
+            cluster.price_per_gpu_hour,
+            checkpoint_time_s(budget.state_bytes, cluster),
         ),
-        step_bounds=(simulation.all_overlapped_s, simulation.all_exposed_s),
-        warnings=_warnings(compiled, simulation, memory),
+        step_bounds=(simulation.all_overlapped_s / each, simulation.all_exposed_s / each),
+        steps_per_execution=each,
+        warnings=[
+            *_calibration_warning(cluster),
+            *_warnings(compiled, simulation, memory),
+            *map(_finding_warning, findings),
+        ],
     )
-    return Plan(report, simulation.timeline, compiled, schedule)
+    return Plan(report, simulation.timeline, compiled, schedule, examined, lint)
 
 
 def placement_of(mesh: DescribedMesh, cluster: Cluster) -> Placement:
@@ -213,6 +247,11 @@ def local_bytes(tree: Any) -> int:
         for leaf in jax.tree.leaves(tree)
         if hasattr(leaf, "sharding") and leaf.sharding is not None
     )
+
+
+def global_bytes(tree: Any) -> int:
+    """Bytes of a tree of abstract arrays, each counted once."""
+    return sum(int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _check_has_gpus(cluster: Cluster) -> None:
@@ -290,6 +329,17 @@ _NOTES = {
     "opaque custom call": "a custom call whose FLOP are unknown is priced by its memory traffic",
     "host": "a transfer to or from the host is not priced",
 }
+
+
+def _finding_warning(finding: Finding) -> Warning_:
+    hint = f"; {finding.hint}" if finding.hint else ""
+    return Warning_(code=finding.code, message=f"{finding.severity}: {finding.message}{hint}")
+
+
+def _calibration_warning(cluster: Cluster) -> list[Warning_]:
+    """What of this plan is measured, as a reader must know it before the numbers."""
+    note = calibration_note(cluster)
+    return [Warning_(code="calibration", message=note)] if note else []
 
 
 def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart) -> list[Warning_]:

@@ -162,6 +162,7 @@ def measure_run(run: str | Path) -> Measurement:
         processes_seen=len(records),
         processes_expected=record.processes,
         work=_work(record),
+        steps_per_execution=record.work.steps_per_execution,
         memory=_memory(records, cluster),
         program=ProgramPart(
             fingerprint=_fingerprint(module, placement),

@@ -8,43 +8,35 @@ The run folder holds `experiment.toml` (resolved), `metrics.jsonl`, `checkpoints
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 from rich.console import Console
 
-from meshkit.errors import ConfigError, RunError
+from meshkit.errors import RunError
+from meshkit.explainer import announce_findings
 from meshkit.sharding import build_mesh
+from meshkit.sharding.gang import join_gang
 from meshkit.spec.experiment import Experiment
 from meshkit.timeline.kernels import compute_peak_flops
 from meshkit.training.capture import TRACE_FOLDER, Capture
 from meshkit.training.checkpoint import CheckpointStore
 from meshkit.training.data import Batches, Data, check_tokens, open_data
 from meshkit.training.metrics import MetricsLog, finite, read_metrics
+from meshkit.training.pretrained import first_state
 from meshkit.training.progress import StepProgress
+from meshkit.training.recipe import check_experiment_file, write_experiment_file
+from meshkit.training.replicas import ReplicaCheck
 from meshkit.training.signals import StopRequest
 from meshkit.training.state import TrainState
 from meshkit.training.step import TrainProgram, make_train_step
 from meshkit.xla.options import compiler_options
-
-_EXPERIMENT_FILE = "experiment.toml"
-# What a run cannot change on the way: its arrays, its objective, and the order of its data.
-_FIXED = (
-    "model.",
-    "data.",
-    "optimizer.dtype",
-    "train.global_batch",
-    "train.sequence_length",
-    "train.seed",
-    "train.loss",
-)
 
 
 class Preempted(RunError):
@@ -99,16 +91,18 @@ def train(
 
     Raises:
         ConfigError: the folder belongs to another model, or the experiment does not fit the attached devices.
-        RunError: a checkpoint could not be written.
+        RunError: a checkpoint could not be written, or replicas of the state differ.
         Preempted: SIGTERM came; a checkpoint is saved.
         KeyboardInterrupt: SIGINT came; a checkpoint is saved if the experiment writes any.
     """
     started = time.perf_counter()
     folder = Path(out)
     console = console or Console(stderr=True)
-    changes = _check_experiment_file(experiment, folder)
+    changes = check_experiment_file(experiment, folder)
+    join_gang()  # of the processes that the environment names, if it names any
     mesh = build_mesh(experiment.mesh, experiment.cluster)
     program = make_train_step(experiment, mesh)
+    announce_findings(experiment, program, console)
     data = open_data(experiment)
     check_tokens(experiment, data)
     for note in (*program.notes, *changes):
@@ -144,13 +138,14 @@ class _Run:
         checkpoint = self.experiment.checkpoint
         store = CheckpointStore(self.folder / "checkpoints", keep=checkpoint.keep, verify=checkpoint.verify)
         try:
-            state = store.restore_latest(self.program.abstract_state)
-            self.resumed_step = int(state.step) if state is not None else 0
-            _write_experiment_file(self.experiment, self.folder)
-            self._greet(state)
+            saved = store.restore_latest(self.program.abstract_state)
+            self.resumed_step = int(saved.step) if saved is not None else 0
+            state = saved if saved is not None else first_state(self.experiment, self.program)
+            write_experiment_file(self.experiment, self.folder)
+            self._greet(saved)
             log = MetricsLog(self.folder / "metrics.jsonl", self.resumed_step)
             try:
-                self._loop(state if state is not None else self.program.init(), store, log)
+                self._loop(state, store, log)
             finally:
                 log.close()
         finally:
@@ -158,11 +153,12 @@ class _Run:
 
     def _loop(self, state: TrainState, store: CheckpointStore, log: MetricsLog) -> None:
         train, every = self.experiment.train, self.experiment.checkpoint.every
-        batches = Batches(self.data.train, self.program.abstract_batch, self.experiment.data.seed)
+        batches = Batches(self.data.train, self.program.abstract_step_batch, self.experiment.data.seed)
         capture = self._capture()
+        replicas = ReplicaCheck(cast(jax.sharding.Mesh, self.program.mesh), self.program.abstract_state)
         self.clock = time.perf_counter()
         pending: tuple[int, Mapping[str, jax.Array]] | None = None
-        for step, batch in enumerate(batches.iterate(self.resumed_step, train.steps), start=self.resumed_step + 1):
+        for step, batch in self._calls(batches):
             if capture and step == capture.first:
                 capture.before(step, state)
                 self.clock = time.perf_counter()
@@ -171,28 +167,51 @@ class _Run:
                 self._record(*pending, log)
             pending = (step, metrics)
             evaluates = _is_due(train.evaluate_every, step)
+            checks = _is_due(train.replica_check_every, step)
             saves = _is_due(every, step) or (every > 0 and step == train.steps)
-            traces = capture is not None and step in (capture.first - 1, capture.last)
+            traces = capture is not None and step in (capture.first - self.program.steps_per_call, capture.last)
             stops = self.stop.requested
             # Metrics of a step are read while the next one runs, so that devices never wait for the host. Virtual CPU
             # devices do: two programs in flight would fight for the same cores.
-            if evaluates or saves or traces or stops or step == train.steps or self.experiment.cluster.is_cpu:
+            if evaluates or checks or saves or traces or stops or step == train.steps or self.experiment.cluster.is_cpu:
                 self._record(*pending, log, state if evaluates else None)
                 pending = None
                 store.check()
             if capture:
                 capture.after(step, (state, metrics))
+            if checks:  # before a checkpoint of this state replaces a good one
+                replicas.check(state, step)
             if saves:
                 store.save(state)
-            if saves or traces:  # neither is part of a step's time
+            if saves or traces or checks:  # none of it is part of a step's time
                 self.clock = time.perf_counter()
             if stops:
                 self._leave(state, store)
 
+    def _calls(self, batches: Batches) -> Iterator[tuple[int, Mapping[str, jax.Array]]]:
+        """The last step of every call of the program, and what it is called with: a batch, or those of a round."""
+        each, per_call = batches.iterate(self.resumed_step, self.experiment.train.steps), self.program.steps_per_call
+        for step in range(self.resumed_step + per_call, self.experiment.train.steps + 1, per_call):
+            yield step, self.program.stack([next(each) for _ in range(per_call)]) if self.program.stack else next(each)
+
     def _record(self, step: int, metrics: Mapping[str, jax.Array], log: MetricsLog, evaluate: Any = None) -> None:
-        """Waits for a step's metrics and writes them down, with an evaluation of the state given."""
-        values = {name: float(value) for name, value in metrics.items()}
-        elapsed_s = time.perf_counter() - self.clock
+        """Waits for the metrics of a call and writes down each of its steps, the last with an evaluation of the state.
+
+        Args:
+            step: the last step of the call.
+        """
+        per_call = self.program.steps_per_call
+        values = {name: np.asarray(value, np.float64).reshape(per_call).tolist() for name, value in metrics.items()}
+        elapsed_s = (time.perf_counter() - self.clock) / per_call
+        for i in range(per_call):
+            number = step - per_call + 1 + i
+            of_step = {name: value[i] for name, value in values.items()}
+            self._record_step(number, of_step, elapsed_s, log, evaluate if number == step else None)
+
+    def _record_step(
+        self, step: int, values: dict[str, float], elapsed_s: float, log: MetricsLog, evaluate: Any = None
+    ) -> None:
+        """Writes down one step."""
         self.step_times_s.append(elapsed_s)
         loss = values.pop("loss")
         record = values | {"step": step, "loss": loss, "step_time_s": elapsed_s, **self._rate(elapsed_s)}
@@ -223,7 +242,7 @@ class _Run:
     def _evaluate(self, state: TrainState) -> dict[str, float]:
         """Mean loss over the first `evaluate_batches` held-out batches, always the same ones."""
         began = time.perf_counter()
-        batches = Batches(self.data.validation, self.program.abstract_batch, None)
+        batches = Batches(self.data.validation, self.program.abstract_step_batch, None)
         sums = [self.program.evaluate(state, b) for b in batches.iterate(0, self.experiment.train.evaluate_batches)]
         loss_sum, weight = (sum(float(s[k]) for s in sums) for k in ("loss_sum", "weight"))
         self.evaluation_loss = loss_sum / weight
@@ -240,12 +259,13 @@ class _Run:
             "tokens": work["tokens"],
             "peak_flops_per_gpu": peak_flops_per_gpu(self.experiment),
             "training_steps": training_steps(self.experiment),
+            "steps_per_execution": self.program.steps_per_call,
         }
         return Capture(
             self.folder / TRACE_FOLDER,
             program=self.compiled,
             mesh=cast(jax.sharding.Mesh, self.program.mesh),
-            steps=(max(steps[0], self.resumed_step + 1), steps[1]),
+            steps=(max(steps[0], self.resumed_step + 1) + self.program.steps_per_call - 1, steps[1]),
             cluster=self.experiment.cluster,
             mesh_spec=self.experiment.mesh,
             work=known,
@@ -313,7 +333,11 @@ def _compile(program: TrainProgram, experiment: Experiment) -> tuple[Any, float]
     """The step compiled once, ahead of time: what runs is what a capture records."""
     began = time.perf_counter()
     cluster = experiment.cluster
-    options = dict(experiment.xla) if cluster.is_cpu else compiler_options(cluster.gpu, experiment.xla)
+    options = (
+        dict(experiment.xla)
+        if cluster.is_cpu
+        else compiler_options(cluster.gpu, {**program.xla_options, **experiment.xla})
+    )
     lowered = program.step.lower(program.abstract_state, program.abstract_batch)
     try:
         compiled = lowered.compile(compiler_options=options or None)
@@ -322,49 +346,3 @@ def _compile(program: TrainProgram, experiment: Experiment) -> tuple[Any, float]
             raise experiment.error("xla", f"XLA refuses an option: {error}") from error
         raise
     return compiled, time.perf_counter() - began
-
-
-def _check_experiment_file(experiment: Experiment, folder: Path) -> list[str]:
-    """What the run's own experiment file says differently, one sentence a key; none for a new run.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key differs that the state or the order of the data depends on.
-    """
-    path = folder / _EXPERIMENT_FILE
-    if not path.exists():
-        return []
-    try:
-        saved = _flat(tomllib.loads(path.read_text()))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the experiment file of this run cannot be read: {error}.",
-            at=str(path),
-            hint="the file that the run began with, copied there; or another --out",
-        ) from None
-    wanted = _flat(tomllib.loads(experiment.to_toml()))
-    changed = [key for key in {**saved, **wanted} if saved.get(key) != wanted.get(key)]
-    for key in changed:
-        if key.startswith(_FIXED):
-            raise ConfigError(
-                f"this run has {key} = {saved.get(key)!r}, but the experiment now says {wanted.get(key)!r}.",
-                at=str(path),
-                hint="another --out, or the value that the run began with",
-            )
-    return [f"{key} was {saved.get(key)!r} in this run and is now {wanted.get(key)!r}" for key in changed]
-
-
-def _write_experiment_file(experiment: Experiment, folder: Path) -> None:
-    """Writes the resolved experiment into the run folder, as a whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if jax.process_index() == 0:
-        partial = folder / f"{_EXPERIMENT_FILE}.tmp"
-        partial.write_text(experiment.to_toml())
-        os.replace(partial, folder / _EXPERIMENT_FILE)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"train": {"seed": 0}}` as `{"train.seed": 0}`."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found

@@ -1,48 +1,173 @@
-"""Causal self-attention with rotary positions, by the implementation that the target GPUs have."""
+"""Causal self-attention with rotary positions, by the implementation that the target GPUs have, also over a sequence
+that is cut over GPUs (context parallelism).
+
+A model puts its tokens in `token_order(...)` before the first layer and its hidden states back after the last.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from meshkit.parallel import gathered_attention, ring_attention, ulysses_attention
+from meshkit.parallel.balance import balance, balanced_positions, restore
+from meshkit.parallel.layout import Layout
 from meshkit.sharding import attention_implementation, constrain, current_scope, shard_over
+from meshkit.sharding.constrain import partition_spec
 
 HEAD_AXES = ("act_batch", "act_length", "act_heads", None)
 KV_HEAD_AXES = ("act_batch", "act_length", "act_kv_heads", None)
+CONTEXTS = {"all_gather": gathered_attention, "ring": ring_attention, "ulysses": ulysses_attention}
 
 
-def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding of [batch, length, heads, head_dim], halves convention (Su et al., 2021)."""
+def check_context(context: str) -> str:
+    """The way of context parallelism itself.
+
+    Raises:
+        ValueError: `causal_attention` does not know it.
+    """
+    if context not in CONTEXTS:
+        near = difflib.get_close_matches(context, CONTEXTS, n=1) if isinstance(context, str) else []
+        meant = f" Did you mean '{near[0]}'?" if near else ""
+        raise ValueError(f"context = {context!r} is not one of {', '.join(CONTEXTS)}.{meant}")
+    return context
+
+
+def rotate(x: jax.Array, theta: float, positions: jax.Array | None = None) -> jax.Array:
+    """Rotary position embedding of [batch, length, heads, head_dim], halves convention (Su et al., 2021).
+
+    Args:
+        positions: int32 [length], of each token in its sequence; 0, 1, ... by default.
+    """
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequency
+    positions = jnp.arange(x.shape[1]) if positions is None else positions
+    angle = positions.astype(jnp.float32)[:, None, None] * frequency
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+@dataclass(frozen=True)
+class TokenOrder:
+    """The order in which layers see the tokens of a sequence.
+
+    Natural without a layout; with one the balanced order of `meshkit.parallel.balance`, in which every GPU has the
+    same share of a causal mask.
+    """
+
+    layout: Layout | None = None
+
+    def positions(self, length: int) -> jax.Array:
+        """Of each token in its sequence: int32 [length]."""
+        return balanced_positions(length, self.layout.ways if self.layout else 1)
+
+    def enter(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
+        """x from natural order into this one; `logical_axes` name its dims, the second is the length."""
+        return balance(x, self.layout, _spec(x, logical_axes)) if self.layout else x
+
+    def leave(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
+        """x from this order into natural order."""
+        return restore(x, self.layout, _spec(x, logical_axes)) if self.layout else x
+
+
+NATURAL = TokenOrder()
+
+
+def token_order(context: str, length: int) -> TokenOrder:
+    """The order that this way of context parallelism wants, for the rules and mesh of the scope.
+
+    Raises:
+        ConfigError: the length does not divide as `ring` needs it.
+    """
+    layout = _length_layout()
+    if layout is None or context == "ulysses" or _stays_whole(context, length, layout):
+        return NATURAL
+    layout.check_balanced(length)
+    return TokenOrder(layout)
+
+
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, context: str = "all_gather", order: TokenOrder = NATURAL
+) -> jax.Array:
     """softmax(q k^T / sqrt(head_dim)) v under a causal mask; k and v may have fewer heads (Ainslie et al., 2023).
 
     The implementation follows the target of the sharding scope. cuDNN's kernel cannot be partitioned, so each GPU runs
-    it on its own batch and heads.
+    it on its own batch and heads, and its own queries where rules cut `act_length`.
 
     Args:
         q: [batch, length, heads, head_dim].
         k, v: [batch, length, kv_heads, head_dim].
+        context: how keys and values of other GPUs are reached where rules cut `act_length`: `all_gather` (every GPU
+            gathers them all), `ring` (they go around), `ulysses` (heads are cut instead). What each costs is in
+            `meshkit.parallel.ring` and `meshkit.parallel.ulysses`.
+        order: of the tokens; a model that calls `token_order` saves the reordering of q, k, v and the result here.
+
+    Raises:
+        ValueError: no such context.
+        ConfigError: sizes that the mesh does not divide.
     """
+    check_context(context)
     k, v = (_spread_heads(x, q.shape[2]) for x in (k, v))
     q, k, v = constrain(q, *HEAD_AXES), constrain(k, *KV_HEAD_AXES), constrain(v, *KV_HEAD_AXES)
-    attend = partial(jax.nn.dot_product_attention, is_causal=True)
-    if attention_implementation() == "cudnn" and _cudnn_takes(q):
-        whole = ("act_batch", None, "act_heads", None)  # every query needs every earlier key
-        attend = shard_over(partial(attend, implementation="cudnn"), (whole, whole, whole), whole)
+    layout = _length_layout()
+    if layout is not None and not _stays_whole(context, q.shape[1], layout):
+        attend = _over_length(q, k, context, order)
+    elif attention_implementation() == "cudnn" and _cudnn_takes(q):
+        whole = ("act_batch", None, "act_heads", None)
+        attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        attend = shard_over(attend, (whole, whole, whole), whole)
     else:
-        attend = partial(attend, implementation="xla")
+        attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
     return constrain(attend(q, k, v), *HEAD_AXES)
+
+
+def _over_length(q: jax.Array, k: jax.Array, context: str, order: TokenOrder):
+    """Attention of the named kind over the mesh axes of the scope's rules."""
+    scope = current_scope()
+    assert scope is not None
+    batch, length, heads, _ = scope.rules.spec_for(HEAD_AXES, kind="activations")
+    batch = _dividing(batch, q.shape[0])
+    pieces = scope.shard_count("act_heads")
+    heads = heads if q.shape[2] % pieces == 0 == k.shape[2] % pieces else ()
+    options = {} if context == "ulysses" else {"balanced": order.layout is not None}
+    return partial(CONTEXTS[context], mesh=scope.mesh, axis=length, batch=batch, heads=heads, **options)
+
+
+def _length_layout() -> Layout | None:
+    """How rules cut `act_length`; None if they do not, or outside of a scope."""
+    scope = current_scope()
+    if scope is None or scope.shard_count("act_length") == 1:
+        return None
+    (length,) = scope.rules.spec_for(("act_length",), kind="activations")
+    return Layout(scope.mesh, length)
+
+
+def _stays_whole(context: str, length: int, layout: Layout) -> bool:
+    """Whether a length that does not divide is simply not cut: `all_gather` needs no cut to be right."""
+    return context == "all_gather" and length % (2 * layout.ways) != 0
+
+
+def _spec(x: jax.Array, logical_axes: tuple[str | None, ...]):
+    scope = current_scope()
+    assert scope is not None
+    wanted = scope.rules.spec_for(logical_axes, kind="activations")
+    return partition_spec([_dividing(axes, size) for axes, size in zip(wanted, x.shape)])
+
+
+def _dividing(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """The longest prefix of mesh axes whose product divides size: what `constrain` keeps."""
+    scope = current_scope()
+    assert scope is not None
+    for end in range(len(axes), 0, -1):
+        if size % math.prod(scope.mesh.shape[a] for a in axes[:end]) == 0:
+            return axes[:end]
+    return ()
 
 
 def _spread_heads(x: jax.Array, heads: int) -> jax.Array:

@@ -48,11 +48,12 @@ def _scatter_rows(shape: tuple[int, ...], tokens: jax.Array, g: jax.Array) -> ja
 
 
 def _scatter_shards(shape: tuple[int, ...], rows: tuple[int, ...]) -> Callable | None:
-    """`_scatter_rows` by hand on each GPU's shards, for a table cut along vocab and maybe embed; None for any other.
+    """`_scatter_rows` by hand on each GPU's shards; None where the partitioner does as well, or a dim does not divide.
 
-    The axes that cut embed move from the batch to the columns in one all-to-all; each GPU then scatters the rows of
-    all of them into its own columns and its own part of the vocabulary. The partitioner, left to itself, gathers the
-    whole batch on every GPU as soon as the vocabulary is cut.
+    The axes that cut embed move from the rows (batch, length) to the columns in one all-to-all, and the token ids are
+    gathered over them; each GPU then scatters the rows of all of them into its own columns and its own part of the
+    vocabulary. The partitioner, left to itself, gathers the whole batch on every GPU as soon as the vocabulary is cut,
+    the length is, or the batch is by more axes inside of those that cut embed.
     """
     scope = current_scope()
     if scope is None:
@@ -60,22 +61,24 @@ def _scatter_shards(shape: tuple[int, ...], rows: tuple[int, ...]) -> Callable |
     (embed,) = scope.rules.spec_for(("embed",), kind="gradients")
     batch, length, vocab = scope.rules.spec_for(("act_batch", "act_length", "act_vocab"), kind="activations")
     pieces = {axes: math.prod(scope.mesh.shape[a] for a in axes) for axes in (embed, batch, length, vocab)}
-    cut_alike = batch[len(batch) - len(embed) :] == embed and not set(vocab) & {*batch, *length}
     cuts = ((shape[0], vocab), (shape[1], embed), (rows[0], batch), (rows[1], length))
     divides = all(size % pieces[axes] == 0 for size, axes in cuts)
-    if not (cut_alike and vocab and divides):
+    needed = vocab or length or batch[len(batch) - len(embed) :] != embed
+    if not (needed and divides and set(embed) <= {*batch, *length} and not set(vocab) & {*batch, *length}):
         return None
     own_shape = (shape[0] // pieces[vocab], shape[1] // pieces[embed])
-    rest = batch[: len(batch) - len(embed)]
+    summed = tuple(a for a in (*batch, *length) if a not in embed)
 
     def local(tokens: jax.Array, g: jax.Array) -> jax.Array:
+        tokens, g = tokens.reshape(-1), g.reshape(-1, g.shape[-1])
         if embed:
-            g = lax.all_to_all(g, embed, split_axis=2, concat_axis=0, tiled=True)
-        row = tokens - lax.axis_index(vocab) * own_shape[0]
+            tokens = lax.all_gather(tokens, embed, axis=0, tiled=True)
+            g = lax.all_to_all(g, embed, split_axis=1, concat_axis=0, tiled=True)
+        row = tokens - lax.axis_index(vocab) * own_shape[0] if vocab else tokens
         sums = _scatter_rows(own_shape, jnp.where(row < 0, own_shape[0], row), g)
-        return lax.psum(sums, (*rest, *length)) if rest or length else sums
+        return lax.psum(sums, summed) if summed else sums
 
-    return shard_over_mesh(local, ((rest, length), (batch, length, ())), (vocab, embed))
+    return shard_over_mesh(local, ((batch, length), (batch, length, ())), (vocab, embed))
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)

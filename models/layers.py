@@ -5,12 +5,15 @@ logical axis. A parameter may be stacked over layers: a leading `layers` dim tha
 
 **Precision rule.** A layer computes in the dtype of its activations, and the gradient of a weight is *produced*, and
 therefore reduced over the mesh, in the dtype of the weight that the layer was given. So the caller picks the precision
-of the gradient reduction by passing fp32 or bf16 weights, and the matmuls run in bf16 either way.
+of the gradient reduction by passing fp32 or bf16 weights, and the matmuls run in bf16 either way. `models.fp8`
+keeps to the same rule.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -19,7 +22,13 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-PROJECTION = "projection"  # the name under which recomputation policies know a projection's output
+from meshkit.parallel.collective_matmul import gather_matmul, matmul_cut, matmul_scatter
+from meshkit.sharding import constrain, current_scope, sharding_scope
+from models import fp8 as eight_bit
+
+RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")  # of the residual stream between blocks
+WHOLE_AXES = ("act_batch", "act_length", "act_embed")  # of what a block's matmuls multiply
+PROJECTION = "projection"  # the name under which recomputation policies know the output of any projection
 
 
 def parameter(rngs: nnx.Rngs, init: jax.nn.initializers.Initializer, shape, axes, *, stack: int | None) -> nnx.Param:
@@ -45,26 +54,105 @@ class RMSNorm(nnx.Module):
         return (h * self.scale.get_value().astype(jnp.float32)).astype(x.dtype)
 
 
+@dataclass(frozen=True)
+class Matmuls:
+    """How projections multiply.
+
+    Attributes:
+        fp8: in fp8, see `models.fp8`.
+        collective: where sequence parallelism cuts the length between blocks, its gathers and scatters hide behind the
+            matmuls, see `meshkit.parallel.collective_matmul`.
+
+    Raises:
+        ValueError: both at once.
+    """
+
+    fp8: bool = False
+    collective: bool = False
+
+    def __post_init__(self):
+        if self.fp8 and self.collective:
+            raise ValueError("collective_matmul multiplies in bf16 or fp32, not in fp8: choose one of the two.")
+
+
+PLAIN = Matmuls()
+
+
 class Projection(nnx.Module):
     """A linear map without bias from the trailing `inputs` dims to the `outputs` dims, e.g. embed -> heads, head_dim.
 
     Args:
-        name: shows in HLO as the scope of the matmul.
+        name: shows in HLO as the scope of the matmul, and is what recomputation policies call its output.
         inputs: logical axis -> size of the dims contracted away.
         outputs: logical axis -> size of the dims that come in their place.
         scale: factor on the 1/sqrt(fan_in) standard deviation of the initial weights.
+        matmuls: how it multiplies.
     """
 
-    def __init__(self, name: str, inputs: dict, outputs: dict, *, stack: int | None = None, scale=1.0, rngs: nnx.Rngs):
-        self.name, self.contracted = name, len(inputs)
+    def __init__(
+        self,
+        name: str,
+        inputs: dict,
+        outputs: dict,
+        *,
+        stack: int | None = None,
+        scale=1.0,
+        matmuls: Matmuls = PLAIN,
+        rngs: nnx.Rngs,
+    ):
+        self.name, self.contracted, self.matmuls = name, len(inputs), matmuls
+        self.rows, self.columns = next(iter(inputs.items())), next(iter(outputs.items()))
         stddev = scale / math.sqrt(math.prod(inputs.values()))
         shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
         self.kernel = parameter(rngs, jax.nn.initializers.normal(stddev), shape, axes, stack=stack)
 
     def __call__(self, x: jax.Array, out_dtype=None) -> jax.Array:
+        kernel = self.kernel.get_value()
         with jax.named_scope(self.name):
-            y = project(x, self.kernel.get_value(), self.contracted, out_dtype or x.dtype)
-            return checkpoint_name(y, PROJECTION)
+            if self.matmuls.collective and (cut := matmul_cut(x.shape[1], self.rows)):
+                return self.mark(matmul_scatter(cut, x, kernel, self.contracted))
+            if self.matmuls.fp8:
+                layouts = eight_bit.Layouts(outputs=_pinned(RESIDUAL_AXES)) if self.columns[0] == "embed" else None
+                return self.mark(eight_bit.project(x, kernel, self.contracted, out_dtype or x.dtype, layouts))
+            return self.mark(project(x, kernel, self.contracted, out_dtype or x.dtype))
+
+    def mark(self, y: jax.Array) -> jax.Array:
+        """Its output under the two names that recomputation policies know it by."""
+        return checkpoint_name(checkpoint_name(y, self.name), PROJECTION)
+
+
+def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...]:
+    """The outputs of several projections of [batch, length, embed], which may be cut along length between blocks.
+
+    Collective matmuls gather x while they multiply, once for all of them; fp8 gathers it in fp8, others before.
+    """
+    kernels = [p.kernel.get_value() for p in projections]
+    name, cut = "_".join(p.name for p in projections), None
+    if projections[0].matmuls.collective:
+        cut = matmul_cut(x.shape[1], *(p.columns for p in projections))
+    with jax.named_scope(name):
+        if cut is not None:
+            outputs = gather_matmul(cut, x, kernels)
+        elif projections[0].matmuls.fp8:
+            layouts = eight_bit.Layouts(inputs=_pinned(RESIDUAL_AXES), multiplied=_pinned(WHOLE_AXES))
+            outputs = eight_bit.project_each(x, kernels, 1, x.dtype, layouts)
+        else:
+            x = constrain(x, *WHOLE_AXES)
+            outputs = [project(x, kernel, 1, x.dtype) for kernel in kernels]
+    return tuple(p.mark(y) for p, y in zip(projections, outputs))
+
+
+def _pinned(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
+    """`constrain` with the scope of now, for a backward pass that is traced outside of it."""
+    scope = current_scope()
+
+    def pin(x: jax.Array) -> jax.Array:
+        if scope is None:
+            return x
+        with sharding_scope(scope.mesh, scope.rules):
+            return constrain(x, *axes)
+
+    return pin
 
 
 def project(x: jax.Array, kernel: jax.Array, contracted: int, out_dtype) -> jax.Array:

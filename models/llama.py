@@ -11,15 +11,17 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from meshkit.sharding import constrain
-from models.attention import causal_attention, rotate
+from models.attention import causal_attention, check_context, rotate, token_order
 from models.embedding import lookup
-from models.layers import Projection, RMSNorm, parameter, project
+from models.hf import Layout, llama_layout
+from models.layers import PLAIN, Matmuls, Projection, RMSNorm, parameter, project, project_each
 from models.remat import check_remat, recompute
 
 RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")
@@ -69,49 +71,53 @@ PRESETS = {
 class Attention(nnx.Module):
     """Grouped-query causal self-attention with rotary positions."""
 
-    def __init__(self, c: LlamaConfig, *, rngs: nnx.Rngs):
-        embed, stack = {"embed": c.embed}, c.layers
+    def __init__(self, c: LlamaConfig, context: str, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
+        embed, linear = {"embed": c.embed}, partial(Projection, stack=c.layers, matmuls=matmuls, rngs=rngs)
         queries = {"heads": c.heads, "head_dim": c.head_dim}
         keys = {"kv_heads": c.kv_heads, "head_dim": c.head_dim}
-        self.rope_theta = c.rope_theta
-        self.query = Projection("query", embed, queries, stack=stack, rngs=rngs)
-        self.key = Projection("key", embed, keys, stack=stack, rngs=rngs)
-        self.value = Projection("value", embed, keys, stack=stack, rngs=rngs)
-        self.output = Projection("output", queries, embed, stack=stack, scale=_depth_scale(c), rngs=rngs)
+        self.rope_theta, self.context = c.rope_theta, context
+        self.query = linear("query", embed, queries)
+        self.key = linear("key", embed, keys)
+        self.value = linear("value", embed, keys)
+        self.output = linear("output", queries, embed, scale=_depth_scale(c))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        q, k, v = rotate(self.query(x), self.rope_theta), rotate(self.key(x), self.rope_theta), self.value(x)
-        return self.output(causal_attention(q, k, v))
+        order = token_order(self.context, x.shape[1])
+        positions = order.positions(x.shape[1])
+        q, k, v = project_each(x, self.query, self.key, self.value)
+        q, k = (rotate(x, self.rope_theta, positions) for x in (q, k))
+        return self.output(causal_attention(q, k, v, self.context, order))
 
 
 class SwiGLU(nnx.Module):
     """The gated feed-forward block: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
-    def __init__(self, c: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, c: LlamaConfig, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
         embed, mlp = {"embed": c.embed}, {"mlp": c.mlp}
-        self.gate = Projection("gate", embed, mlp, stack=c.layers, rngs=rngs)
-        self.up = Projection("up", embed, mlp, stack=c.layers, rngs=rngs)
-        self.down = Projection("down", mlp, embed, stack=c.layers, scale=_depth_scale(c), rngs=rngs)
+        linear = partial(Projection, stack=c.layers, matmuls=matmuls, rngs=rngs)
+        self.gate, self.up = linear("gate", embed, mlp), linear("up", embed, mlp)
+        self.down = linear("down", mlp, embed, scale=_depth_scale(c))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = jax.nn.silu(self.gate(x)) * self.up(x)
+        gate, up = project_each(x, self.gate, self.up)
+        hidden = jax.nn.silu(gate) * up
         return self.down(constrain(hidden, "act_batch", "act_length", "act_mlp"))
 
 
 class Block(nnx.Module):
     """One pre-norm transformer layer; its parameters are stacked over all layers until a scan takes them apart."""
 
-    def __init__(self, c: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, c: LlamaConfig, context: str, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
-        self.attention = Attention(c, rngs=rngs)
+        self.attention = Attention(c, context, matmuls=matmuls, rngs=rngs)
         self.mlp_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
-        self.mlp = SwiGLU(c, rngs=rngs)
+        self.mlp = SwiGLU(c, matmuls=matmuls, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with jax.named_scope("attention"):
-            x = constrain(x + self.attention(_for_matmuls(self.attention_norm(x))), *RESIDUAL_AXES)
+            x = constrain(x + self.attention(self.attention_norm(x)), *RESIDUAL_AXES)
         with jax.named_scope("mlp"):
-            return constrain(x + self.mlp(_for_matmuls(self.mlp_norm(x))), *RESIDUAL_AXES)
+            return constrain(x + self.mlp(self.mlp_norm(x)), *RESIDUAL_AXES)
 
 
 class Llama(nnx.Module):
@@ -121,6 +127,9 @@ class Llama(nnx.Module):
         preset: a name in PRESETS.
         rngs: source of the initial weights.
         dtype: of activations and matmuls; parameters are fp32.
+        fp8: the projections of the layers multiply in fp8, see `models.fp8`; the output head does not.
+        collective_matmul: hide the collectives of sequence parallelism behind matmuls, see
+            `meshkit.parallel.collective_matmul`.
         remat: what the backward pass recomputes, see `models.remat.recompute`.
         context: how attention works over a cut `act_length`, see `models.attention.causal_attention`.
         overrides: fields of LlamaConfig.
@@ -135,15 +144,18 @@ class Llama(nnx.Module):
         *,
         rngs: nnx.Rngs,
         dtype=jnp.bfloat16,
+        fp8: bool = False,
+        collective_matmul: bool = False,
         remat="none",
         context="all_gather",
         **overrides,
     ):
         self.config = c = make_config(preset, **overrides)
-        self.dtype, self.remat = jnp.dtype(dtype), check_remat(remat)
+        self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat), check_context(context)
+        matmuls = Matmuls(fp8, collective_matmul)
         table = jax.nn.initializers.normal(1.0 if not c.tied else 1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
-        self.layers = Block(c, rngs=rngs)
+        self.layers = Block(c, context, matmuls=matmuls, rngs=rngs)
         self.norm = RMSNorm(c.embed, eps=c.norm_eps, rngs=rngs)
         if not c.tied:
             self.head = Projection("head", {"embed": c.embed}, {"vocab": c.vocab}, rngs=rngs)
@@ -154,12 +166,14 @@ class Llama(nnx.Module):
         return cls(preset, rngs=rngs, **overrides)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        order = token_order(self.context, tokens.shape[1])
         with jax.named_scope("embedding"):
+            tokens = order.enter(tokens, "act_batch", "act_length")
             x = constrain(lookup(self.embedding.get_value(), tokens, self.dtype), *RESIDUAL_AXES)
         with jax.named_scope("layers"):
             x = self._scan_layers(x)
         with jax.named_scope("logits"):
-            x = _for_matmuls(self.norm(x))
+            x = order.leave(_for_matmuls(self.norm(x)), "act_batch", "act_length", "act_embed")
             if self.config.tied:
                 logits = project(x, self.embedding.get_value().T, 1, jnp.float32)
             else:
@@ -179,6 +193,10 @@ class Llama(nnx.Module):
         c = self.config
         attention = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
         return c.layers * (attention + 3 * c.embed * c.mlp) + c.embed * c.vocab
+
+    def hf_layout(self) -> Layout:
+        """How the parameters correspond to those of Hugging Face's `LlamaForCausalLM`."""
+        return llama_layout(self.config)
 
     def attention_shape(self) -> tuple[int, int, int]:
         """(layers, heads, head_dim) of 12 L heads head_dim T tokens."""
@@ -226,6 +244,6 @@ def _depth_scale(c: LlamaConfig) -> float:
 
 
 def _for_matmuls(x: jax.Array) -> jax.Array:
-    """The input of a block's matmuls: whole along embed, and along what sequence parallelism cuts between blocks."""
+    """The input of matmuls: whole along embed, and along what sequence parallelism cuts between blocks."""
     x = constrain(x, *RESIDUAL_AXES)  # pinned in pieces, so that what is gathered is x and not what it was cast from
     return constrain(x, "act_batch", "act_length", "act_embed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from meshkit.errors import ConfigError
 from meshkit.proposer import Traffic, assignments, propose, traffic_of
 from meshkit.report.schema import CommunicationPart, MeshAxisPart, Report, StepPart, WindowPart
-from meshkit.spec.cluster import Cluster
+from meshkit.spec.cluster import Cluster, shipped_clusters
 from meshkit.spec.mesh import MeshAxis, MeshSpec
 from meshkit.timeline.network import collective_time_s
 
@@ -192,3 +193,31 @@ def test_a_report_is_proposed_from_and_what_no_axis_explains_stays(cluster):
 def test_what_is_refused(source, mesh, message, cluster):
     with pytest.raises(ConfigError, match=message):
         propose(source, MeshSpec.parse(mesh), cluster)
+
+
+@pytest.mark.parametrize("name", shipped_clusters())
+def test_every_shipped_cluster_has_a_proposal(name):
+    """Over four of its domains, where it has a network: the heavy axis comes to lie inside a domain."""
+    machine = Cluster.load(name)
+    if machine.nic is not None or machine.is_cpu:
+        machine = Cluster.load(name, hosts=4 * machine.hosts // machine.num_nvlink_domains)
+    inside, across = machine.gpus_used_per_domain, machine.num_nvlink_domains
+    mesh = MeshSpec.parse({"fsdp": {"infiniband": across} if across > 1 else 1, "tensor": inside})
+    traffic = [Traffic(("fsdp",), "all-gather", 2**20), Traffic(("tensor",), "all-reduce", 2**28, 100)]
+    best = propose(traffic, mesh, machine)
+    assert best.mesh.shape == (across, inside)
+    assert 0 < best.seconds_proposed <= best.seconds_now
+    assert best.reason.endswith(".")
+
+
+def test_65536_gpus_take_less_than_two_seconds():
+    machine = Cluster.load("dgx_h100", hosts=8192)
+    links = {"data": 16, "fsdp": 32, "expert": 4, "context": 2, "pipeline": 2}
+    mesh = MeshSpec.parse({**{name: {"infiniband": n} for name, n in links.items()}, "tensor": 4, "inner": 2})
+    kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+    traffic = [Traffic((axis,), kind, 2.0**e) for axis in mesh.axis_names for kind in kinds for e in (10, 20, 27)]
+    began = time.process_time()
+    best = propose(traffic, mesh, machine)
+    assert time.process_time() - began < 2
+    assert math.prod(best.mesh.shape) == 65536
+    assert best.seconds_proposed <= best.seconds_now

@@ -180,12 +180,13 @@ class CompilePart(Part):
 
 
 class TrainingPart(Part):
-    """The whole training: how long, and what it costs."""
+    """The whole training: how long, and what it costs; `checkpoint_s` is one checkpoint, beside the steps."""
 
     steps: int | None = None
     hours: float | None = None
     gpu_hours: float | None = None
     cost: float | None = None
+    checkpoint_s: float | None = None
 
 
 class Warning_(Part):

@@ -75,6 +75,7 @@ def summarize(
     compile: CompilePart | None = None,
     training: TrainingPart | None = None,
     step_bounds: tuple[float | None, float | None] = (None, None),
+    steps_per_execution: int = 1,
     warnings: Sequence[Warning_] = (),
 ) -> Report:
     """The report of a timeline; every number is a mean over its device steps.
@@ -87,24 +88,27 @@ def summarize(
         work: to relate the step time to; what is unknown in it is None in the report.
         memory, program, compile, training, warnings: parts that others computed.
         step_bounds: (all_overlapped_s, all_exposed_s) of a prediction.
+        steps_per_execution: training steps in each step of the timeline, where one execution of the program makes
+            several (a round of local SGD).
 
     Raises:
         AssertionError: the result breaks an invariant of the report (a bug of ours).
     """
     row_of, groups = group_rows(timeline.collectives)
-    sweeps = [sweep(step, len(timeline.collectives), row_of) for step in timeline.steps]
+    each = steps_per_execution
+    sweeps = [sweep(step, len(timeline.collectives), row_of).each_of(each) for step in timeline.steps]
     rows = communication_rows(timeline, sweeps, row_of, groups)
     report = Report(
         source=source,
         cluster=cluster_part(cluster, work),
         mesh=_mesh_part(mesh, mesh_axes),
         window=WindowPart(
-            steps=len({s.step for s in timeline.steps}),
+            steps=len({s.step for s in timeline.steps}) * each,
             devices=len({s.device for s in timeline.steps}),
             processes_seen=processes_seen,
             processes_expected=processes_expected,
         ),
-        step=_step_part(timeline, sweeps, work or Work(), step_bounds),
+        step=_step_part(timeline, sweeps, work or Work(), step_bounds, each),
         spread=SpreadsPart() if source == "plan" else _spreads(timeline, sweeps),
         communication=rows,
         memory=memory or MemoryPart(),
@@ -154,15 +158,19 @@ def check_invariants(report: Report) -> None:
 
 
 def training_cost(
-    step_time_s: float | None, steps: int | None, num_gpus: int | None, price_per_gpu_hour: float | None
+    step_time_s: float | None,
+    steps: int | None,
+    num_gpus: int | None,
+    price_per_gpu_hour: float | None,
+    checkpoint_s: float | None = None,
 ) -> TrainingPart:
     """Time and cost of `steps` steps at one step time; what cannot be known is None."""
     if step_time_s is None or steps is None:
-        return TrainingPart(steps=steps)
+        return TrainingPart(steps=steps, checkpoint_s=checkpoint_s)
     hours = step_time_s * steps / 3600
     gpu_hours = hours * num_gpus if num_gpus else None
     cost = gpu_hours * price_per_gpu_hour if gpu_hours is not None and price_per_gpu_hour is not None else None
-    return TrainingPart(steps=steps, hours=hours, gpu_hours=gpu_hours, cost=cost)
+    return TrainingPart(steps=steps, hours=hours, gpu_hours=gpu_hours, cost=cost, checkpoint_s=checkpoint_s)
 
 
 def cluster_part(cluster: Cluster | None, work: Work | None = None) -> ClusterPart:
@@ -189,7 +197,7 @@ def _mesh_part(mesh: MeshSpec | None, mesh_axes: Sequence[Mapping] | None) -> tu
     )
 
 
-def _step_part(timeline: Timeline, sweeps: Sequence[Sweep], work: Work, bounds) -> StepPart:
+def _step_part(timeline: Timeline, sweeps: Sequence[Sweep], work: Work, bounds, steps_per_execution: int) -> StepPart:
     if not sweeps:
         return StepPart(model_flops=work.model_flops)
     totals = [s.total for s in sweeps]
@@ -198,7 +206,7 @@ def _step_part(timeline: Timeline, sweeps: Sequence[Sweep], work: Work, bounds) 
         return math.fsum(getattr(t, name) for t in totals) / len(totals)
 
     time_s = mean("window_s")
-    bubble_s = math.fsum(s.bubble_s for s in timeline.steps) / len(totals)
+    bubble_s = math.fsum(s.bubble_s for s in timeline.steps) / len(totals) / steps_per_execution
     peak = work.peak_flops_per_gpu
     peak_of_all = peak * work.num_gpus if peak and work.num_gpus else None
     return StepPart(

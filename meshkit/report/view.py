@@ -85,6 +85,8 @@ def facts(report: Report) -> list[tuple[str, str]]:
     ]
     if report.training.hours is not None:
         found.append(("training", training_text(report)))
+    if report.training.checkpoint_s is not None:
+        found.append(("checkpoint", f"{format_seconds(report.training.checkpoint_s)} to write"))
     if report.source != "plan":
         found.append(("mean over", f"{window.steps} steps, {window.devices} devices{_processes(report)}"))
     return found

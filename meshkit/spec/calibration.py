@@ -1,6 +1,7 @@
 """Calibration: what `meshkit bench` measured on real devices, as the TOML file a cluster may name. Layer 1; no jax.
 
-Bench writes it, `cluster.calibration` names it, and the network model asks it for the fit of one group of GPUs:
+Bench writes it, `cluster.calibration` names it. The kernel model takes its rates, and the network model asks it for the
+fit of one group of GPUs:
 
     seconds = latency_s + wire_bytes / bytes_per_s
 
@@ -9,6 +10,7 @@ with `wire_bytes` as nccl-tests counts bus bandwidth. `latency_s` belongs to the
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -134,6 +136,20 @@ def load(path: str | os.PathLike[str]) -> Calibration:
         return _build(document.table)
     except SpecError as error:
         raise document.locate(error) from None
+
+
+def load_cached(path: str | os.PathLike[str]) -> Calibration:
+    """`load`, which reads a file again only once it has changed."""
+    try:
+        modified_ns = os.stat(path).st_mtime_ns
+    except OSError:
+        modified_ns = 0  # reading it then says why
+    return _load(os.fspath(path), modified_ns)
+
+
+@functools.lru_cache(maxsize=16)
+def _load(path: str, modified_ns: int) -> Calibration:
+    return load(path)
 
 
 def write(path: str | os.PathLike[str], calibration: Calibration) -> Path:

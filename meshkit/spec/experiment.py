@@ -151,6 +151,7 @@ def _build(document: Document, table: Mapping[str, Any]) -> Experiment:
     )
     _check_axis(experiment, "local_sgd")
     _check_axis(experiment, "compression")
+    _check_rounds(experiment)
     _check_division(experiment, "act_batch", "global_batch")
     _check_division(experiment, "act_length", "sequence_length")
     _check_division(experiment, "act_residual_length", "sequence_length")
@@ -215,6 +216,32 @@ def _check_axis(experiment: Experiment, section: str) -> None:
     if axis is not None and axis not in batch:
         message = f"{section}.axis = '{axis}' does not cut the batch (act_batch: {', '.join(batch) or 'replicated'})."
         raise SpecError(message, key=(section, "axis"), value=axis, hint="an axis of act_batch")
+
+
+def _check_rounds(experiment: Experiment) -> None:
+    """With local SGD everything happens between rounds: what counts steps must count whole ones."""
+    local, every = experiment.local_sgd, experiment.local_sgd.every
+    if local.axis is None:
+        return
+    if experiment.compression.axis is not None:
+        message = "local_sgd exchanges parameters once a round, and no gradients that compression could compress."
+        raise SpecError(message, key=("compression", "axis"), hint="one of the two sections")
+    train, checkpoint, profile = experiment.train, experiment.checkpoint, experiment.profile.steps
+    counts = {
+        ("train", "steps"): train.steps,
+        ("train", "evaluate_every"): train.evaluate_every,
+        ("train", "replica_check_every"): train.replica_check_every,
+        ("checkpoint", "every"): checkpoint.every,
+    }
+    for key, value in counts.items():
+        if value % every:
+            nearest = max(1, round(value / every)) * every
+            message = f"{'.'.join(key)} = {value} is no multiple of the {every} steps of a round (local_sgd.every)."
+            raise SpecError(message, key=key, value=value, hint=f"{key[1]} = {nearest}")
+    if profile is not None and ((profile[0] - 1) % every or profile[1] % every):
+        first = (profile[0] - 1) // every * every + 1
+        message = f"profile.steps = {list(profile)} does not hold whole rounds of {every} steps (local_sgd.every)."
+        raise SpecError(message, key=("profile", "steps"), hint=f"steps = [{first}, {-(-profile[1] // every) * every}]")
 
 
 def _check_division(experiment: Experiment, logical: str, key: str) -> None:

@@ -144,6 +144,19 @@ def _mesh_share(generation: int, gpus_per_host: int, domain: int, gpus: int) -> 
     return max(1, fewest) / sum(table[0])
 
 
+def mesh_hops(cluster: Cluster, gpus: int) -> float:
+    """NVLinks that a byte crosses between two members of a group of neighbours, on average over all pairs.
+
+    1 where any two GPUs meet directly or at a switch. In a cube mesh a byte for a GPU without a direct link is relayed
+    by one that has links to both (NCCL's NVB paths): two.
+    """
+    table = catalog.cube_mesh(cluster.gpu.nvlink_generation or 0) if cluster.gpus_per_host == 8 else None
+    if cluster.scale_up != "nvlink" or has_nvswitch(cluster) or table is None or gpus < 2:
+        return 1.0
+    pairs = [(a, b) for a in range(min(gpus, 8)) for b in range(min(gpus, 8)) if a != b]
+    return sum(1 if table[a][b] else 2 for a, b in pairs) / len(pairs)
+
+
 def _inside_host(cluster: Cluster, name: str) -> Link:
     """GPUs of one host without NVLink: peer to peer over PCIe, or through pinned host memory; or CPU devices."""
     if cluster.is_cpu:

@@ -18,6 +18,7 @@ from importlib import resources
 from typing import Any
 
 from meshkit.spec.cluster import Cluster, Link
+from meshkit.spec.links import mesh_hops
 
 # Rounds of a ring: all-reduce reduces and then gathers.
 ROUNDS = {
@@ -56,6 +57,7 @@ class Wires:
     Attributes:
         inside_bytes_per_s, outside_bytes_per_s: usable, of one GPU and direction, inside its domain and out of it.
         peer_bytes_per_s: inside, to one other GPU: without a switch only the links that lead there.
+        hops: NVLinks that a byte crosses between two members, on average; more than one in a cube mesh.
         taper: NVLink bandwidth to other hosts of the domain, relative to inside the host.
         inside, outside: rows of NCCL's latencies: `nvlink` or `pcie`; `net`, or `pcie` where no NIC is between domains.
         inside_extra_s, outside_extra_s: what a step costs beyond that table, (LL and LL128, Simple).
@@ -69,6 +71,7 @@ class Wires:
     inside_bytes_per_s: float
     outside_bytes_per_s: float
     peer_bytes_per_s: float
+    hops: float
     taper: float
     inside: str
     outside: str
@@ -103,6 +106,7 @@ class Wires:
             inside_bytes_per_s=link.bytes_per_s * share,
             outside_bytes_per_s=outside,
             peer_bytes_per_s=cluster.link("nvlink", gpus=2).bytes_per_s * share,
+            hops=mesh_hops(cluster, g),
             taper=cluster.nvlink_taper,
             inside=inside_row,
             outside=outside_row,
@@ -291,7 +295,7 @@ def _all_to_all(payload: float, g: int, k: int, wires: Wires, fitted: Mapping[st
     latency = constants["base_latency_s"]["ring"]["simple"] + rounds * (outside_step if k > 1 else inside_step)
     part = payload / n
     filled = _filled(n, fitted)
-    inside = part * (g - 1) / (wires.inside_bytes_per_s * filled)
+    inside = part * (g - 1) * wires.hops / (wires.inside_bytes_per_s * filled)
     beyond_host = part * max(0, g - wires.per_host) / (wires.inside_bytes_per_s * wires.taper * filled)
     outside = part * (n - g) / wires.outside_bytes_per_s
     inside = max(inside, beyond_host)

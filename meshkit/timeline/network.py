@@ -6,9 +6,7 @@ share of the NICs; the slower of the two links sets the pace. Latencies, protoco
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 from collections.abc import Mapping
 
 from meshkit.errors import ConfigError
@@ -16,7 +14,7 @@ from meshkit.spec import calibration
 from meshkit.spec.cluster import Cluster
 from meshkit.timeline.nccl import ROUNDS, Wires, best_option, busy_share, nccl_constants, wire_factor
 
-__all__ = ["collective_time_s", "nccl_constants", "wire_factor"]
+__all__ = ["checkpoint_time_s", "collective_time_s", "nccl_constants", "wire_factor"]
 
 
 def collective_time_s(
@@ -67,6 +65,21 @@ def collective_time_s(
     return numbers["launch_s"] + best_option(collective, payload_bytes, gpus_per_domain, domains, wires, numbers).time_s
 
 
+def checkpoint_time_s(state_bytes: float | None, cluster: Cluster) -> float | None:
+    """Seconds to write a checkpoint: state_bytes / min(storage, the GPUs' paths to it).
+
+    Args:
+        state_bytes: parameters and optimizer state over all GPUs, replicas counted once.
+        cluster: its `storage_bytes_per_s` over all hosts. The paths are the GPUs' PCIe slots (or links to their CPU)
+            with GPUDirect Storage, and host memory, which is written and read, without.
+
+    Returns:
+        None where the size or the storage is unknown.
+    """
+    rate = cluster.checkpoint_bytes_per_s
+    return None if rate is None or state_bytes is None else state_bytes / rate
+
+
 # A Cluster holds mappings and has no hash; its identity, with the object kept alive beside the value, serves as one.
 _known_wires: dict[tuple[int, int, int, int | None, bool], tuple[Cluster, Wires]] = {}
 _MOST_KNOWN = 1024
@@ -87,22 +100,9 @@ def _calibrated_s(path: str, collective: str, payload: float, g: int, k: int) ->
     Latency grows with the steps of a ring: of this group, over those of the group that was measured.
     """
     collective = collective.removeprefix("ragged-")
-    fit = _calibration(path, _modified_ns(path)).find("infiniband" if k > 1 else "nvlink", collective, g, k)
+    fit = calibration.load_cached(path).find("infiniband" if k > 1 else "nvlink", collective, g, k)
     if fit is None:
         return None
     n, measured_n = g * k, fit.gpus_per_domain * fit.domains
     steps = max(1, ROUNDS[collective] * (n - 1)) / max(1, ROUNDS[collective] * (measured_n - 1))
     return fit.latency_s * steps + payload * wire_factor(collective, n) / fit.bytes_per_s
-
-
-@functools.lru_cache(maxsize=16)
-def _calibration(path: str, modified_ns: int) -> calibration.Calibration:
-    return calibration.load(path)
-
-
-def _modified_ns(path: str) -> int:
-    """When a file was last written; 0 if that cannot be told (reading it then says why)."""
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshkit.spec.cluster import Cluster
-from meshkit.timeline.kernels import kernel_time_s
+from meshkit.timeline.kernels import kernel_time_s, measured_rates
 from meshkit.timeline.network import collective_time_s, nccl_constants
 from meshkit.timeline.spans import Collective, DeviceStep, Timeline
 from meshkit.xla.hlo import Instruction, Schedule
@@ -73,13 +73,13 @@ class _Pricer:
     """Seconds of an instruction by roofline and network model, each shape priced once."""
 
     def __init__(self, cluster: Cluster):
-        self._cluster = cluster
+        self._cluster, self._rates = cluster, measured_rates(cluster)
         self._known: dict[tuple, float] = {}
 
     def __call__(self, i: Instruction) -> float:
         c = i.collective
         if c is None:
-            return kernel_time_s(i.cost, self._cluster.gpu) if i.cost else 0.0
+            return kernel_time_s(i.cost, self._cluster.gpu, self._rates) if i.cost else 0.0
         key = (c.collective, c.payload_bytes, c.gpus_per_domain, c.group_size)
         if key not in self._known:
             self._known[key] = collective_time_s(

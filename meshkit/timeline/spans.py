@@ -6,7 +6,8 @@ All times are seconds on one clock; a span is a row `(start_s, end_s)` of a floa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -99,6 +100,16 @@ class Sweep:
     busy_s: np.ndarray
     transfer_s: np.ndarray | None
     count: np.ndarray
+
+    def each_of(self, steps: int) -> Sweep:
+        """The mean of the training steps that one execution of a program makes."""
+
+        def share(value: Any) -> Any:
+            return None if value is None else value / steps
+
+        total = Overlap(**{f.name: share(getattr(self.total, f.name)) for f in fields(self.total)})
+        arrays = {f.name: share(getattr(self, f.name)) for f in fields(self) if f.name != "total"}
+        return Sweep(total, **arrays)
 
 
 def overlap(compute, communication, window, *, copies=None) -> Overlap:

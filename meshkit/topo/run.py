@@ -62,7 +62,10 @@ def run(
         written = _write(out, cluster, found)
     warnings = list(found.warnings)
     if found.gpus and problem is not None:
-        warnings.append(f"no cluster file can be written: {problem.message}")
+        hint = f" Try {problem.hint}." if problem.hint else ""
+        warnings.append(f"no cluster file can be written: {problem.message}{hint}")
+    for other in others:
+        warnings += [f"{Path(other.source).name}: {warning}" for warning in other.warnings]
     findings = check_topology(found, check) if check is not None else ()
     return _report(
         found,

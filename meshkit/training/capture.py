@@ -56,7 +56,10 @@ class CapturedMemory(_Record):
 
 
 class CapturedWork(_Record):
-    """What one step computes (see `meshkit.report.summarize.Work`), and the length of the training."""
+    """What one step computes (see `meshkit.report.summarize.Work`), and the length of the training.
+
+    One execution of the program makes `steps_per_execution` steps.
+    """
 
     model_flops: float | None = None
     model_flops_causal: float | None = None
@@ -64,6 +67,7 @@ class CapturedWork(_Record):
     tokens: float | None = None
     peak_flops_per_gpu: float | None = None
     training_steps: int | None = None
+    steps_per_execution: Annotated[int, Field(ge=1)] = 1
 
 
 class CaptureRecord(_Record):

@@ -11,32 +11,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshkit.errors import ConfigError, MeshkitError, RunError
+from meshkit.errors import MeshkitError, RunError
 from meshkit.sharding.constrain import partition_spec
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.experiment import Experiment
 from meshkit.spec.rules import ShardingRules
 from meshkit.training.corpus import is_token_source, open_tokens
-from meshkit.training.state import describe_error, describe_model, load_object, user_code
+from meshkit.training.examples import Examples, abstract_example, load_examples
+from meshkit.training.state import describe_model
+from meshkit.training.user_code import describe_error
 
 _PREFETCHED_BATCHES = 2
 _CHUNK_TOKENS = 1 << 24
 _MOST_CHUNKS = 64  # a corpus of more than a billion tokens is sampled, evenly
-
-
-class Examples(Protocol):
-    """Random access to examples, each a dict of arrays with fixed shapes; what `"pkg.mod:fn"` returns."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +94,7 @@ def _open_splits(experiment: Experiment) -> Data:
     spec, length = experiment.data, experiment.train.sequence_length
     fraction = spec.validation_fraction
     if not is_token_source(spec.source):
-        return _split_examples(_load_examples(experiment), fraction)
+        return _split_examples(load_examples(experiment), fraction)
     tokens = open_tokens(experiment)
     windows = np.arange((len(tokens) - 1) // length)
     every = max(2, round(1 / fraction)) if fraction > 0 else len(windows) + 1
@@ -160,11 +154,6 @@ def abstract_batch(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) 
     The first dim is `act_batch`; a second one as long as `sequence_length` is `act_length`.
     """
     train = experiment.train
-    if is_token_source(experiment.data.source):
-        row = jax.ShapeDtypeStruct((train.sequence_length,), np.int32)
-        example: Mapping[str, Any] = {"tokens": row, "targets": row, "weights": row.update(dtype=np.float32)}
-    else:
-        example = _read_example(experiment, _load_examples(experiment), 0)
 
     def one(x):
         shape = (train.global_batch, *x.shape)
@@ -173,7 +162,7 @@ def abstract_batch(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) 
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition_spec(spec)))
 
-    return {name: one(x) for name, x in example.items()}
+    return {name: one(x) for name, x in abstract_example(experiment).items()}
 
 
 @dataclass(frozen=True)
@@ -250,45 +239,6 @@ class Batches:
             return jax.make_array_from_callback(x.shape, x.sharding, shard)
 
         return {name: one(x, local[name]) for name, x in self.like.items()}
-
-
-def _load_examples(experiment: Experiment) -> Examples:
-    """What `data.source = "pkg.mod:fn"` returns when called with `seed=` and `experiment=`; first and last are read."""
-    at, name = experiment.error("data.source", "").at, experiment.data.source
-    make: Any = load_object(name, experiment.search_paths, at=at)
-    if not callable(make):
-        raise ConfigError(f"{name} is a {type(make).__name__}, not a function.", at=at)
-    with user_code(
-        experiment, "data.source", name, hint=f"the line it names; {name} is called with seed and experiment"
-    ):
-        examples: Any = make(seed=experiment.data.seed, experiment=experiment)
-    if not hasattr(examples, "__getitem__") or not hasattr(examples, "__len__"):
-        given = type(examples).__name__
-        raise ConfigError(f"{name} gave a {given}: it must return a sequence with __len__ and __getitem__.", at=at)
-    with user_code(experiment, "data.source", name):
-        count = len(examples)
-    if not count:
-        raise ConfigError(f"{name} gave no examples: it must return a non-empty sequence.", at=at)
-    first, last = ({k: v.shape for k, v in _read_example(experiment, examples, i).items()} for i in (0, count - 1))
-    if first != last:
-        raise ConfigError(f"the first example of {name} has {first}, the last one {last}.", at=at)
-    return examples
-
-
-def _read_example(experiment: Experiment, examples: Examples, index: int) -> dict[str, np.ndarray]:
-    """One example as arrays. Raises ConfigError where it is no dict of numbers."""
-    name = f"example {index} of {experiment.data.source}"
-    with user_code(experiment, "data.source", name):
-        example = examples[index]
-    if not isinstance(example, Mapping) or not example or not all(isinstance(key, str) for key in example):
-        given = type(example).__name__ if not isinstance(example, Mapping) else f"dict with keys {list(example)}"
-        raise experiment.error("data.source", f"{name} is a {given}, not a dict of named arrays.")
-    with user_code(experiment, "data.source", name):
-        arrays = {key: np.asarray(value) for key, value in example.items()}
-    for key, value in arrays.items():
-        if value.dtype.kind not in "biuf" and not jax.numpy.issubdtype(value.dtype, jax.numpy.number):
-            raise experiment.error("data.source", f"'{key}' in {name} is {value.dtype}, not an array of numbers.")
-    return arrays
 
 
 @dataclass(frozen=True)

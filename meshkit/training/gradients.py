@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshkit.parallel.compression import Exchange
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.rules import ShardingRules
 
@@ -127,35 +128,74 @@ def sum_over_micro_batches(
     return total, variables
 
 
-def reduce_replicas(gradients: Any, micro: MicroBatches, accumulators: Any, reduced: Any, dtype: Any) -> Any:
+def reduce_replicas(
+    gradients: Any,
+    micro: MicroBatches,
+    accumulators: Any,
+    reduced: Any,
+    dtype: Any,
+    *,
+    exchange: Exchange | None = None,
+    residuals: Any = None,
+) -> tuple[Any, Any]:
     """Gradients [replicas, ...] summed over the deferred axes, fast axes first, and laid out as the optimizer wants.
 
-    A dim that the optimizer cuts over deferred axes is reduce-scattered over them; the rest is all-reduced.
+    A dim that the optimizer cuts over deferred axes is reduce-scattered over them; the rest is all-reduced, over the
+    axis of the exchange in its own way and last.
 
     Args:
         accumulators: NamedShardings of the gradients without the replica dim.
         reduced: NamedShardings wanted.
         dtype: on the wire, and of the sum.
+        exchange: of one deferred axis, over which `reduced` cuts nothing.
+        residuals: what the exchange left at the step before; None for no error feedback.
+
+    Returns:
+        The sums, and the new residuals or None.
     """
+    leaves, tree = jax.tree.flatten(gradients)
+    carried = [None] * len(leaves) if residuals is None else tree.flatten_up_to(residuals)
+    compressed = (exchange.axis,) if exchange else ()
 
-    def one(x, accumulator, wanted):
-        kept = _spec(accumulator.spec, x.ndim - 1)
-        scattered = [tuple(a for a in axes if a in micro.deferred) for axes in _spec(wanted.spec, x.ndim - 1)]
-        whole = tuple(a for a in micro.deferred if not any(a in axes for axes in scattered))
-        out = PartitionSpec(*((*before, *after) or None for before, after in zip(kept, scattered)))
+    def one(x, residual, accumulator, wanted):
+        kept, scattered, out = _scattered(x.ndim - 1, micro, accumulator, wanted)
+        whole = tuple(a for a in micro.deferred if not any(a in axes for axes in scattered) and a not in compressed)
 
-        def local(x):
+        def local(x, residual):
             x = x[0].astype(dtype)
             for dim, axes in enumerate(scattered):
                 if axes:
                     x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-            return jax.lax.psum(x, whole) if whole else x
+            x = jax.lax.psum(x, whole) if whole else x
+            return exchange.sum(x.astype(jnp.float32), residual) if exchange else (x, residual)
 
         spec = PartitionSpec(micro.deferred, *(axes or None for axes in kept))
-        x = jax.shard_map(local, mesh=micro.mesh, in_specs=spec, out_specs=out, check_vma=False)(x)
-        return jax.lax.with_sharding_constraint(x, wanted)  # moves data only where a deferred axis was not innermost
+        left = None if residual is None else PartitionSpec(compressed, *out)
+        run = jax.shard_map(local, mesh=micro.mesh, in_specs=(spec, left), out_specs=(out, left), check_vma=False)
+        x, residual = run(x, residual)
+        # The constraint moves data only where a deferred axis was not innermost.
+        return jax.lax.with_sharding_constraint(x, wanted), residual
 
-    return jax.tree.map(one, gradients, accumulators, reduced)
+    done = [one(*each) for each in zip(leaves, carried, tree.flatten_up_to(accumulators), tree.flatten_up_to(reduced))]
+    sums = tree.unflatten([total for total, _ in done])
+    return sums, None if residuals is None else tree.unflatten([left for _, left in done])
+
+
+def residual_shardings(params: Any, micro: MicroBatches, accumulators: Any, reduced: Any, axis: str) -> Any:
+    """NamedShardings of the residuals [R, ...] that `reduce_replicas` takes, of parameters with these shapes."""
+
+    def one(x, accumulator, wanted):
+        _, _, out = _scattered(len(x.shape), micro, accumulator, wanted)
+        return NamedSharding(micro.mesh, PartitionSpec(axis, *out))
+
+    return jax.tree.map(one, params, accumulators, reduced)
+
+
+def _scattered(rank: int, micro: MicroBatches, accumulator: NamedSharding, wanted: NamedSharding):
+    """Per dim: axes that cut it before the reduction, deferred axes that it is scattered over; and both as a spec."""
+    kept = _spec(accumulator.spec, rank)
+    scattered = [tuple(a for a in axes if a in micro.deferred) for axes in _spec(wanted.spec, rank)]
+    return kept, scattered, PartitionSpec(*((*before, *after) or None for before, after in zip(kept, scattered)))
 
 
 def _sum_first(tree: Any) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshkit.spec.experiment import Experiment
-from meshkit.training.state import load_object, user_code
+from meshkit.training.user_code import load_object, user_code
 
 Loss = Callable[[Any, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, jax.Array, Mapping[str, jax.Array]]]
 

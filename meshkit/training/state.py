@@ -6,35 +6,27 @@ Nothing here allocates an array: shapes come from tracing, so a 405B model is de
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib
+import functools
 import inspect
-import os
-import sys
-import sysconfig
-import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshkit.errors import ConfigError, MeshkitError
+from meshkit.errors import ConfigError
 from meshkit.sharding import shardings
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.experiment import Experiment
 from meshkit.spec.rules import ShardingRules
+from meshkit.training.linen import LINEN_FIELDS, is_linen, linen_options, wrap_linen
+from meshkit.training.user_code import load_object, raised_by_user, user_code
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16}  # of activations
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-_LONGEST_MESSAGE = 300
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +40,7 @@ class TrainState:
         opt_state: of optax.
         variables: the model's other state (batch statistics and the like); empty for a Llama.
         rng: key data (uint32) that each step folds its number into.
+        extra: of `[compression]` (`residuals`) and `[local_sgd]` (`outer`); else empty.
     """
 
     step: Any
@@ -55,6 +48,7 @@ class TrainState:
     opt_state: Any
     variables: Any
     rng: Any
+    extra: Any = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,98 +77,20 @@ class ModelDescription:
         return nnx.merge(self.graph, nnx.State(params), nnx.State(variables))
 
 
-@contextmanager
-def user_code(experiment: Experiment, key: str, what: str, hint: str | None = None) -> Iterator[None]:
-    """A block that runs the user's code: what it raises is the user's to mend, so it becomes a ConfigError at `key`.
-
-    Errors of meshkit pass, and so do those of a device or of memory, which say nothing about the code.
-    """
-    try:
-        yield
-    except (MeshkitError, MemoryError, jax.errors.JaxRuntimeError):
-        raise
-    except (Exception, SystemExit) as error:
-        raise experiment.error(key, f"{what} raised {describe_error(error)}.", hint=hint) from error
-
-
-def describe_error(error: BaseException) -> str:
-    """An exception on one line: type, first line of its message, and the last line of the user's own that it passed."""
-    if isinstance(error, SyntaxError):
-        message, place = error.msg, f"{Path(error.filename or '?').name}:{error.lineno}"
-    else:
-        message, place = str(error), _user_line(error)
-    first = next((line.strip() for line in message.splitlines() if line.strip()), "")
-    if len(first) > _LONGEST_MESSAGE:
-        first = f"{first[:_LONGEST_MESSAGE]}..."
-    text = f"{type(error).__name__}: {first.rstrip('.')}" if first else type(error).__name__
-    return f"{text} ({place})" if place else text
-
-
-def _user_line(error: BaseException) -> str | None:
-    """`file:line` of the innermost frame that is neither meshkit's nor of an installed package."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_OURS, "<", *_INSTALLED)):
-            return f"{Path(frame.filename).name}:{frame.lineno}"
-    return None
-
-
-def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None = None) -> Any:
-    """What `"pkg.mod:Name"` names, with the experiment's folders importable.
-
-    Raises:
-        ConfigError: not of that form, no such module, one that fails to import, or no such name in it.
-    """
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"'{name}' is not of the form \"package.module:Name\".", at=at)
-    for path in map(str, search_paths):
-        if path not in sys.path:
-            sys.path.append(path)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"importing '{module_name}' failed: {describe_error(error)}.", at=at) from error
-        searched = ", ".join(map(str, search_paths)) or "the import path"
-        hint = "a path that exists in the working directory or beside the experiment file"
-        raise ConfigError(f"no module '{error.name}' in {searched}.", at=at, hint=hint) from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"importing '{module_name}' raised {describe_error(error)}.", at=at) from error
-    if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f'"{module_name}:{near[0]}"' if near else None
-        raise ConfigError(f"module '{module_name}' has no '{attribute}'.", at=at, hint=hint)
-    return getattr(module, attribute)
-
-
 def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
-    """The experiment's model: `cls(preset=..., rngs=..., **options)`.
+    """The experiment's model: `make(preset=..., rngs=..., **options)`; a linen module is wrapped as an nnx module.
 
-    A class whose signature has `dtype`, `fp8` or `remat` is given the `[train]` precision and remat policy, unless the
-    options say otherwise.
+    What takes `dtype`, `fp8` or `remat` is given the `[train]` precision and remat policy, unless the options say
+    otherwise.
 
     Raises:
         ConfigError: the class is missing, is no model, does not take an option, or raises.
     """
-    cls, name = _model_class(experiment), experiment.model.class_path
-    accepted = _parameters(cls)
-    options = dict(experiment.model.options)
-    if experiment.model.preset is not None:
-        options["preset"] = experiment.model.preset
-    if "dtype" in accepted:
-        options.setdefault("dtype", DTYPES[experiment.train.precision])
-    if experiment.train.precision == "fp8":
-        if "fp8" not in accepted:
-            message = f"{name} takes no `fp8` argument, so its linear layers cannot compute in fp8."
-            raise experiment.error("train.precision", message, hint='precision = "bf16"')
-        options.setdefault("fp8", True)
-    if "remat" in accepted:
-        options.setdefault("remat", experiment.train.remat)
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    if "rngs" not in accepted and not open_ended:
-        hint = "a keyword argument `rngs`, from which flax.nnx draws the initial weights"
-        raise experiment.error("model.class", f"{name} takes no `rngs`.", hint=hint)
+    make, name = _model_class(experiment), experiment.model.class_path
+    accepted = _parameters(make)
+    options = _model_options(experiment, accepted)
     short = name.partition(":")[2]
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     for key in options:
         if key not in accepted and not open_ended:
             known = ", ".join(k for k in accepted if k != "rngs")
@@ -182,18 +98,54 @@ def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
     for key in _required(accepted):
         if key not in options and key != "rngs":
             raise experiment.error("model", f"{name} needs the option '{key}'.", hint=f"model.{key} = ...")
-    with user_code(experiment, "model.class", name):
+    linen_class = is_linen(make)
+    takes_rngs = not linen_class and ("rngs" in accepted or open_ended)
+    if linen_class:
+        options = linen_options(options)
+    elif takes_rngs:
+        options["rngs"] = rngs
+    elif inspect.isclass(make):
+        raise _takes_no_rngs(experiment)
+    with user_code(experiment, "model.class", name), nnx.use_eager_sharding(False):
         try:
-            model = cls(rngs=rngs, **options)
+            model = make(**options)
+            if isinstance(model, linen.Module):
+                return wrap_linen(experiment, model, rngs)
         except ValueError as error:
-            if (place := _raised_by_user(error)) is None:
+            if (place := raised_by_user(error)) is None:
                 raise
             message = f"{short} refuses its options: {str(error).rstrip('.')} ({place})."
             raise experiment.error("model", message) from error
     if not isinstance(model, nnx.Module):
         made = type(model).__name__
         raise experiment.error("model.class", f"{name} makes a {made}, which is not a flax.nnx.Module.")
+    if not takes_rngs:
+        raise _takes_no_rngs(experiment)
     return model
+
+
+def _model_options(experiment: Experiment, accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """`[model]` with what `[train]` says of precision and recomputation."""
+    train, options = experiment.train, dict(experiment.model.options)
+    if experiment.model.preset is not None:
+        options["preset"] = experiment.model.preset
+    if "dtype" in accepted:
+        options.setdefault("dtype", DTYPES[train.precision])
+    if train.precision == "fp8":
+        if "fp8" not in accepted:
+            message = (
+                f"{experiment.model.class_path} takes no `fp8` argument, so its linear layers cannot compute in fp8."
+            )
+            raise experiment.error("train.precision", message, hint='precision = "bf16"')
+        options.setdefault("fp8", True)
+    if "remat" in accepted:
+        options.setdefault("remat", train.remat)
+    return options
+
+
+def _takes_no_rngs(experiment: Experiment) -> ConfigError:
+    hint = "a keyword argument `rngs`, from which flax.nnx draws the initial weights"
+    return experiment.error("model.class", f"{experiment.model.class_path} takes no `rngs`.", hint=hint)
 
 
 def describe_model(experiment: Experiment) -> ModelDescription:
@@ -263,14 +215,6 @@ def init_state(experiment: Experiment, optimizer: optax.GradientTransformation) 
     return TrainState(jnp.int32(0), params, optimizer.init(params), nnx.to_pure_dict(variables), rng)
 
 
-def abstract_state(experiment: Experiment, optimizer: optax.GradientTransformation, layout: Layout) -> TrainState:
-    """TrainState of ShapeDtypeStructs that carry their shardings."""
-    shapes = jax.eval_shape(lambda: init_state(experiment, optimizer))
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state_shardings(layout)
-    )
-
-
 def split_rng(state: TrainState) -> jax.Array:
     """This step's random key."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
@@ -283,32 +227,28 @@ def replace(state: TrainState, **changes: Any) -> TrainState:
 
 def _model_class(experiment: Experiment) -> Any:
     at = experiment.error("model.class", "").at
-    name = experiment.model.class_path
-    cls = load_object(name, experiment.search_paths, at=at)
-    if not callable(cls):
-        raise ConfigError(
-            f"{name} is a {type(cls).__name__}, not a class.", at=at, hint="a subclass of flax.nnx.Module"
-        )
-    if inspect.isclass(cls) and not issubclass(cls, nnx.Module):
-        hint = "a subclass of flax.nnx.Module"
+    name, hint = experiment.model.class_path, "a subclass of flax.nnx.Module or flax.linen.Module"
+    make = load_object(name, experiment.search_paths, at=at)
+    if isinstance(make, linen.Module):
+        made = f'model.class = "{name.partition(":")[0]}:{type(make).__name__}", its fields as further keys of [model]'
+        raise ConfigError(f"{name} is a linen module already made, not a class.", at=at, hint=made)
+    if not callable(make):
+        raise ConfigError(f"{name} is a {type(make).__name__}, not a class.", at=at, hint=hint)
+    if inspect.isclass(make) and not issubclass(make, nnx.Module | linen.Module):
         raise ConfigError(f"{name} is a class that is not a flax.nnx.Module.", at=at, hint=hint)
-    return cls
+    return make
 
 
 def _parameters(make: Any) -> Mapping[str, inspect.Parameter]:
     """Parameters of a class or function; nnx's metaclass hides those of a class from `inspect.signature`."""
+    if isinstance(make, functools.partial):
+        return {n: p for n, p in _parameters(make.func).items() if n not in make.keywords}
     parameters = inspect.signature(make.__init__ if inspect.isclass(make) else make).parameters
-    return {name: p for name, p in parameters.items() if name != "self"}
+    hidden = ("self", *LINEN_FIELDS) if is_linen(make) else ("self",)
+    return {name: p for name, p in parameters.items() if name not in hidden}
 
 
 def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
     """Names of those that have no default."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
-
-
-def _raised_by_user(error: BaseException) -> str | None:
-    """`file:line` if the statement that raised is the user's own: a refusal, not an accident in some library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    refuses = bool(frames) and (frames[-1].line or "").lstrip().startswith("raise ")
-    return _user_line(error) if refuses else None

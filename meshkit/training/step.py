@@ -7,14 +7,17 @@ constraints inside the model. Building a step touches no device: a described mes
     gradients = d(loss_sum)/d(weights), micro-batch by micro-batch, accumulated as [rules.gradients] lay them out
     params, opt_state = optimizer(gradients / weight)          [rules.optimizer]
 
-Weights are gathered and gradients reduced once a step over the axes that `deferred_axes` names; see gradients.py.
+Weights are gathered and gradients reduced once a step over the axes that `deferred_axes` names; see gradients.py. Over
+the axis of `[compression]` gradients travel in few bits, and with `[local_sgd]` the program is a round of several steps
+(rounds.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -22,6 +25,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
 from meshkit.sharding import sharding_scope
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.experiment import Experiment
@@ -33,25 +37,26 @@ from meshkit.training.gradients import (
     Sums,
     deferred_axes,
     reduce_replicas,
+    residual_shardings,
     strip_axes,
     sum_over_micro_batches,
 )
 from meshkit.training.loss import Loss, find_loss
 from meshkit.training.optimizer import make_optimizer, make_schedule
+from meshkit.training.rounds import Rounds, check_replicas, find_local_sgd
 from meshkit.training.state import (
     DTYPES,
     Layout,
     ModelDescription,
     TrainState,
-    abstract_state,
     describe_model,
     init_state,
     lay_out,
     replace,
     split_rng,
     state_shardings,
-    user_code,
 )
+from meshkit.training.user_code import user_code
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,12 @@ class TrainProgram:
         evaluate: jitted (state, batch) -> {"loss_sum", "weight"}.
         init: jitted () -> state, born sharded.
         abstract_state, abstract_batch: ShapeDtypeStructs with their shardings: arguments to lower `step` with.
+        abstract_step_batch: of one step, which `evaluate` and `gradients` take: `abstract_batch`, unless `step` makes
+            several.
+        steps_per_call: training steps that one call of `step` makes. With `[local_sgd]` a round of them: every array of
+            the batch, and every metric, then has them as its first dim.
+        stack: jitted, the batches of that many steps -> the batch of a call; None where that is one.
+        xla_options: of the GPU compiler, which this step wants and the experiment's own override.
         mesh, rules: what it was built for.
         work: of one step over all GPUs: `model_flops`, `model_flops_causal`, `tokens`, `examples`,
             `matmul_parameters`, `parameters`, `flops_source`.
@@ -77,10 +88,14 @@ class TrainProgram:
     init: Any
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
+    abstract_step_batch: dict[str, jax.ShapeDtypeStruct]
     mesh: AnyMesh
     rules: ShardingRules
     work: dict[str, Any]
     notes: tuple[str, ...] = ()
+    steps_per_call: int = 1
+    stack: Any = None
+    xla_options: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,7 @@ class _Parts:
 
     Attributes:
         inside: the rules as one replica of the deferred axes sees them.
+        exchange: of `[compression]`.
     """
 
     experiment: Experiment
@@ -100,6 +116,7 @@ class _Parts:
     optimizer: optax.GradientTransformation
     layout: Layout
     micro: MicroBatches
+    exchange: Exchange | None = None
 
 
 def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules | None = None) -> TrainProgram:
@@ -113,36 +130,61 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
     Raises:
         ConfigError: a model or loss that cannot be imported, options it does not take, or rules that do not fit it.
     """
-    parts = _gather_parts(experiment, mesh, rules or experiment.rules)
-    shards = state_shardings(parts.layout)
+    rules = rules or experiment.rules
+    parts = _gather_parts(experiment, mesh, rules)
+    rounds = _make_rounds(parts)
+    params = nnx.to_pure_dict(parts.model.params)
+    shards = _state_shardings(parts, params)
+    if rounds:
+        shards = rounds.shardings(shards, params)
 
     def train_step(state: TrainState, batch: Mapping[str, jax.Array]):
-        return _train_step(parts, state, batch)
+        return rounds.run(state, batch) if rounds else _train_step(parts, state, batch)
 
     def gradients(state: TrainState, batch: Mapping[str, jax.Array]):
-        sums, gradients, _ = _mean_gradients(parts, state, batch)
+        sums, gradients, _, _ = _mean_gradients(parts, state, batch)
         return sums.loss_sum / sums.weight, gradients
 
     def evaluate(state: TrainState, batch: Mapping[str, jax.Array]):
         return _evaluate(parts, state, batch)
 
     def init():
-        return init_state(experiment, parts.optimizer)
+        state = _with_residuals(parts, init_state(experiment, parts.optimizer))
+        return rounds.extend(state) if rounds else state
 
-    state = abstract_state(experiment, parts.optimizer, parts.layout)
+    shapes = jax.eval_shape(init)
+    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shards)
     batch = abstract_batch(experiment, mesh, parts.rules)
+    stacked = rounds.stack(batch) if rounds else batch
     return TrainProgram(
         step=jax.jit(train_step, donate_argnums=0, out_shardings=(shards, None)),
         gradients=jax.jit(gradients),
         evaluate=jax.jit(evaluate),
         init=jax.jit(init, out_shardings=shards),
         abstract_state=state,
-        abstract_batch=batch,
+        abstract_batch=stacked,
+        abstract_step_batch=batch,
         mesh=mesh,
         rules=parts.rules,
         work=_work(experiment, parts.model, state),
         notes=_notes(experiment, parts.model),
+        steps_per_call=rounds.local.every if rounds else 1,
+        xla_options=rounds.xla_options if rounds else {},
+        stack=jax.jit(_stack, out_shardings={n: x.sharding for n, x in stacked.items()}) if rounds else None,
     )
+
+
+def _stack(batches: Sequence[Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
+    return {name: jnp.stack([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def _make_rounds(parts: _Parts) -> Rounds | None:
+    """The rounds of `[local_sgd]` around the step that each replica makes on its own."""
+    local = find_local_sgd(parts.experiment, parts.mesh, parts.layout)
+    if local is None:
+        return None
+    inner = _gather_parts(parts.experiment, parts.mesh, parts.rules.without((local.axis,)))
+    return Rounds(local, functools.partial(_train_step, inner), parts.micro.batch_axes)
 
 
 def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> _Parts:
@@ -155,8 +197,11 @@ def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -
     (batch_axes,) = rules.spec_for(("act_batch",), kind="activations")
     count = experiment.train.accumulate
     # A model with state of its own (batch statistics) must see its micro-batches one after the other.
-    separable = count > 1 and not jax.tree.leaves(layout.variables)
-    deferred = deferred_axes(rules, mesh) if separable else ()
+    separable = not jax.tree.leaves(layout.variables)
+    deferred = deferred_axes(rules, mesh) if separable and count > 1 else ()
+    exchange = _find_exchange(experiment, mesh, layout) if experiment.local_sgd.axis is None else None
+    if exchange:
+        deferred = tuple(a for a in batch_axes if a in (*deferred, exchange.axis))
     if deferred:
         compute = layout.params if layout.compute is None else layout.compute
         compute = strip_axes(compute, deferred)
@@ -165,11 +210,43 @@ def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -
         layout = dataclasses.replace(layout, compute=compute, gradients=strip_axes(layout.gradients, deferred))
     micro = MicroBatches(count, mesh, batch_axes, deferred)
     inside = rules.without(deferred) if deferred else rules
-    return _Parts(experiment, mesh, rules, inside, model, find_loss(experiment), optimizer, layout, micro)
+    return _Parts(experiment, mesh, rules, inside, model, find_loss(experiment), optimizer, layout, micro, exchange)
+
+
+def _find_exchange(experiment: Experiment, mesh: AnyMesh, layout: Layout) -> Exchange | None:
+    """The exchange of `[compression]`; None without one, or over an axis of one GPU.
+
+    Raises:
+        ConfigError: the axis cuts more than the batch, or the model has state that its replicas would not share.
+    """
+    spec = experiment.compression
+    if spec.axis is None or mesh.shape[spec.axis] == 1:
+        return None
+    check_replicas(experiment, "compression.axis", spec.axis, layout)
+    if jax.tree.leaves(layout.variables):
+        name = experiment.model.class_path
+        message = f"{name} has state beside its parameters (batch statistics), which compression would not reduce."
+        raise experiment.error("compression", message, hint="a model without such state, or no [compression]")
+    return Exchange(spec.axis, mesh.shape[spec.axis], WIRES[spec.dtype])
+
+
+def _state_shardings(parts: _Parts, params: Any) -> TrainState:
+    """NamedShardings of the state that `_train_step` carries."""
+    shards, exchange, layout = state_shardings(parts.layout), parts.exchange, parts.layout
+    if exchange is None or not parts.experiment.compression.error_feedback:
+        return shards
+    residuals = residual_shardings(params, parts.micro, layout.gradients, layout.reduced, exchange.axis)
+    return replace(shards, extra={"residuals": residuals})
+
+
+def _with_residuals(parts: _Parts, state: TrainState) -> TrainState:
+    if parts.exchange is None or not parts.experiment.compression.error_feedback:
+        return state
+    return replace(state, extra={"residuals": zero_residuals(state.params, parts.exchange.replicas)})
 
 
 def _train_step(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, dict]:
-    sums, gradients, variables = _mean_gradients(parts, state, batch)
+    sums, gradients, variables, extra = _mean_gradients(parts, state, batch)
     with jax.named_scope("optimizer"):
         updates, opt_state = parts.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -181,11 +258,12 @@ def _train_step(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]
         "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
         "weight": sums.weight,
     }
-    return replace(state, step=state.step + 1, params=params, opt_state=opt_state, variables=variables), metrics
+    after = replace(state, step=state.step + 1, params=params, opt_state=opt_state, variables=variables, extra=extra)
+    return after, metrics
 
 
-def _mean_gradients(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[Sums, Any, Any]:
-    """Sums over the whole batch (its metrics averaged), gradients of the mean loss, and the model's variables after."""
+def _mean_gradients(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[Sums, Any, Any, Any]:
+    """Sums over the whole batch (its metrics averaged), gradients of the mean loss; variables and extra state after."""
     weights = _compute_weights(parts, state.params)
     sums, variables = sum_over_micro_batches(
         lambda variables, batch, rng: _loss_and_gradients(parts, weights, variables, batch, rng),
@@ -194,15 +272,23 @@ def _mean_gradients(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Ar
         state.variables,
         split_rng(state),
     )
-    gradients, reduced = sums.gradients, parts.layout.reduced
+    gradients, reduced, extra = sums.gradients, parts.layout.reduced, state.extra
     if parts.micro.deferred:
-        dtype = DTYPES[parts.experiment.train.reduce_precision]
-        gradients = reduce_replicas(gradients, parts.micro, parts.layout.gradients, reduced, dtype)
+        gradients, residuals = reduce_replicas(
+            gradients,
+            parts.micro,
+            parts.layout.gradients,
+            reduced,
+            DTYPES[parts.experiment.train.reduce_precision],
+            exchange=parts.exchange,
+            residuals=extra.get("residuals"),
+        )
+        extra = extra if residuals is None else {"residuals": residuals}
     gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, gradients)
     gradients = jax.lax.with_sharding_constraint(gradients, reduced)
     pieces = parts.micro.count * parts.micro.replicas
     sums = dataclasses.replace(sums, metrics=jax.tree.map(lambda m: m / pieces, sums.metrics))
-    return sums, gradients, variables
+    return sums, gradients, variables, extra
 
 
 def _evaluate(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -239,7 +239,8 @@ class _Reader:
         where = group_shape(parse_groups(text, self.placement.num_partitions), self.placement, permute=permute)
         shapes = [shape_of(o) for o in inner.operands()]
         if op == "ragged-all-to-all":
-            shapes = shapes[:1]
+            # operand and result are buffers with room to spare: what moves fits in both
+            shapes = [min(shapes[:2], key=lambda s: s.bytes)]
         dtypes = {s.dtype for s in shapes}
         operand_bytes = sum(s.bytes for s in shapes)
         element = dtypes.pop() if len(dtypes) == 1 else "mixed"

@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshkit.errors import ConfigError, ProgramError
 from meshkit.sharding.mesh import DescribedMesh
 from meshkit.spec.cluster import Cluster
+from meshkit.xla.hlo import source_path
 from meshkit.xla.options import compiler_options
 from meshkit.xla.target import target_config, topology_name
 
@@ -45,6 +46,7 @@ _ALLOWED_CALLS = (
     "__cudnn$blockScaledDot",
     "__gpu$xla.gpu.triton",
     "mosaic_gpu_v2",
+    "ragged_all_to_all",
     "Sharding",
     "SPMDFullToShardShape",
     "SPMDShardToFullShape",
@@ -52,6 +54,19 @@ _ALLOWED_CALLS = (
 # How jax words that an operation (a Python callback) wants the attached backend while it is lowered for another.
 _NEEDS_GPU = ("require devices", "different from the lowering platform")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+@dataclass(frozen=True)
+class Rematerialization:
+    """XLA's "Involuntary full rematerialization": an array made whole on every GPU to change its sharding.
+
+    Attributes:
+        array: dtype and shape of one GPU's part as XLA prints it, `bf16[8,512,128]`.
+        source: op_name path of the model code; "" where XLA names none.
+    """
+
+    array: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,8 @@ class CompiledProgram:
         peak_rss_bytes: of the child process.
         partitioner: `shardy` or `gspmd`.
         options: compiler options used.
-        log: lines that the compiler wrote about memory and resharding.
+        log: lines that the compiler wrote about memory.
+        rematerializations: arrays that XLA makes whole to reshard them, each once.
     """
 
     module: bytes
@@ -77,6 +93,7 @@ class CompiledProgram:
     partitioner: str
     options: Mapping[str, object]
     log: tuple[str, ...]
+    rematerializations: tuple[Rematerialization, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -128,7 +145,7 @@ def compile_absent(
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
         (folder / "program.bin").write_bytes(exported.program)
-        log = _run_child(folder, timeout_s)
+        stderr = _run_child(folder, timeout_s)
         result = json.loads((folder / "result.json").read_text())
         if "error" in result:
             raise ProgramError(
@@ -143,7 +160,8 @@ def compile_absent(
         peak_rss_bytes=result["peak_rss_bytes"],
         partitioner=result["partitioner"],
         options=chosen,
-        log=log,
+        log=_notable(stderr),
+        rematerializations=read_rematerializations(stderr),
     )
 
 
@@ -292,8 +310,8 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _run_child(folder: Path, timeout_s: float) -> tuple[str, ...]:
-    """Runs the compiler process; returns the lines of its log worth showing.
+def _run_child(folder: Path, timeout_s: float) -> str:
+    """Runs the compiler process; returns its log.
 
     Raises:
         ProgramError: it died or ran out of time, with the end of what it said.
@@ -317,7 +335,7 @@ def _run_child(folder: Path, timeout_s: float) -> tuple[str, ...]:
     if not (folder / "result.json").exists():
         name = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
         raise ProgramError(f"XLA's compiler died ({name}): {_last_words(done.stderr)}", hint=_hint(done.stderr, name))
-    return _notable(done.stderr)
+    return done.stderr
 
 
 def _last_words(stderr: str) -> str:
@@ -337,20 +355,21 @@ def _hint(text: str, signal_name: str = "") -> str | None:
 
 
 def _notable(stderr: str) -> tuple[str, ...]:
-    """What the compiler said that a user must see, once each: memory it could not save, shardings it had to undo."""
-    seen: dict[str, None] = {}
+    """What the compiler said that a user must see of memory and of its own parts, once each."""
+    marks = ("Can't reduce memory use", "ptxas too old")
+    said = (line.split("] ", 1)[-1].strip() for line in stderr.splitlines() if any(mark in line for mark in marks))
+    return tuple(dict.fromkeys(said))
+
+
+def read_rematerializations(stderr: str) -> tuple[Rematerialization, ...]:
+    """XLA's warnings that it replicates an array to change its sharding, each place in the model once.
+
+    Those about a `fake_parameter` are left out: there the partitioner prices a way that it need not take.
+    """
+    found: dict[Rematerialization, None] = {}
     for line in stderr.splitlines():
-        if "Involuntary full rematerialization" in line:
-            seen[_resharding(line)] = None
-        elif any(mark in line for mark in ("Can't reduce memory use", "ptxas too old")):
-            seen[line.split("] ", 1)[-1].strip()] = None
-    return tuple(seen)
-
-
-def _resharding(line: str) -> str:
-    """XLA's warning that it replicates an array to change its sharding, in one sentence."""
-    array = re.search(r"HLO operation %\S+ = (\w+\[[\d,]*\])", line)
-    source = re.search(r'op_name="([^"]*)"', line)
-    where = f" at {source[1].removeprefix('jit(call)/call_exported/')}" if source else ""
-    what = array[1] if array else "an array"
-    return f"XLA makes {what} whole on every GPU for a moment, to go from one sharding to another{where}"
+        if "Involuntary full rematerialization" not in line or "%fake_parameter" in line:
+            continue
+        array = re.search(r"HLO operation:? %\S+ = (\w+\[[\d,]*\])", line)
+        found[Rematerialization(array[1] if array else "an array", source_path(line))] = None
+    return tuple(found)

@@ -21,7 +21,7 @@ CONTRACT = {
     "gradients_bytes activations_bytes temporary_bytes",
     "program": "fingerprint options_hash jax jaxlib partitioner",
     "compile": "lower_s compile_s cached",
-    "training": "steps hours gpu_hours cost",
+    "training": "steps hours gpu_hours cost checkpoint_s",
 }
 ROW = (
     "axes axes_complete link fabric collective dtype group_size num_groups gpus_per_domain count payload_bytes "

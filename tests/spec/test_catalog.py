@@ -153,6 +153,7 @@ def test_a_cube_mesh_uses_every_link_once(generation, gpu):
         ("a100_80gb", 1, {"tf32": 0.312, "bf16": 0.624, "fp16": 0.624}),
         ("h100_sxm", 1, {"tf32": 0.989, "bf16": 1.979, "fp16": 1.979, "fp8": 3.958}),
         ("h100_pcie", 1, {"tf32": 0.756, "bf16": 1.513, "fp16": 1.513, "fp8": 3.026}),
+        ("rtx_6000_ada", 1, {"fp8": 1.457}),
         ("h200", 1, {"tf32": 0.989, "bf16": 1.979, "fp16": 1.979, "fp8": 3.958}),
         ("gh200", 1, {"tf32": 0.989, "bf16": 1.979, "fp8": 3.958}),
         ("b200", 8, {"tf32": 18, "bf16": 36, "fp16": 36, "fp8": 72}),
@@ -179,6 +180,8 @@ def test_peaks_are_half_of_the_sparse_figure(key, gpus, printed_pflops):
         ("b200", {"fp32": 75}),
         ("gb200", {"fp32": 80}),
         ("rtx_pro_6000", {"fp32": 125}),
+        ("a10g", {"fp32": 35, "bf16": 70, "fp16": 70}),
+        ("rtx_6000_ada", {"fp32": 91.1}),
     ],
 )
 def test_peaks_that_are_printed_dense(key, printed_tflops):
@@ -199,7 +202,16 @@ def test_a_port_fits_its_slot(key):
     ("key", "gigabits"),
     [("ib_edr", 100), ("ib_hdr100", 100), ("ib_hdr", 200), ("ib_ndr200", 200), ("ib_ndr", 400), ("ib_xdr", 800)]
     + [(f"{kind}_{g}", g) for kind in ("roce", "tcp") for g in (100, 200, 400)]
-    + [("tcp_10", 10), ("tcp_25", 25), ("iwarp_25", 25), ("iwarp_100", 100), ("ipoib_edr", 100), ("ipoib_ndr", 400)],
+    + [
+        ("efa_100", 100),
+        ("efa_400", 400),
+        ("tcp_10", 10),
+        ("tcp_25", 25),
+        ("iwarp_25", 25),
+        ("iwarp_100", 100),
+        ("ipoib_edr", 100),
+        ("ipoib_ndr", 400),
+    ],
 )
 def test_a_port_is_its_gigabits(key, gigabits):
     assert catalog.nic(key).bytes_per_s * 8 == gigabits * 1e9

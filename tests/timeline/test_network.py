@@ -191,6 +191,62 @@ def test_reduce_scatter_falls_with_hosts(hosts, measured):
     assert bus_bytes_per_s("reduce-scatter", 2**31, 8, hosts, cluster) == pytest.approx(measured * 1e9, rel=0.08)
 
 
+WIRED = {"nvlink_switch": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "g", "links", "usable"),
+    [
+        # DGX-1: all 8 use each of a GPU's 4 or 6 links; of a quad, the GPU with the fewest has 3 or 4 links to members;
+        # of a pair, the one link of GPUs 0 and 1.
+        ("dgx1_p100", {}, 8, 4, 0.9),
+        ("dgx1_p100", {}, 4, 3, 0.9),
+        ("dgx1_p100", {}, 2, 1, 0.9),
+        ("dgx1_v100", {}, 8, 6, 0.8),
+        ("dgx1_v100", {}, 4, 4, 0.8),
+        ("dgx1_v100", {}, 2, 1, 0.8),
+        # 8 H100 wired to each other: 18 links to 7 peers; 3 of the 7 stay in a group of 4, one in a pair
+        ("dgx_h100", WIRED, 8, 18, 0.824),
+        ("dgx_h100", WIRED, 4, 18 * 3 / 7, 0.824),
+        ("dgx_h100", WIRED, 2, 18 / 7, 0.824),
+        # a switch lends any group all links: 64 of 72, and few of many
+        ("dgx_h100", {}, 4, 18, 0.824),
+        ("gb200_nvl72", {"gpus_used_per_domain": 64}, 64, 18, 0.802),
+        ("gb200_nvl72", {"gpus_used_per_domain": 64}, 8, 18, 0.802),
+        ("superpod_h100_nvlink256", {}, 256, 18, 0.824),
+    ],
+)
+def test_a_ring_has_the_links_that_lead_to_its_members(name, keys, g, links, usable):
+    """Bus bandwidth of a huge all-gather: links x rate of one x what NCCL uses of it x (n-1) / (n-1 + turnaround).
+
+    1 %: latencies and handoffs.
+    """
+    cluster = mk.Cluster.load(name, **keys)
+    rate = cluster.gpu.nvlink_bytes_per_s / cluster.gpu.nvlink_links
+    expected = links * rate * usable * (g - 1) / (g - 1 + FITTED["turnaround_steps"])
+    assert bus_bytes_per_s("all-gather", HUGE, g, 1, cluster) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "keys", "links"), [("dgx1_v100", {}, 1), ("dgx_h100", WIRED, 18 / 7)])
+def test_a_peer_without_a_switch_is_as_far_as_its_own_links(name, keys, links):
+    """A permute of huge messages between neighbours; half of it is turnaround's: 1 / 1.25."""
+    cluster = mk.Cluster.load(name, **keys)
+    generation = nccl_constants()["nvlink"][str(cluster.gpu.nvlink_generation)]
+    rate = cluster.gpu.nvlink_bytes_per_s / cluster.gpu.nvlink_links * generation["usable"]
+    expected = links * rate / (1 + FITTED["turnaround_steps"])
+    assert bus_bytes_per_s("collective-permute", HUGE, 8, 1, cluster) == pytest.approx(expected, rel=0.01)
+
+
+def test_an_all_to_all_of_a_cube_mesh_relays():
+    """DGX-1V: 4 of 7 peers have links, 3 are reached through another GPU: 10 hops on 6 links for 7 parts."""
+    cube, quad = (
+        bus_bytes_per_s("all-to-all", HUGE, g, 1, mk.Cluster.load("dgx1_v100")) * (g - 1 + FITTED["turnaround_steps"])
+        for g in (8, 4)
+    )
+    assert cube == pytest.approx(7 * 6 * 20e9 * 7 / 10, rel=0.01)
+    assert quad == pytest.approx(3 * 4 * 20e9, rel=0.01)
+
+
 def test_a_tapered_nvlink_network_slows_what_goes_to_other_hosts():
     """256 H100 on one NVLink network: all-reduce at full speed (NVIDIA: 450 GB/s and more), permutes at the taper's."""
     cluster = mk.Cluster.load("superpod_h100_nvlink256")

@@ -66,12 +66,23 @@ def test_xla_table(xla_table, kind, device):
         ("32 H200 GPUs, 4 hosts", "h200", "ib_ndr", 8, (8, 4)),
         ("GB200 x144", "gb200", "ib_ndr", 4, (72, 2)),
         ("A100 x4, 1 node", "a100_80gb", "ib_hdr", 8, (4, 1)),
+        ("B200 x32, 4 nodes, 8x50GB/s EFAv4 per node", "b200", "efa_400", 8, (8, 4)),
+        ("A100 x16, 2 nodes, 4x100G EFA", "a100_80gb", "efa_100", 4, (8, 2)),
+        ("H100 x16, 2 nodes, 32x100G EFA", "h100_sxm", "efa_100", 32, (8, 2)),
     ],
 )
 def test_system_names(system, gpu, nic, nics, shape):
     _, cluster, g, k = describe(system)
     assert cluster.nic is not None
     assert (cluster.gpu.key, cluster.nic.key, cluster.nics_per_host, (g, k)) == (gpu, nic, nics, shape)
+
+
+def test_efa_of_an_older_host_has_the_latency_that_its_plugin_announces():
+    """75 us on p5, whose four cards a GPU a name may sum up; 35 us on p6: twice that a step of a large message."""
+    old, new = (describe(f"{gpu} x16, 2 nodes, 8x400G EFA")[1].link("infiniband") for gpu in ("H100", "B200"))
+    assert (old.fabric, new.fabric) == ("efa_400", "efa_400")
+    assert old.latency_s - new.latency_s == pytest.approx(2 * (75e-6 - 35e-6))
+    assert old.latency_small_s - new.latency_small_s == pytest.approx(75e-6 - 35e-6)
 
 
 def test_an_unknown_system_is_left_out(tmp_path):

@@ -17,6 +17,7 @@ from meshkit.spec import catalog
 
 _GIGABIT = 1e9
 _NVIDIA = "10de"
+_FAMILY = re.compile(r"\b(P100|V100|A100|H100|H200|GH200|B200|GB200|B300|GB300)\b", re.ASCII)
 _SPEED = re.compile(r"([0-9]{1,3}(?:\.[0-9])?) ?GT/s", re.ASCII)
 
 
@@ -83,6 +84,15 @@ def gpus_by_nvlinks(links: int) -> tuple[str, ...]:
     """Catalog GPUs with that many NVLinks, the most common first."""
     order = names()["assume"]["order"]
     return tuple(key for key in order if key in catalog.gpu_keys() and catalog.gpu(key).nvlink_links == links)
+
+
+def family_of(lines: Sequence[str]) -> str | None:
+    """The GPU model that prose names, `H100`: of the first line that names any; None where that names several."""
+    for line in lines:
+        found = set(_FAMILY.findall(line))
+        if found:
+            return found.pop() if len(found) == 1 else None
+    return None
 
 
 def platform(texts: Sequence[str]) -> Mapping[str, Any] | None:

@@ -20,6 +20,8 @@ _DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*", re.ASCII)
 _CELL = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|NV[1-9][0-9]?", re.ASCII)
 _AFFINITY = re.compile(r"N/A|[0-9]+([-,][0-9]+)*", re.ASCII)
 _LEGEND = re.compile(r"^\s*(NIC[0-9]+):\s*(\S+)\s*$", re.ASCII)
+_NAMED = re.compile(r"^\s*(?:Device|GPU) [0-9]{1,4}: *([^(\[]{3,80}?)\s*(?:\(UUID.*)?$", re.ASCII)
+_PROSE_LINES = 6  # above a header: the command, a code fence, a heading
 _AFFINITY_HEADERS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 _OLD_NAMES = {"SOC": "SYS"}  # drivers before 2017
 _LARGEST = 512
@@ -35,6 +37,9 @@ class Matrix:
         gpus, nics: device names, the NICs as the kernel calls them where the legend tells.
         cells: (device, device) -> `X`, `NV18`, `PIX`, ...
         numa: GPU -> NUMA node, None where the tool prints N/A.
+        gpu_names: what the text that follows calls the GPUs: `Device 0: ...` of CUDA's samples, `GPU 0: ...` of
+            `nvidia-smi -L`.
+        heading: the lines just above, nearest first; prose, which may name a model.
     """
 
     line: int
@@ -42,6 +47,8 @@ class Matrix:
     nics: tuple[str, ...]
     cells: Mapping[tuple[str, str], str]
     numa: Mapping[str, int | None] = field(default_factory=dict)
+    gpu_names: tuple[str, ...] = ()
+    heading: tuple[str, ...] = ()
 
 
 def parse_matrices(text: str, *, at: str = "nvidia-smi topo -m") -> tuple[Matrix, ...]:
@@ -210,14 +217,17 @@ def _with_legend(
     index: int,
     line: int,
 ) -> Matrix:
-    """The matrix with its NICs named by the legend that follows it."""
+    """The matrix with its NICs named by the legend that follows it, and what the text around it calls its GPUs."""
     legend: dict[str, str] = {}
+    named: list[str] = []
     for text in lines[index:]:
         if _is_header(text):
             break
-        match = _LEGEND.match(text)
+        match, gpu = _LEGEND.match(text), _NAMED.match(text)
         if match:
             legend.setdefault(match[1], match[2])
+        if gpu:
+            named.append(short(gpu[1]))
     called = {name: legend.get(name, name) for name in names}
     if len(set(called.values())) < len(called):  # a legend that names two NICs alike names none
         called = {name: name for name in names}
@@ -227,4 +237,6 @@ def _with_legend(
         nics=tuple(called[name] for name in names if not _GPU.fullmatch(name)),
         cells={(called[a], called[b]): cell for (a, b), cell in cells.items()},
         numa=dict(numa),
+        gpu_names=tuple(dict.fromkeys(named)),
+        heading=tuple(reversed(lines[max(0, line - 1 - _PROSE_LINES) : line - 1])),
     )

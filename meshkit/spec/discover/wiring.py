@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from meshkit.spec import catalog
-from meshkit.spec.discover.identify import gpus_by_nvlinks
+from meshkit.spec.discover.identify import Match, family_of, gpu_by_name, gpus_by_nvlinks
 from meshkit.spec.discover.matrix import Matrix
 from meshkit.spec.discover.topology import Connection, Domain, FoundGpu, FoundNic, Topology, connected
 
 
 def from_matrix(matrix: Matrix, source: str) -> Topology:
-    """The Topology that a matrix of `nvidia-smi topo -m` describes; its GPUs are told by their NVLinks alone."""
+    """The Topology that a matrix of `nvidia-smi topo -m` describes.
+
+    Its GPUs are told by what the text around the matrix calls them, else by their NVLinks alone.
+    """
     links = connections(matrix)
     totals = nvlinks_per_gpu([f"gpu{i}" for i in range(len(matrix.gpus))], links)
+    called = matrix.gpu_names[0] if len(matrix.gpu_names) == 1 else None
+    match = gpu_by_name(called) if called else Match()
     gpus = tuple(
-        FoundGpu(f"gpu{i}", numa=matrix.numa.get(name), nvlinks_total=totals.get(f"gpu{i}"))
+        FoundGpu(
+            f"gpu{i}",
+            called,
+            match.key,
+            match.stand_in,
+            None,
+            matrix.numa.get(name),
+            nvlinks_total=totals.get(f"gpu{i}"),
+        )
         for i, name in enumerate(matrix.gpus)
     )
     nics = tuple(FoundNic(name, numa=_nic_numa(matrix, name)) for name in matrix.nics)
     numa = sorted({g.numa for g in gpus if g.numa is not None})
     found = Topology(source, gpus, nics, tuple((0, n) for n in numa), links)
-    return assume_gpu(with_domains(found))
+    if called:
+        found = replace(found, warnings=(f"the text beside the matrix calls the GPUs {called}.",))
+    return stand_in_notes(assume_gpu(with_domains(found), heading=matrix.heading))
 
 
 def connections(matrix: Matrix) -> tuple[Connection, ...]:
@@ -73,20 +89,28 @@ def with_domains(found: Topology) -> Topology:
     return replace(found, domains=tuple(domains), scale_up=scale_up)
 
 
-def assume_gpu(found: Topology) -> Topology:
-    """The same with a catalog key for GPUs that nothing names, if their NVLinks allow one; says so in a warning."""
+def assume_gpu(found: Topology, *, heading: Sequence[str] = ()) -> Topology:
+    """The same with a catalog key for GPUs that nothing names, if their NVLinks allow one; says so in a warning.
+
+    Args:
+        found: what is there.
+        heading: prose that may name the model, which then must agree with the NVLinks.
+    """
     if not found.gpus or any(g.key or g.name for g in found.gpus) or not found.scale_up:
         return found
     links = max((g.active_nvlinks or 0 for g in found.gpus), default=0)
-    keys = gpus_by_nvlinks(links)
+    keys, family = gpus_by_nvlinks(links), family_of(heading)
     seen = f"their {links} NVLinks" if links else "no NVLink between them"
     if not keys:
         why = f"nothing says what the GPUs are, and no GPU of the catalog has {links} NVLinks."
         return replace(found, warnings=(*found.warnings, why))
-    first, *rest = keys
+    named = [key for key in keys if family and re.search(rf"\b{family}\b", catalog.gpu(key).name)]
+    first, *rest = named or keys
     others = f" ({', '.join(rest)} would fit as well)" if rest else ""
-    why = f"nothing says what the GPUs are; from {seen}, {first} is assumed{others}."
-    gpus = tuple(replace(g, key=first, stand_in="assumed from the number of NVLinks") for g in found.gpus)
+    said = f"only the text above says what the GPUs are, {family}" if named else "nothing says what the GPUs are"
+    why = f"{said}; from {seen}, {first} is assumed{others}."
+    stand_in = "" if named and not rest else "assumed from the number of NVLinks"
+    gpus = tuple(replace(g, key=first, stand_in=stand_in) for g in found.gpus)
     return replace(found, gpus=gpus, warnings=(*found.warnings, why))
 
 
@@ -101,9 +125,9 @@ def apply_platform(found: Topology, row: Mapping[str, object] | None) -> Topolog
         gpus = tuple(replace(g, key=key) if g.key is None else g for g in gpus)
         filled.append(f"gpu = {key}")
     if isinstance(nic, str) and any(n.key is None for n in nics):
-        fabric = catalog.nic(nic).fabric
-        layer = {"infiniband": "infiniband", "roce": "ethernet", "ethernet": "tcp"}[fabric]
-        bits = catalog.nic(nic).bytes_per_s * 8
+        port = catalog.nic(nic)
+        layer = "infiniband" if port.fabric == "infiniband" else "ethernet" if port.rdma else "tcp"
+        bits = port.bytes_per_s * 8
         nics = tuple(
             replace(n, key=nic, layer=n.layer or layer, bits_per_s=n.bits_per_s or bits) if n.key is None else n
             for n in nics

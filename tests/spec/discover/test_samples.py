@@ -7,35 +7,80 @@ import pytest
 from meshkit.errors import ConfigError
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.discover import parse_matrices, read_matrix, read_xml, to_cluster
+from meshkit.topo import run
 
 DATA = Path(__file__).parents[2] / "data/topo"
 NVLINK8 = {"hosts": 1, "gpus_per_host": 8, "nvlink_domain_size": 8, "scale_up": "nvlink"}
 
-# file -> the cluster; NIC keys where the file, or the machine that it names, has them
+# Sample -> cluster -> evidence: a part of a warning where the GPU, or how GPUs are connected, is told by more than the
+# file's own devices; None where the file says it all. NIC keys where the file, or the machine that it names, has them.
 XML = {
-    "aws-ofi-nccl/topology_p4d-24xl-topo.xml": NVLINK8 | {"gpu": "a100_40gb", "nic": "roce_100", "nics_per_host": 4},
-    "aws-ofi-nccl/topology_p4de-24xl-topo.xml": NVLINK8 | {"gpu": "a100_80gb", "nic": "roce_100", "nics_per_host": 4},
-    "azhpc-images/topology_ndv2-topo.xml": NVLINK8 | {"gpu": "v100", "nic": "ib_edr", "nics_per_host": 1},
-    "azhpc-images/topology_ndv4-topo.xml": NVLINK8 | {"gpu": "a100_40gb", "nic": "ib_hdr", "nics_per_host": 8},
-    "azhpc-images/topology_ndv5-topo.xml": NVLINK8 | {"gpu": "h100_sxm", "nic": "ib_ndr", "nics_per_host": 8},
-    "azhpc-images/topology_ncv4-topo.xml": {
-        "gpu": "a100_80gb",
-        "gpus_per_host": 4,
-        "scale_up": "pcie",
-        "nic": "tcp_100",
-        "nics_per_host": 1,
-        "gpudirect_rdma": False,
-    },
-    "azhpc-images/topology_ncv4-graph.xml": {"gpu": "a100_80gb", "gpus_per_host": 4, "scale_up": "pcie"},
+    "aws-ofi-nccl/topology_g5.48xl-topo.xml": (
+        {"gpu": "a10g", "gpus_per_host": 8, "scale_up": "pcie", "nvlink_domain_size": 8},
+        "known of AWS g5.48xlarge: eight A10G without NVLink",
+    ),
+    "aws-ofi-nccl/topology_p4d-24xl-topo.xml": (
+        NVLINK8 | {"gpu": "a100_40gb", "nic": "efa_100", "nics_per_host": 4},
+        "does not say scale_up = nvlink; known of AWS p4d.24xlarge",  # GPUs and ports by their PCI ids
+    ),
+    "aws-ofi-nccl/topology_p4de-24xl-topo.xml": (
+        NVLINK8 | {"gpu": "a100_80gb", "nic": "efa_100", "nics_per_host": 4},
+        "does not say scale_up = nvlink; known of AWS p4de.24xlarge",
+    ),
+    "azhpc-images/topology_ndv2-topo.xml": (
+        NVLINK8 | {"gpu": "v100_32gb", "nic": "ib_edr", "nics_per_host": 1},
+        "does not say gpu = v100_32gb, nic = ib_edr, scale_up = nvlink; known of Azure ND40rs v2",
+    ),
+    "azhpc-images/topology_ndv4-topo.xml": (
+        NVLINK8 | {"gpu": "a100_40gb", "nic": "ib_hdr", "nics_per_host": 8},
+        "does not say gpu = a100_40gb, nic = ib_hdr, scale_up = nvlink; known of Azure ND A100 v4",
+    ),
+    "azhpc-images/topology_ndv5-topo.xml": (
+        NVLINK8 | {"gpu": "h100_sxm", "nic": "ib_ndr", "nics_per_host": 8},
+        "does not say gpu = h100_sxm, nic = ib_ndr, scale_up = nvlink; known of Azure ND H100 v5",
+    ),
+    "azhpc-images/topology_ncv4-topo.xml": (
+        {
+            "gpu": "a100_80gb",
+            "gpus_per_host": 4,
+            "scale_up": "pcie",
+            "nic": "tcp_100",
+            "nics_per_host": 1,
+            "gpudirect_rdma": False,
+        },
+        "NVIDIA A100 80GB PCIe is the PCIe card",  # by their PCI ids
+    ),
+    "azhpc-images/topology_ncv4-graph.xml": (
+        {"gpu": "a100_80gb", "gpus_per_host": 4, "scale_up": "pcie"},
+        "does not say gpu = a100_80gb; known of Azure NC A100 v4",
+    ),
 }
-# file, line of the matrix -> the cluster
+# file, line of the matrix -> the same
 TEXT = {
-    ("ml-engineering_network_topo.txt", 21): {"gpus_per_host": 2, "scale_up": "pcie"},
-    ("ml-engineering_network_topo.txt", 51): NVLINK8 | {"gpu": "a100_80gb"},
-    ("ml-engineering_network_topo.txt", 66): NVLINK8 | {"gpu": "h100_sxm"},
-    ("ml-engineering_perf_topo.txt", 8): NVLINK8 | {"gpu": "h100_sxm"},
-    ("stelline_asus-esc8000a-e12.txt", 2): {"gpus_per_host": 4, "scale_up": "pcie"},
-    ("stelline_puget-threadripper-pro-wrx90.txt", 2): {"gpus_per_host": 2, "scale_up": "pcie"},
+    ("ml-engineering_network_topo.txt", 21): (
+        {"gpu": "rtx_pro_6000", "gpus_per_host": 2, "scale_up": "pcie"},
+        "nothing says what the GPUs are; from no NVLink between them, rtx_pro_6000 is assumed (rtx_6000_ada, a10g",
+    ),
+    ("ml-engineering_network_topo.txt", 51): (
+        NVLINK8 | {"gpu": "a100_80gb"},
+        "only the text above says what the GPUs are, A100; from their 12 NVLinks, a100_80gb is assumed (a100_40gb",
+    ),
+    ("ml-engineering_network_topo.txt", 66): (
+        NVLINK8 | {"gpu": "h100_sxm"},
+        "only the text above says what the GPUs are, H100; from their 18 NVLinks, h100_sxm is assumed.",
+    ),
+    ("ml-engineering_perf_topo.txt", 8): (
+        NVLINK8 | {"gpu": "h100_sxm"},
+        "nothing says what the GPUs are; from their 18 NVLinks, h100_sxm is assumed (h200, b200,",
+    ),
+    ("stelline_asus-esc8000a-e12.txt", 2): (
+        {"gpu": "rtx_6000_ada", "gpus_per_host": 4, "scale_up": "pcie"},
+        "the text beside the matrix calls the GPUs NVIDIA RTX 6000 Ada Generation",
+    ),
+    ("stelline_puget-threadripper-pro-wrx90.txt", 2): (
+        {"gpu": "rtx_6000_ada", "gpus_per_host": 2, "scale_up": "pcie"},
+        "the text beside the matrix calls the GPUs NVIDIA RTX 6000 Ada Generation",
+    ),
 }
 
 
@@ -48,38 +93,81 @@ def assert_cluster(found, expected, **options):
 
 @pytest.mark.parametrize("name", XML)
 def test_nccl_xml(name):
-    assert_cluster(read_xml(DATA / name), XML[name])
+    expected, evidence = XML[name]
+    found = read_xml(DATA / name)
+    assert_cluster(found, expected)
+    assert any(evidence in warning for warning in found.warnings)
 
 
 @pytest.mark.parametrize(("name", "line"), TEXT)
 def test_matrix(name, line):
+    expected, evidence = TEXT[name, line]
     found = {int(t.source.rpartition(":")[2]) if ":" in t.source else 0: t for t in read_matrix(DATA / "text" / name)}
     (found,) = [t for at, t in found.items() if at in (line, 0)]
-    assert_cluster(found, TEXT[name, line])
-    assert any("nothing says what the GPUs are" in warning for warning in found.warnings)  # an assumption is told
+    assert_cluster(found, expected)
+    assert any(evidence in warning for warning in found.warnings)  # an assumption is told
+
+
+@pytest.mark.parametrize("name", [f"text/{name}" for name, _ in TEXT] + list(XML))
+def test_what_was_assumed_is_in_the_output_and_in_the_cluster_file(name, tmp_path):
+    source = {"xml" if name.endswith(".xml") else "matrix": DATA / name}
+    first = read_matrix(DATA / name)[0] if "matrix" in source else read_xml(DATA / name)
+    report = run(**source, gpu="v100" if first.gpus[0].key is None else None, out=tmp_path / "mine.toml")
+    text = (tmp_path / "mine.toml").read_text()
+    assert first.warnings
+    for warning in first.warnings:
+        assert warning in report.warnings
+        assert f"# {' '.join(warning.split())}\n" in text
+    assert Cluster.load(tmp_path / "mine.toml").gpu.key == report.cluster["gpu"]
 
 
 def test_every_sample_is_read():
     files = {str(path.relative_to(DATA)) for path in DATA.rglob("*") if path.is_file()}
     texts = {f"text/{name}" for name, _ in TEXT}
-    others = {"aws-ofi-nccl/topology_g5.48xl-topo.xml", "topograph_nvl72_model.yaml", "SOURCES.txt"}
+    others = {"topograph_nvl72_model.yaml", "SOURCES.txt"}
     assert files == set(XML) | texts | others
 
 
 def test_two_cards_with_two_bridged_links_need_a_name():
+    """Two links are a bridge of Turing cards, or a part of a V100's six: nothing is guessed."""
     found = read_matrix(DATA / "text/ml-engineering_network_topo.txt")[0]
     assert (found.scale_up, found.domains[0].gpus) == ("nvlink", ("gpu0", "gpu1"))
-    with pytest.raises(ConfigError, match="nothing says what the GPUs are"):
+    with pytest.raises(ConfigError, match="nothing says what the GPUs are") as error:
         to_cluster(found)
+    assert "--gpu" in (error.value.hint or "")
     assert_cluster(found, {"gpus_per_host": 2, "nvlink_domain_size": 2, "scale_up": "nvlink"}, gpu="v100")
 
 
-def test_a_gpu_that_the_catalog_lacks_needs_a_name():
+def test_a_host_of_cards_knows_their_sockets():
     found = read_xml(DATA / "aws-ofi-nccl/topology_g5.48xl-topo.xml")
     assert [gpu.numa for gpu in found.gpus] == [0, 0, 0, 0, 1, 1, 1, 1]
-    with pytest.raises(ConfigError, match="'NVIDIA A10G' is not in the catalog"):
+    assert_cluster(found, {"gpu": "rtx_pro_6000", "scale_up": "pcie"}, gpu="rtx_pro_6000")
+
+
+MATRIX2 = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tPHB\t0-9\t0\nGPU1\tPHB\t X \t0-9\t0\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu", "name"),
+    [
+        (MATRIX2 + "\nGPU 0: NVIDIA A10G (UUID: GPU-1)\nGPU 1: NVIDIA A10G (UUID: GPU-2)\n", "a10g", "NVIDIA A10G"),
+        (MATRIX2 + "\n Device 0: NVIDIA RTX 6000 Ada Generation\n", "rtx_6000_ada", "NVIDIA RTX 6000 Ada Generation"),
+        (MATRIX2 + "\nGPU 0: NVIDIA A10G (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n", "rtx_pro_6000", None),
+        ("Two H100 as they come\n" + MATRIX2, "rtx_pro_6000", None),  # H100 of the catalog have NVLink: prose loses
+    ],
+)
+def test_names_in_the_text_around_a_matrix(text, gpu, name, tmp_path):
+    (tmp_path / "topo.txt").write_text(text)
+    (found,) = read_matrix(tmp_path / "topo.txt")
+    assert {g.name for g in found.gpus} == {name}
+    assert_cluster(found, {"gpu": gpu, "scale_up": "pcie"})
+
+
+def test_a_named_gpu_that_the_catalog_lacks_needs_a_key(tmp_path):
+    (tmp_path / "topo.txt").write_text(MATRIX2 + "\nGPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-1)\n")
+    (found,) = read_matrix(tmp_path / "topo.txt")
+    with pytest.raises(ConfigError, match="'NVIDIA GeForce RTX 4090' is not in the catalog"):
         to_cluster(found)
-    assert_cluster(found, {"gpus_per_host": 8, "scale_up": "pcie"}, gpu="rtx_pro_6000")
 
 
 def test_a_rack_model_has_domains_that_span_hosts():

@@ -1,0 +1,133 @@
+"""One lint of an experiment: placements before the compiler, collectives after it. Layer 7, below the verbs.
+
+`explain`, `plan` and `train` all call `examine`, and `plan` and `explain` hold the compiled program against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from meshkit.sharding.constrain import Activation, record_activations
+from meshkit.sharding.findings import Finding, apply_allow_list
+from meshkit.sharding.lint import Subject, lint
+from meshkit.sharding.mesh import AnyMesh, DescribedMesh
+from meshkit.sharding.resolve import Placed, placements
+from meshkit.spec.experiment import Experiment
+from meshkit.training.gradients import deferred_axes
+from meshkit.training.state import ModelDescription, describe_model
+from meshkit.training.step import TrainProgram
+from meshkit.xla.contract import (
+    CODES,
+    Explained,
+    collective_findings,
+    explain_collectives,
+    rematerialization_findings,
+)
+from meshkit.xla.hlo import Schedule
+from meshkit.xla.program import CompiledProgram, lowering_for
+from meshkit.xla.strategy import Strategy, make_weights
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "int8": 1}
+
+
+@dataclass(frozen=True)
+class Lint:
+    """What was found.
+
+    Attributes:
+        findings: that nobody allowed, errors first.
+        allowed: that the experiment's allow list silences, each with its reason.
+        collectives: of the compiled step with their reasons; None where nothing was compiled.
+    """
+
+    findings: list[Finding]
+    allowed: list[Finding]
+    collectives: list[Explained] | None = None
+
+
+@dataclass(frozen=True)
+class Examined:
+    """An experiment's step as the lint sees it before the compiler.
+
+    Attributes:
+        subject: placements and rules.
+        strategy: what the compiled step may communicate.
+    """
+
+    experiment: Experiment
+    subject: Subject
+    strategy: Strategy
+
+    @property
+    def parameters(self) -> Sequence[Placed]:
+        """Of the model."""
+        return self.subject.parameters
+
+    @property
+    def activations(self) -> Sequence[Activation]:
+        """As the model constrained them, each once."""
+        return self.subject.activations
+
+    def lint(self) -> Lint:
+        """Findings of rules, parameters and activations."""
+        kept, allowed = apply_allow_list(lint(self.subject), self.experiment.lint.allow, unchecked=CODES)
+        return Lint(kept, allowed)
+
+    def lint_compiled(self, compiled: CompiledProgram, schedule: Schedule) -> Lint:
+        """The same, and those of the compiled step's collectives."""
+        rows = explain_collectives(schedule, self.strategy)
+        found = [*lint(self.subject), *collective_findings(rows), *rematerialization_findings(compiled)]
+        kept, allowed = apply_allow_list(found, self.experiment.lint.allow)
+        return Lint(kept, allowed, rows)
+
+
+def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Examined:
+    """Traces the step once for its activations, and resolves the rules for every state of the parameters."""
+    model = describe_model(experiment)
+    target = lowering_for(experiment.cluster) if isinstance(mesh, DescribedMesh) else nullcontext()
+    with target, record_activations() as record:
+        jax.eval_shape(program.step, program.abstract_state, program.abstract_batch)
+    activations = list(dict.fromkeys(record))
+    kinds = ("parameters", "compute", "gradients", "optimizer")
+    placed = {kind: placements(model.params, mesh, experiment.rules, kind=kind) for kind in kinds}
+    others = placements(model.variables, mesh, experiment.rules)
+    deferred = _deferred(experiment, model, mesh)
+    document = experiment.document
+    subject = Subject(
+        parameters=placed["parameters"],
+        activations=activations,
+        rules=experiment.rules,
+        spec=experiment.mesh,
+        others=others,
+        deferred=deferred,
+        written=document.table.get("rules", {}) if document is not None else None,
+    )
+    train = experiment.train
+    strategy = Strategy(
+        sizes=subject.sizes,
+        roles=subject.roles,
+        weights=make_weights(placed, subject.roles),
+        statistics=make_weights(dict.fromkeys(kinds, others), subject.roles),
+        activations=activations,
+        tokens=train.global_batch * max(1, train.sequence_length),
+        accumulate=train.accumulate,
+        deferred=deferred,
+        compute_bytes=_BYTES[train.precision],
+        reduce_bytes=_BYTES[train.reduce_precision],
+        local_sgd=experiment.local_sgd.axis,
+        compression=experiment.compression.axis,
+        compressed_bytes={"bf16": 2, "fp8": 1, "int8": 1}[experiment.compression.dtype],
+    )
+    return Examined(experiment, subject, strategy)
+
+
+def _deferred(experiment: Experiment, model: ModelDescription, mesh: AnyMesh) -> frozenset[str]:
+    """Axes over which the step reduces gradients once, as `make_train_step` decides it."""
+    if experiment.train.accumulate == 1 or jax.tree.leaves(nnx.to_pure_dict(model.variables)):
+        return frozenset()
+    return frozenset(deferred_axes(experiment.rules, mesh))

@@ -1,0 +1,232 @@
+"""Attention of a block of queries to a block of keys, and its gradients, as one GPU computes them. Layer 3.
+
+Context parallelism puts a row of the softmax together from blocks: each gives its own output and the log-sum-exp of
+its scores, `merge` weighs them. The backward pass of a block needs no other block, only the row's final output and
+log-sum-exp (Dao, 2023, FlashAttention-2, section 3.1). Temporary memory is linear in the lengths of the blocks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+BLOCK = 512  # rows and columns of the scores that exist at once in the plain implementation
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, implementation: str
+) -> tuple[jax.Array, jax.Array]:
+    """softmax(q k^T / sqrt(head_dim)) v and the log-sum-exp of each row of scores.
+
+    Args:
+        q: [batch, queries, heads, head_dim].
+        k, v: [batch, keys, kv_heads, head_dim]; kv_heads divides heads.
+        causal: query i sees keys 0..i (of as many keys as queries).
+        implementation: `cudnn` or `xla`.
+
+    Returns:
+        Output [batch, queries, heads, head_dim], fp32 from `xla` and of q's dtype from `cudnn`, and log-sum-exp
+        [batch, heads, queries] in fp32.
+    """
+    if implementation == "cudnn":
+        return _cudnn_attend(q, k, v, causal)
+    return _attend(q, k, v, causal)
+
+
+def attend_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    g: jax.Array,
+    *,
+    causal: bool,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What this block adds to the gradients of q, k and v, in fp32.
+
+    Args:
+        q, k, v, causal, implementation: as in `attend`.
+        out: final output of the queries, over all blocks of keys.
+        lse: final log-sum-exp of the queries, over all blocks of keys.
+        g: gradient of out.
+    """
+    if implementation == "cudnn":
+        found = _cudnn_gradients(q, k, v, out, lse, g, causal)
+    else:
+        found = _gradients(q, k, v, out, lse, g, causal)
+    dq, dk, dv = (x.astype(jnp.float32) for x in found)
+    return dq, dk, dv
+
+
+def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Output (fp32) and log-sum-exp of the same queries over the keys of both."""
+    lse = jnp.logaddexp(first[1], second[1])
+    one, other = (out.astype(jnp.float32) * _per_query(jnp.exp(part - lse)) for out, part in (first, second))
+    return one + other, lse
+
+
+def _per_query(x: jax.Array) -> jax.Array:
+    """[batch, heads, queries] as [batch, queries, heads, 1]."""
+    return jnp.swapaxes(x, 1, 2)[..., None]
+
+
+# The plain implementation: the pairs of a block of queries and a block of keys that see each other, one at a time.
+
+
+def _attend(q, k, v, causal):
+    pairs, size = _visible_pairs(q.shape[1], k.shape[1], causal)
+    grouped = _group(q, k.shape[2])
+    batch, queries, kv_heads, group, _ = grouped.shape
+    out = jnp.zeros(grouped.shape, jnp.float32)
+    top = jnp.full((batch, kv_heads, group, queries), -jnp.inf)
+    total = jnp.zeros_like(top)
+
+    def step(carry, pair):
+        out, top, total = carry
+        i, j = pair
+        scores = _scores(_rows(grouped, i, size[0]), _rows(k, j, size[1]), i, j, causal)
+        old = _rows(top, i, size[0], axis=3)
+        new = jnp.maximum(old, scores.max(axis=-1))
+        weights, keep = jnp.exp(scores - new[..., None]), jnp.exp(old - new)
+        added = jnp.einsum("bkgqs,bskd->bqkgd", weights.astype(v.dtype), _rows(v, j, size[1]),
+                           preferred_element_type=jnp.float32)  # fmt: skip
+        kept = _rows(out, i, size[0]) * jnp.moveaxis(keep, 3, 1)[..., None]
+        sums = _rows(total, i, size[0], axis=3) * keep + weights.sum(axis=-1)
+        return (
+            _put(out, kept + added, i, size[0]),
+            _put(top, new, i, size[0], axis=3),
+            _put(total, sums, i, size[0], axis=3),
+        ), None
+
+    (out, top, total), _ = lax.scan(step, (out, top, total), pairs)
+    out = out / jnp.moveaxis(total, 3, 1)[..., None]
+    lse = (top + jnp.log(total)).reshape(batch, kv_heads * group, queries)
+    return out.reshape(q.shape), lse
+
+
+def _gradients(q, k, v, out, lse, g, causal):
+    pairs, size = _visible_pairs(q.shape[1], k.shape[1], causal)
+    kv_heads = k.shape[2]
+    queries, g5 = _group(q, kv_heads), _group(g.astype(q.dtype), kv_heads)
+    # d(scores) = weights * (d(weights) - sum_over_keys(weights * d(weights))), and that sum is g . out
+    delta = jnp.einsum("bqhd,bqhd->bhq", g, out, preferred_element_type=jnp.float32)
+    shape = (q.shape[0], kv_heads, q.shape[2] // kv_heads, q.shape[1])
+    lse, delta = lse.reshape(shape), delta.reshape(shape)
+
+    def step(carry, pair):
+        dq, dk, dv = carry
+        i, j = pair
+        q_i, g_i = _rows(queries, i, size[0]), _rows(g5, i, size[0])
+        k_j, v_j = _rows(k, j, size[1]), _rows(v, j, size[1])
+        weights = jnp.exp(_scores(q_i, k_j, i, j, causal) - _rows(lse, i, size[0], axis=3)[..., None])
+        d_weights = jnp.einsum("bqkgd,bskd->bkgqs", g_i, v_j, preferred_element_type=jnp.float32)
+        d_scores = weights * (d_weights - _rows(delta, i, size[0], axis=3)[..., None]) / math.sqrt(q.shape[-1])
+        weights, d_scores = weights.astype(q.dtype), d_scores.astype(q.dtype)
+        return (
+            _add(dq, jnp.einsum("bkgqs,bskd->bqkgd", d_scores, k_j, preferred_element_type=jnp.float32), i, size[0]),
+            _add(dk, jnp.einsum("bkgqs,bqkgd->bskd", d_scores, q_i, preferred_element_type=jnp.float32), j, size[1]),
+            _add(dv, jnp.einsum("bkgqs,bqkgd->bskd", weights, g_i, preferred_element_type=jnp.float32), j, size[1]),
+        ), None
+
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (queries, k, v))
+    (dq, dk, dv), _ = lax.scan(step, zeros, pairs)
+    return dq.reshape(q.shape), dk, dv
+
+
+def _visible_pairs(queries: int, keys: int, causal: bool) -> tuple[tuple[jax.Array, jax.Array], tuple[int, int]]:
+    """Indices (of query block, of key block) of the pairs with anything to see, and the lengths of those blocks."""
+    size = _block(queries), _block(keys)
+    grid = np.ones((queries // size[0], keys // size[1]), bool)
+    i, j = np.nonzero(np.tril(grid) if causal else grid)
+    return (jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32)), size
+
+
+def _block(length: int) -> int:
+    """The largest divisor of length that is at most BLOCK."""
+    return next(size for size in range(min(BLOCK, length), 0, -1) if length % size == 0)
+
+
+def _scores(q_i, k_j, i, j, causal):
+    scores = jnp.einsum("bqkgd,bskd->bkgqs", q_i, k_j, preferred_element_type=jnp.float32) / math.sqrt(q_i.shape[-1])
+    if not causal:
+        return scores
+    rows, columns = q_i.shape[1], k_j.shape[1]
+    visible = (i * rows + jnp.arange(rows))[:, None] >= j * columns + jnp.arange(columns)
+    return jnp.where(visible, scores, -jnp.inf)
+
+
+def _group(q: jax.Array, kv_heads: int) -> jax.Array:
+    """[batch, length, heads, head_dim] as [batch, length, kv_heads, heads / kv_heads, head_dim]."""
+    return q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
+
+
+def _rows(x: jax.Array, index, size: int, axis: int = 1) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, index * size, size, axis)
+
+
+def _put(x: jax.Array, rows: jax.Array, index, size: int, axis: int = 1) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(x, rows, index * size, axis)
+
+
+def _add(x: jax.Array, rows: jax.Array, index, size: int) -> jax.Array:
+    return _put(x, _rows(x, index, size) + rows, index, size)
+
+
+# cuDNN: its kernels give and take the log-sum-exp, but jax.nn.dot_product_attention rounds it to the dtype of q and
+# lets no one choose what the backward kernel gets. So jax traces its own forward and backward kernels here, and they
+# are called one by one.
+
+
+def _cudnn_attend(q, k, v, causal):
+    forward, _ = _cudnn_kernels(q, k, v, causal)
+    return forward(q, k, v)
+
+
+def _cudnn_gradients(q, k, v, out, lse, g, causal):
+    _, backward = _cudnn_kernels(q, k, v, causal)
+    return backward(q, k, v, g.astype(q.dtype), out.astype(q.dtype), lse)
+
+
+def _cudnn_kernels(q, k, v, causal):
+    """(q, k, v) -> (out, lse) and (q, k, v, g, out, lse) -> (dq, dk, dv), as jax calls cuDNN."""
+
+    def both(q, k, v, g):
+        def fused(q, k, v):
+            return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+
+        return jax.vjp(fused, q, k, v)[1](g)
+
+    traced = jax.make_jaxpr(both)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v, q)))
+    jaxpr, constants = traced.jaxpr, dict(zip(traced.jaxpr.constvars, traced.consts))
+    results = [(*q.shape,), (q.shape[0], q.shape[2], q.shape[1])]  # of the forward kernel
+    (at,) = [n for n, e in enumerate(jaxpr.eqns) if [getattr(o.aval, "shape", None) for o in e.outvars] == results]
+    computed = jaxpr.eqns[at].outvars
+
+    def forward(q, k, v):
+        values = constants | dict(zip(jaxpr.invars, (q, k, v)))
+        return _evaluate(jaxpr.eqns[: at + 1], values, computed)
+
+    def backward(q, k, v, g, out, lse):
+        values = constants | dict(zip([*jaxpr.invars, *computed], (q, k, v, g, out, lse)))
+        return _evaluate([*jaxpr.eqns[:at], *jaxpr.eqns[at + 1 :]], values, jaxpr.outvars)
+
+    return forward, backward
+
+
+def _evaluate(equations, values, wanted):
+    """What the equations of a jaxpr compute from the values of variables."""
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for e in equations:
+        results = e.primitive.bind(*map(read, e.invars), **e.params)
+        values.update(zip(e.outvars, results if e.primitive.multiple_results else [results]))
+    return tuple(map(read, wanted))

@@ -1,0 +1,270 @@
+"""Expert parallelism: equal to a dense mixture, drops by the rule written down, and moves the bytes it should."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh
+
+from meshkit.errors import ConfigError
+from meshkit.parallel import expert
+from meshkit.parallel.expert import expert_layer
+from meshkit.sharding import sharding_scope
+from meshkit.spec.experiment import load
+from meshkit.spec.rules import ShardingRules
+
+BATCH, LENGTH, EMBED, MLP, EXPERTS, K = 8, 8, 16, 24, 8, 2
+
+# fp32 summation, see tests/equivalence: sqrt(D) sqrt(N) u for sums of N terms through at most D of them. Longest sums:
+# BATCH * LENGTH = 64 tokens of a kernel's gradient. D = 16: gate, up, down, choices, forward and backward, in both the
+# layer and the reference.
+TOLERANCE = math.sqrt(16 * BATCH * LENGTH) * 2.0**-24
+
+MESHES = {
+    "expert 8": {"expert": 8},
+    "expert 4 x tensor 2": {"expert": 4, "tensor": 2},
+    "data 2 x expert 2 x tensor 2": {"data": 2, "expert": 2, "tensor": 2},
+    "fsdp 2 x expert 4": {"fsdp": 2, "expert": 4},
+    "context 2 x expert 2 x tensor 2": {"context": 2, "expert": 2, "tensor": 2},
+}
+CASES = [(name, {}) for name in MESHES] + [
+    ("fsdp 2 x expert 4", {"capacity_factor": 4.0}),
+    ("expert 4 x tensor 2", {"capacity_factor": 4.0}),
+]
+RULES = {
+    "act_batch": ("data", "fsdp", "expert"),
+    "act_length": "context",
+    "act_residual_length": ("context", "tensor"),
+    "act_experts": "expert",
+    "act_mlp": "tensor",
+    "experts": "expert",
+    "embed": "fsdp",
+    "mlp": "tensor",
+}
+
+
+def scope(sizes: dict[str, int], **changes):
+    names, shape = tuple(sizes), tuple(sizes.values())
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    rules = {name: (axes,) if isinstance(axes, str) else axes for name, axes in (RULES | changes).items()}
+    return sharding_scope(mesh, ShardingRules({name: [a for a in axes if a in names] for name, axes in rules.items()}))
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    """(x, weights, kernels) and choices; uneven: low experts are chosen far more often."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    x = jax.random.normal(keys[0], (BATCH, LENGTH, EMBED))
+    weights = jax.nn.softmax(jax.random.normal(keys[1], (BATCH, LENGTH, K)))
+    scores = jax.random.normal(keys[2], (BATCH, LENGTH, EXPERTS)) - 0.3 * jnp.arange(EXPERTS)
+    gate, up = (jax.random.normal(key, (EXPERTS, EMBED, MLP)) / math.sqrt(EMBED) for key in keys[3:5])
+    down = jax.random.normal(keys[5], (EXPERTS, MLP, EMBED)) / math.sqrt(MLP)
+    return (x, weights, (gate, up, down)), lax.top_k(scores, K)[1]
+
+
+def dense(x, weights, kernels, choices, kept: np.ndarray | bool = True):
+    """Every expert on every token, weighted: E / k times the work, and nothing moves."""
+    gate, up, down = kernels
+    with jax.default_matmul_precision("highest"):
+        hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up)
+        out = jnp.einsum("btef,efd->bted", hidden, down)
+        return jnp.einsum("btk,btke,bted->btd", weights * kept, jax.nn.one_hot(choices, EXPERTS), out), kept
+
+
+def value_and_gradients(layer, arguments):
+    """(loss, gradients) of a loss that weighs every output differently; and the choices that were kept."""
+    r = jax.random.normal(jax.random.key(9), (BATCH, LENGTH, EMBED))
+
+    def loss(arguments):
+        y, kept = layer(*arguments)
+        return jnp.sum(jnp.sin(y) * r), kept
+
+    (value, kept), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arguments)
+    return (value, gradients), kept
+
+
+def assert_equal(got, wanted, tolerance=TOLERANCE):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        scale = np.abs(w).max() if w.ndim else BATCH * LENGTH  # the loss is a sum of terms near 1
+        assert np.abs(g - w).max() / scale < tolerance
+
+
+@pytest.fixture(scope="module")
+def reference(inputs):
+    arguments, choices = inputs
+    return value_and_gradients(lambda x, w, k: dense(x, w, k, choices), arguments)[0]
+
+
+@pytest.mark.parametrize(("mesh", "options"), CASES, ids=str)
+def test_equals_a_dense_mixture(mesh, options, inputs, reference):
+    """Loss and every gradient; a capacity of EXPERTS / K = 4 times an even load always has room."""
+    arguments, choices = inputs
+    with scope(MESHES[mesh]):
+        got, kept = value_and_gradients(lambda x, w, k: expert_layer(x, w, choices, k, **options), arguments)
+    assert kept.all()
+    assert_equal(got, reference)
+
+
+def test_one_device_needs_no_mesh(inputs, reference):
+    arguments, choices = inputs
+    assert_equal(value_and_gradients(lambda x, w, k: expert_layer(x, w, choices, k), arguments)[0], reference)
+
+
+def test_replicas_of_a_deferred_axis_keep_their_gradients_apart(inputs):
+    """Accumulation maps the layer over a mesh axis that its rules do not name: nothing may be added up over it."""
+    (x, weights, kernels), choices = inputs
+
+    def gradient(layer):
+        def one(x, weights, choices):
+            return jax.grad(lambda k: jnp.sum(jnp.sin(layer(x, weights, k, choices))))(kernels)
+
+        pieces = (a.reshape(2, BATCH // 2, *a.shape[1:]) for a in (x, weights, choices))
+        return jax.jit(jax.vmap(one, spmd_axis_name="data"))(*pieces)
+
+    with scope({"data": 2, "expert": 4}, act_batch="expert"):
+        got = gradient(lambda x, w, k, c: expert_layer(x, w, c, k)[0])
+    wanted = [
+        jax.jit(jax.grad(lambda k, p=p: jnp.sum(jnp.sin(dense(x[p], weights[p], k, choices[p])[0]))))(kernels)
+        for p in (slice(0, BATCH // 2), slice(BATCH // 2, None))
+    ]
+    assert_equal(got, jax.tree.map(lambda *a: jnp.stack(a), *wanted))
+
+
+def ragged_by_gathering(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """`lax.ragged_all_to_all` as its documentation defines it, of collectives that XLA:CPU has."""
+    del recv_sizes
+    me, ways = lax.axis_index(axis_name), lax.axis_size(axis_name)
+    operands, begins, sizes, places = (
+        lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)
+    )
+    slices = input_offsets.shape[0] // ways
+    row = jnp.arange(output.shape[0])
+    for source in range(ways):
+        for j in range(slices):
+            i = me * slices + j
+            inside = (row >= places[source, i]) & (row < places[source, i] + sizes[source, i])
+            rows = operands[source].at[row - places[source, i] + begins[source, i]].get(mode="fill", fill_value=0)
+            output = jnp.where(inside.reshape(-1, *[1] * (output.ndim - 1)), rows, output)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("sizes", "buffer_factor"), [({"expert": 4}, None), ({"fsdp": 2, "expert": 2, "tensor": 2}, 1.0)], ids=str
+)
+def test_the_ragged_exchange_moves_what_the_dense_one_does(sizes, buffer_factor, inputs, monkeypatch):
+    """Offsets and sizes that GPUs are given, run by the definition: bit for bit what the padded exchange gives."""
+    arguments, choices = inputs
+
+    def run():
+        with scope(sizes):
+            options = {"buffer_factor": buffer_factor}
+            return value_and_gradients(lambda x, w, k: expert_layer(x, w, choices, k, **options), arguments)
+
+    padded = run()
+    monkeypatch.setattr(expert._Layout, "ragged", True)
+    monkeypatch.setattr(lax, "ragged_all_to_all", ragged_by_gathering)
+    for ragged, wanted in zip(jax.tree.leaves(run()), jax.tree.leaves(padded), strict=True):
+        np.testing.assert_array_equal(ragged, wanted)
+
+
+def kept_by_hand(choices, ways: int, group_of, limit: int):
+    """Each sender on its own: first choices of all its tokens, then second ones, until a group has its limit."""
+    kept = np.zeros(choices.shape, bool)
+    for source in np.split(np.arange(BATCH), ways):
+        taken: dict[int, int] = {}
+        for c in range(K):
+            for token in np.ndindex(len(source), LENGTH):
+                where = (source[token[0]], token[1], c)
+                group = group_of(int(choices[where]))
+                kept[where] = taken.get(group, 0) < limit
+                taken[group] = taken.get(group, 0) + 1
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("options", "group_of", "limit"),
+    [
+        ({"capacity_factor": 0.6}, lambda e: e, 3),  # ceil(0.6 x 16 tokens x 2 / 8 experts) slots of an expert
+        ({"buffer_factor": 1.0}, lambda e: e // 2, 8),  # ceil(1.0 x 16 tokens x 2 / 4 GPUs) rows for a GPU
+    ],
+    ids=["capacity", "buffer"],
+)
+def test_what_is_dropped_follows_the_rule(options, group_of, limit, inputs):
+    arguments, choices = inputs
+    kept = kept_by_hand(np.asarray(choices), 4, group_of, limit)
+    assert 0.05 < 1 - kept.mean() < 0.6
+    wanted, _ = value_and_gradients(lambda x, w, k: dense(x, w, k, choices, kept), arguments)
+    with scope({"expert": 4}):
+        got, got_kept = value_and_gradients(lambda x, w, k: expert_layer(x, w, choices, k, **options), arguments)
+    np.testing.assert_array_equal(got_kept, kept)
+    assert_equal(got, wanted)
+
+
+def test_axes_that_cut_experts_but_not_tokens_are_refused(inputs):
+    (x, weights, kernels), choices = inputs
+    message = r"mesh axis 'expert' cuts the experts \(act_experts\), but not the tokens"
+    with scope({"data": 2, "expert": 4}, act_batch="data"), pytest.raises(ConfigError, match=message):
+        expert_layer(x, weights, choices, kernels)
+
+
+def test_experts_that_the_axes_do_not_divide_are_refused(inputs):
+    (x, weights, kernels), choices = inputs
+    kernels = tuple(k[:6] for k in kernels)
+    with scope({"expert": 4}), pytest.raises(ConfigError, match=r"experts = 6 .* over 4 GPUs \(expert\)"):
+        expert_layer(x, weights, choices % 6, kernels)
+
+
+DEBUG = Path(__file__).parents[2] / "configs/experiments/moe_debug_cpu.toml"
+SIZES = {"layers": 3, "experts": 16, "embed": 256, "mlp": 512, "k": 2, "sequences": 16, "length": 128}
+ON_H100S = [
+    "cluster={name='dgx_h100',hosts=2}",
+    "mesh.fsdp={infiniband=2}",
+    "mesh.expert=8",
+    f"model.layers={SIZES['layers']}",
+    f"model.experts={SIZES['experts']}",
+    f"model.embed={SIZES['embed']}",
+    f"model.mlp={SIZES['mlp']}",
+    f"train.global_batch={SIZES['sequences']}",
+    f"train.sequence_length={SIZES['length']}",
+]
+
+
+@functools.cache
+def planned(remat: str, capacity_factor: float | None):
+    """Rows of communication of the debug model's step on 2 x 8 H100s."""
+    from meshkit.planner import plan_experiment
+
+    options = [f'train.remat="{remat}"', *([f"model.capacity_factor={capacity_factor}"] if capacity_factor else [])]
+    return plan_experiment(load(DEBUG, [*ON_H100S, *options])).report.communication
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("remat", "capacity_factor", "exchanges"),
+    [("none", None, 4), ("full", None, 5), ("full", 1.5, 5)],
+    ids=["none", "full", "full, capacity"],
+)
+def test_exchanges_of_the_compiled_step(remat, capacity_factor, exchanges):
+    """Per GPU and layer: 2 exchanges forward, 2 backward, 1 more when the forward pass is recomputed.
+
+    Dropless each moves tokens x k rows of the bf16 embedding at most, with a capacity all the slots; and one fp32 a row
+    takes the gradients of the routing weights back.
+    """
+    tokens, layers = SIZES["sequences"] * SIZES["length"] // 16, SIZES["layers"]
+    slots, kind = tokens * SIZES["k"], "ragged-all-to-all"
+    if capacity_factor:
+        slots, kind = SIZES["experts"] * math.ceil(capacity_factor * slots / SIZES["experts"]), "all-to-all"
+    found = {r.dtype: r for r in planned(remat, capacity_factor) if r.collective == kind}
+    assert set(found) == {"bf16", "f32"}
+    for dtype, count, row_bytes in (("bf16", exchanges * layers, 2 * SIZES["embed"]), ("f32", layers, 4)):
+        row = found[dtype]
+        assert (row.axes, row.link, row.group_size, row.gpus_per_domain) == (("expert",), "nvlink", 8, 8)
+        assert (row.count, row.payload_bytes) == (count, count * slots * row_bytes)
