@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import jax
-from flax import nnx
 
 from meshkit.sharding.constrain import Activation, record_activations
 from meshkit.sharding.findings import Finding, apply_allow_list
@@ -18,8 +17,7 @@ from meshkit.sharding.lint import Subject, lint
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
 from meshkit.sharding.resolve import Placed, placements
 from meshkit.spec.experiment import Experiment
-from meshkit.training.gradients import deferred_axes
-from meshkit.training.state import ModelDescription, describe_model
+from meshkit.training.state import describe_model
 from meshkit.training.step import TrainProgram
 from meshkit.xla.contract import (
     CODES,
@@ -96,7 +94,7 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
     kinds = ("parameters", "compute", "gradients", "optimizer")
     placed = {kind: placements(model.params, mesh, experiment.rules, kind=kind) for kind in kinds}
     others = placements(model.variables, mesh, experiment.rules)
-    deferred = _deferred(experiment, model, mesh)
+    deferred = frozenset(program.deferred)
     document = experiment.document
     subject = Subject(
         parameters=placed["parameters"],
@@ -116,6 +114,7 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
         activations=activations,
         tokens=train.global_batch * max(1, train.sequence_length),
         accumulate=train.accumulate,
+        steps_per_call=program.steps_per_call,
         deferred=deferred,
         compute_bytes=_BYTES[train.precision],
         reduce_bytes=_BYTES[train.reduce_precision],
@@ -124,10 +123,3 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
         compressed_bytes={"bf16": 2, "fp8": 1, "int8": 1}[experiment.compression.dtype],
     )
     return Examined(experiment, subject, strategy)
-
-
-def _deferred(experiment: Experiment, model: ModelDescription, mesh: AnyMesh) -> frozenset[str]:
-    """Axes over which the step reduces gradients once, as `make_train_step` decides it."""
-    if experiment.train.accumulate == 1 or jax.tree.leaves(nnx.to_pure_dict(model.variables)):
-        return frozenset()
-    return frozenset(deferred_axes(experiment.rules, mesh))

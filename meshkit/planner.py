@@ -66,6 +66,7 @@ class Budget:
         memory_fraction: share of the GPU's memory that the client may take.
         parameters_bytes, optimizer_bytes: per GPU, where known.
         steps: of the whole training, for time and cost.
+        gradients_bytes: per GPU, as they are accumulated, where known.
         state_bytes: of a checkpoint, over all GPUs and without replicas.
         precision: of the matmuls, whose peak MFU refers to; None for that of most of the program's FLOP.
         steps_per_call: training steps that one call of the program makes; the report gives means of them.
@@ -77,6 +78,7 @@ class Budget:
     steps: int | None = None
     precision: str | None = None
     state_bytes: int | None = None
+    gradients_bytes: int | None = None
     steps_per_call: int = 1
 
 
@@ -134,6 +136,7 @@ def plan_experiment(experiment: Experiment) -> Plan:
         steps,
         train.precision,
         global_bytes(program.abstract_state),
+        program.gradients_bytes,
         program.steps_per_call,
     )
     work = Work(
@@ -300,6 +303,8 @@ def _peak(simulation: Simulation, cluster: Cluster, budget: Budget) -> float | N
 def _memory(compiled: CompiledProgram, cluster: Cluster, budget: Budget) -> MemoryPart:
     capacity = int(cluster.gpu.memory_bytes)
     pool = int(capacity * budget.memory_fraction)
+    # Gradients are temporaries of the program. They are told apart where they fit in them, all at one time.
+    gradients = budget.gradients_bytes if (budget.gradients_bytes or 0) <= compiled.memory["temp"] else None
     return MemoryPart(
         capacity_bytes=capacity,
         pool_bytes=pool,
@@ -308,7 +313,8 @@ def _memory(compiled: CompiledProgram, cluster: Cluster, budget: Budget) -> Memo
         fits=compiled.peak_bytes <= pool,
         parameters_bytes=budget.parameters_bytes,
         optimizer_bytes=budget.optimizer_bytes,
-        temporary_bytes=compiled.memory["temp"],
+        gradients_bytes=gradients,
+        temporary_bytes=compiled.memory["temp"] - (gradients or 0),
     )
 
 

@@ -166,9 +166,9 @@ class _Run:
             if pending:
                 self._record(*pending, log)
             pending = (step, metrics)
-            evaluates = _is_due(train.evaluate_every, step)
-            checks = _is_due(train.replica_check_every, step)
-            saves = _is_due(every, step) or (every > 0 and step == train.steps)
+            evaluates = self._is_due(train.evaluate_every, step)
+            checks = self._is_due(train.replica_check_every, step)
+            saves = self._is_due(every, step) or (every > 0 and step == train.steps)
             traces = capture is not None and step in (capture.first - self.program.steps_per_call, capture.last)
             stops = self.stop.requested
             # Metrics of a step are read while the next one runs, so that devices never wait for the host. Virtual CPU
@@ -193,6 +193,10 @@ class _Run:
         each, per_call = batches.iterate(self.resumed_step, self.experiment.train.steps), self.program.steps_per_call
         for step in range(self.resumed_step + per_call, self.experiment.train.steps + 1, per_call):
             yield step, self.program.stack([next(each) for _ in range(per_call)]) if self.program.stack else next(each)
+
+    def _is_due(self, interval: int, step: int) -> bool:
+        """Whether something done every `interval` steps (0: never) falls on a step of the call that ends with this."""
+        return interval > 0 and step // interval > (step - self.program.steps_per_call) // interval
 
     def _record(self, step: int, metrics: Mapping[str, jax.Array], log: MetricsLog, evaluate: Any = None) -> None:
         """Waits for the metrics of a call and writes down each of its steps, the last with an evaluation of the state.
@@ -309,11 +313,6 @@ class _Run:
             tokens_per_s=rate["tokens_per_s"],
             mfu=rate["mfu"],
         )
-
-
-def _is_due(interval: int, step: int) -> bool:
-    """Whether something done every `interval` steps (0: never) falls on this one."""
-    return interval > 0 and step % interval == 0
 
 
 def peak_flops_per_gpu(experiment: Experiment) -> float | None:

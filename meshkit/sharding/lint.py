@@ -263,13 +263,11 @@ def _idle(s: Subject) -> Iterator[Finding]:
     batch = [a for a in s.spec.axis_names if a in s.roles.batch]
     for axis, size in s.sizes.items():
         if size > 1 and axis not in cut:
-            yield Finding(
-                "idle_axis",
-                "warning",
-                axis,
-                f"mesh axis '{axis}' of size {size} shards nothing: its GPUs repeat work",
-                f"[rules.logical] act_batch = {_plain((*batch, axis))}, or another preset",
-            )
+            mend = "constrain an activation over act_batch" if axis in batch else (
+                f"[rules.logical] act_batch = {_plain((*batch, axis))}, or another preset"
+            )  # fmt: skip
+            message = f"mesh axis '{axis}' of size {size} shards nothing: its GPUs repeat work"
+            yield Finding("idle_axis", "warning", axis, message, mend)
 
 
 def _unconstrained(s: Subject) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from meshkit.spec.experiment import OptimizerSpec
+from meshkit.training.state import Layout, TrainState
 
 _NOT_DECAYED = ("scale", "bias")
 
@@ -51,6 +52,24 @@ def make_optimizer(spec: OptimizerSpec, steps: int) -> optax.GradientTransformat
         mask=decayed,
     )
     return optax.chain(*clip, adamw)
+
+
+def update_params(
+    optimizer: optax.GradientTransformation, layout: Layout, gradients: Any, state: TrainState
+) -> tuple[Any, Any]:
+    """Parameters and optimizer state after a step.
+
+    State that lives in host memory is fetched and brought back here. Not before the gradients are there: until then
+    the GPU's memory is the activations'.
+    """
+    opt_state = state.opt_state
+    if layout.opt_on_device is not None:
+        gradients, opt_state = jax.lax.optimization_barrier((gradients, opt_state))
+        opt_state = jax.device_put(opt_state, layout.opt_on_device)
+    updates, opt_state = optimizer.update(gradients, opt_state, state.params)
+    if layout.opt_on_device is not None:
+        opt_state = jax.device_put(opt_state, layout.opt_state)
+    return optax.apply_updates(state.params, updates), opt_state
 
 
 def decayed(params: Any) -> Any:

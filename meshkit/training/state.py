@@ -26,6 +26,7 @@ from meshkit.spec.rules import ShardingRules
 from meshkit.training.linen import LINEN_FIELDS, is_linen, linen_options, wrap_linen
 from meshkit.training.user_code import load_object, raised_by_user, user_code
 
+HOST_MEMORY = "pinned_host"  # as jax calls memory of the host that the GPU reaches by itself
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16}  # of activations
 
 
@@ -165,6 +166,8 @@ class Layout:
         gradients: of the accumulators over micro-batches.
         reduced: of the gradients that the optimizer gets: cut as its state is.
         compute: of the weights as the model sees them, or None where `[rules.compute]` changes nothing.
+        opt_state: of the optimizer's state between steps.
+        opt_on_device: of that state while the optimizer runs, or None where it is on the device all the time.
     """
 
     params: Any
@@ -174,10 +177,29 @@ class Layout:
     opt_state: Any
     variables: Any
     replicated: NamedSharding
+    opt_on_device: Any | None = None
 
 
-def lay_out(model: ModelDescription, optimizer: optax.GradientTransformation, mesh: AnyMesh, rules: ShardingRules):
-    """The Layout that the rules give a model's state. Raises ConfigError as `meshkit.shardings` does."""
+def lay_out(
+    model: ModelDescription,
+    optimizer: optax.GradientTransformation,
+    mesh: AnyMesh,
+    rules: ShardingRules,
+    *,
+    memory: str = "device",
+) -> Layout:
+    """The Layout that the rules give a model's state.
+
+    Args:
+        model: its parameters carry the logical axes.
+        optimizer: whose state it is.
+        mesh: attached or described.
+        rules: logical axis -> mesh axes.
+        memory: where moments are between steps, `device` or `host`; counters stay on the device.
+
+    Raises:
+        ConfigError: as `meshkit.shardings` does.
+    """
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def place(kind):
@@ -185,18 +207,26 @@ def lay_out(model: ModelDescription, optimizer: optax.GradientTransformation, me
 
     params, moments, compute = place("parameters"), place("optimizer"), place("compute")
     abstract_opt_state = jax.eval_shape(optimizer.init, nnx.to_pure_dict(model.params))
-    opt_state = optax.tree.map_params(
-        optimizer, lambda _, s: s, abstract_opt_state, moments, transform_non_params=lambda _: replicated
-    )
+
+    def of_moments(kind: str | None):
+        return optax.tree.map_params(
+            optimizer,
+            lambda _, s: s if kind is None else s.with_memory_kind(kind),
+            abstract_opt_state,
+            moments,
+            transform_non_params=lambda _: replicated,
+        )
+
     same = jax.tree.leaves(compute) == jax.tree.leaves(params)
     return Layout(
         params=params,
         gradients=place("gradients"),
         reduced=moments,
         compute=None if same else compute,
-        opt_state=opt_state,
+        opt_state=of_moments(HOST_MEMORY if memory == "host" else None),
         variables=nnx.to_pure_dict(shardings(model.variables, mesh, rules)),
         replicated=replicated,
+        opt_on_device=of_moments("device") if memory == "host" else None,
     )
 
 

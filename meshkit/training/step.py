@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ import optax
 from flax import nnx
 
 from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
+from meshkit.parallel.local_sgd import LocalSgd
 from meshkit.sharding import sharding_scope
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.experiment import Experiment
@@ -42,7 +44,7 @@ from meshkit.training.gradients import (
     sum_over_micro_batches,
 )
 from meshkit.training.loss import Loss, find_loss
-from meshkit.training.optimizer import make_optimizer, make_schedule
+from meshkit.training.optimizer import make_optimizer, make_schedule, update_params
 from meshkit.training.rounds import Rounds, check_replicas, find_local_sgd
 from meshkit.training.state import (
     DTYPES,
@@ -77,8 +79,11 @@ class TrainProgram:
         stack: jitted, the batches of that many steps -> the batch of a call; None where that is one.
         xla_options: of the GPU compiler, which this step wants and the experiment's own override.
         mesh, rules: what it was built for.
+        deferred: mesh axes over which the step itself cuts the batch, outside of the model. Gradients are reduced, and
+            weights gathered, over them once a step; over the axis of `[local_sgd]` weights meet once a round.
         work: of one step over all GPUs: `model_flops`, `model_flops_causal`, `tokens`, `examples`,
             `matmul_parameters`, `parameters`, `flops_source`.
+        gradients_bytes: of the gradients on one GPU, as micro-batches add them up in fp32.
         notes: what the user asked for and this model cannot honour, one sentence each.
     """
 
@@ -92,6 +97,8 @@ class TrainProgram:
     mesh: AnyMesh
     rules: ShardingRules
     work: dict[str, Any]
+    gradients_bytes: int
+    deferred: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     steps_per_call: int = 1
     stack: Any = None
@@ -132,7 +139,8 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
     """
     rules = rules or experiment.rules
     parts = _gather_parts(experiment, mesh, rules)
-    rounds = _make_rounds(parts)
+    local, inner = _find_rounds(parts)
+    rounds = Rounds(local, functools.partial(_train_step, inner), parts.micro.batch_axes) if local else None
     params = nnx.to_pure_dict(parts.model.params)
     shards = _state_shardings(parts, params)
     if rounds:
@@ -167,6 +175,8 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
         mesh=mesh,
         rules=parts.rules,
         work=_work(experiment, parts.model, state),
+        gradients_bytes=_accumulated_bytes(inner, params),
+        deferred=(*([local.axis] if local else []), *inner.micro.deferred),
         notes=_notes(experiment, parts.model),
         steps_per_call=rounds.local.every if rounds else 1,
         xla_options=rounds.xla_options if rounds else {},
@@ -174,17 +184,22 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
     )
 
 
+def _accumulated_bytes(parts: _Parts, abstract_params: Any) -> int:
+    """fp32 bytes of one GPU's gradients, whole over the axes that are reduced once a step."""
+    shards = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)), abstract_params, parts.layout.gradients)
+    return 4 * sum(jax.tree.leaves(shards))
+
+
 def _stack(batches: Sequence[Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
     return {name: jnp.stack([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def _make_rounds(parts: _Parts) -> Rounds | None:
-    """The rounds of `[local_sgd]` around the step that each replica makes on its own."""
+def _find_rounds(parts: _Parts) -> tuple[LocalSgd | None, _Parts]:
+    """The `[local_sgd]` of an experiment, and the parts of the step that each replica makes on its own."""
     local = find_local_sgd(parts.experiment, parts.mesh, parts.layout)
     if local is None:
-        return None
-    inner = _gather_parts(parts.experiment, parts.mesh, parts.rules.without((local.axis,)))
-    return Rounds(local, functools.partial(_train_step, inner), parts.micro.batch_axes)
+        return None, parts
+    return local, _gather_parts(parts.experiment, parts.mesh, parts.rules.without((local.axis,)))
 
 
 def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> _Parts:
@@ -193,7 +208,7 @@ def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -
         name = experiment.model.class_path
         raise experiment.error("train.remat", f"{name} takes no `remat` argument, so it cannot recompute.")
     optimizer = make_optimizer(experiment.optimizer, experiment.train.steps)
-    layout = lay_out(model, optimizer, mesh, rules)
+    layout = lay_out(model, optimizer, mesh, rules, memory=experiment.optimizer.memory)
     (batch_axes,) = rules.spec_for(("act_batch",), kind="activations")
     count = experiment.train.accumulate
     # A model with state of its own (batch statistics) must see its micro-batches one after the other.
@@ -248,8 +263,7 @@ def _with_residuals(parts: _Parts, state: TrainState) -> TrainState:
 def _train_step(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, dict]:
     sums, gradients, variables, extra = _mean_gradients(parts, state, batch)
     with jax.named_scope("optimizer"):
-        updates, opt_state = parts.optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params, opt_state = update_params(parts.optimizer, parts.layout, gradients, state)
     schedule = make_schedule(parts.experiment.optimizer, parts.experiment.train.steps)
     metrics = {
         **sums.metrics,

@@ -58,7 +58,8 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
         devices[order], request["axis_names"], axis_types=(jax.sharding.AxisType.Auto,) * order.ndim
     )
     exported = export.deserialize(bytearray(program))
-    shardings = [_sharding(mesh, described) for described in request["arguments"]]
+    # On the abstract mesh: devices that are not there have no memories, so on theirs a memory kind would be dropped.
+    shardings = [_sharding(mesh.abstract_mesh, described) for described in request["arguments"]]
     flat = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(exported.in_avals, shardings)]
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_shardings_jax(mesh))
     jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]), out_shardings=outputs, keep_unused=True)
@@ -75,7 +76,7 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
         "lower_s": lowered_at - start,
         "compile_s": done - lowered_at,
         "memory": {name: int(getattr(memory, f"{name}_size_in_bytes")) for name in fields},
-        "host_temp_bytes": int(memory.host_temp_size_in_bytes),
+        "host_memory": {name: int(getattr(memory, f"host_{name}_size_in_bytes")) for name in fields},
         "partitioner": "shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
     }
 

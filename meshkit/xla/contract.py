@@ -56,7 +56,7 @@ class Explained:
 def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explained]:
     """Every collective of a step with its reason, the most bytes first."""
     rows: dict[tuple, Explained] = {}
-    for collective, times in _walk(schedule, schedule.entry, 1):
+    for collective, times in _walk(schedule, schedule.entry, 1 / strategy.steps_per_call):
         axes = frozenset(collective.axes)
         parts = _parts(collective)
         largest = max(range(len(parts)), key=lambda i: parts[i][1])
@@ -189,4 +189,4 @@ def _short(source: str) -> str:
 
 
 def _times(count: float) -> str:
-    return f"{count:g}" if count >= 1 else "part of a combined"
+    return f"{count:g}" if count else "part of a combined"

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ class CompiledProgram:
     Attributes:
         module: serialized `HloModuleProto`, scheduled.
         memory: bytes per GPU: `argument`, `output`, `alias`, `temp`, `generated_code`.
+        host_memory: the same, of what the program keeps in host memory for one GPU.
         lower_s: tracing and lowering, both processes.
         compile_s: XLA.
         peak_rss_bytes: of the child process.
@@ -94,12 +95,21 @@ class CompiledProgram:
     options: Mapping[str, object]
     log: tuple[str, ...]
     rematerializations: tuple[Rematerialization, ...] = ()
+    host_memory: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes the program needs at once: arguments, outputs that alias none of them, and temporaries."""
-        m = self.memory
-        return m["argument"] + m["output"] - m["alias"] + m["temp"] + m["generated_code"]
+        """Bytes of GPU memory the program needs at once: arguments, outputs that alias none of them, temporaries."""
+        return _at_once(self.memory)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The same, of host memory for one GPU."""
+        return _at_once(self.host_memory) if self.host_memory else 0
+
+
+def _at_once(m: Mapping[str, int]) -> int:
+    return m["argument"] + m["output"] - m["alias"] + m["temp"] + m["generated_code"]
 
 
 def compile_absent(
@@ -155,6 +165,7 @@ def compile_absent(
     return CompiledProgram(
         module=module,
         memory=result["memory"],
+        host_memory=result["host_memory"],
         lower_s=lowered_s + result["lower_s"],
         compile_s=result["compile_s"],
         peak_rss_bytes=result["peak_rss_bytes"],

@@ -106,6 +106,7 @@ class Strategy:
         activations: as the model constrained them.
         tokens: elements of the global batch, batch x length.
         accumulate: micro-batches a step.
+        steps_per_call: training steps that one run of the program makes.
         deferred: axes over which gradients are reduced, and weights gathered, once a step.
         compute_bytes, reduce_bytes: of an element of a weight and of a gradient on the wire.
         local_sgd, compression: the axis each is about; None where it is off.
@@ -119,6 +120,7 @@ class Strategy:
     activations: Sequence[Activation]
     tokens: int
     accumulate: int = 1
+    steps_per_call: int = 1
     deferred: Axes = frozenset()
     compute_bytes: int = 4
     reduce_bytes: int = 4
@@ -201,9 +203,9 @@ class Strategy:
     def _outer_step(self, over: Axes) -> Term:
         total = sum(self._elements(w, over, "parameters") for w in self.weights)
         words = f"local SGD: weights averaged over {_names(over)} by the outer step"
-        # One outer step moves the fp32 differences once; a branch that skips it is counted as if it were taken.
+        # The fp32 differences, once a round.
         return Term(words, frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER}),
-                    lambda p: p.is_float and p.elements <= total, 4 * total)  # fmt: skip
+                    lambda p: p.is_float and p.elements <= total, 4 * total / self.steps_per_call)  # fmt: skip
 
     def _compressed(self, over: Axes) -> Term:
         total = sum(self._elements(w, over, "gradients") for w in self.weights)

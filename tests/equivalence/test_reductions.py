@@ -88,3 +88,14 @@ def test_gradients_are_reduced_in_the_precision_asked_for(reduce_precision, dtyp
     embedding = 256 * 128 * 4  # scattered in fp32 always: see models.embedding.lookup
     dtypes = {c.dtype for c in reductions if c.payload_bytes not in (embedding, embedding // 4)}
     assert dtypes == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("rules", "share"),
+    [(['rules.preset="zero1"'], 1), (['rules.preset="zero2"'], 8)],
+    ids=["zero1", "zero2"],
+)
+def test_zero1_and_zero2_differ_by_their_accumulators(rules, share):
+    """Whole on every device, or cut as the optimizer's state is."""
+    program = program_for("mesh.fsdp=", "mesh.tensor=", "mesh.data=8", "train.accumulate=2", *rules)
+    assert program.gradients_bytes == 4 * program.work["parameters"] // share

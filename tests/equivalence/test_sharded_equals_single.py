@@ -47,6 +47,9 @@ STRATEGIES = {
     "zero1 + tensor": [*mesh(data=2, tensor=4), preset("zero1_tensor")],
     "hsdp + tensor": [*mesh(data=2, fsdp=2, tensor=2), preset("fsdp_tensor")],
     "hsdp + tensor + sequence": [*mesh(data=2, fsdp=2, tensor=2), preset("fsdp_tensor_sequence")],
+    "fsdp + context, ring": [*mesh(fsdp=2, context=4), preset("fsdp_context"), 'model.context="ring"'],
+    "fsdp + context, ulysses": [*mesh(fsdp=2, context=4), preset("fsdp_context"), 'model.context="ulysses"'],
+    "data + context + tensor + sequence": [*mesh(data=2, context=2, tensor=2), preset("all")],
     "weights gathered once": [*mesh(data=2, fsdp=2, tensor=2), 'rules.compute.embed="replicated"'],
     "optimizer cut": ['rules.logical.embed="replicated"', 'rules.optimizer.embed="fsdp"'],
     # Accumulation: whole accumulators, reduced once; cut ones, reduced with every micro-batch; one axis of each.
