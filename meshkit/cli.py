@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from meshkit.arguments import ExperimentArg, JsonOption, OutOption, RunArg, SetOption
 from meshkit.console import (
     byte_sizes,
     check_strict,
@@ -31,6 +32,7 @@ from meshkit.console import (
     wrote_text,
 )
 from meshkit.errors import ConditionError, ConfigError, MeshkitError, RunError
+from meshkit.launch_cli import launch_app, leave_gang, say_lost_process
 
 app = typer.Typer(
     name="meshkit",
@@ -41,24 +43,12 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-ExperimentArg = Annotated[
-    Path, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).", show_default=False)
-]
-RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder with a trace.", show_default=False)]
-SetOption = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file; repeatable.")
-]
-OutOption = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Where to write report.json and report.html.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+app.add_typer(launch_app, name="launch")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(
-            f"meshkit {metadata.version('meshkit')}, jax {metadata.version('jax')}, jaxlib {metadata.version('jaxlib')}"
-        )
+        print(", ".join(f"{name} {metadata.version(name)}" for name in ("meshkit", "jax", "jaxlib")))
         raise typer.Exit()
 
 
@@ -214,6 +204,7 @@ def explain(
     from meshkit.explainer import render, rules_toml
     from meshkit.spec.experiment import load
 
+    start = time.perf_counter()
     loaded = load(experiment, set_)
     if rules:
         print(rules_toml(loaded), end="")
@@ -226,6 +217,7 @@ def explain(
         print(explanation.model_dump_json(by_alias=True))
     else:
         Console(width=width()).print(render(explanation))
+        say(f"explained in {time.perf_counter() - start:.1f} s")
     if propose and explanation.placement is None:
         raise ConfigError(f"there is no placement to propose: {explanation.collectives_note}.")
     if strict:
@@ -361,6 +353,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # XLA's C++ side logs at INFO that it found no GPU; read when its library loads.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    code = _run(argv)
+    if argv is None:
+        leave_gang(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         code = app(args=list(argv) if argv is not None else None, standalone_mode=False)
         sys.stdout.flush()
@@ -387,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(e, "show") and hasattr(e, "format_message"):  # a usage error of the command-line library
             e.show()  # pyright: ignore[reportAttributeAccessIssue]
             return 2
-        return _bug()
+        return say_lost_process(e) or _bug()
 
 
 def _bug() -> int:

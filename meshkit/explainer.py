@@ -7,13 +7,15 @@ does, to hold its collectives against the strategy and to say which link each me
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from pydantic import Field
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -30,9 +32,10 @@ from meshkit.sharding.mesh import DescribedMesh, build_mesh
 from meshkit.sharding.resolve import Placed
 from meshkit.spec.emit import to_toml
 from meshkit.spec.experiment import Experiment
+from meshkit.training.state import HOST_MEMORY
 from meshkit.training.step import TrainProgram, make_train_step
 from meshkit.units import format_bytes
-from meshkit.xla.contract import Explained
+from meshkit.xla.contract import SCALARS, Explained
 from meshkit.xla.program import check_compiler
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -131,6 +134,7 @@ def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
         examined = examine(experiment, program, mesh)
         lint = examined.lint()
     state = program.abstract_state
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.sharding.memory_kind != HOST_MEMORY]
     rows = lint.collectives
     return Explanation(
         experiment=experiment.name,
@@ -139,7 +143,7 @@ def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
         parameters=tuple(_parameter(p, mesh) for p in examined.parameters),
         activations=tuple(_activation(a, mesh) for a in examined.activations),
         parameters_bytes_per_gpu=local_bytes(state.params),
-        optimizer_bytes_per_gpu=local_bytes(state.opt_state),
+        optimizer_bytes_per_gpu=local_bytes(moments),
         findings=tuple(map(_finding, lint.findings)),
         allowed=tuple(map(_finding, lint.allowed)),
         collectives=None if rows is None else tuple(map(_collective, rows)),
@@ -231,33 +235,27 @@ def _activation(a: Activation, mesh: DescribedMesh) -> PlacedPart:
 
 
 def render(explanation: Explanation) -> RenderableType:
-    """Tables of at most 80 columns."""
-    parts: list[RenderableType] = [
-        _table("Parameters", explanation.parameters),
-        _table("Activations", explanation.activations),
-        _held(explanation),
-    ]
-    if explanation.collectives is not None:
-        parts.append(_collectives_table(explanation.collectives))
-    if explanation.collectives_note is not None:
-        parts.append(Text(explanation.collectives_note, "dim"))
-    if explanation.placement is not None:
-        parts.append(Text(f"placement: {explanation.placement.reason}"))
-        parts += [Text("  try " + " ".join(f"--set '{s}'" for s in explanation.placement.settings))] * bool(
-            explanation.placement.settings
-        )
-    parts += [text for f in explanation.findings for text in finding_lines(f)]
+    """What is wrong first, then tables of at most 80 columns."""
+    parts: list[RenderableType] = [_headline(explanation)]
+    parts += [line for f in explanation.findings for line in finding_lines(f)]
     parts += [Text(f"allowed {f.code} at {f.path}: {f.reason}", "dim") for f in explanation.allowed]
-    if not explanation.findings:
-        parts.append(Text("nothing looks wrong", "green"))
+    parts += ["", _parameters_table(explanation.parameters), _held(explanation)]
+    parts += ["", _activations_table(explanation.activations)]
+    if explanation.collectives is not None:
+        parts += ["", _collectives_table(explanation.collectives)]
+    if explanation.placement is not None:
+        parts += ["", *_placement_lines(explanation.placement)]
+    if explanation.collectives_note is not None:
+        parts += ["", Text(explanation.collectives_note, "dim")]
     return Group(*parts)
 
 
-def finding_lines(f: FindingPart | Finding) -> Iterator[Text]:
-    """A finding in two lines: what is wrong, and what to do."""
-    yield Text.assemble((f"{f.severity} {f.code}", _COLOURS[f.severity]), f": {f.message}")
+def finding_lines(f: FindingPart | Finding) -> Iterator[RenderableType]:
+    """Its class and place, what is wrong, and what to do."""
+    yield Text.assemble((f"{f.severity} {f.code}", _COLOURS[f.severity]), f" at {f.path}")
+    yield Padding(Text(f.message), (0, 0, 0, 2))
     if f.hint:
-        yield Text(f"  try {f.hint}")
+        yield Padding(Text(f"try {f.hint}"), (0, 0, 0, 2))
 
 
 def announce_findings(experiment: Experiment, program: TrainProgram, console: Console) -> None:
@@ -275,33 +273,88 @@ def announce_findings(experiment: Experiment, program: TrainProgram, console: Co
             raise ConfigError(f"{finding.message}.", at=finding.path, hint=finding.hint)
 
 
+def _headline(explanation: Explanation) -> Text:
+    axes = [
+        f"{row['axis']} {row['size']}"
+        + (f" (nvlink {row['nvlink']} x infiniband {row['infiniband']})" if row["infiniband"] > 1 else "")
+        for row in explanation.mesh
+    ]
+    counts = {severity: sum(f.severity == severity for f in explanation.findings) for severity in _COLOURS}
+    found = ", ".join(f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items() if n)
+    checked = f"{len(explanation.parameters)} parameters, {len(explanation.activations)} activations"
+    if explanation.collectives is not None:
+        checked += f", {len(explanation.collectives)} kinds of collectives"
+    verdict = (found, "yellow") if found else ("nothing looks wrong", "green")
+    return Text.assemble(f"{explanation.experiment} on {' x '.join(axes) or 'one GPU'}\n", verdict, f" in {checked}")
+
+
 def _held(explanation: Explanation) -> str:
     parameters, optimizer = explanation.parameters_bytes_per_gpu, explanation.optimizer_bytes_per_gpu
     return f"one GPU holds {format_bytes(parameters)} of parameters and {format_bytes(optimizer)} of optimizer state"
 
 
+def _placement_lines(placement: PlacementPart) -> Iterator[RenderableType]:
+    """The answer, and why."""
+    yield Text(f"placement on links: {'better with' if placement.settings else 'best as it is'}")
+    yield from (Text(f"  --set '{s}'") for s in placement.settings)
+    yield Padding(Text(placement.reason), (0, 0, 0, 2))
+
+
 def _collectives_table(rows: tuple[CollectivePart, ...]) -> Table:
-    table = Table(title="Collectives of a step", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    table.add_column("collective", no_wrap=True)
-    table.add_column("count", justify="right")
+    """Most bytes first; scalars and norms, of whatever axes, in one row."""
+    table = _table("Collectives of a step")
+    table.add_column("collective", overflow="fold")
+    table.add_column("count", justify="right", no_wrap=True)
     table.add_column("a GPU", justify="right", no_wrap=True)
     table.add_column("why", overflow="fold", ratio=1)
+    small = [row for row in rows if row.explanation == SCALARS]
     for row in rows:
-        why = Text(row.explanation) if row.explanation else Text("unexplained", "yellow")
+        if row in small:
+            continue
         axes = " x ".join(row.axes)
-        table.add_row(f"{row.collective} {axes}", f"{row.count:g}", format_bytes(int(row.payload_bytes)), why)
+        why = Text((row.explanation or "").replace(f" over {axes}", "", 1))
+        if row.explanation is None:
+            why = Text("unexplained", "yellow")
+        table.add_row(f"{row.collective} {axes}", f"{row.count:.3g}", format_bytes(int(row.payload_bytes)), why)
+    if small:
+        count, size = sum(row.count for row in small), sum(row.payload_bytes for row in small)
+        table.add_row("others", f"{count:.3g}", format_bytes(int(size)), SCALARS)
     return table
 
 
-def _table(title: str, rows: tuple[PlacedPart, ...]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    table.add_column("array", overflow="fold", ratio=3)
-    table.add_column("shape: axes", overflow="fold", ratio=4)
-    table.add_column("shards", justify="right")
+def _parameters_table(rows: tuple[PlacedPart, ...]) -> Table:
+    return _placed_table("Parameters", rows, lambda row: (row.path, _dims(map(str, row.shape), row)))
+
+
+def _activations_table(rows: tuple[PlacedPart, ...]) -> Table:
+    def cells(row: PlacedPart) -> tuple[str]:
+        names = row.logical_axes or (None,) * len(row.shape)
+        return (_dims((f"{name} {n}" if name else str(n) for name, n in zip(names, row.shape)), row),)
+
+    return _placed_table("Activations", rows, cells)
+
+
+def _placed_table(title: str, rows: tuple[PlacedPart, ...], cells: Callable[[PlacedPart], tuple[str, ...]]) -> Table:
+    """What `cells` says of each array, into how many pieces it is cut, and what one GPU holds.
+
+    The dtype that most arrays have is said once, in the title.
+    """
+    usual = Counter(row.dtype for row in rows).most_common(1)[0][0] if rows else "none"
+    table = _table(f"{title}, {usual}")
+    for header in ("array", "shape: axes")[-len(cells(rows[0])) :] if rows else ():
+        table.add_column(header, overflow="fold")
+    table.add_column("cut in", justify="right", no_wrap=True)
     table.add_column("a GPU", justify="right", no_wrap=True)
     for row in rows:
-        dims = ", ".join(f"{n}:{'+'.join(axes)}" if axes else str(n) for n, axes in zip(row.shape, row.spec))
-        table.add_row(
-            row.path, f"[{dims}] {row.dtype}".replace("[", r"\["), str(row.shards), format_bytes(row.bytes_per_gpu)
-        )
+        *first, dims = cells(row)
+        dims += "" if row.dtype == usual else f" {row.dtype}"
+        table.add_row(*map(Text, (*first, dims, str(row.shards), format_bytes(row.bytes_per_gpu))))
     return table
+
+
+def _dims(names: Iterable[str], row: PlacedPart) -> str:
+    return ", ".join(f"{name}:{'+'.join(axes)}" if axes else name for name, axes in zip(names, row.spec)) or "scalar"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from meshkit.sharding.lint import Subject, lint
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
 from meshkit.sharding.resolve import Placed, placements
 from meshkit.spec.experiment import Experiment
-from meshkit.training.state import describe_model
+from meshkit.training.state import HOST_MEMORY, describe_model
 from meshkit.training.step import TrainProgram
 from meshkit.xla.contract import (
     CODES,
@@ -95,7 +96,7 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
     placed = {kind: placements(model.params, mesh, experiment.rules, kind=kind) for kind in kinds}
     others = placements(model.variables, mesh, experiment.rules)
     deferred = frozenset(program.deferred)
-    document = experiment.document
+    document, cluster = experiment.document, experiment.cluster
     subject = Subject(
         parameters=placed["parameters"],
         activations=activations,
@@ -103,6 +104,8 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
         spec=experiment.mesh,
         others=others,
         deferred=deferred,
+        state_bytes=_state_bytes(program),
+        pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * experiment.train.memory_fraction),
         written=document.table.get("rules", {}) if document is not None else None,
     )
     train = experiment.train
@@ -123,3 +126,9 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
         compressed_bytes={"bf16": 2, "fp8": 1, "int8": 1}[experiment.compression.dtype],
     )
     return Examined(experiment, subject, strategy)
+
+
+def _state_bytes(program: TrainProgram) -> int:
+    """Of one GPU's shards of the state, without what lies in host memory."""
+    leaves = [x for x in jax.tree.leaves(program.abstract_state) if x.sharding.memory_kind != HOST_MEMORY]
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

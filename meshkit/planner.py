@@ -29,7 +29,7 @@ from meshkit.timeline.kernels import calibration_note, compute_peak_flops, peak_
 from meshkit.timeline.network import checkpoint_time_s
 from meshkit.timeline.simulate import Simulation, simulate
 from meshkit.timeline.spans import Timeline
-from meshkit.units import format_bytes
+from meshkit.units import format_bytes, format_rate, format_seconds
 from meshkit.xla.contract import rematerialization_findings
 from meshkit.xla.hlo import Schedule, load_module, read_schedule
 from meshkit.xla.program import CompiledProgram, compile_absent
@@ -64,7 +64,7 @@ class Budget:
 
     Attributes:
         memory_fraction: share of the GPU's memory that the client may take.
-        parameters_bytes, optimizer_bytes: per GPU, where known.
+        parameters_bytes, optimizer_bytes: in a GPU's memory, where known.
         steps: of the whole training, for time and cost.
         gradients_bytes: per GPU, as they are accumulated, where known.
         state_bytes: of a checkpoint, over all GPUs and without replicas.
@@ -120,6 +120,7 @@ def plan(
 
 def plan_experiment(experiment: Experiment) -> Plan:
     """The plan of an experiment's own training step, the one that `train` runs."""
+    from meshkit.training.state import HOST_MEMORY
     from meshkit.training.step import make_train_step
 
     _check_has_gpus(experiment.cluster)
@@ -129,10 +130,11 @@ def plan_experiment(experiment: Experiment) -> Plan:
     train = experiment.train
     tokens = program.work["tokens"]
     steps = -(-train.tokens_total // int(tokens)) if train.tokens_total else train.steps
+    moments = [x for x in jax.tree.leaves(program.abstract_state.opt_state) if x.sharding.memory_kind != HOST_MEMORY]
     budget = Budget(
         train.memory_fraction,
         local_bytes(program.abstract_state.params),
-        local_bytes(program.abstract_state.opt_state),
+        local_bytes(moments),
         steps,
         train.precision,
         global_bytes(program.abstract_state),
@@ -213,6 +215,7 @@ def make_plan(
         warnings=[
             *_calibration_warning(cluster),
             *_warnings(compiled, simulation, memory),
+            *_host_warning(compiled, simulation, cluster, each),
             *map(_finding_warning, findings),
         ],
     )
@@ -346,6 +349,19 @@ def _calibration_warning(cluster: Cluster) -> list[Warning_]:
     """What of this plan is measured, as a reader must know it before the numbers."""
     note = calibration_note(cluster)
     return [Warning_(code="calibration", message=note)] if note else []
+
+
+def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster, steps: int) -> list[Warning_]:
+    """What lies in host memory (offloaded activations, optimizer state), and what fetching it costs a step."""
+    if not simulation.host_bytes:
+        return []
+    link, seconds = cluster.offload_link(), simulation.host_transfer_s / steps
+    message = (
+        f"{format_bytes(compiled.host_peak_bytes)} per GPU lie in host memory; "
+        f"{format_bytes(simulation.host_bytes / steps)} a step cross {link.fabric}, "
+        f"{format_seconds(seconds)} at {format_rate(link.bytes_per_s * link.achieved)}, one direction after the other"
+    )
+    return [Warning_(code="host_memory", message=message, seconds=seconds)]
 
 
 def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart) -> list[Warning_]:

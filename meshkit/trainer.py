@@ -143,7 +143,7 @@ class _Run:
             state = saved if saved is not None else first_state(self.experiment, self.program)
             write_experiment_file(self.experiment, self.folder)
             self._greet(saved)
-            log = MetricsLog(self.folder / "metrics.jsonl", self.resumed_step)
+            log = MetricsLog(self.folder / "metrics.jsonl" if jax.process_index() == 0 else None, self.resumed_step)
             try:
                 self._loop(state, store, log)
             finally:

@@ -114,7 +114,8 @@ class Projection(nnx.Module):
             if self.matmuls.fp8:
                 layouts = eight_bit.Layouts(outputs=_pinned(RESIDUAL_AXES)) if self.columns[0] == "embed" else None
                 return self.mark(eight_bit.project(x, kernel, self.contracted, out_dtype or x.dtype, layouts))
-            return self.mark(project(x, kernel, self.contracted, out_dtype or x.dtype))
+            y = project(x, kernel, self.contracted, out_dtype or x.dtype)
+            return self.mark(_scattered(y) if self.columns[0] == "embed" else y)
 
     def mark(self, y: jax.Array) -> jax.Array:
         """Its output under the two names that recomputation policies know it by."""
@@ -137,9 +138,23 @@ def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...
             layouts = eight_bit.Layouts(inputs=_pinned(RESIDUAL_AXES), multiplied=_pinned(WHOLE_AXES))
             outputs = eight_bit.project_each(x, kernels, 1, x.dtype, layouts)
         else:
-            x = constrain(x, *WHOLE_AXES)
+            # Pinned in pieces first: else the gather moves in front of the cast that ends a norm, and moves fp32.
+            x = constrain(constrain(x, *RESIDUAL_AXES), *WHOLE_AXES)
             outputs = [project(x, kernel, 1, x.dtype) for kernel in kernels]
     return tuple(p.mark(y) for p, y in zip(projections, outputs))
+
+
+def _scattered(y: jax.Array) -> jax.Array:
+    """The output of a row-parallel projection, laid out as the residual stream where context and tensor axes cut it.
+
+    Whole over the tensor axis first, which gives one reduce-scatter over it. Asked for both cuts at once, the
+    partitioner gathers the kernel over the tensor axis and the activations over the context.
+    """
+    scope = current_scope()
+    if scope is None or y.ndim != len(RESIDUAL_AXES):
+        return y
+    length, residual = (scope.shard_count(name) for name in ("act_length", "act_residual_length"))
+    return constrain(constrain(y, *WHOLE_AXES), *RESIDUAL_AXES) if 1 < length < residual else y
 
 
 def _pinned(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:

@@ -151,7 +151,7 @@ class Llama(nnx.Module):
         **overrides,
     ):
         self.config = c = make_config(preset, **overrides)
-        self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat), check_context(context)
+        self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat, context), check_context(context)
         matmuls = Matmuls(fp8, collective_matmul)
         table = jax.nn.initializers.normal(1.0 if not c.tied else 1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshkit.parallel.expert import GATHERED, expert_layer
-from meshkit.sharding import constrain
+from meshkit.sharding import constrain, current_scope, shard_over
 from models.attention import check_context, token_order
 from models.embedding import lookup
 from models.hf import Layout, moe_layout
@@ -107,7 +107,7 @@ class MoeMlp(nnx.Module):
         c = self.config
         with jax.named_scope("router"):
             scores = self.router(x)
-            _, choices = jax.lax.top_k(jax.lax.stop_gradient(scores), c.experts_per_token)
+            choices = choose(scores, c.experts_per_token)
             chosen = jax.nn.one_hot(choices, c.experts, dtype=jnp.float32)
             weights = jax.nn.softmax(jnp.sum(scores[..., None, :] * chosen, axis=-1), axis=-1)
         kernels = tuple(k.get_value() for k in (self.experts.gate, self.experts.up, self.experts.down))
@@ -123,6 +123,21 @@ class MoeMlp(nnx.Module):
         if c.shared_experts:
             y = y + self.shared(x)
         return y, routing_values(scores, chosen, kept)
+
+
+def choose(scores: jax.Array, k: int) -> jax.Array:
+    """The k experts with the highest scores of each token, int32 [batch, length, k]; equal ones in order.
+
+    Each GPU sorts its own tokens: the partitioner flattens batch and length for a sort, and gathers both to do so.
+    """
+    axes, scope = ("act_batch", "act_length", None), current_scope()
+
+    def largest(scores: jax.Array) -> jax.Array:
+        return jax.lax.top_k(scores, k)[1]
+
+    if scope is not None and all(n % scope.shard_count(name) == 0 for n, name in zip(scores.shape, axes)):
+        largest = shard_over(largest, [axes], axes)
+    return largest(jax.lax.stop_gradient(scores))
 
 
 def routing_values(scores: jax.Array, chosen: jax.Array, kept: jax.Array) -> dict[str, jax.Array]:
@@ -190,7 +205,7 @@ class Moe(nnx.Module):
         **overrides,
     ):
         self.config = c = make_config(preset, **overrides)
-        self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat), check_context(context)
+        self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat, context), check_context(context)
         self.deterministic = False  # True after `eval()`, by which nnx means: not training
         self.embedding = parameter(
             rngs, jax.nn.initializers.normal(1.0), (c.vocab, c.embed), ("vocab", "embed"), stack=None

@@ -7,6 +7,7 @@ A model marks values by `checkpoint_name`; here the names become policies of `ja
 | `"none"`                | all                             |                     |                             |
 | `"dots"`                | the outputs of all projections  |                     | norms, attention, gates     |
 | `["gate", "up"]`        | the outputs of these            |                     | all else                    |
+| `["attention"]`         | of ring or Ulysses attention    |                     | all else                    |
 | `"full"`                | the input of the layer          |                     | the layer                   |
 | `"offload_dots"`        |                                 | what `dots` keeps   | norms, attention, gates     |
 | `"offload"`             |                                 | the layer's input   | the layer                   |
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from meshkit.parallel.ring import ATTENTION
 from models.layers import PROJECTION
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")  # of a transformer layer, each by its own name
@@ -32,22 +34,26 @@ _POLICIES = ("none", "full", "dots", *_OFFLOADED, *_KEEPS_PROJECTIONS, "everythi
 Policy = str | tuple[str, ...]
 
 
-def check_remat(policy: str | Sequence[str]) -> Policy:
+def check_remat(policy: str | Sequence[str], context: str = "") -> Policy:
     """The policy itself; a list of names as a tuple.
 
+    Args:
+        policy: as the user gave it.
+        context: the model's context parallelism; `attention` is a name in that of `ring` and `ulysses`.
+
     Raises:
-        ValueError: `recompute` does not know it, or it names no projection, an unknown one, or one twice.
+        ValueError: `recompute` does not know it, or it is a list that is empty, or holds an unknown name or one twice.
     """
+    known = (*PROJECTIONS, ATTENTION) if context in ("ring", "ulysses") else PROJECTIONS
     if isinstance(policy, str):
-        if policy in PROJECTIONS:
-            raise ValueError(f"remat = '{policy}' is a projection, not a policy; to keep its output: ['{policy}'].")
+        if policy in known:
+            raise ValueError(f"remat = '{policy}' is what a list may name, not a policy: to keep it, ['{policy}'].")
         if policy not in _POLICIES:
-            raise ValueError(f"remat policy '{policy}' is not one of {', '.join(_POLICIES)}, or a list of projections.")
+            raise ValueError(f"remat policy '{policy}' is not one of {', '.join(_POLICIES)}, or a list of names.")
         return policy
     names = tuple(policy)
-    unknown = [name for name in names if name not in PROJECTIONS]
-    if unknown or not names or len(set(names)) < len(names):
-        raise ValueError(f"remat = {list(names)} must name projections, each once: of {', '.join(PROJECTIONS)}.")
+    if not names or len(set(names)) < len(names) or not set(names) <= set(known):
+        raise ValueError(f"remat = {list(names)} must name what to keep, each once: of {', '.join(known)}.")
     return names
 
 

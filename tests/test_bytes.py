@@ -80,6 +80,7 @@ def test_zero1():
     }
 
 
+@pytest.mark.slow
 def test_zero1_and_zero2_are_one_program_without_accumulation():
     overrides = [f"mesh.data={BOTH}", "model.layers=1"]
     one, two = (
@@ -128,6 +129,7 @@ def test_fsdp_accumulated_gathers_once_and_scatters_once():
     }
 
 
+@pytest.mark.slow
 def test_fsdp_accumulated_in_pieces_pays_for_every_micro_batch():
     got = moved(f"mesh.fsdp={BOTH}", 'rules.preset="fsdp"', "train.accumulate=4", 'rules.gradients.embed="fsdp"')
     assert got["reduce-scatter", "fsdp"] == (4 * FP32 * (PARAMETERS - TABLE), 4 * (LAYERS + 1))
@@ -178,6 +180,7 @@ def test_tensor_with_sequence_parallelism():
     }
 
 
+@pytest.mark.slow
 def test_fsdp_with_tensor():
     got = moved("mesh.fsdp={infiniband=2,nvlink=2}", "mesh.tensor=4", 'rules.preset="fsdp_tensor"')
     norms = FP32 * ((NORMS - EMBED) * 3 + EMBED)
@@ -189,6 +192,7 @@ def test_fsdp_with_tensor():
     }
 
 
+@pytest.mark.slow
 def test_reduce_precision_halves_the_gradients():
     got = moved(f"mesh.fsdp={BOTH}", 'rules.preset="fsdp"', "train.accumulate=2", 'train.reduce_precision="bf16"')
     assert got["reduce-scatter", "fsdp"] == (BF16 * PARAMETERS, 1)

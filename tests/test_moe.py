@@ -12,11 +12,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from meshkit.sharding import build_mesh
+from meshkit.sharding import build_mesh, constrain, sharding_scope
 from meshkit.spec.experiment import load
+from meshkit.spec.rules import ShardingRules
 from meshkit.training.loss import next_token
 from meshkit.training.step import make_train_step
-from models.moe import Moe, MoeMlp, make_config, next_token_loss, routing_values
+from models.moe import Moe, MoeMlp, choose, make_config, next_token_loss, routing_values
 
 DEBUG = Path(__file__).parent.parent / "configs/experiments/moe_debug_cpu.toml"
 VALUES = {"load_balance_loss", "router_z_loss", "dropped_fraction", "largest_expert_share"}
@@ -95,6 +96,22 @@ def test_a_layer_is_a_weighted_sum_of_its_experts():
     np.testing.assert_allclose(y, wanted, atol=1e-5)
     assert set(values) == VALUES
     assert values["dropped_fraction"] == 0
+
+
+@pytest.mark.parametrize("batch", [8, 3])  # 3 sequences over 4 GPUs: not by shards
+def test_experts_are_chosen_as_on_one_device_without_gathering_scores(batch):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
+    rules = ShardingRules({"act_batch": "data", "act_length": "context"})
+    scores = jax.random.randint(jax.random.key(0), (batch, 16, 8), 0, 4).astype(jnp.float32)  # with ties
+
+    def choices(scores):
+        with sharding_scope(mesh, rules):
+            return choose(constrain(scores, "act_batch", "act_length", None), 2)
+
+    compiled = jax.jit(choices).lower(scores).compile()
+    assert np.array_equal(compiled(scores), jax.lax.top_k(scores, 2)[1])
+    if batch % 4 == 0:
+        assert "all-gather" not in compiled.as_text()
 
 
 def test_routing_values_of_an_even_and_of_a_collapsed_router():

@@ -122,12 +122,18 @@ def losses_of(precision: str) -> list[float]:
     return losses
 
 
+LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB, BATCH, LENGTH, FSDP, TENSOR = 2, 512, 8, 64, 1024, 256, 16, 512, 2, 8
+
+
 @cache
 def planned(precision: str) -> Plan:
-    cluster = ["cluster={name='dgx_h100',hosts=2}", "mesh.data={infiniband=2}", "mesh.fsdp=4", "mesh.tensor=2"]
+    """2 x 8 H100: tensor and sequence parallelism inside of a host, FSDP across them, full recomputation."""
+    cluster = ["cluster={name='dgx_h100',hosts=2}", "mesh.data=", "mesh.fsdp={infiniband=2}", f"mesh.tensor={TENSOR}"]
     # Large enough that XLA makes real matmul kernels of all of them.
-    sizes = ["model.embed=512", "model.mlp=1024", "model.head_dim=64", "train.sequence_length=512"]
-    return plan_experiment(load(DEBUG, [*cluster, *sizes, f'train.precision="{precision}"']))
+    sizes = [f"model.embed={EMBED}", f"model.mlp={MLP}", f"model.head_dim={HEAD_DIM}", f"model.kv_heads={HEADS}"]
+    train = [f"train.sequence_length={LENGTH}", f"train.global_batch={BATCH}", 'train.remat="full"']
+    rules = ['rules.preset="fsdp_tensor_sequence"', f'train.precision="{precision}"']
+    return plan_experiment(load(DEBUG, [*cluster, *sizes, *train, *rules]))
 
 
 def executed(plan: Plan):
@@ -151,26 +157,48 @@ def matmul_flops(plan: Plan) -> dict[str, float]:
 
 @pytest.mark.deviceless
 def test_the_program_for_absent_gpus_multiplies_in_fp8():
-    """All of the layers' projections, forward and backward; the head and nothing else stays in bf16 (or fp32)."""
-    layer = 512 * 64 * (2 * 8 + 2 * 4) + 3 * 512 * 1024
-    tokens = 16 * 512
+    """All of the layers' projections: forward, backward twice that, and forward again but for the last projection of a
+    layer, whose output no gradient needs. The head and nothing else stays in bf16 (or fp32)."""
+    down = EMBED * MLP
+    layer = 4 * EMBED * HEADS * HEAD_DIM + 3 * down
+    tokens, gpus = BATCH * LENGTH, FSDP * TENSOR
     flops = matmul_flops(planned("fp8"))
-    assert flops["fp8"] == 6 * 2 * layer * tokens / 16
-    assert sum(flops.values()) - flops["fp8"] == 6 * 512 * 256 * tokens / 16
+    assert flops["fp8"] == 2 * LAYERS * (4 * layer - down) * tokens / gpus
+    assert sum(flops.values()) - flops["fp8"] == 6 * EMBED * VOCAB * tokens / gpus
+    assert sum(flops.values()) == sum(matmul_flops(planned("bf16")).values())
+
+
+def large(precision: str) -> dict[tuple, int]:
+    """Bytes over 4 KiB an instance by collective and axes."""
+    moved: dict[tuple, int] = {}
+    for row in planned(precision).report.communication:
+        for op in row.ops:
+            if op.payload_bytes > 4096 * op.count:
+                key = (row.collective, tuple(row.axes))
+                moved[key] = moved.get(key, 0) + op.payload_bytes
+    return moved
 
 
 @pytest.mark.deviceless
 def test_scales_cost_the_mesh_scalars_only():
-    """What fp8 adds to bf16's collectives are all-reduces of one number, nothing over 4 KiB of a new kind."""
+    """What fp8 adds to bf16's collectives are all-reduces of one number (of several numbers where XLA combines them):
+    nothing over 4 KiB of a new kind, and of no kind more bytes."""
     rows = {p: planned(p).report.communication for p in ("bf16", "fp8")}
+    assert set(large("fp8")) == set(large("bf16"))
+    assert all(large("fp8")[key] <= size for key, size in large("bf16").items())
+    small = {
+        p: sum(op.payload_bytes for r in found for op in r.ops if op.payload_bytes <= 4096 * op.count)
+        for p, found in rows.items()
+    }
+    # Per layer: an amax for each input and gradient of the four calls of projections (one of them recomputed), and one
+    # for the kernels of each call, 4 bytes each over either axis at most.
+    assert small["fp8"] - small["bf16"] <= LAYERS * 4 * 4 * 4 * 2
 
-    def large(precision):
-        moved: dict[tuple, int] = {}
-        for row in rows[precision]:
-            for op in row.ops:
-                if op.payload_bytes > 4096 * op.count:
-                    key = (row.collective, row.axes)
-                    moved[key] = moved.get(key, 0) + op.payload_bytes
-        return moved
 
-    assert set(large("fp8")) <= set(large("bf16"))
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("precision", "bytes_each"), [("bf16", 2), ("fp8", 1)])
+def test_activations_are_gathered_in_the_precision_they_are_multiplied_in(precision, bytes_each):
+    """Per layer the inputs of attention and of the feed-forward: forward, recomputed, and their outputs' gradients. In
+    bf16 in either: the input of the head, and the gradient of the look-up. Nothing in fp32."""
+    activation = BATCH * LENGTH * EMBED // FSDP
+    assert large(precision)["all-gather", ("tensor",)] == (6 * LAYERS * bytes_each + 2 * 2) * activation

@@ -1,81 +1,26 @@
-"""The gang of processes that runs one job: what its environment says, and how a process joins it. Layer 2.
+"""How a process joins the gang that runs its job. Layer 2.
 
-    MESHKIT_* variables -> Gang -> jax.distributed.initialize, before jax starts -> devices of all processes
-
-Every launcher sets the same variables, and this is the one place that reads them.
+spec.environment: MESHKIT_* variables -> Gang -> jax.distributed.initialize, before jax starts -> all devices
 """
 
 from __future__ import annotations
 
 import os
-import re
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from meshkit.errors import ConfigError, RunError
-
-COORDINATOR, NUM_PROCESSES, PROCESS_ID = "MESHKIT_COORDINATOR", "MESHKIT_NUM_PROCESSES", "MESHKIT_PROCESS_ID"
-LOCAL_DEVICE_IDS, ATTEMPT = "MESHKIT_LOCAL_DEVICE_IDS", "MESHKIT_ATTEMPT"
-_REQUIRED = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
-_ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})", re.ASCII)
-_NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
+from meshkit.spec.environment import Gang, read_gang
+from meshkit.spec.launchers import NUM_PROCESSES, PROCESS_ID
 
 # Machines of a large job start minutes apart. A process that is gone is noticed after the heartbeat; the end is a
 # barrier, which must not keep the others waiting for long once one has failed.
 _JOIN_S, _HEARTBEAT_S, _SHUTDOWN_S = 300, 100, 120
-
-
-@dataclass(frozen=True)
-class Gang:
-    """What the environment says of the job.
-
-    Attributes:
-        coordinator: host:port on which process 0 listens.
-        num_processes: of the job.
-        process_id: of this process, from 0.
-        local_device_ids: the GPUs of its machine that it drives; None for all.
-        attempt: restarts so far.
-    """
-
-    coordinator: str
-    num_processes: int
-    process_id: int
-    local_device_ids: tuple[int, ...] | None = None
-    attempt: int = 0
-
-
-def read_gang(environment: Mapping[str, str] | None = None) -> Gang | None:
-    """The job that the environment describes; None where it describes none, and this process is alone.
-
-    Raises:
-        ConfigError: a variable is missing, malformed, or contradicts another.
-    """
-    env = os.environ if environment is None else environment
-    given = {name: env[name].strip() for name in (*_REQUIRED, LOCAL_DEVICE_IDS, ATTEMPT) if env.get(name, "").strip()}
-    if not any(name in given for name in _REQUIRED):
-        return None
-    for name in _REQUIRED:
-        if name not in given:
-            present = next(other for other in _REQUIRED if other in given)
-            raise ConfigError(
-                f"{present} is set, but {name} is not: a job of several processes needs both.",
-                at="environment",
-                hint=f"{name}={_EXAMPLES[name]}, or none of {', '.join(_REQUIRED)} for one process",
-            )
-    _check_address(given[COORDINATOR])
-    number, process = _whole(given, NUM_PROCESSES), _whole(given, PROCESS_ID)
-    if number < 1:
-        raise _bad(given, NUM_PROCESSES, "is no number of processes", "1 or more")
-    if process >= number:
-        problem = f"is none of the {number} processes of {NUM_PROCESSES}, which count from 0"
-        raise _bad(given, PROCESS_ID, problem, f"0 to {number - 1}")
-    attempt = _whole(given, ATTEMPT) if ATTEMPT in given else 0
-    return Gang(given[COORDINATOR], number, process, _devices(given), attempt)
 
 
 def join_gang(environment: Mapping[str, str] | None = None) -> tuple[int, int]:
@@ -108,6 +53,7 @@ def join_gang(environment: Mapping[str, str] | None = None) -> tuple[int, int]:
         with _without_proxies(gang.coordinator):
             jax.distributed.initialize(
                 coordinator_address=gang.coordinator,
+                coordinator_bind_address=bind_address(gang.coordinator) if gang.process_id == 0 else None,
                 num_processes=gang.num_processes,
                 process_id=gang.process_id,
                 local_device_ids=gang.local_device_ids,
@@ -144,39 +90,24 @@ def keep_stdout() -> None:
     sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
-_EXAMPLES = {COORDINATOR: "10.0.0.1:12345", NUM_PROCESSES: "2", PROCESS_ID: "0"}
+def bind_address(coordinator: str) -> str | None:
+    """Where process 0 listens: on the one interface that has the coordinator's address, not on all of them.
 
-
-def _check_address(text: str) -> None:
-    match = _ADDRESS.fullmatch(text)
-    if match is None or not 0 < int(match["port"]) < 65536:
-        raise ConfigError(
-            f"{COORDINATOR} is '{text[:80]}', not host:port.",
-            at="environment",
-            hint="10.0.0.1:12345, host0:12345 or [::1]:12345",
-        )
-
-
-def _whole(given: Mapping[str, str], name: str) -> int:
-    if not _NUMBER.fullmatch(given[name]):
-        raise _bad(given, name, "is no whole number", _EXAMPLES.get(name, "0"))
-    return int(given[name])
-
-
-def _devices(given: Mapping[str, str]) -> tuple[int, ...] | None:
-    if LOCAL_DEVICE_IDS not in given:
+    None, which leaves it to jax (all interfaces), where the name's address is not of this machine (a proxy is in
+    between), or is a loopback one that the other machines do not mean by it.
+    """
+    host, port = coordinator.rsplit(":", 1)
+    host = host.strip("[]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0))
+    except OSError:
         return None
-    parts = [part.strip() for part in given[LOCAL_DEVICE_IDS].split(",")]
-    if not all(_NUMBER.fullmatch(part) for part in parts):
-        raise _bad(given, LOCAL_DEVICE_IDS, "is no list of numbers", "0,1,2,3")
-    ids = tuple(map(int, parts))
-    if len(set(ids)) < len(ids):
-        raise _bad(given, LOCAL_DEVICE_IDS, "names a device twice", ",".join(map(str, dict.fromkeys(ids))))
-    return ids
-
-
-def _bad(given: Mapping[str, str], name: str, problem: str, hint: str) -> ConfigError:
-    return ConfigError(f"{name}={given[name][:80]} {problem}.", at="environment", hint=f"{name}={hint}")
+    ip = str(address[0])
+    if ip != host and host != "localhost" and (ip.startswith("127.") or ip == "::1"):
+        return None
+    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
 
 
 def _check_not_started(gang: Gang) -> None:

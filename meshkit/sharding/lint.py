@@ -39,6 +39,8 @@ class Subject:
         rules, spec: of the experiment; the mesh resolved on its cluster.
         others: the model's other arrays (batch statistics and the like): overrides may be about them.
         deferred: axes of the batch that the step cuts itself, outside of the model.
+        state_bytes: of parameters, optimizer state and whatever else a step carries, on one GPU.
+        pool_bytes: what a program may take of a GPU's memory; None where there are no GPUs.
         written: the `[rules]` table of the file, which says what of `rules` a preset gave; None if nothing.
     """
 
@@ -48,6 +50,8 @@ class Subject:
     spec: MeshSpec
     others: Sequence[Placed] = ()
     deferred: frozenset[str] = frozenset()
+    state_bytes: int = 0
+    pool_bytes: int | None = None
     written: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @cached_property
@@ -77,7 +81,7 @@ class Subject:
 def lint(subject: Subject) -> list[Finding]:
     """Every finding about rules, parameters and activations, errors first."""
     checks = (
-        _unmatched, _replicated, _uneven, _never_used, _duplicates, _crossing, _idle, _unconstrained
+        _too_large, _unmatched, _replicated, _uneven, _never_used, _duplicates, _crossing, _idle, _unconstrained
     )  # fmt: skip
     return sort_findings(f for check in checks for f in check(subject))
 
@@ -85,6 +89,22 @@ def lint(subject: Subject) -> list[Finding]:
 def placed_bytes(p: Placed) -> int:
     """Bytes of the whole array."""
     return math.prod(p.shape) * jnp.dtype(p.dtype).itemsize
+
+
+def _too_large(s: Subject) -> Iterator[Finding]:
+    """A state that no step can run with, before anything is compiled."""
+    if s.pool_bytes is None or s.state_bytes <= s.pool_bytes:
+        return
+    free = [a for a, size in s.sizes.items() if size > 1 and a not in s.cut_by]
+    more = f"rules that cut the parameters over {_names(free)} too" if free else "more GPUs"
+    yield Finding(
+        "state_too_large",
+        "error",
+        "state",
+        f"parameters, optimizer state and the like take {format_bytes(s.state_bytes)} on each GPU, more than the "
+        f"{format_bytes(s.pool_bytes)} that the step may have",
+        f'{more}, or [optimizer] memory = "host"',
+    )
 
 
 def _unmatched(s: Subject) -> Iterator[Finding]:
@@ -260,14 +280,14 @@ def _idle(s: Subject) -> Iterator[Finding]:
     cut = cut | s.deferred
     if not s.activations:  # the step cuts the batch without being asked
         cut = cut | s.roles.batch
-    batch = [a for a in s.spec.axis_names if a in s.roles.batch]
-    for axis, size in s.sizes.items():
-        if size > 1 and axis not in cut:
-            mend = "constrain an activation over act_batch" if axis in batch else (
-                f"[rules.logical] act_batch = {_plain((*batch, axis))}, or another preset"
-            )  # fmt: skip
-            message = f"mesh axis '{axis}' of size {size} shards nothing: its GPUs repeat work"
-            yield Finding("idle_axis", "warning", axis, message, mend)
+    idle = [axis for axis, size in s.sizes.items() if size > 1 and axis not in cut]
+    batch = [a for a in s.spec.axis_names if a in s.roles.batch or a in idle]
+    for axis in idle:
+        message = f"mesh axis '{axis}' of size {s.sizes[axis]} shards nothing: its GPUs repeat work"
+        hint = f"[rules.logical] act_batch = {_plain(batch)}, or another preset"
+        if axis in s.roles.batch:
+            hint = 'meshkit.constrain(x, "act_batch", ...) in the model, and a batch that the axis divides'
+        yield Finding("idle_axis", "warning", axis, message, hint)
 
 
 def _unconstrained(s: Subject) -> Iterator[Finding]:

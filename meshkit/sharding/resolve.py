@@ -21,6 +21,7 @@ from meshkit.errors import ConfigError
 from meshkit.sharding.constrain import partition_spec, sharding_scope
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.rules import AutoRule, ShardingRules
+from meshkit.units import format_bytes
 
 Names = tuple[str | None, ...] | None
 
@@ -139,16 +140,27 @@ def _place(path: str, leaf: Any, mesh: AnyMesh, rules: ShardingRules, kind: str)
         return None
     names, shape = _names_of(leaf), tuple(array.shape)
     spec, rule = _spec_of(path, names, array, mesh, rules, kind)
+    placed = Placed(path, shape, str(array.dtype), names, spec, rule)
     for dim, (axes, size) in enumerate(zip(spec, shape)):
         pieces = math.prod(mesh.shape[a] for a in axes)
         if size % pieces:
             name = f" ('{names[dim]}')" if names and names[dim] else ""
             raise ConfigError(
                 f"dim {dim}{name} of {path} has size {size}, which the {pieces} GPUs of mesh axis "
-                f"{' x '.join(repr(a) for a in axes)} do not divide.",
-                hint=f'[[rules.override]] path = "{path}" with this dim replicated, or a smaller axis',
+                f"{' x '.join(repr(a) for a in axes)} do not divide; {_padding(placed, dim, pieces, mesh)}.",
+                hint=f'a size that {pieces} divides, [[rules.override]] path = "{path}" with this dim replicated, '
+                "or a smaller axis",
             )
-    return Placed(path, shape, str(array.dtype), names, spec, rule)
+    return placed
+
+
+def _padding(placed: Placed, dim: int, pieces: int, mesh: AnyMesh) -> str:
+    """What it would cost to pad a dim until that many pieces divide it."""
+    size = placed.shape[dim]
+    padded = -(-size // pieces) * pieces
+    whole = math.prod(placed.shape) * jnp.dtype(placed.dtype).itemsize
+    more = whole / placed.shards(mesh) * (padded - size) / size
+    return f"padded to {padded} it would cost {format_bytes(math.ceil(more))} more a GPU"
 
 
 def _spec_of(

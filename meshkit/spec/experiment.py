@@ -226,6 +226,9 @@ def _check_rounds(experiment: Experiment) -> None:
     if experiment.compression.axis is not None:
         message = "local_sgd exchanges parameters once a round, and no gradients that compression could compress."
         raise SpecError(message, key=("compression", "axis"), hint="one of the two sections")
+    if experiment.optimizer.memory == "host":
+        message = "local_sgd needs the optimizer's state on the GPU all through a round."
+        raise SpecError(message, key=("optimizer", "memory"), value="host", hint='memory = "device"')
     train, checkpoint, profile = experiment.train, experiment.checkpoint, experiment.profile.steps
     counts = {
         ("train", "steps"): train.steps,

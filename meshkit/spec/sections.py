@@ -30,7 +30,7 @@ class TrainSpec:
     accumulate: int = 1
     precision: str = "bf16"
     reduce_precision: str = "fp32"
-    remat: str = "none"
+    remat: str | tuple[str, ...] = "none"
     memory_fraction: float = 0.92
     loss: str | None = None
     evaluate_every: int = 0

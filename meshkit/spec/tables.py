@@ -6,10 +6,12 @@ keys exist and what types they have, and are what `meshkit schema experiment` pr
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 
+from meshkit.spec.problems import kind, show
 from meshkit.spec.validate import FUNCTION_PATTERN, NAME_PATTERN, Table
 
 Count = Annotated[int, Field(gt=0, le=2**31)]
@@ -33,6 +35,8 @@ _AXIS_SCHEMA = {
     ]
 }
 _RULE_SCHEMA = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_NAME_SCHEMA = {"type": "string", "pattern": NAME_PATTERN}
+_REMAT_SCHEMA = {"anyOf": [_NAME_SCHEMA, {"type": "array", "items": _NAME_SCHEMA, "minItems": 1, "uniqueItems": True}]}
 _OPTION_SCHEMA = {"type": ["string", "integer", "number", "boolean"]}
 
 # Values with several forms are checked by the parsers that know them (MeshSpec.parse, ShardingRules); pydantic's
@@ -40,6 +44,23 @@ _OPTION_SCHEMA = {"type": ["string", "integer", "number", "boolean"]}
 MeshAxisValue = Annotated[Any, WithJsonSchema(_AXIS_SCHEMA)]
 RuleValue = Annotated[Any, WithJsonSchema(_RULE_SCHEMA)]
 Option = Annotated[Any, WithJsonSchema(_OPTION_SCHEMA)]
+
+
+def _policy_or_names(value: Any) -> str | tuple[str, ...]:
+    """The name of a policy, or a list of the names of what it keeps as a tuple; which there are, the model knows."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not names:
+        given = "an empty list" if names == [] else kind(value)
+        raise ValueError(f"must be the name of a policy, or a list of names to keep, not {given}")
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
+            raise ValueError(f"holds {show(name)}, which is no name")
+    if len(set(names)) < len(names):
+        raise ValueError(f"= {show(value)} has a name twice")
+    return value if isinstance(value, str) else tuple(names)
+
+
+Remat = Annotated[Any, AfterValidator(_policy_or_names), WithJsonSchema(_REMAT_SCHEMA)]
 
 
 class ClusterTable(Table):
@@ -140,7 +161,10 @@ class TrainTable(Table):
         "unless [optimizer] says otherwise",
     )
     reduce_precision: Literal["fp32", "bf16"] = Field(default="fp32", description="of gradient reductions")
-    remat: Name = Field(default="none", description="none, full, or a policy: what the backward pass recomputes")
+    remat: Remat = Field(
+        default="none",
+        description="what the backward pass recomputes: none, full, a policy, or all but what a list of names keeps",
+    )
     memory_fraction: Fraction = Field(default=0.92, description="of GPU memory that the client may take")
     loss: Function | None = Field(
         default=None, description="pkg.mod:fn, (model, batch, rng) -> (loss_sum, weight, metrics); default next token"

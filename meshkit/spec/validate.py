@@ -12,6 +12,7 @@ from meshkit.spec.problems import Key, SpecError, did_you_mean, dotted, kind, sh
 
 _LARGEST_INTEGER = 2**63  # TOML promises 64-bit integers; tomllib reads any
 _DEEPEST_TABLE = 16
+_EXAMPLES = {"train.remat": 'remat = "full", or remat = ["gate", "up"]'}  # of values that a validator of ours refuses
 _WANTED = {
     "int": "an integer",
     "float": "a number",
@@ -113,7 +114,7 @@ def _wrong_value(key: Key, problem: Any) -> tuple[str, str]:
     if code in ("too_short", "too_long"):
         return f"{name} must have {_length(context)} entries, not {len(given)}.", f"{_length(context)} entries"
     if code == "value_error":
-        return f"{name} {context['error']}.", "the form that the message describes"
+        return f"{name} {context['error']}.", _EXAMPLES.get(name, "the form that the message describes")
     if code == "string_pattern_mismatch":
         return f"{name} is {show(given)}, which has not the form it needs.", f"text like {_pattern(context)}"
     return f"{name}: {problem['msg']}.", "a value of the right form"

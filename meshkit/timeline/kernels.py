@@ -42,18 +42,21 @@ def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
     return peak_flops(gpu, _COMPUTE_DTYPE[precision]) if gpu.peak_flops else None
 
 
-def kernel_time_s(cost: Cost, gpu: Gpu, rates: Rates = _NOT_MEASURED) -> float:
+def kernel_time_s(
+    cost: Cost, gpu: Gpu, rates: Rates = _NOT_MEASURED, *, host_bytes_per_s: float | None = None
+) -> float:
     """Seconds of a kernel that does this work, without its launch.
 
     Args:
         cost: the work.
         gpu: its peaks, and the sustained shares of them for whatever was not measured.
         rates: measured ones, see `measured_rates`.
+        host_bytes_per_s: sustained, between the GPU and its host's memory; default the peak of its slot.
     """
     matmul = sum(flops / _matmul_flops_per_s(gpu, dtype, rates) for dtype, flops in cost.matmul_flops.items())
     attention = cost.attention_flops / _attention_flops_per_s(cost, gpu, rates)
     memory = cost.bytes_accessed / _memory_bytes_per_s(gpu, rates)
-    host = cost.host_bytes / gpu.pcie_bytes_per_s if cost.host_bytes else 0.0
+    host = cost.host_bytes / (host_bytes_per_s or gpu.pcie_bytes_per_s) if cost.host_bytes else 0.0
     return max(matmul + attention, memory, host)
 
 

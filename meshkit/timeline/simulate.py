@@ -29,6 +29,8 @@ class Simulation:
         all_overlapped_s: the step if every collective hid under compute.
         all_exposed_s: the step if none did.
         flops: dtype of the operands -> matmul and attention FLOP that one GPU executes.
+        host_bytes: what crosses the link between one GPU and its host's memory.
+        host_transfer_s: seconds that this takes, both ways one after the other.
         notes: assumptions made about single instructions, by kind.
     """
 
@@ -37,6 +39,8 @@ class Simulation:
     all_exposed_s: float
     flops: dict[str, float]
     notes: dict[str, list[str]]
+    host_bytes: float = 0.0
+    host_transfer_s: float = 0.0
 
 
 def simulate(
@@ -66,7 +70,20 @@ def simulate(
     )
     timeline = Timeline((step,), tuple(run.collectives), tuple(run.op_names))
     notes = {**schedule.notes, **run.notes}
-    return Simulation(timeline, free.duration_s, blocking.duration_s, dict(segment.flops), notes)
+    return Simulation(
+        timeline,
+        free.duration_s,
+        blocking.duration_s,
+        dict(segment.flops),
+        notes,
+        segment.host_bytes,
+        segment.host_bytes / _host_bytes_per_s(cluster),
+    )
+
+
+def _host_bytes_per_s(cluster: Cluster) -> float:
+    link = cluster.offload_link()
+    return link.bytes_per_s * link.achieved
 
 
 class _Pricer:
@@ -74,12 +91,15 @@ class _Pricer:
 
     def __init__(self, cluster: Cluster):
         self._cluster, self._rates = cluster, measured_rates(cluster)
+        self._host = _host_bytes_per_s(cluster)
         self._known: dict[tuple, float] = {}
 
     def __call__(self, i: Instruction) -> float:
         c = i.collective
         if c is None:
-            return kernel_time_s(i.cost, self._cluster.gpu, self._rates) if i.cost else 0.0
+            if i.cost is None:
+                return 0.0
+            return kernel_time_s(i.cost, self._cluster.gpu, self._rates, host_bytes_per_s=self._host)
         key = (c.collective, c.payload_bytes, c.gpus_per_domain, c.group_size)
         if key not in self._known:
             self._known[key] = collective_time_s(
@@ -97,6 +117,7 @@ class _Segment:
     """The simulated run of one computation, from time 0: rows (start_s, end_s) and a label per row, by lane."""
 
     duration_s: float = 0.0
+    host_bytes: float = 0.0
     flops: Counter = field(default_factory=Counter)
     lanes: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
 
@@ -111,6 +132,7 @@ class _Segment:
             tiled = (spans[None] + offsets[:, None, None]).reshape(-1, 2)
             self.lanes.setdefault(lane, []).append((tiled, np.tile(labels, times)))
         self.flops.update({dtype: flops * times for dtype, flops in inner.flops.items()})
+        self.host_bytes += inner.host_bytes * times
 
     def spans(self, lane: str) -> np.ndarray:
         """[n, 2] spans of a lane."""
@@ -176,6 +198,7 @@ class _Simulator:
         self.op_names.append(i.name)
         out.add("compute", now + self._gap, now + self._gap + duration, len(self.op_names) - 1)
         if i.cost:
+            out.host_bytes += i.cost.host_bytes
             out.flops.update(dict(i.cost.matmul_flops))
             out.flops.update({"bf16": i.cost.attention_flops} if i.cost.attention_flops else {})
         return now + self._gap + duration
@@ -189,5 +212,6 @@ class _Simulator:
 
     def _copy(self, i: Instruction, out: _Segment, start: float) -> float:
         end = start + self._seconds(i)
+        out.host_bytes += i.cost.host_bytes if i.cost else 0.0
         out.add("copy", start, end, 0)
         return end

@@ -17,12 +17,14 @@ class MetricsLog:
     line that a crash cut short. The file is replaced as a whole, so that a crash while opening loses nothing either.
 
     Args:
-        path: the file; made if missing.
+        path: the file; made if missing. None writes nothing: of several processes one keeps the log.
         resumed_step: the last step whose line is kept.
     """
 
-    def __init__(self, path: Path, resumed_step: int):
-        self.path = path
+    def __init__(self, path: Path | None, resumed_step: int):
+        self._file = None
+        if path is None:
+            return
         kept = [r for r in read_metrics(path) if r["step"] <= resumed_step]
         partial = path.with_suffix(".tmp")
         partial.write_text("".join(json.dumps(r) + "\n" for r in kept))
@@ -31,13 +33,15 @@ class MetricsLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Adds one line. JSON has no NaN: a number that is not finite is written as null."""
-        self._file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
+        if self._file:
+            self._file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
 
     def close(self) -> None:
         """Flushes to disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        if self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from meshkit.xla.shapes import dtype_bits
 from meshkit.xla.strategy import SCALAR_BYTES, Axes, Part, Strategy
 
 SCALARS = "scalars and norms, up to 4 KiB each"
+WITHIN = "copied by a GPU to itself: leaves no GPU"
 CODES = ("unexplained_collective", "involuntary_rematerialization")
 # XLA combines small sums with large ones and pads; a twentieth and a mebibyte is less than any array worth a finding.
 _SLACK, _SLACK_BYTES = 1.05, 2**20
@@ -79,7 +80,7 @@ def collective_findings(rows: Sequence[Explained]) -> list[Finding]:
         if row.explanation is not None and not row.exceeds:
             continue
         axes = "+".join(row.axes)
-        moved = f"{_times(row.count)} {row.collective} over {axes or 'no mesh axis'}, {format_bytes(row.payload_bytes)}"
+        moved = f"{_times(row.count)} {row.collective} over {axes}, {format_bytes(row.payload_bytes)}"
         if row.explanation is None:
             message = f"nothing in the strategy explains {moved} a step: {row.cause}; at {_places(row)}"
         else:
@@ -135,12 +136,13 @@ def _parts(c: Collective) -> list[tuple[Part, float]]:
 
 
 def _reason(part: Part, c: Collective, axes: Axes, strategy: Strategy) -> tuple[str | None, float | None, str]:
+    if not axes:  # every group is one GPU
+        return WITHIN, None, ""
     if c.payload_bytes <= SCALAR_BYTES:
         return SCALARS, None, ""
-    if axes:
-        for term in strategy.terms(axes):
-            if part.collective in term.kinds and term.fits(part):
-                return term.words, term.bound_bytes, ""
+    for term in strategy.terms(axes):
+        if part.collective in term.kinds and term.fits(part):
+            return term.words, term.bound_bytes, ""
     if part.bytes <= SCALAR_BYTES:
         return SCALARS, None, ""
     return None, None, _guess(part, c, axes, strategy)
@@ -149,9 +151,7 @@ def _reason(part: Part, c: Collective, axes: Axes, strategy: Strategy) -> tuple[
 def _guess(part: Part, c: Collective, axes: Axes, s: Strategy) -> str:
     """The likely cause of a collective that nothing explains."""
     names = " x ".join(c.axes)
-    weight = s.weight_of(part, axes) if axes else None
-    if not axes:
-        return "its groups follow no mesh axis, so XLA is moving shards between two layouts"
+    weight = s.weight_of(part, axes)
     if c.collective == "all-reduce" and weight and s.gathers_whole(part, axes):
         return f"the gradient of {weight.path} is reduced whole, although {names} keeps it in shards"
     if c.collective == "all-gather" and weight and axes & weight.stays:

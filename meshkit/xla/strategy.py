@@ -24,6 +24,8 @@ SCALAR_BYTES = 4096
 GATHERS_A_STEP = 3
 # Gradients up to this size are all-reduced although they are kept in shards: XLA combines them with other sums.
 _SMALL_BYTES = 2**20
+# What XLA may put into one flat array with the gradients: sums of the loss and of metrics, in elements.
+_SCALARS = SCALAR_BYTES // 4
 _KINDS = ("parameters", "compute", "gradients", "optimizer")
 _LONGEST_TOP_K = 16
 
@@ -184,9 +186,11 @@ class Strategy:
             return
         of = [w for w in (*self.weights, *self.statistics) if over.isdisjoint(w.stays & w.everywhere)]
         uses = 1 if over <= self.deferred else self.accumulate
-        each = [self._elements(w, over, "gradients") for w in of]
+        # Other axes are reduced over before the deferred ones, in accumulators that those do not cut.
+        whole = over if over <= self.deferred else over | self.deferred
+        each = [self._elements(w, whole, "gradients") for w in of]
         item = [max(self.reduce_bytes, 4 if "vocab" in w.names or len(w.shape) <= 2 else 0) for w in of]
-        counts = {n for w in of for n in self._whole(w, over, _KINDS)}
+        counts = {n for w in of for n in (*self._whole(w, over, _KINDS), *self._whole(w, whole, _KINDS))}
         kept = {n for w in of if over & w.cuts["gradients"] for n in self._whole(w, over, _KINDS)}
         total = sum(each)
 
@@ -194,7 +198,7 @@ class Strategy:
             if p.collective == ALL_REDUCE and p.elements in kept and p.bytes > _SMALL_BYTES:
                 return False  # twice the bytes of the reduce-scatter that the strategy declares
             combined = p.rank == 1 and p.collective == ALL_REDUCE  # XLA flattens what it combines
-            return p.is_float and (p.elements in counts or (combined and p.elements <= total))
+            return p.is_float and (p.elements in counts or (combined and p.elements <= total + _SCALARS))
 
         words = f"gradients, reduced over {_names(over)} {'once a step' if uses == 1 else 'with every micro-batch'}"
         bound = uses * sum(n * b for n, b in zip(each, item))
@@ -205,13 +209,14 @@ class Strategy:
         words = f"local SGD: weights averaged over {_names(over)} by the outer step"
         # The fp32 differences, once a round.
         return Term(words, frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER}),
-                    lambda p: p.is_float and p.elements <= total, 4 * total / self.steps_per_call)  # fmt: skip
+                    lambda p: p.is_float and p.elements <= total + _SCALARS,
+                    4 * total / self.steps_per_call)  # fmt: skip
 
     def _compressed(self, over: Axes) -> Term:
         total = sum(self._elements(w, over, "gradients") for w in self.weights)
         words = f"compressed gradients over {_names(over)}: chunks exchanged, their sums gathered"
-        # An all-to-all and an all-gather of each element, and fp32 scales of blocks (at most one for 16 elements).
-        bound = 2 * total * (self.compressed_bytes + 0.25)
+        # Each of the two moves every element once, and fp32 scales of blocks (at most one for 16 elements).
+        bound = total * (self.compressed_bytes + 0.25)
         return Term(words, frozenset({ALL_TO_ALL, ALL_GATHER, ALL_REDUCE}), lambda p: p.elements <= 2 * total, bound)
 
     def _elements(self, w: Weight, over: Axes, kind: str) -> int:

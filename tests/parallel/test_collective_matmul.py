@@ -119,7 +119,7 @@ DEBUG = Path(__file__).parents[2] / "configs/experiments/llama_debug_cpu.toml"
 SEQUENCE_PARALLEL = ["train.sequence_length=32", 'rules.preset="fsdp_tensor_sequence"']
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_a_llama_has_the_same_gradients_with_and_without(remat):
     """Two data, two fsdp and two tensor devices, fp32. As in tests/equivalence: at most 32 sums one after the other,
     the longest over 512 terms, of the largest entry of each leaf."""

@@ -249,7 +249,7 @@ def planned(remat: str, capacity_factor: float | None):
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
     ("remat", "capacity_factor", "exchanges"),
-    [("none", None, 4), ("full", None, 5), ("full", 1.5, 5)],
+    [pytest.param("none", None, 4, marks=pytest.mark.slow), ("full", None, 5), ("full", 1.5, 5)],
     ids=["none", "full", "full, capacity"],
 )
 def test_exchanges_of_the_compiled_step(remat, capacity_factor, exchanges):
@@ -262,7 +262,8 @@ def test_exchanges_of_the_compiled_step(remat, capacity_factor, exchanges):
     slots, kind = tokens * SIZES["k"], "ragged-all-to-all"
     if capacity_factor:
         slots, kind = SIZES["experts"] * math.ceil(capacity_factor * slots / SIZES["experts"]), "all-to-all"
-    found = {r.dtype: r for r in planned(remat, capacity_factor) if r.collective == kind}
+    rows = [r for r in planned(remat, capacity_factor) if r.collective == kind]
+    found = {r.dtype: r for r in rows if r.axes != ("fsdp",)}  # the embedding's gradient has one over fsdp
     assert set(found) == {"bf16", "f32"}
     for dtype, count, row_bytes in (("bf16", exchanges * layers, 2 * SIZES["embed"]), ("f32", layers, 4)):
         row = found[dtype]

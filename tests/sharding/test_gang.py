@@ -11,7 +11,7 @@ import pytest
 
 from meshkit.bench.schema import BenchReport
 from meshkit.errors import ConfigError
-from meshkit.sharding.gang import Gang, is_first_process, join_gang, read_gang
+from meshkit.sharding.gang import Gang, bind_address, is_first_process, join_gang, read_gang
 from meshkit.spec import calibration
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +81,34 @@ def test_jax_that_runs_already_cannot_join():
     jax.devices()
     with pytest.raises(ConfigError, match=r"jax has already started, so process 1 can no longer join the other 1\."):
         join_gang(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "address"),
+    [
+        ("127.0.0.1:4321", "127.0.0.1:4321"),
+        ("localhost:4321", "127.0.0.1:4321"),
+        ("192.0.2.1:4321", None),  # of nobody: a proxy or a NAT in front of this machine
+        ("no-such-host.invalid:4321", None),
+    ],
+)
+def test_the_coordinator_listens_on_one_interface(coordinator, address, monkeypatch):
+    known = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "192.0.2.1": "192.0.2.1"}
+
+    def look_up(host, port, **_):
+        if host not in known:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[host], port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert bind_address(coordinator) == address
+
+
+def test_a_name_that_is_a_loopback_address_here_is_not_what_the_others_mean(monkeypatch):
+    """Debian's /etc/hosts has the machine's own name at 127.0.1.1."""
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 4321))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    assert bind_address("this-machine:4321") is None
 
 
 def start(port, process, *arguments):

@@ -1,6 +1,7 @@
 """Each class of the lint has a test that makes it; what is meant is silent; the allow list says what is meant."""
 
 import tomllib
+from dataclasses import replace
 
 import pytest
 
@@ -187,7 +188,46 @@ def test_an_idle_axis():
     x = activation(spec=(("data",), (), ("tensor",)))
     whole = Subject([kernel(spec=((), ("tensor",)))], [x], mk.ShardingRules(logical), SPEC)
     found = only(lint(whole), "idle_axis")
-    assert (found.path, found.hint.split(",")[0]) == ("fsdp", '[rules.logical] act_batch = ["data"')
+    assert found.path == "fsdp"
+    assert found.hint == '[rules.logical] act_batch = ["data", "fsdp"], or another preset'
+
+
+def test_the_axis_of_local_sgd_is_not_idle():
+    whole = Subject(
+        [kernel(spec=((), ()))],
+        [activation(spec=((), (), ()))],
+        mk.ShardingRules({"act_batch": "data"}),
+        mk.MeshSpec.parse({"data": 8}),
+        deferred=frozenset({"data"}),
+    )
+    assert lint(whole) == []
+
+
+def test_an_axis_of_the_batch_that_cuts_no_activation_is_the_models_to_use():
+    x = activation(spec=(("fsdp",), (), ("tensor",)), shape=(4, 128, 4096))
+    found = [f for f in lint(subject(activations=[x])) if f.code == "idle_axis"]
+    assert [f.path for f in found] == ["data"]
+    assert found[0].hint == 'meshkit.constrain(x, "act_batch", ...) in the model, and a batch that the axis divides'
+
+
+@pytest.mark.parametrize(
+    ("spec", "hint"),
+    [
+        (((), ()), "rules that cut the parameters over 'data' x 'fsdp' x 'tensor' too, or [optimizer] memory"),
+        ((("data", "fsdp"), ("tensor",)), "more GPUs, or [optimizer] memory"),
+    ],
+)
+def test_a_state_larger_than_the_memory_is_an_error(spec, hint):
+    def found(state_bytes):
+        whole = subject(activations=[activation()], state_bytes=state_bytes, pool_bytes=64 * MIB)
+        whole = replace(whole, parameters=(kernel(spec=spec),))
+        return [f for f in lint(whole) if f.severity == "error"]
+
+    assert found(64 * MIB) == []
+    (too_large,) = found(96 * MIB)
+    assert too_large.code == "state_too_large"
+    assert "take 96.0 MiB on each GPU, more than the 64.0 MiB" in too_large.message
+    assert too_large.hint.startswith(hint)
 
 
 def test_the_propagation_trap_is_a_warning_where_the_batchs_axis_also_cuts_parameters():

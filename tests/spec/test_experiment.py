@@ -109,6 +109,8 @@ def test_what_the_shipped_experiments_say():
             lambda e: e.mesh.shape == (36, 2),
         ),
         (["train.precision=fp32"], lambda e: e.train.precision == "fp32"),
+        (["train.remat=dots"], lambda e: e.train.remat == "dots"),
+        (['train.remat=["gate", "up"]'], lambda e: e.train.remat == ("gate", "up")),
         (['train.precision="fp32"'], lambda e: e.train.precision == "fp32"),
         (["optimizer.learning_rate=1e-4"], lambda e: e.optimizer.learning_rate == 1e-4),
         (["optimizer.learning_rate=1"], lambda e: e.optimizer.learning_rate == 1),
@@ -267,6 +269,8 @@ def test_the_json_schema_has_every_key_of_the_file():
     undescribed = [key for table in tables for key, item in table["properties"].items() if "description" not in item]
     assert undescribed == []
     assert schema["$defs"]["TrainTable"]["properties"]["precision"]["enum"] == ["fp32", "bf16", "fp8"]
+    remat = schema["$defs"]["TrainTable"]["properties"]["remat"]
+    assert [form["type"] for form in remat["anyOf"]] == ["string", "array"]
 
 
 def test_the_spec_layer_imports_no_jax():

@@ -44,6 +44,12 @@ def test_the_slower_of_compute_and_memory(cost, seconds):
     assert kernel_time_s(cost, H100) == pytest.approx(seconds)
 
 
+def test_host_memory_is_reached_as_fast_as_the_link_of_all_gpus_at_once_sustains():
+    cluster = mk.Cluster.load("dgx_h100")
+    link = cluster.offload_link()
+    assert seconds_of(Cost(host_bytes=1e9), cluster) == pytest.approx(1e9 / (link.bytes_per_s * link.achieved))
+
+
 def test_half_the_matmul_rate_is_twice_the_time_of_what_is_bound_by_it(tmp_path):
     cluster = calibrated(tmp_path, Rates({"bf16": BF16 / 2}))
     plain = mk.Cluster.load("dgx_h100")

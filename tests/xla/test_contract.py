@@ -1,5 +1,6 @@
 """The communication contract: what a strategy explains, what it does not, and how much is too much."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -12,7 +13,7 @@ from meshkit.sharding.constrain import Activation
 from meshkit.sharding.findings import AxisRoles
 from meshkit.sharding.resolve import Placed
 from meshkit.xla.collective import Collective
-from meshkit.xla.contract import SCALARS, collective_findings, explain_collectives, rematerialization_findings
+from meshkit.xla.contract import SCALARS, WITHIN, collective_findings, explain_collectives, rematerialization_findings
 from meshkit.xla.hlo import Instruction, Schedule
 from meshkit.xla.program import Rematerialization, compile_absent, read_rematerializations
 from meshkit.xla.strategy import Strategy, make_weights
@@ -128,6 +129,13 @@ EXPLAINED = [
         ("all-reduce", ["data"], "f32[16,256]"),
         "gradients, reduced over data with every micro-batch",
     ),
+    (
+        "in accumulators that fsdp does not cut yet",
+        {"act_batch": ["data", "fsdp", "expert"], "experts": "expert", "act_experts": "expert"},
+        {"accumulate": 4, "deferred": frozenset({"data", "fsdp"})},
+        ("all-reduce", ["expert"], "f32[64,256]"),
+        "gradients, reduced over expert with every micro-batch",
+    ),
     ("token ids", {}, {}, ("all-gather", ["fsdp"], "s32[2,960]"), "token ids over fsdp"),
     ("row-parallel sums", TENSOR, {}, ("all-reduce", ["tensor"], f"bf16[2,{LENGTH},{EMBED}]"), "tensor parallelism"),
     ("logsumexp", TENSOR, {}, ("all-reduce", ["tensor"], f"f32[2,{LENGTH}]"), "vocabulary over tensor"),
@@ -184,6 +192,7 @@ EXPLAINED = [
         "compressed gradients over data",
     ),
     ("scalars", {}, {}, ("all-reduce", ["data", "tensor"], "f32[7]"), SCALARS),
+    ("a permute that stays", {}, {}, ("collective-permute", [], "bf16[64,2560]"), WITHIN),  # every pair is (i, i)
 ]
 
 
@@ -242,7 +251,6 @@ UNEXPLAINED = {
         ("collective-permute", ["fsdp", "context"], "bf16[9,1000]"),
         "moves shards between two layouts",
     ),
-    "outside of any axis": ({}, ("all-reduce", [], "f32[64,256]"), "its groups follow no mesh axis"),
 }
 
 
@@ -282,6 +290,21 @@ def test_micro_batches_raise_the_bound_and_deferred_axes_do_not():
     once = bound()
     assert bound(accumulate=4) == 4 * once
     assert bound(accumulate=4, deferred=frozenset({"fsdp"})) == once
+
+
+def test_a_round_of_local_sgd_is_counted_by_the_step():
+    """Four steps and one outer step: of one step a fourth, and of the outer step's 4 P bytes too."""
+    declared = strategy(local_sgd="data", steps_per_call=4)
+    inner, outer = moved("all-gather", ["fsdp"], "bf16[16,256]"), moved("all-reduce", ["data"], "f32[16,256]")
+    body = Instruction("gather", inner.collective, "collective", collective=inner)
+    loop = Instruction("loop", "while", "while", bodies=("body",), trip_count=4)
+    meet = Instruction("meet", outer.collective, "collective", collective=outer)
+    rows = explain_collectives(Schedule("round", {"entry": (loop, meet), "body": (body,)}, "entry", "0"), declared)
+    found = {row.collective: (row.count, row.payload_bytes) for row in rows}
+    assert found == {"all-gather": (1, 64 * 256 * 2), "all-reduce": (0.25, 16 * 256 * 4 / 4)}
+    (bound,) = (row.bound_bytes for row in rows if row.collective == "all-reduce")
+    weights = sum(math.prod(shape) for _, shape in SHAPES.values()) / SIZES["fsdp"]
+    assert bound == 4 * weights / 4
 
 
 def test_a_combined_collective_is_taken_apart():

@@ -1,0 +1,20 @@
+"""Arguments and options that several verbs share. Just below the CLI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ExperimentArg = Annotated[
+    Path, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).", show_default=False)
+]
+RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder with a trace.", show_default=False)]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file; repeatable.")
+]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Where to write report.json and report.html.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]

@@ -1,0 +1,318 @@
+"""The gang on this machine: first failure, whole gang down, restarts, signals. Children are plain Python, without jax.
+
+Times: a limit in a test is a multiple of what the supervisor promises (it looks every 20 ms), for machines under load.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from meshkit.errors import ConfigError, RunError
+from meshkit.launching.gang import LocalGang
+from meshkit.launching.supervisor import Policy, Supervisor, last_step, next_attempt
+
+ROOT = Path(__file__).resolve().parents[2]
+FAST = Policy(max_restarts=2, save_grace_s=10, failure_grace_s=0.3, pause_s=0.01)
+PRELUDE = """
+import json, os, signal, sys, time
+rank, attempt = int(os.environ["RANK_"]), int(os.environ["ATTEMPT_"])
+def step(n):
+    with open("metrics.jsonl", "a") as f:
+        f.write(json.dumps({"step": n}) + "\\n")
+def wait():
+    while True: time.sleep(0.05)
+def mark(name):
+    open(name, "w").close()
+def until(name):
+    while not os.path.exists(name): time.sleep(0.01)
+"""
+
+
+class Run:
+    """A supervisor of small Python children in a folder, and what it showed."""
+
+    def __init__(self, folder, body, *, processes=2, policy=FAST):
+        self.folder, self.shown = folder, []
+        code = f"import os; os.chdir({str(folder)!r})" + PRELUDE + textwrap.dedent(body)
+        self.supervisor = Supervisor(
+            [sys.executable, "-c", code],
+            lambda attempt: [{**os.environ, "RANK_": str(i), "ATTEMPT_": str(attempt)} for i in range(processes)],
+            folder,
+            policy,
+            self.shown.append,
+        )
+
+    def __call__(self):
+        return self.supervisor.run()
+
+    @property
+    def text(self):
+        return "\n".join(self.shown)
+
+
+def alive(file):
+    """Whether the process whose number a child wrote down still runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{int(file.read_text())}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_for(path, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not come"
+        time.sleep(0.01)
+
+
+def test_all_done(tmp_path):
+    run = Run(tmp_path, "print('hello from', rank); sys.exit(0)")
+    assert run() == 0
+    assert run.shown == ["[0] hello from 0"]  # of the others only the log
+    assert (tmp_path / "logs/attempt0/rank1.log").read_text() == "hello from 1\n"
+
+
+def test_a_failure_is_shown_and_takes_the_gang_down_and_the_next_attempt_finishes(tmp_path):
+    body = """
+        if attempt == 0 and rank == 1:
+            until("ready"); step(3); print("the GPU fell off the bus"); sys.exit(4)
+        if attempt == 0:
+            mark("ready"); wait()
+    """
+    run = Run(tmp_path, body)
+    assert run() == 0
+    assert "process 1 ended first: exit code 4 (the run failed and may be restarted)" in run.text
+    assert "  | the GPU fell off the bus" in run.text
+    assert "restart 1 of 2; step 3 was reached" in run.text
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["attempt0", "attempt1"]
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_what_the_user_must_mend_is_not_restarted(tmp_path, code):
+    run = Run(tmp_path, f"sys.exit({code}) if rank == 1 else wait()")
+    assert run() == code
+    assert next_attempt(tmp_path / "logs") == 1
+
+
+@pytest.mark.parametrize(
+    ("die", "what"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("raise ValueError('no such thing')", r"exit code 1 \(an exception"),
+    ],
+)
+def test_a_death_is_restarted_until_the_budget_is_used_up(tmp_path, die, what):
+    body = f"""
+        if rank == 1:
+            step(attempt + 1); {die}
+        wait()
+    """
+    run = Run(tmp_path, body)
+    with pytest.raises(RunError, match=rf"process 1 failed \({what}.*in attempt 2, and its 2 restarts are used up"):
+        run()
+    assert next_attempt(tmp_path / "logs") == 3
+
+
+def test_no_progress_stops_before_the_budget(tmp_path):
+    run = Run(tmp_path, "step(7); sys.exit(4)", policy=Policy(max_restarts=9, failure_grace_s=0.3, pause_s=0.01))
+    with pytest.raises(RunError, match="2 attempts in a row have reached no step after 7"):
+        run()
+    assert next_attempt(tmp_path / "logs") == 3  # one that got to step 7, and two that got no further
+
+
+def test_the_failure_that_is_the_cause_is_shown(tmp_path):
+    """jax aborts the other processes when one is gone; both ends may be seen at one look."""
+    body = """
+        if rank == 0:
+            mark("zero"); os.kill(os.getpid(), signal.SIGABRT)
+        until("zero"); sys.exit(2)
+    """
+    run = Run(tmp_path, body, policy=Policy(max_restarts=0))
+    gang = LocalGang(run.supervisor._command, run.supervisor._environments(0), tmp_path / "logs")
+    with gang:
+        deadline = time.monotonic() + 20
+        while not all(os.waitid(os.P_PID, m.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for m in gang.members):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        failed, told = run.supervisor._watch(gang, _NothingNew())
+    assert (failed.rank, told) == (1, None)
+
+
+class _NothingNew:
+    def new_lines(self, *, last=False):
+        return []
+
+
+def test_stubborn_processes_and_their_children_are_killed(tmp_path):
+    body = """
+        import subprocess
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 0:
+            code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(99)"
+            child = subprocess.Popen([sys.executable, "-c", code])
+            open("child", "w").write(str(child.pid)); open("parent", "w").write(str(os.getpid())); mark("ready")
+            wait()
+        until("ready"); sys.exit(2)
+    """
+    run = Run(tmp_path, body)
+    started = time.monotonic()
+    assert run() == 2
+    assert time.monotonic() - started < 30  # not the 99 s of the child
+    assert not alive(tmp_path / "parent")
+    deadline = time.monotonic() + 10  # the child's end is init's to reap
+    while alive(tmp_path / "child") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(tmp_path / "child")
+
+
+def test_a_stopped_process_is_killed_with_the_rest(tmp_path):
+    body = """
+        if rank == 0:
+            open("stopped", "w").write(str(os.getpid())); mark("ready"); os.kill(os.getpid(), signal.SIGSTOP)
+        until("ready"); time.sleep(0.1); sys.exit(2)
+    """
+    assert Run(tmp_path, body)() == 2
+    assert not alive(tmp_path / "stopped")
+
+
+@pytest.mark.parametrize(
+    ("number", "child_code", "code"),
+    [(signal.SIGTERM, 75, 75), (signal.SIGTERM, 0, 0), (signal.SIGHUP, 75, 75), (signal.SIGINT, 130, 130)],
+)
+def test_a_signal_is_passed_on_and_nothing_restarts(tmp_path, number, child_code, code):
+    got = signal.SIGTERM if number == signal.SIGHUP else number  # a closed terminal
+    body = f"""
+        signal.signal({int(got)}, lambda *_: (time.sleep(0.2), mark(f"saved{{rank}}"), os._exit({child_code})))
+        mark(f"ready{{rank}}"); wait()
+    """
+    run = Run(tmp_path, body)
+    sender = threading.Thread(target=_signal_when_ready, args=(tmp_path, number))
+    sender.start()
+    before = signal.getsignal(number)
+    assert run() == code
+    sender.join()
+    assert signal.getsignal(number) is before
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+    assert f"{got.name}: passed on" in run.text
+    assert next_attempt(tmp_path / "logs") == 1
+
+
+def _signal_when_ready(folder, number, times=1):
+    wait_for(folder / "ready0")
+    wait_for(folder / "ready1")
+    for _ in range(times):
+        os.kill(os.getpid(), number)
+        time.sleep(0.3)
+
+
+def test_a_terminal_that_is_gone_changes_nothing(tmp_path):
+    def gone(line):
+        raise BrokenPipeError
+
+    run = Run(tmp_path, "print('a line'); sys.exit(0 if attempt else 4)")
+    run.supervisor._print = gone
+    assert run() == 0
+
+
+def test_told_twice_is_now(tmp_path):
+    body = "signal.signal(signal.SIGINT, signal.SIG_IGN); mark(f'ready{rank}'); wait()"
+    run = Run(tmp_path, body, policy=Policy(save_grace_s=600))
+    sender = threading.Thread(target=_signal_when_ready, args=(tmp_path, signal.SIGINT, 2))
+    sender.start()
+    assert run() == 130
+    sender.join()
+
+
+def test_who_does_not_save_in_time_is_killed(tmp_path):
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); mark(f'ready{rank}'); wait()"
+    run = Run(tmp_path, body, policy=Policy(save_grace_s=0.3))
+    sender = threading.Thread(target=_signal_when_ready, args=(tmp_path, signal.SIGTERM))
+    sender.start()
+    with pytest.raises(RunError, match="told to stop by SIGTERM, but a process did not save and end: killed by SIGK"):
+        run()
+    sender.join()
+
+
+def test_a_gang_that_is_preempted_by_others_is_not_cut_short(tmp_path):
+    body = """
+        if rank == 1: time.sleep(0.5)  # longer than the grace after a failure
+        mark(f"saved{rank}"); sys.exit(75)
+    """
+    assert Run(tmp_path, body)() == 75
+    assert (tmp_path / "saved1").exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: prctl(PR_SET_PDEATHSIG)")
+def test_nobody_survives_the_supervisor(tmp_path):
+    code = f"""
+        import os, sys; from pathlib import Path
+        from meshkit.launching.supervisor import Policy, Supervisor
+        child = "import os, time; open('pid' + os.environ['RANK_'], 'w').write(str(os.getpid())); time.sleep(99)"
+        Supervisor([sys.executable, "-c", child], lambda _: [os.environ | {{"RANK_": str(i)}} for i in range(2)],
+                   Path({str(tmp_path)!r}), Policy(), print).run()
+    """
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=env)
+    pids = [tmp_path / "pid0", tmp_path / "pid1"]
+    try:
+        deadline = time.monotonic() + 30
+        while not all(p.exists() and p.read_text() for p in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(alive, pids))
+
+
+def test_a_later_launch_counts_on(tmp_path):
+    (tmp_path / "logs/attempt4").mkdir(parents=True)
+    run = Run(tmp_path, "print('attempt', attempt)")
+    assert run() == 0
+    assert run.shown == ["[0] attempt 5"]
+
+
+def test_a_program_that_is_not_there(tmp_path):
+    supervisor = Supervisor(["no-such-program"], lambda _: [dict(os.environ)], tmp_path, FAST, print)
+    with pytest.raises(ConfigError, match="process 0 cannot be started"):
+        supervisor.run()
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        (None, 0),
+        ("", 0),
+        ('{"step": 1}\n{"step": 2}\n', 2),
+        ('{"step": 1}\n{"step": 2, "lo', 1),
+        ('{"step": 9}\n\x00\x00garbage\n[]\n', 9),
+    ],
+)
+def test_the_last_step(tmp_path, text, step):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert last_step(tmp_path) == step
+
+
+def test_last_step_reads_what_train_writes(tmp_path):
+    from meshkit.training.metrics import MetricsLog
+
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+    log.write({"step": 12, "loss": float("nan")})
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] is None
+    assert last_step(tmp_path) == 12
