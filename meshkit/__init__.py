@@ -27,6 +27,7 @@ _PUBLIC = {
     "load_experiment": "meshkit.spec.experiment",
     "make_train_step": "meshkit.training.step",
     "overlap": "meshkit.timeline.spans",
+    "pipeline": "meshkit.parallel.pipeline",
     "plan": "meshkit.planner",
     "prepare_platform": "meshkit.sharding.devices",
     "profile": "meshkit.profiler",
@@ -40,6 +41,7 @@ _RENAMED = {"load_experiment": "load"}
 
 if TYPE_CHECKING:
     from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
+    from meshkit.parallel.pipeline import pipeline
     from meshkit.planner import plan
     from meshkit.profiler import profile
     from meshkit.report.compare import compare
@@ -75,6 +77,7 @@ __all__ = [
     "load_experiment",
     "make_train_step",
     "overlap",
+    "pipeline",
     "plan",
     "prepare_platform",
     "profile",

@@ -1,0 +1,29 @@
+"""Pipeline parallelism in one program. Layer 3; called by training and by anyone's own step.
+
+`pipeline` is the whole of it for one call; `make_pipeline` gives the Pipeline that a training step keeps.
+"""
+
+from meshkit.parallel.pipeline.api import pipeline
+from meshkit.parallel.pipeline.context import StageContext, StageOutput, scan_layers
+from meshkit.parallel.pipeline.engine import XLA_OPTIONS, Pipeline, make_pipeline
+from meshkit.parallel.pipeline.report import PipelineReport, make_report, matmul_flops
+from meshkit.parallel.pipeline.stack import Stack, parse_layout
+from meshkit.parallel.pipeline.tables import SCHEDULES, Tables, make_tables
+
+__all__ = [
+    "SCHEDULES",
+    "XLA_OPTIONS",
+    "Pipeline",
+    "PipelineReport",
+    "Stack",
+    "StageContext",
+    "StageOutput",
+    "Tables",
+    "make_pipeline",
+    "make_report",
+    "make_tables",
+    "matmul_flops",
+    "parse_layout",
+    "pipeline",
+    "scan_layers",
+]

@@ -1,0 +1,114 @@
+"""What a pipeline's schedule costs, in closed form and as counted in a traced program. Layer 3; reports show it.
+
+    ticks with forward = ticks with backward = M v + S - 1, of which each stage needs M v
+    bubble fraction    = (S - 1) / (M v + S - 1)              time that stages of equal cost do nothing useful
+    executed / useful  = (M + (S - 1) / v) / M                of the layers' FLOP, both on the same layers
+
+Padding of uneven layers is executed as well: both then count chunk_layers for every chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshkit.parallel.pipeline.stack import Stack
+from meshkit.parallel.pipeline.tables import Tables
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """A schedule's cost; see the formulas at the top.
+
+    Attributes:
+        schedule, stages, virtual_stages, microbatches: name, S, v, M.
+        layers, padding_layers: of the model; inactive ones that are computed all the same.
+        warmup_ticks, steady_ticks, drain_ticks: their sum is a step.
+        slots: inputs of chunks that each stage keeps.
+        bubble_fraction: share of the layers' time that does nothing useful, padding included.
+        executed_over_useful: of the layers' FLOP.
+        picture: a row for each stage, a text for each tick, see `make_report`.
+    """
+
+    schedule: str
+    stages: int
+    virtual_stages: int
+    microbatches: int
+    layers: int
+    padding_layers: int
+    warmup_ticks: int
+    steady_ticks: int
+    drain_ticks: int
+    slots: int
+    bubble_fraction: float
+    executed_over_useful: float
+    picture: tuple[tuple[str, ...], ...]
+
+
+def make_report(tables: Tables, stack: Stack) -> PipelineReport:
+    """The report of a schedule on a stack of layers.
+
+    `picture` has a row for each stage and a text for each tick: `F3`, `B1`, `F3 B1`, with the chunk behind a dot where
+    there are several (`F3.1`), empty where the stage waits.
+    """
+    s, v, m = tables.stages, tables.virtual_stages, tables.microbatches
+    executed = (m * v + s - 1) * stack.chunk_layers * s
+    useful = m * stack.layers
+    ticks = {name: sum(p.ticks for p in tables.phases if p.name == name) for name in ("warmup", "steady", "drain")}
+    return PipelineReport(
+        schedule=tables.schedule,
+        stages=s,
+        virtual_stages=v,
+        microbatches=m,
+        layers=stack.layers,
+        padding_layers=stack.size - stack.layers,
+        warmup_ticks=ticks["warmup"],
+        steady_ticks=ticks["steady"],
+        drain_ticks=ticks["drain"],
+        slots=tables.slots,
+        bubble_fraction=1 - useful / executed,
+        executed_over_useful=executed / useful,
+        picture=tuple(tuple(_work(tables, t, stage) for t in range(tables.ticks)) for stage in range(s)),
+    )
+
+
+def _work(tables: Tables, tick: int, stage: int) -> str:
+    found = []
+    for letter, slots in (("F", tables.forward), ("B", tables.backward)):
+        if slots.valid[tick, stage]:
+            chunk = f".{slots.chunk[tick, stage]}" if tables.virtual_stages > 1 else ""
+            found.append(f"{letter}{slots.microbatch[tick, stage]}{chunk}")
+    return " ".join(found)
+
+
+def matmul_flops(fn: Callable[..., Any], *args: Any) -> float:
+    """FLOP of all matmuls that one device executes in a function, loops counted as often as they run.
+
+    Counted in the traced program, before the compiler: per device inside a shard_map, so for a function that is one.
+    """
+    return _count(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def _count(jaxpr: Any) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            total += _of_dot(equation)
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    total += times * _count(inner)
+    return total
+
+
+def _of_dot(equation: Any) -> float:
+    (contracted, _), (batched, _) = equation.params["dimension_numbers"]
+    left, right = (v.aval.shape for v in equation.invars[:2])
+    shared = math.prod(left[d] for d in (*contracted, *batched))
+    return 2.0 * math.prod(left) * math.prod(right) / shared

@@ -1,0 +1,38 @@
+"""Embedding and cross-entropy with the vocabulary cut over the pipeline's axis. Layer 3; inside a pipeline.
+
+Every stage holds V / S rows of the table, so no stage has more to store or to do than another (Yeung et al. 2024,
+arXiv:2411.05288). For `first_fn` and `loss_fn` (with `head = "vocab_parallel"`), whose parameters name the axis first
+in their PartitionSpec. A tied table serves both.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def lookup(table: jax.Array, tokens: jax.Array, axis: str) -> jax.Array:
+    """Rows of a table [vocab / S, embed] for tokens [...]: each from the stage that has it, by one all-reduce."""
+    place, mine = _local(tokens, table.shape[0], axis)
+    rows = jnp.where(mine[..., None], table[place], jnp.zeros((), table.dtype))
+    return lax.psum(rows, axis)
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array, axis: str) -> jax.Array:
+    """-log softmax(logits)[target] for logits [..., vocab / S] and targets [...], fp32.
+
+    Three all-reduces of [...], in fp32: the largest logit, the sum of exponentials, the target's logit.
+    """
+    logits = logits.astype(jnp.float32)
+    top = lax.pmax(lax.stop_gradient(logits.max(-1)), axis)
+    total = lax.psum(jnp.exp(logits - top[..., None]).sum(-1), axis)
+    place, mine = _local(targets, logits.shape[-1], axis)
+    chosen = jnp.take_along_axis(logits, place[..., None], -1)[..., 0]
+    return jnp.log(total) + top - lax.psum(jnp.where(mine, chosen, 0.0), axis)
+
+
+def _local(tokens: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.Array]:
+    """Index of each token in this stage's part, in bounds; whether it is there."""
+    place = tokens - lax.axis_index(axis) * rows
+    return jnp.clip(place, 0, rows - 1), (place >= 0) & (place < rows)

@@ -1,0 +1,102 @@
+"""Schedules as tables: sizes, slots and bubbles in closed form, and a checker that notices every damage."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from meshkit.errors import ConfigError
+from meshkit.parallel.pipeline.tables import check_tables, make_tables
+
+SIZES = [(s, v, m * s) for s, v, m in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8))]
+
+
+def name(v, *, gpipe=False):
+    return {True: ("gpipe", "circular"), False: ("1f1b", "interleaved_1f1b")}[gpipe][v > 1]
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), SIZES)
+def test_ticks_slots_and_bubble_are_the_closed_forms(stages, chunks, microbatches):
+    tables = make_tables(name(chunks), stages, chunks, microbatches)
+    forward = sum(p.ticks for p in tables.phases if p.forward)
+    backward = sum(p.ticks for p in tables.phases if p.backward)
+    assert forward == backward == chunks * microbatches + stages - 1
+    assert tables.ticks == chunks * microbatches + stages - 1 + chunks * stages - 1
+    if microbatches >= 2 * stages:
+        assert tables.slots == (chunks + 1) * stages - 1
+    assert tables.slots <= (chunks + 1) * stages - 1
+    assert tables.forward.valid.sum() == tables.backward.valid.sum() == stages * chunks * microbatches
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), SIZES)
+def test_the_loss_runs_once_for_each_microbatch(stages, chunks, microbatches):
+    """The output head costs as much as a layer or ten: interleaving must not run it v times as often."""
+    tables = make_tables(name(chunks), stages, chunks, microbatches)
+    assert sum(p.ticks for p in tables.phases if p.outer and p.forward and p.backward) == microbatches
+    found, which = tables.scored
+    assert which[found].tolist() == list(range(microbatches))
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), SIZES)
+def test_gpipe_is_all_forward_and_its_mirror_image(stages, chunks, microbatches):
+    tables = make_tables(name(chunks, gpipe=True), stages, chunks, microbatches)
+    half = chunks * microbatches + stages - 1
+    assert tables.ticks == 2 * half
+    assert tables.slots == half
+    np.testing.assert_array_equal(tables.forward.valid, tables.backward.valid[::-1])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 7, 9, 100])
+def test_one_chunk_takes_any_number_of_microbatches(microbatches):
+    assert make_tables("1f1b", 4, 1, microbatches).slots == min(7, microbatches + 1)
+
+
+DAMAGES = {
+    "a forward left out": ("forward", "valid", lambda t: np.argwhere(t.forward.valid)[5], False, "pieces of work"),
+    "another microbatch": ("forward", "microbatch", lambda t: np.argwhere(t.forward.valid)[5], 1, "twice"),
+    "another slot": ("forward", "slot", lambda t: (2, 0), 0, "overwrites slot"),
+    "two microbatches swapped": ("backward", "microbatch", lambda t: (5, 3), 6, "twice"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_checker_notices(damage):
+    tables = make_tables("1f1b", 4, 1, 8)
+    side, field, where, value, message = DAMAGES[damage]
+    array = getattr(getattr(tables, side), field).copy()
+    place = tuple(where(tables))
+    assert array[place] != value
+    array[place] = value
+    damaged = dataclasses.replace(tables, **{side: dataclasses.replace(getattr(tables, side), **{field: array})})
+    with pytest.raises(AssertionError, match=message):
+        check_tables(damaged)
+
+
+@pytest.mark.parametrize(("shift", "message"), [(1, "gets no"), (-1, "gets no")])
+def test_the_checker_notices_a_stage_that_is_early_or_late(shift, message):
+    tables = make_tables("interleaved_1f1b", 4, 2, 8)
+    rolled = {f.name: getattr(tables.forward, f.name).copy() for f in dataclasses.fields(tables.forward)}
+    for array in rolled.values():
+        array[:, 2] = np.roll(array[:, 2], shift)
+    damaged = dataclasses.replace(tables, forward=type(tables.forward)(**rolled))
+    with pytest.raises(AssertionError, match=message):
+        check_tables(damaged)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (("1f1b", 4, 2, 8), r"(?s)one virtual stage on each stage, not 2.*try schedule = \"interleaved_1f1b\""),
+        (("gpipe", 4, 2, 8), r"(?s)not 2.*try schedule = \"circular\""),
+        (("interleaved_1f1b", 4, 2, 10), r"(?s)10 microbatches are not a multiple of 4.*microbatches = 8 or 12"),
+        (("circular", 4, 2, 3), r"(?s)3 microbatches.*try microbatches = 4$"),
+        (("zigzag", 4, 1, 8), r"(?s)no pipeline schedule 'zigzag'.*gpipe, circular, 1f1b, interleaved_1f1b"),
+        (("1f1b", 4, 1, 0), "at least one stage"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_tables(*sizes)
