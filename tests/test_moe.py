@@ -181,7 +181,12 @@ def loss_and_gradients(spec, mesh, state=None):
     return state, float(loss), jax.tree.map(np.asarray, gradients)
 
 
-@pytest.mark.parametrize("overrides", MESHES.values(), ids=MESHES)
+SLOW = ("expert 8", "expert 4 x tensor 2, sequence parallel")
+
+
+@pytest.mark.parametrize(
+    "overrides", [pytest.param(o, marks=[pytest.mark.slow] * (n in SLOW)) for n, o in MESHES.items()], ids=MESHES
+)
 def test_sharded_steps_equal_one_device(overrides):
     spec = experiment(*overrides)
     alone = experiment(f"model.load_balance_weight={spec.model.options['load_balance_weight']}")

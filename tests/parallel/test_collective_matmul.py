@@ -137,6 +137,7 @@ def test_a_llama_has_the_same_gradients_with_and_without(remat):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(np.abs(b).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.deviceless
 def test_the_same_bytes_hide_better():
     """Llama 3 8B, two layers on one DGX H100, tensor 8: over tensor, all-gathers and reduce-scatters of

@@ -59,8 +59,16 @@ def worst(got, wanted) -> float:
     return max(float(jnp.abs(g - w).max() / jnp.abs(w).max()) for g, w in zip(got, wanted, strict=True))
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize(
+    ("kv_heads", "causal"),
+    [
+        (2, True),
+        (8, False),
+        pytest.param(8, True, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+    ],
+    ids=["grouped, causal", "full", "causal", "grouped, full"],
+)
 @pytest.mark.parametrize("arrangement", MESHES)
 @pytest.mark.parametrize("mode", MODES)
 def test_attention_and_its_gradients_are_exact(mode, arrangement, kv_heads, causal):
