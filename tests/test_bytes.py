@@ -2,7 +2,7 @@
 
 Payloads are as in the report: bytes of one instance on one GPU (operand; result of an all-gather), times how often it
 runs. Instances of up to 4 KiB (sums of the loss, of the gradient's norm, gradients of a lone norm scale) are left out
-and must be all-reduces.
+and must be all-reduces. Each strategy costs a compile, so most of them are `slow`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def activation(ways: int) -> int:
     return BF16 * BATCH * LENGTH * EMBED // ways
 
 
+@pytest.mark.slow
 def test_data():
     """One all-reduce of every gradient in fp32: the layers' one by one, and the rest with the sums of the loss."""
     got = moved(f"mesh.data={BOTH}", 'rules.preset="data"')
@@ -90,6 +91,7 @@ def test_zero1_and_zero2_are_one_program_without_accumulation():
     assert one.fingerprint == two.fingerprint
 
 
+@pytest.mark.slow
 def test_zero1_accumulated_reduces_once():
     got = moved(f"mesh.data={BOTH}", 'rules.preset="zero1"', "train.accumulate=4")
     assert got == {
@@ -98,6 +100,7 @@ def test_zero1_accumulated_reduces_once():
     }
 
 
+@pytest.mark.slow
 def test_zero2_accumulated_reduces_every_micro_batch():
     got = moved(f"mesh.data={BOTH}", 'rules.preset="zero2"', "train.accumulate=4")
     assert got == {
@@ -136,6 +139,7 @@ def test_fsdp_accumulated_in_pieces_pays_for_every_micro_batch():
     assert got["all-gather", "fsdp"][0] >= 4 * 2 * BF16 * KERNELS
 
 
+@pytest.mark.slow
 def test_hsdp_reduces_shards_across_hosts():
     got = moved("mesh.data={infiniband=2}", "mesh.fsdp=8", 'rules.preset="hsdp"')
     assert got == {
