@@ -142,7 +142,11 @@ def three_steps(state):
     return parameters_after_three_steps(spec, one_device(spec), state)
 
 
-@pytest.mark.parametrize("overrides", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(o, marks=[pytest.mark.slow] * ("accumulated" in n)) for n, o in STRATEGIES.items()],
+    ids=STRATEGIES,
+)
 def test_three_steps_of_adamw_equal_one_device(overrides, three_steps, reference, state):
     spec = experiment(*overrides, *ADAMW)
     losses, params = parameters_after_three_steps(spec, build_mesh(spec.mesh, spec.cluster), state)
