@@ -24,7 +24,8 @@ Everything is one jitted program: a `scan` over the inner steps, each of them `v
 `spmd_axis_name`, so that every replica stays on its own GPUs and no collective of an inner step crosses the axis.
 
 In a training step XLA hides a collective under the kernels of its own computation and not under the whole loop over the
-inner steps (docs/adr/0007-stale-exchange.md has what was tried). So the exchange of the stale outer gradient is cut into H pieces, and inner step h exchanges piece h beside its own work: one all-reduce of 1/H of
+inner steps (docs/adr/0007-stale-exchange.md has what was tried). So the exchange of the stale outer gradient is cut
+into H pieces, and inner step h exchanges piece h beside its own work: one all-reduce of 1/H of
 the parameters in the body of the scan, which the scheduler is free to run under that body's kernels.
 """
 
