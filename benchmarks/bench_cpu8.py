@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from meshkit.sharding.gang import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from meshkit.spec.environment import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 EXPERIMENT = Path(__file__).resolve().parents[1] / "configs/experiments/llama_debug_cpu.toml"
 TWO_HOSTS = [
