@@ -28,7 +28,7 @@ demo: setup
 	@echo "open runs/demo/report.html and runs/llama3_8b/report.html in a browser"
 
 test: setup
-	$(PY) -m pytest -m 'not slow'
+	$(PY) -m pytest -m 'not slow' -n auto --maxprocesses 4 --dist loadfile
 
 test-slow: setup
 	$(PY) -m pytest -m slow

@@ -1,160 +1,140 @@
-"""Memory of pipeline schedules as XLA compiles them for absent H100s, by microbatches, and executed over useful FLOP.
+"""Memory of pipeline schedules as XLA compiles them for absent H100s, by microbatches; what their permutes hide under.
 
     python -m benchmarks.pipeline
 
-Four stages across four hosts, data parallel inside them; a toy of residual blocks without attention. What it printed:
-pipeline.md.
+A real Llama with attention and its training step, four stages across four hosts. What it printed: pipeline.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-import meshkit as mk
-from meshkit.parallel.pipeline import XLA_OPTIONS, Pipeline, make_pipeline, matmul_flops, scan_layers, vocabulary
+from meshkit.sharding.devices import describe_devices
+from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.spec.experiment import Experiment, load
+from meshkit.training.step import TrainProgram, make_train_step
+from meshkit.xla.hlo import load_module, read_schedule
+from meshkit.xla.program import CompiledProgram, compile_absent
+from meshkit.xla.schedule import Instruction, Schedule
 
-EMBED, MLP, VOCAB, LAYERS, BATCH, LENGTH = 2048, 8192, 32_000, 8, 4, 1024
-AXES = {"pipeline": {"infiniband": 4}, "data": 8}
-MICROBATCHES = (8, 16, 32)
+CONFIG = Path(__file__).parent.parent / "configs/experiments/llama_debug_cpu.toml"
+EMBED, LENGTH, STAGES, LAYERS = 2048, 2048, 4, 16
+MODEL = {"vocab": 32_000, "embed": EMBED, "mlp": 8192, "layers": LAYERS, "heads": 16, "kv_heads": 8, "head_dim": 128}
+MICROBATCHES = (8, 32)
+# mesh beside the pipeline, rules
+Layout = tuple[str, str]
+DATA = ("data=8", "")
+TENSOR = ("tensor=2 fsdp=4", "fsdp_tensor")
+SEQUENCE = ("tensor=2 fsdp=4", "fsdp_tensor_sequence")
 
 
-@dataclass(frozen=True)
-class Model:
-    """Embedding, residual blocks of two matmuls, head; bf16.
+def experiment(
+    schedule: str,
+    chunks: int,
+    microbatches: int,
+    layout: Layout = DATA,
+    *,
+    sequences: int = 1,
+    **pipeline: Any,
+) -> Experiment:
+    """Four hosts of 8 H100, `sequences` a GPU and microbatch.
 
-    Attributes:
-        tensor, fsdp: mesh axes, or None.
-        head: of the pipeline.
+    Args:
+        schedule, chunks, microbatches: of the pipeline.
+        layout: mesh axes beside it and the preset of rules; DATA, TENSOR or SEQUENCE.
+        sequences: of a microbatch on one data shard.
+        pipeline: further keys of `[pipeline]`.
     """
-
-    mesh: Any
-    tensor: str | None = None
-    fsdp: str | None = None
-    head: str = "replicated"
-
-    def layer(self, params, x, key):
-        """Root mean square norm, two matmuls, residual."""
-        scale = lax.rsqrt((x.astype(jnp.float32) ** 2).mean(-1, keepdims=True) + 1e-6).astype(x.dtype)
-        hidden = (x * scale * params["norm"]) @ params["up"]
-        if self.tensor:
-            cut = NamedSharding(self.mesh, PartitionSpec(None, None, self.tensor))
-            hidden = lax.with_sharding_constraint(hidden, cut)
-        return x + jax.nn.gelu(hidden) @ params["down"]
-
-    def stage(self, params, x, ctx):
-        """A scan over the layers, each recomputed."""
-        return scan_layers(self.layer, params, x, ctx, wrap=jax.checkpoint)
-
-    def first(self, outer, batch, ctx):
-        """Embedding."""
-        if self.head == "vocab_parallel":
-            return vocabulary.lookup(outer["table"], batch["tokens"], ctx.axis)
-        return outer["table"][batch["tokens"]]
-
-    def loss(self, outer, y, batch, ctx):
-        """Cross-entropy."""
-        logits = y @ outer["head"].T
-        if self.head == "vocab_parallel":
-            nll = vocabulary.cross_entropy(logits, batch["targets"], ctx.axis)
-        else:
-            logits = logits.astype(jnp.float32)
-            target = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
-            nll = jax.nn.logsumexp(logits, -1) - target
-        return nll.sum(), jnp.float32(nll.size)
-
-    def specs(self):
-        """PartitionSpecs of the parameters."""
-        rows, p = ("pipeline" if self.head == "vocab_parallel" else None), PartitionSpec
-        stages = {"down": p("pipeline", self.tensor, self.fsdp), "norm": p("pipeline")}
-        stages["up"] = p("pipeline", self.fsdp, self.tensor)
-        return {"stages": stages, "outer": {"head": p(rows, self.fsdp), "table": p(rows, self.fsdp)}}
-
-    def pipeline(self, schedule: str, virtual_stages: int, **options) -> Pipeline:
-        """The model, pipelined."""
-        data = tuple(a for a in ("data", "fsdp") if a in self.mesh.axis_names)
-        return make_pipeline(
-            self.stage,
-            self.loss,
-            self.first,
-            mesh=self.mesh,
-            layers=LAYERS,
-            batch_spec=PartitionSpec(None, data),
-            specs=self.specs(),
-            head=self.head,
-            schedule=schedule,
-            virtual_stages=virtual_stages,
-            **options,
-        )
+    axes, rules = layout
+    ways = {name: int(size) for name, _, size in (axis.partition("=") for axis in axes.split())}
+    shards = ways.get("data", 1) * ways.get("fsdp", 1)
+    keys = {"schedule": schedule, "virtual_stages": chunks, "microbatches": microbatches, **pipeline}
+    written = ", ".join(f"{k} = {v!r}" for k, v in {"axis": "pipeline", **keys}.items())
+    sets = ["cluster={name='dgx_h100',hosts=4}", "mesh.data=", "mesh.fsdp=", "mesh.tensor="]
+    sets += ["mesh.pipeline={infiniband=4}", *(f"mesh.{axis}" for axis in axes.split())]
+    sets += [f"model.{k}={v}" for k, v in MODEL.items()]
+    sets += [f"rules.preset={rules}"] if rules else ["rules={preset='data'}"]
+    sets += [f"pipeline={{{written}}}", "train.precision=bf16", f"train.sequence_length={LENGTH}"]
+    sets += [f"train.global_batch={microbatches * shards * sequences}", "train.accumulate=1"]
+    return load(CONFIG, sets)
 
 
-def arguments(made: Pipeline, microbatches: int) -> tuple[Any, Any]:
-    """Abstract parameters and batch, where they lie."""
-
-    def bf16(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-    stages = {"down": bf16(LAYERS, MLP, EMBED), "norm": bf16(LAYERS, EMBED), "up": bf16(LAYERS, EMBED, MLP)}
-    params = {"stages": stages, "outer": {"head": bf16(VOCAB, EMBED), "table": bf16(VOCAB, EMBED)}}
-    params = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), params, made.shardings(params)
-    )
-    shape = (microbatches, BATCH * made.placement.shards, LENGTH)
-    sharding = NamedSharding(made.placement.mesh, made.placement.batch)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    return params, {"tokens": tokens, "targets": tokens}
+@functools.cache
+def built(schedule: str, chunks: int, microbatches: int, layout: Layout = DATA, **options: Any) -> TrainProgram:
+    """The training step of an `experiment`, for GPUs that are not there."""
+    made = experiment(schedule, chunks, microbatches, layout, **options)
+    return make_train_step(made, build_mesh(made.mesh, made.cluster, devices=describe_devices(made.cluster)))
 
 
-def compiled(schedule: str, virtual_stages: int, microbatches: int, *, axes=None, model=None, **options):
-    """(CompiledProgram, Schedule) for four hosts of 8 H100."""
-    from meshkit.xla.hlo import load_module, read_schedule
-    from meshkit.xla.program import compile_absent
+@functools.cache
+def compiled(
+    schedule: str, chunks: int, microbatches: int, layout: Layout = DATA, **options: Any
+) -> tuple[CompiledProgram, Schedule]:
+    """Loss and gradients of an `experiment` as XLA compiles them, without the optimizer."""
+    made = experiment(schedule, chunks, microbatches, layout, **options)
+    program = built(schedule, chunks, microbatches, layout, **options)
+    args = (program.abstract_state, program.abstract_step_batch)
+    mesh = program.mesh
+    assert isinstance(mesh, DescribedMesh)
+    found = compile_absent(program.gradients, args, mesh=mesh, cluster=made.cluster, options=program.xla_options)
+    return found, read_schedule(load_module(found.module), made.mesh.placement(made.cluster))
 
-    cluster = mk.Cluster.load("dgx_h100", hosts=4)
-    spec = mk.MeshSpec.parse(axes or AXES)
-    mesh = mk.build_mesh(spec, cluster, devices=mk.describe_devices(cluster))
-    made = Model(mesh, **(model or {})).pipeline(schedule, virtual_stages, **options)
-    args = arguments(made, microbatches)
-    program = compile_absent(made.value_and_gradients, args, mesh=mesh, cluster=cluster, options=XLA_OPTIONS)
-    return program, read_schedule(load_module(program.module), spec.placement(cluster))
+
+def loops(schedule: Schedule, name: str = "", around: tuple = ()) -> Iterator[tuple[tuple, Sequence[Instruction], int]]:
+    """(iterations of the loops around it, instructions of its computation, its place there) of every instruction."""
+    instructions = schedule.computations[name or schedule.entry]
+    for at, i in enumerate(instructions):
+        yield around, instructions, at
+        for body in i.bodies:
+            yield from loops(schedule, body, (*around, i.trip_count) if i.kind == "while" else around)
+
+
+def permutes(schedule: Schedule) -> list[tuple[tuple, int | None]]:
+    """(iterations of the loops around it, matmuls under it) of every permute between stages; None: it blocks.
+
+    Matmuls in loops count once.
+    """
+    found = []
+    for around, instructions, at in loops(schedule):
+        i = instructions[at]
+        if i.collective and i.collective.collective == "collective-permute" and i.collective.axes == ("pipeline",):
+            ends = (n for n, done in enumerate(instructions) if done.starts == i.name)
+            found.append((around, _matmuls(schedule, instructions[at : next(ends)]) if i.kind == "start" else None))
+    return found
+
+
+def _matmuls(schedule: Schedule, instructions: Sequence[Instruction]) -> int:
+    inner = sum(_matmuls(schedule, schedule.computations[body]) for i in instructions for body in i.bodies)
+    return inner + sum(bool(i.cost and i.cost.matmul_flops) for i in instructions)
 
 
 def main() -> None:
     """Prints Markdown tables."""
     jax.config.update("jax_platforms", "cpu")
-    rows = [("gpipe", 1, "recompute"), ("1f1b", 1, "recompute"), ("1f1b", 1, "stash")]
-    rows += [("circular", 2, "recompute"), ("interleaved_1f1b", 2, "recompute")]
-    print(f"| schedule | v | residuals | {' | '.join(f'M = {m}' for m in MICROBATCHES)} | per microbatch |")
+    print(f"| schedule | v | sequences | {' | '.join(f'M = {m}' for m in MICROBATCHES)} | per microbatch |")
     print("|---" * (len(MICROBATCHES) + 4) + "|")
-    for schedule, chunks, residuals in rows:
-        found = [compiled(schedule, chunks, m, residuals=residuals)[0].memory["temp"] / 2**20 for m in MICROBATCHES]
-        slope = (found[-1] - found[-2]) / (MICROBATCHES[-1] - MICROBATCHES[-2])
+    for schedule, chunks, sequences in (("1f1b", 1, 1), ("interleaved_1f1b", 2, 1), ("gpipe", 1, 4)):
+        found = [_temp_mib(schedule, chunks, m, sequences=sequences) for m in MICROBATCHES]
+        slope = (found[-1] - found[0]) / (MICROBATCHES[-1] - MICROBATCHES[0])
         cells = " | ".join(f"{x:.1f}" for x in found)
-        print(f"| {schedule} | {chunks} | {residuals} | {cells} | {slope:.1f} |", flush=True)
-    print("\n| schedule | S | v | M | executed / useful | formula |\n|---|---|---|---|---|---|")
-    for stages, chunks, m in ((4, 1, 4), (4, 1, 32), (4, 2, 8), (8, 1, 32)):
-        schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
-        executed, useful, formula = flops(schedule, stages, chunks, m)
-        print(f"| {schedule} | {stages} | {chunks} | {m} | {executed / useful:.4f} | {formula:.4f} |")
+        print(f"| {schedule} | {chunks} | {sequences} | {cells} | {slope:.1f} |", flush=True)
+    print("\n| schedule | v | layout | head | matmuls under each permute of the steady ticks |\n|---|---|---|---|---|")
+    one, two = ("1f1b", 1), ("interleaved_1f1b", 2)
+    cases = [(*one, DATA, {}), (*two, DATA, {}), (*two, DATA, {"head": "replicated"}), (*two, TENSOR, {})]
+    for schedule, chunks, layout, options in [*cases, (*one, SEQUENCE, {}), (*two, SEQUENCE, {})]:
+        steady = [n for _, n in permutes(compiled(schedule, chunks, 8, layout, **options)[1])][1:-1]
+        shown = ", ".join("blocks" if n is None else str(n) for n in steady)
+        name, head = " ".join(part for part in layout if part), options.get("head", "vocab_parallel")
+        print(f"| {schedule} | {chunks} | {name} | {head} | {shown} |", flush=True)
 
 
-def flops(schedule: str, stages: int, chunks: int, microbatches: int) -> tuple[float, float, float]:
-    """Executed matmul FLOP of a device's layers, useful ones, and what their ratio should be."""
-    cluster = mk.Cluster.load("dgx_h100", hosts=stages)
-    spec = mk.MeshSpec.parse({"pipeline": {"infiniband": stages}, "data": 8})
-    made = Model(mk.build_mesh(spec, cluster, devices=mk.describe_devices(cluster))).pipeline(schedule, chunks)
-    executed = matmul_flops(made.value_and_gradients, *arguments(made, microbatches))
-    head = 3 * 2 * BATCH * LENGTH * EMBED * VOCAB * microbatches  # forward and two backward, once a microbatch
-    matmul = 2 * BATCH * LENGTH * EMBED * MLP
-    # Of each layer: 2 forward, 2 recomputed by the pipeline, 1 by the layer's own checkpoint (the last one's output is
-    # not needed again), 4 backward.
-    useful = 9 * matmul * LAYERS / stages * microbatches
-    return executed - head, useful, made.report(microbatches).executed_over_useful
+def _temp_mib(schedule: str, chunks: int, microbatches: int, **options: Any) -> float:
+    return compiled(schedule, chunks, microbatches, **options)[0].memory["temp"] / 2**20
 
 
 if __name__ == "__main__":

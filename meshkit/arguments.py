@@ -18,3 +18,6 @@ OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where to write report.json and report.html.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+NoCacheOption = Annotated[
+    bool, typer.Option("--no-cache", help="Compile even what was compiled before, and keep nothing.")
+]

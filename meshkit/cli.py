@@ -15,24 +15,24 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from meshkit.arguments import ExperimentArg, JsonOption, OutOption, RunArg, SetOption
+from meshkit.arguments import ExperimentArg, JsonOption, RunArg, SetOption
+from meshkit.checkpoint_cli import checkpoint_app
 from meshkit.console import (
     byte_sizes,
     check_strict,
-    memory_text,
     run_folder,
     say,
-    say_proposal,
     schemas,
     show_report,
     status,
     stderr,
     training_summary,
     width,
-    wrote_text,
 )
+from meshkit.doctor_cli import doctor
 from meshkit.errors import ConditionError, ConfigError, MeshkitError, RunError
 from meshkit.launch_cli import launch_app, leave_gang, say_lost_process
+from meshkit.plan_cli import plan, rehearse, tune
 
 app = typer.Typer(
     name="meshkit",
@@ -44,6 +44,8 @@ app = typer.Typer(
 )
 
 app.add_typer(launch_app, name="launch")
+app.add_typer(checkpoint_app, name="checkpoint")
+app.command(epilog="Example: meshkit doctor configs/experiments/llama3_8b.toml")(doctor)
 
 
 def _print_version(wanted: bool) -> None:
@@ -61,45 +63,10 @@ def options(
     """Options before the verb."""
 
 
-@app.command(epilog="Example: meshkit plan configs/experiments/llama3_8b.toml --set mesh.tensor=2")
-def plan(
-    experiment: ExperimentArg,
-    set_: SetOption = [],  # noqa: B006  (typer reads the default, nobody writes it)
-    out: OutOption = None,
-    as_json: JsonOption = False,
-    propose: Annotated[
-        bool, typer.Option("--propose", help="Say which link each axis belongs on, by its traffic.")
-    ] = False,
-    require_fit: Annotated[bool, typer.Option("--require-fit", help="Exit with 3 when the step does not fit.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when the lint warns of anything.")] = False,
-) -> None:
-    """Predict a step on GPUs that are not there.
-
-    Compiles the real training step with XLA:GPU and predicts step time, MFU, memory, and communication per axis, link
-    and collective, overlapped and exposed.
-    """
-    from meshkit.planner import plan_experiment
-    from meshkit.report.html import write_html
-    from meshkit.spec.experiment import load
-
-    start = time.perf_counter()
-    loaded = load(experiment, set_)
-    if out is not None:
-        run_folder(out)
-    with status(f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"):
-        made = plan_experiment(loaded)
-    if out is not None:
-        made.report.write(out)
-        write_html(made.report, out / "report.html", timeline=made.timeline)
-    show_report(made.report, as_json, loaded.name)
-    seconds = time.perf_counter() - start
-    say(f"planned in {seconds:.1f} s; peak memory {memory_text(made.compiled.peak_rss_bytes)}{wrote_text(out)}")
-    if propose:
-        say_proposal(made.report, loaded)
-    if require_fit and made.report.memory.fits is False:
-        raise ConditionError("the step does not fit, and --require-fit asks that it does.")
-    if strict and made.lint is not None:
-        check_strict(made.lint.findings)
+_PREDICT = "configs/experiments/llama3_8b.toml"
+app.command(epilog=f"Example: meshkit plan {_PREDICT} --set mesh.tensor=2")(plan)
+app.command(epilog=f"Example: meshkit rehearse {_PREDICT} --out runs/rehearsal")(rehearse)
+app.command(epilog=f"Example: meshkit tune {_PREDICT} --candidates 16 --out runs/tune")(tune)
 
 
 @app.command(epilog="Example: meshkit train configs/experiments/llama_debug_cpu.toml --out runs/first")
@@ -141,44 +108,58 @@ def profile(
 ) -> None:
     """Measure a run from its trace.
 
-    Overlapped and exposed communication per mesh axis, link and collective; with --plan beside a prediction.
+    Overlapped and exposed communication per mesh axis, link and collective. Predicted beside measured with --plan, or
+    where the run folder holds the plan (plan.json, or a plan made with the same --out).
     """
     from meshkit.profiler import profile_run
     from meshkit.report.compare import compare as compare_reports
-    from meshkit.report.compare import render as render_comparison
+    from meshkit.report.compare_terminal import render as render_comparison
+    from meshkit.report.folder import find_prediction
     from meshkit.report.schema import read_report
 
-    other = read_report(predicted) if predicted else None
+    folder = run if run.is_dir() else run.parent
+    other = read_report(predicted) if predicted else find_prediction(folder)
     with status(f"reading the trace of {run}"):
         report = profile_run(run, predicted=other)
     show_report(report, as_json, run.name)
     if other is not None and not as_json:
+        print()
         Console(width=width()).print(render_comparison(compare_reports(other, report)))
-    folder = run if run.is_dir() else run.parent
-    say(f"wrote {folder / 'report.json'} and {folder / 'report.html'}")
+    say(f"wrote report.json, report.html and trace.json.gz into {folder}")
 
 
 @app.command(epilog="Example: meshkit compare runs/plan runs/first --fail-if 'exposed_s>1.1x'")
 def compare(
     a: Annotated[Path, typer.Argument(show_default=False, help="Run folder or report.json.")],
     b: Annotated[Path, typer.Argument(show_default=False, help="Run folder or report.json.")],
-    fail_if: Annotated[list[str], typer.Option(metavar="CONDITION", help="Exit with 3 if B against A meets it.")] = [],  # noqa: B006
+    fail_if: Annotated[
+        list[str],
+        typer.Option(metavar="CONDITION", help="Exit with 3 if B against A meets it; may be given several times."),
+    ] = [],  # noqa: B006
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the comparison as a page.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Two reports side by side, with ratios."""
+    """Two reports side by side, with ratios; a regression check for CI."""
     from meshkit.report.compare import compare as compare_reports
-    from meshkit.report.compare import evaluate_condition
-    from meshkit.report.compare import render as render_comparison
+    from meshkit.report.compare_terminal import render as render_comparison
+    from meshkit.report.condition import condition_text, judge
+    from meshkit.report.html import write_html
     from meshkit.report.schema import read_report
 
-    comparison = compare_reports(read_report(a), read_report(b))
-    met = [c for c in fail_if if evaluate_condition(comparison, c)]
+    first, second = read_report(a), read_report(b)
+    comparison = compare_reports(first, second)
+    judged = tuple(judge(comparison, condition) for condition in fail_if)
+    comparison = comparison.model_copy(update={"conditions": judged})
+    if html is not None:
+        run_folder(html.parent)
+        write_html(first, html, other=second, title=f"{a.name} and {b.name}")
     if as_json:
         print(comparison.to_json())
     else:
         Console(width=width()).print(render_comparison(comparison))
+    met = [condition_text(c) for c in judged if c.met]
     if met:
-        raise ConditionError(f"{b} against {a} meets {' and '.join(met)}.", at="--fail-if")
+        raise ConditionError(f"{b} against {a} meets {len(met)} of {len(judged)} conditions: {'; '.join(met)}.")
 
 
 @app.command(epilog="Example: meshkit explain configs/experiments/llama3_8b.toml --strict")
@@ -332,7 +313,11 @@ def new(
 def schema(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="report, compare, explain, topo, bench or experiment.", show_default=False),
+        typer.Argument(
+            metavar="NAME",
+            help="report, compare, explain, topo, bench, tune, scaling or experiment.",
+            show_default=False,
+        ),
     ],
 ) -> None:
     """Print the JSON Schema of an output, or of the experiment file."""

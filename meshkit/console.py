@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from meshkit.errors import ConditionError, ConfigError
+from meshkit.units import format_percent, format_seconds
 
 
 def run_folder(folder: Path) -> Path:
@@ -40,7 +41,25 @@ def schemas() -> dict[str, Any]:
 
         return Explanation.model_json_schema(mode="serialization")
 
+    def tuning() -> dict:
+        from meshkit.tuning.schema import tune_json_schema
+
+        return tune_json_schema()
+
+    def scaling() -> dict:
+        from meshkit.scaling import scaling_json_schema
+
+        return scaling_json_schema()
+
+    def diagnosis() -> dict:
+        from meshkit.doctor.schema import Diagnosis
+
+        return Diagnosis.model_json_schema(mode="serialization")
+
     return {
+        "doctor": diagnosis,
+        "tune": tuning,
+        "scaling": scaling,
         "report": report_json_schema,
         "topo": topo_json_schema,
         "bench": bench_json_schema,
@@ -106,7 +125,21 @@ def training_summary(result: Any) -> str:
     held_out = "" if result.evaluation_loss is None else f", held-out {result.evaluation_loss:.3f}"
     entropy = result.unigram_entropy_nats
     beside = "" if entropy is None else f" nats per token (unigram entropy of the data: {entropy:.3f})"
-    return f"step {result.step} after {result.wall_s:.0f} s{loss}{held_out}{beside}; run folder {result.folder}"
+    reached = f"step {result.step} after {result.wall_s:.0f} s{loss}{held_out}{beside}; run folder {result.folder}"
+    return f"{_goodput(result.goodput)}{reached}"
+
+
+def _goodput(goodput: dict[str, Any] | None) -> str:
+    """A line on where the wall time of all attempts went, the largest parts first."""
+    if not goodput or not goodput["wall_s"]:
+        return ""
+    rest = sorted(((s, name) for name, s in goodput["seconds"].items() if name != "step"), reverse=True)
+    shares = [
+        f"{name} {format_percent(s / goodput['wall_s'])}" for s, name in rest[:4] if s > 0.005 * goodput["wall_s"]
+    ]
+    attempts = f"{goodput['attempts']} attempts, " if goodput["attempts"] > 1 else ""
+    wall = f"{attempts}{format_seconds(goodput['wall_s'])} from the first start"
+    return f"goodput {format_percent(goodput['share'])} ({wall}; {', '.join(shares)})\n"
 
 
 def width() -> int | None:

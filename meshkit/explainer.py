@@ -36,7 +36,7 @@ from meshkit.training.state import HOST_MEMORY
 from meshkit.training.step import TrainProgram, make_train_step
 from meshkit.units import format_bytes
 from meshkit.xla.contract import SCALARS, Explained
-from meshkit.xla.program import check_compiler
+from meshkit.xla.preflight import check_compiler
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 

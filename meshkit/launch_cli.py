@@ -51,6 +51,10 @@ def local(
         typer.Option("--max-restarts", metavar="K", min=0, help="Restarts after a failure; 3, of one host alone."),
     ] = None,
     grace: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="To save a checkpoint after SIGTERM.")] = 120,
+    stall_timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="A process that stays longer in one step is stuck; 0 never."),
+    ] = 600,
     hosts: Annotated[int, typer.Option(metavar="H", min=1, help="Machines that each run this command.")] = 1,
     host_index: Annotated[int, typer.Option(metavar="I", min=0, help="Of this machine, from 0.")] = 0,
     coordinator: Annotated[
@@ -69,6 +73,7 @@ def local(
     from meshkit.launching.job import Job, job_name
     from meshkit.launching.local import LocalPart, check_devices, supervise, this_python
     from meshkit.launching.supervisor import Policy
+    from meshkit.launching.watchdog import Limits
     from meshkit.spec.environment import check_address
     from meshkit.spec.experiment import load
 
@@ -88,7 +93,7 @@ def local(
         return
     run_folder(folder)
     restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 else 0
-    policy = Policy(max_restarts=restarts, save_grace_s=grace)
+    policy = Policy(max_restarts=restarts, save_grace_s=grace, limits=Limits(stall_timeout))
     code = supervise(part, loaded, command, folder, policy, say)
     if code:
         raise typer.Exit(code)

@@ -18,7 +18,7 @@ from meshkit.sharding.lint import Subject, lint
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
 from meshkit.sharding.resolve import Placed, placements
 from meshkit.spec.experiment import Experiment
-from meshkit.training.state import HOST_MEMORY, describe_model
+from meshkit.training.state import HOST_MEMORY
 from meshkit.training.step import TrainProgram
 from meshkit.xla.contract import (
     CODES,
@@ -28,7 +28,9 @@ from meshkit.xla.contract import (
     rematerialization_findings,
 )
 from meshkit.xla.hlo import Schedule
-from meshkit.xla.program import CompiledProgram, lowering_for
+from meshkit.xla.lowering import lowering_for
+from meshkit.xla.program import CompiledProgram
+from meshkit.xla.stages import Stages
 from meshkit.xla.strategy import Strategy, make_weights
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "int8": 1}
@@ -87,7 +89,7 @@ class Examined:
 
 def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Examined:
     """Traces the step once for its activations, and resolves the rules for every state of the parameters."""
-    model = describe_model(experiment)
+    model = program.model
     target = lowering_for(experiment.cluster) if isinstance(mesh, DescribedMesh) else nullcontext()
     with target, record_activations() as record:
         jax.eval_shape(program.step, program.abstract_state, program.abstract_batch)
@@ -124,8 +126,17 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
         local_sgd=experiment.local_sgd.axis,
         compression=experiment.compression.axis,
         compressed_bytes={"bf16": 2, "fp8": 1, "int8": 1}[experiment.compression.dtype],
+        stages=_stages(experiment, program),
     )
     return Examined(experiment, subject, strategy)
+
+
+def _stages(experiment: Experiment, program: TrainProgram) -> Stages | None:
+    pipe, count = program.pipeline, experiment.pipeline.microbatches
+    if pipe is None:
+        return None
+    s, v = pipe.stack.stages, pipe.stack.virtual_stages
+    return Stages(pipe.axis, count, count * v + s - 1, count + v * s, pipe.stack.chunk_layers, pipe.stack.layers)
 
 
 def _state_bytes(program: TrainProgram) -> int:

@@ -5,11 +5,8 @@ step -> (export, child process) -> scheduled HLO -> Schedule -> simulated Timeli
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,20 +15,30 @@ from jax.sharding import NamedSharding
 
 from meshkit.errors import ConfigError
 from meshkit.linter import Examined, Lint, examine
-from meshkit.report.schema import CompilePart, MemoryPart, ProgramPart, Report, Warning_
+from meshkit.memory import memory_part
+from meshkit.report.kernels import totals_of
+from meshkit.report.pipeline import ScheduleCost, useful_flops, with_pipeline
+from meshkit.report.program import program_part
+from meshkit.report.schema import CompilePart, MemoryPart, Report, Warning_
 from meshkit.report.summarize import Work, summarize, training_cost
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.findings import Finding
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.mesh import Placement
+from meshkit.timeline.assumptions import assumptions_for
+from meshkit.timeline.derived import derive_options
+from meshkit.timeline.flops import flop_note
 from meshkit.timeline.kernels import calibration_note, compute_peak_flops, peak_flops
 from meshkit.timeline.network import checkpoint_time_s
 from meshkit.timeline.simulate import Simulation, simulate
 from meshkit.timeline.spans import Timeline
+from meshkit.timeline.unpriced import unpriced_seconds
 from meshkit.units import format_bytes, format_rate, format_seconds
 from meshkit.xla.contract import rematerialization_findings
 from meshkit.xla.hlo import Schedule, load_module, read_schedule
+from meshkit.xla.instructions import read_instructions
+from meshkit.xla.options import Option
 from meshkit.xla.program import CompiledProgram, compile_absent
 
 if TYPE_CHECKING:
@@ -155,8 +162,10 @@ def plan_experiment(experiment: Experiment) -> Plan:
         cluster=experiment.cluster,
         work=work,
         options={**program.xla_options, **experiment.xla},
+        derived=derive_options(experiment, program, mesh),
         budget=budget,
         examined=examined,
+        pipeline=program.pipeline and program.pipeline.report(experiment.pipeline.microbatches),
     )
 
 
@@ -169,29 +178,49 @@ def make_plan(
     work: Work,
     budget: Budget,
     options: Mapping[str, object] | None = None,
+    derived: Sequence[Option] = (),
     examined: Examined | None = None,
+    pipeline: ScheduleCost | None = None,
 ) -> Plan:
-    """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step."""
+    """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step.
+
+    `pipeline` is what the schedule of the step's pipeline costs, if it has one.
+    """
     _check_has_gpus(cluster)
     if not isinstance(args, tuple | list):
         raise ConfigError(f"args must be a tuple of arguments, not {type(args).__name__}.", hint="args=(x,)")
     use_no_accelerator()
     absent = _described(mesh, cluster)
-    compiled = compile_absent(step, _on_mesh(args, absent), mesh=absent, cluster=cluster, options=options)
-    schedule = read_schedule(load_module(compiled.module), placement_of(absent, cluster))
-    simulation = simulate(schedule, cluster)
+    pool, abstract = cluster.gpu.memory_bytes * budget.memory_fraction, _on_mesh(args, absent)
+    compiled = compile_absent(
+        step, abstract, mesh=absent, cluster=cluster, options=options, derived=derived, pool_bytes=pool
+    )
+    module = load_module(compiled.module)
+    schedule = read_schedule(module, placement_of(absent, cluster))
+    simulation = simulate(schedule, cluster, assumptions=assumptions_for(compiled.options))
     each = budget.steps_per_call
+    executed = useful_flops(schedule, pipeline) if pipeline else sum(simulation.flops.values())
     full_work = Work(
         model_flops=work.model_flops,
         model_flops_causal=work.model_flops_causal,
-        hardware_flops_per_gpu=sum(simulation.flops.values()) / each,
+        hardware_flops_per_gpu=executed / each,
         tokens=work.tokens,
         peak_flops_per_gpu=_peak(simulation, cluster, budget),
         num_gpus=cluster.num_gpus,
     )
-    memory = _memory(compiled, cluster, budget)
+    memory = memory_part(
+        compiled,
+        module,
+        schedule,
+        cluster,
+        memory_fraction=budget.memory_fraction,
+        parameters_bytes=budget.parameters_bytes,
+        optimizer_bytes=budget.optimizer_bytes,
+        gradients_bytes=budget.gradients_bytes,
+    )
     lint = examined.lint_compiled(compiled, schedule) if examined else None
     findings = lint.findings if lint else rematerialization_findings(compiled)
+    instructions = read_instructions(module)
     report = summarize(
         simulation.timeline,
         source="plan",
@@ -201,8 +230,8 @@ def make_plan(
         processes_expected=cluster.hosts,
         work=full_work,
         memory=memory,
-        program=_program(compiled, schedule),
-        compile=CompilePart(lower_s=compiled.lower_s, compile_s=compiled.compile_s, cached=False),
+        program=program_part(compiled, schedule),
+        compile=CompilePart(lower_s=compiled.lower_s, compile_s=compiled.compile_s, cached=compiled.cached),
         training=training_cost(
             simulation.timeline.steps[0].window[1] / each,
             budget.steps,
@@ -212,13 +241,18 @@ def make_plan(
         ),
         step_bounds=(simulation.all_overlapped_s / each, simulation.all_exposed_s / each),
         steps_per_execution=each,
+        instructions=instructions,
         warnings=[
             *_calibration_warning(cluster),
-            *_warnings(compiled, simulation, memory),
+            *_flop_warning(compiled, simulation, cluster),
+            *_warnings(compiled, simulation, memory, each),
             *_host_warning(compiled, simulation, cluster, each),
             *map(_finding_warning, findings),
         ],
     )
+    if pipeline is not None:
+        totals, names = totals_of(simulation.timeline), simulation.timeline.op_names
+        report = with_pipeline(report, pipeline, names, totals, instructions, steps_per_execution=each)
     return Plan(report, simulation.timeline, compiled, schedule, examined, lint)
 
 
@@ -303,40 +337,11 @@ def _peak(simulation: Simulation, cluster: Cluster, budget: Budget) -> float | N
     return peak_flops(cluster.gpu, max(simulation.flops, key=lambda dtype: simulation.flops[dtype]))
 
 
-def _memory(compiled: CompiledProgram, cluster: Cluster, budget: Budget) -> MemoryPart:
-    capacity = int(cluster.gpu.memory_bytes)
-    pool = int(capacity * budget.memory_fraction)
-    # Gradients are temporaries of the program. They are told apart where they fit in them, all at one time.
-    gradients = budget.gradients_bytes if (budget.gradients_bytes or 0) <= compiled.memory["temp"] else None
-    return MemoryPart(
-        capacity_bytes=capacity,
-        pool_bytes=pool,
-        peak_bytes=compiled.peak_bytes,
-        margin_bytes=pool - compiled.peak_bytes,
-        fits=compiled.peak_bytes <= pool,
-        parameters_bytes=budget.parameters_bytes,
-        optimizer_bytes=budget.optimizer_bytes,
-        gradients_bytes=gradients,
-        temporary_bytes=compiled.memory["temp"] - (gradients or 0),
-    )
-
-
-def _program(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
-    text = json.dumps(dict(compiled.options), sort_keys=True, default=str)
-    return ProgramPart(
-        fingerprint=schedule.fingerprint,
-        options_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
-        jax=metadata.version("jax"),
-        jaxlib=metadata.version("jaxlib"),
-        partitioner=compiled.partitioner,
-    )
-
-
 _NOTES = {
     "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
     "conditional": "a conditional is counted as its longest branch",
     "opaque custom call": "a custom call whose FLOP are unknown is priced by its memory traffic",
-    "host": "a transfer to or from the host is not priced",
+    "side stream": "a computation on a stream of its own is counted as if it ran on the main one",
 }
 
 
@@ -349,6 +354,12 @@ def _calibration_warning(cluster: Cluster) -> list[Warning_]:
     """What of this plan is measured, as a reader must know it before the numbers."""
     note = calibration_note(cluster)
     return [Warning_(code="calibration", message=note)] if note else []
+
+
+def _flop_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster) -> list[Warning_]:
+    """That the compiled program does other work than the traced one, where it does."""
+    note = flop_note(simulation.flops, compiled.traced_flops, cluster.num_gpus)
+    return [Warning_(code="flops", message=note)] if note else []
 
 
 def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster, steps: int) -> list[Warning_]:
@@ -364,20 +375,21 @@ def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cl
     return [Warning_(code="host_memory", message=message, seconds=seconds)]
 
 
-def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart) -> list[Warning_]:
+def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, each: int) -> list[Warning_]:
+    seconds = unpriced_seconds(simulation, steps=each)
     found = [
         Warning_(code=kind.replace(" ", "_"), message=f"{_NOTES.get(kind, kind)}: {', '.join(names[:5])}"
-                 + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
+                 + (f" and {len(names) - 5} more" if len(names) > 5 else ""), seconds=seconds.get(kind))
         for kind, names in simulation.notes.items()
     ]  # fmt: skip
     found += [Warning_(code="compiler", message=line) for line in compiled.log]
     if memory.fits is False:
-        missing = format_bytes(-(memory.margin_bytes or 0))
+        missing, reserved = format_bytes(-(memory.margin_bytes or 0)), format_bytes(memory.reserved_bytes)
         found.append(
             Warning_(
                 code="does_not_fit",
-                message=f"the step needs {format_bytes(memory.peak_bytes)} a GPU, {missing} more than the pool of "
-                f"{format_bytes(memory.pool_bytes)}; try a remat policy, more `accumulate`, or a larger fsdp axis",
+                message=f"the step needs {format_bytes(memory.peak_bytes)} a GPU, and {reserved} is taken beside it: "
+                f"{missing} more than there is",
             )
         )
     return found

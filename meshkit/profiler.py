@@ -7,7 +7,6 @@ trace + compiled program + mesh   (meshkit.training.capture wrote them)
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,29 +15,34 @@ from typing import Any
 
 import jax
 import numpy as np
-from pydantic import ValidationError
 
-from meshkit.errors import MeshkitError, TraceError
-from meshkit.report.html import write_html
+from meshkit.report.folder import write_folder
+from meshkit.report.parts import StragglersPart
+from meshkit.report.pipeline import with_pipeline
+from meshkit.report.quality import feedback_part, quality_part, stragglers_part, withhold_axes
+from meshkit.report.rows import group_rows
 from meshkit.report.schema import MemoryPart, MeshAxisPart, ProgramPart, Report, Warning_
 from meshkit.report.summarize import Work, summarize, training_cost
+from meshkit.spec.calibration import CALIBRATION_FILE
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.mesh import MeshSpec, Placement
+from meshkit.timeline.captured import Captured, collectives_of, notes_of_capture, open_capture, read_captured
+from meshkit.timeline.feedback import PGLE_FILE, measured_costs, write_calibration, write_pgle
 from meshkit.timeline.spans import Timeline
-from meshkit.timeline.trace import Note, Trace, TraceFile, read_trace
-from meshkit.training.capture import TRACE_FOLDER, Capture, CaptureRecord
-from meshkit.xla.costs import opcode
-from meshkit.xla.hlo import load_module, read_collectives, read_schedule
-
-_CONTAINERS = {"while", "conditional", "call"}
+from meshkit.timeline.trace import Note, Trace
+from meshkit.training.capture import TRACE_FOLDER, Capture, chosen_processes
+from meshkit.training.capture_record import CaptureRecord
+from meshkit.xla.instructions import read_instructions
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measured report, and the timeline it summarizes (which the HTML page draws)."""
+    """The measured report, the timeline it summarizes (which the HTML page draws), and where both come from."""
 
     report: Report
     timeline: Timeline
+    captured: Captured
+    trace: Trace
 
 
 class ProfileCapture:
@@ -79,6 +83,7 @@ def profile(
     mesh_spec: MeshSpec | None = None,
     model_flops: float | None = None,
     tokens: float | None = None,
+    processes: int | Sequence[int] | None = None,
 ) -> Iterator[ProfileCapture]:
     """Traces what runs inside the block, and measures the executions of one compiled program in it.
 
@@ -94,9 +99,10 @@ def profile(
         cluster: where the devices are; without it the link of each collective is that of one domain.
         mesh_spec: the spec the mesh was built from, if it was.
         model_flops, tokens: of one step over all devices, for MFU and tokens per second.
+        processes: which processes of the job capture, or how many; None for all.
 
     Raises:
-        ConfigError: `program` is not compiled.
+        ConfigError: `program` is not compiled, or a process that the job does not have.
     """
     folder = Path(folder)
     capture = Capture(
@@ -107,6 +113,7 @@ def profile(
         cluster=cluster,
         mesh_spec=mesh_spec,
         work={"model_flops": model_flops, "tokens": tokens},
+        processes=chosen_processes(processes, jax.process_count()),
     )
     capture.start()
     try:
@@ -118,104 +125,76 @@ def profile(
 
 
 def profile_run(run: str | Path, *, predicted: Report | None = None) -> Report:
-    """The measured report of a run folder that holds a capture; writes `report.json` and `report.html` into it.
+    """The measured report of a run folder that holds a capture; writes its files into the folder (see `report.folder`).
+
+    Beside them `calibration.toml`, which a cluster may name for later plans, where the run had messages and kernels
+    large enough to measure one; and `pgle.pbtxt`, by which XLA schedules a recompile
+    (`[xla] xla_gpu_pgle_profile_file_or_directory_path`).
 
     Args:
         run: the folder, or the `report.json` in it.
-        predicted: a plan's report, which the page shows beside the measurement.
+        predicted: a plan's report, which the page shows beside the measurement; None looks for one in the folder.
 
     Raises:
         TraceError: there is no capture, or it cannot be read.
     """
     folder = Path(run).parent if Path(run).suffix == ".json" else Path(run)
     measured = measure_run(folder)
-    report, timeline = measured.report, measured.timeline
-    report.write(folder)
-    page = folder / "report.html"
-    if predicted is None:
-        write_html(report, page, timeline, title=folder.resolve().name)
-    else:
-        write_html(predicted, page, other=report, other_timeline=timeline, title=folder.resolve().name)
-    return report
+    write_calibration(folder / CALIBRATION_FILE, measured.captured, measured.trace)
+    write_pgle(folder / PGLE_FILE, measured_costs(measured.trace))
+    return write_folder(measured.report, folder, measured.timeline, predicted=predicted)
 
 
-def measure_run(run: str | Path) -> Measurement:
+def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurement:
     """The measured report of a run folder, and its timeline.
+
+    Args:
+        run: the folder.
+        only_process: reads the trace of this process alone; None reads those of all.
 
     Raises:
         TraceError: there is no capture, or it cannot be read.
     """
-    folder = _trace_folder(Path(run))
-    records = read_records(folder)
-    record = records[0]
-    cluster = Cluster.load(record.cluster) if record.cluster else None
-    spec = MeshSpec.parse(record.mesh_spec).resolve(cluster) if record.mesh_spec and cluster else None
-    placement = spec.placement(cluster) if spec and cluster else placement_of(record, cluster)
-    module = _read_module(folder, record)
-    trace = _read_traces(folder, records, module, placement)
+    captured = open_capture(run, only_process=only_process)
+    record, each = captured.record, captured.record.work.steps_per_execution
+    collectives = tuple(dict.fromkeys(collectives_of(captured).values()))
+    trace = read_captured(captured, group_rows(collectives)[0])
+    instructions = read_instructions(captured.module)
     report = summarize(
-        trace.timeline,
+        trace.steps,
+        sweeps=trace.sweeps,
+        kernels=trace.kernels,
         source="profile",
-        cluster=cluster,
-        mesh=spec,
-        mesh_axes=mesh_axes_of(placement),
-        processes_seen=len(records),
-        processes_expected=record.processes,
+        cluster=captured.cluster,
+        mesh=captured.mesh_spec,
+        mesh_axes=mesh_axes_of(captured.placement),
+        processes_seen=len(captured.records) - len(trace.facts.damaged),
+        processes_expected=len(captured.expected),
         work=_work(record),
-        steps_per_execution=record.work.steps_per_execution,
-        memory=_memory(records, cluster),
+        steps_per_execution=each,
+        instructions=instructions,
+        memory=_memory(captured.records, captured.cluster),
         program=ProgramPart(
-            fingerprint=_fingerprint(module, placement),
+            fingerprint=captured.schedule.fingerprint if captured.schedule else None,
             options_hash=record.options_hash,
             jax=record.jax,
             jaxlib=record.jaxlib,
             partitioner=record.partitioner,
         ),
-        warnings=[*_missing_processes(records), *(_warning(note) for note in trace.notes)],
+        quality=quality_part(
+            trace, missing=captured.missing, overhead_s=_overhead_s(captured), steps_per_execution=each
+        ),
+        stragglers=_stragglers(captured, trace),
+        warnings=[_warning(note) for note in (*notes_of_capture(captured), *trace.notes)],
     )
-    return Measurement(_with_training(report, record, cluster), trace.timeline)
-
-
-def read_records(folder: Path) -> list[CaptureRecord]:
-    """The sidecars of a capture, by process.
-
-    Raises:
-        TraceError: there are none, one is garbage, or they are of different captures.
-    """
-    records = []
-    for file in sorted(folder.glob("capture-p*.json")):
-        try:
-            records.append(CaptureRecord.model_validate_json(file.read_bytes()))
-        except ValidationError as e:
-            first = e.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise TraceError(f"this file does not describe a capture: {where} {first['msg']}.", at=str(file)) from None
-    if not records:
-        raise TraceError(
-            "there is no captured trace.",
-            at=str(folder),
-            hint="`meshkit train` with [profile] steps = [first, last], or mk.profile(...)",
+    if record.work.pipeline is not None:
+        names = trace.steps.op_names
+        report = with_pipeline(
+            report, record.work.pipeline, names, trace.kernels, instructions, steps_per_execution=each
         )
-    records.sort(key=lambda r: r.process)
-    # a smaller job that ran again in the same folder leaves the files of the larger one's other processes behind
-    records = [r for r in records if r.processes == records[0].processes]
-    if len({r.process for r in records}) < len(records):
-        raise TraceError("two files describe the capture of one process.", at=str(folder))
-    if len({(r.module, r.mesh.device_ids) for r in records}) > 1:
-        raise TraceError("the processes captured different programs or meshes.", at=str(folder))
-    return records
-
-
-def placement_of(record: CaptureRecord, cluster: Cluster | None) -> Placement:
-    """Where the devices of a mesh without a spec are: by id, in the order of the cluster's GPU index."""
-    names, shape = record.mesh.axes, record.mesh.shape
-    gpus = np.argsort(np.argsort(record.mesh.device_ids))  # rank of each id
-    if cluster is None or cluster.num_gpus != gpus.size:
-        return Placement.from_shape(names, shape)
-    domains = np.array([cluster.domain_of(int(g)) for g in gpus])
-    hosts = np.array([cluster.host_of(int(g)) for g in gpus])
-    links = ["nvlink"] if cluster.num_nvlink_domains == 1 else ["nvlink", "infiniband"]
-    return Placement(names, shape, gpus, domains, hosts, {name: cluster.link(name).fabric for name in links})
+    report = _with_training(withhold_axes(report, trace), record, captured.cluster)
+    report = report.model_copy(update={"feedback": feedback_part(record.options)})
+    return Measurement(report, trace.timeline, captured, trace)
 
 
 def mesh_axes_of(placement: Placement) -> list[dict[str, Any]]:
@@ -227,51 +206,6 @@ def mesh_axes_of(placement: Placement) -> list[dict[str, Any]]:
         across = max(len(set(line)) for line in lines.tolist())
         axes.append(MeshAxisPart(axis=name, size=size, nvlink=size // across, infiniband=across).model_dump())
     return axes
-
-
-def _trace_folder(run: Path) -> Path:
-    folder = run / TRACE_FOLDER
-    if folder.is_dir():
-        return folder
-    if run.name == TRACE_FOLDER and run.is_dir():
-        return run
-    raise TraceError(
-        "there is no captured trace in this run." if run.is_dir() else "there is no such run folder.",
-        at=str(run),
-        hint="`meshkit train` with [profile] steps = [first, last], or mk.profile(...)",
-    )
-
-
-def _read_module(folder: Path, record: CaptureRecord) -> Any:
-    file = folder / Path(record.program_file).name
-    try:
-        return load_module(gzip.decompress(file.read_bytes()))
-    except (OSError, EOFError, MeshkitError) as e:
-        raise TraceError(f"the captured program cannot be read: {e}", at=str(file)) from None
-
-
-def _read_traces(folder: Path, records: Sequence[CaptureRecord], module: Any, placement: Placement) -> Trace:
-    record = records[0]
-    files = [
-        TraceFile(path, {d.ordinal: d.id for d in r.devices}) for r in records for path in [_trace_file(folder, r)]
-    ]
-    containers = {i.name for c in module.computations() for i in c.instructions() if opcode(i) in _CONTAINERS}
-    return read_trace(
-        files,
-        module_names={record.module},
-        collectives_by_op=read_collectives(module, placement),
-        containers=containers,
-        first_step=record.first_step,
-        num_steps=record.num_steps or None,
-    )
-
-
-def _trace_file(folder: Path, record: CaptureRecord) -> Path:
-    session = folder / "plugins" / "profile" / f"p{record.process}"
-    found = sorted(session.glob("*.xplane.pb"))
-    if not found:
-        raise TraceError(f"process {record.process} left no trace.", at=str(session), hint="capturing again")
-    return found[0]
 
 
 def _work(record: CaptureRecord) -> Work:
@@ -309,23 +243,24 @@ def _with_training(report: Report, record: CaptureRecord, cluster: Cluster | Non
     return report.model_copy(update={"training": part})
 
 
-def _fingerprint(module: Any, placement: Placement) -> str | None:
-    try:
-        return read_schedule(module, placement).fingerprint
-    except MeshkitError:
-        return None  # a form of HLO we do not know: the collectives could be read, the rest is only for joining
+def _overhead_s(captured: Captured) -> float | None:
+    """What a step took longer with the trace than without: of the process that lost the most."""
+    costs = [r.cost for r in captured.records if r.cost is not None]
+    found = [c.traced_step_s - c.untraced_step_s for c in costs if c.traced_step_s and c.untraced_step_s]
+    return max(found) if found else None
 
 
-def _missing_processes(records: Sequence[CaptureRecord]) -> list[Warning_]:
-    expected = records[0].processes
-    missing = sorted(set(range(expected)) - {r.process for r in records})
-    if not missing:
-        return []
-    named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    message = (
-        f"The traces of {len(missing)} of {expected} processes are missing ({named}); the means are of the others."
-    )
-    return [Warning_(code="missing_processes", message=message)]
+def _stragglers(captured: Captured, trace: Trace) -> StragglersPart | None:
+    if not trace.skew.instances:
+        return None
+    each = captured.record.work.steps_per_execution
+    by_device: dict[int, list[float]] = {}
+    for step, swept in zip(trace.steps.steps, trace.sweeps):
+        by_device.setdefault(step.device, []).append(swept.total.compute_s / each)
+    compute_s = {device: sum(values) / len(values) for device, values in by_device.items()}
+    hosts = {r.process: r.host for r in captured.records}
+    steps = len({step.step for step in trace.steps.steps}) * each
+    return stragglers_part(trace.skew, hosts, compute_s, steps)
 
 
 def _warning(note: Note) -> Warning_:

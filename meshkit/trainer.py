@@ -7,8 +7,10 @@ The run folder holds `experiment.toml` (resolved), `metrics.jsonl`, `checkpoints
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,22 +23,27 @@ from rich.console import Console
 
 from meshkit.errors import RunError
 from meshkit.explainer import announce_findings
+from meshkit.run_log import RunLog
 from meshkit.sharding import build_mesh
 from meshkit.sharding.gang import join_gang
 from meshkit.spec.experiment import Experiment
+from meshkit.timeline.derived import derive_options
 from meshkit.timeline.kernels import compute_peak_flops
-from meshkit.training.capture import TRACE_FOLDER, Capture
+from meshkit.training.capture import TRACE_FOLDER, Capture, chosen_processes
 from meshkit.training.checkpoint import CheckpointStore
 from meshkit.training.data import Batches, Data, check_tokens, open_data
+from meshkit.training.goodput import GoodputLog, read_goodput
 from meshkit.training.metrics import MetricsLog, finite, read_metrics
+from meshkit.training.phases import Phases
 from meshkit.training.pretrained import first_state
 from meshkit.training.progress import StepProgress
 from meshkit.training.recipe import check_experiment_file, write_experiment_file
 from meshkit.training.replicas import ReplicaCheck
 from meshkit.training.signals import StopRequest
+from meshkit.training.sinks import check_sinks
 from meshkit.training.state import TrainState
 from meshkit.training.step import TrainProgram, make_train_step
-from meshkit.xla.options import compiler_options
+from meshkit.xla.compiling import RefusedOption, compile_for_gpus, compile_lowered, hint_for
 
 
 class Preempted(RunError):
@@ -59,6 +66,7 @@ class TrainResult:
         step_time_s: median of this attempt's steps.
         tokens_per_s, mfu: at that step time; mfu is None where no peak is known.
         compile_s, wall_s: of this attempt.
+        goodput: of all attempts: `share` of the wall time in steps that count, and `seconds` by phase.
     """
 
     folder: str
@@ -72,6 +80,7 @@ class TrainResult:
     mfu: float | None
     compile_s: float
     wall_s: float
+    goodput: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As `meshkit train --json` prints it."""
@@ -105,12 +114,14 @@ def train(
     announce_findings(experiment, program, console)
     data = open_data(experiment)
     check_tokens(experiment, data)
+    check_sinks(experiment)
     for note in (*program.notes, *changes):
         console.print(f"note: {note}", style="yellow")
-    compiled, compile_s = _compile(program, experiment)
-    with StopRequest() as stop:
+    with Phases() as phases, StopRequest() as stop:
+        phases.enter("compile")
+        compiled, compile_s = _compile(program, experiment)
         progress = StepProgress(console, experiment.train.steps, enabled=show_progress)
-        run = _Run(experiment, folder, program, compiled, data, stop, progress)
+        run = _Run(experiment, folder, program, compiled, data, stop, progress, phases)
         with run.progress:
             run.execute()
     return run.result(compile_s, time.perf_counter() - started)
@@ -127,31 +138,43 @@ class _Run:
     data: Data
     stop: StopRequest
     progress: StepProgress
+    phases: Phases
+    goodput: GoodputLog = field(init=False)
     resumed_step: int = 0
     step_times_s: list[float] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
     evaluation_loss: float | None = None
     clock: float = 0.0
+    waited_s: dict[str, float] = field(default_factory=lambda: {"data_wait_s": 0.0, "device_wait_s": 0.0})
 
     def execute(self) -> None:
         """Restores or initialises, then steps to the end or to a signal."""
         checkpoint = self.experiment.checkpoint
-        store = CheckpointStore(self.folder / "checkpoints", keep=checkpoint.keep, verify=checkpoint.verify)
+        self.goodput = GoodputLog(None, self.phases, 0)
+        store = CheckpointStore(
+            self.folder / "checkpoints",
+            keep=checkpoint.keep,
+            verify=checkpoint.verify,
+            arrangement=self.program.arrangement,
+        )
         try:
+            self.phases.enter("restore")
             saved = store.restore_latest(self.program.abstract_state)
             self.resumed_step = int(saved.step) if saved is not None else 0
             state = saved if saved is not None else first_state(self.experiment, self.program)
             write_experiment_file(self.experiment, self.folder)
+            self.goodput = GoodputLog(self.folder if jax.process_index() == 0 else None, self.phases, self.resumed_step)
             self._greet(saved)
-            log = MetricsLog(self.folder / "metrics.jsonl" if jax.process_index() == 0 else None, self.resumed_step)
+            log = RunLog(self.experiment, self.folder, self.resumed_step, self.progress.say)
             try:
                 self._loop(state, store, log)
             finally:
                 log.close()
         finally:
             store.close()
+            self.goodput.update(now=True)
 
-    def _loop(self, state: TrainState, store: CheckpointStore, log: MetricsLog) -> None:
+    def _loop(self, state: TrainState, store: CheckpointStore, log: RunLog) -> None:
         train, every = self.experiment.train, self.experiment.checkpoint.every
         batches = Batches(self.data.train, self.program.abstract_step_batch, self.experiment.data.seed)
         capture = self._capture()
@@ -160,6 +183,7 @@ class _Run:
         pending: tuple[int, Mapping[str, jax.Array]] | None = None
         for step, batch in self._calls(batches):
             if capture and step == capture.first:
+                capture.untraced_step_s = statistics.median(self.step_times_s) if self.step_times_s else None
                 capture.before(step, state)
                 self.clock = time.perf_counter()
             state, metrics = self.compiled(state, batch)
@@ -170,15 +194,19 @@ class _Run:
             checks = self._is_due(train.replica_check_every, step)
             saves = self._is_due(every, step) or (every > 0 and step == train.steps)
             traces = capture is not None and step in (capture.first - self.program.steps_per_call, capture.last)
-            stops = self.stop.requested
+            stops = self.stop.agreed(step - self.program.steps_per_call + 1, step)
             # Metrics of a step are read while the next one runs, so that devices never wait for the host. Virtual CPU
             # devices do: two programs in flight would fight for the same cores.
             if evaluates or checks or saves or traces or stops or step == train.steps or self.experiment.cluster.is_cpu:
                 self._record(*pending, log, state if evaluates else None)
                 pending = None
                 store.check()
-            if capture:
+            if capture and capture.active:
                 capture.after(step, (state, metrics))
+                if not capture.active:
+                    log.measure_capture()
+            if saves:
+                self.phases.enter("save", step)
             if checks:  # before a checkpoint of this state replaces a good one
                 replicas.check(state, step)
             if saves:
@@ -192,7 +220,12 @@ class _Run:
         """The last step of every call of the program, and what it is called with: a batch, or those of a round."""
         each, per_call = batches.iterate(self.resumed_step, self.experiment.train.steps), self.program.steps_per_call
         for step in range(self.resumed_step + per_call, self.experiment.train.steps + 1, per_call):
-            yield step, self.program.stack([next(each) for _ in range(per_call)]) if self.program.stack else next(each)
+            self.phases.enter("data", step)
+            began = time.perf_counter()
+            batch = self.program.stack([next(each) for _ in range(per_call)]) if self.program.stack else next(each)
+            self.waited_s["data_wait_s"] += time.perf_counter() - began
+            self.phases.enter("step", step)
+            yield step, batch
 
     def _is_due(self, interval: int, step: int) -> bool:
         """Whether something done every `interval` steps (0: never) falls on a step of the call that ends with this."""
@@ -205,11 +238,16 @@ class _Run:
             step: the last step of the call.
         """
         per_call = self.program.steps_per_call
+        began = time.perf_counter()
         values = {name: np.asarray(value, np.float64).reshape(per_call).tolist() for name, value in metrics.items()}
+        self.waited_s["device_wait_s"] += time.perf_counter() - began
         elapsed_s = (time.perf_counter() - self.clock) / per_call
+        waits = {name: seconds / per_call for name, seconds in self.waited_s.items()}
+        waits["host_s"] = max(0.0, elapsed_s - sum(waits.values()))  # Python and dispatch
+        self.waited_s = dict.fromkeys(self.waited_s, 0.0)
         for i in range(per_call):
             number = step - per_call + 1 + i
-            of_step = {name: value[i] for name, value in values.items()}
+            of_step = waits | {name: value[i] for name, value in values.items()}
             self._record_step(number, of_step, elapsed_s, log, evaluate if number == step else None)
 
     def _record_step(
@@ -226,6 +264,7 @@ class _Run:
             log.write(record)
         self.progress.update(record)
         self.last, self.clock = record, time.perf_counter()
+        self.goodput.update()
         norm = values.get("grad_norm", 0.0)
         if not math.isfinite(loss) or not math.isfinite(norm):  # before a checkpoint of this state replaces a good one
             raise RunError(
@@ -246,17 +285,19 @@ class _Run:
     def _evaluate(self, state: TrainState) -> dict[str, float]:
         """Mean loss over the first `evaluate_batches` held-out batches, always the same ones."""
         began = time.perf_counter()
+        self.phases.enter("evaluate")
         batches = Batches(self.data.validation, self.program.abstract_step_batch, None)
         sums = [self.program.evaluate(state, b) for b in batches.iterate(0, self.experiment.train.evaluate_batches)]
         loss_sum, weight = (sum(float(s[k]) for s in sums) for k in ("loss_sum", "weight"))
         self.evaluation_loss = loss_sum / weight
+        self.phases.enter("step")
         return {"evaluation_loss": self.evaluation_loss, "evaluation_s": time.perf_counter() - began}
 
     def _capture(self) -> Capture | None:
         steps = self.experiment.profile.steps
         if steps is None or steps[1] <= self.resumed_step:
             return None
-        work = self.program.work
+        work, pipe = self.program.work, self.program.pipeline
         known = {
             "model_flops": work["model_flops"],
             "model_flops_causal": work["model_flops_causal"],
@@ -264,6 +305,7 @@ class _Run:
             "peak_flops_per_gpu": peak_flops_per_gpu(self.experiment),
             "training_steps": training_steps(self.experiment),
             "steps_per_execution": self.program.steps_per_call,
+            "pipeline": pipe and dataclasses.asdict(pipe.report(self.experiment.pipeline.microbatches)),
         }
         return Capture(
             self.folder / TRACE_FOLDER,
@@ -273,12 +315,16 @@ class _Run:
             cluster=self.experiment.cluster,
             mesh_spec=self.experiment.mesh,
             work=known,
+            options={**self.program.xla_options, **self.experiment.xla},
+            processes=chosen_processes(self.experiment.profile.processes, jax.process_count()),
         )
 
     def _leave(self, state: TrainState, store: CheckpointStore) -> None:
         """Saves, and raises what the signal asks for."""
         step = int(state.step)
-        if self.stop.preempted or self.experiment.checkpoint.every:
+        self.phases.enter("save", step)
+        # Of several processes one may have been interrupted and the others told to end: a save takes all of them.
+        if self.stop.preempted or self.experiment.checkpoint.every or jax.process_count() > 1:
             store.save(state)
             store.wait()
         if self.stop.preempted:
@@ -310,6 +356,7 @@ class _Run:
             step_time_s=median_s,
             compile_s=compile_s,
             wall_s=wall_s,
+            goodput=goodput.to_dict() if (goodput := read_goodput(self.folder)) else None,
             tokens_per_s=rate["tokens_per_s"],
             mfu=rate["mfu"],
         )
@@ -332,16 +379,19 @@ def _compile(program: TrainProgram, experiment: Experiment) -> tuple[Any, float]
     """The step compiled once, ahead of time: what runs is what a capture records."""
     began = time.perf_counter()
     cluster = experiment.cluster
-    options = (
-        dict(experiment.xla)
-        if cluster.is_cpu
-        else compiler_options(cluster.gpu, {**program.xla_options, **experiment.xla})
-    )
     lowered = program.step.lower(program.abstract_state, program.abstract_batch)
     try:
-        compiled = lowered.compile(compiler_options=options or None)
-    except jax.errors.JaxRuntimeError as error:
-        if experiment.xla and "option" in str(error).lower():
-            raise experiment.error("xla", f"XLA refuses an option: {error}") from error
-        raise
+        if cluster.is_cpu:
+            (compiled, _), lines = compile_lowered(lowered, experiment.xla, experiment.xla), []
+        else:
+            users = {**program.xla_options, **experiment.xla}
+            derived = derive_options(experiment, program, program.mesh)
+            pool_bytes = cluster.gpu.memory_bytes * experiment.train.memory_fraction
+            compiled, lines = compile_for_gpus(lowered, cluster.gpu, users, derived, pool_bytes)
+    except RefusedOption as e:
+        message = f"XLA refuses the option {e.name}: {e.reason}."
+        raise experiment.error(f"xla.{e.name}", message, hint_for(e.name, e.reason)) from None
+    if jax.process_index() == 0:
+        for line in lines:
+            print(f"meshkit: {line}", file=sys.stderr)
     return compiled, time.perf_counter() - began

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from meshkit.parallel import gathered_attention, ring_attention, ulysses_attention
-from meshkit.parallel.balance import balance, balanced_positions, restore
+from meshkit.parallel.balance import balance, positions_here, restore
 from meshkit.parallel.layout import Layout
 from meshkit.sharding import attention_implementation, constrain, current_scope, shard_over
 from meshkit.sharding.constrain import partition_spec
@@ -57,23 +57,30 @@ def rotate(x: jax.Array, theta: float, positions: jax.Array | None = None) -> ja
 class TokenOrder:
     """The order in which layers see the tokens of a sequence.
 
-    Natural without a layout; with one the balanced order of `meshkit.parallel.balance`, in which every GPU has the
-    same share of a causal mask.
+    Natural, or the balanced order of `meshkit.parallel.balance`, in which every GPU has the same share of a causal
+    mask.
+
+    Attributes:
+        layout: what cuts the length; None where nothing does.
+        balanced: whether the order is balanced.
     """
 
     layout: Layout | None = None
+    balanced: bool = False
 
     def positions(self, length: int) -> jax.Array:
         """Of each token in its sequence: int32 [length]."""
-        return balanced_positions(length, self.layout.ways if self.layout else 1)
+        if self.layout is None:
+            return jnp.arange(length)
+        return positions_here(length, self.layout, balanced=self.balanced)
 
     def enter(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
         """x from natural order into this one; `logical_axes` name its dims, the second is the length."""
-        return balance(x, self.layout, _spec(x, logical_axes)) if self.layout else x
+        return balance(x, self.layout, _spec(x, logical_axes)) if self.layout and self.balanced else x
 
     def leave(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
         """x from this order into natural order."""
-        return restore(x, self.layout, _spec(x, logical_axes)) if self.layout else x
+        return restore(x, self.layout, _spec(x, logical_axes)) if self.layout and self.balanced else x
 
 
 NATURAL = TokenOrder()
@@ -86,10 +93,12 @@ def token_order(context: str, length: int) -> TokenOrder:
         ConfigError: the length does not divide as `ring` needs it.
     """
     layout = _length_layout()
-    if layout is None or context == "ulysses" or _stays_whole(context, length, layout):
+    if layout is None or _stays_whole(context, length, layout):
         return NATURAL
+    if context == "ulysses":
+        return TokenOrder(layout)
     layout.check_balanced(length)
-    return TokenOrder(layout)
+    return TokenOrder(layout, balanced=True)
 
 
 def causal_attention(
@@ -135,22 +144,24 @@ def _over_length(q: jax.Array, k: jax.Array, context: str, order: TokenOrder):
     batch = _dividing(batch, q.shape[0])
     pieces = scope.shard_count("act_heads")
     heads = heads if q.shape[2] % pieces == 0 == k.shape[2] % pieces else ()
-    options = {} if context == "ulysses" else {"balanced": order.layout is not None}
-    return partial(CONTEXTS[context], mesh=scope.mesh, axis=length, batch=batch, heads=heads, **options)
+    options = {} if context == "ulysses" else {"balanced": order.balanced}
+    axes = length or scope.manual_axes("act_length")
+    return partial(CONTEXTS[context], mesh=scope.mesh, axis=axes, batch=batch, heads=heads, **options)
 
 
 def _length_layout() -> Layout | None:
-    """How rules cut `act_length`; None if they do not, or outside of a scope."""
+    """How rules cut `act_length`, or how it is cut already in a pipeline; None if not at all, or outside of a scope."""
     scope = current_scope()
-    if scope is None or scope.shard_count("act_length") == 1:
+    if scope is None:
         return None
     (length,) = scope.rules.spec_for(("act_length",), kind="activations")
-    return Layout(scope.mesh, length)
+    layout = Layout(scope.mesh, length or scope.manual_axes("act_length"))
+    return layout if layout.ways > 1 else None
 
 
 def _stays_whole(context: str, length: int, layout: Layout) -> bool:
     """Whether a length that does not divide is simply not cut: `all_gather` needs no cut to be right."""
-    return context == "all_gather" and length % (2 * layout.ways) != 0
+    return context == "all_gather" and layout.pieces(layout.length) > 1 and length % (2 * layout.ways) != 0
 
 
 def _spec(x: jax.Array, logical_axes: tuple[str | None, ...]):

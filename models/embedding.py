@@ -10,17 +10,31 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshkit.parallel.pipeline.sums import psum
 from meshkit.sharding import constrain, current_scope, shard_over_mesh
 
 
-def lookup(table: jax.Array, tokens: jax.Array, dtype) -> jax.Array:
+def lookup(table: jax.Array, tokens: jax.Array, dtype, vocab: int | None = None, axis: str | None = None) -> jax.Array:
     """Rows of a [vocab, embed] table, in `dtype`; the gradient is scattered, and reduced, in fp32.
 
     Always in fp32, since a frequent token adds up thousands of rows, more than bf16 can count.
 
     The table is gathered over whatever shards `embed` and stays cut over `act_vocab`, which the partitioner turns into
     a masked look-up and one all-reduce. Left to itself it would replicate the batch instead.
+
+    Args:
+        table: whole, or one stage's part of the rows in a pipeline.
+        tokens: int32 [batch, length].
+        dtype: of the result.
+        vocab: rows of the whole table; None where this is it.
+        axis: of the pipeline, whose stages then give each row by one all-reduce.
     """
+    if vocab is not None and table.shape[0] < vocab:
+        assert axis is not None
+        place = tokens - lax.axis_index(axis) * table.shape[0]
+        mine = (place >= 0) & (place < table.shape[0])
+        rows = lookup(table, jnp.clip(place, 0, table.shape[0] - 1), dtype)
+        return psum(jnp.where(mine[..., None], rows, jnp.zeros((), dtype)), axis)
     # The backward pass is traced outside of the sharding scope, so what it needs of the scope is taken here.
     scatter = _scatter_shards(table.shape, tokens.shape) or partial(_scatter_rows, table.shape)
     return _lookup(table, tokens, dtype, scatter)

@@ -144,6 +144,17 @@ def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...
     return tuple(p.mark(y) for p, y in zip(projections, outputs))
 
 
+def for_matmuls(x: jax.Array) -> jax.Array:
+    """The input of matmuls: whole along embed, and along what sequence parallelism cuts between blocks."""
+    x = constrain(x, *RESIDUAL_AXES)  # pinned in pieces, so that what is gathered is x and not what it was cast from
+    return constrain(x, *WHOLE_AXES)
+
+
+def depth_scale(layers: int) -> float:
+    """Keeps the residual stream's variance independent of depth: 2 additions a layer (Radford et al., 2019)."""
+    return 1 / math.sqrt(2 * layers)
+
+
 def _scattered(y: jax.Array) -> jax.Array:
     """The output of a row-parallel projection, laid out as the residual stream where context and tensor axes cut it.
 

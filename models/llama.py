@@ -8,23 +8,35 @@ An experiment names it `models.llama:Llama` with a preset; every field of `Llama
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from meshkit.parallel.pipeline import StageContext
 from meshkit.sharding import constrain
 from models.attention import causal_attention, check_context, rotate, token_order
 from models.embedding import lookup
 from models.hf import Layout, llama_layout
-from models.layers import PLAIN, Matmuls, Projection, RMSNorm, parameter, project, project_each
+from models.layers import (
+    PLAIN,
+    RESIDUAL_AXES,
+    Matmuls,
+    Projection,
+    RMSNorm,
+    depth_scale,
+    for_matmuls,
+    parameter,
+    project,
+    project_each,
+)
+from models.options import check_option, suggest
 from models.remat import check_remat, recompute
-
-RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class Attention(nnx.Module):
         self.query = linear("query", embed, queries)
         self.key = linear("key", embed, keys)
         self.value = linear("value", embed, keys)
-        self.output = linear("output", queries, embed, scale=_depth_scale(c))
+        self.output = linear("output", queries, embed, scale=depth_scale(c.layers))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         order = token_order(self.context, x.shape[1])
@@ -96,7 +108,7 @@ class SwiGLU(nnx.Module):
         embed, mlp = {"embed": c.embed}, {"mlp": c.mlp}
         linear = partial(Projection, stack=c.layers, matmuls=matmuls, rngs=rngs)
         self.gate, self.up = linear("gate", embed, mlp), linear("up", embed, mlp)
-        self.down = linear("down", mlp, embed, scale=_depth_scale(c))
+        self.down = linear("down", mlp, embed, scale=depth_scale(c.layers))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = project_each(x, self.gate, self.up)
@@ -166,27 +178,46 @@ class Llama(nnx.Module):
         return cls(preset, rngs=rngs, **overrides)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.first({"tokens": tokens})
+        with jax.named_scope("layers"):
+            graph, stacked = nnx.split(self.layers)
+            x = jax.lax.scan(self._one_layer(graph), x, stacked)[0]
+        return self.last(x)
+
+    def first(self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None) -> jax.Array:
+        """What enters the layers: activations [batch, length, embed]; of a pipeline the part before its first stage."""
+        tokens = batch["tokens"]
         order = token_order(self.context, tokens.shape[1])
         with jax.named_scope("embedding"):
             tokens = order.enter(tokens, "act_batch", "act_length")
-            x = constrain(lookup(self.embedding.get_value(), tokens, self.dtype), *RESIDUAL_AXES)
-        with jax.named_scope("layers"):
-            x = self._scan_layers(x)
+            x = lookup(self.embedding.get_value(), tokens, self.dtype, self.config.vocab, ctx and ctx.axis)
+            return constrain(x, *RESIDUAL_AXES)
+
+    def layer(self, parameters: Mapping[str, Any], x: jax.Array, ctx: StageContext, key: Any = None) -> jax.Array:
+        """One layer of a pipeline's stage, with its parameters as a nested dict of arrays."""
+        del ctx, key
+        graph, _ = nnx.split(self.layers)
+        return self._one_layer(graph)(x, nnx.State(parameters))[0]
+
+    def last(self, x: jax.Array, ctx: StageContext | None = None) -> jax.Array:
+        """Logits of what leaves the layers: fp32 [batch, length, vocab], or a stage's part of the vocabulary."""
+        del ctx
+        order = token_order(self.context, x.shape[1])
         with jax.named_scope("logits"):
-            x = order.leave(_for_matmuls(self.norm(x)), "act_batch", "act_length", "act_embed")
+            x = order.leave(for_matmuls(self.norm(x)), "act_batch", "act_length", "act_embed")
             if self.config.tied:
                 logits = project(x, self.embedding.get_value().T, 1, jnp.float32)
             else:
                 logits = self.head(x, out_dtype=jnp.float32)
             return constrain(logits, "act_batch", "act_length", "act_vocab")
 
-    def _scan_layers(self, x: jax.Array) -> jax.Array:
-        graph, stacked = nnx.split(self.layers)
+    def _one_layer(self, graph: Any):
+        """The body of a scan over layers: (x, parameters) -> (x, None), recomputed as `remat` says."""
 
         def layer(x, parameters):
             return nnx.merge(graph, parameters)(x), None
 
-        return jax.lax.scan(recompute(layer, self.remat), x, stacked)[0]
+        return recompute(layer, self.remat)
 
     def matmul_parameters(self) -> int:
         """N of 6 N tokens: parameters that multiply activations; a tied table once, an untied look-up not."""
@@ -210,40 +241,11 @@ def make_config(preset: str, **overrides) -> LlamaConfig:
         ValueError: no such preset or field, or a value of another type.
     """
     if preset not in PRESETS:
-        raise ValueError(f"no Llama preset '{preset}'.{_suggest(preset, PRESETS)}")
+        raise ValueError(f"no Llama preset '{preset}'.{suggest(preset, PRESETS)}")
     fields = {f.name for f in dataclasses.fields(LlamaConfig)}
     for name in overrides:
         if name not in fields:
-            raise ValueError(f"a Llama has no option '{name}'.{_suggest(name, fields)}")
+            raise ValueError(f"a Llama has no option '{name}'.{suggest(name, fields)}")
     types = {f.name: f.type for f in dataclasses.fields(LlamaConfig)}
-    checked = {name: _check_option(name, value, str(types[name])) for name, value in overrides.items()}
+    checked = {name: check_option(name, value, str(types[name])) for name, value in overrides.items()}
     return dataclasses.replace(PRESETS[preset], **checked)
-
-
-def _check_option(name: str, value, kind: str):
-    """The value as the config wants it; a whole number may stand for a float."""
-    if kind == "bool":
-        wanted, fits = "true or false", isinstance(value, bool)
-    elif kind == "int":
-        wanted, fits = "a whole number of at least 1", isinstance(value, int) and value >= 1
-    else:
-        wanted, fits = "a positive number", isinstance(value, int | float) and 0 < value < math.inf
-    if not fits or isinstance(value, bool) != (kind == "bool"):
-        raise ValueError(f"{name} = {value!r} must be {wanted}.")
-    return float(value) if kind == "float" else value
-
-
-def _suggest(word: str, known) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(sorted(known))}."
-
-
-def _depth_scale(c: LlamaConfig) -> float:
-    """Keeps the residual stream's variance independent of depth: 2 additions a layer (Radford et al., 2019)."""
-    return 1 / math.sqrt(2 * c.layers)
-
-
-def _for_matmuls(x: jax.Array) -> jax.Array:
-    """The input of matmuls: whole along embed, and along what sequence parallelism cuts between blocks."""
-    x = constrain(x, *RESIDUAL_AXES)  # pinned in pieces, so that what is gathered is x and not what it was cast from
-    return constrain(x, "act_batch", "act_length", "act_embed")

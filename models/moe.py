@@ -12,19 +12,22 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from meshkit.parallel.expert import GATHERED, expert_layer
+from meshkit.parallel.pipeline import StageContext
 from meshkit.sharding import constrain, current_scope, shard_over
 from models.attention import check_context, token_order
 from models.embedding import lookup
 from models.hf import Layout, moe_layout
-from models.layers import PROJECTION, Projection, RMSNorm, parameter
-from models.llama import RESIDUAL_AXES, Attention, LlamaConfig, SwiGLU, _check_option, _depth_scale, _suggest
-from models.llama import _for_matmuls as for_matmuls
+from models.layers import PROJECTION, RESIDUAL_AXES, Projection, RMSNorm, depth_scale, for_matmuls, parameter
+from models.llama import Attention, Block, LlamaConfig, SwiGLU
+from models.losses import next_token_losses
+from models.options import check_option, suggest
 from models.remat import check_remat, recompute
 
 
@@ -40,6 +43,8 @@ class MoeConfig(LlamaConfig):
         buffer_factor: bounds the dropless buffers to that many times an even load; None is the worst case.
         load_balance_weight: of the load-balance loss.
         z_loss_weight: of the router z-loss (Zoph et al., 2022).
+        dense_layers: layers without experts in front of the `layers` that have them (Dai et al., 2024).
+        dense_mlp: width of their feed-forward block; None makes it as wide as what a token passes in the others.
     """
 
     experts: int = 8
@@ -49,6 +54,8 @@ class MoeConfig(LlamaConfig):
     buffer_factor: float | None = None
     load_balance_weight: float = 0.01
     z_loss_weight: float = 0.0
+    dense_layers: int = 0
+    dense_mlp: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -56,6 +63,13 @@ class MoeConfig(LlamaConfig):
             raise ValueError(f"a token cannot go to {self.experts_per_token} of {self.experts} experts.")
         if self.capacity_factor is not None and self.buffer_factor is not None:
             raise ValueError("capacity_factor bounds the rows of each expert already: leave buffer_factor out.")
+
+    @property
+    def dense(self) -> LlamaConfig:
+        """The layers without experts, as a Llama's."""
+        width = self.dense_mlp or self.mlp * (self.experts_per_token + self.shared_experts)
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(LlamaConfig)}
+        return LlamaConfig(**{**fields, "layers": self.dense_layers, "mlp": width})
 
 
 MIXTRAL = {"rope_theta": 1e6, "experts": 8, "experts_per_token": 2, "load_balance_weight": 0.02}
@@ -90,7 +104,7 @@ class Experts(nnx.Module):
 
         embed, mlp = ("embed", c.embed), ("mlp", c.mlp)
         self.gate, self.up = kernel(embed, mlp), kernel(embed, mlp)
-        self.down = kernel(mlp, embed, _depth_scale(c))
+        self.down = kernel(mlp, embed, depth_scale(c.layers))
 
 
 class MoeMlp(nnx.Module):
@@ -152,14 +166,33 @@ def routing_values(scores: jax.Array, chosen: jax.Array, kept: jax.Array) -> dic
         chosen: one-hot [batch, length, k, experts].
         kept: bool [batch, length, k].
     """
-    share = jnp.mean(chosen, axis=(0, 1, 2))
-    probability = jnp.mean(jax.nn.softmax(scores, axis=-1), axis=(0, 1))
-    return {
-        "load_balance_loss": scores.shape[-1] * jnp.sum(share * probability),
-        "router_z_loss": jnp.mean(jax.nn.logsumexp(scores, axis=-1) ** 2),
-        "dropped_fraction": 1.0 - jnp.mean(kept.astype(jnp.float32)),
-        "largest_expert_share": jnp.max(share),
+    means = {
+        "share": jnp.mean(chosen, axis=(0, 1, 2)),
+        "probability": jnp.mean(jax.nn.softmax(scores, axis=-1), axis=(0, 1)),
+        "z": jnp.mean(jax.nn.logsumexp(scores, axis=-1) ** 2),
+        "kept": jnp.mean(kept.astype(jnp.float32)),
     }
+    axes = _axes_of_shared_tokens()
+    means = jax.lax.pmean(means, axes) if axes else means
+    return {
+        "load_balance_loss": scores.shape[-1] * jnp.sum(means["share"] * means["probability"]),
+        "router_z_loss": means["z"],
+        "dropped_fraction": 1.0 - means["kept"],
+        "largest_expert_share": jnp.max(means["share"]),
+    }
+
+
+def _axes_of_shared_tokens() -> tuple[str, ...]:
+    """Mesh axes that cut the tokens of one micro-batch by hand, in a pipeline: the experts', and those of the length.
+
+    Over other axes of the batch each GPU balances its own tokens, as with accumulated micro-batches.
+    """
+    scope = current_scope()
+    if scope is None or scope.whole is None:
+        return ()
+    (experts,) = scope.whole.spec_for(("act_experts",), kind="activations")
+    shared = tuple(a for a in scope.manual_axes("act_batch") if a in experts)
+    return shared + scope.manual_axes("act_length")
 
 
 class MoeBlock(nnx.Module):
@@ -210,6 +243,9 @@ class Moe(nnx.Module):
         self.embedding = parameter(
             rngs, jax.nn.initializers.normal(1.0), (c.vocab, c.embed), ("vocab", "embed"), stack=None
         )
+        if c.dense_layers:
+            self.prefix = Block(c.dense, context, rngs=rngs)
+            _name_apart(self.prefix)
         self.layers = MoeBlock(c, context, rngs=rngs)
         self.norm = RMSNorm(c.embed, eps=c.norm_eps, rngs=rngs)
         self.head = Projection("head", {"embed": c.embed}, {"vocab": c.vocab}, rngs=rngs)
@@ -219,28 +255,54 @@ class Moe(nnx.Module):
 
     def with_routing(self, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Logits, and `routing_values` averaged over the layers."""
+        x = self.first({"tokens": tokens})
+        with jax.named_scope("layers"):
+            graph, stacked = nnx.split(self.layers)
+            x, values = jax.lax.scan(self._one_layer(graph), x, stacked)
+        return self.last(x), {name: jnp.mean(value) for name, value in values.items()}
+
+    def first(self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None) -> jax.Array:
+        """What enters the layers with experts: activations [batch, length, embed].
+
+        Of a pipeline the part before its first stage: all stages work on it, each for every microbatch.
+        """
+        tokens = batch["tokens"]
         order = token_order(self.context, tokens.shape[1])
         with jax.named_scope("embedding"):
             tokens = order.enter(tokens, "act_batch", "act_length")
-            x = constrain(lookup(self.embedding.get_value(), tokens, self.dtype), *RESIDUAL_AXES)
-        with jax.named_scope("layers"):
-            x, values = self._scan_layers(x)
+            x = lookup(self.embedding.get_value(), tokens, self.dtype, self.config.vocab, ctx and ctx.axis)
+            x = constrain(x, *RESIDUAL_AXES)
+        if not self.config.dense_layers:
+            return x
+        with jax.named_scope("prefix"):
+            graph, stacked = nnx.split(self.prefix)
+            layer = recompute(lambda x, parameters: (nnx.merge(graph, parameters)(x), None), self.remat)
+            return jax.lax.scan(layer, x, stacked)[0]
+
+    def layer(self, parameters: Mapping[str, Any], x: jax.Array, ctx: StageContext, key: Any = None):
+        """One layer of a pipeline's stage, with its parameters as a nested dict: activations, and `routing_values`."""
+        del ctx, key
+        graph, _ = nnx.split(self.layers)
+        return self._one_layer(graph)(x, nnx.State(parameters))
+
+    def last(self, x: jax.Array, ctx: StageContext | None = None) -> jax.Array:
+        """Logits of what leaves the layers: fp32 [batch, length, vocab], or a stage's part of the vocabulary."""
+        del ctx
+        order = token_order(self.context, x.shape[1])
         with jax.named_scope("logits"):
             x = order.leave(for_matmuls(self.norm(x)), "act_batch", "act_length", "act_embed")
-            logits = self.head(x, out_dtype=jnp.float32)
-            logits = constrain(logits, "act_batch", "act_length", "act_vocab")
-        return logits, {name: jnp.mean(value) for name, value in values.items()}
+            return constrain(self.head(x, out_dtype=jnp.float32), "act_batch", "act_length", "act_vocab")
 
-    def _scan_layers(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        graph, stacked = nnx.split(self.layers)
+    def _one_layer(self, graph: Any):
+        """The body of a scan over layers: (x, parameters) -> (x, values), recomputed as `remat` says."""
 
         def layer(x, parameters):
             return nnx.merge(graph, parameters)(x)
 
         if self.remat == "none":  # keeps all, but the kernels of experts in pieces: they are gathered again
             policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
-            return jax.lax.scan(jax.checkpoint(layer, policy=policy, prevent_cse=False), x, stacked)
-        return jax.lax.scan(recompute(layer, self.remat), x, stacked)
+            return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        return recompute(layer, self.remat)
 
     def auxiliary_loss(self, values: Mapping[str, jax.Array]) -> jax.Array:
         """What training adds to the loss per token, of the values that `with_routing` gives."""
@@ -252,36 +314,59 @@ class Moe(nnx.Module):
         c = self.config
         attention = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
         active = 3 * c.embed * c.mlp * (c.experts_per_token + c.shared_experts) + c.embed * c.experts
-        return c.layers * (attention + active) + c.embed * c.vocab
+        dense = c.dense_layers * (attention + 3 * c.embed * c.dense.mlp) if c.dense_layers else 0
+        return c.layers * (attention + active) + dense + c.embed * c.vocab
 
     def hf_layout(self) -> Layout:
-        """How the parameters correspond to those of Hugging Face's `MixtralForCausalLM`."""
+        """How the parameters correspond to those of Hugging Face's `MixtralForCausalLM`, which has no dense layers."""
+        if self.config.dense_layers:
+            raise ValueError("MixtralForCausalLM has experts in every layer: no layout for dense_layers.")
         return moe_layout(self.config)
 
     def attention_shape(self) -> tuple[int, int, int]:
         """(layers, heads, head_dim) of 12 L heads head_dim T tokens."""
-        return self.config.layers, self.config.heads, self.config.head_dim
+        c = self.config
+        return c.layers + c.dense_layers, c.heads, c.head_dim
 
 
-def next_token_loss(model: Moe, batch: Mapping[str, jax.Array], rng: jax.Array):
+def _name_apart(block: nnx.Module) -> None:
+    """Takes the name `layers` from the stacked dim of a block's parameters: no pipeline cuts these."""
+    for _, leaf in nnx.iter_graph(block):
+        if isinstance(leaf, nnx.Param):
+            leaf.set_metadata(out_sharding=(None, *leaf.get_metadata()["out_sharding"][1:]))
+
+
+class NextTokenLoss:
     """Next-token cross-entropy plus, in training, the auxiliary losses; routing values as metrics.
 
     A sum over tokens like the cross-entropy: the auxiliary losses, each a mean over the tokens of a micro-batch, count
-    once for each of its (weighted) tokens.
+    once for each of its (weighted) tokens. In a pipeline each layer adds its own share on its stage (`of_layer`).
     """
-    del rng
-    logits, values = model.with_routing(batch["tokens"])
-    weight = jnp.sum(batch["weights"])
-    loss = jnp.sum(_cross_entropy(logits, batch["targets"]) * batch["weights"])
-    if not model.deterministic:
-        loss = loss + weight * model.auxiliary_loss(values)
-    return loss, weight, values
+
+    def __call__(self, model: Moe, batch: Mapping[str, jax.Array], rng: jax.Array):
+        del rng
+        logits, values = model.with_routing(batch["tokens"])
+        loss_sum, weight, _ = self._of_logits(model, logits, batch)
+        if not model.deterministic:
+            loss_sum = loss_sum + weight * model.auxiliary_loss(values)
+        return loss_sum, weight, values
+
+    def of_hidden(self, model: Moe, x: jax.Array, batch: Mapping[str, jax.Array], ctx: StageContext):
+        """loss_sum, weight and metrics of what leaves the last layer of a pipeline."""
+        return self._of_logits(model, model.last(x, ctx), batch, ctx)
+
+    def of_layer(self, model: Moe, values: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]):
+        """loss_sum and metrics of one layer's values, to be summed over the layers."""
+        share = 1 / model.config.layers
+        metrics = {name: share * value for name, value in values.items()}
+        return 0.0 if model.deterministic else jnp.sum(batch["weights"]) * model.auxiliary_loss(metrics), metrics
+
+    def _of_logits(self, model: Moe, logits, batch, ctx: StageContext | None = None):
+        losses = next_token_losses(logits, batch["targets"], model.config.vocab, ctx)
+        return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"]), {}
 
 
-def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """logsumexp(logits) - logits[target]; by comparison, not by index, so that a cut vocabulary needs no gather."""
-    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+next_token_loss = NextTokenLoss()
 
 
 def make_config(preset: str, **overrides) -> MoeConfig:
@@ -291,13 +376,13 @@ def make_config(preset: str, **overrides) -> MoeConfig:
         ValueError: no such preset or field, or a value of another type.
     """
     if preset not in PRESETS:
-        raise ValueError(f"no Moe preset '{preset}'.{_suggest(preset, PRESETS)}")
+        raise ValueError(f"no Moe preset '{preset}'.{suggest(preset, PRESETS)}")
     types = {f.name: str(f.type) for f in dataclasses.fields(MoeConfig)}
     checked = {}
     for name, value in overrides.items():
         if name not in types or name == "tied":
-            raise ValueError(f"a Moe has no option '{name}'.{_suggest(name, types.keys() - {'tied'})}")
-        may_be_zero = name in ("shared_experts", "load_balance_weight", "z_loss_weight")
+            raise ValueError(f"a Moe has no option '{name}'.{suggest(name, types.keys() - {'tied'})}")
+        may_be_zero = name in ("shared_experts", "load_balance_weight", "z_loss_weight", "dense_layers")
         zero = may_be_zero and not isinstance(value, bool) and value == 0
-        checked[name] = value if zero else _check_option(name, value, types[name].removesuffix(" | None"))
+        checked[name] = value if zero else check_option(name, value, types[name].removesuffix(" | None"))
     return dataclasses.replace(PRESETS[preset], **checked)

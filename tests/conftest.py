@@ -1,6 +1,9 @@
 """Eight virtual CPU devices for every test, with collective timeouts that two busy cores cannot trip."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -10,6 +13,10 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_timeout_seconds=1800",
     ]
 )
+if "MESHKIT_CACHE" not in os.environ:  # programs compiled once in a run of the tests, and none of another run
+    os.environ["MESHKIT_CACHE"] = tempfile.mkdtemp(prefix="meshkit-tests-")
+    atexit.register(shutil.rmtree, os.environ["MESHKIT_CACHE"], ignore_errors=True)
+
 import jax
 
 jax.config.update("jax_platforms", "cpu")

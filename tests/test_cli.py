@@ -95,7 +95,7 @@ def test_require_fit_is_3_when_it_does_not_fit(capsys):
         "--set",
         "train.sequence_length=4096",
     ]
-    assert main(["plan", DEBUG, *arguments, "--require-fit"]) == 3
+    assert main(["plan", DEBUG, *arguments, "--require-fit", "--no-remedies"]) == 3
     captured = capsys.readouterr()
     assert "does not fit" in captured.out
     assert "--require-fit" in captured.err

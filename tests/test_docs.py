@@ -124,6 +124,7 @@ def test_toml_parses_and_whole_experiments_load(page, tmp_path):
         ("## `[rules]`", tables.RulesTable),
         ("## `[local_sgd]`", tables.LocalSgdTable),
         ("## `[compression]`", tables.CompressionTable),
+        ("## `[pipeline]`", tables.PipelineTable),
         ("## `[[lint.allow]]`", tables.AllowTable),
         ("## `cluster`", tables.ClusterTable),
     ],

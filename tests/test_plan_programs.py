@@ -11,6 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshkit as mk
 from meshkit.planner import Budget, make_plan
 from meshkit.report.summarize import Work
+from meshkit.timeline.assumptions import slowest_of
+from meshkit.timeline.matmuls import shape_share
+from meshkit.xla.costs import Matmul
 
 pytestmark = pytest.mark.deviceless
 
@@ -128,7 +131,8 @@ def test_a_slice_updated_in_place_costs_the_slice(plan, mesh):
 def test_fp32_matmuls_are_priced_by_what_they_run_as(plan, mesh, cluster, precision, peak):
     made = plan(lambda a, b: jnp.dot(a, b, precision=precision), array(mesh, (4096, 4096)), array(mesh, (4096, 4096)))
     gpu = cluster.gpu
-    seconds = 2 * 4096**3 / (gpu.peak_flops[peak] * gpu.achieved["matmul"])
+    seconds = 2 * 4096**3 / (gpu.peak_flops[peak] * gpu.achieved["matmul"]) * slowest_of(cluster.num_gpus)
+    seconds /= shape_share(Matmul("f32", 1, 4096, 4096, 4096), gpu, peak)
     assert made.report.step.compute_s == pytest.approx(seconds, rel=1e-3)
 
 

@@ -13,13 +13,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshkit.errors import ConfigError, RunError
 from meshkit.launching.exits import DONE, INTERRUPTED, PREEMPTED, Ending
 from meshkit.launching.gang import LocalGang, Member
 from meshkit.launching.tail import Follower, last_lines
+from meshkit.launching.watchdog import PULSE_VARIABLE, Limits, Watchdog
 
 _POLL_S, _SHOWN_LINES = 0.02, 15
 # Two attempts in a row that reach no new step will not get there by a third.
@@ -35,12 +36,14 @@ class Policy:
         save_grace_s: seconds that the processes get to save a checkpoint and end, once told to stop.
         failure_grace_s: seconds that the others get once one has failed. They cannot save: that takes all of them.
         pause_s: seconds between two attempts.
+        limits: when a process that is alive counts as stuck.
     """
 
     max_restarts: int = 3
     save_grace_s: float = 120.0
     failure_grace_s: float = 5.0
     pause_s: float = 1.0
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Attempt:
 
     Attributes:
         number: restarts before it.
-        failed: the process that failed first; None if none did.
+        failed: the process that failed first, or is stuck; None if none is.
+        stuck: why it was called stuck; None where it ended by itself.
         told: SIGTERM or SIGINT, where the supervisor was told to stop.
         endings: how every process ended, those included that were killed with the rest.
     """
@@ -58,6 +62,7 @@ class Attempt:
     failed: Member | None
     told: signal.Signals | None
     endings: tuple[Ending, ...]
+    stuck: str | None = None
 
 
 class Supervisor:
@@ -106,10 +111,10 @@ class Supervisor:
                 attempt = self._attempt(number)
                 if attempt.told is not None or attempt.failed is None:
                     return _stopped(attempt)
-                self._tell(attempt.failed, number)
+                self._tell(attempt.failed, number, attempt.stuck)
                 ending = attempt.failed.ending
                 assert ending is not None
-                if not ending.is_restartable:
+                if not ending.is_restartable and attempt.stuck is None:
                     return ending.code
                 reached = last_step(self._folder)
                 best, fruitless = (reached, 0) if reached > best else (best, fruitless + 1)
@@ -124,26 +129,34 @@ class Supervisor:
 
     def _attempt(self, number: int) -> Attempt:
         logs = self._logs / f"attempt{number}"
-        with LocalGang(self._command, self._environments(number), logs, self._first_rank) as gang:
+        environments = self._environments(number)
+        pulses = [logs / f"rank{self._first_rank + i}.pulse" for i in range(len(environments))]
+        environments = [{**e, PULSE_VARIABLE: str(p.absolute())} for e, p in zip(environments, pulses)]
+        watchdog, stuck = Watchdog(pulses, self._policy.limits), None
+        with LocalGang(self._command, environments, logs, self._first_rank) as gang:
             follower = Follower(gang.members[0].log)
             try:
-                failed, told = self._watch(gang, follower)
-                if failed is not None:
+                failed, told, stuck = self._watch(gang, follower, watchdog)
+                if stuck is not None:
+                    watchdog.stacks(gang)  # and then no grace: what is stuck does not end by itself
+                elif failed is not None:
                     gang.stop(self._policy.failure_grace_s)
             finally:
                 gang.kill()
                 self._follow(gang, follower, last=True)
-        return Attempt(number, failed, told, tuple(m.ending for m in gang.members if m.ending is not None))
+        return Attempt(number, failed, told, tuple(m.ending for m in gang.members if m.ending is not None), stuck)
 
-    def _watch(self, gang: LocalGang, follower: Follower) -> tuple[Member | None, signal.Signals | None]:
-        """Until all are done, one has failed, or the grace after a signal is over."""
+    def _watch(
+        self, gang: LocalGang, follower: Follower, watchdog: Watchdog
+    ) -> tuple[Member | None, signal.Signals | None, str | None]:
+        """Until all are done, one has failed or is stuck (and why), or the grace after a signal is over."""
         forwarded, saved, deadline = 0, False, float("inf")
         while True:
             ended = gang.poll()
             self._follow(gang, follower)
             if len(self._told) > forwarded:
                 if forwarded:  # told twice: now
-                    return None, self._told[0]
+                    return None, self._told[0], None
                 forwarded, deadline = len(self._told), time.monotonic() + self._policy.save_grace_s
                 gang.signal(self._told[0])
                 self._show(f"{self._told[0].name}: passed on; up to {self._policy.save_grace_s:g} s to save and end")
@@ -152,9 +165,11 @@ class Supervisor:
                 saved, deadline = True, min(deadline, time.monotonic() + self._policy.save_grace_s)
             failures = [m for m in ended if codes.get(m.rank) not in (0, PREEMPTED)]
             if failures and not forwarded and not saved:
-                return min(failures, key=_is_a_consequence), None
+                return min(failures, key=_is_a_consequence), None, None
             if not gang.running or time.monotonic() > deadline:
-                return None, self._told[0] if forwarded else None
+                return None, self._told[0] if forwarded else None, None
+            if not forwarded and not saved and (stuck := watchdog.look(gang)) is not None:
+                return stuck.member, None, stuck.why
             time.sleep(_POLL_S)
 
     def _follow(self, gang: LocalGang, follower: Follower, *, last: bool = False) -> None:
@@ -172,8 +187,12 @@ class Supervisor:
             time.sleep(_POLL_S)
         return self._told[0] if self._told else None
 
-    def _tell(self, failed: Member, number: int) -> None:
-        self._show(f"process {failed.rank} ended first: {failed.ending}, {failed.ended_s:.1f} s into attempt {number}")
+    def _tell(self, failed: Member, number: int, stuck: str | None) -> None:
+        if stuck is not None:
+            self._show(f"process {failed.rank} is stuck in attempt {number}: it {stuck}; all are stopped")
+        else:
+            when = f"{failed.ended_s:.1f} s into attempt {number}"
+            self._show(f"process {failed.rank} ended first: {failed.ending}, {when}")
         for line in last_lines(failed.log, _SHOWN_LINES):
             self._show(f"  | {line}")
         self._show(f"  its whole log: {failed.log}")

@@ -31,6 +31,23 @@ def balanced_positions(length: int, ways: int) -> jax.Array:
     return jnp.where(second == 1, 2 * ways - 1 - gpu, gpu) * chunk + within
 
 
+def positions_here(length: int, layout: Layout, *, balanced: bool) -> jax.Array:
+    """Positions in the sequence of the tokens of an array as it is here: int32 [length].
+
+    Inside a stage of a pipeline that is manual over the length's axes, those of this GPU's piece.
+
+    Args:
+        length: of the array.
+        layout: what cuts it.
+        balanced: whether the tokens are in balanced order, or in natural order.
+    """
+    pieces = layout.ways // layout.pieces(layout.length)
+    positions = balanced_positions(length * pieces, layout.ways if balanced else 1)
+    if pieces == 1:
+        return positions
+    return lax.dynamic_slice_in_dim(positions, lax.axis_index(layout.length) * length, length)
+
+
 def balance(x: jax.Array, layout: Layout, spec: PartitionSpec, dim: int = 1) -> jax.Array:
     """x from natural into balanced order; two collective-permutes of half of x each.
 

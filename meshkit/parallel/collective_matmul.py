@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError
 from meshkit.sharding import current_scope
+from meshkit.sharding.constrain import mesh_here, shard_map_here
 
 PIECES = 4  # of a chunk; the first is exposed, and more of them would make the matmuls too small to be fast
 _BATCH, _LENGTH = 0, 1  # dims of every activation here
@@ -56,14 +57,14 @@ class Cut:
 
     def pin(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """x, laid out like this."""
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return lax.with_sharding_constraint(x, NamedSharding(mesh_here(self.mesh), spec))
 
     def local(self, fn: Callable, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec]) -> Callable:
         """fn on each GPU's shards.
 
         By hand over every axis: of a shard_map over one axis the partitioner gathers the batch before each collective.
         """
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=tuple(out_specs), check_vma=False)
+        return shard_map_here(fn, self.mesh, tuple(in_specs), tuple(out_specs))
 
 
 def matmul_cut(length: int, *kernel_dims: tuple[str, int]) -> Cut | None:

@@ -42,7 +42,15 @@ from jax.sharding import NamedSharding
 
 from meshkit.errors import ConfigError
 from meshkit.parallel.dispatch import Dispatch, Plan, one_by_one, worst_case_rows
-from meshkit.sharding.constrain import Scope, current_scope, partition_spec, sharding_scope
+from meshkit.sharding.constrain import (
+    Scope,
+    current_scope,
+    manual_here,
+    mesh_here,
+    partition_spec,
+    shard_map_here,
+    sharding_scope,
+)
 
 Axes = tuple[str, ...]
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
@@ -81,8 +89,8 @@ def expert_layer(
     layout = _Layout.of(current_scope())
     layout.check(x.shape, kernels[0].shape)
     batch, length, _ = x.shape
-    tokens, k, experts = batch * length // layout.size(layout.tokens), choices.shape[-1], kernels[0].shape[0]
-    ways = layout.size(layout.experts)
+    tokens, k, ways = batch * length // layout.pieces(layout.tokens), choices.shape[-1], layout.size(layout.experts)
+    experts = kernels[0].shape[0] * ways // layout.pieces(layout.experts)
     worst = worst_case_rows(tokens, k, experts // ways)
     capacity = None if capacity_factor is None else math.ceil(capacity_factor * tokens * k / experts)
     bound = worst if buffer_factor is None else min(worst, math.ceil(buffer_factor * tokens * k / ways))
@@ -98,10 +106,14 @@ def expert_layer(
 class _Layout:
     """Mesh axes of a layer's arrays, taken from the rules; without a mesh there are none.
 
+    In a stage of a pipeline some are manual already: arrays come in pieces, and what gathers the kernels before the
+    stage and reduces their gradients after it is the pipeline.
+
     Attributes:
         batch, length: cut the tokens; `residual_length` cuts the length of what the layer gives.
         experts, mlp: cut the experts, and each expert.
         scatter: cut the embed dim of the kernels' gradients (FSDP).
+        manual: cut the arrays already.
     """
 
     scope: Scope | None
@@ -111,14 +123,16 @@ class _Layout:
     experts: Axes = ()
     mlp: Axes = ()
     scatter: Axes = ()
+    manual: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, scope: Scope | None) -> _Layout:
         if scope is None:
             return cls(None)
         names = ("act_batch", "act_length", "act_residual_length", "act_experts", "act_mlp")
+        rules = scope.whole or scope.rules
         # One by one, since the axis of the experts cuts tokens too.
-        batch, length, residual, experts, mlp = (scope.rules.spec_for((name,), kind="activations")[0] for name in names)
+        batch, length, residual, experts, mlp = (rules.spec_for((name,), kind="activations")[0] for name in names)
         (embed,) = scope.rules.spec_for(("embed",), kind="gradients")
         stray = [a for a in experts if a not in batch + length]
         if stray:
@@ -129,7 +143,7 @@ class _Layout:
             )
         inner = tuple(a for a in mlp if a not in batch + length)
         scatter = tuple(a for a in embed if a in batch + length and a not in experts)
-        return cls(scope, batch, length, residual, experts, inner, scatter)
+        return cls(scope, batch, length, residual, experts, inner, scatter, manual_here())
 
     @property
     def tokens(self) -> Axes:
@@ -150,16 +164,21 @@ class _Layout:
         """GPUs along axes."""
         return math.prod(self.scope.mesh.shape[a] for a in axes) if self.scope else 1
 
+    def pieces(self, axes: Axes) -> int:
+        """Pieces that an array is still to be cut into over axes."""
+        return self.size(self._left(axes))
+
     def check(self, x: Sequence[int], gate: Sequence[int]) -> None:
         """Refuses sizes that the axes do not divide: each GPU works on shards of one shape."""
         length = self.residual_length if self.splits_length else self.length
         dims = (("batch", x[0], self.batch), ("length", x[1], length), ("experts", gate[0], self.experts))
         for name, size, axes in (*dims, ("embed", gate[1], self.scatter), ("mlp", gate[2], self.mlp)):
-            if size % self.size(axes):
+            ways = self.pieces(axes)
+            if size % ways:
                 along = ", ".join(axes)
                 raise ConfigError(
-                    f"{name} = {size} of an expert layer cannot be cut evenly over {self.size(axes)} GPUs ({along}).",
-                    hint=f"a multiple of {self.size(axes)}",
+                    f"{name} = {size} of an expert layer cannot be cut evenly over {ways} GPUs ({along}).",
+                    hint=f"a multiple of {ways}",
                 )
 
     def kernels(self, embed: Axes = ()) -> tuple[tuple[Axes, ...], ...]:
@@ -174,7 +193,8 @@ class _Layout:
         """
         if self.scope is None:
             return kernel
-        whole = lax.with_sharding_constraint(kernel, NamedSharding(self.scope.mesh, partition_spec(spec)))
+        rest = partition_spec([self._left(axes) for axes in spec])
+        whole = lax.with_sharding_constraint(kernel, NamedSharding(mesh_here(self.scope.mesh), rest))
         return checkpoint_name(whole, GATHERED)
 
     def reduce_mlp(self, y: jax.Array) -> jax.Array:
@@ -187,10 +207,13 @@ class _Layout:
 
     def reduce_tokens(self, gradient: jax.Array, embed_dim: int) -> jax.Array:
         """A kernel's gradient of this GPU's tokens, added up over all GPUs that have the same experts."""
-        rest = tuple(a for a in self.tokens if a not in self.experts + self.scatter)
+        rest = tuple(a for a in self._left(self.tokens) if a not in self.experts + self.scatter)
         if self.scatter:
             gradient = lax.psum_scatter(gradient, self.scatter, scatter_dimension=embed_dim, tiled=True)
         return lax.psum(gradient, rest) if rest else gradient
+
+    def _left(self, axes: Axes) -> Axes:
+        return tuple(a for a in axes if a not in self.manual)
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,7 +338,7 @@ class _Layer:
                 return fn(*args)
 
         inputs, outputs = _specs(in_axes), _specs(out_axes)
-        return jax.shard_map(local, mesh=scope.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return shard_map_here(local, scope.mesh, inputs, outputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshkit.errors import ConfigError
-from meshkit.sharding.constrain import attention_implementation, partition_spec, sharding_scope
+from meshkit.sharding.constrain import (
+    attention_implementation,
+    manual_here,
+    partition_spec,
+    shard_map_here,
+    sharding_scope,
+)
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.rules import ShardingRules
 
@@ -22,6 +28,9 @@ Axes = tuple[str, ...]
 @dataclass(frozen=True)
 class Layout:
     """The mesh axes that cut q, k and v of shape [batch, length, heads, head_dim].
+
+    Inside a `jax.shard_map` that is manual over some of them (a stage of a pipeline), arrays are cut over those as they
+    come: their dims are those of a piece.
 
     Attributes:
         mesh: attached or described.
@@ -69,9 +78,13 @@ class Layout:
         """GPUs along axes."""
         return math.prod(self.mesh.shape[a] for a in axes)
 
+    def pieces(self, axes: Axes) -> int:
+        """Pieces that a dim of an array is still to be cut into over axes, those that are manual here left out."""
+        return self.size(tuple(a for a in axes if a not in manual_here()))
+
     def run(self, fn: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
         """fn on the shards of every GPU; it communicates over axes by name."""
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return shard_map_here(fn, self.mesh, inputs, outputs)
 
     def check(self, q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         """Refuses shapes that do not go together, or that the axes do not divide.
@@ -88,17 +101,21 @@ class Layout:
             raise ConfigError(f"{q.shape[2]} heads are not a multiple of {k.shape[2]} kv_heads.")
         sizes = (("batch", q.shape[0], self.batch), ("length", q.shape[1], self.length))
         for name, size, axes in (*sizes, ("heads", q.shape[2], self.heads), ("kv_heads", k.shape[2], self.heads)):
-            if size % self.size(axes):
+            if size % self.pieces(axes):
                 raise ConfigError(
-                    f"{name} = {size} does not divide into the {self.size(axes)} pieces of {_shown(axes)}."
+                    f"{name} = {size} does not divide into the {self.pieces(axes)} pieces of {_shown(axes)}."
                 )
 
     def check_balanced(self, length: int) -> None:
         """Refuses a length that does not divide into the two chunks per GPU of the balanced order.
 
+        Args:
+            length: of an array as it is here.
+
         Raises:
             ConfigError: with the sizes.
         """
+        length *= self.ways // self.pieces(self.length)
         if length % (2 * self.ways):
             raise ConfigError(
                 f"length = {length} does not divide into the {2 * self.ways} chunks of causal context parallelism "

@@ -23,10 +23,10 @@ with the delay below 1 without momentum, 0.56 with Nesterov's 0.5 and 0.25 with 
 Everything is one jitted program: a `scan` over the inner steps, each of them `vmap` over the replicas with
 `spmd_axis_name`, so that every replica stays on its own GPUs and no collective of an inner step crosses the axis.
 
-In a training step XLA hides a collective under the kernels of its own computation and not under the whole loop over the
-inner steps (docs/adr/0007-stale-exchange.md has what was tried). So the exchange of the stale outer gradient is cut
-into H pieces, and inner step h exchanges piece h beside its own work: one all-reduce of 1/H of
-the parameters in the body of the scan, which the scheduler is free to run under that body's kernels.
+XLA hides a collective under the kernels of its own computation and not under a whole loop of loops
+(docs/adr/0007-stale-exchange.md has what was tried). So the exchange of the stale outer gradient is cut into H pieces,
+and inner step h exchanges piece h beside its own work: one all-reduce of 1/H of the parameters in the body of the scan.
+The step is told to wait for it before its backward pass (`wait_before_backward`): it runs under the output head.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class LocalSgd:
         """One round; to be traced inside `jit`.
 
         Args:
-            inner: one replica's step, (params, carry, batch) -> (params, carry, metrics).
+            inner: one replica's step, (params, carry, batch, beside) -> (params, carry, metrics). `beside` is what
+                is exchanged during the step, the same for all replicas, or None; a step that ends its loss with
+                `wait_before_backward(loss, beside)` hides the exchange under the end of its forward pass.
             anchor: parameters without replica dim, fp32.
             outer: of `init`, or of the round before.
             carry: whatever else `inner` carries (its optimizer's state): every array [R, ...].
@@ -131,15 +133,16 @@ class LocalSgd:
         Returns:
             anchor, outer state and carry after the round, and metrics, every array [H, R, ...].
         """
-        replicated = jax.vmap(inner, spmd_axis_name=self.axis)
+        replicated = jax.vmap(inner, in_axes=(0, 0, 0, None), spmd_axis_name=self.axis)
         shardings = self.replicated_shardings()
         pieces = self._cut(outer.pending) if self.staleness else None
 
         def body(state, inputs):
             batch, piece = inputs
-            params, carry, metrics = replicated(*state, batch)
+            stale = None if piece is None else self._exchange(piece)
+            params, carry, metrics = replicated(*state, batch, stale)
             params = jax.lax.with_sharding_constraint(params, shardings)
-            return (params, carry), (metrics, None if piece is None else self._exchange(piece))
+            return (params, carry), (metrics, stale)
 
         start = jax.lax.with_sharding_constraint(self.replicate(anchor), shardings)
         (params, carry), (metrics, stale) = jax.lax.scan(body, (start, carry), (batches, pieces), length=self.every)
@@ -166,16 +169,23 @@ class LocalSgd:
 
         def local(*leaves):
             flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
-            return jnp.pad(flat, (0, -flat.size % self.every)).reshape(self.every, 1, 1, -1)
+            return jnp.pad(flat, (0, -flat.size % (2 * self.every))).reshape(self.every, 1, 1, -1)
 
         specs = [PartitionSpec(self.axis, *s) for s in jax.tree.leaves(self.specs, is_leaf=_is_spec)]
         return self._manual(local, specs, PartitionSpec(None, self.axis, self._others))(*jax.tree.leaves(deltas))
 
     def _exchange(self, piece: jax.Array) -> jax.Array:
-        """[R, GPUs of a replica, n] as its mean [GPUs of a replica, n]."""
+        """[R, GPUs of a replica, n] as its mean [GPUs of a replica, n]: two all-reduces, one after the other.
+
+        XLA believes the slow axis faster than it is, and starts an all-reduce too late to hide all of it. It places
+        each of two on its own, so that the first starts a kernel earlier.
+        """
 
         def local(piece):
-            return jax.lax.psum(piece[0], self.axis) / self.replicas
+            first, second = jnp.split(piece[0], 2, axis=-1)
+            first = jax.lax.psum(first, self.axis)
+            second = jax.lax.psum(_after(second, first), self.axis)
+            return jnp.concatenate([first, second], axis=-1) / self.replicas
 
         with jax.named_scope("outer_gradient"):
             return self._manual(local, [PartitionSpec(self.axis, self._others)], PartitionSpec(self._others))(piece)
@@ -198,6 +208,32 @@ class LocalSgd:
 
     def _map_specs(self, fn: Callable[[PartitionSpec], Any]) -> Any:
         return jax.tree.map(fn, self.specs, is_leaf=_is_spec)
+
+
+@jax.custom_vjp
+def wait_before_backward(loss: jax.Array, beside: jax.Array) -> jax.Array:
+    """The loss, unchanged; its gradient is computed once `beside` is there. No gradient flows to `beside`."""
+    return loss
+
+
+def _wait_forward(loss, beside):
+    return loss, beside
+
+
+def _wait_backward(beside, cotangent):
+    return _after(cotangent, beside), jnp.zeros_like(beside)
+
+
+wait_before_backward.defvjp(_wait_forward, _wait_backward)
+
+
+def _after(x: jax.Array, other: jax.Array) -> jax.Array:
+    """x, to be computed after `other`: a dependence that XLA keeps, since it cannot know that nothing exceeds inf.
+
+    (`optimization_barrier` is gone before the scheduler runs.)
+    """
+    never = other[(0,) * other.ndim] > jnp.inf
+    return x + never.astype(x.dtype)
 
 
 def _is_spec(leaf: Any) -> bool:

@@ -100,7 +100,7 @@ def _attention(q, k, v, layout: Layout, causal: bool, balanced: bool, exchange: 
 
 def _context_attention(q, k, v, layout: Layout, causal: bool, exchange: type) -> jax.Array:
     """Attention whose residuals are q, k, v, the output and the log-sum-exp, all of them cut."""
-    chunk = q.shape[1] // layout.ways // (2 if causal and layout.ways > 1 else 1)
+    chunk = q.shape[1] // layout.pieces(layout.length) // (2 if causal and layout.ways > 1 else 1)
     how = {"causal": causal, "implementation": choose_implementation(layout.mesh, q, chunk)}
     array, statistics = layout.array, layout.statistics
 

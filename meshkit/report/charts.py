@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from meshkit.report.lanes import lanes, step_to_draw
+from meshkit.report.parts import KernelClassPart
 from meshkit.report.schema import CommunicationPart, Report
 from meshkit.report.view import WORD, axes_text, memory_shares, row_name, step_shares
-from meshkit.timeline.spans import DeviceStep, Timeline
 from meshkit.units import GIB, format_bytes, format_percent, format_seconds
 
 COLORS = {
@@ -25,9 +25,23 @@ COLORS = {
     "activations": "#4c9f70",
     "temporary": "#edae49",
     "rest": "#a9b4c2",
+    "cudnn": "#c9a0dc",
+    "fragmentation": "#bfc5cd",
+    "context": "#6c757d",
+    "nccl": "#4a5260",
     "reserved": "#6c757d",
 }
 AXIS_COLORS = ("#4c9f70", "#8f6bb0", "#c77d2e", "#2a9d9d", "#b5678a", "#7a8b3a", "#5b6fb5", "#8d6e63")
+# column of a run's metrics -> its label, and what its value is shown in
+HISTORY = {
+    "step_time_s": ("step time", 1e3, " ms"),
+    "exposed_s": ("exposed", 1e3, " ms"),
+    "mfu": ("MFU", 1e2, " %"),
+    "tokens_per_s": ("tokens/s", 1.0, ""),
+    "data_wait_s": ("data wait", 1e3, " ms"),
+    "host_s": ("host", 1e3, " ms"),
+    "loss": ("loss", 1.0, ""),
+}
 _MAX_ROWS = 14
 _VISIBLE = 2e-3  # of all communication: a shorter bar is no wider than a pixel
 FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": "#28323c"}
@@ -35,33 +49,32 @@ FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "s
 
 def step_chart(reports: Sequence[Report]) -> dict:
     """The step's time, one stacked bar per report."""
-    names = [_name(r, reports) for r in reports]
-    scale, unit = _unit(max(r.step.time_s or 0.0 for r in reports))
+    names = names_of(reports)
+    scale, unit = unit_of(max(r.step.time_s or 0.0 for r in reports))
     data = []
     for i, share in enumerate(step_shares(reports[0])):
         parts = [step_shares(r)[i].value for r in reports]
         percents = [format_percent(v / r.step.time_s) if v and r.step.time_s else "" for v, r in zip(parts, reports)]
         texts = [f"{format_seconds(v)}<br>{p}" for v, p in zip(parts, percents)]
         data.append(_bar(share.label, [_scaled(v, scale) for v in parts], names, COLORS[share.key], texts))
-    return {"data": data, "layout": _layout(88 + 56 * len(reports), unit, barmode="stack", reverse=True)}
+    return _bars(data, names, names, unit, bar_height=50)
 
 
 def communication_chart(reports: Sequence[Report]) -> dict:
-    """Overlapped and exposed time of each axis, link and collective; two bars each where there are two reports."""
+    """Overlapped and exposed time of each axis, link and collective; a bar each where there are two reports."""
     labels = _largest_labels(reports)
-    scale, unit = _unit(max((r.time_s or 0.0 for report in reports for r in report.communication), default=0.0))
+    names = names_of(reports)
+    scale, unit = unit_of(max((r.time_s or 0.0 for report in reports for r in report.communication), default=0.0))
+    places = [(label, i) for label in labels for i in range(len(reports))]
+    y = [f"{label}|{i}" for label, i in places]
+    ticks = [label if len(reports) == 1 else names[i] if i else f"{label} · {names[i]}" for label, i in places]
+    found = [_seconds_by_label(report) for report in reports]
     data = []
-    for report in reports:
-        found = _seconds_by_label(report)
-        name = _name(report, reports)
-        y = labels if len(reports) == 1 else [labels, [name] * len(labels)]
-        for key in ("overlapped", "exposed"):
-            values = [found.get(label, {}).get(key) for label in labels]
-            texts = [f"{key} {format_seconds(v)}" for v in values]
-            bar = _bar(key, [_scaled(v, scale) for v in values], y, COLORS[key], texts, inside=False)
-            data.append(bar | {"legendgroup": key, "showlegend": report is reports[0]})
-    height = 84 + (34 if len(reports) == 1 else 26 * len(reports)) * len(labels)
-    return {"data": data, "layout": _layout(height, unit, barmode="stack", reverse=True)}
+    for key in ("overlapped", "exposed"):
+        values = [found[i].get(label, {}).get(key) for label, i in places]
+        texts = [f"{tick}: {key} {format_seconds(v)}" for tick, v in zip(ticks, values)]
+        data.append(_bar(key, [_scaled(v, scale) for v in values], y, COLORS[key], texts, inside=False))
+    return _bars(data, y, ticks, unit, bar_height=30 if len(reports) == 1 else 24)
 
 
 def memory_chart(reports: Sequence[Report]) -> dict | None:
@@ -69,73 +82,123 @@ def memory_chart(reports: Sequence[Report]) -> dict | None:
     known = [r for r in reports if r.memory.peak_bytes is not None]
     if not known:
         return None
-    names = [_name(r, reports) for r in known]
-    parts = {s.key: s.label for r in known for s in memory_shares(r)}
+    names = names_of(known)
     data = []
-    for key, label in parts.items():
+    for key, label in memory_parts(known):
         values = [next((s.value for s in memory_shares(r) if s.key == key), None) for r in known]
         texts = [format_bytes(v) if v else "" for v in values]
         data.append(_bar(label, [(v or 0) / GIB for v in values], names, COLORS[key], texts))
-    layout = _layout(108 + 56 * len(known), "GiB", barmode="stack", reverse=True)
+    figure = _bars(data, names, names, "GiB", bar_height=50)
     m = known[0].memory
     limits = [("capacity", m.capacity_bytes, "solid"), ("budget", m.pool_bytes, "dash")]
-    # two limits lie close together: their names stand on either side, so that they do not overlap
     drawn = [(text, v / GIB, dash) for text, v, dash in limits if v]
-    layout["shapes"] = [_line(x, dash) for _, x, dash in drawn]
-    layout["annotations"] = [_limit_text(text, x, "left" if text == "capacity" else "right") for text, x, _ in drawn]
+    figure["layout"]["shapes"] = [_line(x, dash) for _, x, dash in drawn]
     if drawn:
-        peak = max((r.memory.peak_bytes or 0) for r in known) / GIB
-        layout["xaxis"]["range"] = [0, 1.12 * max(peak, *(x for _, x, _ in drawn))]
-    return {"data": data, "layout": layout}
+        peak = max(sum(s.value or 0 for s in memory_shares(r)) for r in known) / GIB
+        figure["layout"]["xaxis"]["range"] = [0, 1.04 * max(peak, *(x for _, x, _ in drawn))]
+    return figure
 
 
-def timeline_charts(timeline: Timeline) -> list[tuple[str, dict]]:
-    """One chart per GPU of one step, with the GPU's name; the page shows one at a time."""
-    drawn = step_to_draw(timeline) if timeline.steps else []
-    return [(f"GPU {step.device}, step {step.step}", _timeline_chart(timeline, step)) for step in drawn]
+def memory_parts(reports: Sequence[Report]) -> list[tuple[str, str]]:
+    """(key, label) of everything that any of the reports' memory holds."""
+    return list({s.key: s.label for r in reports for s in memory_shares(r)}.items())
 
 
-def _timeline_chart(timeline: Timeline, step: DeviceStep) -> dict:
-    length_s = step.window[1] - step.window[0]
-    scale, unit = _unit(length_s)
-    data, ticks = [], []
-    colors = iter(AXIS_COLORS * 4)
-    for lane in lanes(timeline, step):
-        color = COLORS[lane.kind] if lane.kind in COLORS else next(colors)
-        ticks.append(lane.name)
+def per_step_chart(report: Report) -> dict | None:
+    """What each captured step was made of; None where there is one step at most."""
+    samples = report.per_step or ()
+    if len(samples) < 2:
+        return None
+    scale, unit = unit_of(max(s.time_s for s in samples))
+    names = [f"step {s.step}" for s in samples]
+    data = []
+    for share in step_shares(report):
+        values = [getattr(s, f"{share.key}_s") for s in samples]
+        texts = [format_seconds(v) for v in values]
+        data.append(_bar(share.label, [v * scale for v in values], names, COLORS[share.key], texts))
+    return _bars(data, names, names, unit, bar_height=26)
+
+
+def kernels_chart(reports: Sequence[Report]) -> dict | None:
+    """Compute by kind of work; None where no report knows it."""
+    known = [r for r in reports if r.kernels]
+    if not known:
+        return None
+    names = names_of(reports)
+    labels = kernel_kinds(known)
+    scale, unit = unit_of(max((c.time_s or 0.0 for r in known for c in kernel_classes(r)), default=0.0))
+    places = [(label, r) for label in labels for r in known]
+    y = [f"{label}|{reports.index(r)}" for label, r in places]
+    ticks = [
+        label if len(known) == 1 else f"{label} · {names[0]}" if r is known[0] else names[reports.index(r)]
+        for label, r in places
+    ]
+    seconds = [next((c.time_s for c in kernel_classes(r) if c.kind == label), None) for label, r in places]
+    texts = [f"{tick}: {format_seconds(v)}" for tick, v in zip(ticks, seconds)]
+    bar = _bar("compute", [_scaled(v, scale) for v in seconds], y, COLORS["compute"], texts, inside=False)
+    return _bars([bar], y, ticks, unit, bar_height=26)
+
+
+def kernel_classes(report: Report) -> tuple[KernelClassPart, ...]:
+    """Compute by kind of work; empty where unknown."""
+    return report.kernels.classes if report.kernels else ()
+
+
+def kernel_kinds(reports: Sequence[Report]) -> list[str]:
+    """Kinds of work in any of the reports, the longest first."""
+    seconds: dict[str, float] = {}
+    for report in reports:
+        for c in kernel_classes(report):
+            seconds[c.kind] = max(seconds.get(c.kind, 0.0), c.time_s or 0.0)
+    return sorted(seconds, key=lambda kind: -seconds[kind])
+
+
+def history_chart(report: Report) -> dict | None:
+    """The run's metrics over its steps, one line each; None where no metrics are known."""
+    history = report.history
+    shown = [name for name in HISTORY if history and any(v is not None for v in history.values.get(name, ()))]
+    if not history or not shown:
+        return None
+    data, layout = [], layout_of(60 + 110 * len(shown), "")
+    for i, name in enumerate(shown):
+        label, scale, unit = HISTORY[name]
+        axis = "y" if i == 0 else f"y{i + 1}"
+        values = [None if v is None else float(f"{v * scale:.6g}") for v in history.values[name]]
         data.append(
             {
-                "type": "bar",
-                "orientation": "h",
-                "name": lane.name,
-                "y": [lane.name] * len(lane.spans),
-                "base": _rounded(lane.spans[:, 0] * scale),
-                "x": _rounded((lane.spans[:, 1] - lane.spans[:, 0]) * scale),
-                "customdata": list(lane.labels),
-                "hovertemplate": f"%{{customdata}}<br>at %{{base:.4~f}} {unit}, %{{x:.4~f}} {unit}<extra></extra>",
-                "marker": {"color": color, "line": {"width": 0}},
-                "width": 0.72,
+                "type": "scatter",
+                "mode": "lines+markers" if len(values) < 60 else "lines",
+                "name": name,
+                "x": list(history.steps),
+                "y": values,
+                "yaxis": axis,
+                "line": {"color": AXIS_COLORS[i % len(AXIS_COLORS)], "width": 1.6},
+                "marker": {"size": 4},
+                "hovertemplate": f"step %{{x}}: %{{y:.4~g}}{unit}<extra>{label}</extra>",
                 "showlegend": False,
             }
         )
-    layout = _layout(72 + 36 * len(ticks), unit, barmode="overlay", reverse=True)
-    layout["margin"] |= {"t": 34}
-    layout["modebar"] = {"bgcolor": "rgba(0,0,0,0)", "color": "#a9b4c2", "activecolor": "#28323c"}
-    layout["xaxis"] |= {"range": [0, length_s * scale]}
-    layout["yaxis"] |= {"fixedrange": True}
-    return {"data": data, "layout": layout | {"dragmode": "pan"}}
+        high, low = 1 - i / len(shown), 1 - (i + 0.78) / len(shown)
+        layout["yaxis" + axis[1:]] = {
+            "domain": [low, high],
+            "title": {"text": label, "font": {"size": 12}},
+            "automargin": True,
+            "nticks": 4,
+            "gridcolor": "#e6e9ee",
+            "zeroline": False,
+            "ticksuffix": unit,
+            "fixedrange": True,
+        }
+    grid = {"gridcolor": "#e6e9ee", "zeroline": False, "anchor": "free", "position": 0}
+    layout["xaxis"] = {"title": {"text": "step", "font": {"size": 12}}, **grid}
+    layout["margin"]["b"] = 44
+    return {"data": data, "layout": layout}
 
 
-def _rounded(values) -> list[float]:
-    """Six digits are finer than a pixel, and a third of the bytes."""
-    return [float(f"{v:.6g}") for v in values]
-
-
-def _name(report: Report, reports: Sequence[Report]) -> str:
-    word = WORD[report.source]
-    if len(reports) > 1 and reports[0].source == reports[-1].source:
-        return f"{word} {'A' if report is reports[0] else 'B'}"
-    return word
+def names_of(reports: Sequence[Report]) -> list[str]:
+    """What each report is called: `predicted`, `measured`; two of a kind are A and B."""
+    words = [WORD[r.source] for r in reports]
+    return [f"{w} {'AB'[i]}" if words.count(w) > 1 else w for i, w in enumerate(words)]
 
 
 def _label(row: CommunicationPart) -> str:
@@ -163,7 +226,7 @@ def _largest_labels(reports: Sequence[Report]) -> list[str]:
     return sorted(seen, key=lambda label: tuple(-total[label]))[:_MAX_ROWS]
 
 
-def _unit(longest_s: float) -> tuple[float, str]:
+def unit_of(longest_s: float) -> tuple[float, str]:
     """The unit in which the longest time reads well, as (units per second, name)."""
     return next(((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms")) if longest_s * scale >= 2), (1e6, "us"))
 
@@ -187,24 +250,49 @@ def _bar(name: str, x: list, y: list, color: str, texts: list[str], *, inside: b
     }
 
 
-def _layout(height: int, unit: str, *, barmode: str, reverse: bool = False) -> dict:
+def _bars(data: list[dict], y: Sequence[str], ticks: Sequence[str], unit: str, *, bar_height: int) -> dict:
+    """A figure of horizontal bars; on a narrow screen their labels stand above them, not beside."""
+    layout = layout_of(44 + bar_height * len(y), unit)
+    layout |= {"barmode": "stack", "bargap": 0.25}
+    layout["yaxis"] |= {"tickmode": "array", "tickvals": list(y), "ticktext": list(ticks), "autorange": "reversed"}
+    return {"data": data, "layout": layout, "narrow": narrow_layout(y, ticks, 46, 22) | {"bargap": 0.58}}
+
+
+def narrow_layout(y: Sequence[str], ticks: Sequence[str], row_height: int, top: int, lift: int = 8) -> dict:
+    """What differs on a narrow screen: labels stand above the bars, not beside them.
+
+    Args:
+        y, ticks: places of the bars, and their labels.
+        row_height, top: pixels of a bar with its label, and above the first.
+        lift: pixels from the middle of a bar to its label.
+    """
+    above = {"x": 0, "xref": "paper", "showarrow": False, "xanchor": "left", "yanchor": "bottom", "yshift": lift}
+    return {
+        "height": top + 26 + row_height * len(y),
+        "annotations": [{**above, "y": p, "text": tick, "font": {"size": 11.5}} for p, tick in zip(y, ticks)],
+        "margin": {"l": 4, "r": 10, "t": top, "b": 26},
+        "yaxis": {"showticklabels": False},
+        "xaxis": {"nticks": 5, "tickangle": 0},
+    }
+
+
+def layout_of(height: int, unit: str) -> dict[str, Any]:
+    """The frame of every chart."""
     return {
         "height": height,
-        "barmode": barmode,
-        "bargap": 0.25,
         "font": FONT,
         "margin": {"l": 10, "r": 20, "t": 10, "b": 30},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "uniformtext": {"minsize": 10, "mode": "hide"},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
-        "xaxis": {"ticksuffix": f" {unit}", "gridcolor": "#e6e9ee", "zeroline": False, "rangemode": "tozero"},
-        "yaxis": {
-            "automargin": True,
-            "autorange": "reversed" if reverse else True,
-            "ticklabelstandoff": 8,
-            "dividercolor": "#e6e9ee",
+        "showlegend": False,
+        "xaxis": {
+            "ticksuffix": f" {unit}" if unit else "",
+            "gridcolor": "#e6e9ee",
+            "zeroline": False,
+            "rangemode": "tozero",
         },
+        "yaxis": {"automargin": True, "ticklabelstandoff": 8},
         "hoverlabel": {"font": {"size": 12}},
     }
 
@@ -212,8 +300,3 @@ def _layout(height: int, unit: str, *, barmode: str, reverse: bool = False) -> d
 def _line(x: float, dash: str) -> dict:
     style = {"color": "#28323c", "width": 1.5, "dash": dash}
     return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": style}
-
-
-def _limit_text(text: str, x: float, side: str) -> dict:
-    shown = f"{text} {x:.1f} GiB"
-    return {"x": x, "y": 1, "yref": "paper", "text": shown, "showarrow": False, "xanchor": side, "yanchor": "bottom"}

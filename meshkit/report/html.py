@@ -3,35 +3,39 @@
 Charts are drawn by Plotly, whose JavaScript is embedded. It zooms and pans thousands of spans, its Python package
 brings the script (so nothing is fetched when a page is written or read), and a company and a large community keep it.
 The script is embedded compressed: a page has 2 MB, not 5; browsers since 2023 unpack it. Every number on a chart is in
-a table or a note as well.
+a table or a note as well, and says where in report.json it stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from meshkit.report.charts import communication_chart, memory_chart, step_chart, timeline_charts
-from meshkit.report.page import cells, chart, section, table, warning_panel, write_page
-from meshkit.report.schema import CommunicationPart, Report
-from meshkit.report.view import (
-    WORD,
-    axes_text,
-    group_text,
-    link_text,
-    machines,
-    memory_text,
-    mesh_text,
-    row_cells,
-    row_name,
-    training_text,
+from meshkit.report import panels
+from meshkit.report.beside import beside_section
+from meshkit.report.charts import (
+    COLORS,
+    communication_chart,
+    history_chart,
+    kernels_chart,
+    memory_chart,
+    memory_parts,
+    names_of,
+    per_step_chart,
+    step_chart,
 )
+from meshkit.report.page import Value, chart, inline, legend, section, warning_panel, write_page
+from meshkit.report.panels import Shown
+from meshkit.report.pipeline_view import pipeline_section
+from meshkit.report.schema import Report
+from meshkit.report.timeline_chart import timeline_charts
+from meshkit.report.view import WORD, machines, memory_text, mesh_text, plural, step_shares, training_text, trend_text
 from meshkit.timeline.spans import Timeline
-from meshkit.units import format_bytes, format_percent, format_seconds
+from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
-_MAX_OPS = 60
-_COLUMNS = ("count", "payload", "time", "overlapped", "exposed", "bus bw")
+Figures = dict[str, dict]
 
 
 def write_html(
@@ -42,6 +46,7 @@ def write_html(
     other: Report | None = None,
     other_timeline: Timeline | None = None,
     title: str | None = None,
+    trace_file: str | None = None,
 ) -> Path:
     """Writes the page and returns its path.
 
@@ -51,55 +56,68 @@ def write_html(
         timeline: what the report summarizes; without it the page has no timeline.
         other, other_timeline: a second report to stand beside the first: the measurement beside its prediction.
         title: what it is about: an experiment, a run.
+        trace_file: name of the Perfetto trace beside the page, if there is one.
 
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
     """
     reports = [report] if other is None else [report, other]
-    figures: dict[str, dict] = {}
+    shown = [Shown(r, name) for r, name in zip(reports, names_of(reports))]
+    figures: Figures = {}
     headline = f"{title}: {_title(reports)}" if title else _title(reports).capitalize()
-    body = [_header(reports, headline), _cards(reports), _warnings(reports), _step(reports, figures)]
-    body.append(_communication(reports, figures))
-    for r, spans in zip(reports, (timeline, other_timeline)):
-        body.append(_timeline(r, spans, figures))
-    body += [_memory(reports, figures), _footer(reports)]
+    body = [_header(reports, headline), _cards(shown), _warnings(reports), _step(shown, figures)]
+    if other is not None:
+        body.append(beside_section(report, other))
+    body += [_communication(shown, figures), pipeline_section(shown, figures)]
+    for s, spans in zip(shown, (timeline, other_timeline)):
+        body.append(_timeline(s, spans, figures, trace_file))
+    body += [_kernels(shown, figures), _stragglers(shown), _over_steps(shown, figures)]
+    body += [_memory(shown, figures), _quality(shown), _footer(reports)]
     return write_page(path, headline, body, figures)
 
 
 def _title(reports: Sequence[Report]) -> str:
     words = " beside ".join(dict.fromkeys(WORD[r.source] for r in reports))
-    c = reports[0].cluster
+    c = reports[-1].cluster
     return f"{words} step on {c.num_gpus or '?'} x {c.gpu or 'unknown'}"
 
 
 def _header(reports: Sequence[Report], headline: str) -> str:
-    first = reports[0]
-    lines = [machines(first), f"mesh {mesh_text(first)}"]
+    lines = list(dict.fromkeys(machines(r) for r in reports))
+    lines += list(dict.fromkeys(f"mesh {mesh_text(r)}" for r in reports))
+    if len(reports) > 1 and len(lines) > 2:
+        lines = [f"{name}: {machines(r)}, mesh {mesh_text(r)}" for name, r in zip(names_of(reports), reports)]
     if any(r.source != "plan" for r in reports):
         measured = next(r for r in reports if r.source != "plan").window
-        lines.append(f"{measured.steps} steps on {measured.devices} devices measured")
+        lines.append(f"{plural(measured.steps, 'step')} on {plural(measured.devices, 'device')} measured")
     return f'<h1>{escape(headline)}</h1>\n<p class="sub">{escape(" · ".join(lines))}</p>'
 
 
-def _cards(reports: Sequence[Report]) -> str:
-    def card(label: str, values: Sequence[str], css: str = "") -> str:
-        words = [WORD[r.source] for r in reports]
-        lines = [
-            f"<b>{escape(v)}{f'<span class=which>{escape(w)}</span>' if len(reports) > 1 else ''}</b>"
-            for v, w in zip(values, words)
-        ]
+def _cards(shown: Sequence[Shown]) -> str:
+    def card(label: str, values: Sequence[str | Value], css: str = "") -> str:
+        names = [f'<span class="which">{escape(s.name)}</span>' if len(shown) > 1 else "" for s in shown]
+        lines = [f"<b>{inline(v)}{name}</b>" for v, name in zip(values, names)]
         return f'<div class="card {css}">{"".join(lines)}<span>{escape(label)}</span></div>'
 
+    def values(key: str, form: Callable[[Any], str]) -> list[str | Value]:
+        return [s.number(key, form) for s in shown]
+
+    reports = [s.report for s in shown]
+    known = {key for r in reports for part in ("step", "memory") for key, v in getattr(r, part) if v is not None}
     fits = reports[0].memory.fits
     judged = "" if fits is None else "good" if fits else "bad"
     memory_label = "of " + memory_text(reports[0]).partition(" of ")[2] if fits is not None else "memory per GPU"
     cards = [
-        card("step time", [format_seconds(r.step.time_s) for r in reports]),
-        card(f"exposed communication{_share_of_step(reports)}", [format_seconds(r.step.exposed_s) for r in reports]),
+        card("step time", values("step.time_s", format_seconds)),
+        card(f"exposed communication{_share_of_step(reports)}", values("step.exposed_s", format_seconds)),
         card("of communication overlapped", [_overlapped(r) for r in reports]),
-        card(_mfu_label(reports[0]), [format_percent(r.step.mfu) for r in reports]),
-        card(memory_label, [format_bytes(r.memory.peak_bytes) for r in reports], judged),
     ]
+    if "mfu" in known:
+        cards.append(card(_mfu_label(reports[0]), values("step.mfu", format_percent)))
+    if "tokens_per_s_per_gpu" in known:
+        cards.append(card("tokens/s per GPU", values("step.tokens_per_s_per_gpu", format_count)))
+    if "peak_bytes" in known:
+        cards.append(card(memory_label, values("memory.peak_bytes", format_bytes), judged))
     if reports[0].training.hours is not None:
         length, _, rest = training_text(reports[0]).partition(" for ")
         cards.append(f'<div class="card"><b>{escape(length)}</b><span>for {escape(rest)}</span></div>')
@@ -125,85 +143,133 @@ def _warnings(reports: Sequence[Report]) -> str:
     return warning_panel(messages)
 
 
-def _step(reports: Sequence[Report], figures: dict[str, dict]) -> str:
+def _step(shown: Sequence[Shown], figures: Figures) -> str:
+    reports = [s.report for s in shown]
     if reports[0].step.time_s is None:
         return section("Step time", "No step was seen.")
     note = "Communication under compute costs no time and is inside compute; only its exposed part lengthens the step."
-    step = reports[0].step
-    if step.all_overlapped_s is not None and step.all_exposed_s is not None:
-        low, high = format_seconds(step.all_overlapped_s), format_seconds(step.all_exposed_s)
-        note += f" The step would take {low} if all communication hid, {high} if none did."
-    return section("Step time", note, chart("step", step_chart(reports), figures))
+    for r in reports:
+        if r.step.all_overlapped_s is not None and r.step.all_exposed_s is not None:
+            low, high = format_seconds(r.step.all_overlapped_s), format_seconds(r.step.all_exposed_s)
+            note += f" The {WORD[r.source]} step would take {low} if all communication hid, {high} if none did."
+    colors = legend((s.label, COLORS[s.key]) for s in step_shares(reports[0]))
+    tables = _each(shown, panels.step_table)
+    return section("Step time", note, colors, chart("step", step_chart(reports), figures), tables, _feedback(shown))
 
 
-def _communication(reports: Sequence[Report], figures: dict[str, dict]) -> str:
+def _feedback(shown: Sequence[Shown]) -> str:
+    """What a recompile with measured costs changed, where one was done."""
+    lines = []
+    for s in shown:
+        if s.report.feedback is not None:
+            before = [s.number(f"feedback.before_{key}", format_seconds) for key in ("time_s", "exposed_s")]
+            after = [s.number(f"step.{key}", format_seconds) for key in ("time_s", "exposed_s")]
+            lines.append(
+                "Recompiled with measured costs: the step went from "
+                f"{inline(before[0])} to {inline(after[0])}, exposed communication from "
+                f"{inline(before[1])} to {inline(after[1])}."
+            )
+    return "".join(f'<p class="note">{line}</p>' for line in lines)
+
+
+def _each(shown: Sequence[Shown], part: Callable[[Shown], str]) -> str:
+    """A part for every report that has it, under the report's name where there are several."""
+    parts = [(s.name, part(s)) for s in shown]
+    title = "<h3>{}</h3>" if len(shown) > 1 else ""
+    return "".join(title.format(escape(name)) + html for name, html in parts if html)
+
+
+def _communication(shown: Sequence[Shown], figures: Figures) -> str:
+    reports = [s.report for s in shown]
     if not any(r.communication for r in reports):
-        return section("Communication", "No collective ran.")
+        return section("Communication by axis and link", "No collective ran.")
     note = (
         "Time per step and GPU. Where several run at once, each has an equal share, so that the bars add up; those too "
-        "short to see are in the table only."
+        "short to see are in the table only. Alone: nothing else ran, so this is what a faster one would save at most."
     )
-    parts = [chart("communication", communication_chart(reports), figures)]
-    for report in reports:
-        if len(reports) > 1:
-            parts.append(f"<h3>{WORD[report.source]}</h3>")
-        parts += [_rows_table(report), _ops_table(report)]
-    return section("Communication by axis and link", note, *parts)
+    colors = legend((key, COLORS[key]) for key in ("overlapped", "exposed"))
+
+    def tables(s: Shown) -> str:
+        every = f"<details><summary>By kind of collective</summary>{panels.rows_table(s)}</details>"
+        return panels.links_table(s) + every + panels.ops_table(s) if s.report.communication else ""
+
+    picture = chart("communication", communication_chart(reports), figures)
+    return section("Communication by axis and link", note, colors, picture, _each(shown, tables))
 
 
-def _rows_table(report: Report) -> str:
-    head = cells("th", ("axes", "link", "groups", "collective"), _COLUMNS)
-    rows = [
-        cells("td", (axes_text(row.axes), link_text(row), group_text(row), row_name(row)), row_cells(row))
-        for row in report.communication
-    ]
-    return table(head, rows)
-
-
-def _ops_table(report: Report) -> str:
-    ops = [(row, op) for row in report.communication for op in row.ops]
-    ops.sort(key=lambda item: (-(item[1].exposed_s or 0), -(item[1].busy_s or 0)))
-    head = cells("th", ("operation", "axes", "caused by"), ("count", "payload", "busy", "exposed"))
-    rows = [_op_cells(row, op) for row, op in ops[:_MAX_OPS]]
-    more = len(ops) - _MAX_OPS
-    rest = f'<p class="note">and {more} more, in report.json</p>' if more > 0 else ""
-    title = f"The {len(ops)} collectives of the program, the most exposed first"
-    return f"<details><summary>{title}</summary>{table(head, rows)}{rest}</details>" if ops else ""
-
-
-def _op_cells(row: CommunicationPart, op) -> str:
-    values = (
-        f"{op.count:g}",
-        format_bytes(op.payload_bytes),
-        format_seconds(op.busy_s),
-        format_seconds(op.exposed_s),
-    )
-    source = f'<td class="source"><code>{escape(op.source or "-")}</code></td>'
-    named = cells("td", (op.name, axes_text(row.axes)), ())
-    return named + source + cells("td", (), values)
-
-
-def _timeline(report: Report, timeline: Timeline | None, figures: dict[str, dict]) -> str:
+def _timeline(shown: Shown, timeline: Timeline | None, figures: Figures, trace_file: str | None) -> str:
     charts = timeline_charts(timeline) if timeline else []
     if not charts:
         return ""
-    prefix = f"timeline-{report.source}"
-    names = [f"{prefix}-{i}" for i in range(len(charts))]
+    report = shown.report
+    names = [f"timeline-{report.source}-{i}" for i in range(len(charts))]
     options = "".join(f'<option value="{n}">{escape(label)}</option>' for n, (label, _) in zip(names, charts))
     select = f"<select data-timeline>{options}</select>" if len(charts) > 1 else ""
     drawn = [chart(n, c, figures, "timeline", hidden=i > 0) for i, (n, (_, c)) in enumerate(zip(names, charts))]
     title = f"<h2>Timeline of one {WORD[report.source]} step{select}</h2>"
-    note = "Drag to move, scroll to zoom, double-click to see all. Exposed: a collective runs and nothing computes."
-    return f'<section>{title}<p class="note">{note}</p>{"".join(drawn)}</section>'
+    note = (
+        "Drag to move, scroll or pinch to zoom, double-click to see all. Red in an axis's lane: its exposed parts, "
+        "under which nothing computes."
+    )
+    if trace_file:
+        note += f" All steps are in {trace_file}, which ui.perfetto.dev and chrome://tracing open."
+    return f'<section>{title}<p class="note">{escape(note)}</p>{"".join(drawn)}</section>'
 
 
-def _memory(reports: Sequence[Report], figures: dict[str, dict]) -> str:
-    figure = memory_chart(reports)
+def _kernels(shown: Sequence[Shown], figures: Figures) -> str:
+    figure = kernels_chart([s.report for s in shown])
     if figure is None:
         return ""
-    lines = [f"{WORD[r.source]}: {memory_text(r)}." for r in reports if r.memory.peak_bytes is not None]
-    note = " ".join(lines) + " Budget: what the program may take; the rest of the capacity is left to CUDA and NCCL."
-    return section("Memory of the fullest GPU", note, chart("memory", figure, figures))
+    note = "Time: the kinds add up to the step's compute. Busy: each kernel's own duration, added up."
+    return section(
+        "Compute by kind of work", note, chart("kernels", figure, figures), _each(shown, panels.kernels_table)
+    )
+
+
+def _stragglers(shown: Sequence[Shown]) -> str:
+    tables = _each(shown, panels.stragglers_table)
+    note = "Devices that others waited for, by the wait they caused: the seconds a step of all others, added up."
+    return section("Stragglers", note, tables) if tables else ""
+
+
+def _over_steps(shown: Sequence[Shown], figures: Figures) -> str:
+    parts = []
+    for s in shown:
+        steps, history = per_step_chart(s.report), history_chart(s.report)
+        if steps is not None:
+            colors = legend((share.label, COLORS[share.key]) for share in step_shares(s.report))
+            parts.append("<h3>the captured steps, means over their devices</h3>" + colors)
+            parts.append(chart(f"per-step-{s.report.source}", steps, figures))
+        if history is not None:
+            parts.append("<h3>the whole run, from its metrics</h3>")
+            words = trend_text(s.report)
+            parts.append(f'<p class="note">{escape(words)}</p>' if words else "")
+            parts.append(chart(f"history-{s.report.source}", history, figures, "wide"))
+    return section("Over the steps", "", *parts) if parts else ""
+
+
+def _memory(shown: Sequence[Shown], figures: Figures) -> str:
+    known = [s.report for s in shown if s.report.memory.peak_bytes is not None]
+    figure = memory_chart(known)
+    if figure is None:
+        return ""
+    lines = [f"{WORD[r.source]}: {memory_text(r)}." for r in known]
+    m = known[0].memory
+    limits = [
+        f"{mark}: {word} {format_bytes(v)}"
+        for mark, word, v in (("Line", "capacity", m.capacity_bytes), ("Dashed", "budget", m.pool_bytes))
+        if v
+    ]
+    note = " ".join(lines) + f" {', '.join(limits)}. The budget is what the program may take; the rest is left to CUDA "
+    colors = legend((label, COLORS[key]) for key, label in memory_parts(known))
+    picture = chart("memory", figure, figures)
+    return section("Memory of the fullest GPU", note + "and NCCL.", colors, picture, _each(shown, panels.memory_table))
+
+
+def _quality(shown: Sequence[Shown]) -> str:
+    measured = [s for s in shown if s.report.source != "plan"]
+    tables = _each(measured, panels.quality_table)
+    return section("Data quality", "What the measurement rests on.", tables) if tables else ""
 
 
 def _footer(reports: Sequence[Report]) -> str:

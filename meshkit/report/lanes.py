@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,12 +24,14 @@ class Lane:
         kind: `compute`, `communication`, `exposed` or `copies`.
         spans: [n, 2] seconds from the start of the step.
         labels: [n] what each span is.
+        exposed: [k, 2] the parts of communication under which nothing computes.
     """
 
     name: str
     kind: str
     spans: np.ndarray
     labels: Sequence[str]
+    exposed: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
 
 
 def step_to_draw(timeline: Timeline) -> list[DeviceStep]:
@@ -44,15 +46,42 @@ def lanes(timeline: Timeline, step: DeviceStep) -> list[Lane]:
     """The lanes of one device step, from top to bottom; lanes without spans are left out."""
     start = step.window[0]
     found = [_lane("compute", "compute", step.compute - start, step.compute_op, timeline.op_names, step)]
-    found.append(_lane("exposed", "exposed", exposed_spans(step), None, (), step))
+    exposed = exposed_spans(step)
+    found.append(_lane("exposed", "exposed", exposed, None, (), step))
     names = [f"{c.name} ({c.collective} {c.dtype})" for c in timeline.collectives] + ["unmapped communication"]
     axes = [f"{axes_text(c.axes)} · {c.link}" for c in timeline.collectives] + [axes_text(())]
     present = list(dict.fromkeys(axes[i] for i in step.collective))
     for axis in sorted(present):
         mine = np.array([axes[i] == axis for i in step.collective], bool)
-        found.append(_lane(axis, "communication", step.communication[mine] - start, step.collective[mine], names, step))
+        spans = step.communication[mine] - start
+        lane = _lane(axis, "communication", spans, step.collective[mine], names, step)
+        found.append(replace(lane, exposed=_lane(axis, "exposed", common(spans, exposed), None, (), step).spans))
     found.append(_lane("copies", "copies", step.copies - start, None, (), step))
     return [lane for lane in found if len(lane.spans)]
+
+
+def common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[n, 2] where spans of a and spans of b both run; b is sorted and does not overlap itself.
+
+    Spans of a may overlap each other: they are joined first.
+    """
+    if not len(a) or not len(b):
+        return np.zeros((0, 2))
+    a = a[np.argsort(a[:, 0], kind="stable")]
+    ended = np.maximum.accumulate(a[:, 1])
+    first = np.flatnonzero(np.r_[True, a[1:, 0] > ended[:-1]])
+    joined = np.stack([a[first, 0], np.r_[ended[first[1:] - 1], ended[-1]]], axis=1)
+    # every piece of the intersection starts where a span of one starts inside a span of the other
+    starts = np.unique(np.r_[joined[:, 0], b[:, 0]])
+    ends = np.minimum(*(_end_of_span_at(spans, starts) for spans in (joined, b)))
+    return np.stack([starts, ends], axis=1)[ends > starts]
+
+
+def _end_of_span_at(spans: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """The end of the span that covers each time (disjoint, sorted); minus infinity where none does."""
+    at = np.searchsorted(spans[:, 0], times, "right") - 1
+    ends = np.where(at >= 0, spans[np.maximum(at, 0), 1], -np.inf)
+    return np.where(ends > times, ends, -np.inf)
 
 
 def _lane(

@@ -9,13 +9,78 @@ import base64
 import functools
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from meshkit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number of a JSON document on the page: which document, where in it, its value, and how it reads.
+
+    The page carries all four, so that a script (our tests, a reader's) can find a number and check it.
+    """
+
+    document: str
+    key: str
+    value: float | bool | None
+    text: str
+    css: str = ""
+
+    def html(self) -> str:
+        """A span with the text, and the rest as its data."""
+        css = f' class="{self.css}"' if self.css else ""
+        data = (
+            f'data-document="{escape(self.document)}" data-key="{escape(self.key)}" data-value="{_number(self.value)}"'
+        )
+        return f"<span{css} {data}>{escape(self.text)}</span>"
+
+
+Text = str | Value
+
+
+class Document:
+    """Numbers of one JSON document by their path: `step.exposed_s`, `communication.0+3.exposed_s` (a sum).
+
+    Args:
+        name: what the page calls the document.
+        root: a pydantic model or plain values.
+    """
+
+    def __init__(self, name: str, root: Any):
+        self.name, self._root = name, root
+
+    def __call__(self, key: str, form: Callable[[Any], str], css: str = "") -> Value:
+        """The number at a path, in words by `form`."""
+        value = self.value(key)
+        return Value(self.name, key, value, form(value).strip(), css)
+
+    def value(self, key: str) -> Any:
+        """The number at a path; of several it is the sum, None if one of them is."""
+        found = [self._root]
+        for part in key.split("."):
+            found = [_child(parent, name) for parent in found for name in part.split("+")]
+        if len(found) == 1:
+            return found[0]
+        return None if any(v is None for v in found) else sum(found)
+
+
+def _child(parent: Any, name: str) -> Any:
+    if isinstance(parent, Mapping):
+        return parent.get(name)
+    if isinstance(parent, Sequence):
+        return parent[int(name)]
+    return None if parent is None else getattr(parent, name)
+
+
+def _number(value: float | bool | None) -> str:
+    return "" if value is None else json.dumps(value)
 
 
 def write_page(path: str | Path, headline: str, body: Sequence[str], figures: Mapping[str, dict]) -> Path:
@@ -46,6 +111,12 @@ def chart(name: str, figure: dict, figures: dict[str, dict], css: str = "", hidd
     return f'<div id="{name}" class="chart {css}"{" hidden" if hidden else ""}></div>'
 
 
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Names with their colours, above a chart: it wraps on a narrow screen, which a chart's own legend does not."""
+    items = "".join(f'<span><i style="background:{color}"></i>{escape(name)}</span>' for name, color in entries)
+    return f'<p class="legend">{items}</p>'
+
+
 def section(title: str, note: str, *parts: str) -> str:
     """A panel with a title and a note below it."""
     return f'<section><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>{"".join(parts)}</section>'
@@ -57,10 +128,15 @@ def warning_panel(messages: Iterable[str]) -> str:
     return f'<section class="warn"><h2>Read this first</h2><ul>{items}</ul></section>' if items else ""
 
 
-def cells(tag: str, texts: Sequence[str], numbers: Sequence[str]) -> str:
+def inline(text: Text) -> str:
+    """A text, escaped, or a value with its data."""
+    return text.html() if isinstance(text, Value) else escape(text)
+
+
+def cells(tag: str, texts: Sequence[Text], numbers: Sequence[Text]) -> str:
     """Cells of one row (tag `th` or `td`): texts to the left, then numbers to the right."""
-    left = "".join(f"<{tag}>{escape(t)}</{tag}>" for t in texts)
-    return left + "".join(f'<{tag} class="n">{escape(n)}</{tag}>' for n in numbers)
+    left = "".join(f"<{tag}>{inline(t)}</{tag}>" for t in texts)
+    return left + "".join(f'<{tag} class="n">{inline(n)}</{tag}>' for n in numbers)
 
 
 def table(head: str, rows: Sequence[str]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from meshkit.report.schema import CommunicationPart, OpPart
+from meshkit.spec.cluster import Cluster
 from meshkit.timeline.network import wire_factor
 from meshkit.timeline.spans import Sweep, Timeline
 from meshkit.xla.collective import Collective
@@ -47,9 +48,22 @@ def group_rows(collectives: Sequence[Collective]) -> tuple[np.ndarray, list[list
 
 
 def communication_rows(
-    timeline: Timeline, sweeps: Sequence[Sweep], row_of: np.ndarray, groups: Sequence[Sequence[int]]
+    timeline: Timeline,
+    sweeps: Sequence[Sweep],
+    row_of: np.ndarray,
+    groups: Sequence[Sequence[int]],
+    lines: Mapping[str, str | None] | None = None,
+    cluster: Cluster | None = None,
 ) -> tuple[CommunicationPart, ...]:
-    """Mean rows over the device steps, the most exposed first; collectives that never ran are left out."""
+    """Mean rows over the device steps, the most exposed first; collectives that never ran are left out.
+
+    Args:
+        timeline: what is summarized.
+        sweeps: of its device steps.
+        row_of, groups: from `group_rows`.
+        lines: name of a collective -> line of source that caused it, where known.
+        cluster: whose links bound the bus bandwidth, where known.
+    """
     if not sweeps:
         return ()
     mean = {
@@ -59,14 +73,20 @@ def communication_rows(
     transfers = [s.transfer_s for s in sweeps if s.transfer_s is not None]
     known = len(transfers) == len(sweeps)
     mean["transfer_s"] = np.mean(transfers, axis=0) if known else np.full(len(row_of), np.nan)
-    rows = [_row(timeline.collectives, members, mean) for members in groups[:-1]]
+    rows = [_row(timeline.collectives, members, mean, lines or {}, cluster) for members in groups[:-1]]
     unmapped = len(timeline.collectives)
     if mean["count"][unmapped] > 0:
         rows.append(CommunicationPart(axes=(), **_seconds([unmapped], mean)))
     return tuple(sorted((r for r in rows if r.count), key=lambda r: (-(r.exposed_s or 0), -(r.time_s or 0), r.axes)))
 
 
-def _row(collectives: Sequence[Collective], members: Sequence[int], mean: dict[str, np.ndarray]) -> CommunicationPart:
+def _row(
+    collectives: Sequence[Collective],
+    members: Sequence[int],
+    mean: dict[str, np.ndarray],
+    lines: Mapping[str, str | None],
+    cluster: Cluster | None,
+) -> CommunicationPart:
     first = collectives[members[0]]
     payload = _whole(sum(float(mean["count"][i]) * collectives[i].payload_bytes for i in members))
     wire = payload * wire_factor(first.collective, first.group_size)
@@ -88,7 +108,8 @@ def _row(collectives: Sequence[Collective], members: Sequence[int], mean: dict[s
         wire_bytes_nvlink=_whole(wire - across),
         wire_bytes_infiniband=_whole(across),
         bus_bandwidth_bytes_per_s=wire / moving_s if wire and moving_s else None,
-        ops=_ops(collectives, members, mean),
+        bus_bandwidth_peak_bytes_per_s=peak_bus_bandwidth_bytes_per_s(first, cluster) if wire else None,
+        ops=_ops(collectives, members, mean, lines),
         **seconds,
     )
 
@@ -99,7 +120,7 @@ def _seconds(members: Sequence[int], mean: dict[str, np.ndarray]) -> dict:
     return {
         "count": _whole(total["count"]),
         "time_s": total["share_s"],
-        "overlapped_s": max(0.0, total["share_s"] - total["exposed_share_s"]),
+        "overlapped_s": _difference(total["share_s"], total["exposed_share_s"]),
         "exposed_s": total["exposed_share_s"],
         "sole_exposed_s": total["sole_exposed_s"],
         "busy_s": total["busy_s"],
@@ -108,12 +129,24 @@ def _seconds(members: Sequence[int], mean: dict[str, np.ndarray]) -> dict:
     }
 
 
-def _ops(collectives: Sequence[Collective], members: Sequence[int], mean: dict[str, np.ndarray]) -> tuple[OpPart, ...]:
+def _difference(whole: float, part: float) -> float:
+    """What is left, without the rounding of the two sums: 1e-18 s is no overlap."""
+    rest = whole - part
+    return rest if rest > 1e-9 * whole else 0.0
+
+
+def _ops(
+    collectives: Sequence[Collective],
+    members: Sequence[int],
+    mean: dict[str, np.ndarray],
+    lines: Mapping[str, str | None],
+) -> tuple[OpPart, ...]:
     ops = [
         OpPart(
             name=collectives[i].name,
             key=collectives[i].key,
             source=collectives[i].source or None,
+            line=lines.get(collectives[i].name),
             count=_whole(mean["count"][i]),
             payload_bytes=_whole(mean["count"][i] * collectives[i].payload_bytes),
             busy_s=float(mean["busy_s"][i]),
@@ -136,6 +169,21 @@ def infiniband_share(c: Collective) -> float:
     if c.collective.endswith("all-to-all"):
         return (c.group_size - c.gpus_per_domain) / (c.group_size - 1)
     return 1.0 / max(1, c.gpus_per_domain)
+
+
+def peak_bus_bandwidth_bytes_per_s(c: Collective, cluster: Cluster | None) -> float | None:
+    """The bus bandwidth at which the links that a collective crosses carry their peak rate; None where unknown.
+
+    Of the wire bytes of a GPU a share crosses InfiniBand (see `infiniband_share`), so that link is full at its rate
+    divided by the share. What stays inside a domain is bounded by NVLink.
+    """
+    if cluster is None or cluster.is_cpu or c.group_size < 2:
+        return None
+    inside = cluster.link("nvlink", gpus=c.gpus_per_domain).bytes_per_s if c.gpus_per_domain > 1 else None
+    if c.link != "infiniband":
+        return inside
+    across = cluster.link("infiniband").bytes_per_s / infiniband_share(c)
+    return across if inside is None else min(across, inside)
 
 
 def _whole(x: float) -> int | float:

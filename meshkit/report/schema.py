@@ -6,30 +6,28 @@ is None (`null`), never 0 and never NaN. Keys may be added, never renamed.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from meshkit.errors import TraceError
+from meshkit.report.parts import (
+    FeedbackPart,
+    HistoryPart,
+    KernelsPart,
+    Part,
+    QualityPart,
+    StepSample,
+    StragglersPart,
+)
+from meshkit.report.pipeline import PipelinePart
 
 SCHEMA = "meshkit.report/1"
 REPORT_FILE = "report.json"
 Source = Literal["plan", "rehearse", "profile"]
 LinkName = Literal["nvlink", "infiniband"]
-
-
-class Part(BaseModel):
-    """A piece of any JSON output: frozen; unknown keys of a later version are kept, non-finite values refused."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="allow",
-        allow_inf_nan=False,
-        serialize_by_alias=True,
-        protected_namespaces=(),
-        json_schema_serialization_defaults_required=True,
-    )
 
 
 class ClusterPart(Part):
@@ -106,11 +104,12 @@ class SpreadsPart(Part):
 
 
 class OpPart(Part):
-    """One collective instruction; `key` survives a recompile, `name` does not."""
+    """One collective instruction; `key` survives a recompile, `name` does not; `line` is of the model's source."""
 
     name: str
     key: str
     source: str | None = None
+    line: str | None = None
     count: int | float
     payload_bytes: int | float | None = None
     busy_s: float | None = None
@@ -118,7 +117,10 @@ class OpPart(Part):
 
 
 class CommunicationPart(Part):
-    """Collectives of one kind over the same axes, link, dtype and shape of group; `axes == []` maps to no axis."""
+    """Collectives of one kind over the same axes, link, dtype and shape of group; `axes == []` maps to no axis.
+
+    `bus_bandwidth_peak_bytes_per_s` is what the links of such a group allow; reductions inside switches can exceed it.
+    """
 
     axes: tuple[str, ...]
     axes_complete: bool | None = None
@@ -142,11 +144,32 @@ class CommunicationPart(Part):
     transfer_s: float | None = None
     wait_s: float | None = None
     bus_bandwidth_bytes_per_s: float | None = None
+    bus_bandwidth_peak_bytes_per_s: float | None = None
     ops: tuple[OpPart, ...] = ()
 
 
+class RemedyPart(Part):
+    """A change by which a step fits, as a compile of it has shown.
+
+    Attributes:
+        settings: what to give to `--set`.
+        what: in words.
+        time_s: predicted, of the step with it.
+    """
+
+    settings: tuple[str, ...]
+    what: str
+    time_s: float | None = None
+    peak_bytes: int | None = None
+    margin_bytes: int | None = None
+
+
 class MemoryPart(Part):
-    """Memory of the fullest GPU, against what the client may take."""
+    """Memory of the fullest GPU, against what the client may take.
+
+    `reserved_bytes` is what the compiler does not count: `context_bytes` and `nccl_bytes` outside of the pool,
+    `cudnn_workspace_bytes` and `fragmentation_bytes` inside of it. `remedies` is null where nobody looked for any.
+    """
 
     capacity_bytes: int | None = None
     pool_bytes: int | None = None
@@ -159,6 +182,20 @@ class MemoryPart(Part):
     gradients_bytes: int | None = None
     activations_bytes: int | None = None
     temporary_bytes: int | None = None
+    context_bytes: int | None = None
+    nccl_bytes: int | None = None
+    nccl_communicators: int | None = None
+    cudnn_workspace_bytes: int | None = None
+    fragmentation_bytes: int | None = None
+    remedies: tuple[RemedyPart, ...] | None = None
+
+
+class OptionPart(Part):
+    """A compiler option, and why it is set; `[xla]` where the user set it."""
+
+    name: str
+    value: bool | int | float | str
+    why: str
 
 
 class ProgramPart(Part):
@@ -166,6 +203,7 @@ class ProgramPart(Part):
 
     fingerprint: str | None = None
     options_hash: str | None = None
+    options: tuple[OptionPart, ...] | None = None
     jax: str | None = None
     jaxlib: str | None = None
     partitioner: str | None = None
@@ -212,6 +250,13 @@ class Report(Part):
     program: ProgramPart = ProgramPart()
     compile: CompilePart = CompilePart()
     training: TrainingPart = TrainingPart()
+    pipeline: PipelinePart | None = None
+    kernels: KernelsPart | None = None
+    quality: QualityPart | None = None
+    stragglers: StragglersPart | None = None
+    per_step: tuple[StepSample, ...] | None = None
+    history: HistoryPart | None = None
+    feedback: FeedbackPart | None = None
     warnings: tuple[Warning_, ...] = ()
 
     def to_dict(self) -> dict:
@@ -227,7 +272,9 @@ class Report(Part):
         path = Path(path)
         file = path if path.suffix == ".json" else path / REPORT_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(self.to_json() + "\n", encoding="utf-8")
+        partial = file.with_name(f"{file.name}.tmp")  # a crash leaves the old file, not half of a new one
+        partial.write_text(self.to_json() + "\n", encoding="utf-8")
+        os.replace(partial, file)
         return file
 
 

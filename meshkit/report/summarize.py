@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshkit.report.kernels import Totals, kernels_part, totals_of
+from meshkit.report.parts import KernelsPart, QualityPart, StepSample, StragglersPart
 from meshkit.report.rows import communication_rows, group_rows
 from meshkit.report.schema import (
     ClusterPart,
@@ -31,6 +33,7 @@ from meshkit.report.schema import (
 )
 from meshkit.timeline.spans import Sweep, Timeline, sweep
 from meshkit.units import format_seconds
+from meshkit.xla.instructions import InstructionInfo
 
 if TYPE_CHECKING:
     from meshkit.spec.cluster import Cluster
@@ -76,6 +79,11 @@ def summarize(
     training: TrainingPart | None = None,
     step_bounds: tuple[float | None, float | None] = (None, None),
     steps_per_execution: int = 1,
+    instructions: Mapping[str, InstructionInfo] | None = None,
+    sweeps: Sequence[Sweep] | None = None,
+    kernels: Totals | None = None,
+    quality: QualityPart | None = None,
+    stragglers: StragglersPart | None = None,
     warnings: Sequence[Warning_] = (),
 ) -> Report:
     """The report of a timeline; every number is a mean over its device steps.
@@ -86,8 +94,11 @@ def summarize(
         cluster, mesh: what the program runs on, where a description exists.
         mesh_axes: `{"axis", "size", "nvlink", "infiniband"}` of each axis, where no spec exists.
         work: to relate the step time to; what is unknown in it is None in the report.
-        memory, program, compile, training, warnings: parts that others computed.
+        memory, program, compile, training, quality, stragglers, warnings: parts that others computed.
         step_bounds: (all_overlapped_s, all_exposed_s) of a prediction.
+        instructions: name of an instruction -> what it is, for compute by kind and for lines of source.
+        sweeps: of the timeline's steps, where somebody has swept them already (the steps then need no spans).
+        kernels: what each of `timeline.op_names` took, where somebody has added it up already.
         steps_per_execution: training steps in each step of the timeline, where one execution of the program makes
             several (a round of local SGD).
 
@@ -96,8 +107,10 @@ def summarize(
     """
     row_of, groups = group_rows(timeline.collectives)
     each = steps_per_execution
-    sweeps = [sweep(step, len(timeline.collectives), row_of).each_of(each) for step in timeline.steps]
-    rows = communication_rows(timeline, sweeps, row_of, groups)
+    found = sweeps or [sweep(step, len(timeline.collectives), row_of) for step in timeline.steps]
+    sweeps = [swept.each_of(each) for swept in found]
+    lines = {name: info.line for name, info in (instructions or {}).items()}
+    rows = communication_rows(timeline, sweeps, row_of, groups, lines, cluster)
     report = Report(
         source=source,
         cluster=cluster_part(cluster, work),
@@ -109,16 +122,28 @@ def summarize(
             processes_expected=processes_expected,
         ),
         step=_step_part(timeline, sweeps, work or Work(), step_bounds, each),
-        spread=SpreadsPart() if source == "plan" else _spreads(timeline, sweeps),
+        spread=SpreadsPart() if source == "plan" else _spreads(timeline, sweeps, each),
         communication=rows,
         memory=memory or MemoryPart(),
         program=program or ProgramPart(),
         compile=compile or CompilePart(),
         training=training or TrainingPart(),
+        kernels=_kernels(timeline, kernels, instructions, each),
+        quality=quality,
+        stragglers=stragglers,
+        per_step=None if source == "plan" else step_samples(timeline, sweeps, each),
         warnings=(*warnings, *_unmapped_warning(rows)),
     )
     check_invariants(report)
     return report
+
+
+def _kernels(
+    timeline: Timeline, totals: Totals | None, instructions: Mapping[str, InstructionInfo] | None, each: int
+) -> KernelsPart | None:
+    if not timeline.steps or not instructions:
+        return None
+    return kernels_part(timeline.op_names, totals or totals_of(timeline), instructions, steps_per_execution=each)
 
 
 def check_invariants(report: Report) -> None:
@@ -150,6 +175,8 @@ def check_invariants(report: Report) -> None:
     ):
         check(f"communication rows' {key}", [getattr(row, key) for row in rows], total)
     for row in rows:
+        if row.time_s is None:  # withheld: its seconds are in the row without axes
+            continue
         name = f"row {'+'.join(row.axes) or '(no axis)'} {row.collective}"
         check(f"{name} time_s", (row.overlapped_s, row.exposed_s), row.time_s)
         assert (row.sole_exposed_s or 0) <= (row.exposed_s or 0) + tolerance, f"{name} is alone longer than exposed"
@@ -206,7 +233,9 @@ def _step_part(timeline: Timeline, sweeps: Sequence[Sweep], work: Work, bounds, 
         return math.fsum(getattr(t, name) for t in totals) / len(totals)
 
     time_s = mean("window_s")
-    bubble_s = math.fsum(s.bubble_s for s in timeline.steps) / len(totals) / steps_per_execution
+    bubbles = [s.bubble_s for s in timeline.steps if s.bubble_s is not None]
+    known = len(bubbles) == len(totals)
+    bubble_s = math.fsum(bubbles) / len(totals) / steps_per_execution if known else None
     peak = work.peak_flops_per_gpu
     peak_of_all = peak * work.num_gpus if peak and work.num_gpus else None
     return StepPart(
@@ -233,26 +262,57 @@ def _utilization(amount: float | None, time_s: float, capacity: float | None) ->
     return _ratio(amount, time_s * capacity if capacity else None)
 
 
-def _spreads(timeline: Timeline, sweeps: Sequence[Sweep]) -> SpreadsPart:
+def _spreads(timeline: Timeline, sweeps: Sequence[Sweep], steps_per_execution: int) -> SpreadsPart:
     if not sweeps:
         return SpreadsPart()
     names = {"time_s": "window_s", "compute_s": "compute_s", "exposed_s": "exposed_s", "idle_s": "idle_s"}
-    return SpreadsPart(
-        **{key: _spread(timeline, np.array([getattr(s.total, field) for s in sweeps])) for key, field in names.items()}
-    )
+    numbers = _training_steps(timeline, steps_per_execution)
+    values = {key: np.array([getattr(s.total, field) for s in sweeps]) for key, field in names.items()}
+    return SpreadsPart(**{key: _spread(timeline, numbers, of_key) for key, of_key in values.items()})
 
 
-def _spread(timeline: Timeline, values: np.ndarray) -> SpreadPart:
-    worst = timeline.steps[int(np.argmax(values))]
+def _training_steps(timeline: Timeline, steps_per_execution: int) -> list[int]:
+    """The training step of each device step; where one execution makes several, the number of its last."""
+    first = min((s.step for s in timeline.steps), default=0)
+    return [first + (s.step - first) * steps_per_execution for s in timeline.steps]
+
+
+def _spread(timeline: Timeline, numbers: Sequence[int], values: np.ndarray) -> SpreadPart:
+    worst = int(np.argmax(values))
     low, median, p90, high = np.percentile(values, [0, 50, 90, 100])
     return SpreadPart(
         min=float(low),
         median=float(median),
         p90=float(p90),
         max=float(high),
-        worst_device=worst.device,
-        worst_step=worst.step,
+        worst_device=timeline.steps[worst].device,
+        worst_step=numbers[worst],
     )
+
+
+def step_samples(timeline: Timeline, sweeps: Sequence[Sweep], steps_per_execution: int = 1) -> tuple[StepSample, ...]:
+    """Each captured step by itself: means over its devices, which add up as those of the whole report do.
+
+    Where one execution makes several training steps it is one sample, a mean of them, with the number of the last.
+    """
+    by_step: dict[int, list[int]] = {}
+    for i, number in enumerate(_training_steps(timeline, steps_per_execution)):
+        by_step.setdefault(number, []).append(i)
+    samples = []
+    for number, members in sorted(by_step.items()):
+        totals = [sweeps[i].total for i in members]
+        slowest = max(members, key=lambda i: sweeps[i].total.window_s)
+        means = {name: math.fsum(getattr(t, name) for t in totals) / len(totals) for name in _ADDITIVE[1:]}
+        samples.append(
+            StepSample(
+                step=number,
+                time_s=math.fsum(t.window_s for t in totals) / len(totals),
+                **means,
+                slowest_device=timeline.steps[slowest].device,
+                slowest_time_s=sweeps[slowest].total.window_s,
+            )
+        )
+    return tuple(samples)
 
 
 def _unmapped_warning(rows: Sequence[CommunicationPart]) -> list[Warning_]:

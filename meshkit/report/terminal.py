@@ -9,7 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from meshkit.report.schema import CommunicationPart, Report
+from meshkit.report.pipeline_view import pipeline_lines
+from meshkit.report.schema import CommunicationPart, OpPart, Report
 from meshkit.report.view import (
     WORD,
     Share,
@@ -19,9 +20,14 @@ from meshkit.report.view import (
     grouped_rows,
     link_text,
     memory_shares,
+    most_exposed,
+    quality_text,
     row_cells,
     row_name,
+    short_source,
+    spread_text,
     step_shares,
+    waiting_lines,
 )
 from meshkit.units import format_bytes, format_percent, format_seconds
 
@@ -32,15 +38,22 @@ _STYLES = {
     "exposed": ("▓", "red"),
     "other": ("▒", "yellow"),
     "idle": ("░", "bright_black"),
+    # of the memory bar each part has a mark of its own, since a pipe has no colour
     "parameters": ("█", "blue"),
     "optimizer": ("▓", "cyan"),
     "gradients": ("▒", "magenta"),
-    "activations": ("█", "green"),
-    "temporary": ("▓", "yellow"),
-    "rest": ("▒", "bright_black"),
+    "activations": ("░", "green"),
+    "temporary": ("▚", "yellow"),
+    "rest": ("=", "bright_black"),
+    "cudnn": ("c", "bright_black"),
+    "fragmentation": ("f", "bright_black"),
+    "context": ("u", "bright_black"),
+    "nccl": ("n", "bright_black"),
     "reserved": ("x", "bright_black"),
     "free": ("·", "bright_black"),
 }
+_MAX_KINDS = 8
+_MAX_EXPOSED = 6
 _COLUMNS = (
     ("collective", 24),
     ("count", 5),
@@ -58,8 +71,18 @@ def render(report: Report, *, title: str | None = None) -> RenderableType:
     if report.step.time_s:
         parts += [_heading("step time"), _step_bar(report)]
     parts += [_heading("communication a step, per GPU"), _communication(report)]
+    if exposed := most_exposed(report, _MAX_EXPOSED):
+        parts += [_heading("the most exposed, and what caused it"), _exposed_ops(exposed)]
+    if waiting := waiting_lines(report):
+        parts += [_heading("waiting for peers"), *(Text(line, overflow="fold") for line in waiting)]
+    if report.kernels and report.step.compute_s:
+        parts += [_heading("compute by kind of work"), _kernels(report)]
+    if report.pipeline is not None:
+        parts += [_heading("pipeline"), *map(Text, pipeline_lines(report))]
     if report.memory.peak_bytes is not None:
         parts += [_heading("memory of the fullest GPU"), _memory(report)]
+    if found := quality_text(report):
+        parts += [_heading("data quality"), Text(found, overflow="fold")]
     if report.warnings:
         parts += [_heading("warnings"), *(_warning(w.message) for w in report.warnings)]
     return Group(*parts)
@@ -98,7 +121,10 @@ def _step_bar(report: Report) -> RenderableType:
         f"{format_seconds(report.step.overlapped_s)} of {format_seconds(report.step.communication_s)} communication"
     )
     legend = _legend(shares, total, format_seconds)
-    return Group(bar(shares, total), legend, Text(f"{hidden} lie under compute", "dim"))
+    lines = [Text(f"{hidden} lie under compute", "dim")]
+    if spread := spread_text(report):
+        lines.append(Text(spread, "dim"))
+    return Group(bar(shares, total), legend, *lines)
 
 
 def _legend(shares: Sequence[Share], total: float | None, form) -> RenderableType:
@@ -134,6 +160,33 @@ def _cells(texts: Sequence[str], style: str = "", *, exposed: bool = False) -> R
         shown = "red" if exposed and name == "exposed" else style
         table.add_column(width=width, justify="right" if i else "left", style=shown, overflow="fold")
     table.add_row(*texts)
+    return table
+
+
+def _exposed_ops(ops: Sequence[tuple[CommunicationPart, OpPart]]) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=8, justify="right", style="red")
+    for width in (13, 17):
+        table.add_column(width=width, overflow="ellipsis", no_wrap=True)
+    table.add_column(width=WIDTH - 41, overflow="ellipsis", no_wrap=True, style="dim")
+    for row, op in ops:
+        line = (op.line or "").rpartition(" from ")[2]
+        path = "/".join(short_source(op.source).rstrip(")").split("/")[-2:])
+        caused = " ".join(text for text in (line, path) if text) or "-"
+        table.add_row(format_seconds(op.exposed_s), axes_text(row.axes), op.name, caused)
+    return table
+
+
+def _kernels(report: Report) -> RenderableType:
+    """The kinds of work with the most time, each with a bar of its share of compute."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=20)
+    for _ in range(2):
+        table.add_column(width=8, justify="right")
+    total = report.step.compute_s or 0.0
+    for c in (report.kernels.classes if report.kernels else ())[:_MAX_KINDS]:
+        share = (c.time_s or 0.0) / total
+        table.add_row(c.kind, format_seconds(c.time_s), format_percent(share), Text("█" * round(36 * share), "green"))
     return table
 
 

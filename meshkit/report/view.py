@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshkit.report.schema import CommunicationPart, Report
+from meshkit.report.schema import CommunicationPart, OpPart, Report
 from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_rate, format_seconds
 
 WORD = {"plan": "predicted", "rehearse": "rehearsed", "profile": "measured"}
@@ -45,9 +46,22 @@ def memory_shares(report: Report) -> list[Share]:
     rest = (m.peak_bytes or 0) - sum(share.value or 0 for share in known)
     if rest > 0:
         known.append(Share("rest", "other" if known else "peak", rest))
-    if m.reserved_bytes:
-        known.append(Share("reserved", "reserved outside the pool", m.reserved_bytes))
+    beside = [
+        Share("cudnn", "cuDNN workspace", m.cudnn_workspace_bytes),
+        Share("fragmentation", "fragmentation", m.fragmentation_bytes),
+        Share("context", "CUDA context", m.context_bytes),
+        Share("nccl", f"NCCL, {m.nccl_communicators or '?'} communicators", m.nccl_bytes),
+    ]
+    known += [share for share in beside if share.value]
+    rest = (m.reserved_bytes or 0) - sum(share.value or 0 for share in beside)
+    if rest > 0:
+        known.append(Share("reserved", "reserved outside the pool", rest))
     return known
+
+
+def plural(n: int, word: str) -> str:
+    """`1 step`, `3 steps`."""
+    return f"{n} {word}{'' if n == 1 else 's'}"
 
 
 def machines(report: Report) -> str:
@@ -88,7 +102,9 @@ def facts(report: Report) -> list[tuple[str, str]]:
     if report.training.checkpoint_s is not None:
         found.append(("checkpoint", f"{format_seconds(report.training.checkpoint_s)} to write"))
     if report.source != "plan":
-        found.append(("mean over", f"{window.steps} steps, {window.devices} devices{_processes(report)}"))
+        found.append(
+            ("mean over", f"{plural(window.steps, 'step')}, {plural(window.devices, 'device')}{_processes(report)}")
+        )
     return found
 
 
@@ -154,6 +170,17 @@ def row_name(row: CommunicationPart) -> str:
     return " ".join(part for part in (row.collective or "unknown", row.dtype) if part)
 
 
+def short_source(source: str | None, longest: int = 120) -> str:
+    """An op_name path without what every one of them starts with; of a combined operation, each path once."""
+    if not source:
+        return ""
+    text = re.sub(r"^jit\([^)]*\)/", "", source).replace("/eval_jaxpr", "").replace("while/body/", "loop/")
+    if text.startswith("(") and text.endswith(")") and ":" in text:
+        parts = dict.fromkeys(text[1:-1].split(":"))
+        text = f"({' : '.join(parts)})"
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
 def grouped_rows(report: Report) -> list[list[CommunicationPart]]:
     """Rows over the same axes, link and shape of group together, the group with the most exposed time first."""
     groups: dict[tuple, list[CommunicationPart]] = {}
@@ -161,6 +188,72 @@ def grouped_rows(report: Report) -> list[list[CommunicationPart]]:
         key = (row.axes, row.link, row.fabric, row.group_size, row.num_groups, row.gpus_per_domain, row.axes_complete)
         groups.setdefault(key, []).append(row)
     return sorted(groups.values(), key=lambda rows: -sum(r.exposed_s or 0 for r in rows))
+
+
+def most_exposed(report: Report, number: int) -> list[tuple[CommunicationPart, OpPart]]:
+    """The single collectives with the most exposed seconds, the longest first; those that hide are left out."""
+    ops = [(row, op) for row in report.communication for op in row.ops if op.exposed_s]
+    return sorted(ops, key=lambda item: -(item[1].exposed_s or 0.0))[:number]
+
+
+def spread_text(report: Report) -> str:
+    """How the step time varies over devices and steps; empty where it does not."""
+    s = report.spread.time_s
+    if s.median is None or s.min == s.max:
+        return ""
+    of = f"{format_seconds(s.min)} to {format_seconds(s.max)} (GPU {s.worst_device}, step {s.worst_step})"
+    return f"one GPU's step: {of}, median {format_seconds(s.median)}, p90 {format_seconds(s.p90)}"
+
+
+def waiting_lines(report: Report) -> list[str]:
+    """How much of communication is waiting for peers, and for whom; empty where unknown."""
+    rows = [r for r in report.communication if r.wait_s is not None and r.busy_s]
+    if not rows:
+        return []
+    wait_s, busy_s = sum(r.wait_s or 0.0 for r in rows), sum(r.busy_s or 0.0 for r in rows)
+    how = {"clocked": "by start times", "clock_free": "by the shortest instance of each"}
+    method = report.quality.wait_method if report.quality else None
+    told = f" ({how[method]})" if method else ""
+    lines = [
+        f"{format_seconds(wait_s)} of {format_seconds(busy_s)} in collectives, {format_percent(wait_s / busy_s)}{told}"
+    ]
+    for d in (report.stragglers.devices if report.stragglers else ())[:3]:
+        if d.caused_wait_s:
+            where = "" if d.host is None else f" on {d.host}"
+            late = "" if d.last_share is None else f", last in {format_percent(d.last_share)} of collectives"
+            lines.append(f"GPU {d.device}{where}: others waited {format_seconds(d.caused_wait_s)} a step{late}")
+    return lines
+
+
+def quality_text(report: Report) -> str:
+    """The main points of data quality in one sentence; empty for a prediction."""
+    q = report.quality
+    if q is None:
+        return ""
+    parts = [
+        f"{q.events:,} operations" if q.events is not None else "",
+        f"{format_percent(q.mapped_share)} of communication mapped" if q.mapped_share is not None else "",
+        f"{format_percent(q.kernels_mapped_share)} of compute" if q.kernels_mapped_share is not None else "",
+        f"{q.clocks} clocks within {format_seconds(q.clock_residual_s)}" if q.clock_residual_s is not None else "",
+        f"capture added {format_seconds(q.overhead_s)} a step" if q.overhead_s is not None else "",
+        f"{q.dropped_events:,} events lost" if q.dropped_events else "",
+        "rows by axis withheld" if q.axes_withheld else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+_TREND = {"step_time_s": "step time", "tokens_per_s": "tokens/s", "mfu": "MFU", "loss": "loss", "exposed_s": "exposed"}
+
+
+def trend_text(report: Report) -> str:
+    """`From the first third of the steps to the last: step time +1.2 %, loss -31.0 %.`; empty where unknown."""
+    trend = report.history.trend if report.history else {}
+    parts = [
+        f"{label} {change:+.1%}".replace("%", " %")
+        for key, label in _TREND.items()
+        if (change := trend.get(key)) is not None
+    ]
+    return f"From the first third of the steps to the last: {', '.join(parts)}." if parts else ""
 
 
 def _bounds(report: Report) -> str:

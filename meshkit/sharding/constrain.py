@@ -7,7 +7,7 @@ model runs unsharded; inside, it is a sharding constraint of XLA's partitioner.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -37,10 +37,17 @@ class Activation:
 
 @dataclass(frozen=True)
 class Scope:
-    """The mesh and rules that constraints refer to."""
+    """The mesh and rules that constraints refer to.
+
+    Attributes:
+        mesh: attached or described.
+        rules: of arrays as they are seen here: without the axes that are manual already, inside a pipeline.
+        whole: the rules with those axes; None where there are none.
+    """
 
     mesh: AnyMesh
     rules: ShardingRules
+    whole: ShardingRules | None = None
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
@@ -56,6 +63,13 @@ class Scope:
         (axes,) = self.rules.spec_for((logical_axis,), kind="activations")
         return math.prod(self.mesh.shape[a] for a in axes)
 
+    def manual_axes(self, logical_axis: str) -> tuple[str, ...]:
+        """Mesh axes over which activations here are cut by hand along a logical axis: what is seen is one piece."""
+        if self.whole is None:
+            return ()
+        before, after = (rules.spec_for((logical_axis,), kind="activations")[0] for rules in (self.whole, self.rules))
+        return tuple(axis for axis in before if axis not in after)
+
 
 _SCOPE: ContextVar[Scope | None] = ContextVar("meshkit_scope", default=None)
 _RECORD: ContextVar[list[Activation] | None] = ContextVar("meshkit_record", default=None)
@@ -67,13 +81,22 @@ def current_scope() -> Scope | None:
 
 
 @contextmanager
-def sharding_scope(mesh: AnyMesh | None, rules: ShardingRules | None) -> Iterator[Scope | None]:
-    """Makes `constrain` refer to this mesh and these rules; with None, to nothing."""
+def sharding_scope(
+    mesh: AnyMesh | None, rules: ShardingRules | None, *, manual: Iterable[str] = ()
+) -> Iterator[Scope | None]:
+    """Makes `constrain` refer to this mesh and these rules; with None, to nothing.
+
+    Args:
+        mesh: attached or described.
+        rules: of whole arrays.
+        manual: mesh axes of the `jax.shard_map` around, over which arrays are cut by hand already.
+    """
     if mesh is None or rules is None:
         scope = None
     else:
         rules.check(mesh.axis_names)
-        scope = Scope(mesh, rules)
+        manual = frozenset(manual)
+        scope = Scope(mesh, rules.without(manual), rules) if manual else Scope(mesh, rules)
     token = _SCOPE.set(scope)
     try:
         yield scope
@@ -117,8 +140,15 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     dropped = tuple(a for w, s in zip(wanted, spec) for a in w if a not in s)
     record = _RECORD.get()
     if record is not None:
-        record.append(Activation(tuple(logical_axes), tuple(x.shape), str(x.dtype), spec, dropped))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, partition_spec(spec)))
+        record.append(_activation(scope, tuple(logical_axes), x, spec, dropped))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_here(scope.mesh), partition_spec(spec)))
+
+
+def _activation(scope: Scope, names: tuple, x: jax.Array, spec: Sequence[tuple[str, ...]], dropped) -> Activation:
+    """x as `explain` lists it: the whole array, also where a pipeline has cut it by hand already."""
+    by_hand = [scope.manual_axes(name) if name is not None else () for name in names]
+    shape = tuple(n * math.prod(scope.mesh.shape[a] for a in axes) for n, axes in zip(x.shape, by_hand))
+    return Activation(names, shape, str(x.dtype), tuple((*m, *s) for m, s in zip(by_hand, spec)), dropped)
 
 
 def shard_over(fn: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes: LogicalAxes) -> Callable[..., Any]:
@@ -148,8 +178,40 @@ def shard_over_mesh(fn: Callable[..., Any], in_specs: Sequence[Spec], out_spec: 
         with sharding_scope(None, None):
             return fn(*args)
 
-    inputs = tuple(partition_spec(s) for s in in_specs)
-    return jax.shard_map(local, mesh=scope.mesh, in_specs=inputs, out_specs=partition_spec(out_spec), check_vma=False)
+    return shard_map_here(local, scope.mesh, tuple(partition_spec(s) for s in in_specs), partition_spec(out_spec))
+
+
+def manual_here() -> frozenset[str]:
+    """Mesh axes of the `jax.shard_map` around, over which arrays are cut by hand."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def mesh_here(mesh: AnyMesh) -> Any:
+    """The mesh that shardings refer to here: inside a `jax.shard_map` that of the trace, which knows what is manual."""
+    return jax.sharding.get_abstract_mesh() if manual_here() else mesh
+
+
+def shard_map_here(fn: Callable[..., Any], mesh: AnyMesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """fn on every GPU's shards: a `jax.shard_map` over all axes of the mesh that are not manual here already.
+
+    Args:
+        fn: takes and returns local arrays, and may communicate over every axis by name.
+        mesh: attached or described.
+        in_specs, out_specs: PartitionSpecs in trees; manual axes may be named, the arrays are cut over them as it is.
+    """
+    mesh, manual = mesh_here(mesh), manual_here()
+    names = frozenset(mesh.axis_names) - manual
+    if not names:
+        return fn
+
+    def seen(spec: PartitionSpec) -> PartitionSpec:
+        dims = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+        return partition_spec([[a for a in axes if a not in manual] for axes in dims])
+
+    inputs, outputs = (
+        jax.tree.map(seen, specs, is_leaf=lambda s: isinstance(s, PartitionSpec)) for specs in (in_specs, out_specs)
+    )
+    return jax.shard_map(fn, mesh=mesh, in_specs=inputs, out_specs=outputs, axis_names=names, check_vma=False)
 
 
 def attention_implementation() -> str:

@@ -49,7 +49,8 @@ class AxisRoles:
     Attributes:
         batch, length: axes that cut `act_batch`, and `act_length` or `act_residual_length`.
         residual: axes that cut `act_residual_length` alone (sequence parallelism).
-        tensor: axes that cut heads, mlp or vocab of activations, or of parameters without cutting the batch.
+        tensor: axes that cut heads, mlp or vocab of activations, or of parameters without cutting the batch; a
+            pipeline, which cuts layers, may cut the vocabulary too and is none.
         expert: axes that cut experts.
     """
 
@@ -68,7 +69,7 @@ class AxisRoles:
             return frozenset(a for name in names for a in mapping.get(name, ()))
 
         batch, length = cut("act_batch"), cut("act_length")
-        tensor = cut(*_TENSOR_ACTIVATIONS) | (cut(*_TENSOR_PARAMETERS) - batch)
+        tensor = cut(*_TENSOR_ACTIVATIONS) | (cut(*_TENSOR_PARAMETERS) - batch - cut("layers"))
         return cls(batch, length, cut("act_residual_length") - length, tensor - length, cut(*_EXPERTS))
 
 

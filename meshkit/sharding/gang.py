@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from meshkit.errors import ConfigError, RunError
+from meshkit.sharding.roll_call import call_roll
 from meshkit.spec.environment import Gang, read_gang
 from meshkit.spec.launchers import NUM_PROCESSES, PROCESS_ID
 
@@ -23,15 +24,19 @@ from meshkit.spec.launchers import NUM_PROCESSES, PROCESS_ID
 _JOIN_S, _HEARTBEAT_S, _SHUTDOWN_S = 300, 100, 120
 
 
-def join_gang(environment: Mapping[str, str] | None = None) -> tuple[int, int]:
+def join_gang(environment: Mapping[str, str] | None = None, *, timeout_s: float = _JOIN_S) -> tuple[int, int]:
     """Joins the job that the environment describes, before jax starts; does nothing for one process, or a second time.
+
+    Args:
+        environment: in place of the process's own.
+        timeout_s: for all processes to come; jax ends this process when they do not.
 
     Returns:
         This process's number, and how many there are.
 
     Raises:
-        ConfigError: the environment is wrong, or jax has already started.
-        RunError: the coordinator cannot be reached, or its port is taken.
+        ConfigError: the environment is wrong (also: two processes with one number), or jax has already started.
+        RunError: a process does not come, the coordinator cannot be reached, or its port is taken.
     """
     gang = read_gang(environment)
     state = _state()
@@ -49,16 +54,21 @@ def join_gang(environment: Mapping[str, str] | None = None) -> tuple[int, int]:
         return 0, 1
     _check_not_started(gang)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    bind = bind_address(gang.coordinator)
+    attendance = call_roll(gang, timeout_s, bind=bind)
+    if attendance.problem is not None:
+        wrong = ConfigError if attendance.twice or attendance.others else RunError
+        raise wrong(attendance.problem, at="environment", hint="meshkit doctor --gang in place of the training")
     try:
         with _without_proxies(gang.coordinator):
             jax.distributed.initialize(
                 coordinator_address=gang.coordinator,
-                coordinator_bind_address=bind_address(gang.coordinator) if gang.process_id == 0 else None,
+                coordinator_bind_address=bind if gang.process_id == 0 else None,
                 num_processes=gang.num_processes,
                 process_id=gang.process_id,
                 local_device_ids=gang.local_device_ids,
                 cluster_detection_method="deactivate",
-                initialization_timeout=_JOIN_S,
+                initialization_timeout=round(timeout_s),
                 heartbeat_timeout_seconds=_HEARTBEAT_S,
                 shutdown_timeout_seconds=_SHUTDOWN_S,
             )

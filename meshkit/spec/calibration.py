@@ -76,8 +76,8 @@ class Rates:
     """Sustained rates of one device: matmul and attention in FLOP/s, memory in bytes/s (read and written).
 
     Attributes:
-        matmul_flops_per_s: by precision, named as in the catalog: fp32, tf32, bf16, fp16.
-        attention_flops_per_s: `forward` and `backward` of fused causal attention, masked half not counted.
+        matmul_flops_per_s: by precision, named as in the catalog: fp32, tf32, bf16, fp16, fp8. Of a large matmul.
+        attention_flops_per_s: `forward` and `backward` of fused causal attention at 4k tokens, masked half not counted.
         memory_bytes_per_s: of a copy, both directions; None if it was not measured.
     """
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import tomllib
 from collections.abc import Mapping
@@ -187,6 +188,11 @@ def host_memory(pcie_generation: int) -> float:
     return catalog()["host_memory_bytes_per_s"][str(pcie_generation)]
 
 
+def reserved() -> Mapping[str, int]:
+    """What a GPU's memory holds beside a program, in bytes and numbers of channels: context, NCCL, cuDNN, allocator."""
+    return {name: value for name, value in catalog()["reserved"].items() if name != "sources"}
+
+
 def fabric(name: str) -> Mapping[str, float]:
     """What a fabric has beyond its GPUs or NICs: latencies, sustained share: `nvlink`, `pcie`, `host_memory`, ..."""
     return catalog()["fabrics"][name]
@@ -195,3 +201,15 @@ def fabric(name: str) -> Mapping[str, float]:
 def _numbers(table: str, key: str) -> dict[str, Any]:
     """A row without its sources."""
     return {name: value for name, value in catalog()[table][key].items() if name != "sources"}
+
+
+@functools.cache
+def matmul_rates() -> tuple[Mapping[str, str], ...]:
+    """The rows of matmul_rates.csv: generation, batch, m, n, k, and TFLOP/s by precision."""
+    text = resources.files("meshkit.spec").joinpath("matmul_rates.csv").read_text(encoding="utf-8")
+    return tuple(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+
+
+def kernels() -> Mapping[str, Any]:
+    """What holds for kernels of every GPU: the charts of fused attention, what NCCL takes, how GPUs differ."""
+    return catalog()["kernels"]

@@ -51,6 +51,7 @@ class Cluster:
         calibration: path of a file of `meshkit bench`.
         nvlink_switch: whether NVLink goes through a switch; None: as hosts of that GPU and size are built.
         cpu_link: what connects a GPU and its CPU, a key of the catalog; None: as the GPU comes.
+        gpu_spread: standard deviation of the GPUs' compute rates, relative; None: as in published fleets.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Cluster:
     calibration: str | None = None
     nvlink_switch: bool | None = None
     cpu_link: str | None = None
+    gpu_spread: float | None = None
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], *, hosts: int | None = None, **overrides: Any) -> Cluster:

@@ -21,6 +21,7 @@ from meshkit.spec.locate import split_key
 from meshkit.spec.mesh import MeshSpec
 from meshkit.spec.overrides import apply_overrides
 from meshkit.spec.paths import absolute_paths
+from meshkit.spec.pipelines import check_alone, check_pipeline, pipeline_rules
 from meshkit.spec.problems import SpecError, did_you_mean
 from meshkit.spec.rules import ShardingRules, preset_rules
 from meshkit.spec.schema import experiment_json_schema
@@ -33,10 +34,11 @@ from meshkit.spec.sections import (
     LocalSgdSpec,
     ModelSpec,
     OptimizerSpec,
+    PipelineSpec,
     ProfileSpec,
     TrainSpec,
 )
-from meshkit.spec.tables import ExperimentTable, RulesTable, TrainTable
+from meshkit.spec.tables import ExperimentTable, TrainTable
 from meshkit.spec.validate import check_plain, validate
 
 __all__ = ["Experiment", "experiment_json_schema", "load"]
@@ -58,6 +60,7 @@ class Experiment:
     profile: ProfileSpec = field(default_factory=ProfileSpec)
     local_sgd: LocalSgdSpec = field(default_factory=LocalSgdSpec)
     compression: CompressionSpec = field(default_factory=CompressionSpec)
+    pipeline: PipelineSpec = field(default_factory=PipelineSpec)
     lint: LintSpec = field(default_factory=LintSpec)
     xla: Mapping[str, Any] = field(default_factory=dict)
     path: Path | None = field(default=None, compare=False)
@@ -88,7 +91,9 @@ class Experiment:
         """The tables of the resolved file."""
         model = {"class": self.model.class_path, "preset": self.model.preset, **self.model.options}
         sections = {key: _plain(getattr(self, key)) for key in ("train", "optimizer", "data", "checkpoint", "profile")}
-        sections |= {key: _plain(spec) for key in ("local_sgd", "compression") if (spec := getattr(self, key)).axis}
+        sections |= {
+            key: _plain(spec) for key in ("local_sgd", "compression", "pipeline") if (spec := getattr(self, key)).axis
+        }
         if self.lint.allow:
             sections["lint"] = {"allow": [_plain(item) for item in self.lint.allow]}
         tables = {
@@ -129,7 +134,7 @@ def _build(document: Document, table: Mapping[str, Any]) -> Experiment:
     checked = validate(ExperimentTable, table)
     cluster = load_table(as_table(checked.cluster), folder=document.path.parent)
     mesh = MeshSpec.parse(checked.mesh).resolve(cluster)
-    rules = _build_rules(checked.rules, mesh, document)
+    rules = _build_rules(checked, mesh, document)
     model = dict(checked.model.model_extra or {})
     experiment = Experiment(
         name=checked.name or document.path.stem,
@@ -141,9 +146,10 @@ def _build(document: Document, table: Mapping[str, Any]) -> Experiment:
         optimizer=OptimizerSpec(**checked.optimizer.model_dump()),
         data=DataSpec(**checked.data.model_dump()),
         checkpoint=CheckpointSpec(**checked.checkpoint.model_dump()),
-        profile=ProfileSpec(_step_range(checked.profile.steps, checked.train)),
+        profile=ProfileSpec(_step_range(checked.profile.steps, checked.train), checked.profile.processes),
         local_sgd=LocalSgdSpec(**checked.local_sgd.model_dump()) if checked.local_sgd else LocalSgdSpec(),
         compression=CompressionSpec(**checked.compression.model_dump()) if checked.compression else CompressionSpec(),
+        pipeline=PipelineSpec(**checked.pipeline.model_dump()) if checked.pipeline else PipelineSpec(),
         lint=LintSpec(tuple(Allowed(**item.model_dump()) for item in checked.lint.allow)),
         xla=_xla_options(checked.xla),
         path=document.path,
@@ -152,23 +158,28 @@ def _build(document: Document, table: Mapping[str, Any]) -> Experiment:
     _check_axis(experiment, "local_sgd")
     _check_axis(experiment, "compression")
     _check_rounds(experiment)
+    check_pipeline(experiment.pipeline, rules, dict(zip(mesh.axis_names, mesh.shape)), experiment.train)
+    check_alone(experiment.pipeline, experiment.local_sgd.axis, experiment.compression.axis)
     _check_division(experiment, "act_batch", "global_batch")
     _check_division(experiment, "act_length", "sequence_length")
     _check_division(experiment, "act_residual_length", "sequence_length")
     return experiment
 
 
-def _build_rules(table: RulesTable, mesh: MeshSpec, document: Document) -> ShardingRules:
+def _build_rules(checked: ExperimentTable, mesh: MeshSpec, document: Document) -> ShardingRules:
+    table = checked.rules
     preset = preset_rules(table.preset, mesh.axis_names) if table.preset is not None else {}
     logical = preset.get("logical", {})
+    known = checked.pipeline and checked.pipeline.axis in mesh.axis_names  # else refused later, by its own key
+    staged = pipeline_rules(checked.pipeline, {**logical, **table.logical}) if known else {}
     rules = ShardingRules(
-        {**logical, **table.logical},
+        {**logical, **table.logical, **staged},
         overrides=[(override.path, override.spec) for override in table.override],
         compute={**preset.get("compute", {}), **table.compute},
         gradients={**preset.get("gradients", {}), **table.gradients},
         optimizer={**preset.get("optimizer", {}), **table.optimizer},
         auto=table.auto.model_dump() if table.auto else None,
-        from_preset=frozenset(logical) - frozenset(table.logical),
+        from_preset=(frozenset(logical) | frozenset(staged)) - frozenset(table.logical),
         where=document.where,
     )
     rules.check(mesh.axis_names)
@@ -253,9 +264,13 @@ def _check_division(experiment: Experiment, logical: str, key: str) -> None:
     sizes = dict(zip(experiment.mesh.axis_names, experiment.mesh.shape))
     ways = math.prod(sizes[axis] for axis in axes)
     parts = [f"{axis} {sizes[axis]}" for axis in axes]
-    if key == "global_batch" and experiment.train.accumulate > 1:
-        ways *= experiment.train.accumulate
-        parts.append(f"accumulate {experiment.train.accumulate}")
+    for word, count in (
+        ("accumulate", experiment.train.accumulate),
+        ("microbatches", experiment.pipeline.microbatches),
+    ):
+        if key == "global_batch" and count > 1:
+            ways *= count
+            parts.append(f"{word} {count}")
     value = getattr(experiment.train, key)
     if value % ways:
         shown = f"{ways} ({' x '.join(parts)})" if len(parts) > 1 else f"{ways} ({parts[0]})"

@@ -38,6 +38,8 @@ class TrainSpec:
     seed: int = 0
     log_every: int = 1
     replica_check_every: int = 0
+    metrics: str | None = None
+    tensorboard: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,10 @@ class CheckpointSpec:
 
 @dataclass(frozen=True)
 class ProfileSpec:
-    """The first and the last step that are captured; None captures none."""
+    """The first and the last step that are captured (None: none), and by which processes (None: all)."""
 
     steps: tuple[int, int] | None = None
+    processes: int | list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,19 @@ class CompressionSpec:
     axis: str | None = None
     dtype: str = "bf16"
     error_feedback: bool = True
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """Layers in stages over `axis`, a batch in `microbatches`; axis None = off."""
+
+    axis: str | None = None
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    residuals: str = "recompute"
+    head: str = "vocab_parallel"
+    layout: str | None = None
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,23 @@ def _policy_or_names(value: Any) -> str | tuple[str, ...]:
     return value if isinstance(value, str) else tuple(names)
 
 
+def _number_or_list(value: Any) -> Any:
+    """A number of processes, or a list of them."""
+    if isinstance(value, list):
+        if value and all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in value):
+            return value
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ValueError(f"must be a number of processes or a list of them, not {show(value)}")
+
+
+_PROCESSES_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "exclusiveMinimum": 0},
+        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+    ]
+}
+Processes = Annotated[Any, AfterValidator(_number_or_list), WithJsonSchema(_PROCESSES_SCHEMA)]
 Remat = Annotated[Any, AfterValidator(_policy_or_names), WithJsonSchema(_REMAT_SCHEMA)]
 
 
@@ -98,6 +115,9 @@ class ClusterTable(Table):
     )
     cpu_link: str | None = Field(
         default=None, description="between a GPU and its CPU, of the catalog: pcie, ...; default as the GPU comes"
+    )
+    gpu_spread: Annotated[float, Field(ge=0, le=0.15)] | None = Field(
+        default=None, description="standard deviation of the GPUs' compute rates; default as in published fleets"
     )
 
 
@@ -176,6 +196,10 @@ class TrainTable(Table):
     replica_check_every: Natural = Field(
         default=0, description="steps between comparisons of what replicas must have alike; 0 = never"
     )
+    metrics: Function | None = Field(
+        default=None, description="pkg.mod:fn, (record) -> None, called with every logged step in a thread of its own"
+    )
+    tensorboard: bool = Field(default=False, description="metrics to TensorBoard as well, in tensorboard/ of the run")
 
 
 class OptimizerTable(Table):
@@ -222,6 +246,10 @@ class ProfileTable(Table):
     steps: Annotated[list[Natural], Field(min_length=2, max_length=2)] | None = Field(
         default=None, description="first and last step that are captured"
     )
+    processes: Processes | None = Field(
+        default=None,
+        description="which processes capture: a number of them, evenly over the job, or a list; default all",
+    )
 
 
 class LocalSgdTable(Table):
@@ -243,6 +271,29 @@ class CompressionTable(Table):
     axis: Name = Field(description="the mesh axis over which gradients are reduced compressed")
     dtype: Literal["bf16", "fp8", "int8"] = Field(default="bf16", description="on the wire")
     error_feedback: bool = Field(default=True, description="whether what rounding lost is added to the next step")
+
+
+class PipelineTable(Table):
+    """Pipeline parallelism: the layers are cut into stages over one mesh axis."""
+
+    axis: Name = Field(description="the mesh axis whose GPUs are the stages")
+    microbatches: Count = Field(description="into which a step's batch is cut; the more, the smaller the bubble")
+    schedule: Literal["gpipe", "circular", "1f1b", "interleaved_1f1b"] = Field(
+        default="1f1b", description="who does what when; circular and interleaved_1f1b have virtual stages"
+    )
+    virtual_stages: Count = Field(default=1, description="chunks of layers on each stage: the bubble divided by it")
+    residuals: Name = Field(
+        default="recompute",
+        description="what a stage keeps of a forward pass until its backward pass: recompute (its input), stash "
+        "(everything), or a policy of jax.checkpoint_policies",
+    )
+    head: Literal["vocab_parallel", "replicated"] = Field(
+        default="vocab_parallel",
+        description="vocab_parallel: embedding and output head are cut over the stages; replicated: whole on each",
+    )
+    layout: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description='layers of each virtual stage, as "7|8*14|7"; default as even as they go'
+    )
 
 
 class AllowTable(Table):
@@ -278,5 +329,6 @@ class ExperimentTable(Table):
     profile: ProfileTable = Field(default=ProfileTable(), description="which steps are captured")
     local_sgd: LocalSgdTable | None = Field(default=None, description="replicas that step on their own")
     compression: CompressionTable | None = Field(default=None, description="gradients in fewer bits over one axis")
+    pipeline: PipelineTable | None = Field(default=None, description="layers in stages over one axis")
     lint: LintTable = Field(default=LintTable(), description="what the lint shall not report")
     xla: dict[str, Option] = Field(default={}, description="options of the compiler, by their names")

@@ -47,6 +47,7 @@ precision = "bf16"                          # of compute; parameters and optimiz
 # loss = "package.module:function"          # (model, batch, rng) -> (loss_sum, weight, metrics); default next token
 evaluate_every = 100                        # 0 = never
 seed = 0
+# metrics = "package.module:function"       # called with every logged step; tensorboard = true writes them there
 
 [optimizer]                                 # AdamW
 learning_rate = 3e-4
@@ -64,6 +65,13 @@ keep = 2
 
 [profile]
 steps = [10, 12]                            # first and last step that are captured
+# processes = 8                             # of a large job: so many of them, or a list; default all
+
+# [pipeline]                                # layers in stages over a mesh axis: pipeline = {{ infiniband = 4 }}
+# axis = "pipeline"
+# schedule = "interleaved_1f1b"             # gpipe, circular, 1f1b, interleaved_1f1b
+# virtual_stages = 2                        # chunks of layers on each stage
+# microbatches = 16                         # of a step; they take the place of accumulate
 
 # [xla]                                     # options of the compiler, by their names
 # xla_gpu_enable_latency_hiding_scheduler = true

@@ -29,7 +29,7 @@ class DeviceStep:
         collective: [m] indices into `Timeline.collectives`; -1 for communication that maps to no instruction.
         copies: [k, 2] spans of memory copies.
         transfer_s: [m] seconds of each communication span that moved data; None where waiting is unknown.
-        bubble_s: seconds inside compute that a masked pipeline slot wasted.
+        bubble_s: seconds inside compute that a masked pipeline slot wasted; None where unknown (a trace does not say).
     """
 
     device: int
@@ -41,7 +41,7 @@ class DeviceStep:
     collective: np.ndarray
     copies: np.ndarray
     transfer_s: np.ndarray | None = None
-    bubble_s: float = 0.0
+    bubble_s: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def overlap(compute, communication, window, *, copies=None) -> Overlap:
         raise ConfigError(f"`window` is one (start_s, end_s), not {window!r}.")
     named = {"compute": compute, "communication": communication, "copies": () if copies is None else copies}
     spans = [_clipped(_checked_spans(value, name), bounds[0]) for name, value in named.items()]
-    return _Segments(*spans, length_s=bounds[0, 1] - bounds[0, 0]).total()
+    return _split(*(_Cover(s) for s in spans), length_s=float(bounds[0, 1] - bounds[0, 0]))
 
 
 def sweep(step: DeviceStep, num_collectives: int, rows: np.ndarray | None = None) -> Sweep:
@@ -149,15 +149,17 @@ def sweep(step: DeviceStep, num_collectives: int, rows: np.ndarray | None = None
     )
     owner = np.where(step.collective < 0, num_collectives, step.collective).astype(np.intp)
     row = owner if rows is None else np.asarray(rows)[owner]
-    segments = _Segments(compute, communication, copies, length_s=float(step.window[1] - step.window[0]), row=row)
+    covered = _Cover(compute)
+    segments = _Segments(communication, row, covered)
     inside = communication[:, 1] > communication[:, 0]
 
     def per_collective(values: np.ndarray) -> np.ndarray:
         return np.bincount(owner, weights=values, minlength=num_collectives + 1)
 
     share, exposed_share, sole = (per_collective(v) for v in segments.instance_shares())
+    length_s = float(step.window[1] - step.window[0])
     return Sweep(
-        total=segments.total(),
+        total=_split(covered, _Cover(communication), _Cover(copies), length_s=length_s),
         share_s=share,
         exposed_share_s=exposed_share,
         sole_exposed_s=sole,
@@ -170,34 +172,101 @@ def sweep(step: DeviceStep, num_collectives: int, rows: np.ndarray | None = None
 def exposed_spans(step: DeviceStep) -> np.ndarray:
     """[n, 2] intervals of a step in which a collective runs and nothing computes, in seconds from its start."""
     compute, communication = (
-        _clipped(np.asarray(s, np.float64).reshape(-1, 2), step.window) for s in (step.compute, step.communication)
+        _Cover(_clipped(np.asarray(s, np.float64).reshape(-1, 2), step.window))
+        for s in (step.compute, step.communication)
     )
-    segments = _Segments(compute, communication, np.zeros((0, 2)), length_s=float(step.window[1] - step.window[0]))
-    exposed = np.r_[False, segments.communicating & ~segments.computing, False]
+    cuts = np.unique(np.concatenate([compute.starts, compute.ends, communication.starts, communication.ends]))
+    # between two cuts all is covered or nothing: half of it tells them apart whatever the running sums round to
+    half = 0.5 * np.diff(cuts)
+    covered, communicating = np.diff(compute.until(cuts)) > half, np.diff(communication.until(cuts)) > half
+    exposed = np.r_[False, communicating & ~covered, False]
     starts, ends = np.flatnonzero(~exposed[:-1] & exposed[1:]), np.flatnonzero(exposed[:-1] & ~exposed[1:])
-    return np.stack([segments.times[starts], segments.times[ends]], axis=1)
+    return np.stack([cuts[starts], cuts[ends]], axis=1) if len(starts) else np.zeros((0, 2))
+
+
+def shares_by_op(step: DeviceStep, num_ops: int) -> np.ndarray:
+    """[num_ops] seconds of the compute of a step by operation: of k that run at once each has 1/k of the time."""
+    spans = _clipped(np.asarray(step.compute, np.float64).reshape(-1, 2), step.window)
+    if (spans[1:, 0] >= spans[:-1, 1]).all():  # one stream: a share is a duration
+        return np.bincount(step.compute_op, weights=spans[:, 1] - spans[:, 0], minlength=num_ops)
+    segments = _Segments(spans, step.compute_op, _Cover(np.zeros((0, 2))))
+    return np.bincount(step.compute_op, weights=segments.instance_shares()[0], minlength=num_ops)
+
+
+class _Cover:
+    """The union of spans: disjoint intervals in time, and how much of them lies before any instant.
+
+    Args:
+        spans: [n, 2], in any order.
+    """
+
+    def __init__(self, spans: np.ndarray):
+        if len(spans) and (np.diff(spans[:, 0]) < 0).any():
+            spans = spans[np.argsort(spans[:, 0], kind="stable")]
+        reach = np.maximum.accumulate(spans[:, 1])
+        opens = np.r_[True, spans[1:, 0] > reach[:-1]] if len(spans) else np.zeros(0, bool)
+        first = np.flatnonzero(opens)
+        self.starts = spans[first, 0]
+        self.ends = reach[np.r_[first[1:] - 1, len(spans) - 1]] if len(spans) else np.zeros(0)
+        self._before = np.r_[0.0, np.cumsum(self.ends - self.starts)]
+        self.seconds = float(self._before[-1])
+
+    def until(self, at: np.ndarray) -> np.ndarray:
+        """[n] seconds of the union before each instant."""
+        i = np.searchsorted(self.starts, at, "right")
+        last_end = np.r_[0.0, self.ends][i]
+        return self._before[i] - np.where(i > 0, np.maximum(0.0, last_end - at), 0.0)
+
+    def common_s(self, other: _Cover) -> float:
+        """Seconds in both unions."""
+        few, many = (self, other) if len(self.starts) < len(other.starts) else (other, self)
+        return float((many.until(few.ends) - many.until(few.starts)).sum())
+
+    def spans(self) -> np.ndarray:
+        """[n, 2] the disjoint intervals."""
+        return np.stack([self.starts, self.ends], axis=1)
+
+
+def _split(compute: _Cover, communication: _Cover, copies: _Cover, *, length_s: float) -> Overlap:
+    """The window split by what ran.
+
+    Raises:
+        AssertionError: the parts do not add up (a bug of ours).
+    """
+    overlapped = compute.common_s(communication)
+    busy = _Cover(np.concatenate([compute.spans(), communication.spans()]))
+    other = max(0.0, copies.seconds - copies.common_s(busy))
+    exposed = max(0.0, communication.seconds - overlapped)
+    idle = max(0.0, length_s - busy.seconds - other)
+    parts = compute.seconds + exposed + other + idle
+    assert abs(parts - length_s) <= 1e-9 * length_s, f"the parts of a window of {length_s} s add up to {parts} s"
+    return Overlap(
+        window_s=length_s,
+        compute_s=compute.seconds,
+        communication_s=communication.seconds,
+        overlapped_s=overlapped,
+        exposed_s=exposed,
+        other_s=other,
+        idle_s=idle,
+    )
 
 
 class _Segments:
-    """The window cut at every boundary of a span: between two cuts nothing changes.
+    """Time cut at every boundary of a communication span: between two cuts the same rows are active.
 
     Args:
-        compute, communication, copies: [n, 2] spans, clipped to the window, seconds from its start.
-        length_s: length of the window.
-        row: [m] row of each communication span; None puts all into one row.
+        communication: [m, 2] spans, clipped to the window, seconds from its start.
+        row: [m] row of each.
+        compute: what they can hide under.
     """
 
-    def __init__(self, compute, communication, copies, *, length_s: float, row: np.ndarray | None = None):
-        self.length_s = float(length_s)
-        self.row = np.zeros(len(communication), np.intp) if row is None else row
-        flat = np.concatenate([compute.ravel(), communication.ravel(), copies.ravel(), [0.0, self.length_s]])
-        self.times, at = np.unique(flat, return_inverse=True)
-        ends = np.cumsum([2 * len(compute), 2 * len(communication), 2 * len(copies)])
-        self.at_compute, self.at_comm, self.at_copies = (a.reshape(-1, 2) for a in np.split(at[: ends[2]], ends[:2]))
+    def __init__(self, communication: np.ndarray, row: np.ndarray, compute: _Cover):
+        self.row = row
+        self.times, at = np.unique(communication.ravel(), return_inverse=True)
+        self.at = at.reshape(-1, 2)
         self.seconds = np.diff(self.times)
-        self.computing = self._active(self.at_compute) > 0
+        self.exposed = np.clip(self.seconds - np.diff(compute.until(self.times)), 0.0, self.seconds)
         self._merge_rows()
-        self.communicating = self.active_rows > 0
 
     def _active(self, at: np.ndarray) -> np.ndarray:
         """How many of the spans cover each segment."""
@@ -205,9 +274,9 @@ class _Segments:
         return np.cumsum(np.bincount(at[:, 0], minlength=n) - np.bincount(at[:, 1], minlength=n))[:-1]
 
     def _merge_rows(self) -> None:
-        """Walks the communication boundaries row by row, in time; fills `active_rows`, the rows active per segment."""
-        m = len(self.at_comm)
-        boundary, sign = self.at_comm.T.ravel(), np.repeat([1, -1], m)
+        """Walks the boundaries row by row, in time; fills `active_rows`, the rows active per segment."""
+        m = len(self.at)
+        boundary, sign = self.at.T.ravel(), np.repeat([1, -1], m)
         order = np.lexsort((sign, boundary, np.tile(self.row, 2)))
         self.boundary = boundary[order]
         self.instances = np.cumsum(sign[order])  # of the row, after this boundary; 0 again at the end of each row
@@ -217,30 +286,13 @@ class _Segments:
         opens, closes = (before == 0) & (self.instances == 1), (before == 1) & (self.instances == 0)
         self.active_rows = self._active(np.stack([self.boundary[opens], self.boundary[closes]], axis=1))
 
-    def total(self) -> Overlap:
-        def length(mask: np.ndarray) -> float:
-            return float(self.seconds[mask].sum())
-
-        copying = self._active(self.at_copies) > 0
-        busy = self.computing | self.communicating
-        return Overlap(
-            window_s=self.length_s,
-            compute_s=length(self.computing),
-            communication_s=length(self.communicating),
-            overlapped_s=length(self.communicating & self.computing),
-            exposed_s=length(self.communicating & ~self.computing),
-            other_s=length(copying & ~busy),
-            idle_s=length(~copying & ~busy),
-        )
-
     def instance_shares(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[m] share, exposed share and sole exposed seconds of each communication span."""
-        per_row = np.divide(self.seconds, self.active_rows, out=np.zeros_like(self.seconds), where=self.active_rows > 0)
-        alone = np.where((self.active_rows == 1) & ~self.computing, self.seconds, 0.0)
+        rows = np.maximum(self.active_rows, 1)
         return (
-            self._integral(per_row),
-            self._integral(np.where(self.computing, 0.0, per_row)),
-            self._integral(alone),
+            self._integral(np.where(self.active_rows > 0, self.seconds / rows, 0.0)),
+            self._integral(np.where(self.active_rows > 0, self.exposed / rows, 0.0)),
+            self._integral(np.where(self.active_rows == 1, self.exposed, 0.0)),
         )
 
     def _integral(self, row_seconds: np.ndarray) -> np.ndarray:

@@ -2,103 +2,44 @@
 
     trace/plugins/profile/p0/HOST.xplane.pb   what ran (TensorBoard and XProf open `trace/` as well)
     trace/program-p0.hlo.pb.gz                the compiled program: what each operation communicates
-    trace/capture-p0.json                     mesh, devices, cluster, steps, work: where, and how much of it
+    trace/capture-p0.json                     mesh, devices, links, cluster, steps, work, options, versions, cost
 
-Each process writes its own files. Nothing is measured here: `meshkit.profiler` reads the files, on any machine.
+Each process writes its own files; of a large job some are enough. The trace itself is not looked at here:
+`meshkit.profiler` reads the files, on any machine.
 """
 
 from __future__ import annotations
 
 import gzip
-import math
+import hashlib
+import json
+import os
 import shutil
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
 import jax
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import numpy as np
 
 from meshkit.errors import ConfigError
 from meshkit.spec.cluster import Cluster
-from meshkit.spec.mesh import MeshSpec
+from meshkit.spec.mesh import MeshSpec, Placement
+from meshkit.training.capture_record import (
+    CapturedCost,
+    CapturedDevice,
+    CapturedMemory,
+    CapturedMesh,
+    CapturedTrace,
+    CapturedWork,
+    CaptureRecord,
+)
 
 TRACE_FOLDER = "trace"
 _HOST_TRACER_LEVEL = 1  # the lowest level at which XLA:CPU's operations are traced; GPU kernels need none
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-class CapturedMesh(_Record):
-    """A jax mesh: axis names, their sizes, and the global device ids in row-major order."""
-
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    device_ids: tuple[int, ...]
-
-
-class CapturedDevice(_Record):
-    """A device of one process: its id in the job, and the number under which this process's trace knows it."""
-
-    id: int
-    ordinal: int
-
-
-class CapturedMemory(_Record):
-    """Allocator of the fullest local device: what it may take, and the most it had taken."""
-
-    pool_bytes: int | None = None
-    peak_bytes: int | None = None
-
-
-class CapturedWork(_Record):
-    """What one step computes (see `meshkit.report.summarize.Work`), and the length of the training.
-
-    One execution of the program makes `steps_per_execution` steps.
-    """
-
-    model_flops: float | None = None
-    model_flops_causal: float | None = None
-    hardware_flops_per_gpu: float | None = None
-    tokens: float | None = None
-    peak_flops_per_gpu: float | None = None
-    training_steps: int | None = None
-    steps_per_execution: Annotated[int, Field(ge=1)] = 1
-
-
-class CaptureRecord(_Record):
-    """The sidecar of one process: `capture-pN.json`."""
-
-    schema_name: Literal["meshkit.capture/1"] = "meshkit.capture/1"
-    process: int
-    processes: int
-    host: str
-    platform: str
-    devices: tuple[CapturedDevice, ...]
-    mesh: CapturedMesh
-    mesh_spec: dict[str, Any] | None = None
-    cluster: dict[str, Any] | None = None
-    module: str
-    program_file: str
-    first_step: Annotated[int, Field(ge=0)]
-    num_steps: Annotated[int, Field(ge=0)]
-    partitioner: str | None = None
-    options_hash: str | None = None
-    work: CapturedWork = CapturedWork()
-    memory: CapturedMemory = CapturedMemory()
-    jax: str
-    jaxlib: str
-
-    @model_validator(mode="after")
-    def _mesh_holds_its_devices(self) -> Self:
-        ids, shape = self.mesh.device_ids, self.mesh.shape
-        if len(set(ids)) != len(ids) or len(ids) != math.prod(shape) or len(shape) != len(self.mesh.axes):
-            raise ValueError(f"the mesh of shape {shape} over {self.mesh.axes} does not hold devices {ids}")
-        return self
 
 
 class Capture:
@@ -120,7 +61,11 @@ class Capture:
         steps: (first, last).
         cluster, mesh_spec: what the mesh was built from, if it was.
         work: fields of `CapturedWork`.
-        partitioner, options_hash: for the report.
+        partitioner, options: for the report; the options the program was compiled with.
+        processes: which processes capture; None for all. In the others nothing happens.
+
+    Attributes:
+        untraced_step_s: set it before the first step: a step's median without a trace, to tell the overhead.
 
     Raises:
         ConfigError: `last` before `first`, or a program that holds no compiled module.
@@ -137,7 +82,8 @@ class Capture:
         mesh_spec: MeshSpec | None = None,
         work: Mapping[str, Any] | None = None,
         partitioner: str | None = None,
-        options_hash: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        processes: Sequence[int] | None = None,
     ):
         self.folder = Path(folder)
         self.first, self.last = steps
@@ -145,8 +91,17 @@ class Capture:
             raise ConfigError(f"[profile] steps = [{self.first}, {self.last}] ends before it starts.")
         self._module = _compiled_module(program)
         self._mesh, self._cluster, self._mesh_spec = mesh, cluster, mesh_spec
-        self._known = {"partitioner": partitioner, "options_hash": options_hash, "work": CapturedWork(**(work or {}))}
+        self._known = {
+            "partitioner": partitioner,
+            "options": dict(options) if options else None,
+            "options_hash": _hash(options) if options else None,
+            "work": CapturedWork(**(work or {})),
+            "captured_processes": None if processes is None else tuple(sorted(set(processes))),
+        }
+        self._takes_part = processes is None or jax.process_index() in processes
         self._done = 0
+        self._start_s = self._began = 0.0
+        self.untraced_step_s: float | None = None
         self.active = False
 
     def before(self, step: int, pending: Any = None) -> None:
@@ -163,7 +118,10 @@ class Capture:
 
     def start(self, pending: Any = None) -> None:
         """Starts the trace."""
+        if not self._takes_part:
+            return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
+        began = time.perf_counter()
         self._clean()
         self.folder.mkdir(parents=True, exist_ok=True)
         options = jax.profiler.ProfileOptions()
@@ -173,6 +131,8 @@ class Capture:
         options.session_id = f"p{jax.process_index()}"  # processes on one host would overwrite each other's file
         jax.profiler.start_trace(str(self.folder), profiler_options=options)
         self.active, self._done = True, 0
+        self._began = time.perf_counter()
+        self._start_s = self._began - began
 
     def stop(self, pending: Any = None, *, num_steps: int | None = None) -> None:
         """Stops the trace and writes the files beside it.
@@ -181,10 +141,20 @@ class Capture:
             pending: arrays to wait for; None waits for every array of this process.
             num_steps: steps in the trace, where `after` did not count them.
         """
+        if not self.active:
+            return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
+        ended = time.perf_counter()
+        steps = self._done if num_steps is None else num_steps
         jax.profiler.stop_trace()
         self.active = False
-        self._write(self._done if num_steps is None else num_steps)
+        cost = CapturedCost(
+            start_s=self._start_s,
+            stop_s=time.perf_counter() - ended,
+            traced_step_s=(ended - self._began) / steps / self._known["work"].steps_per_execution if steps else None,
+            untraced_step_s=self.untraced_step_s,
+        )
+        self._write(steps, cost)
 
     def abandon(self) -> None:
         """Stops the trace and keeps nothing: the steps failed."""
@@ -199,7 +169,7 @@ class Capture:
         for name in (f"capture-p{process}.json", f"program-p{process}.hlo.pb.gz"):
             (self.folder / name).unlink(missing_ok=True)
 
-    def _write(self, num_steps: int) -> None:
+    def _write(self, num_steps: int, cost: CapturedCost) -> None:
         process = jax.process_index()
         program_file = f"program-p{process}.hlo.pb.gz"
         serialized = self._module.as_serialized_hlo_module_proto()
@@ -223,12 +193,89 @@ class Capture:
             first_step=self.first,
             num_steps=num_steps,
             memory=_memory(mesh.local_devices),
+            **self._links(),
+            xla_flags=os.environ.get("XLA_FLAGS"),
+            trace=_written_trace(self.folder, process),
+            cost=cost,
             jax=jax.__version__,
             jaxlib=metadata.version("jaxlib"),
+            runtime=mesh.devices.flat[0].client.platform_version,
             **self._known,
         )
         # last, and complete: a reader that finds this file finds the others
         (self.folder / f"capture-p{process}.json").write_text(record.model_dump_json(indent=1))
+
+    def _links(self) -> dict[str, Any]:
+        """NVLink domain of each device of the mesh, and the slowest link along each of its axes."""
+        if self._cluster is None:
+            return {}
+        placement = mesh_placement(self._mesh.axis_names, self._mesh.devices.shape,
+                                   [d.id for d in self._mesh.devices.flat], self._cluster, self._mesh_spec)  # fmt: skip
+        domains = placement.domains.reshape(placement.shape)
+        crosses = {
+            name: bool((np.diff(np.sort(domains, axis=i), axis=i) > 0).any())
+            for i, name in enumerate(placement.axis_names)
+        }
+        links = {name: "infiniband" if far else "nvlink" for name, far in crosses.items()}
+        return {"domains": tuple(placement.domains.tolist()), "links": links}
+
+
+def mesh_placement(
+    axes: Sequence[str],
+    shape: Sequence[int],
+    device_ids: Sequence[int],
+    cluster: Cluster | None,
+    mesh_spec: MeshSpec | None = None,
+) -> Placement:
+    """Where the devices of a mesh are: as its spec says, else by id, in the order of the cluster's GPU index."""
+    if mesh_spec is not None and cluster is not None:
+        return mesh_spec.resolve(cluster).placement(cluster)
+    gpus = np.argsort(np.argsort(device_ids))  # rank of each id
+    if cluster is None or cluster.num_gpus != gpus.size:
+        return Placement.from_shape(tuple(axes), tuple(shape))
+    domains = np.array([cluster.domain_of(int(g)) for g in gpus])
+    hosts = np.array([cluster.host_of(int(g)) for g in gpus])
+    links = ["nvlink"] if cluster.num_nvlink_domains == 1 else ["nvlink", "infiniband"]
+    fabric = {name: cluster.link(name).fabric for name in links}
+    return Placement(tuple(axes), tuple(shape), gpus, domains, hosts, fabric)
+
+
+def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tuple[int, ...] | None:
+    """The processes that capture: None all, a number that many evenly over the job, a list those.
+
+    Raises:
+        ConfigError: a process that the job does not have.
+    """
+    if choice is None:
+        return None
+    if isinstance(choice, int):
+        count = min(choice, processes)
+        return tuple(sorted({i * processes // count for i in range(count)}))
+    if beyond := [p for p in choice if not 0 <= p < processes]:
+        raise ConfigError(
+            f"[profile] processes names process {beyond[0]}, but the job has {processes}.",
+            hint=f"processes below {processes}, or a number of processes",
+        )
+    return tuple(sorted(set(choice)))
+
+
+def digest(file: Path) -> str:
+    """blake2b of a file."""
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "blake2b").hexdigest()[:32]
+
+
+def _written_trace(folder: Path, process: int) -> CapturedTrace | None:
+    found = sorted((folder / "plugins" / "profile" / f"p{process}").glob("*.xplane.pb"))
+    if not found:
+        return None
+    file = found[0]
+    return CapturedTrace(file=str(file.relative_to(folder)), bytes=file.stat().st_size, blake2b=digest(file))
+
+
+def _hash(options: Mapping[str, Any]) -> str:
+    text = json.dumps(dict(options), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _compiled_module(program: Any) -> Any:

@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 
 from meshkit.errors import ConfigError, RunError, TraceError
 from meshkit.sharding.resolve import path_name
+from meshkit.training.arrange import Arrangement
 from meshkit.training.state import TrainState
 
 MANIFEST = "meshkit.json"
@@ -40,10 +41,12 @@ class CheckpointStore:
         folder: made if missing.
         keep: how many of the newest to keep.
         verify: compare every file with the manifest before restoring.
+        arrangement: of a pipeline's state, which is written in the order that it has without one.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, verify: bool = True):
+    def __init__(self, folder: Path, *, keep: int = 2, verify: bool = True, arrangement: Arrangement | None = None):
         self.folder, self.keep, self.verify = Path(folder).absolute(), keep, verify
+        self.arrangement = arrangement
         self._saving: dict[str, Any] = {}
         # orbax reports each step of each save at INFO and above; a run prints its own progress.
         logging.getLogger("absl").setLevel(logging.ERROR)
@@ -67,6 +70,8 @@ class CheckpointStore:
         step = int(state.step)
         if step in self._manager.all_steps():
             return
+        if self.arrangement:
+            state = self.arrangement.to_saved(state)
         self._saving = {"step": step, "arrays": _describe(state)}
         self._guard(lambda: self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state))))
 
@@ -94,7 +99,8 @@ class CheckpointStore:
         restored. Where none is intact nothing is touched, and every further attempt is refused as well.
 
         Args:
-            abstract: ShapeDtypeStructs with shardings; the mesh may differ from the one that saved.
+            abstract: ShapeDtypeStructs with shardings; the mesh, and a pipeline's stages, may differ from those that
+                saved.
 
         Raises:
             ConfigError: an array was saved with another shape or dtype: the model is not the same.
@@ -120,9 +126,11 @@ class CheckpointStore:
         return None
 
     def _restore(self, step: int, abstract: TrainState) -> TrainState:
-        self._check_arrays(step, abstract)
-        targets = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return self._manager.restore(step, args=targets)["state"]
+        saved = self.arrangement.saved if self.arrangement else abstract
+        self._check_arrays(step, saved)
+        targets = ocp.args.Composite(state=ocp.args.StandardRestore(saved))
+        state = self._manager.restore(step, args=targets)["state"]
+        return self.arrangement.from_saved(state) if self.arrangement else state
 
     def _problem(self, step: int) -> str | None:
         """What is wrong with a checkpoint, the same answer on every process."""

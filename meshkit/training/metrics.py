@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 class MetricsLog:
@@ -22,26 +23,56 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path | None, resumed_step: int):
-        self._file = None
+        self._path = path
+        self._file: TextIO | None = None
+        self._lock = threading.Lock()  # a capture is measured in another thread, which then amends its steps
         if path is None:
             return
-        kept = [r for r in read_metrics(path) if r["step"] <= resumed_step]
-        partial = path.with_suffix(".tmp")
-        partial.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        os.replace(partial, path)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115  (closed by close)
+        self._replace([r for r in read_metrics(path) if r["step"] <= resumed_step])
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Adds one line. JSON has no NaN: a number that is not finite is written as null."""
-        if self._file:
-            self._file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
+        with self._lock:
+            if self._file:
+                self._file.write(_line(record))
+
+    def amend(self, values: Mapping[int, Mapping[str, Any]]) -> None:
+        """Adds to the lines of steps that were written before; a step without a line gets one.
+
+        Args:
+            values: step -> what is known of it now.
+        """
+        with self._lock:
+            if self._file is None or self._path is None:
+                return
+            self._file.flush()
+            records = {r["step"]: r for r in read_metrics(self._path)}
+            for step, more in values.items():
+                records[step] = {**records.get(step, {"step": step}), **more}
+            self._replace([records[step] for step in sorted(records)])
+
+    def _replace(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the file anew, beside it first, and opens it to append; where that fails, nothing has changed."""
+        assert self._path is not None
+        partial = self._path.with_suffix(".tmp")
+        partial.write_text("".join(map(_line, records)))
+        os.replace(partial, self._path)
+        old, self._file = self._file, open(self._path, "a", buffering=1)  # noqa: SIM115  (closed by close)
+        if old:
+            old.close()
 
     def close(self) -> None:
         """Flushes to disk."""
-        if self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+        with self._lock:
+            if self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                self._file = None
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps({k: finite(v) for k, v in record.items()}) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,11 @@ def first_state(experiment: Experiment, program: TrainProgram) -> TrainState:
         return state
     layout = layout_of(experiment)
     state = replace(state, params=None)  # lets go of the random weights before others take their place
-    return replace(state, params=read_weights(Path(folder), layout, program.abstract_state.params))
+    arrangement = program.arrangement
+    if arrangement is None:
+        return replace(state, params=read_weights(Path(folder), layout, program.abstract_state.params))
+    params = read_weights(Path(folder), layout, arrangement.saved.params)
+    return replace(state, params=arrangement.params_from_saved(params))
 
 
 def layout_of(experiment: Experiment) -> Layout:

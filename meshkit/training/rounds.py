@@ -32,12 +32,13 @@ class Rounds:
 
     Attributes:
         local: the algorithm.
-        step: one replica's (state, batch) -> (state, metrics), built for the mesh without the axis.
+        step: one replica's (state, batch, beside) -> (state, metrics), built for the mesh without the axis; `beside` is
+            what is exchanged during the step, or None.
         batch_axes: mesh axes that cut the global batch, the axis among them.
     """
 
     local: LocalSgd
-    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+    step: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
     batch_axes: tuple[str, ...]
 
     @property
@@ -51,8 +52,8 @@ class Rounds:
         alike = {"step": state.step, "variables": state.variables}
         carry = {"opt_state": state.opt_state, "rng": self._keys(state.rng), **local.replicate(alike)}
 
-        def inner(params, carry, batch):
-            after, metrics = self.step(TrainState(params=params, **carry), batch)
+        def inner(params, carry, batch, beside):
+            after, metrics = self.step(TrainState(params=params, **carry), batch, beside)
             return after.params, {name: getattr(after, name) for name in carry}, metrics
 
         anchor, outer, carry, metrics = local.round(

@@ -19,6 +19,7 @@ from flax import linen, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError
+from meshkit.parallel.pipeline import Stack
 from meshkit.sharding import shardings
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.experiment import Experiment
@@ -26,6 +27,7 @@ from meshkit.spec.rules import ShardingRules
 from meshkit.training.linen import LINEN_FIELDS, is_linen, linen_options, wrap_linen
 from meshkit.training.user_code import load_object, raised_by_user, user_code
 
+LAYERS = "layers"  # a model's attribute, and the key of its parameters, that a pipeline cuts into stages
 HOST_MEMORY = "pinned_host"  # as jax calls memory of the host that the GPU reaches by itself
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16}  # of activations
 
@@ -236,11 +238,21 @@ def state_shardings(layout: Layout) -> TrainState:
     return TrainState(one, layout.params, layout.opt_state, layout.variables, one)
 
 
-def init_state(experiment: Experiment, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step; to be jitted with `out_shardings`, so that it is born sharded."""
+def init_state(
+    experiment: Experiment, optimizer: optax.GradientTransformation, stack: Stack | None = None
+) -> TrainState:
+    """The state before the first step; to be jitted with `out_shardings`, so that it is born sharded.
+
+    Args:
+        experiment: names the model and the seed.
+        optimizer: whose state it holds.
+        stack: of a pipeline, in whose order the layers are to lie.
+    """
     model = build_model(experiment, nnx.Rngs(experiment.train.seed))
     _, params, variables = nnx.split(model, nnx.Param, ...)
     params = nnx.to_pure_dict(params)
+    if stack is not None:
+        params = {**params, LAYERS: stack.arrange(params[LAYERS])}
     rng = jax.random.key_data(jax.random.key(experiment.train.seed))
     return TrainState(jnp.int32(0), params, optimizer.init(params), nnx.to_pure_dict(variables), rng)
 
@@ -248,6 +260,11 @@ def init_state(experiment: Experiment, optimizer: optax.GradientTransformation) 
 def split_rng(state: TrainState) -> jax.Array:
     """This step's random key."""
     return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in another dtype, if it is floating point."""
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def replace(state: TrainState, **changes: Any) -> TrainState:

@@ -9,7 +9,7 @@ constraints inside the model. Building a step touches no device: a described mes
 
 Weights are gathered and gradients reduced once a step over the axes that `deferred_axes` names; see gradients.py. Over
 the axis of `[compression]` gradients travel in few bits, and with `[local_sgd]` the program is a round of several steps
-(rounds.py).
+(rounds.py). With `[pipeline]` loss and gradients come from stages (pipelined.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,13 +27,13 @@ import optax
 from flax import nnx
 
 from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
-from meshkit.parallel.local_sgd import LocalSgd
+from meshkit.parallel.local_sgd import LocalSgd, wait_before_backward
 from meshkit.sharding import sharding_scope
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.experiment import Experiment
 from meshkit.spec.rules import ShardingRules
+from meshkit.training.arrange import Arrangement, arrange_description
 from meshkit.training.data import abstract_batch
-from meshkit.training.flops import count_model_flops
 from meshkit.training.gradients import (
     MicroBatches,
     Sums,
@@ -45,12 +45,15 @@ from meshkit.training.gradients import (
 )
 from meshkit.training.loss import Loss, find_loss
 from meshkit.training.optimizer import make_optimizer, make_schedule, update_params
+from meshkit.training.pipelined import Pipelined, find_stack, make_pipelined
+from meshkit.training.program import TrainProgram, describe_work, find_notes
 from meshkit.training.rounds import Rounds, check_replicas, find_local_sgd
 from meshkit.training.state import (
     DTYPES,
     Layout,
     ModelDescription,
     TrainState,
+    cast,
     describe_model,
     init_state,
     lay_out,
@@ -58,51 +61,8 @@ from meshkit.training.state import (
     split_rng,
     state_shardings,
 )
-from meshkit.training.user_code import user_code
 
-
-@dataclass(frozen=True)
-class TrainProgram:
-    """A training step for one mesh, with all that is needed to compile, run and describe it.
-
-    Attributes:
-        step: jitted (state, batch) -> (state, metrics); donates the state. Metrics are scalars: `loss` (nats per
-            token), `grad_norm`, `learning_rate`, `weight`, and the loss function's own.
-        gradients: jitted (state, batch) -> (loss, gradients), exactly those that `step` applies before clipping.
-        evaluate: jitted (state, batch) -> {"loss_sum", "weight"}.
-        init: jitted () -> state, born sharded.
-        abstract_state, abstract_batch: ShapeDtypeStructs with their shardings: arguments to lower `step` with.
-        abstract_step_batch: of one step, which `evaluate` and `gradients` take: `abstract_batch`, unless `step` makes
-            several.
-        steps_per_call: training steps that one call of `step` makes. With `[local_sgd]` a round of them: every array of
-            the batch, and every metric, then has them as its first dim.
-        stack: jitted, the batches of that many steps -> the batch of a call; None where that is one.
-        xla_options: of the GPU compiler, which this step wants and the experiment's own override.
-        mesh, rules: what it was built for.
-        deferred: mesh axes over which the step itself cuts the batch, outside of the model. Gradients are reduced, and
-            weights gathered, over them once a step; over the axis of `[local_sgd]` weights meet once a round.
-        work: of one step over all GPUs: `model_flops`, `model_flops_causal`, `tokens`, `examples`,
-            `matmul_parameters`, `parameters`, `flops_source`.
-        gradients_bytes: of the gradients on one GPU, as micro-batches add them up in fp32.
-        notes: what the user asked for and this model cannot honour, one sentence each.
-    """
-
-    step: Any
-    gradients: Any
-    evaluate: Any
-    init: Any
-    abstract_state: TrainState
-    abstract_batch: dict[str, jax.ShapeDtypeStruct]
-    abstract_step_batch: dict[str, jax.ShapeDtypeStruct]
-    mesh: AnyMesh
-    rules: ShardingRules
-    work: dict[str, Any]
-    gradients_bytes: int
-    deferred: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    steps_per_call: int = 1
-    stack: Any = None
-    xla_options: Mapping[str, object] = field(default_factory=dict)
+__all__ = ["TrainProgram", "make_train_step"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +72,8 @@ class _Parts:
     Attributes:
         inside: the rules as one replica of the deferred axes sees them.
         exchange: of `[compression]`.
+        described: the model as it is without a pipeline.
+        pipelined: of `[pipeline]`; `model` and `layout` have its stages' layers then.
     """
 
     experiment: Experiment
@@ -123,7 +85,9 @@ class _Parts:
     optimizer: optax.GradientTransformation
     layout: Layout
     micro: MicroBatches
+    described: ModelDescription
     exchange: Exchange | None = None
+    pipelined: Pipelined | None = None
 
 
 def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules | None = None) -> TrainProgram:
@@ -157,7 +121,8 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
         return _evaluate(parts, state, batch)
 
     def init():
-        state = _with_residuals(parts, init_state(experiment, parts.optimizer))
+        stack = parts.pipelined.stack if parts.pipelined else None
+        state = _with_residuals(parts, init_state(experiment, parts.optimizer, stack))
         return rounds.extend(state) if rounds else state
 
     shapes = jax.eval_shape(init)
@@ -174,14 +139,23 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
         abstract_step_batch=batch,
         mesh=mesh,
         rules=parts.rules,
-        work=_work(experiment, parts.model, state),
+        work=describe_work(experiment, parts.described),
         gradients_bytes=_accumulated_bytes(inner, params),
+        model=parts.model,
         deferred=(*([local.axis] if local else []), *inner.micro.deferred),
-        notes=_notes(experiment, parts.model),
+        notes=find_notes(experiment, parts.model),
         steps_per_call=rounds.local.every if rounds else 1,
-        xla_options=rounds.xla_options if rounds else {},
+        xla_options=rounds.xla_options if rounds else parts.pipelined.xla_options if parts.pipelined else {},
         stack=jax.jit(_stack, out_shardings={n: x.sharding for n, x in stacked.items()}) if rounds else None,
+        pipeline=parts.pipelined.train if parts.pipelined else None,
+        arrangement=_arrangement(parts, state),
     )
+
+
+def _arrangement(parts: _Parts, state: TrainState) -> Arrangement | None:
+    if parts.pipelined is None:
+        return None
+    return Arrangement(parts.pipelined.stack, parts.experiment.pipeline.axis or "", parts.optimizer, state)
 
 
 def _accumulated_bytes(parts: _Parts, abstract_params: Any) -> int:
@@ -203,13 +177,24 @@ def _find_rounds(parts: _Parts) -> tuple[LocalSgd | None, _Parts]:
 
 
 def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> _Parts:
-    model = describe_model(experiment)
+    described = model = describe_model(experiment)
     if experiment.train.remat != "none" and not model.takes_remat:
         name = experiment.model.class_path
         raise experiment.error("train.remat", f"{name} takes no `remat` argument, so it cannot recompute.")
+    stack = find_stack(experiment, mesh, described)
+    if stack is not None:
+        model = arrange_description(described, stack)
     optimizer = make_optimizer(experiment.optimizer, experiment.train.steps)
     layout = lay_out(model, optimizer, mesh, rules, memory=experiment.optimizer.memory)
     (batch_axes,) = rules.spec_for(("act_batch",), kind="activations")
+    loss = find_loss(experiment)
+    if stack is not None:
+        pipelined = make_pipelined(experiment, mesh, rules, described, loss, stack, layout)
+        micro = MicroBatches(experiment.pipeline.microbatches, mesh, batch_axes, pipelined.data)
+        layout = pipelined.layout
+        return _Parts(
+            experiment, mesh, rules, rules, model, loss, optimizer, layout, micro, described, pipelined=pipelined
+        )
     count = experiment.train.accumulate
     # A model with state of its own (batch statistics) must see its micro-batches one after the other.
     separable = not jax.tree.leaves(layout.variables)
@@ -225,7 +210,7 @@ def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -
         layout = dataclasses.replace(layout, compute=compute, gradients=strip_axes(layout.gradients, deferred))
     micro = MicroBatches(count, mesh, batch_axes, deferred)
     inside = rules.without(deferred) if deferred else rules
-    return _Parts(experiment, mesh, rules, inside, model, find_loss(experiment), optimizer, layout, micro, exchange)
+    return _Parts(experiment, mesh, rules, inside, model, loss, optimizer, layout, micro, described, exchange)
 
 
 def _find_exchange(experiment: Experiment, mesh: AnyMesh, layout: Layout) -> Exchange | None:
@@ -260,8 +245,11 @@ def _with_residuals(parts: _Parts, state: TrainState) -> TrainState:
     return replace(state, extra={"residuals": zero_residuals(state.params, parts.exchange.replicas)})
 
 
-def _train_step(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, dict]:
-    sums, gradients, variables, extra = _mean_gradients(parts, state, batch)
+def _train_step(
+    parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array], beside: Any = None
+) -> tuple[TrainState, dict]:
+    """The state after a step and its metrics; `beside` is what another computation exchanges during the step."""
+    sums, gradients, variables, extra = _mean_gradients(parts, state, batch, beside)
     with jax.named_scope("optimizer"):
         params, opt_state = update_params(parts.optimizer, parts.layout, gradients, state)
     schedule = make_schedule(parts.experiment.optimizer, parts.experiment.train.steps)
@@ -276,11 +264,15 @@ def _train_step(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]
     return after, metrics
 
 
-def _mean_gradients(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[Sums, Any, Any, Any]:
+def _mean_gradients(
+    parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array], beside: Any = None
+) -> tuple[Sums, Any, Any, Any]:
     """Sums over the whole batch (its metrics averaged), gradients of the mean loss; variables and extra state after."""
+    if parts.pipelined:
+        return *parts.pipelined.mean_gradients(state, batch), state.variables, state.extra
     weights = _compute_weights(parts, state.params)
     sums, variables = sum_over_micro_batches(
-        lambda variables, batch, rng: _loss_and_gradients(parts, weights, variables, batch, rng),
+        lambda variables, batch, rng: _loss_and_gradients(parts, weights, variables, batch, rng, beside),
         parts.micro,
         batch,
         state.variables,
@@ -307,6 +299,8 @@ def _mean_gradients(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Ar
 
 def _evaluate(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Sums over the batch, a micro-batch at a time: what fits in training fits here."""
+    if parts.pipelined:
+        return parts.pipelined.evaluate(state, batch)
     weights = _compute_weights(parts, state.params)
     micro = MicroBatches(parts.micro.count, parts.mesh, parts.micro.batch_axes)
 
@@ -320,11 +314,14 @@ def _evaluate(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) 
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, micro.split(batch)))
 
 
-def _loss_and_gradients(parts: _Parts, weights: Any, variables: Any, batch: Any, rng: jax.Array) -> tuple[Sums, Any]:
+def _loss_and_gradients(
+    parts: _Parts, weights: Any, variables: Any, batch: Any, rng: jax.Array, beside: Any = None
+) -> tuple[Sums, Any]:
     """Sums of one micro-batch, gradients laid out as the accumulators are, and fp32."""
 
     def forward(weights):
-        return _forward(parts, parts.inside, weights, variables, batch, rng)
+        loss_sum, rest = _forward(parts, parts.inside, weights, variables, batch, rng)
+        return (loss_sum if beside is None else wait_before_backward(loss_sum, beside)), rest
 
     (loss_sum, (weight, metrics, variables)), gradients = jax.value_and_grad(forward, has_aux=True)(weights)
     gradients = jax.lax.with_sharding_constraint(gradients, parts.layout.gradients)
@@ -353,37 +350,8 @@ def _compute_weights(parts: _Parts, params: Any) -> Any:
     given = reduce if parts.model.takes_dtype and train.precision != "fp32" else compute
     weights = params
     if layout.compute is not None:
-        weights = jax.tree.map(lambda w: _cast(w, compute), weights)
+        weights = jax.tree.map(lambda w: cast(w, compute), weights)
         # Pinned in pieces first, so that the partitioner gathers what was cast and does not cast what it gathered.
         weights = jax.lax.with_sharding_constraint(weights, layout.params)
         weights = jax.lax.with_sharding_constraint(weights, layout.compute)
-    return jax.tree.map(lambda w: _cast(w, given), weights)
-
-
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _work(experiment: Experiment, model: ModelDescription, state: TrainState) -> dict[str, Any]:
-    train = experiment.train
-    tokens = train.global_batch * train.sequence_length
-    name = experiment.model.class_path
-    with user_code(experiment, "model.class", f"matmul_parameters or attention_shape of {name}"):
-        flops = count_model_flops(model.abstract_model(), state.params, tokens, train.sequence_length)
-    return {
-        "model_flops": flops.model_flops,
-        "model_flops_causal": flops.model_flops_causal,
-        "tokens": tokens,
-        "examples": train.global_batch,
-        "matmul_parameters": flops.matmul_parameters,
-        "parameters": sum(p.size for p in jax.tree.leaves(state.params)),
-        "flops_source": flops.source,
-    }
-
-
-def _notes(experiment: Experiment, model: ModelDescription) -> tuple[str, ...]:
-    train = experiment.train
-    if train.precision == "bf16" and train.reduce_precision == "fp32" and not model.takes_dtype:
-        name = experiment.model.class_path
-        return (f"{name} takes no `dtype`: its weights are cast to bf16 for it, so its gradients are reduced in bf16.",)
-    return ()
+    return jax.tree.map(lambda w: cast(w, given), weights)

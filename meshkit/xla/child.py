@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from meshkit.xla.compiling import RefusedOption, compile_lowered
+from meshkit.xla.live import live_bytes
+
 
 def main(folder: Path) -> None:
     """Compiles the request in folder."""
@@ -24,6 +27,8 @@ def main(folder: Path) -> None:
     result: dict[str, Any] = {}
     try:
         result = compile_program(request, (folder / "program.bin").read_bytes(), folder / "module.pb")
+    except RefusedOption as e:
+        result = {"error": str(e), "option": e.name, "reason": e.reason}
     except Exception as e:  # whatever jax or XLA raises is the answer to the request
         result = {"error": f"{type(e).__name__}: {e}"}
     result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -66,17 +71,22 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
     with jax.set_mesh(mesh):
         lowered = jitted.trace(*flat).lower(lowering_platforms=("cuda",))
     lowered_at = time.perf_counter()
-    compiled = lowered.compile(compiler_options=request["compiler_options"])
+    dump = module_path.parent / "dump"
+    options = {"xla_dump_to": str(dump), **request["compiler_options"]}
+    compiled, left_out = compile_lowered(lowered, options, request["users_options"])
     done = time.perf_counter()
     executable: Any = compiled.runtime_executable()
-    module_path.write_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
+    module = executable.hlo_modules()[0]
+    module_path.write_bytes(module.as_serialized_hlo_module_proto())
     memory: Any = compiled.memory_analysis()
     fields = ("argument", "output", "alias", "temp", "generated_code")
     return {
+        "left_out": left_out,
         "lower_s": lowered_at - start,
         "compile_s": done - lowered_at,
         "memory": {name: int(getattr(memory, f"{name}_size_in_bytes")) for name in fields},
         "host_memory": {name: int(getattr(memory, f"host_{name}_size_in_bytes")) for name in fields},
+        "live": live_bytes(dump, module.to_string()),
         "partitioner": "shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
     }
 

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshkit.xla.shapes import Shape, shape_of
@@ -19,8 +19,27 @@ _VIEWS = {"bitcast", "reshape", "get-tuple-element"}
 _HOST_MEMORY = ":S(5)"
 _NO_TF32 = re.compile(r'operand_precision=\{highest|"operand_precision":\s*\["HIGHEST|algorithm=dot_f32_f32_f32')
 _GEMM = re.compile(r"__cublas\$|__cudnn\$.*[Gg]emm")
-_K_DIMS = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+_CALL_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+_CALL_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\]]*)\]')
+_DOT_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_DOT_BATCH = re.compile(r"lhs_batch_dims=\{([\d,]*)\}")
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One matmul on one GPU: `batch` products of [m, k] by [k, n], operands of XLA's element type `dtype`."""
+
+    dtype: str
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        """2 per multiply-add."""
+        return 2.0 * self.batch * self.m * self.n * self.k
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,11 @@ class Cost:
         bytes_accessed: device memory read and written, slices counted as slices.
         host_bytes: bytes that cross to or from host memory.
         priced_by: `roofline`, or `bytes` where only memory traffic is known (an opaque custom call).
+        matmuls: shapes of those among `matmul_flops` that have one (a convolution has none).
+        attention_queries: of all sequences and heads; 0 where unknown.
+        attention_length: keys that a query sees without a mask; 0 where unknown.
+        attention_head_dim: of the fused attention; 0 where unknown.
+        attention_causal: whether half of the square is skipped.
     """
 
     matmul_flops: Mapping[str, float] = field(default_factory=dict)
@@ -42,6 +66,11 @@ class Cost:
     bytes_accessed: float = 0.0
     host_bytes: float = 0.0
     priced_by: str = "roofline"
+    matmuls: tuple[Matmul, ...] = ()
+    attention_queries: int = 0
+    attention_length: int = 0
+    attention_head_dim: int = 0
+    attention_causal: bool = False
 
 
 def opcode(instruction: Any) -> str:
@@ -63,7 +92,7 @@ class CostModel:
 
     def __init__(self, computations: Mapping[str, Any], called: Any):
         self._computations, self._called = computations, called
-        self._matmuls: dict[str, Counter] = {}
+        self._matmuls: dict[str, tuple[Counter, tuple[Matmul, ...]]] = {}
 
     def cost(self, instruction: Any) -> Cost:
         """Work of one scheduled instruction (not of control flow, which its body's instructions carry)."""
@@ -74,7 +103,9 @@ class CostModel:
             return self._custom_call(instruction)
         if op == "copy":
             return self.copy(instruction)
-        return Cost(self._matmul_of(instruction), bytes_accessed=_plain_bytes(instruction, op))
+        return Cost(
+            self._flops_of(instruction), bytes_accessed=_plain_bytes(instruction, op), matmuls=_matmuls_of(instruction)
+        )
 
     def copy(self, instruction: Any) -> Cost:
         """Work of a copy: on the device read and write, to or from host memory (space 5) once over the host link."""
@@ -97,53 +128,50 @@ class CostModel:
             return Cost(bytes_accessed=_plain_bytes(instruction, "fusion"))
         body = list(self._computations[name].instructions())
         inner = [self._custom_call(i) for i in body if opcode(i) == "custom-call"]
-        attention = sum(c.attention_flops for c in inner)
-        return Cost(
-            self._matmuls_in(name),
+        flops, matmuls = self._matmuls_in(name)
+        moved = sum(_parameter_bytes(i) for i in body if opcode(i) == "parameter") + _root_bytes(instruction, body)
+        attention = next((c for c in inner if c.attention_flops), Cost())
+        return replace(
             attention,
-            any(c.attention_backward for c in inner),
-            sum(_parameter_bytes(i) for i in body if opcode(i) == "parameter") + _root_bytes(instruction, body),
+            matmul_flops=flops,
+            attention_flops=sum(c.attention_flops for c in inner),
+            bytes_accessed=moved,
+            matmuls=matmuls,
+            priced_by="roofline",
         )
 
-    def _matmuls_in(self, name: str) -> Counter:
-        """FLOP by dtype of every matmul in a computation and in those it calls."""
+    def _matmuls_in(self, name: str) -> tuple[Counter, tuple[Matmul, ...]]:
+        """FLOP by dtype of every matmul in a computation and in those it calls, and the matmuls that have a shape."""
         if name not in self._matmuls:
             total: Counter = Counter()
+            shapes: list[Matmul] = []
             for i in self._computations[name].instructions():
-                total.update(self._matmul_of(i))
+                total.update(self._flops_of(i))
+                shapes += _matmuls_of(i)
                 for inner in self._called(i):
-                    total.update(self._matmuls_in(inner))
-            self._matmuls[name] = total
+                    flops, matmuls = self._matmuls_in(inner)
+                    total.update(flops)
+                    shapes += matmuls
+            self._matmuls[name] = total, tuple(shapes)
         return self._matmuls[name]
 
-    def _matmul_of(self, instruction: Any) -> dict[str, float]:
+    def _flops_of(self, instruction: Any) -> dict[str, float]:
         op = opcode(instruction)
-        if op in ("dot", "scaled-dot", "ragged-dot"):
-            lhs, text = shape_of(instruction.operands()[0]), instruction.to_string()
-            found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", text)
-            dims = [int(d) for d in found[1].split(",") if d] if found else []
-            k = math.prod(lhs.dims[d] for d in dims)
-            return {_matmul_dtype(lhs.dtype, text): 2.0 * math.prod(shape_of(instruction).dims) * k}
         if op == "convolution":
             return _convolution(instruction)
         if op == "custom-call":
             return dict(self._custom_call(instruction).matmul_flops)
-        return {}
+        return {m.dtype: m.flops for m in _matmuls_of(instruction)}
 
     def _custom_call(self, instruction: Any) -> Cost:
         text = instruction.to_string()
         target = custom_call_target(text)
         moved = sum(shape_of(o).bytes for o in instruction.operands()) + _result_bytes(shape_of(instruction))
         if "fmha" in target:
-            return Cost({}, *_attention(instruction, text, target), bytes_accessed=moved)
-        if _GEMM.search(target):
-            lhs = shape_of(instruction.operands()[0])
-            found = _K_DIMS.search(text)
-            dims = [int(d.strip(' "')) for d in found[1].split(",") if d.strip(' "')] if found else []
-            k = math.prod(lhs.dims[d] for d in dims)
-            result = shape_of(instruction)
-            out = result.parts[0] if result.parts else result
-            return Cost({_matmul_dtype(lhs.dtype, text): 2.0 * math.prod(out.dims) * k}, bytes_accessed=moved)
+            return replace(_attention(instruction, text, target), bytes_accessed=moved)
+        matmuls = _matmuls_of(instruction)
+        if matmuls:
+            return Cost({m.dtype: m.flops for m in matmuls}, bytes_accessed=moved, matmuls=matmuls)
         if target.startswith("__cudnn$conv"):
             return Cost(_cudnn_convolution(instruction, text, target), bytes_accessed=moved)
         return Cost(bytes_accessed=moved, priced_by="bytes")
@@ -155,18 +183,51 @@ def custom_call_target(text: str) -> str:
     return found[1] if found else ""
 
 
-def _attention(instruction: Any, text: str, target: str) -> tuple[float, bool]:
-    """(FLOP, backward) of a cuDNN fused attention.
+def _matmuls_of(instruction: Any) -> tuple[Matmul, ...]:
+    """The matmul that an instruction itself is: a dot, or a call of cuBLAS or cuDNN; none otherwise."""
+    op = opcode(instruction)
+    if op in ("dot", "scaled-dot", "ragged-dot"):
+        text = instruction.to_string()
+        contracted, batch = _dims(_DOT_CONTRACTED, text), _dims(_DOT_BATCH, text)
+        out = shape_of(instruction)
+    elif op == "custom-call" and _GEMM.search(custom_call_target(text := instruction.to_string())):
+        contracted, batch = _dims(_CALL_CONTRACTED, text), _dims(_CALL_BATCH, text)
+        result = shape_of(instruction)
+        out = result.parts[0] if result.parts else result
+    else:
+        return ()
+    lhs = shape_of(instruction.operands()[0])
+    k = math.prod(lhs.dims[d] for d in contracted)
+    batches = math.prod(lhs.dims[d] for d in batch)
+    m = math.prod(lhs.dims) // max(1, k * batches)
+    n = math.prod(out.dims) // max(1, batches * m)
+    return (Matmul(_matmul_dtype(lhs.dtype, text), batches, m, n, k),)
+
+
+def _dims(pattern: re.Pattern[str], text: str) -> list[int]:
+    found = pattern.search(text)
+    return [int(d.strip(' "')) for d in found[1].split(",") if d.strip(' "')] if found else []
+
+
+def _attention(instruction: Any, text: str, target: str) -> Cost:
+    """A cuDNN fused attention, without its bytes.
 
     Forward is two matmuls over the [batch, heads, length, length] scores: 4 b h s^2 d; backward five, so 2.5 times;
     a causal mask skips half (FlashAttention-2, section 3.1 and its FLOP formula in section 4.1).
     """
     backward = "Backward" in target
-    found = _SCORES.search(text)
-    scores = math.prod(int(d.strip(' "')) for d in found[1].split(",")) if found else 0
+    scores = _dims(_SCORES, text)
     head_dim = shape_of(instruction.operands()[0]).dims[-1]
-    causal = 0.5 if re.search(r'"mask_type":\s*"[A-Z_]*CAUSAL', text) else 1.0
-    return 4.0 * scores * head_dim * causal * (2.5 if backward else 1.0), backward
+    causal = bool(re.search(r'"mask_type":\s*"[A-Z_]*CAUSAL', text))
+    flops = 4.0 * (math.prod(scores) if scores else 0) * head_dim * (0.5 if causal else 1.0)
+    return Cost(
+        attention_flops=flops * (2.5 if backward else 1.0),
+        attention_backward=backward,
+        attention_queries=math.prod(scores[:-1]),
+        attention_length=scores[-1] if scores else 0,
+        attention_head_dim=head_dim,
+        attention_causal=causal,
+    )
 
 
 def _matmul_dtype(name: str, text: str) -> str:

@@ -1,24 +1,24 @@
 """Replica groups of a collective -> mesh axes and link. Layer 4.
 
-XLA prints groups in four forms, several of them in one module, and often loses the user's axis names. So every form is
+XLA keeps groups in four forms, several of them in one module, and often loses the user's axis names. So every form is
 turned into explicit partition ids, and the ids alone decide which axes and which link a group spans.
 """
 
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshkit.errors import ProgramError
 from meshkit.spec.mesh import Placement
+from meshkit.xla.attributes import Attributes
+from meshkit.xla.wire import Fields, integer, ints, messages, read_fields
 
-_MESH = re.compile(r"replica_groups=@?mesh\[([^\]]*)\](?:\s*\([^)]*\))?\s*\{([^}]*)\}")
-_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
-_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+# Fields of HloInstructionProto (xla/service/hlo.proto).
+_EXPLICIT, _PAIRS, _DEVICE_LIST, _IOTA_LIST, _MESH_LIST = 49, 52, 87, 92, 93
 
 
 @dataclass(frozen=True)
@@ -41,30 +41,29 @@ class GroupShape:
     gpus_per_domain: int
 
 
-def parse_groups(text: str, num_partitions: int) -> np.ndarray:
-    """Groups of an instruction as partition ids, shape [num_groups, group_size]; [pairs, 2] for a permute.
+def read_groups(attributes: Attributes, num_partitions: int) -> np.ndarray:
+    """Groups of a collective as partition ids, shape [num_groups, group_size]; [pairs, 2] for a permute.
 
     Args:
-        text: the instruction as XLA prints it.
-        num_partitions: devices of the program; `replica_groups={}` means all of them.
+        attributes: of the instruction that communicates.
+        num_partitions: devices of the program; no groups at all means all of them.
 
     Raises:
-        ProgramError: a form we do not know, or groups of unequal size.
+        ProgramError: groups of unequal size.
     """
-    if m := _MESH.search(text):
-        return _mesh_groups(m[1], m[2])
-    if m := _IOTA.search(text):
-        shape, dims = _ints(m[1]), _ints(m[2])
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        return (ids.transpose(_ints(m[3])) if m[3] else ids).reshape(shape)
-    if m := _PAIRS.search(text) or _EXPLICIT.search(text):
-        groups = [_ints(g) for g in re.findall(r"\{([\d,]+)\}", m[1])]
-        if len({len(g) for g in groups}) > 1:
-            raise ProgramError(f"a collective has groups of unequal size: {m[0][:200]}")
-        return np.array(groups) if groups else np.arange(num_partitions)[None]
-    if "replica_groups" in text or "source_target_pairs" in text:
-        raise ProgramError(f"replica groups in a form that this version does not know: {text[:300]}")
-    return np.arange(num_partitions)[None]
+    fields = attributes.fields
+    for message in messages(fields, _MESH_LIST):
+        return _mesh_groups(read_fields(message))
+    lists = [read_fields(m) for m in messages(fields, _DEVICE_LIST)]
+    for message in (*messages(fields, _IOTA_LIST), *(m for device_list in lists for m in messages(device_list, 2))):
+        return _iota(read_fields(message))
+    groups = [_pair(read_fields(m)) for m in messages(fields, _PAIRS)]
+    explicit = (*messages(fields, _EXPLICIT), *(m for device_list in lists for m in messages(device_list, 1)))
+    groups = groups or [ints(read_fields(m), 1) for m in explicit]
+    if len({len(g) for g in groups}) > 1:
+        sizes = sorted({len(g) for g in groups})
+        raise ProgramError(f"the collective {attributes.name} has groups of unequal size: {sizes}.")
+    return np.array(groups) if groups and groups[0] else np.arange(num_partitions)[None]
 
 
 def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = False) -> GroupShape:
@@ -97,24 +96,59 @@ def _domains_along(differ: np.ndarray, placement: Placement) -> int:
     return len(np.unique(table[tuple(slice(None) if d else 0 for d in differ)]))
 
 
-def _mesh_groups(mesh: str, selected: str) -> np.ndarray:
-    """`mesh['x'=2,'y'=4] {'y'}`: groups along the selected axes; a sub-axis `'y':(1)2` selects part of one."""
-    axes = [(n, int(s)) for n, s in re.findall(r"'?([^'=,\s]+)'?=(\d+)", mesh)]
-    dims: list[int] = []
-    chosen: list[int] = []
-    wanted = {n: (int(p or 1), int(s or 0)) for n, p, s in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", selected)}
-    for name, size in axes:
-        if name not in wanted:
-            dims.append(size)
-            continue
-        before, part = wanted[name]
-        part = part or size
-        dims += [before, part, size // (before * part)]
-        chosen.append(len(dims) - 2)
+def _pair(message: Fields) -> list[int]:
+    """`SourceTarget`; a zero is left out of the message."""
+    return [integer(message, 1), integer(message, 2)]
+
+
+def _iota(message: Fields) -> np.ndarray:
+    """`[groups,size]<=[dims]T(order)`: ids counted through dims, transposed, cut into groups."""
+    shape = (integer(message, 1), integer(message, 2))
+    dims, order = ints(message, 3), ints(message, 4)
     ids = np.arange(math.prod(dims)).reshape(dims)
-    rest = [i for i in range(len(dims)) if i not in chosen]
-    return ids.transpose(rest + chosen).reshape(-1, math.prod(dims[i] for i in chosen))
+    return (ids.transpose(order) if order else ids).reshape(shape)
 
 
-def _ints(text: str) -> list[int]:
-    return [int(x) for x in text.split(",") if x]
+def _mesh_groups(message: Fields) -> np.ndarray:
+    """`mesh['x'=2,'y'=4] {'y'}`: groups along the selected axes; a sub-axis `'y':(1)2` selects part of one."""
+    mesh = read_fields(next(messages(message, 1), b""))
+    axes = [read_fields(m) for m in messages(mesh, 1)]
+    ids = _device_ids(mesh, [integer(a, 2) for a in axes])
+    dims: list[int] = []
+    places: dict[tuple[int, int], int] = {}
+    chosen = [_axis_part(read_fields(m), axes) for m in messages(message, 2)]
+    for axis, described in enumerate(axes):
+        size = integer(described, 2)
+        begin = 1
+        for before, part in sorted((b, p) for a, b, p in chosen if a == axis):
+            if before > begin:
+                dims.append(before // begin)
+            places[axis, before] = len(dims)
+            dims.append(part)
+            begin = before * part
+        if begin < size or not dims:
+            dims.append(size // begin)
+    selected = [places[a, b] for a, b, _ in chosen]
+    rest = [i for i in range(len(dims)) if i not in selected]
+    ids = ids.reshape(dims).transpose(rest + selected)
+    return ids.reshape(-1, math.prod(dims[i] for i in selected))
+
+
+def _axis_part(reference: Fields, axes: Sequence[Fields]) -> tuple[int, int, int]:
+    """(axis, size of what is before the part, size of the part) of an `AxisRefProto`; a whole axis is one part."""
+    axis = integer(reference, 1)
+    for part in messages(reference, 2):
+        fields = read_fields(part)
+        return axis, integer(fields, 1), integer(fields, 2)
+    return axis, 1, integer(axes[axis], 2)
+
+
+def _device_ids(mesh: Fields, shape: Sequence[int]) -> np.ndarray:
+    """Ids of a `MeshProto` in its order: listed, or counted through dims and transposed, or simply counted."""
+    listed = ints(mesh, 2)
+    if listed:
+        return np.array(listed)
+    for message in messages(mesh, 3):
+        fields = read_fields(message)
+        return np.arange(math.prod(shape)).reshape(ints(fields, 1)).transpose(ints(fields, 2)).reshape(-1)
+    return np.arange(math.prod(shape))

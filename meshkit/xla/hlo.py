@@ -1,7 +1,9 @@
 """The scheduled HLO of a compiled program -> a Schedule: what each instruction does, in order. Layer 4.
 
-Structure (opcodes, operands, shapes, called computations) comes from the runtime's instruction objects; only
-attributes that those do not expose (replica groups, trip counts) are read from an instruction's own text.
+    serialized module -> load_module -> read_schedule -> Schedule
+
+Opcodes, operands and shapes come from the runtime's instruction objects, everything else (schedule order, called
+computations, replica groups, trip counts) from the message that the module is kept as; nothing from printed text.
 """
 
 from __future__ import annotations
@@ -10,16 +12,29 @@ import hashlib
 import importlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from meshkit.errors import ProgramError
 from meshkit.spec.mesh import Placement
+from meshkit.xla.attributes import Attributes, ModuleAttributes, clean_path
 from meshkit.xla.collective import Collective
-from meshkit.xla.costs import Cost, CostModel, custom_call_target, opcode
-from meshkit.xla.groups import group_shape, parse_groups
-from meshkit.xla.shapes import shape_of
+from meshkit.xla.costs import Cost, CostModel, opcode
+from meshkit.xla.groups import group_shape, read_groups
+from meshkit.xla.schedule import Instruction, Schedule
+from meshkit.xla.shapes import Shape, shape_of
+
+__all__ = [
+    "Instruction",
+    "Schedule",
+    "load_module",
+    "read_collectives",
+    "read_participants",
+    "read_schedule",
+    "source_path",
+]
 
 COLLECTIVES = {
     "all-gather",
@@ -33,9 +48,11 @@ COLLECTIVES = {
 _FREE = {
     "add-dependency",
     "after-all",
+    "async-update",
     "bitcast",
     "constant",
     "domain",
+    "get-dimension-size",
     "get-tuple-element",
     "optimization-barrier",
     "parameter",
@@ -43,55 +60,24 @@ _FREE = {
     "replica-id",
     "tuple",
 }
-_HOST = {"send", "send-done", "recv", "recv-done", "infeed", "outfeed"}
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+# Custom calls that tell the compiler something and run nothing.
+_FREE_CALLS = {
+    "AllocateBuffer",
+    "AssumeGatherIndicesInBound",
+    "CreateBuffer",
+    "LayoutConstraint",
+    "NopReturnToken",
+    "Pin",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "Sharding",
+    "Unpin",
+}
+_CONTROL = {"while", "conditional", "call"}
+_CALLING = {*_CONTROL, "fusion", "async-start"}
 _HEADER = re.compile(r"^(?:ENTRY )?%?[\w.\-]+ \(.*\{$", re.MULTILINE)
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One instruction of a schedule.
-
-    Attributes:
-        name, opcode: as XLA prints them; an asynchronous one has the opcode of what it starts.
-        kind: `kernel`, `collective` (blocks), `start` and `done` (asynchronous), `copy`, `while`, `conditional`,
-            `call`, `free` (no time), `host` (not priced).
-        source: op_name path of the model code that caused it.
-        cost: work on one GPU; None for control flow and communication.
-        collective: what it communicates; None if it does not.
-        starts: for `done`, the name of the start it waits for.
-        bodies: computations it runs: the body of a loop, the branches of a conditional.
-        trip_count: iterations of a loop; None if XLA does not know.
-    """
-
-    name: str
-    opcode: str
-    kind: str
-    source: str = ""
-    cost: Cost | None = None
-    collective: Collective | None = None
-    starts: str | None = None
-    bodies: tuple[str, ...] = ()
-    trip_count: int | None = None
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A compiled program as its instructions run: computations in schedule order.
-
-    Attributes:
-        computations: name -> instructions, of the entry and all that it reaches through control flow.
-        entry: name of the computation that runs.
-        fingerprint: equal for equal programs.
-        notes: what could not be read, by kind: instruction names.
-    """
-
-    name: str
-    computations: Mapping[str, tuple[Instruction, ...]]
-    entry: str
-    fingerprint: str
-    notes: Mapping[str, list[str]] = field(default_factory=dict)
+# Where a send and a receive that XLA made of a permute keep its pairs.
+_SEND_PAIRS = "_xla_send_recv_source_target_pairs"
 
 
 def load_module(serialized: bytes) -> Any:
@@ -100,18 +86,23 @@ def load_module(serialized: bytes) -> Any:
     Raises:
         ProgramError: the bytes are not a module.
     """
-    module_type = _hlo_module_type()
+    module_type = _hlo_bindings().HloModule
     try:
         return module_type.from_serialized_hlo_module_proto(serialized)
     except Exception as e:  # the binding raises several types for a malformed proto
         raise ProgramError(f"not a serialized HLO module ({len(serialized)} bytes): {e}") from None
 
 
-def _hlo_module_type() -> Any:
+def parse_hlo(text: str) -> Any:
+    """The runtime's HloModule of HLO written by hand; XLA does not parse all that it prints of optimized modules."""
+    return _hlo_bindings().hlo_module_from_text(text)
+
+
+def _hlo_bindings() -> Any:
     try:
-        return importlib.import_module("jaxlib._hlo").HloModule
+        return importlib.import_module("jaxlib._hlo")
     except ImportError:  # jax 0.11 keeps the bindings in another extension module
-        return importlib.import_module("jaxlib._jax").HloModule
+        return importlib.import_module("jaxlib._jax")
 
 
 def read_collectives(module: Any, placement: Placement) -> dict[str, Collective]:
@@ -122,8 +113,24 @@ def read_collectives(module: Any, placement: Placement) -> dict[str, Collective]
         placement: partition id -> place on the mesh and in NVLink domains.
     """
     reader = _Reader(module, placement)
-    found = {i.name: reader.collective(i) for _, instructions in reader.walk() for i in instructions}
-    return {name: collective for name, collective in found.items() if collective is not None}
+    found: dict[str, Collective] = {}
+    inside: dict[str, Collective] = {}
+    for i in (i for _, instructions in reader.walk() for i in instructions):
+        collectives = reader.collectives(i)
+        if collectives:
+            found[i.name] = collectives[0]
+            inside |= {inner.name: c for inner, c in zip(reader.communicating(i), collectives)}
+    return inside | found  # a trace may name what an async start wraps
+
+
+def read_participants(module: Any, placement: Placement) -> dict[str, np.ndarray]:
+    """Who takes part in each collective: its name -> partition ids [groups, members], or [pairs, 2] of a permute."""
+    reader = _Reader(module, placement)
+    found: dict[str, np.ndarray] = {}
+    for i in (i for _, instructions in reader.walk() for i in instructions):
+        for inner, collective in zip(reader.communicating(i), reader.collectives(i)):
+            found[collective.name] = reader.groups(inner)
+    return found
 
 
 def read_schedule(module: Any, placement: Placement) -> Schedule:
@@ -133,9 +140,25 @@ def read_schedule(module: Any, placement: Placement) -> Schedule:
         ProgramError: a form of HLO that this version does not know.
     """
     reader = _Reader(module, placement)
-    computations = {name: tuple(reader.instruction(i) for i in instructions) for name, instructions in reader.walk()}
-    entry = reader.entry()
-    return Schedule(module.name, computations, entry, reader.fingerprint(), dict(reader.notes))
+    computations = {
+        name: tuple(read for i in instructions for read in reader.instructions(i))
+        for name, instructions in reader.walk()
+    }
+    return Schedule(module.name, computations, reader.entry, _fingerprint(module), dict(reader.notes))
+
+
+def source_path(text: str) -> str:
+    """The op_name of a printed instruction, without what the way through `jax.export` put in front of it."""
+    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', text)
+    return clean_path(found[1]) if found else ""
+
+
+def _fingerprint(module: Any) -> str:
+    """A hash of every computation as printed, without metadata (which names files and lines)."""
+    text = module.to_string()
+    first = _HEADER.search(text)
+    body = re.sub(r",? metadata=\{[^}]*\}", "", text[first.start() if first else 0 :])
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
 class _Reader:
@@ -143,115 +166,112 @@ class _Reader:
         self.computations = {c.name: c for c in module.computations()}
         self.placement = placement
         self.notes: dict[str, list[str]] = {}
-        self._text = module.to_string()
-        self._order: dict[str, list[str]] | None = None
+        self._attributes = ModuleAttributes(module.as_serialized_hlo_module_proto())
         self._occurrences: Counter = Counter()
-        self._collectives: dict[str, Collective | None] = {}
-        self._model = CostModel(self.computations, _called)
-
-    def entry(self) -> str:
-        found = re.search(r"^ENTRY %?([\w.\-]+)", self._text, re.MULTILINE)
-        if not found:
+        self._collectives: dict[str, tuple[Collective, ...]] = {}
+        self._sends: dict[int, str] = {}
+        self._model = CostModel(self.computations, self._called)
+        self.entry = self._attributes.entry
+        if self.entry not in self.computations:
             raise ProgramError("the HLO module has no entry computation.")
-        return found[1]
-
-    def fingerprint(self) -> str:
-        """A hash of every computation as printed, without metadata (which names files and lines)."""
-        first = _HEADER.search(self._text)
-        body = re.sub(r",? metadata=\{[^}]*\}", "", self._text[first.start() if first else 0 :])
-        return hashlib.sha256(body.encode()).hexdigest()[:16]
 
     def walk(self) -> Iterator[tuple[str, list[Any]]]:
         """Computations that run, from the entry through control flow, each once; instructions in schedule order."""
-        pending, seen = [self.entry()], set()
+        pending, seen = [self.entry], set()
         while pending:
             name = pending.pop(0)
             if name in seen:
                 continue
             seen.add(name)
-            instructions = self.ordered(name)
+            by_name = {i.name: i for i in self.computations[name].instructions()}
+            instructions = [by_name[n] for n in self._attributes.order(name)]
             yield name, instructions
-            control = (i for i in instructions if opcode(i) in ("while", "conditional", "call"))
-            pending += [body for i in control for body in _bodies(i) if body in self.computations]
+            pending += [body for i in instructions for body in self._bodies(i)]
 
-    def ordered(self, name: str) -> list[Any]:
-        """Instructions in schedule order: the order in which a scheduled module prints them."""
-        if self._order is None:
-            self._order = _printed_order(self._text)
-        instructions = {i.name: i for i in self.computations[name].instructions()}
-        order = self._order.get(name, [])
-        return [instructions[n] for n in order] if len(order) == len(instructions) else list(instructions.values())
+    def instructions(self, i: Any) -> list[Instruction]:
+        """What an instruction comes to: one, or one for each of several collectives that it starts together."""
+        op, at = opcode(i), self._of(i)
+        if op in _FREE or at.target in _FREE_CALLS:
+            return [Instruction(i.name, op, "free")]
+        if self._bodies(i):
+            return [self._control(i, op, at)]
+        if op in ("send", "recv", "send-done", "recv-done"):
+            return [self._transfer(i, op, at)]
+        if op.endswith("-done"):
+            return [Instruction(i.name, op, "done", at.source, starts=self._start_of(i))]
+        collectives = self.collectives(i)
+        if collectives:
+            kind = "start" if op.endswith("-start") and not self._is_sync(i) else "collective"
+            return [Instruction(c.name, c.collective, kind, c.source, collective=c) for c in collectives]
+        return [self._work(i, op, at)]
 
-    def instruction(self, i: Any) -> Instruction:
-        op = opcode(i)
-        if op in _FREE:
-            return Instruction(i.name, op, "free")
-        text = i.to_string()
-        source = source_path(text)
-        if op in ("while", "conditional", "call"):
-            return self._control(i, op, text, source)
-        if op.endswith("-done") or op == "async-update":
-            return Instruction(i.name, op, "done", source, starts=_start_of(i))
-        if op in _HOST:
-            self._note("host", i.name)
-            return Instruction(i.name, op, "host", source)
-        collective = self.collective(i)
-        if collective is not None:
-            asynchronous = op.endswith("-start") and '"is_sync":true' not in text
-            return Instruction(i.name, collective.collective, "start" if asynchronous else "collective", source,
-                               collective=collective)  # fmt: skip
-        if op == "async-start":
-            root = i.async_wrapped_root()
-            return Instruction(i.name, opcode(root), "start", source, self._model.asynchronous(i, root))
-        if op == "copy-start":
-            return Instruction(i.name, op, "start", source, self._model.copy(i))
-        if 'custom_call_target="AllocateBuffer"' in text:
-            return Instruction(i.name, op, "free")
-        cost = self._model.cost(i)
-        if cost.priced_by == "bytes":
-            self._note("opaque custom call", f"{i.name} ({custom_call_target(text)})")
-        return Instruction(i.name, op, "kernel", source, cost)
-
-    def _control(self, i: Any, op: str, text: str, source: str) -> Instruction:
-        if op == "while":
-            found = re.search(r'"known_trip_count":\{"n":"(\d+)"', text)
-            if not found:
-                self._note("unknown trip count", i.name)
-            return Instruction(i.name, op, op, source, bodies=_bodies(i), trip_count=int(found[1]) if found else None)
-        bodies = tuple(n for n in _bodies(i) if n in self.computations)
-        if op == "conditional":
-            self._note("conditional", i.name)
-        return Instruction(i.name, op, op, source, bodies=bodies)
-
-    def collective(self, i: Any) -> Collective | None:
-        """What an instruction communicates: directly, wrapped by an async start, or inside a fusion."""
+    def collectives(self, i: Any) -> tuple[Collective, ...]:
+        """What an instruction communicates: itself, wrapped by an async start, or inside a fusion; the last one of
+        several bears its name."""
         if i.name not in self._collectives:
-            self._collectives[i.name] = self._read_collective(i)
+            inner = self.communicating(i)
+            names = [f"{i.name}/{c.name}" for c in inner[:-1]] + [i.name]
+            self._collectives[i.name] = tuple(self._collective(i, c, n) for c, n in zip(inner, names))
         return self._collectives[i.name]
 
-    def _read_collective(self, i: Any) -> Collective | None:
-        inner = self._communicating(i)
-        if inner is None:
-            return None
-        op = opcode(inner).removesuffix("-start")
-        text = inner.to_string()
-        permute = op == "collective-permute"
-        where = group_shape(parse_groups(text, self.placement.num_partitions), self.placement, permute=permute)
-        shapes = [shape_of(o) for o in inner.operands()]
-        if op == "ragged-all-to-all":
-            # operand and result are buffers with room to spare: what moves fits in both
-            shapes = [min(shapes[:2], key=lambda s: s.bytes)]
+    def _of(self, i: Any) -> Attributes:
+        return self._attributes.of(i.name)
+
+    def _work(self, i: Any, op: str, at: Attributes) -> Instruction:
+        """A kernel, or the start of a copy or of a kernel on another stream."""
+        if op == "async-start":
+            root = i.async_wrapped_root()
+            return Instruction(i.name, opcode(root), "start", at.source, self._model.asynchronous(i, root))
+        if op == "copy-start":
+            return Instruction(i.name, op, "start", at.source, self._model.copy(i))
+        if op in ("infeed", "outfeed"):
+            return Instruction(i.name, op, "kernel", at.source, Cost(host_bytes=_host_bytes(i, op)))
+        cost = self._model.cost(i)
+        if cost.priced_by == "bytes":
+            self._note("opaque custom call", f"{i.name} ({at.target or op})")
+        return Instruction(i.name, op, "kernel", at.source, cost)
+
+    def _control(self, i: Any, op: str, at: Attributes) -> Instruction:
+        if op == "while" and at.trip_count is None:
+            self._note("unknown trip count", i.name)
+        if op == "conditional":
+            self._note("conditional", i.name)
+        if op == "async-start":
+            self._note("side stream", i.name)
+        kind = "call" if op == "async-start" else op
+        return Instruction(i.name, op, kind, at.source, bodies=self._bodies(i), trip_count=at.trip_count)
+
+    def _transfer(self, i: Any, op: str, at: Attributes) -> Instruction:
+        """Half of a send and receive: between GPUs a permute that the send starts, otherwise a transfer to the host."""
+        channel = next((c for c in at.fields.get(26, ()) if isinstance(c, int)), 0)
+        if op.endswith("-done"):
+            between = op == "recv-done" and channel in self._sends
+            start = self._sends[channel] if between else self._start_of(i)
+            return Instruction(i.name, op, "done", at.source, starts=start)
+        collectives = self.collectives(i)
+        if op == "send" and collectives:
+            self._sends[channel] = i.name
+            return Instruction(i.name, "collective-permute", "start", at.source, collective=collectives[0])
+        if _SEND_PAIRS in at.frontend:
+            return Instruction(i.name, op, "free", at.source)
+        return Instruction(i.name, op, "start", at.source, Cost(host_bytes=_host_bytes(i, op)))
+
+    def _collective(self, i: Any, inner: Any, name: str) -> Collective:
+        at = self._of(inner)
+        op = "collective-permute" if opcode(inner) == "send" else opcode(inner).removesuffix("-start")
+        groups = self.groups(inner)
+        where = group_shape(groups, self.placement, permute=op == "collective-permute")
+        shapes = _moved(op, [shape_of(o) for o in inner.operands()])
         dtypes = {s.dtype for s in shapes}
         operand_bytes = sum(s.bytes for s in shapes)
         element = dtypes.pop() if len(dtypes) == 1 else "mixed"
-        source = source_path(i.to_string()) or source_path(text)
-        printed = ",".join(map(str, shapes))
+        source = self._of(i).source or at.source
         # A bare name is an argument's, which differs with how the function was called.
         path = re.sub(r"[._]\d+(?=/|$)", "", source) if "/" in source else ""
-        base = "|".join([op, "+".join(where.axes), element, printed, path])
+        base = "|".join([op, "+".join(where.axes), element, ",".join(map(str, shapes)), path])
         self._occurrences[base] += 1
         return Collective(
-            name=i.name,
+            name=name,
             key=f"{base}|{self._occurrences[base]}",
             collective=op,
             axes=where.axes,
@@ -266,74 +286,75 @@ class _Reader:
             source=source,
         )
 
-    def _communicating(self, i: Any) -> Any | None:
-        """The collective instruction that i is or holds; None if none (and for the done half)."""
+    def groups(self, inner: Any) -> np.ndarray:
+        """Partition ids of the groups of a collective instruction, or the pairs of a permute."""
+        at = self._of(inner)
+        return _send_pairs(at) if opcode(inner) == "send" else read_groups(at, self.placement.num_partitions)
+
+    def communicating(self, i: Any) -> list[Any]:
+        """The collective instructions that i is or holds; none for the done half."""
         op = opcode(i)
-        if op.removesuffix("-start") in COLLECTIVES:
-            return i
-        if op == "async-start":
-            return self._communicating(i.async_wrapped_root())
-        if op in ("fusion", "call"):
-            for name in _called(i):
-                if name in self.computations:
-                    for inner in self.computations[name].instructions():
-                        if opcode(inner) in COLLECTIVES:
-                            return inner
-        return None
+        if op.removesuffix("-start") in COLLECTIVES or (op == "send" and _SEND_PAIRS in self._of(i).frontend):
+            return [i]
+        if op not in ("fusion", "async-start"):
+            return []
+        inside = (self.computations[name] for name in self._of(i).called if name in self.computations)
+        return [found for c in inside for inner in c.instructions() for found in self.communicating(inner)]
+
+    def _is_sync(self, i: Any) -> bool:
+        """Whether a started collective blocks all the same."""
+        said = (self._of(x).is_sync for x in (i, *self.communicating(i)))
+        return next((sync for sync in said if sync is not None), False)
+
+    def _called(self, i: Any) -> list[str]:
+        """Computations of a fusion or of control flow; of an async start, those that what it wraps calls."""
+        if opcode(i) not in _CALLING:
+            return []
+        return self._called(i.async_wrapped_root()) if opcode(i) == "async-start" else list(self._of(i).called)
+
+    def _bodies(self, i: Any) -> tuple[str, ...]:
+        """Computations that control flow runs: the body of a loop, the branches of a conditional, the callee of a call.
+
+        An async start that wraps a call or a loop is control flow too.
+        """
+        op = opcode(i)
+        if op == "async-start" and opcode(i.async_wrapped_root()) in _CONTROL:
+            return self._bodies(i.async_wrapped_root())
+        if op not in _CONTROL:
+            return ()
+        called = self._of(i).called
+        return called[:1] if op == "while" else called
+
+    def _start_of(self, done: Any) -> str | None:
+        """The start that a done (or an update between) belongs to."""
+        operand = done.operands()[0] if done.operands() else None
+        while operand is not None and opcode(operand) == "async-update":
+            operand = operand.operands()[0]
+        return operand.name if operand is not None else None
 
     def _note(self, kind: str, name: str) -> None:
         self.notes.setdefault(kind, []).append(name)
 
 
-def source_path(text: str) -> str:
-    """The op_name of a printed instruction, without what the way through `jax.export` put in front of it."""
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', text)
-    if not found:
-        return ""
-    path = re.sub(r"(?:jit\(call\)/)?(?:call_exported/)?jit\(exported_step\)/", "", found[1])
-    path = re.sub(r"(?:jit\(call\)/)?call_exported(?:[:/]|(?=[)]|$))", "", path)
-    return path.replace("jit(call)", "").strip("/:") if path else ""
+def _send_pairs(at: Attributes) -> np.ndarray:
+    """[pairs, 2] of a send that XLA made of a permute."""
+    pairs = re.findall(r"\{(\d+),\s*(\d+)\}", at.frontend[_SEND_PAIRS])
+    if not pairs:
+        raise ProgramError(f"the send {at.name} names no pairs of GPUs: {at.frontend[_SEND_PAIRS]!r}.")
+    return np.array([[int(source), int(target)] for source, target in pairs])
 
 
-def _called(instruction: Any) -> list[str]:
-    if opcode(instruction) not in ("fusion", "call", "while", "conditional", "async-start"):
-        return []
-    if opcode(instruction) == "async-start":
-        return _called(instruction.async_wrapped_root())
-    return _called_text(instruction.to_string())
+def _moved(op: str, operands: list[Shape]) -> list[Shape]:
+    """The arrays that travel, of a collective's operands."""
+    if op == "ragged-all-to-all":
+        # operand and result are buffers with room to spare: what moves fits in both
+        return [min(operands[:2], key=lambda s: s.bytes)]
+    return [s for s in operands if s.dtype != "token"]
 
 
-def _called_text(text: str) -> list[str]:
-    names = _CALLED.findall(text)
-    if m := _BRANCHES.search(text):
-        names += [n.strip().lstrip("%") for n in m[1].split(",")]
-    return names
-
-
-def _bodies(instruction: Any) -> tuple[str, ...]:
-    """Computations that control flow runs: the body of a loop, the branches of a conditional, the callee of a call."""
-    text = instruction.to_string()
-    if opcode(instruction) == "while":
-        body = re.search(r"body=%?([\w.\-]+)", text)
-        return (body[1],) if body else ()
-    return tuple(_called_text(text))
-
-
-def _start_of(done: Any) -> str | None:
-    """The start that a done (or an update between) belongs to."""
-    operand = done.operands()[0] if done.operands() else None
-    while operand is not None and opcode(operand) == "async-update":
-        operand = operand.operands()[0]
-    return operand.name if operand is not None else None
-
-
-def _printed_order(text: str) -> dict[str, list[str]]:
-    order: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    for line in text.splitlines():
-        if line and not line[0].isspace():
-            header = re.match(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-            current = order.setdefault(header[1], []) if header else None
-        elif current is not None and (m := re.match(r"^\s+(?:ROOT )?%?([\w.\-]+) = ", line)):
-            current.append(m[1])
-    return order
+def _host_bytes(i: Any, op: str) -> float:
+    """Bytes between the host and the GPU: what is sent or fed out, or what arrives beside the token."""
+    if op in ("send", "outfeed"):
+        return float(shape_of(i.operands()[0]).bytes)
+    shape = shape_of(i)
+    return float((shape.parts[0] if shape.parts else shape).bytes)

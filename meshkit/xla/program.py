@@ -1,10 +1,15 @@
-"""A jitted function -> its program for GPUs that are not there. Layer 4.
+"""A function -> what XLA makes of it for GPUs that are not there. Layer 4.
 
-This process traces and lowers for CUDA (jax.export); a child process compiles, because XLA aborts on some programs.
+    step -> lowering.py (this process) -> cache.py | child.py (another process) -> CompiledProgram
+
+This process traces and lowers for CUDA; a child process compiles, because XLA aborts on some programs. What it made is
+kept, so that the same program for the same GPUs with the same options and versions is compiled once.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -13,47 +18,39 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax import export
-from jax.sharding import NamedSharding, PartitionSpec
 
-from meshkit.errors import ConfigError, ProgramError
+from meshkit.errors import ProgramError
 from meshkit.sharding.mesh import DescribedMesh
 from meshkit.spec.cluster import Cluster
+from meshkit.xla import cache
+from meshkit.xla.compiling import option_error
 from meshkit.xla.hlo import source_path
-from meshkit.xla.options import compiler_options
+from meshkit.xla.lowering import Exported, export_for_cuda
+from meshkit.xla.options import Option, chosen_options, left_out_lines, memory_line, without_costs
+from meshkit.xla.preflight import check_compiler, version_of
 from meshkit.xla.target import target_config, topology_name
 
-# Custom calls that jax.export refuses by default because their backend may change; ours is compiled at once.
-_ALLOWED_CALLS = (
-    "__cudnn$fmhaSoftmax",
-    "__cudnn$fmhaSoftmaxBackward",
-    "__cudnn$fmhaSoftmaxDropout",
-    "__cudnn$fmhaSoftmaxDropoutBackward",
-    "__cudnn$fmhaScaleBiasSoftmax",
-    "__cudnn$fmhaScaleBiasSoftmaxBackward",
-    "__cudnn$fmhaScaleBiasSoftmaxDropout",
-    "__cudnn$fmhaScaleBiasSoftmaxDropoutBackward",
-    "__cudnn$fmhaSoftmaxF8",
-    "__cudnn$fmhaSoftmaxBackwardF8",
-    "__cudnn$blockScaledDot",
-    "__gpu$xla.gpu.triton",
-    "mosaic_gpu_v2",
-    "ragged_all_to_all",
-    "Sharding",
-    "SPMDFullToShardShape",
-    "SPMDShardToFullShape",
+# What XLA says of failures that we know, and what to try.
+_REMEDIES = (
+    ("ptxas too old", "pip install nvidia-cuda-nvcc-cu12: this GPU is older than CUDA 13 compiles for"),
+    ("ptxas", "pip install 'meshkit[plan]' (ptxas and libdevice come with nvidia-cuda-nvcc-cu12)"),
+    ("nvJitLink", "pip install 'meshkit[plan]' (ptxas and libdevice come with nvidia-cuda-nvcc-cu12)"),
+    ("libdevice", "pip install 'meshkit[plan]' (ptxas and libdevice come with nvidia-cuda-nvcc-cu12)"),
+    ("size mismatch when packing elements", '[xla] xla_gpu_experimental_use_collective_kernels = ""'),
+    ("cudaErrorInvalidDevice", "[xla] xla_gpu_enable_cub_radix_sort = false"),
+    ("Cannot infer shape for dot operation", "[xla] without xla_gpu_threshold_for_windowed_einsum_mib"),
+    (
+        "Unsupported algorithm on the current device",
+        'train.precision = "fp32": GPUs before Ampere have no bf16',
+    ),
+    ("No supported config", "[xla] without xla_gpu_deterministic_ops"),
 )
-# How jax words that an operation (a Python callback) wants the attached backend while it is lowered for another.
-_NEEDS_GPU = ("require devices", "different from the lowering platform")
-_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 @dataclass(frozen=True)
@@ -78,12 +75,15 @@ class CompiledProgram:
         memory: bytes per GPU: `argument`, `output`, `alias`, `temp`, `generated_code`.
         host_memory: the same, of what the program keeps in host memory for one GPU.
         lower_s: tracing and lowering, both processes.
-        compile_s: XLA.
+        compile_s: XLA; of a program that was kept, reading it.
         peak_rss_bytes: of the child process.
         partitioner: `shardy` or `gspmd`.
-        options: compiler options used.
+        chosen: compiler options used, each with its reason.
         log: lines that the compiler wrote about memory.
         rematerializations: arrays that XLA makes whole to reshard them, each once.
+        cached: whether it was compiled before and kept.
+        live: bytes of GPU memory at the peak by what made them, see `live.live_bytes`; None where XLA did not say.
+        traced_flops: of the program before it was compiled, over all GPUs; None where they cannot be counted.
     """
 
     module: bytes
@@ -92,10 +92,24 @@ class CompiledProgram:
     compile_s: float
     peak_rss_bytes: int
     partitioner: str
-    options: Mapping[str, object]
+    chosen: tuple[Option, ...]
     log: tuple[str, ...]
     rematerializations: tuple[Rematerialization, ...] = ()
     host_memory: Mapping[str, int] = field(default_factory=dict)
+    cached: bool = False
+    live: Mapping[str, int] | None = None
+    traced_flops: float | None = None
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Compiler options used, by name."""
+        return {o.name: o.value for o in self.chosen}
+
+    @property
+    def options_hash(self) -> str:
+        """Equal for equal options."""
+        text = json.dumps(self.options, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def peak_bytes(self) -> int:
@@ -119,6 +133,8 @@ def compile_absent(
     mesh: DescribedMesh,
     cluster: Cluster,
     options: Mapping[str, object] | None = None,
+    derived: Sequence[Option] = (),
+    pool_bytes: float | None = None,
     timeout_s: float = 1800.0,
 ) -> CompiledProgram:
     """Compiles a function for the GPUs of a described cluster.
@@ -129,6 +145,8 @@ def compile_absent(
         mesh: from `build_mesh(..., devices=describe_devices(cluster))`.
         cluster: the GPUs to compile for.
         options: XLA options beyond meshkit's own (`[xla]`).
+        derived: XLA options that follow from the program; left out where they alone make it too large.
+        pool_bytes: of GPU memory, which the program must not exceed for their sake.
         timeout_s: for the child process.
 
     Raises:
@@ -137,7 +155,6 @@ def compile_absent(
     """
     check_compiler()
     start = time.perf_counter()
-    chosen = compiler_options(cluster.gpu, options)
     exported = export_for_cuda(step, args, mesh, cluster)
     lowered_s = time.perf_counter() - start
     request = {
@@ -149,190 +166,98 @@ def compile_absent(
         "donated": exported.donated,
         "arguments": exported.arguments,
         "enable_x64": bool(jax.config.jax_enable_x64),
-        "compiler_options": chosen,
+        "users_options": sorted(options or {}),
     }
+
+    def compiled(chosen: Sequence[Option]) -> CompiledProgram:
+        return _compile_or_read(exported, request, chosen, lowered_s, timeout_s)
+
+    made = compiled(chosen_options(cluster.gpu, options, derived))
+    cheap = without_costs(derived)
+    if len(cheap) < len(derived) and pool_bytes is not None and made.peak_bytes > pool_bytes:
+        plain = compiled(chosen_options(cluster.gpu, options, cheap))
+        if plain.peak_bytes <= pool_bytes:
+            return dataclasses.replace(plain, log=(memory_line(made.peak_bytes, plain.peak_bytes), *plain.log))
+    return made
+
+
+def _compile_or_read(
+    exported: Exported, request: Mapping[str, Any], chosen: Sequence[Option], lowered_s: float, timeout_s: float
+) -> CompiledProgram:
+    """What was kept of a program with these options, or else what XLA makes of it now."""
+    request = {**request, "compiler_options": {o.name: o.value for o in chosen}}
+    began = time.perf_counter()
+    environment = _child_environment()
+    folder = cache.cache_folder()
+    key = cache.program_key(exported.program, request, environment) if folder else ""
+    entry, notes = _kept(folder, key)
+    read_s = time.perf_counter() - began
+    made = entry or _compile(exported.program, request, environment, timeout_s)
+    if folder and entry is None:
+        cache.store(folder, key, made)
+    left_out = made.result["left_out"]
+    return CompiledProgram(
+        module=made.module,
+        memory=made.result["memory"],
+        host_memory=made.result["host_memory"],
+        lower_s=lowered_s + (0.0 if entry else made.result["lower_s"]),
+        compile_s=read_s if entry else made.result["compile_s"],
+        peak_rss_bytes=made.result["peak_rss_bytes"],
+        partitioner=made.result["partitioner"],
+        chosen=tuple(o for o in chosen if o.name not in left_out),
+        log=(*notes, *left_out_lines(left_out, chosen), *_notable(made.log)),
+        rematerializations=read_rematerializations(made.log),
+        cached=entry is not None,
+        live=made.result.get("live"),
+        traced_flops=exported.flops,
+    )
+
+
+def _kept(folder: Path | None, key: str) -> tuple[cache.Entry | None, tuple[str, ...]]:
+    """What was kept under a key, and what a user must know where that was damaged."""
+    if folder is None:
+        return None, ()
+    try:
+        return cache.load(folder, key), ()
+    except cache.DamagedEntry as e:
+        return None, (f"a kept program, {folder / str(e)}; it was compiled anew",)
+
+
+def _compile(
+    program: bytes, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
+) -> cache.Entry:
+    """Compiles a program in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="meshkit-") as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
-        (folder / "program.bin").write_bytes(exported.program)
-        stderr = _run_child(folder, timeout_s)
+        (folder / "program.bin").write_bytes(program)
+        stderr = _run_child(folder, environment, timeout_s)
         result = json.loads((folder / "result.json").read_text())
+        if "option" in result:
+            value = request["compiler_options"][result["option"]]
+            raise option_error(result["option"], value, result["reason"], version_of("jaxlib") or "?")
         if "error" in result:
             raise ProgramError(
                 f"XLA refused the program: {result['error'].splitlines()[0][:500]}", hint=_hint(result["error"])
             )
-        module = (folder / "module.pb").read_bytes()
-    return CompiledProgram(
-        module=module,
-        memory=result["memory"],
-        host_memory=result["host_memory"],
-        lower_s=lowered_s + result["lower_s"],
-        compile_s=result["compile_s"],
-        peak_rss_bytes=result["peak_rss_bytes"],
-        partitioner=result["partitioner"],
-        options=chosen,
-        log=_notable(stderr),
-        rematerializations=read_rematerializations(stderr),
-    )
+        return cache.Entry(result, stderr, (folder / "module.pb").read_bytes())
 
 
-@dataclass(frozen=True)
-class _Exported:
-    """A program on its way to the child: its bytes, and what jax.export does not carry of each array argument."""
-
-    program: bytes
-    donated: list[int]
-    arguments: list[dict[str, Any] | None]
-
-
-def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: DescribedMesh, cluster: Cluster) -> _Exported:
-    """A function lowered for CUDA in this process, as a program of its array leaves; other leaves are constants."""
-    jitted = step if hasattr(step, "trace") else jax.jit(step)
-    leaves, tree = jax.tree.flatten(tuple(args))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    arrays = [leaves[i] for i in places]
-
-    def exported_step(*values: Any) -> tuple[Any, ...]:
-        filled = list(leaves)
-        for i, value in zip(places, values):
-            filled[i] = value
-        return tuple(jax.tree.leaves(jitted(*jax.tree.unflatten(tree, filled))))
-
-    with lowering_for(cluster), _clear_errors():
-        infos = jax.tree.leaves(jitted.trace(*args).args_info)
-        of_arrays = [infos[i] for i in places] if len(infos) == len(leaves) else infos  # static arguments have no info
-        donated = [i for i, info in enumerate(of_arrays) if info.donated]
-        exported = _export(exported_step, arrays)
-        if exported.nr_devices != mesh.size:  # nothing in the program mentions the mesh: every GPU runs all of it
-            whole = NamedSharding(mesh, PartitionSpec())
-            arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole) for a in arrays]
-            exported = _export(exported_step, arrays)
-    return _Exported(bytes(exported.serialize()), donated, [_describe_sharding(a.sharding) for a in arrays])
-
-
-def _export(step: Callable[..., Any], arrays: Sequence[jax.ShapeDtypeStruct]) -> export.Exported:
-    """jax.export for CUDA; a custom call that it does not vouch for is let through, since it is compiled at once."""
-    allowed = set(_ALLOWED_CALLS)
-    while True:
-        checks = [export.DisabledSafetyCheck.custom_call(name) for name in sorted(allowed)]
-        try:
-            return export.export(jax.jit(step, keep_unused=True), platforms=["cuda"], disabled_checks=checks)(*arrays)
-        except ValueError as e:
-            named = set(re.findall(r"['\"]([\w$.]+)['\"]", str(e))) if "compatibility" in str(e) else set()
-            if not named - allowed:
-                raise
-            allowed |= named
-
-
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    """Turns what jax says of programs that cannot be lowered without GPUs into a ProgramError."""
-    try:
-        yield
-    except AssertionError as e:
-        raise ProgramError(
-            f"the program holds an operation that can only be lowered with GPUs attached: {str(e)[:300]}",
-            hint="cuDNN attention inside meshkit.sharding.shard_over(...) or jax.shard_map",
-        ) from e
-    except ValueError as e:
-        if not any(mark in str(e) for mark in _NEEDS_GPU):
-            raise
-        raise ProgramError(
-            "the program calls back into Python (jax.debug.print, io_callback, pure_callback), which cannot be "
-            "compiled for GPUs that are not there.",
-            hint="the step without its callbacks",
-        ) from e
-
-
-def _describe_sharding(sharding: Any) -> dict[str, Any] | None:
-    if sharding is None:
-        return None
-    spec = [list(axes) if isinstance(axes, tuple) else axes for axes in sharding.spec]
-    return {"spec": spec, "memory_kind": sharding.memory_kind}
-
-
-@contextmanager
-def lowering_for(cluster: Cluster) -> Iterator[None]:
-    """Lets jax trace and lower cuDNN attention for the cluster's GPU although neither GPU nor cuDNN is here.
-
-    jax asks the attached GPU and library three questions while it traces; the target answers them. Inside a fully
-    manual shard_map attention lowers to a plain custom call, so it does not need devices either.
-    """
-    from jax._src import dispatch
-    from jax._src.cudnn import fused_attention_stablehlo as attention
-
-    capability = cluster.gpu.compute_capability or (0, 0)
-    answers = {
-        "check_cudnn_version": lambda: 91002,
-        "check_compute_capability": lambda text: capability >= tuple(int(x) for x in text.split(".")),
-        "is_cuda_compute_capability_equal": lambda text: capability == tuple(int(x) for x in text.split(".")),
+def _child_environment() -> dict[str, str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")}
+    return environment | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
-    saved = {name: getattr(attention, name) for name in answers if hasattr(attention, name)}
-    primitives = {
-        p for n, p in vars(attention).items() if n.startswith("_dot_product_attention") and hasattr(p, "bind")
-    }
-    needing = dispatch.prim_requires_devices_during_lowering
-    removed = {p for p in primitives if p in needing}
-    for name in saved:
-        setattr(attention, name, answers[name])
-    needing -= removed
-    try:
-        yield
-    finally:
-        needing |= removed
-        for name, function in saved.items():
-            setattr(attention, name, function)
 
 
-def check_compiler() -> None:
-    """Stops with one clear message where this installation cannot compile for GPUs.
-
-    Raises:
-        ConfigError: not Linux, no CUDA plugin, two of them, or one that is not of jaxlib's version.
-    """
-    found = {name: version for name in _PLUGINS if (version := _version(name))}
-    if not found:
-        where = "" if sys.platform == "linux" else f" (they exist for Linux only; this is {sys.platform})"
-        raise ConfigError(
-            f"compiling for absent GPUs needs XLA's CUDA compiler, and no CUDA plugin of jax is installed{where}.",
-            hint="pip install 'meshkit[plan]'",
-        )
-    if len(found) > 1:
-        raise ConfigError(
-            f"two different CUDA plugins of jax are installed: {', '.join(f'{n} {v}' for n, v in found.items())}.",
-            hint=f"pip uninstall {_PLUGINS[0]} {_PLUGINS[0].replace('plugin', 'pjrt')}",
-        )
-    (name, version), jaxlib = next(iter(found.items())), _version("jaxlib")
-    if version != jaxlib:
-        raise ConfigError(
-            f"{name} is version {version}, but jaxlib is {jaxlib}: the two must be the same.",
-            hint=f"pip install '{name}=={jaxlib}' '{name.replace('plugin', 'pjrt')}=={jaxlib}'",
-        )
-    if _version("flatbuffers") is None:
-        raise ConfigError(
-            "the package flatbuffers is missing, with which programs travel.", hint="pip install flatbuffers"
-        )
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _run_child(folder: Path, timeout_s: float) -> str:
+def _run_child(folder: Path, environment: Mapping[str, str], timeout_s: float) -> str:
     """Runs the compiler process; returns its log.
 
     Raises:
         ProgramError: it died or ran out of time, with the end of what it said.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
     command = [sys.executable, "-m", "meshkit.xla.child", str(folder)]
     try:
         done = subprocess.run(
@@ -350,19 +275,20 @@ def _run_child(folder: Path, timeout_s: float) -> str:
 
 
 def _last_words(stderr: str) -> str:
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    fatal = [line for line in lines if line[:1] == "F" or "Check failed" in line or "Error" in line]
-    return (fatal or lines or ["it said nothing"])[-1][:500]
+    """The last line in which XLA complains, without its time and place in XLA; the last line of all if it does not."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip() and "***" not in line]
+    fatal = [line for line in lines if re.match(r"[EF]\d{4} ", line) or "Check failed" in line or "Error" in line]
+    last = (fatal or lines or ["it said nothing"])[-1]
+    return re.sub(r"^[EF]\d{4} [\d:.]+\s+\d+ \S+\] ", "", last)[:300]
 
 
 def _hint(text: str, signal_name: str = "") -> str | None:
     if signal_name == "SIGKILL":
         return "a machine with more memory: a kill without a word is nearly always the kernel's, out of memory"
-    if "ptxas" in text or "nvjitlink" in text.lower() or "libdevice" in text:
-        return "pip install 'meshkit[plan]' (ptxas and libdevice come with nvidia-cuda-nvcc-cu12)"
-    if "No such compile option" in text:
-        return "the option's name in this jaxlib, or remove it from [xla]"
-    return None
+    known = next((remedy for mark, remedy in _REMEDIES if mark in text), None)
+    return known or (
+        "the same without [xla]; if it still dies, a smaller model finds the operation" if signal_name else None
+    )
 
 
 def _notable(stderr: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from functools import cached_property
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.findings import AxisRoles
 from meshkit.sharding.resolve import Placed
+from meshkit.xla.stages import Stages
 
 # A collective of at most this payload is a scalar, a count or a norm: nobody's strategy names those.
 SCALAR_BYTES = 4096
@@ -113,6 +114,7 @@ class Strategy:
         compute_bytes, reduce_bytes: of an element of a weight and of a gradient on the wire.
         local_sgd, compression: the axis each is about; None where it is off.
         compressed_bytes: of an element on that wire.
+        stages: of the pipeline; None without one. Activations then are those of one microbatch.
     """
 
     sizes: Mapping[str, int]
@@ -129,6 +131,7 @@ class Strategy:
     local_sgd: str | None = None
     compression: str | None = None
     compressed_bytes: int = 1
+    stages: Stages | None = None
 
     def terms(self, over: Axes) -> Iterator[Term]:
         """Every reason to communicate over these axes, the most specific first."""
@@ -136,6 +139,8 @@ class Strategy:
             yield self._outer_step(over)
         if self.compression and over == {self.compression}:
             yield self._compressed(over)
+        if self.stages and self.stages.axis in over and over <= self._within_stages | {self.stages.axis}:
+            yield from self._between_stages(over)
         yield from self._gathers(over)
         yield from self._reductions(over)
         if over <= self.roles.batch | self.roles.length | self.roles.residual | self.roles.expert:
@@ -164,7 +169,7 @@ class Strategy:
     # -- weights and gradients
 
     def _gathers(self, over: Axes) -> Iterator[Term]:
-        of = [w for w in self.weights if over <= w.everywhere - w.stays]
+        of = [w for w in self.weights if over <= w.everywhere - w.stays - self._pipeline]
         if not of:
             return
         stored = [w for w in of if over <= w.cuts["parameters"]]
@@ -181,13 +186,17 @@ class Strategy:
         yield Term(words, frozenset({ALL_GATHER, PERMUTE}), lambda p: p.is_float and p.elements in counts, bound)
 
     def _reductions(self, over: Axes) -> Iterator[Term]:
-        summed = self.roles.batch | self.roles.length | self.roles.residual | self.roles.expert
+        summed = self.roles.batch | self.roles.length | self.roles.residual | self.roles.expert | self._pipeline
         if not over <= summed or (self.local_sgd and over == {self.local_sgd}):
             return
-        of = [w for w in (*self.weights, *self.statistics) if over.isdisjoint(w.stays & w.everywhere)]
-        uses = 1 if over <= self.deferred else self.accumulate
+        of = [
+            w for w in (*self.weights, *self.statistics) if over.isdisjoint((w.stays | self._pipeline) & w.everywhere)
+        ]
+        once = self.deferred | self._pipeline
+        uses = 1 if over <= once else self.accumulate
         # Other axes are reduced over before the deferred ones, in accumulators that those do not cut.
-        whole = over if over <= self.deferred else over | self.deferred
+        # Inside of stages each run of a layer adds its part, so that the axis of the pipeline cuts none of them.
+        whole = over if over <= once else over | once
         each = [self._elements(w, whole, "gradients") for w in of]
         item = [max(self.reduce_bytes, 4 if "vocab" in w.names or len(w.shape) <= 2 else 0) for w in of]
         counts = {n for w in of for n in (*self._whole(w, over, _KINDS), *self._whole(w, whole, _KINDS))}
@@ -200,8 +209,9 @@ class Strategy:
             combined = p.rank == 1 and p.collective == ALL_REDUCE  # XLA flattens what it combines
             return p.is_float and (p.elements in counts or (combined and p.elements <= total + _SCALARS))
 
-        words = f"gradients, reduced over {_names(over)} {'once a step' if uses == 1 else 'with every micro-batch'}"
-        bound = uses * sum(n * b for n, b in zip(each, item))
+        often = over <= once or (self.accumulate == 1 and not self.stages)
+        words = f"gradients, reduced over {_names(over)} {'once a step' if often else 'with every micro-batch'}"
+        bound = uses * sum(n * b * (1 if often else self._runs(w)) for w, n, b in zip(of, each, item))
         yield Term(words, frozenset({ALL_REDUCE, REDUCE_SCATTER}), fits, bound)
 
     def _outer_step(self, over: Axes) -> Term:
@@ -233,7 +243,7 @@ class Strategy:
     def _tensor(self, over: Axes) -> Iterator[Term]:
         whole = self._largest(over, lambda a: over.isdisjoint(_cut(a)))
         limit = max(whole, self._largest(over, lambda a: bool(over & _cut(a))))
-        kernels = max(1, sum(w.stack for w in self.weights if over & w.everywhere))
+        kernels = max(1, sum(w.stack * self._runs(w) for w in self.weights if over & w.everywhere))
         # A kernel that the axis cuts needs one sum: a row-parallel one of its output (once more where that is
         # recomputed), a column-parallel one of its input's gradient. With sequence parallelism a gather stands beside
         # each scatter, in fp32 where XLA gathers before it casts.
@@ -255,7 +265,7 @@ class Strategy:
         yield Term(f"vocabulary over {names}: maximum, sum and target of the logits", frozenset({ALL_REDUCE}),
                    lambda p: p.elements <= min(few, self._rows * 4), bound)  # fmt: skip
         yield Term(f"tensor parallelism over {names}: sums of row-parallel outputs and of input gradients",
-                   frozenset({ALL_REDUCE}), within(whole), bound)  # fmt: skip
+                   frozenset({ALL_REDUCE}), lambda p: p.elements <= whole * self._combined(p), bound)  # fmt: skip
         if over & self.roles.residual:
             yield Term(f"sequence parallelism over {names}: gathered before a block's matmuls, scattered after them",
                        frozenset({ALL_GATHER}), gathered, bound_fp32)  # fmt: skip
@@ -266,16 +276,35 @@ class Strategy:
                 f"collective matmul over {names}", frozenset({PERMUTE, REDUCE_SCATTER}), within(limit), bound_fp32
             )
 
+    def _between_stages(self, over: Axes) -> Iterator[Term]:
+        assert self.stages is not None
+        names, axis, inside = _names(over), self.stages.axis, over - {self.stages.axis}
+        rows = self._largest(self._within_stages, lambda a: "act_embed" in a.logical_axes)
+        stream = self._largest(frozenset(), lambda a: "act_residual_length" in a.logical_axes, default=rows)
+        if not inside:
+            words = f"activations and their gradients, passed on between the stages of {axis}"
+            bound = 2 * self.stages.ticks * stream * self.compute_bytes if math.isfinite(rows) else None
+            yield Term(words, frozenset({PERMUTE}), lambda p: p.is_float and p.elements <= rows, bound)
+        sums = 4 * self.tokens / self.stages.microbatches / self._ways(self.roles.batch)  # maximum, sum, target
+        yield Term(f"vocabulary over {names}: maximum, sum and target of the logits", frozenset({ALL_REDUCE}),
+                   lambda p: p.is_float and p.elements <= sums)  # fmt: skip
+        # Each way once: rows that a stage looked up, and what leaves the last stage, to and from all of them.
+        shared = 4 * self.stages.outer_ticks * stream * self.compute_bytes if math.isfinite(rows) else None
+        yield Term(f"embedding and head of all stages over {names}: rows of the table, activations of the last stage",
+                   frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER}),
+                   lambda p: p.is_float and p.elements <= rows * self._combined(p), shared)  # fmt: skip
+
     def _context(self, over: Axes) -> Iterator[Term]:
         keys = self._largest(over, lambda a: "act_kv_heads" in a.logical_axes)
         queries = max(keys, self._largest(over, lambda a: "act_heads" in a.logical_axes))
         rows = max(queries, self._largest(over, lambda a: "act_embed" in a.logical_axes))
         keys, pieces, names = keys or queries, self._ways(over), _names(over)
-        # Keys travel with values in one array; what goes around or is exchanged is one GPU's block of it.
+        # Keys travel with values in one array; what goes around or is exchanged is one GPU's block of it, backward with
+        # its fp32 gradient as 16-bit words.
         yield Term(f"keys and values over {names}", frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE}),
                    lambda p: p.is_float and p.elements <= 2 * keys)  # fmt: skip
         yield Term(f"ring attention over {names}: blocks passed on, and exchanged for causal balance",
-                   frozenset({PERMUTE}), lambda p: p.elements <= 2 * rows / pieces)  # fmt: skip
+                   frozenset({PERMUTE}), lambda p: p.elements <= max(2 * rows, 6 * keys) / pieces)  # fmt: skip
         yield Term(f"Ulysses over {names}: heads exchanged for positions", frozenset({ALL_TO_ALL}),
                    lambda p: p.elements <= 2 * queries / pieces)  # fmt: skip
 
@@ -305,6 +334,25 @@ class Strategy:
         if not found:
             return default if default is not None else 0 if self.activations else math.inf
         return max(found)
+
+    @property
+    def _pipeline(self) -> Axes:
+        return frozenset({self.stages.axis} if self.stages else ())
+
+    @property
+    def _within_stages(self) -> Axes:
+        """Axes that cut activations inside of stages, beside the batch."""
+        return self.roles.tensor | self.roles.residual
+
+    def _combined(self, p: Part) -> int:
+        """Arrays that one may be made of: XLA puts the sums around the layers of a tick into one flat array."""
+        return 4 if self.stages and p.rank == 1 else 1
+
+    def _runs(self, w: Weight) -> float:
+        """How often a pass over one micro-batch, or a pipeline's over all, runs a weight, of a stack the mean."""
+        if self.stages is None:
+            return 1
+        return self.stages.layer_runs if w.stack > 1 else self.stages.outer_ticks
 
     @cached_property
     def _rows(self) -> float:

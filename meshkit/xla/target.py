@@ -13,6 +13,8 @@ from meshkit.spec.cluster import Cluster, Gpu
 # ones that jaxlib 0.11 and 0.12 wheels are built against.
 _VERSIONS = {"driver_version": "13.0.0", "runtime_version": "12.9.0", "compile_time_toolkit_version": "12.9.0"}
 _CUDNN = "9.10.2"
+# What jax is told of cuDNN, as cuDNN counts: 9.12, since attention on compute capability 10.3 needs 9.11.
+CUDNN_NUMBER = 91200
 
 
 def target_config(gpu: Gpu) -> str:

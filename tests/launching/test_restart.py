@@ -81,3 +81,31 @@ def test_a_killed_process_changes_no_loss(tmp_path):
     assert "resuming" in said
     assert losses(tmp_path / "killed") == losses(tmp_path / "alone")  # bit for bit
     assert processes_of(tmp_path / "killed") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc")
+@pytest.mark.parametrize("told", [0, 1])
+def test_one_process_that_is_told_to_stop_stops_all_after_the_same_step(tmp_path, told):
+    """A scheduler may signal one host alone: the checkpoint is whole, and the run goes on from it bit for bit."""
+    alone = start(tmp_path / "alone")
+    _, said = alone.communicate(timeout=300)
+    assert alone.returncode == 0, said
+
+    stopped = start(tmp_path / "stopped")
+    try:
+        deadline = time.monotonic() + 200
+        while last_step(tmp_path / "stopped") < 3:
+            assert time.monotonic() < deadline
+            assert stopped.poll() is None
+            time.sleep(0.02)
+        os.kill(processes_of(tmp_path / "stopped")[told], signal.SIGTERM)
+        _, said = stopped.communicate(timeout=200)
+    finally:
+        stopped.kill()
+    assert stopped.returncode == 75, said
+    again = start(tmp_path / "stopped")
+    _, said = again.communicate(timeout=300)
+    assert again.returncode == 0, said
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "alone")

@@ -18,6 +18,7 @@ import pytest
 from meshkit.errors import ConfigError, RunError
 from meshkit.launching.gang import LocalGang
 from meshkit.launching.supervisor import Policy, Supervisor, last_step, next_attempt
+from meshkit.launching.watchdog import Limits, Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = Policy(max_restarts=2, save_grace_s=10, failure_grace_s=0.3, pause_s=0.01)
@@ -144,8 +145,8 @@ def test_the_failure_that_is_the_cause_is_shown(tmp_path):
         while not all(os.waitid(os.P_PID, m.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for m in gang.members):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        failed, told = run.supervisor._watch(gang, _NothingNew())
-    assert (failed.rank, told) == (1, None)
+        failed, told, stuck = run.supervisor._watch(gang, _NothingNew(), Watchdog([], Limits()))
+    assert (failed.rank, told, stuck) == (1, None, None)
 
 
 class _NothingNew:

@@ -2,12 +2,16 @@
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
 
+from meshkit.cli import main
 from meshkit.errors import ConfigError
-from meshkit.report.compare import compare, evaluate_condition, render
+from meshkit.report.compare import compare
+from meshkit.report.compare_terminal import render
+from meshkit.report.condition import condition_text, evaluate_condition, judge
 
 
 @pytest.fixture
@@ -63,6 +67,16 @@ def test_a_row_of_one_side_only_has_no_ratio(report):
     assert all(row.time_s.a is not None and row.time_s.ratio is None for row in missing)
 
 
+def test_what_is_withheld_is_unknown_and_not_zero(report):
+    # more communication than may maps to nothing: the rows' seconds are null, their counts are not
+    rows = tuple(r.model_copy(update={"time_s": None, "exposed_s": None}) for r in report.communication)
+    found = compare(report, report.model_copy(update={"communication": rows}))
+    assert not any(row.one_sided for row in found.communication)
+    console = Console(width=80, file=io.StringIO(), force_terminal=False)
+    console.print(render(found))
+    assert re.search(r"fsdp, nvlink: all-gather bf16 +2\.50 ms +- +- +-", console.file.getvalue())
+
+
 def test_json_names_its_schema(report, slower):
     assert json.loads(compare(report, slower).to_json())["schema"] == "meshkit.compare/1"
 
@@ -79,6 +93,9 @@ def test_json_names_its_schema(report, slower):
         ("time_s<5e-3", False),
         ("memory.peak_bytes>1e12", False),
         ("peak_bytes>1.05x", False),
+        ("communication.data.exposed_s>1.9x", True),
+        ("communication.data.exposed_s > 2.1x", False),
+        ("communication.fsdp.time_s>0.1", False),
     ],
 )
 def test_conditions(report, slower, condition, holds):
@@ -92,6 +109,8 @@ def test_conditions(report, slower, condition, holds):
         ("exposed_s>1.1y", "cannot be read"),
         ("exposed_s>1.1.1", r"'1\.1\.1' is not a number"),
         ("exposd_s>1.1x", r"no quantity 'exposd_s'(.|\n)*try exposed_s"),
+        ("communication.tensor.exposed_s>1x", r"no communication 'tensor.exposed_s'(.|\n)*axes: data, fsdp"),
+        ("communication.fsdp.axes>1x", r"no communication 'fsdp.axes'(.|\n)*keys: count"),
         ("mfu>1.1x", "mfu is unknown in the second report"),
         ("hfu>1.1x", "hfu is unknown in the first report"),
     ],
@@ -99,6 +118,54 @@ def test_conditions(report, slower, condition, holds):
 def test_bad_conditions(report, slower, condition, message):
     with pytest.raises(ConfigError, match=message):
         evaluate_condition(compare(report, slower), condition)
+
+
+def test_a_condition_says_its_numbers(report, slower):
+    found = compare(report, slower)
+    assert condition_text(judge(found, "exposed_s>1.1x")) == "exposed_s>1.1x: it is 6.00 ms, it was 3.00 ms, 2.00 x"
+    assert condition_text(judge(found, "step.time_s > 0.5")) == "step.time_s > 0.5: it is 10.5 ms"
+    assert condition_text(judge(found, "peak_bytes<1x")) == "peak_bytes<1x: it is 60.0 GiB, it was 60.0 GiB, 1.00 x"
+
+
+@pytest.fixture
+def files(report, slower, tmp_path):
+    return [str(r.write(tmp_path / name)) for r, name in ((report, "a"), (slower, "b"))]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "code", "says"),
+    [
+        (["exposed_s>2.5x", "step.time_s>0.5"], 0, ""),
+        (["exposed_s>1.1x"], 3, "exposed_s>1.1x: it is 6.00 ms, it was 3.00 ms, 2.00 x"),
+        (["exposed_s>1.1x", "time_s>1e-3", "time_s>1"], 3, "2 of 3 conditions"),
+        (["exposed>1.1x"], 2, "no quantity 'exposed'"),
+        (["exposed_s=1"], 2, "cannot be read"),
+    ],
+)
+def test_a_regression_fails_with_the_numbers(files, conditions, code, says, capsys):
+    assert main(["compare", *files, *(f"--fail-if={c}" for c in conditions)]) == code
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_conditions_are_in_the_json(files, capsys):
+    assert main(["compare", *files, "--json", "--fail-if", "exposed_s>1.1x"]) == 3
+    (condition,) = json.loads(capsys.readouterr().out)["conditions"]
+    assert (condition["condition"], condition["met"]) == ("exposed_s>1.1x", True)
+    assert (condition["value"], condition["reference"]) == (pytest.approx(6e-3), pytest.approx(3e-3))
+
+
+def test_a_comparison_is_a_page(files, tmp_path):
+    assert main(["compare", *files, "--html", str(tmp_path / "new" / "both.html")]) == 0
+    text = (tmp_path / "new" / "both.html").read_text()
+    assert "Measured A beside measured B" in text
+    assert 'data-document="compare" data-key="step.exposed_s.ratio"' in text
+
+
+def test_what_differs_by_the_most_seconds_comes_first(report, slower):
+    found = compare(report, other_program(slower))
+    by_difference = [abs(op.busy_s.difference) for op in found.ops]
+    assert by_difference == sorted(by_difference, reverse=True)
+    assert by_difference[0] > 0
 
 
 def test_terminal_fits_80_columns(report, slower):

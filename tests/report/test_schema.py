@@ -21,7 +21,7 @@ CONTRACT = {
     "gradients_bytes activations_bytes temporary_bytes",
     "program": "fingerprint options_hash jax jaxlib partitioner",
     "compile": "lower_s compile_s cached",
-    "training": "steps hours gpu_hours cost checkpoint_s",
+    "training": "steps hours gpu_hours cost",
 }
 ROW = (
     "axes axes_complete link fabric collective dtype group_size num_groups gpus_per_domain count payload_bytes "
@@ -30,13 +30,21 @@ ROW = (
 )
 TOP = "schema source cluster mesh window step spread communication memory program compile training warnings"
 OP = "name key source count payload_bytes busy_s exposed_s"
+# parts that were added since, null where nobody knows
+ADDED = "pipeline kernels quality stragglers per_step history feedback"
+
+
+def has_keys(found, keys):
+    """Whether keys of the contract are all there, in order; others may stand between them."""
+    return [key for key in found if key in keys.split()] == keys.split()
 
 
 def test_every_key_is_there_even_when_nothing_is_known():
     empty = Report(source="plan", window=WindowPart(steps=0, devices=0), step=StepPart()).to_dict()
-    assert list(empty) == TOP.split()
+    assert has_keys(empty, TOP)
+    assert all(empty[key] is None for key in ADDED.split())
     for part, keys in CONTRACT.items():
-        assert list(empty[part]) == keys.split()
+        assert has_keys(empty[part], keys)
     assert empty["schema"] == "meshkit.report/1"
     assert empty["step"]["time_s"] is None
     assert list(empty["spread"]["time_s"]) == ["min", "median", "p90", "max", "worst_device", "worst_step"]
@@ -44,8 +52,8 @@ def test_every_key_is_there_even_when_nothing_is_known():
 
 def test_keys_of_rows(report):
     found = report.to_dict()
-    assert list(found["communication"][0]) == ROW.split()
-    assert list(found["communication"][0]["ops"][0]) == OP.split()
+    assert has_keys(found["communication"][0], ROW)
+    assert has_keys(found["communication"][0]["ops"][0], OP)
     assert list(found["mesh"][0]) == ["axis", "size", "nvlink", "infiniband"]
     assert list(found["warnings"][0]) == ["code", "message", "seconds"]
 
@@ -100,7 +108,7 @@ def test_a_missing_report_says_what_to_do(tmp_path):
 def test_json_schema_requires_every_key():
     schema = report_json_schema()
     assert set(schema["required"]) >= {"schema", *CONTRACT, "communication", "warnings"}
-    assert set(schema["$defs"]["CommunicationPart"]["required"]) == set(ROW.split())
+    assert set(schema["$defs"]["CommunicationPart"]["required"]) >= set(ROW.split())
 
 
 def test_reports_open_without_jax():

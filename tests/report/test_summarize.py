@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshkit.report.rows import infiniband_share
+from meshkit.report.rows import infiniband_share, peak_bus_bandwidth_bytes_per_s
 from meshkit.report.schema import StepPart
 from meshkit.report.summarize import check_invariants, summarize, training_cost
+from meshkit.spec.cluster import Cluster
 from meshkit.timeline.network import wire_factor
 from meshkit.timeline.spans import DeviceStep, Timeline
 from meshkit.xla.collective import Collective
+from tests.report.conftest import make_collective
 
 
 def ms(value):
@@ -169,3 +171,41 @@ def test_invariants_hold_on_random_steps(data):
 
     timeline = Timeline(tuple(step(i) for i in range(data.draw(st.integers(1, 3)))), collectives)
     check_invariants(summarize(timeline, source="profile"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "link", "size", "per_domain", "expected"),
+    [
+        ("all-gather", "nvlink", 8, 8, 450e9),  # NVLink 4: 450 GB/s a GPU and direction
+        ("all-gather", "nvlink", 2, 2, 450e9),  # through the switch
+        ("all-reduce", "infiniband", 2, 1, 50e9),  # one GPU in each domain: its NIC, NDR 400
+        ("all-reduce", "infiniband", 8, 4, 200e9),  # a ring leaves the domain on every fourth hop
+        ("all-reduce", "infiniband", 16, 8, 400e9),
+        ("all-to-all", "infiniband", 16, 8, 50e9 * 15 / 8),  # 8 of 15 peers are elsewhere
+        ("all-gather", "nvlink", 1, 1, None),
+    ],
+)
+def test_peak_of_the_bus_bandwidth(kind, link, size, per_domain, expected):
+    cluster = Cluster.load("dgx_h100", hosts=2)
+    collective = make_collective("x.1", kind, ("data",), link, size=size, per_domain=per_domain)
+    found = peak_bus_bandwidth_bytes_per_s(collective, cluster)
+    assert found == (None if expected is None else pytest.approx(expected))
+    assert peak_bus_bandwidth_bytes_per_s(collective, None) is None
+    assert peak_bus_bandwidth_bytes_per_s(collective, Cluster.load("cpu8")) is None
+
+
+def test_each_captured_step_by_itself(report):
+    five, six = report.per_step
+    assert (five.step, six.step) == (5, 6)
+    assert (five.time_s, five.compute_s, five.exposed_s) == (ms(10.5), ms(6), ms(3))
+    assert (five.slowest_device, five.slowest_time_s) == (1, ms(11))
+    for sample in report.per_step:
+        parts = sample.compute_s + sample.exposed_s + sample.other_s + sample.idle_s
+        assert parts == pytest.approx(sample.time_s, rel=1e-9)
+
+
+def test_executions_of_several_steps_are_numbered_by_their_last(timeline):
+    report = summarize(timeline, source="profile", steps_per_execution=4)
+    assert [s.step for s in report.per_step] == [5, 9]
+    assert report.per_step[0].time_s == ms(10.5 / 4)
+    assert report.spread.time_s.worst_step in (5, 9)

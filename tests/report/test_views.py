@@ -8,10 +8,13 @@ from base64 import b64decode
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from meshkit.report.html import write_html
-from meshkit.report.lanes import lanes, step_to_draw
+from meshkit.report.lanes import common, lanes, step_to_draw
+from meshkit.report.parts import KernelClassPart, KernelsPart, QualityPart, StragglerPart, StragglersPart
 from meshkit.report.schema import Report, StepPart, WindowPart
 from meshkit.report.terminal import bar, render
 from meshkit.report.view import Share, step_shares
@@ -49,6 +52,36 @@ def test_bar_has_its_width_and_shows_every_part(values):
     text = bar(shares, sum(values), 40).plain
     assert 39 <= len(text) <= 40
     assert all((symbol in text) == (v > 0) for symbol, v in zip("█▓▒░", values))
+
+
+def test_every_part_of_a_bar_has_a_mark_of_its_own():
+    # a pipe has no colour: what stands in one bar differs by its mark
+    memory = ["parameters", "optimizer", "gradients", "activations", "temporary", "rest", "cudnn", "fragmentation"]
+    for keys in (["compute", "exposed", "other", "idle"], [*memory, "context", "nccl", "reserved", "free"]):
+        marks = [bar([Share(key, key, 1)], 1, 1).plain for key in keys]
+        assert len(set(marks)) == len(keys)
+
+
+def test_terminal_tells_waiting_kinds_and_quality(report):
+    rows = tuple(
+        r.model_copy(update={"wait_s": 0.25 * r.busy_s, "transfer_s": 0.75 * r.busy_s}) for r in report.communication
+    )
+    parts = {
+        "communication": rows,
+        "kernels": KernelsPart(classes=(KernelClassPart(kind="matmul", count=1, time_s=6e-3, busy_s=6e-3),)),
+        "quality": QualityPart(
+            events=1234, mapped_share=0.99, clocks=2, clock_residual_s=1e-5, wait_method="clock_free"
+        ),
+        "stragglers": StragglersPart(
+            devices=(StragglerPart(device=3, host="node7", caused_wait_s=2e-3, last_share=0.5),)
+        ),
+    }
+    text = shown(render(report.model_copy(update=parts)))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "25.0 % (by the shortest instance of each)" in text
+    assert "GPU 3 on node7: others waited 2.00 ms a step, last in 50.0 % of collectives" in text
+    assert re.search(r"matmul +6\.00 ms +100\.0 %", text)
+    assert "1,234 operations, 99.0 % of communication mapped, 2 clocks within 10.0 us" in text
 
 
 def test_page_is_self_contained_and_escaped(report, timeline, tmp_path):
@@ -96,6 +129,32 @@ def test_lanes_of_a_step(timeline):
     np.testing.assert_allclose(found["exposed"].spans, [(4e-3, 6e-3), (8e-3, 9e-3)])
     assert found["compute"].labels == ["fusion", "gemm"]
     assert found["fsdp · nvlink"].labels == ["all-gather.1 (all-gather bf16)", "all-gather.2 (all-gather bf16)"]
+
+
+def test_lanes_show_their_exposed_parts(timeline):
+    found = {lane.name: lane.exposed * 1e3 for lane in lanes(timeline, timeline.steps[0])}
+    np.testing.assert_allclose(found["fsdp · nvlink"], [(4, 6)])  # two all-gathers, 3-5 and 4-6 ms
+    np.testing.assert_allclose(found["data · infiniband"], [(5, 6), (8, 9)])
+    assert not len(found["no axis"])  # 7-7.5, under compute
+    assert not len(found["compute"])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=12), st.lists(st.integers(1, 9), max_size=12)
+)
+def test_what_two_sets_of_spans_have_in_common(spans, gaps):
+    # in whole units: a may overlap itself, b is disjoint and sorted
+    a = np.array([(start, start + length) for start, length in spans], float).reshape(-1, 2)
+    edges = np.cumsum(gaps[: len(gaps) // 2 * 2]).astype(float)
+    b = edges.reshape(-1, 2)
+    found = common(a, b)
+
+    def inside(rows):
+        return {unit for start, end in rows for unit in range(int(start), int(end))}
+
+    assert inside(found) == inside(a) & inside(b)
+    assert (found[:, 1] > found[:, 0]).all()
+    assert (found[1:, 0] >= found[:-1, 1]).all()
 
 
 def test_thousands_of_spans_are_joined_without_losing_time():

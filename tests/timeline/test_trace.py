@@ -1,36 +1,16 @@
 """Traces -> device steps: a GPU trace with hand-computed numbers, and small ones written for one trap each."""
 
-import csv
-import gzip
 from pathlib import Path
 
 import numpy as np
 import pytest
-from jax.profiler import ProfileData
 
 from meshkit.errors import TraceError
-from meshkit.timeline.spans import overlap, sweep
+from meshkit.timeline.spans import sweep
 from meshkit.timeline.trace import TraceFile, read_trace
-from meshkit.xla.collective import Collective
+from tests.timeline.trace_files import collective, gpu_op, plane_text, write_planes, write_trace
 
 DATA = Path(__file__).parent.parent / "data"
-
-
-def collective(name, kind, axis):
-    return Collective(
-        name=name,
-        key=f"{kind}|{axis}",
-        collective=kind,
-        axes=(axis,),
-        axes_complete=True,
-        link="nvlink",
-        fabric=None,
-        dtype="bf16",
-        group_size=2,
-        num_groups=1,
-        gpus_per_domain=2,
-        payload_bytes=1024,
-    )
 
 
 ALL_GATHER = collective("all-gather-start.1", "all-gather", "data")
@@ -91,32 +71,6 @@ def test_garbage_is_refused(tmp_path, content):
     file.write_bytes(content)
     with pytest.raises(TraceError, match=r"not a profiler trace|no operation of the program"):
         read_trace([TraceFile(file, {0: 0})], module_names={"jit_f"}, collectives_by_op={})
-
-
-def write_trace(path, plane, events):
-    """An XSpace with one plane; events are (name, start_us, end_us, stats)."""
-    keys = sorted({k for *_, stats in events for k in stats})
-    names = list(dict.fromkeys(name for name, *_ in events))
-    text = []
-    for name, start, end, stats in events:
-        values = "".join(
-            f"stats{{metadata_id:{keys.index(k) + 1} "
-            + (f'str_value:"{v}"' if isinstance(v, str) else f"int64_value:{v}")
-            + "}"
-            for k, v in stats.items()
-        )
-        offset, duration = int(start * 1e6), int((end - start) * 1e6)
-        text.append(f"events{{metadata_id:{names.index(name) + 1} offset_ps:{offset} duration_ps:{duration} {values}}}")
-    line = "Stream #7(Kernel)" if "GPU" in plane else "thread"
-    meta = "".join(f'event_metadata{{key:{i} value{{id:{i} name:"{n}"}}}}' for i, n in enumerate(names, 1))
-    meta += "".join(f'stat_metadata{{key:{i} value{{id:{i} name:"{n}"}}}}' for i, n in enumerate(keys, 1))
-    proto = f'planes{{id:1 name:"{plane}" lines{{id:1 name:"{line}" {"".join(text)}}} {meta}}}'
-    path.write_bytes(ProfileData.text_proto_to_serialized_xspace(proto))
-    return TraceFile(path, {0: 0})
-
-
-def gpu_op(op, start, end, name=None, **stats):
-    return (name or op, start, end, {"hlo_op": op, "hlo_module": "jit_f"} | stats)
 
 
 def cpu_op(op, start, end, run=1, **stats):
@@ -189,13 +143,136 @@ def test_cuda_graphs_are_detected(tmp_path):
     assert sweep(step, 0).count.tolist() == [1]
 
 
-def test_a100_execution_equals_the_published_numbers():
-    with gzip.open(DATA / "a100_fsdp_gpu0_execution2.csv.gz", "rt") as f:
-        rows = [(r["category"], float(r["start_ns"]) * 1e-9, float(r["end_ns"]) * 1e-9) for r in csv.DictReader(f)]
-    spans = {kind: np.array([(a, b) for k, a, b in rows if k == kind]) for kind in ("compute", "communication")}
-    window = (min(a for _, a, _ in rows), max(b for *_, b in rows))
-    found = overlap(spans["compute"], spans["communication"], window)
-    in_ms = [
-        1e3 * getattr(found, f"{k}_s") for k in ("window", "compute", "communication", "overlapped", "exposed", "idle")
-    ]
-    assert in_ms == pytest.approx([127.31, 120.62, 7.80, 4.47, 3.33, 3.36], abs=0.006)  # the truth has two decimals
+def test_kernels_that_compute_and_communicate_at_once_are_both(tmp_path):
+    events = [gpu_op("fusion", 0, 10), gpu_op("custom-call.7", 10, 40, name="cutlass_gemm_all_reduce_kernel")]
+    file = write_trace(tmp_path / "x", "/device:GPU:0", [*events, gpu_op("fusion.9", 50, 60)])
+    trace, step = read_one(file)
+    total = sweep(step, 0).total
+    assert (total.compute_s, total.communication_s, total.exposed_s) == (microseconds(50), microseconds(30), 0)
+    assert trace.facts.fused_s == microseconds(30)
+    assert [n.code for n in trace.notes] == ["fused_kernels"]
+
+
+def test_an_instruction_of_the_program_can_be_fused(tmp_path):
+    events = [gpu_op("fusion", 0, 10), gpu_op(ALL_GATHER.name, 10, 40), gpu_op("fusion.9", 50, 60)]
+    file = write_trace(tmp_path / "x", "/device:GPU:0", events)
+    _, step = read_one(file, [ALL_GATHER], fused={ALL_GATHER.name})
+    found = sweep(step, 1)
+    assert (found.total.overlapped_s, found.share_s[0]) == (microseconds(30), microseconds(30))
+
+
+def test_a_trace_that_is_all_graphs_names_the_flag(tmp_path):
+    events = [("ncclDevKernel_AllReduce", 0, 10, {"cuda_graph_id": 5}), ("gemm", 10, 20, {"cuda_graph_id": 5})]
+    file = write_trace(tmp_path / "x", "/device:GPU:0", events)
+    with pytest.raises(TraceError, match=r"inside CUDA graphs.*(?s:.)*--xla_gpu_enable_command_buffer="):
+        read_one(file)
+
+
+def three_executions(lost=()):
+    """Three executions of a program that gathers twice; events in `lost` are not there."""
+    events = []
+    for i in range(3):
+        t = 100 * i
+        events += [gpu_op("fusion", t, t + 10), gpu_op(ALL_GATHER.name, t + 10, t + 30)]
+        events += [gpu_op(ALL_GATHER.name, t + 40, t + 60), gpu_op("fusion.2", t + 60, t + 90)]
+    return [event for i, event in enumerate(events) if i not in lost]
+
+
+@pytest.mark.parametrize(
+    ("lost", "codes"),
+    [
+        ((), []),
+        ((2,), ["collective_counts"]),
+        ((4, 5, 6, 7), ["executions"]),
+    ],
+)
+def test_events_that_are_missing_are_noticed(tmp_path, lost, codes):
+    file = write_trace(tmp_path / "x", "/device:GPU:0", three_executions(lost))
+    trace = read_trace(
+        [file],
+        module_names={"jit_f"},
+        collectives_by_op={ALL_GATHER.name: ALL_GATHER},
+        expected={ALL_GATHER.name: 2},
+        num_steps=3,
+    )
+    assert [n.code for n in trace.notes] == codes
+
+
+def test_a_device_without_operations_is_said(tmp_path):
+    file = write_trace(tmp_path / "x", "/device:GPU:0", three_executions())
+    trace = read_trace([TraceFile(file.path, {0: 0, 1: 1})], module_names={"jit_f"}, collectives_by_op={})
+    assert [n.message for n in trace.notes] == ["Devices 1 have no operation of the program in their trace."]
+
+
+def test_one_damaged_file_of_several_does_not_hide_the_others(tmp_path):
+    good = write_trace(tmp_path / "x", "/device:GPU:0", three_executions())
+    bad = tmp_path / "y"
+    bad.write_bytes(good.path.read_bytes()[:-5])
+    trace = read_trace([good, TraceFile(bad, {0: 1}, 1)], module_names={"jit_f"}, collectives_by_op={})
+    assert {s.device for s in trace.steps.steps} == {0}
+    assert list(trace.facts.damaged) == [1]
+    assert [n.code for n in trace.notes] == ["damaged_traces"]
+
+
+def test_executions_are_matched_by_run_id_where_one_device_lost_the_first(tmp_path):
+    def events(device, runs):
+        return [cpu_op("add", 10 * r, 10 * r + 4, run=r, device_ordinal=device, _pt=device + 1) for r in runs]
+
+    path = write_planes(tmp_path / "x", plane_text("/host:CPU", events(0, (5, 6, 7, 8)) + events(1, (6, 7, 8))))
+    trace = read_trace([TraceFile(path, {0: 0, 1: 1})], module_names={"jit_f"}, collectives_by_op={}, first_step=20)
+    assert [(s.device, s.step) for s in trace.steps.steps] == [(0, 21), (0, 22), (1, 21), (1, 22)]
+    assert [n.code for n in trace.notes] == ["partial_steps"]
+
+
+def test_seconds_of_operations_add_up_to_compute(tmp_path):
+    # two streams: the second half of `a` runs beside `b`
+    a, b = gpu_op("a", 0, 20), gpu_op("b", 10, 20)
+    trace, _ = read_one(write_trace(tmp_path / "x", "/device:GPU:0", [a, b, gpu_op("c", 30, 40)]))
+    by_name = dict(zip(trace.steps.op_names, trace.kernels.time_s))
+    assert by_name == pytest.approx({"a": 15e-6, "b": 5e-6, "c": 10e-6})
+    assert trace.kernels.time_s.sum() == pytest.approx(trace.sweeps[0].total.compute_s)
+
+
+def test_what_is_not_kept_for_drawing_is_measured_all_the_same(tmp_path):
+    file = write_trace(tmp_path / "x", "/device:GPU:0", three_executions())
+    whole = read_trace([file], module_names={"jit_f"}, collectives_by_op={ALL_GATHER.name: ALL_GATHER})
+    some = read_trace([file], module_names={"jit_f"}, collectives_by_op={ALL_GATHER.name: ALL_GATHER}, kept_spans=4)
+    assert [s.total for s in some.sweeps] == [s.total for s in whole.sweeps]
+    assert (len(whole.timeline.steps), len(some.timeline.steps)) == (2, 1)
+
+
+def test_programs_of_the_same_name_are_noticed(tmp_path):
+    events = [gpu_op("fusion", 0, 10, program_id=1), gpu_op("fusion", 20, 30, program_id=2)]
+    trace = read_trace(
+        [write_trace(tmp_path / "x", "/device:GPU:0", events)], module_names={"jit_f"}, collectives_by_op={}
+    )
+    assert [n.code for n in trace.notes] == ["namesakes"]
+
+
+def test_waiting_is_unknown_where_communication_is_unmapped(tmp_path):
+    def events(late):
+        nccl = ("ncclDevKernel_SendRecv", 60, 70, {})
+        return [gpu_op("fusion", 0, 10), gpu_op(ALL_GATHER.name, 10 + late, 50), nccl, gpu_op("fusion.2", 80, 90)]
+
+    planes = [plane_text(f"/device:GPU:{d}", events(20 * d)) for d in range(2)]
+    trace = read_trace(
+        [TraceFile(write_planes(tmp_path / "x", *planes), {0: 0, 1: 1})],
+        module_names={"jit_f"},
+        collectives_by_op={ALL_GATHER.name: ALL_GATHER},
+        groups={ALL_GATHER.name: np.array([[0, 1]])},
+    )
+    for found in trace.sweeps:
+        assert found.transfer_s[0] == microseconds(20)
+        assert np.isnan(found.transfer_s[1])
+
+
+def test_files_without_a_process_are_processes_of_their_own(tmp_path):
+    files = [write_trace(tmp_path / str(i), "/device:GPU:0", three_executions()) for i in range(2)]
+    files = [TraceFile(f.path, {0: i}) for i, f in enumerate(files)]
+    trace = read_trace(
+        files,
+        module_names={"jit_f"},
+        collectives_by_op={ALL_GATHER.name: ALL_GATHER},
+        groups={ALL_GATHER.name: np.array([[0, 1]])},
+    )
+    assert trace.skew.clocks.count == 2

@@ -58,6 +58,10 @@ def test_a_run_folder_holds_what_the_contract_says(corpus, tmp_path):
     result = run(corpus, out, "train.steps=4", "train.evaluate_every=2", "profile.steps=[2,3]")
     assert load(out / "experiment.toml").train.steps == 4
     records = read_metrics(out / "metrics.jsonl")
+    for record in records:  # the counters that need no trace: where a step's time went on the host
+        parts = (record["data_wait_s"], record["device_wait_s"], record["host_s"])
+        assert min(parts) >= 0
+        assert record["device_wait_s"] <= record["step_time_s"]
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     assert {"loss", "step_time_s", "tokens_per_s", "mfu", "grad_norm", "learning_rate", "weight"} <= set(records[0])
     assert records[0]["weight"] == 8 * 32

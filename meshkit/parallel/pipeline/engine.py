@@ -59,6 +59,7 @@ class Pipeline:
         head: `replicated`: loss_fn runs on every device and counts on the last stage. `vocab_parallel`: all devices
             get the last stage's activations, and loss_fn cuts the work over the pipeline's axis.
         accumulators: dtype that gradients are summed, reduced and returned in; None is that of each parameter.
+        reduced: dtype that they are reduced in, if another one.
     """
 
     stage_fn: Callable[..., Any]
@@ -71,6 +72,7 @@ class Pipeline:
     residuals: Residuals = "recompute"
     head: str = "replicated"
     accumulators: Any = jnp.float32
+    reduced: Any = None
     _made: dict = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self):
@@ -103,7 +105,8 @@ class Pipeline:
 
     def report(self, microbatches: int) -> PipelineReport:
         """What the schedule of a batch costs."""
-        return make_report(self.tables(microbatches), self.stack)
+        shared = self.head == "vocab_parallel"
+        return make_report(self.tables(microbatches), self.stack, axis=self.axis, shared_head=shared)
 
     def value_and_gradients(self, params: Mapping[str, Any], batch: Any, rng: Any = None) -> tuple[Any, dict, Any]:
         """loss_sum / weight over the whole batch, metrics, and the gradients of that quotient.
@@ -177,7 +180,11 @@ class Pipeline:
 
     def _reduce(self, gradients: Any, specs: Any, weight: Any) -> Any:
         stages = jax.tree.map(self._flat, gradients["stages"])
-        summed = self._by_spec(self.placement.reduce, {"stages": stages, "outer": gradients["outer"]}, specs)
+
+        def reduce(g, spec):
+            return self.placement.reduce(g.astype(self.reduced or g.dtype), spec).astype(g.dtype)
+
+        summed = self._by_spec(reduce, {"stages": stages, "outer": gradients["outer"]}, specs)
         return jax.tree.map(lambda g: g / weight.astype(g.dtype), summed)
 
     def _flat(self, gradient: jax.Array) -> jax.Array:
@@ -297,5 +304,5 @@ def _microbatches(batch: Any) -> int:
 def _without(axes: frozenset[str]) -> Iterator[None]:
     """The sharding scope as a stage sees it: constraints cannot name axes that are manual here."""
     scope = current_scope()
-    with sharding_scope(scope and scope.mesh, scope and scope.rules.without(axes)):
+    with sharding_scope(scope and scope.mesh, scope and scope.rules, manual=axes):
         yield

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshkit.parallel.pipeline.report import TICK
 from meshkit.parallel.pipeline.residuals import make_residuals
 from meshkit.parallel.pipeline.tables import Phase, Tables
 from meshkit.parallel.pipeline.worker import Sums, Worker, add_score, add_stage, pick, put, slots_at, where
@@ -90,21 +91,32 @@ class _Lockstep:
                 now[side] = {k: a[self.worker.stage] for k, a in now[side].items()}
             state, arriving = fixed | carried, None
             if phase.backward:
-                arriving = lax.optimization_barrier(self.worker.pass_on(state["gradient"], -1))
+                arriving = self.worker.pass_on(state["gradient"], -1)
+                if not phase.forward:
+                    arriving = lax.optimization_barrier(arriving)
                 if phase.outer:
                     state = self._return(state, now["returned"])
             if phase.forward:
-                state = self._forward(state, now["forward"])
+                state, sent = self._forward(state, now["forward"])
+                # Backward waits for forward and for its gradient at once: without, the gradient's permute starts behind
+                # forward, if what else is to be done before backward takes as long, or so the compiler thinks.
+                now["backward"], sent, arriving = lax.optimization_barrier((now["backward"], sent, arriving))
+                state["received"] = self.worker.pass_on(sent, 1)
                 if phase.outer:
                     state["entering"] = self.worker.enter(self.worker.outer, now["next"])
+            weights = ()
             if phase.backward:
-                state = self._backward(state, now, arriving, scored=phase.outer and phase.forward)
-            # Waited for together with the backward chunk's gradient: the permute has all of that chunk to hide under.
+                state, weights = self._backward(state, now, arriving, scored=phase.outer and phase.forward)
+            # Waited for together with the backward chunk's gradients, before those are added up: the permute has all of
+            # that chunk to hide under, and nothing else.
             moving = [name for name in ("received", "gradient") if name in carried]
-            state |= dict(zip(moving, lax.optimization_barrier([state[name] for name in moving])))
+            moved, weights = lax.optimization_barrier(([state[name] for name in moving], weights))
+            state |= dict(zip(moving, moved))
+            if phase.backward:
+                state["weights"] = self._added(state["weights"], weights, now["backward"])
             return {name: state[name] for name in carried}, None
 
-        return tick
+        return jax.named_scope(TICK)(tick)
 
     def _return(self, state: State, returned: Any) -> State:
         """Takes the gradient that left the first layer in the tick before into the outer parameters'."""
@@ -114,18 +126,20 @@ class _Lockstep:
         gradient = jax.tree.map(lambda g: jnp.where(mine, g, 0), state["gradient"])
         return state | {"outer": _add(state["outer"], pull(gradient)[0], returned["valid"])}
 
-    def _forward(self, state: State, now: Any) -> State:
+    def _forward(self, state: State, now: Any) -> tuple[State, Any]:
+        """The state after a forward chunk, and the activations to send on."""
         w, chunk = self.worker, now["chunk"]
         x = where((w.stage == 0) & (chunk == 0), state["entering"], state["received"])
         weights = w.chunk_of(w.weights, chunk)
         y, (loss_sum, metrics), kept = self.residuals.forward(weights, x, chunk, now["microbatch"])
-        return state | {
-            "received": w.pass_on(y, 1),
+        state = state | {
             "kept": jax.tree.map(lambda a, k: put(a, k, now["slot"]), state["kept"], kept),
             "sums": add_stage(state["sums"], now["valid"], loss_sum, metrics),
         }
+        return state, y
 
-    def _backward(self, state: State, now: Any, arriving: Any, *, scored: bool) -> State:
+    def _backward(self, state: State, now: Any, arriving: Any, *, scored: bool) -> tuple[State, Any]:
+        """The state after a backward chunk, and the gradients of its weights, not yet in the state's."""
         w, back = self.worker, now["backward"]
         chunk, valid = back["chunk"], back["valid"]
         kept = jax.tree.map(lambda a: pick(a, back["slot"]), state["kept"])
@@ -134,12 +148,16 @@ class _Lockstep:
         if scored:
             state, gradient = self._score(state, y, now["scored"], arriving)
         weights, x = pull((gradient, jnp.where(valid, 1.0, 0.0)))
-        added = jax.tree.map(
-            lambda total, g: put(total, pick(total, chunk) + jnp.where(valid, g, 0).astype(total.dtype), chunk),
-            state["weights"],
-            weights,
-        )
-        return state | {"weights": added, "gradient": x}
+        return state | {"gradient": x}, weights
+
+    def _added(self, totals: Any, weights: Any, back: Any) -> Any:
+        """Accumulators [v, ...] with the gradients of one chunk."""
+
+        def one(total, g):
+            g = jnp.where(back["valid"], g, 0).astype(total.dtype)
+            return put(total, pick(total, back["chunk"]) + g, back["chunk"])
+
+        return jax.tree.map(one, totals, weights)
 
     def _score(self, state: State, y: Any, scored: Any, arriving: Any) -> tuple[State, Any]:
         """The loss of the microbatch that is behind the last layer; the gradient that each stage goes on with."""

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError
+from meshkit.parallel.pipeline.sums import psum, psum_scatter
 from meshkit.sharding.mesh import AnyMesh
 
 
@@ -113,8 +114,8 @@ class Placement:
 
         def local(gradient):
             for dim, axes in self._gathered(spec):
-                gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
-            return lax.psum(gradient, left) if left else gradient
+                gradient = psum_scatter(gradient, axes, dim, self.mesh)
+            return psum(gradient, left, self.mesh) if left else gradient
 
         return self._fully_manual(local, spec)(gradient)
 

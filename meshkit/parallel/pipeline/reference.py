@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshkit.parallel.pipeline.report import TICK
 from meshkit.parallel.pipeline.residuals import find_policy
 from meshkit.parallel.pipeline.tables import Tables
 from meshkit.parallel.pipeline.worker import Sums, Worker, add_score, add_stage, slots_at, where
@@ -63,7 +64,7 @@ def loop_sums(worker: Worker, tables: Tables, weights: Any, outer: Any, *, recom
         return (lax.optimization_barrier(w.pass_on(y, 1)), sums), None
 
     def scan(state: Any, inputs: Any, scored: bool) -> Any:
-        body = lambda state, now: tick(state, now, scored)
+        body = jax.named_scope(TICK)(lambda state, now: tick(state, now, scored))
         if recompute and pipe.residuals != "stash":
             body = jax.checkpoint(body, policy=find_policy(pipe.residuals))
         return lax.scan(body, state, inputs)[0]

@@ -19,12 +19,16 @@ import jax
 from meshkit.parallel.pipeline.stack import Stack
 from meshkit.parallel.pipeline.tables import Tables
 
+# Names of scopes in the program: what runs in a tick, and in it what is before, in and behind the layers.
+TICK, FIRST, STAGE, LAST = "pipeline_tick", "pipeline_first", "pipeline_stage", "pipeline_last"
+
 
 @dataclass(frozen=True)
 class PipelineReport:
     """A schedule's cost; see the formulas at the top.
 
     Attributes:
+        axis: mesh axis that cuts the layers.
         schedule, stages, virtual_stages, microbatches: name, S, v, M.
         layers, padding_layers: of the model; inactive ones that are computed all the same.
         warmup_ticks, steady_ticks, drain_ticks: their sum is a step.
@@ -32,8 +36,11 @@ class PipelineReport:
         bubble_fraction: share of the layers' time that does nothing useful, padding included.
         executed_over_useful: of the layers' FLOP.
         picture: a row for each stage, a text for each tick, see `make_report`.
+        useful: name of a scope -> share of what runs in it that counts, the mean over stages; the innermost scope of an
+            instruction decides.
     """
 
+    axis: str
     schedule: str
     stages: int
     virtual_stages: int
@@ -47,10 +54,14 @@ class PipelineReport:
     bubble_fraction: float
     executed_over_useful: float
     picture: tuple[tuple[str, ...], ...]
+    useful: dict[str, float]
 
 
-def make_report(tables: Tables, stack: Stack) -> PipelineReport:
+def make_report(tables: Tables, stack: Stack, *, axis: str = "pipeline", shared_head: bool = False) -> PipelineReport:
     """The report of a schedule on a stack of layers.
+
+    With `shared_head` all stages work on a microbatch's embedding and loss (`head = "vocab_parallel"`); else each does
+    all of it, and one stage's counts.
 
     `picture` has a row for each stage and a text for each tick: `F3`, `B1`, `F3 B1`, with the chunk behind a dot where
     there are several (`F3.1`), empty where the stage waits.
@@ -60,6 +71,7 @@ def make_report(tables: Tables, stack: Stack) -> PipelineReport:
     useful = m * stack.layers
     ticks = {name: sum(p.ticks for p in tables.phases if p.name == name) for name in ("warmup", "steady", "drain")}
     return PipelineReport(
+        axis=axis,
         schedule=tables.schedule,
         stages=s,
         virtual_stages=v,
@@ -73,7 +85,17 @@ def make_report(tables: Tables, stack: Stack) -> PipelineReport:
         bubble_fraction=1 - useful / executed,
         executed_over_useful=executed / useful,
         picture=tuple(tuple(_work(tables, t, stage) for t in range(tables.ticks)) for stage in range(s)),
+        useful=_useful(tables, useful / executed, 1 if shared_head else s),
     )
+
+
+def _useful(tables: Tables, layers: float, repeated: int) -> dict[str, float]:
+    """`PipelineReport.useful`; the head runs once for each microbatch, the embedding in every tick that may need it."""
+    if tables.schedule in ("gpipe", "circular"):
+        embedded = tables.ticks // 2
+    else:
+        embedded = 1 + sum(p.ticks for p in tables.phases if p.forward and p.outer)
+    return {TICK: layers, STAGE: layers, FIRST: tables.microbatches / embedded / repeated, LAST: 1 / repeated}
 
 
 def _work(tables: Tables, tick: int, stage: int) -> str:

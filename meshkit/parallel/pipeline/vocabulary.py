@@ -11,25 +11,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshkit.parallel.pipeline.sums import psum
+
 
 def lookup(table: jax.Array, tokens: jax.Array, axis: str) -> jax.Array:
     """Rows of a table [vocab / S, embed] for tokens [...]: each from the stage that has it, by one all-reduce."""
     place, mine = _local(tokens, table.shape[0], axis)
     rows = jnp.where(mine[..., None], table[place], jnp.zeros((), table.dtype))
-    return lax.psum(rows, axis)
+    return psum(rows, axis)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, axis: str) -> jax.Array:
     """-log softmax(logits)[target] for logits [..., vocab / S] and targets [...], fp32.
 
-    Three all-reduces of [...], in fp32: the largest logit, the sum of exponentials, the target's logit.
+    Three all-reduces of [...], in fp32: the largest logit, the sum of exponentials, the target's logit. That one is
+    found by comparison, not by index: where a tensor axis cuts the vocabulary too, an index would gather the logits.
     """
     logits = logits.astype(jnp.float32)
     top = lax.pmax(lax.stop_gradient(logits.max(-1)), axis)
     total = lax.psum(jnp.exp(logits - top[..., None]).sum(-1), axis)
-    place, mine = _local(targets, logits.shape[-1], axis)
-    chosen = jnp.take_along_axis(logits, place[..., None], -1)[..., 0]
-    return jnp.log(total) + top - lax.psum(jnp.where(mine, chosen, 0.0), axis)
+    place = targets - lax.axis_index(axis) * logits.shape[-1]
+    is_target = lax.broadcasted_iota(place.dtype, logits.shape, logits.ndim - 1) == place[..., None]
+    chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    return jnp.log(total) + top - lax.psum(chosen, axis)
 
 
 def _local(tokens: jax.Array, rows: int, axis: str) -> tuple[jax.Array, jax.Array]:

@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 
 from meshkit.parallel.pipeline.context import StageContext, StageOutput
+from meshkit.parallel.pipeline.report import FIRST, LAST, STAGE
+from meshkit.parallel.pipeline.sums import psum
 from meshkit.parallel.pipeline.tables import Slots
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class Worker:
 
     def run_stage(self, weights: Any, x: Any, chunk: Any, microbatch: Any) -> tuple[tuple[Any, Any], Mapping[str, Any]]:
         """((activations, loss_sum), metrics) of a chunk; weights are those of the chunk."""
-        with jax.named_scope("stage"):
+        with jax.named_scope(STAGE):
             out = self.pipe.stage_fn(weights, x, self._context(chunk, microbatch, self.pipe.stack.table))
         if not isinstance(out, StageOutput):
             out = StageOutput(out)
@@ -57,7 +59,7 @@ class Worker:
 
     def enter(self, outer: Any, microbatch: Any) -> Any:
         """What comes before the first layer."""
-        with jax.named_scope("first"):
+        with jax.named_scope(FIRST):
             ctx = self._context(0, microbatch, offset=1)
             return self.pipe.first_fn(outer, ctx.batch, ctx)
 
@@ -70,9 +72,10 @@ class Worker:
             microbatch: its number.
             mine: whether this device is the one that has them.
         """
-        with jax.named_scope("last"):
+        with jax.named_scope(LAST):
             if self.pipe.head == "vocab_parallel":
-                y = jax.tree.map(lambda a: lax.psum(where(mine, a, jnp.zeros_like(a)), self.pipe.axis), y)
+                mesh = self.pipe.placement.mesh
+                y = jax.tree.map(lambda a: psum(where(mine, a, jnp.zeros_like(a)), self.pipe.axis, mesh), y)
             ctx = self._context(self.pipe.stack.virtual_stages - 1, microbatch, offset=2)
             loss_sum, weight, *metrics = self.pipe.loss_fn(outer, y, ctx.batch, ctx)
         return _fp32(loss_sum), (_fp32(weight), jax.tree.map(_fp32, dict(metrics[0]) if metrics else {}))

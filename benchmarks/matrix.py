@@ -1,0 +1,92 @@
+"""Every shipped model on every shipped cluster, planned: `python -m benchmarks.matrix [--models ..] [--clusters ..]`.
+
+Two layers of each model, all GPUs of one NVLink domain of each cluster, weights fully sharded. Prints a Markdown table
+of the predicted step, of the share of it that is priced by memory traffic alone (custom calls whose FLOP are unknown),
+and of what failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from meshkit.errors import MeshkitError
+from meshkit.planner import Plan, plan_experiment
+from meshkit.spec.cluster import Cluster
+from meshkit.spec.experiment import load
+
+ROOT = Path(__file__).parent.parent
+EXPERIMENTS = ROOT / "configs" / "experiments"
+# Of each model: its experiment, and the keys that make it small.
+MODELS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "llama3_8b": ("llama3_8b", ["model.layers=2", "train.sequence_length=2048"]),
+    "llama3_70b": ("llama3_70b", ["model.layers=2", "train.sequence_length=2048"]),
+    "mixtral_8x7b": ("mixtral_8x7b", ["model.layers=2", "train.sequence_length=2048"]),
+    "vit_l16": ("vit_l16", ["model.layers=2"]),
+    "linen": ("linen_cpu", []),
+    "mlp": ("mlp", []),
+}
+# Of those that are not simply cut fully: mesh and rules.
+MESHES: Mapping[str, Sequence[str]] = {
+    "mixtral_8x7b": ["mesh={{fsdp={half},expert=2}}", 'rules.preset="fsdp_expert"'],
+}
+CLUSTERS = tuple(
+    sorted(f.stem for f in (ROOT / "meshkit" / "spec" / "clusters").glob("*.toml") if f.stem not in ("cpu8",))
+)
+
+
+def plan_pair(model: str, cluster: str) -> Plan:
+    """The plan of a small model on one NVLink domain of a cluster."""
+    experiment, changes = MODELS[model]
+    gpus, table = domain_of(cluster)
+    overrides = [
+        f"cluster={table}",
+        *MESHES.get(model, ["mesh={{fsdp={gpus}}}", 'rules.preset="fsdp"']),
+        f"train.global_batch={gpus * 2}",
+        *changes,
+        *(['train.precision="fp32"'] if (Cluster.load(cluster).gpu.compute_capability or (0, 0)) < (8, 0) else []),
+    ]
+    overrides = [o.format(gpus=gpus, half=gpus // 2) if o.startswith("mesh=") else o for o in overrides]
+    return plan_experiment(load(EXPERIMENTS / f"{experiment}.toml", overrides))
+
+
+def domain_of(cluster: str) -> tuple[int, str]:
+    """(GPUs, the `cluster` key) of one NVLink domain, at most 64: the small model does not divide by more."""
+    one = Cluster.load(cluster)
+    hosts = max(1, -(-one.nvlink_domain_size // one.gpus_per_host))
+    if one.nvlink_domain_size > 64:
+        return 64, f'{{name="{cluster}",hosts={hosts},gpus_used_per_domain=64}}'
+    return Cluster.load(cluster, hosts=hosts).num_gpus, f'{{name="{cluster}",hosts={hosts}}}'
+
+
+def row(model: str, cluster: str) -> str:
+    """A line of the table."""
+    began = time.perf_counter()
+    try:
+        plan = plan_pair(model, cluster)
+    except MeshkitError as e:
+        return f"| {model} | {cluster} | | | | {e.message} |"
+    step = plan.report.step
+    opaque = sum(w.seconds or 0.0 for w in plan.report.warnings if w.code == "opaque_custom_call")
+    share = 100 * opaque / (step.time_s or 1.0)
+    seconds = time.perf_counter() - began
+    codes = ", ".join(sorted({w.code for w in plan.report.warnings}))
+    return f"| {model} | {cluster} | {1e3 * (step.time_s or 0):.2f} | {share:.2f} | {seconds:.0f} | {codes} |"
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
+    arguments = parser.parse_args()
+    print("| model | cluster | step, ms | unpriced, % | planned in, s | warnings |\n|---|---|---|---|---|---|")
+    for model in arguments.models:
+        for cluster in arguments.clusters:
+            print(row(model, cluster), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""A row as an experiment file that meshkit plans. Fourth in the flow of the replay.
+
+What a source leaves unsaid is assumed here, and said in the note; a row that lacks too much becomes a reason.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.published.frameworks import Framework, find_framework
+from benchmarks.published.machines import Machines, find_machines
+from benchmarks.published.rows import Row
+from meshkit.spec.emit import to_toml
+
+_DOMAIN_KEYS = ("gpu", "hosts", "gpus_per_host", "nvlink_domain_size")
+LAYERS = 4  # of the program of a pipeline stage; its loops are stretched to the row's own number afterwards
+_GATED = re.compile(r"llama|internlm|qwen|mistral|gemma|deepseek|yi-", re.IGNORECASE)
+_EXPERTS = re.compile(r"moe|mixtral|deepseek|grok|a\d+b|kimi|gpt.oss|nemotron_3", re.IGNORECASE)
+_UNTIED = re.compile(r"nemotron4", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dense decoder of a row.
+
+    Attributes:
+        gated: SwiGLU with three matrices, else two and a GELU.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    gated: bool
+    tied: bool
+
+    def layer_parameters(self) -> int:
+        """Of the matmuls of a layer."""
+        head_dim = self.hidden // self.heads
+        return self.hidden * (2 * head_dim * (self.heads + self.kv_heads) + (3 if self.gated else 2) * self.ffn)
+
+    def parameters(self, layers: int | None = None) -> int:
+        """All matrices, with tables of the vocabulary."""
+        tables = 1 if self.tied else 2
+        return (layers or self.layers) * self.layer_parameters() + tables * self.vocab * self.hidden
+
+    def model_flops(self, tokens: float, length: int) -> float:
+        """6 N tokens + 12 layers hidden length tokens."""
+        matmul = self.layers * self.layer_parameters() + self.vocab * self.hidden
+        return 6.0 * matmul * tokens + 12.0 * self.layers * self.hidden * length * tokens
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row resolved: what is compiled, and what surrounds it.
+
+    Attributes:
+        micro_batches: of a step, on each replica.
+        data: replicas that reduce gradients once a step (of a stage program), or the outer axis of a whole one.
+        stage_layers, last_layers: of the fullest pipeline stage, and of the one that has the output head.
+        document: the experiment file, as tables.
+        assumed: what the source does not say.
+        machines: of the whole run.
+    """
+
+    row: Row
+    framework: Framework
+    shape: Shape
+    length: int
+    gpus: int
+    tensor: int
+    context: int
+    stages: int
+    chunks: int
+    data: int
+    sharded: int
+    micro_batch: int
+    micro_batches: int
+    stage_layers: int
+    last_layers: int
+    whole: bool
+    document: dict[str, Any]
+    machines: Machines
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def toml(self) -> str:
+        """The experiment file."""
+        return to_toml(self.document)
+
+    @property
+    def configured(self) -> bool:
+        """Whether the source states everything that decides the time."""
+        return not any(text.startswith("!") for text in self.assumed)
+
+
+@dataclass
+class _Notes:
+    assumed: list[str] = field(default_factory=list)
+
+    def assume(self, text: str) -> None:
+        """A stated assumption that hardly matters."""
+        self.assumed.append(text)
+
+    def doubt(self, text: str) -> None:
+        """An assumption that decides the time: the row is not fully configured."""
+        self.assumed.append("!" + text)
+
+
+def resolve(row: Row) -> Run | str:
+    """The run of a row, or the sentence why it cannot be matched."""
+    notes, framework = _Notes(), find_framework(row)
+    precision = _precision(row, notes)
+    if isinstance(precision, str) and precision.startswith("no "):
+        return precision
+    shape = _shape(row, notes)
+    if isinstance(shape, str):
+        return shape
+    gpus, length = row.count("n_gpus"), row.count("seq_len")
+    if not gpus or not length:
+        return f"{'n_gpus' if not gpus else 'seq_len'} is not stated"
+    tensor, context, stages = (row.count(name) or 1 for name in ("tp", "cp", "pp"))
+    replicas, rest = divmod(gpus, tensor * context * stages)
+    if rest or not replicas:
+        return f"{gpus} GPUs do not divide by tp {tensor} x cp {context} x pp {stages}"
+    sharded = row.count("fsdp") or _launched_sharding(row, framework)
+    whole = stages == 1 and (framework.whole or (sharded or 1) > 1)
+    if whole and sharded is None:
+        sharded = replicas
+        notes.doubt(f"degree of sharding not stated: {replicas}")
+    sharded = math.gcd(sharded or 1, replicas) if whole else 1
+    data = replicas // sharded
+    batch = _batch(row, replicas, notes)
+    if isinstance(batch, str):
+        return batch
+    micro_batch, micro_batches = batch
+    machines = find_machines(row, gpus)
+    if isinstance(machines, str):
+        return machines
+    notes.assumed += machines.assumed
+    remat = _remat(row, framework, notes)
+    chunks = row.count("vpp") or 1
+    stage_layers, last_layers = split_layers(shape.layers, stages)
+    if shape.layers % stages:
+        text = f"{stage_layers} on the fullest stage, {last_layers} on that of the output head"
+        notes.assume(f"{shape.layers} layers on {stages} stages: {text}")
+    common = (shape, precision, remat, length)
+    if whole:
+        document = _whole(
+            row, framework, common, machines, (data, sharded, context, tensor), micro_batch, micro_batches
+        )
+    else:
+        document = _stage(row, framework, common, machines, (stages, context, tensor), micro_batch)
+    return Run(row, framework, shape, length, gpus, tensor, context, stages, chunks, data, sharded, micro_batch,
+               micro_batches, stage_layers, last_layers, whole, document, machines, tuple(notes.assumed))  # fmt: skip
+
+
+def _launched_sharding(row: Row, framework: Framework) -> int | None:
+    """GPUs that share the parameters where NVIDIA's launcher says it: one host for 5b, sixteen for 175b.
+
+    NVIDIA/dgxc-benchmarking@35a9aec, paxml/configure.sh (FSDP hosts of DCN_MESH_SHAPE); eight GPUs of a host always do.
+    """
+    if framework.name != "Paxml" or "dgxc" not in row.source.lower():
+        return None
+    return 128 if "175b" in row.say("model").lower() else 8
+
+
+def split_layers(layers: int, stages: int) -> tuple[int, int]:
+    """Layers of the fullest stage, and of the last one, which has the output head.
+
+    Where they do not divide but two more would (126 on 16), embedding and head each stand for one, as in Llama 3's and
+    Megatron's splits; otherwise the last stage is as full as any.
+    """
+    if layers % stages and (layers + 2) % stages == 0:
+        return (layers + 2) // stages, (layers + 2) // stages - 1
+    return -(-layers // stages), -(-layers // stages)
+
+
+def _precision(row: Row, notes: _Notes) -> str:
+    words = row.say("precision").lower()
+    if "nvfp4" in words or "fp4" in words:
+        return "no matmuls in NVFP4 are modelled"
+    if not words:
+        notes.doubt("precision not stated: bf16")
+    if "not stated" in words:
+        notes.assume("fp16 or bf16, which cost the same")
+    if "two recipes" in words:
+        notes.doubt("which of two fp8 recipes is not stated")
+    if "mxfp8" in words:
+        notes.assume("MXFP8 as fp8 with one scale a tensor")
+    return "fp8" if "fp8" in words or "float8" in words else "bf16"
+
+
+def _shape(row: Row, notes: _Notes) -> Shape | str:
+    model = row.say("model")
+    if (row.count("ep") or 1) > 1 or _EXPERTS.search(model):
+        return f"{model}: a mixture of experts, whose dims and balance of routing the row does not state"
+    layers, hidden = row.count("layers"), row.count("hidden")
+    if not layers or not hidden:
+        return f"layers and hidden size of {model or 'the model'} are not stated"
+    heads = row.count("heads")
+    if not heads:
+        heads = max(1, hidden // 128)
+        notes.doubt(f"heads not stated: {heads} of 128")
+    kv_heads = row.count("kv_heads") or heads
+    if hidden % heads or heads % kv_heads:
+        return f"hidden {hidden}, heads {heads} and kv_heads {kv_heads} do not divide"
+    vocab = row.count("vocab")
+    if not vocab:
+        vocab = 51_200
+        notes.assume(f"vocabulary not stated: {vocab}")
+    gated = bool(_GATED.search(model))
+    ffn = row.count("ffn") or _ffn(row, layers, hidden, heads, kv_heads, vocab, gated, notes)
+    tied = not gated and not _UNTIED.search(model)
+    return Shape(layers, hidden, heads, kv_heads, ffn, vocab, gated, tied)
+
+
+def _ffn(row: Row, layers, hidden, heads, kv_heads, vocab, gated: bool, notes: _Notes) -> int:
+    """The width of the feed-forward block that gives the stated number of parameters; else the usual ratio."""
+    usual = round(8 * hidden / 3 / 256) * 256 if gated else 4 * hidden
+    total = row.numbers.get("params_b", 0) * 1e9
+    attention = hidden * 2 * (hidden // heads) * (heads + kv_heads)
+    left = (total - (2 if gated else 1) * vocab * hidden) / layers - attention
+    found = round(left / ((3 if gated else 2) * hidden) / 64) * 64
+    ffn = found if total and found > 0 else usual
+    notes.assume(f"ffn not stated: {ffn}" + (", which gives the stated number of parameters" if ffn == found else ""))
+    return ffn
+
+
+def _batch(row: Row, replicas: int, notes: _Notes) -> tuple[int, int] | str:
+    """(micro-batch of a replica, micro-batches of a step)."""
+    total, micro = row.count("global_batch_seqs"), row.count("micro_batch")
+    if not total and not micro:
+        return "neither global batch nor micro-batch is stated"
+    if not micro:
+        micro = 1
+        notes.doubt("micro-batch not stated: 1")
+    if not total:
+        return micro, 1
+    if total % replicas and total < replicas:
+        return f"a global batch of {total} does not fill {replicas} replicas"
+    each = total / replicas
+    if each < micro or round(each / micro) * micro * replicas != total:
+        notes.assume(f"{total} sequences are {each:g} for each replica, not whole micro-batches of {micro}: rounded")
+    return (micro, max(1, round(each / micro))) if each >= micro else (max(1, int(each)), 1)
+
+
+def _remat(row: Row, framework: Framework, notes: _Notes) -> str | list[str]:
+    words = row.say("recompute")
+    low = words.lower()
+    if "q,k,v" in low or "qkv_out_proj" in low.replace("save_", ""):
+        return ["query", "key", "value", "output", *(["down"] if "mlpwo" in low else [])]
+    if not words:
+        notes.doubt("recomputation not stated: none")
+        return "none"
+    if low.startswith("full"):
+        return "full"
+    if "dot" in low or low.startswith("minimal"):
+        return "dots"
+    if low.startswith("selective"):
+        return _selective(framework, words, notes)
+    if not low.startswith("none"):
+        notes.doubt(f"recomputation '{words}' is not known: none")
+    return "none"
+
+
+def _selective(framework: Framework, words: str, notes: _Notes) -> str | list[str]:
+    """Megatron's recomputes attention between the projections; PyTorch's per-op policy every second matmul."""
+    if framework.name == "torchtitan":
+        notes.assume("per-op checkpointing: every second matmul and attention are recomputed")
+        return ["query", "value", "gate", "down"]
+    if framework.name == "IBM fms-fsdp":
+        notes.doubt("share of checkpointed blocks not stated: projections kept")
+    return "dots"
+
+
+def _model(framework: Framework, shape: Shape, layers: int, length: int, context: int) -> dict[str, Any]:
+    sizes = {"vocab": shape.vocab, "embed": shape.hidden, "mlp": shape.ffn, "layers": layers, "heads": shape.heads}
+    options: dict[str, Any] = {"context": "ring"} if context > 1 else {}
+    if shape.gated:
+        return {"class": "models.llama:Llama", "preset": "llama3_8b", **sizes, "kv_heads": shape.kv_heads,
+                "head_dim": shape.hidden // shape.heads, "tied": shape.tied, **options}  # fmt: skip
+    attention = "fused" if framework.fused_attention else "materialized"
+    return {"class": "models.gpt:GPT", "preset": "gpt_debug", **sizes, "kv_heads": shape.kv_heads, "length": length,
+            "tied": shape.tied, "attention": attention, **options}  # fmt: skip
+
+
+def _whole(row: Row, framework: Framework, common, machines: Machines, ways, micro_batch: int, count: int):
+    shape, precision, remat, length = common
+    data, sharded, context, tensor = ways
+    mesh = place({"data": data, "fsdp": sharded, "context": context, "tensor": tensor}, machines.domain)
+    rules: dict[str, Any] = {"preset": "all"}
+    if tensor > 1 and not _sequence_parallel(row, framework):
+        rules["logical"] = {"act_residual_length": "context" if context > 1 else "replicated"}
+    if count > 1 and sharded > 1:
+        rules["gradients"] = {"embed": "fsdp"}  # gathered and scattered with every micro-batch, as FSDP does
+    train = {"global_batch": micro_batch * count * data * sharded, "sequence_length": length, "accumulate": count,
+             "precision": precision, "reduce_precision": framework.reduce, "remat": remat}  # fmt: skip
+    return {"name": _name(row), "cluster": machines.table, "mesh": mesh, "rules": rules,
+            "model": _model(framework, shape, shape.layers, length, context), "train": train,
+            "xla": dict(_options(row, framework))}  # fmt: skip
+
+
+def _stage(row: Row, framework: Framework, common, machines: Machines, ways, micro_batch: int) -> dict[str, Any]:
+    """One stage of one replica, with the tables of the vocabulary, for one micro-batch."""
+    shape, precision, remat, length = common
+    stages, context, tensor = ways
+    gpus = context * tensor
+    inside = min(machines.domain, gpus)
+    table = machines.table | {"hosts": max(1, gpus // machines.table["gpus_per_host"])}
+    table["gpus_per_host"] = min(table["gpus_per_host"], gpus)
+    if "nvlink_domain_size" in table:
+        table["nvlink_domain_size"] = max(inside, table["gpus_per_host"])
+    if gpus <= inside:  # no network in its program, so that runs of all sizes share it
+        table = {key: value for key, value in table.items() if key in _DOMAIN_KEYS}
+    rules: dict[str, Any] = {"preset": "all"}
+    if tensor > 1 and not _sequence_parallel(row, framework):
+        rules["logical"] = {"act_residual_length": "context" if context > 1 else "replicated"}
+    layers = LAYERS if stages > 1 else shape.layers
+    train = {"global_batch": micro_batch, "sequence_length": length, "precision": precision,
+             "reduce_precision": "fp32", "remat": remat}  # fmt: skip
+    return {"name": "stage", "cluster": table, "mesh": place({"data": 1, "context": context, "tensor": tensor}, inside),
+            "rules": rules, "model": _model(framework, shape, layers, length, context), "train": train,
+            "xla": dict(framework.xla)}  # fmt: skip
+
+
+def _sequence_parallel(row: Row, framework: Framework) -> bool:
+    said = row.say("sp").lower()
+    return said == "yes" or (not said and framework.sequence_parallel)
+
+
+def place(sizes: dict[str, int], domain: int) -> dict[str, Any]:
+    """The mesh with its innermost axes inside NVLink domains, as every framework numbers its GPUs."""
+    mesh: dict[str, Any] = {}
+    room = domain
+    for name, size in reversed(sizes.items()):
+        inside = math.gcd(size, room)
+        room //= inside
+        if size > 1:
+            outside = size // inside
+            mesh[name] = {"nvlink": inside, "infiniband": outside} if outside > 1 else inside
+    return dict(reversed(mesh.items())) or {"data": 1}
+
+
+def _options(row: Row, framework: Framework) -> dict[str, object]:
+    """XLA options: the framework's, and those of NVIDIA's launchers of MaxText and Paxml, by precision and hosts.
+
+    NVIDIA/dgxc-benchmarking@35a9aec, maxtext/configure.sh and paxml/configure.sh.
+    """
+    options = dict(framework.xla)
+    mib = 2**20
+    if framework.name == "Paxml" and "dgxc" in row.source.lower():
+        options["xla_gpu_enable_triton_gemm"] = False
+        options["xla_gpu_all_gather_combine_threshold_bytes"] = 512 * mib
+        options["xla_gpu_all_reduce_combine_threshold_bytes"] = 512 * mib
+        options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = 8 * mib
+    if framework.name == "MaxText":
+        hosts = (row.count("n_gpus") or 8) // 8
+        options["xla_gpu_enable_triton_gemm"] = False
+        options["xla_gpu_enable_while_loop_double_buffering"] = True
+        if "fp8" in row.say("precision"):
+            options["xla_gpu_all_gather_combine_threshold_bytes"] = 512 * mib
+            options["xla_gpu_all_reduce_combine_threshold_bytes"] = 1024 * mib
+            options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = (4 if hosts >= 64 else 8) * mib
+        else:
+            options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = (16 if hosts >= 64 else 32) * mib
+    return options
+
+
+def _name(row: Row) -> str:
+    return re.sub(r"[^\w.+-]", "_", row.id)[:80] or "row"

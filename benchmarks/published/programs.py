@@ -1,0 +1,140 @@
+"""Compiled programs of experiments, kept in a folder: one file per experiment file. Fifth in the flow of the replay.
+
+A program is compiled once; simulating it again with other hardware numbers or another model of kernels costs seconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published.kernels import Kernels, adapted
+from meshkit.planner import placement_of
+from meshkit.sharding.devices import describe_devices, use_no_accelerator
+from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.spec.experiment import Experiment, load
+from meshkit.timeline.simulate import Simulation, simulate
+from meshkit.xla.hlo import Instruction, Schedule, load_module, read_schedule
+from meshkit.xla.program import compile_absent
+
+TIMEOUT_S = 900.0
+# Without a GPU no candidate of a kernel can be timed; leaving the search out takes a third off every compile.
+_NO_SEARCH = {"xla_gpu_autotune_level": 0}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A scheduled program of an experiment's training step.
+
+    Attributes:
+        schedule: as read from the compiled module.
+        peak_bytes: of the GPU's memory, by the compiler.
+        gradients_bytes: of one GPU's accumulators.
+    """
+
+    experiment: Experiment
+    schedule: Schedule
+    peak_bytes: int
+    gradients_bytes: int
+
+    def simulate(self, kernels: Kernels, schedule: Schedule | None = None) -> Simulation:
+        """The simulated step with the kernels of a run; of another schedule on the same cluster, if one is given."""
+        return simulate(schedule or self.schedule, adapted(self.experiment.cluster, kernels))
+
+
+def with_trip_counts(schedule: Schedule, micro_batches: int) -> Schedule:
+    """The schedule with the trip count of the loop over micro-batches, where XLA has lost it.
+
+    It does when it pipelines collectives over that loop: it takes iterations out of it, and no longer says how many are
+    left. Those outside do the same matmuls as those inside, so their FLOP tell.
+    """
+    entry = schedule.computations[schedule.entry]
+    lost = [i for i in entry if i.kind == "while" and i.trip_count is None]
+    if len(lost) != 1 or micro_batches == 1:
+        return schedule
+    inside = _flops(schedule, lost[0].bodies[0])
+    outside = sum(_flops_of(schedule, i) for i in entry if i is not lost[0])
+    trips = max(1, micro_batches - round(outside / inside)) if inside else 1
+    filled = tuple(replace(i, trip_count=trips) if i is lost[0] else i for i in entry)
+    return replace(schedule, computations={**schedule.computations, schedule.entry: filled})
+
+
+def _flops(schedule: Schedule, name: str) -> float:
+    return sum(_flops_of(schedule, i) for i in schedule.computations[name])
+
+
+def _flops_of(schedule: Schedule, i: Instruction) -> float:
+    if i.bodies:
+        return max(_flops(schedule, body) for body in i.bodies) * (i.trip_count or 1)
+    return sum(i.cost.matmul_flops.values()) if i.cost else 0.0
+
+
+def program_key(toml: str) -> str:
+    """Equal for experiments that compile to the same program: their file without its name, jaxlib's version."""
+    text = re.sub(r"^name = .*\n", "", toml)
+    return hashlib.sha256(f"{metadata.version('jaxlib')}\n{text}".encode()).hexdigest()[:20]
+
+
+def get_program(toml: str, folder: Path) -> tuple[Program, bool]:
+    """The program of an experiment file, and whether it had been compiled before.
+
+    Args:
+        toml: text of the experiment file.
+        folder: keeps programs between runs.
+
+    Raises:
+        MeshkitError: what planning the experiment raises.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    key = program_key(toml)
+    file, text = folder / f"{key}.gz", folder / f"{key}.toml"
+    if not text.exists():
+        text.write_text(toml)
+    experiment = load(text)
+    use_no_accelerator()
+    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
+    assert isinstance(mesh, DescribedMesh)
+    found = _read(file)
+    if found is None:
+        found = _compile(experiment, mesh)
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(gzip.compress(json.dumps(found[0]).encode() + b"\n" + found[1], 1))
+        temporary.replace(file)
+        cached = False
+    else:
+        cached = True
+    facts, module = found
+    schedule = read_schedule(load_module(module), placement_of(mesh, experiment.cluster))
+    schedule = with_trip_counts(schedule, experiment.train.accumulate)
+    return Program(experiment, schedule, facts["peak_bytes"], facts["gradients_bytes"]), cached
+
+
+def _read(file: Path) -> tuple[dict[str, Any], bytes] | None:
+    try:
+        head, module = gzip.decompress(file.read_bytes()).split(b"\n", 1)
+        return json.loads(head), module
+    except (OSError, ValueError, EOFError):  # not there, or half written
+        return None
+
+
+def _compile(experiment: Experiment, mesh: DescribedMesh) -> tuple[dict[str, Any], bytes]:
+    from meshkit.training.step import make_train_step
+
+    program = make_train_step(experiment, mesh)
+    compiled = compile_absent(
+        program.step,
+        (program.abstract_state, program.abstract_batch),
+        mesh=mesh,
+        cluster=experiment.cluster,
+        options={**_NO_SEARCH, **program.xla_options, **experiment.xla},
+        timeout_s=TIMEOUT_S,
+    )
+    facts = {"peak_bytes": compiled.peak_bytes, "gradients_bytes": program.gradients_bytes, "memory": compiled.memory}
+    return facts, compiled.module

@@ -1,0 +1,192 @@
+"""One row: experiment, compiled program, prediction. Seventh in the flow of the replay."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.published.experiments import Run, resolve
+from benchmarks.published.kernels import kernels_of
+from benchmarks.published.programs import Program, get_program, program_key
+from benchmarks.published.replica import (
+    BLOCKING,
+    HIDDEN,
+    framework_view,
+    optimizer_ways,
+    replica_step_s,
+    stage_parameters,
+)
+from benchmarks.published.rows import Row, measured_peak_bytes, measured_step_time_s
+from meshkit.errors import MeshkitError
+from meshkit.spec.cluster import Cluster
+from meshkit.timeline.spans import overlap
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A row beside what was predicted for it; None is unknown.
+
+    Attributes:
+        exposed_s: communication that nothing hides.
+        hidden_s, blocking_s: the step if every collective hid, and if none did.
+        configured: whether the source states everything that decides the time.
+        model_flops: of the step over all GPUs, the whole attention square counted.
+        seconds: that the prediction took.
+    """
+
+    id: str
+    source: str
+    family: str = ""
+    precision: str = ""
+    gpu: str = ""
+    num_gpus: int | None = None
+    measured_s: float | None = None
+    predicted_s: float | None = None
+    exposed_s: float | None = None
+    hidden_s: float | None = None
+    blocking_s: float | None = None
+    peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    peak_means: str = ""
+    configured: bool = False
+    model_flops: float | None = None
+    cached: bool = False
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less one."""
+        return self.predicted_s / self.measured_s - 1 if self.predicted_s and self.measured_s else None
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measured time lies between the bounds of the prediction."""
+        if None in (self.hidden_s, self.blocking_s, self.measured_s):
+            return None
+        return self.hidden_s <= self.measured_s <= self.blocking_s  # pyright: ignore[reportOperatorIssue]
+
+
+def group_key(row: Row) -> str:
+    """Equal for rows that share a compiled program; "" for one that cannot be matched."""
+    try:
+        run = resolve(row)
+    except Exception:  # whatever a row holds, `predict` says so in its note
+        return ""
+    return "" if isinstance(run, str) else program_key(run.toml)
+
+
+def predict(row: Row, folder: Path, *, compile_missing: bool = True) -> Prediction:
+    """The prediction of a row; what goes wrong is in its note, never raised.
+
+    Args:
+        row: as read.
+        folder: where programs and experiment files are kept.
+        compile_missing: otherwise a row whose program is not there yet stays blank.
+    """
+    started = time.perf_counter()
+    try:
+        found = _predict(row, folder, compile_missing)
+    except MeshkitError as error:
+        found = _blank(row, f"not predicted: {str(error).splitlines()[0]}")
+    except Exception as error:  # a row must not end the replay of the others
+        found = _blank(row, f"not predicted: {type(error).__name__}: {str(error)[:200]}")
+    return Prediction(**{**asdict(found), "seconds": time.perf_counter() - started})
+
+
+def _blank(row: Row, note: str) -> Prediction:
+    measured, how = measured_step_time_s(row)
+    peak = measured_peak_bytes(row.notes)
+    return Prediction(row.id, row.source, measured_s=measured, measured_peak_bytes=peak[0] if peak else None,
+                      peak_means=peak[1] if peak else "", note=_join(note, how))  # fmt: skip
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
+
+
+def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
+    run = resolve(row)
+    if isinstance(run, str):
+        return _blank(row, f"not matched: {run}")
+    experiments = folder / "experiments"
+    experiments.mkdir(parents=True, exist_ok=True)
+    name = str(run.document["name"]) if run.whole else f"{_safe(row.id)}.stage"
+    (experiments / f"{name}.toml").write_text(run.toml)
+    if not compile_missing and not (folder / "programs" / f"{program_key(run.toml)}.gz").exists():
+        return _blank(row, "not predicted: its program was not compiled")
+    program, cached = get_program(run.toml, folder / "programs")
+    tokens = run.micro_batch * run.micro_batches * run.data * run.sharded * run.length
+    flops = run.shape.model_flops(tokens, run.length)
+    measured, how = measured_step_time_s(row, flops)
+    peak = measured_peak_bytes(row.notes)
+    predicted, exposed, hidden, blocking = _times(run, program)
+    found = Prediction(
+        id=row.id,
+        source=row.source,
+        family=run.framework.name,
+        precision=str(run.document["train"]["precision"]),
+        gpu=str(run.machines.table["gpu"]),
+        num_gpus=run.gpus,
+        measured_s=measured,
+        predicted_s=predicted,
+        exposed_s=exposed,
+        hidden_s=hidden,
+        blocking_s=blocking,
+        peak_bytes=_peak_bytes(run, program),
+        measured_peak_bytes=peak[0] if peak else None,
+        peak_means=peak[1] if peak else "",
+        configured=run.configured,
+        model_flops=flops,
+        cached=cached,
+    )
+    return Prediction(**{**asdict(found), "note": _note(run, found, how)})
+
+
+def _safe(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._+-" else "_" for c in name)[:80] or "row"
+
+
+def _times(run: Run, program: Program) -> tuple[float, float, float, float]:
+    """(step, exposed communication, step with all hidden, step with all blocking), seconds."""
+    if run.whole:
+        simulation = program.simulate(kernels_of(run.row, run.framework))
+        step = simulation.timeline.steps[0]
+        exposed = overlap(step.compute, step.communication, step.window).exposed_s
+        return step.window[1], exposed, simulation.all_overlapped_s, simulation.all_exposed_s
+    cluster = Cluster.load(run.machines.table)
+    predicted = replica_step_s(run, program, cluster, framework_view(run))
+    hidden = replica_step_s(run, program, cluster, HIDDEN)
+    return predicted, max(0.0, predicted - hidden), hidden, replica_step_s(run, program, cluster, BLOCKING)
+
+
+def _peak_bytes(run: Run, program: Program) -> int | None:
+    """The compiler's peak; of a replica with what its framework holds in place of our fp32 state.
+
+    Ours: fp32 parameters and two moments whole, 12 bytes a parameter; theirs: those 12 cut over the ZeRO-1 group, and
+    weights in 16 bits. Without recomputation our program keeps such weights too, for the backward pass. Unknown with
+    several stages, whose micro-batches in flight the program has not.
+    """
+    if run.whole:
+        return program.peak_bytes
+    if run.stages > 1:
+        return None
+    kept = 0 if run.document["train"]["remat"] == "none" else 2
+    return int(program.peak_bytes + (kept - 12 + 12 / optimizer_ways(run)) * stage_parameters(run))
+
+
+def _note(run: Run, found: Prediction, how: str) -> str:
+    doubts = [text[1:] for text in run.assumed if text.startswith("!")]
+    rest = [text for text in run.assumed if not text.startswith("!")]
+    parts = [f"not fully configured: {', '.join(doubts)}" if doubts else "", ", ".join(rest), how]
+    if not run.whole:
+        parts.append("one stage compiled, 1F1B and gradient reduction as the framework does them")
+    if found.inside is False and found.measured_s and found.hidden_s:
+        slower = found.measured_s > (found.blocking_s or 0)
+        parts.append(
+            "measured slower than with every collective exposed: compute is predicted too fast, or something is unsaid"
+            if slower
+            else "measured faster than with every collective hidden: compute is predicted too slow"
+        )
+    return _join(*parts)

@@ -1,0 +1,84 @@
+"""What the XLA options that follow from a step are predicted to save: `python -m benchmarks.xla_options`.
+
+Plans each experiment with XLA's own choice, with the pipelining that `meshkit.timeline.derived` asks for, with double
+buffering on top, and with the combine thresholds; prints a Markdown table. The options are forced, also where meshkit
+does not set them of itself; the last column says whether it does. Nothing of it is measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from meshkit.errors import MeshkitError
+from meshkit.planner import plan_experiment
+from meshkit.sharding.devices import describe_devices, use_no_accelerator
+from meshkit.sharding.mesh import build_mesh
+from meshkit.spec.experiment import Experiment, load
+from meshkit.timeline.derived import derive_options, loop_traffic, options_for
+from meshkit.training.step import make_train_step
+
+EXPERIMENTS = Path(__file__).parent.parent / "configs" / "experiments"
+NAMES = ("llama3_8b", "llama3_70b", "llama3_8b_long", "mixtral_8x7b", "vit_l16")
+# The steps of the table: a word in the names of the options that each adds.
+STEPS = {
+    "XLA's own": None,
+    "pipelined": "_pipeline_",
+    "and double-buffered": "double_buffering",
+    "and combined": "_combine_",
+}
+
+
+def rows(experiment: Experiment) -> Iterable[str]:
+    """A line of the table for each step."""
+    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
+    program = make_train_step(experiment, mesh)
+    traffic = loop_traffic(experiment, program, mesh)
+    forced = {o.name: o.value for o in options_for(traffic, experiment.cluster)} if traffic else {}
+    sets = "yes" if derive_options(experiment, program, mesh) else "no"
+    words: list[str] = []
+    for step, word in STEPS.items():
+        words += [word] if word else []
+        chosen = {name: value if any(w in name for w in words) else off(name) for name, value in forced.items()}
+        yield row(dataclasses.replace(experiment, xla={**chosen, **experiment.xla}), step, sets)
+
+
+def off(name: str) -> object:
+    """XLA's own value of an option."""
+    if "_combine_" in name:
+        return 30 * 2**20 + 7
+    return "COLLECTIVE_PIPELINING_MODE_OFF" if "_pipeline_" in name else False
+
+
+def row(experiment: Experiment, step: str, sets: str) -> str:
+    """A line of the table."""
+    try:
+        report = plan_experiment(experiment).report
+    except MeshkitError as e:
+        return f"| {experiment.name} | {step} | | | | {e.message} | {sets} |"
+    found, memory = report.step, report.memory
+    fits = "fits" if memory.fits else "does not fit"
+    return (
+        f"| {experiment.name} | {step} | {found.time_s or 0:.4g} | {found.communication_s or 0:.3g} "
+        f"| {found.exposed_s or 0:.3g} | {(memory.peak_bytes or 0) / 2**30:.1f}, {fits} | {sets} |"
+    )
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=NAMES, help="experiments of configs/experiments")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    arguments = parser.parse_args()
+    use_no_accelerator()
+    print("| experiment | options | step, s | communication, s | exposed, s | GiB a GPU | set |")
+    print("|---|---|---|---|---|---|---|")
+    for name in arguments.names:
+        for row in rows(load(EXPERIMENTS / f"{name}.toml", arguments.set)):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The report's `program`: which compiled program it is about, and with what options. Layer 6."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from meshkit.report.schema import OptionPart, ProgramPart
+from meshkit.xla.program import CompiledProgram
+from meshkit.xla.schedule import Schedule
+
+
+def program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
+    """Of a program that was compiled for GPUs that are not there."""
+    return ProgramPart(
+        fingerprint=schedule.fingerprint,
+        options_hash=compiled.options_hash,
+        options=tuple(OptionPart(name=o.name, value=o.value, why=o.why) for o in compiled.chosen),
+        jax=metadata.version("jax"),
+        jaxlib=metadata.version("jaxlib"),
+        partitioner=compiled.partitioner,
+    )

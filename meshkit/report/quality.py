@@ -1,0 +1,139 @@
+"""How far a measurement can be believed, and who is waited for: a trace -> parts of the report. Layer 6; no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshkit.errors import TraceError
+from meshkit.report.parts import FeedbackPart, QualityPart, StragglerPart, StragglersPart
+from meshkit.report.schema import CommunicationPart, Report, Warning_, read_report
+from meshkit.timeline.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED
+from meshkit.timeline.skew import Skew
+from meshkit.timeline.trace import Trace
+from meshkit.units import format_percent
+
+PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
+_MAX_STRAGGLERS = 32
+_SECONDS = (
+    "time_s", "overlapped_s", "exposed_s", "sole_exposed_s", "busy_s", "transfer_s", "wait_s",
+    "bus_bandwidth_bytes_per_s",
+)  # fmt: skip
+
+
+def quality_part(
+    trace: Trace, *, missing: Sequence[int] = (), overhead_s: float | None = None, steps_per_execution: int = 1
+) -> QualityPart:
+    """The data quality of a trace; seconds are means per step.
+
+    Args:
+        trace: what was read.
+        missing: processes that left nothing.
+        overhead_s: seconds that the capture added to a step.
+        steps_per_execution: training steps in each execution of the program.
+    """
+    facts, skew = trace.facts, trace.skew
+    each = max(1, facts.device_steps) * steps_per_execution
+    clocks = skew.clocks
+    swept = max(1, len(trace.sweeps)) * steps_per_execution
+    free, clocked = skew.wait_clock_free_s, skew.wait_clocked_s
+    return QualityPart(
+        events=facts.events,
+        dropped_events=facts.dropped,
+        mapped_share=facts.mapped_share,
+        axis_mapped_share=facts.axis_mapped_share,
+        kernels_mapped_share=facts.kernels_mapped_share,
+        graph_s=facts.graph_s / each,
+        fused_s=facts.fused_s / each,
+        axes_withheld=not facts.believes_axes,
+        missing_processes=tuple(missing),
+        damaged_processes=tuple(sorted(facts.damaged)),
+        partial_steps=facts.partial_steps,
+        clocks=clocks.count if clocks else 1,
+        clock_residual_s=clocks.residual_s if clocks else None,
+        clock_offset_s=float(abs(clocks.offset_s).max()) if clocks else None,
+        wait_method=skew.method,  # pyright: ignore[reportArgumentType]  pydantic checks the word
+        overhead_s=overhead_s,
+        wait_clock_free_s=None if free is None else free / swept,
+        wait_clocked_s=None if clocked is None or skew.method != "clocked" else clocked / swept,
+    )
+
+
+def stragglers_part(skew: Skew, hosts: Mapping[int, str], compute_s: Mapping[int, float], steps: int) -> StragglersPart:
+    """The devices that others wait for, the worst first.
+
+    Args:
+        skew: of all steps.
+        hosts: process -> host.
+        compute_s: device -> its compute a step.
+        steps: how many training steps `skew` is of.
+    """
+    devices = [
+        StragglerPart(
+            device=s.device,
+            process=s.process,
+            host=hosts.get(s.process),
+            caused_wait_s=s.caused_wait_s / steps,
+            waited_s=s.waited_s / steps,
+            last_share=s.last_share,
+            compute_s=compute_s.get(s.device),
+        )
+        for s in skew.stragglers[:_MAX_STRAGGLERS]
+    ]
+    return StragglersPart(method=skew.method, instances=skew.instances, devices=tuple(devices))  # pyright: ignore[reportArgumentType]
+
+
+def feedback_part(options: Mapping[str, Any] | None) -> FeedbackPart | None:
+    """What a program that was compiled with measured costs was before; None for one that was not.
+
+    Args:
+        options: of the compiler. The profile that they name lies in the folder of the run that it was measured in.
+    """
+    named = (options or {}).get(PGLE_OPTION)
+    if not named:
+        return None
+    profile = Path(str(named))
+    try:
+        before = read_report(profile if profile.is_dir() else profile.parent)
+    except TraceError:
+        return FeedbackPart(profile=str(named))
+    return FeedbackPart(
+        profile=str(named),
+        before_fingerprint=before.program.fingerprint,
+        before_time_s=before.step.time_s,
+        before_exposed_s=before.step.exposed_s,
+    )
+
+
+def withhold_axes(report: Report, trace: Trace) -> Report:
+    """The report without seconds by axis: all of its communication in the row of what maps to no axis.
+
+    Counts and bytes of the rows stay, as they are the program's; their seconds are null, because an unknown part of
+    each is missing.
+    """
+    share = trace.facts.mapped_share
+    if trace.facts.believes_axes or share is None:
+        return report
+    step = report.step
+    known = [row.model_copy(update=dict.fromkeys(_SECONDS) | {"ops": _without_seconds(row)})
+             for row in report.communication if row.axes]  # fmt: skip
+    everything = CommunicationPart(
+        axes=(),
+        count=sum(row.count for row in report.communication),
+        time_s=step.communication_s,
+        overlapped_s=step.overlapped_s,
+        exposed_s=step.exposed_s,
+        busy_s=sum(row.busy_s or 0.0 for row in report.communication),
+    )
+    message = (
+        f"{format_percent(1 - share)} of the communication maps to no instruction, more than the "
+        f"{format_percent(MOST_UNMAPPED)} that may: seconds by axis are withheld. Capture with "
+        f"XLA_FLAGS={COMMAND_BUFFERS_FLAG} (no CUDA graphs) to have them."
+    )
+    warning = Warning_(code="axes_withheld", message=message, seconds=step.communication_s)
+    return report.model_copy(update={"communication": (everything, *known), "warnings": (warning, *report.warnings)})
+
+
+def _without_seconds(row: CommunicationPart) -> tuple:
+    return tuple(op.model_copy(update={"busy_s": None, "exposed_s": None}) for op in row.ops)

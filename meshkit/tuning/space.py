@@ -1,0 +1,286 @@
+"""The variants of an experiment that a search may try, as settings over its file. Layer 8.
+
+A variant keeps machines, model and global batch, so that step times compare. It chooses the mesh (sizes of the axes and
+their places on the links), how often the step accumulates, the schedule of a pipeline and its microbatches, what the
+backward pass recomputes, and options of XLA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshkit.errors import ConfigError
+from meshkit.spec.emit import inline
+from meshkit.spec.experiment import Experiment
+from meshkit.spec.mesh import MeshAxis, MeshSpec
+from meshkit.spec.presets import PRESETS
+from meshkit.spec.rules import preset_rules
+
+# Presets that cut parameters over `fsdp` (or nothing) and tensors over `tensor`: "all" says the same with more axes.
+_EXTENDED = ("data", "zero3", "fsdp", "hsdp", "fsdp_tensor", "fsdp_tensor_sequence", "fsdp_context", "fsdp_expert")
+_WIDEST = "all"
+_PIPELINE = "pipeline"  # of an experiment that has none: asked for by name
+_CANONICAL = (_PIPELINE, "data", "fsdp", "expert", "context", "tensor")
+# From this length on a sequence is worth cutting.
+LONG_SEQUENCE = 16_384
+# What layers may keep, from all to nothing. The first list is what MaxText calls save_dot_except_mlpwi: all projections
+# but the wide ones. A model takes those whose names it knows.
+REMATS: tuple[Any, ...] = (
+    "none",
+    "dots",
+    ("query", "key", "value", "output", "down"),
+    ("query", "key", "value"),
+    ("key", "value"),
+    "full",
+)
+
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a pipeline runs: `[pipeline]` but for its axis."""
+
+    microbatches: int
+    schedule: str
+    virtual_stages: int = 1
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One choice for everything that a search varies.
+
+    Attributes:
+        mesh: resolved.
+        accumulate: micro-batches of a step.
+        each_micro_batch: whether gradients are reduced (and weights gathered) with every micro-batch, which takes less
+            memory than once a step.
+        remat: as `train.remat`.
+        options: of XLA, beyond those of the experiment.
+        stages: of a pipeline; None without one.
+    """
+
+    mesh: MeshSpec
+    accumulate: int
+    each_micro_batch: bool
+    remat: Any
+    options: Options = ()
+    stages: Stages | None = None
+
+    def differences(self, other: Variant) -> int:
+        """How many choices differ."""
+        return sum(getattr(self, f.name) != getattr(other, f.name) for f in dataclasses.fields(self))
+
+
+@dataclass(frozen=True)
+class Space:
+    """What each choice may be.
+
+    Attributes:
+        base: the experiment as it is.
+        preset: its preset of rules; None where every rule is written out.
+        vary_reduction: whether gradients may be reduced with every micro-batch: no rule of the experiment says when.
+        pipeline: the mesh axis of pipelines; None without.
+        virtual_stages: chunks of layers that a stage of an interleaved pipeline may have.
+    """
+
+    base: Variant
+    preset: str | None
+    meshes: tuple[MeshSpec, ...]
+    accumulates: tuple[int, ...]
+    remats: tuple[Any, ...]
+    options: tuple[Options, ...]
+    vary_reduction: bool = False
+    pipeline: str | None = None
+    virtual_stages: tuple[int, ...] = ()
+
+    def variants(self) -> Iterator[Variant]:
+        """Every combination, the base among them or not."""
+        for mesh, each in itertools.product(self.meshes, (False, True)):
+            if stages := list(self._stages(mesh)):
+                # a stage keeps what `pipeline.residuals` says, so recomputation is no choice of its own
+                for stage, options in itertools.product(stages, self.options):
+                    if not each:
+                        yield Variant(mesh, 1, False, self.base.remat, options, stage)
+                continue
+            if each and not (self.vary_reduction and "fsdp" in mesh.axis_names):
+                continue
+            accumulates = [n for n in self.accumulates if n > 1 or not each]
+            for accumulate, remat, options in itertools.product(accumulates, self.remats, self.options):
+                yield Variant(mesh, accumulate, each, remat, options)
+
+    def _stages(self, mesh: MeshSpec) -> Iterator[Stages]:
+        """Ways to run a pipeline over a mesh: none where it has no axis for it."""
+        ways = next((axis.size for axis in mesh.axes if axis.name == self.pipeline), 1)
+        if ways == 1:
+            return
+        for microbatches in (ways, 2 * ways, 4 * ways, 8 * ways):
+            yield Stages(microbatches, "1f1b")
+            yield from (Stages(microbatches, "interleaved_1f1b", chunks) for chunks in self.virtual_stages)
+
+    def changed(self, experiment: Experiment, variant: Variant) -> Experiment:
+        """An experiment that was loaded with a variant's mesh, with its other choices: what `settings` would load.
+
+        Raises:
+            ConfigError: the batch does not divide.
+        """
+        train, rules = experiment.train, experiment.rules
+        ways = math.prod(
+            axis.size
+            for axis in variant.mesh.axes
+            if axis.name in rules.spec_for(("act_batch",), kind="activations")[0]
+        )
+        pieces = variant.stages.microbatches if variant.stages else variant.accumulate
+        if train.global_batch % (ways * pieces):
+            raise ConfigError(
+                f"train.global_batch = {train.global_batch} does not divide by {ways * pieces} ({ways} of the mesh x "
+                f"{pieces} micro-batches)."
+            )
+        if variant.each_micro_batch:
+            rules = dataclasses.replace(rules, gradients={"embed": "fsdp"})
+        train = dataclasses.replace(train, accumulate=variant.accumulate, remat=variant.remat)
+        pipeline = experiment.pipeline
+        if variant.stages:
+            pipeline = dataclasses.replace(pipeline, **dataclasses.asdict(variant.stages))
+        return dataclasses.replace(experiment, train=train, rules=rules, pipeline=pipeline)
+
+    def settings(self, variant: Variant) -> tuple[str, ...]:
+        """What to give to `--set` to have a variant: nothing for what is as in the experiment."""
+        base, found = self.base, []
+        if variant.mesh != base.mesh:
+            found.append(f"mesh={inline(variant.mesh.to_dict())}")
+        known = {*base.mesh.axis_names, *(axes_of(self.preset) if self.preset else ()), self.pipeline}
+        if self.preset and not set(variant.mesh.axis_names) <= known:
+            found.append(f"rules.preset={_WIDEST}")
+        if variant.each_micro_batch != base.each_micro_batch:
+            found.append('rules.gradients.embed="fsdp"')
+        found += self._pipeline_settings(variant)
+        if variant.accumulate != base.accumulate:
+            found.append(f"train.accumulate={variant.accumulate}")
+        if variant.remat != base.remat:
+            found.append(f"train.remat={inline(_plain(variant.remat))}")
+        before = dict(base.options)
+        return (*found, *(f"xla.{name}={inline(v)}" for name, v in variant.options if before.get(name) != v))
+
+    def _pipeline_settings(self, variant: Variant) -> list[str]:
+        """What turns a pipeline on, changes it, or turns it off."""
+        now, before = variant.stages, self.base.stages
+        if now == before:
+            return []
+        if now is None:
+            return ["pipeline="]
+        axis = [f"pipeline.axis={inline(self.pipeline)}"] if before is None else []
+        return [*axis, *(f"pipeline.{name}={inline(value)}" for name, value in dataclasses.asdict(now).items())]
+
+
+def make_space(
+    experiment: Experiment, *, axes: Sequence[str] | None, logical_axes: set[str], remats: Sequence[Any]
+) -> Space:
+    """The space around an experiment.
+
+    Args:
+        experiment: as it is.
+        axes: names of mesh axes that may have a size; None for those that its rules know.
+        logical_axes: of the model's parameters.
+        remats: policies that the model takes.
+
+    Raises:
+        ConfigError: an axis that no rule knows.
+    """
+    preset = _preset(experiment)
+    names = _axis_names(experiment, preset, axes, logical_axes)
+    train = experiment.train
+    pipeline, stages = experiment.pipeline, None
+    if pipeline.axis is not None:
+        stages = Stages(pipeline.microbatches, pipeline.schedule, pipeline.virtual_stages)
+    base = Variant(experiment.mesh, train.accumulate, False, train.remat, stages=stages)
+    accumulates = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= train.global_batch]
+    return Space(
+        base=base,
+        preset=preset,
+        meshes=tuple(_meshes(experiment, names)),
+        accumulates=tuple(sorted({train.accumulate, *accumulates})),
+        remats=tuple(dict.fromkeys((train.remat, *remats))),
+        options=((), *OPTION_SETS),
+        vary_reduction=preset is not None and not experiment.rules.gradients,
+        pipeline=pipeline.axis or (_PIPELINE if _PIPELINE in names else None),
+        virtual_stages=(2, 4, 5),
+    )
+
+
+# What changes the program and is not decided by the plan itself: whether XLA recomputes on its own where memory gets
+# scarce, and how far it may run collectives side by side.
+OPTION_SETS: tuple[Options, ...] = (
+    (("xla_disable_hlo_passes", "rematerialization"),),
+    (("xla_gpu_experimental_parallel_collective_overlap_limit", 2),),
+)
+
+
+def axes_of(preset: str) -> set[str]:
+    """The mesh axes that a preset names."""
+    return {axis for table in preset_rules(preset).values() for axes in table.values() for axis in axes}
+
+
+def _preset(experiment: Experiment) -> str | None:
+    rules = experiment.document.table.get("rules", {}) if experiment.document else {}
+    name = rules.get("preset") if isinstance(rules, Mapping) else None
+    return name if isinstance(name, str) and name in PRESETS else None
+
+
+def _axis_names(
+    experiment: Experiment, preset: str | None, axes: Sequence[str] | None, logical_axes: set[str]
+) -> tuple[str, ...]:
+    """Names of the axes that may have a size, outermost first: in the file's order, others where they belong."""
+    present = experiment.mesh.axis_names
+    known = set(present) | (axes_of(preset) if preset else set())
+    if preset in _EXTENDED or preset == _WIDEST:
+        known |= {"data", "fsdp", "tensor"}
+        known |= {"expert"} if "experts" in logical_axes else set()
+        known |= {"context"} if experiment.train.sequence_length >= LONG_SEQUENCE else set()
+    if "experts" not in logical_axes:
+        known -= {"expert"} - set(present)
+    if preset and experiment.train.sequence_length < LONG_SEQUENCE and "context" not in present:
+        known -= {"context"}
+    if axes is not None:
+        widest = axes_of(_WIDEST) | {_PIPELINE} if preset in _EXTENDED or preset == _WIDEST else known
+        for name in axes:
+            if name not in known | widest:
+                hint = f"of {', '.join(sorted(known | widest))}"
+                raise ConfigError(f"no rule of the experiment knows a mesh axis '{name}'.", at="--axes", hint=hint)
+        known = set(axes)
+    chosen = [name for name in present if name in known or name in present]
+    for name in (n for n in _CANONICAL if n in known and n not in present):
+        later = [other for other in _CANONICAL[_CANONICAL.index(name) + 1 :] if other in chosen]
+        chosen.insert(chosen.index(later[0]) if later else len(chosen), name)
+    return tuple(chosen)
+
+
+def _meshes(experiment: Experiment, names: Sequence[str]) -> Iterator[MeshSpec]:
+    """Every way to share the GPUs of a domain, and the domains, among the axes.
+
+    An axis of one GPU is left out unless the file has it, whose rules may name it.
+    """
+    cluster, present = experiment.cluster, experiment.mesh.axis_names
+    for inside in factorizations(cluster.gpus_used_per_domain, len(names)):
+        for across in factorizations(cluster.num_nvlink_domains, len(names)):
+            axes = [MeshAxis(*axis) for axis in zip(names, inside, across)]
+            yield MeshSpec(tuple(axis for axis in axes if axis.size > 1 or axis.name in present))
+
+
+def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every ordered way to write n as a product of that many factors."""
+    if parts == 1:
+        yield (n,)
+        return
+    for first in (d for d in range(1, n + 1) if n % d == 0):
+        for rest in factorizations(n // first, parts - 1):
+            yield first, *rest
+
+
+def _plain(remat: Any) -> Any:
+    return list(remat) if isinstance(remat, tuple) else remat

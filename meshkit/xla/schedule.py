@@ -1,0 +1,62 @@
+"""A compiled program as its instructions run: what the reader makes and the simulator takes. Layer 4; no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from meshkit.xla.collective import Collective
+from meshkit.xla.costs import Cost
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of a schedule.
+
+    Attributes:
+        name, opcode: as XLA prints them; an asynchronous one has the opcode of what it starts.
+        kind: `kernel`, `collective` (blocks), `start` and `done` (asynchronous), `while`, `conditional`, `call`,
+            `free` (no time).
+        source: op_name path of the model code that caused it.
+        cost: work on one GPU; None for control flow and communication.
+        collective: what it communicates; None if it does not.
+        starts: for `done`, the name of the start it waits for.
+        bodies: computations it runs: the body of a loop, the branches of a conditional.
+        trip_count: iterations of a loop; None if XLA does not know.
+    """
+
+    name: str
+    opcode: str
+    kind: str
+    source: str = ""
+    cost: Cost | None = None
+    collective: Collective | None = None
+    starts: str | None = None
+    bodies: tuple[str, ...] = ()
+    trip_count: int | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A compiled program as its instructions run: computations in schedule order.
+
+    Attributes:
+        computations: name -> instructions, of the entry and all that it reaches through control flow.
+        entry: name of the computation that runs.
+        fingerprint: equal for equal programs.
+        notes: what could not be read or priced, by kind: instruction names, with what they call in parentheses.
+    """
+
+    name: str
+    computations: Mapping[str, tuple[Instruction, ...]]
+    entry: str
+    fingerprint: str
+    notes: Mapping[str, list[str]] = field(default_factory=dict)
+
+    def walk(self, name: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
+        """Every instruction with how often a run executes it; of a conditional every branch, of a loop whose number of
+        iterations XLA does not know one iteration."""
+        for i in self.computations.get(name or self.entry, ()):
+            yield i, times
+            for body in i.bodies:
+                yield from self.walk(body, times * (1 if i.trip_count is None else i.trip_count))

@@ -1,0 +1,214 @@
+"""GPT-2 and GPT-3 style decoders as a Flax nnx module: LayerNorm, learned positions, attention and a GELU feed-forward
+block without gate (Radford et al., 2019; Brown et al., 2020). Megatron-LM's GPT, MPT and Nemotron-4 have this shape.
+
+Layers are stacked and scanned as in models/llama.py, and dims carry the same logical axes. Matmuls have no bias: it is
+4 of every 12 embed + 13 numbers of a layer's vectors, which no plan can see.
+An experiment names it `models.gpt:GPT` with a preset; every field of `GPTConfig` can be overridden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshkit.sharding import constrain
+from models.attention import HEAD_AXES, causal_attention, check_context
+from models.embedding import lookup
+from models.layers import PLAIN, RESIDUAL_AXES, Matmuls, Projection, parameter, project, project_each
+from models.remat import check_remat, recompute
+from models.vit import LayerNorm
+
+ATTENTIONS = ("fused", "materialized")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT.
+
+    Attributes:
+        length: learned positions: the longest sequence.
+        kv_heads: heads of keys and values; 0 means as many as `heads`.
+        tied: the output head is the embedding table.
+        attention: `fused` is one kernel; `materialized` writes the scores of every head to memory, as all frameworks
+            did before FlashAttention (Dao et al., 2022).
+    """
+
+    vocab: int
+    embed: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int = 0
+    length: int = 2048
+    norm_eps: float = 1e-5
+    tied: bool = True
+    attention: str = "fused"
+
+    def __post_init__(self):
+        for name in ("vocab", "embed", "mlp", "layers", "heads", "length"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name} = {size!r} must be a whole number of at least 1.")
+        if self.embed % self.heads:
+            raise ValueError(f"embed = {self.embed} is not a multiple of heads = {self.heads}.")
+        if self.kv_heads < 0 or (self.kv_heads and self.heads % self.kv_heads):
+            raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}.")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention = {self.attention!r} is not one of {', '.join(ATTENTIONS)}.")
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        return self.embed // self.heads
+
+
+PRESETS = {
+    "gpt_debug": GPTConfig(vocab=256, embed=128, mlp=512, layers=2, heads=8, length=64),
+    "gpt2": GPTConfig(50_304, 768, 3072, 12, 12, length=1024),
+    "gpt3_175b": GPTConfig(51_200, 12_288, 49_152, 96, 96),
+}
+
+
+class Attention(nnx.Module):
+    """Causal self-attention over positions that are in the activations already."""
+
+    def __init__(self, c: GPTConfig, context: str, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
+        embed, linear = {"embed": c.embed}, partial(Projection, stack=c.layers, matmuls=matmuls, rngs=rngs)
+        queries = {"heads": c.heads, "head_dim": c.head_dim}
+        keys = {"kv_heads": c.kv_heads or c.heads, "head_dim": c.head_dim}
+        self.context, self.kind = context, c.attention
+        self.query = linear("query", embed, queries)
+        self.key = linear("key", embed, keys)
+        self.value = linear("value", embed, keys)
+        self.output = linear("output", queries, embed, scale=1 / math.sqrt(2 * c.layers))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = project_each(x, self.query, self.key, self.value)
+        if self.kind == "materialized":
+            return self.output(materialized_attention(q, k, v))
+        return self.output(causal_attention(q, k, v, self.context))
+
+
+def materialized_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """softmax(q k^T / sqrt(head_dim)) v under a causal mask, with scores and probabilities in memory.
+
+    They are stored in the dtype of q, the softmax is computed in fp32; no half of the square is skipped.
+
+    Args:
+        q: [batch, length, heads, head_dim].
+        k, v: [batch, length, kv_heads, head_dim]; kv_heads divides heads.
+    """
+    repeats = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k, v))
+    q, k, v = (constrain(x, *HEAD_AXES) for x in (q, k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    length = q.shape[1]
+    seen = jnp.tril(jnp.ones((length, length), bool))
+    scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return constrain(jnp.einsum("bhqk,bkhd->bqhd", probabilities, v), *HEAD_AXES)
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer layer; its parameters are stacked over all layers until a scan takes them apart."""
+
+    def __init__(self, c: GPTConfig, context: str, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
+        embed, mlp = {"embed": c.embed}, {"mlp": c.mlp}
+        linear = partial(Projection, stack=c.layers, matmuls=matmuls, rngs=rngs)
+        self.attention_norm = LayerNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
+        self.attention = Attention(c, context, matmuls=matmuls, rngs=rngs)
+        self.mlp_norm = LayerNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
+        self.up = linear("up", embed, mlp)
+        self.down = linear("down", mlp, embed, scale=1 / math.sqrt(2 * c.layers))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = constrain(x + self.attention(self.attention_norm(x)), *RESIDUAL_AXES)
+        with jax.named_scope("mlp"):
+            (hidden,) = project_each(self.mlp_norm(x), self.up)
+            hidden = constrain(jax.nn.gelu(hidden), "act_batch", "act_length", "act_mlp")
+            return constrain(x + self.down(hidden), *RESIDUAL_AXES)
+
+
+class GPT(nnx.Module):
+    """A GPT: int32 tokens [batch, length] -> fp32 logits [batch, length, vocab].
+
+    Args:
+        preset: a name in PRESETS.
+        rngs: source of the initial weights.
+        dtype: of activations and matmuls; parameters are fp32.
+        fp8: the projections of the layers multiply in fp8, see `models.fp8`; the output head does not.
+        remat: what the backward pass recomputes, see `models.remat.recompute`.
+        context: how fused attention works over a cut `act_length`, see `models.attention.causal_attention`.
+        overrides: fields of GPTConfig.
+
+    Raises:
+        ValueError: no such preset or field, or sizes that do not go together.
+    """
+
+    def __init__(
+        self,
+        preset: str = "gpt_debug",
+        *,
+        rngs: nnx.Rngs,
+        dtype=jnp.bfloat16,
+        fp8: bool = False,
+        remat="none",
+        context="all_gather",
+        **overrides,
+    ):
+        if preset not in PRESETS:
+            raise ValueError(f"no GPT preset '{preset}'. Known: {', '.join(sorted(PRESETS))}.")
+        fields = {f.name for f in dataclasses.fields(GPTConfig)}
+        if unknown := sorted(set(overrides) - fields):
+            raise ValueError(f"a GPT has no option '{unknown[0]}'. Known: {', '.join(sorted(fields))}.")
+        self.config = c = dataclasses.replace(PRESETS[preset], **overrides)
+        self.dtype, self.remat = jnp.dtype(dtype), check_remat(remat, context)
+        context, matmuls = check_context(context), Matmuls(fp8)
+        table = jax.nn.initializers.normal(1 / math.sqrt(c.embed))
+        self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
+        self.positions = parameter(rngs, table, (c.length, c.embed), (None, "embed"), stack=None)
+        self.layers = Block(c, context, matmuls=matmuls, rngs=rngs)
+        self.norm = LayerNorm(c.embed, eps=c.norm_eps, rngs=rngs)
+        if not c.tied:
+            self.head = Projection("head", {"embed": c.embed}, {"vocab": c.vocab}, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        if tokens.shape[1] > self.config.length:
+            raise ValueError(f"{tokens.shape[1]} tokens are more than the {self.config.length} positions of this GPT.")
+        with jax.named_scope("embedding"):
+            positions = constrain(self.positions.get_value().astype(self.dtype), None, None)[: tokens.shape[1]]
+            x = constrain(lookup(self.embedding.get_value(), tokens, self.dtype) + positions, *RESIDUAL_AXES)
+        with jax.named_scope("layers"):
+            x = self._scan_layers(x)
+        with jax.named_scope("logits"):
+            x = constrain(constrain(self.norm(x), *RESIDUAL_AXES), "act_batch", "act_length", "act_embed")
+            if self.config.tied:
+                logits = project(x, self.embedding.get_value().T, 1, jnp.float32)
+            else:
+                logits = self.head(x, out_dtype=jnp.float32)
+            return constrain(logits, "act_batch", "act_length", "act_vocab")
+
+    def _scan_layers(self, x: jax.Array) -> jax.Array:
+        graph, stacked = nnx.split(self.layers)
+
+        def layer(x, parameters):
+            return nnx.merge(graph, parameters)(x), None
+
+        return jax.lax.scan(recompute(layer, self.remat), x, stacked)[0]
+
+    def matmul_parameters(self) -> int:
+        """N of 6 N tokens: parameters that multiply activations; a tied table once, look-ups not."""
+        c = self.config
+        attention = c.embed * c.head_dim * 2 * (c.heads + (c.kv_heads or c.heads))
+        return c.layers * (attention + 2 * c.embed * c.mlp) + c.embed * c.vocab
+
+    def attention_shape(self) -> tuple[int, int, int]:
+        """(layers, heads, head_dim) of 12 L heads head_dim T tokens."""
+        return self.config.layers, self.config.heads, self.config.head_dim

@@ -1,0 +1,26 @@
+"""Cross-entropy of logits whose vocabulary may be cut over mesh axes, or over the stages of a pipeline."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from meshkit.parallel.pipeline import StageContext, vocabulary
+
+
+def next_token_losses(logits: jax.Array, targets: jax.Array, vocab: int, ctx: StageContext | None = None) -> jax.Array:
+    """logsumexp(logits) - logits[target], fp32 [batch, length].
+
+    By comparison, not by index, so that a cut vocabulary needs no gather.
+
+    Args:
+        logits: [batch, length, vocab], or a stage's part of the vocabulary.
+        targets: int32 [batch, length].
+        vocab: size of the whole vocabulary.
+        ctx: of a pipeline, if the logits were made in one.
+    """
+    if logits.shape[-1] < vocab:
+        assert ctx is not None
+        return vocabulary.cross_entropy(logits, targets, ctx.axis)
+    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)

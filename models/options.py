@@ -1,0 +1,36 @@
+"""Options of a model's config, as a user gives them: checked, with what was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+
+
+def check_option(name: str, value, kind: str):
+    """The value as a config wants it; a whole number may stand for a float.
+
+    Args:
+        name: of the option.
+        value: given by the user.
+        kind: `bool`, `int` or `float`.
+
+    Raises:
+        ValueError: another type, or not positive.
+    """
+    if kind == "bool":
+        wanted, fits = "true or false", isinstance(value, bool)
+    elif kind == "int":
+        wanted, fits = "a whole number of at least 1", isinstance(value, int) and value >= 1
+    else:
+        wanted, fits = "a positive number", isinstance(value, int | float) and 0 < value < math.inf
+    if not fits or isinstance(value, bool) != (kind == "bool"):
+        raise ValueError(f"{name} = {value!r} must be {wanted}.")
+    return float(value) if kind == "float" else value
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The end of an error message: the name that was probably meant, or all that there are."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1)
+    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(names)}."

@@ -1,0 +1,251 @@
+"""The replay of published runs: rows are read, matched and grouped without a compile; one tiny row goes all the way."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import statistics
+from benchmarks.published.__main__ import COLUMNS, main
+from benchmarks.published.experiments import Run, place, resolve
+from benchmarks.published.frameworks import FRAMEWORKS, find_framework
+from benchmarks.published.plot import draw
+from benchmarks.published.programs import with_trip_counts
+from benchmarks.published.replay import Prediction, group_key, predict
+from benchmarks.published.replica import SCHEDULED, layer_loops, replica_step_s
+from benchmarks.published.rows import Row, measured_peak_bytes, measured_step_time_s, parse_row, read_rows
+from benchmarks.published.runner import grouped
+from benchmarks.published.summary import main as summarize
+from meshkit.errors import ConfigError
+from meshkit.spec.cluster import Cluster
+from meshkit.spec.experiment import load
+from meshkit.timeline.network import collective_time_s
+from meshkit.xla.costs import Cost
+from meshkit.xla.hlo import Instruction, Schedule
+
+RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
+ROWS = {row.id: row for row in read_rows(RUNS)}
+TINY = {
+    "id": "tiny", "source": "MosaicML llm-foundry", "model": "mpt-tiny", "layers": "2", "hidden": "128", "heads": "4",
+    "ffn": "256", "vocab": "256", "seq_len": "64", "gpu": "H100-80GB SXM", "n_gpus": "8", "gpus_per_node": "8",
+    "tp": "1", "pp": "1", "fsdp": "8", "micro_batch": "1", "global_batch_seqs": "8", "recompute": "none",
+    "precision": "bf16", "step_time_s": "0.01",
+}  # fmt: skip
+
+
+def matched(name: str) -> Run:
+    run = resolve(ROWS[name])
+    assert isinstance(run, Run), run
+    return run
+
+
+def test_every_published_row_is_matched_or_says_why():
+    runs = [resolve(row) for row in ROWS.values()]
+    reasons = [run for run in runs if isinstance(run, str)]
+    assert len(runs) == 480
+    assert len(runs) - len(reasons) > 350
+    assert all(len(reason) > 20 for reason in reasons)
+
+
+def test_rows_that_share_a_program_are_grouped_once_each():
+    groups = grouped(ROWS.values())
+    assert sorted(row.id for group in groups for row in group) == sorted(ROWS)
+    together = next(g for g in groups if any(row.id == "internevo-7b-tp1-z8-8" for row in g))
+    assert {"internevo-7b-tp1-z8-1024", "internevo-7b-tp1-z-1-1024"} <= {row.id for row in together}
+    assert all(group_key(row) == "" for g in groups for row in g if isinstance(resolve(row), str))
+
+
+@pytest.mark.parametrize("name", ["maxtext-llama2-70b-fp8-512", "vtrain-multi-036", "internevo-7b-tp1-z8-1024",
+                                  "tt2506-llama3-70b-256-bf16-asyncTP", "nemo2504-llama3.1-70b-bf16-64",
+                                  "nemo2505-llama3.1-405b-gb200-bf16-128", "kempner-10-7B-16"])  # fmt: skip
+def test_the_experiment_of_a_row_is_a_file_that_loads(name, tmp_path):
+    run = matched(name)
+    (tmp_path / "experiment.toml").write_text(run.toml)
+    experiment = load(tmp_path / "experiment.toml")
+    assert math.prod(experiment.mesh.shape) == experiment.cluster.num_gpus
+    if run.whole:
+        assert experiment.cluster.num_gpus == run.gpus
+        assert experiment.train.global_batch == ROWS[name].count("global_batch_seqs")
+
+
+def test_a_row_says_how_its_batch_is_cut():
+    run = matched("vtrain-multi-036")  # 1024 sequences over 8 replicas in micro-batches of 2
+    assert (run.data, run.micro_batch, run.micro_batches, run.stage_layers) == (8, 2, 64, 10)
+    assert run.document["model"]["attention"] == "materialized"
+    assert matched("maxtext-llama2-70b-bf16-512").document["mesh"] == {
+        "data": {"nvlink": 1, "infiniband": 4},
+        "fsdp": {"nvlink": 8, "infiniband": 16},
+    }
+
+
+def test_innermost_axes_stay_inside_a_domain():
+    assert place({"data": 4, "tensor": 8}, 8) == {"data": {"nvlink": 1, "infiniband": 4}, "tensor": 8}
+    assert place({"data": 4, "tensor": 2}, 8) == {"data": 4, "tensor": 2}
+    assert place({"data": 1, "tensor": 1}, 8) == {"data": 1}
+
+
+def test_what_a_source_leaves_unsaid_is_said():
+    assert matched("maxtext-llama2-70b-bf16-64").configured
+    unsaid = matched("nemo2504-llama3.1-70b-bf16-64")
+    assert not unsaid.configured
+    assert any("recomputation not stated" in text for text in unsaid.assumed)
+    assert "experts" in str(resolve(ROWS["nemo-grok1-bf16-8"]))
+
+
+def test_measured_times_and_peaks_are_read_from_what_there_is():
+    assert measured_step_time_s(ROWS["maxtext-llama2-70b-bf16-64"]) == (6.999, "")
+    seconds, how = measured_step_time_s(ROWS["tt-8b-fsdp8-eager"])  # 16 sequences of 8192 at 5762 tokens/s on 8 GPUs
+    assert seconds == pytest.approx(16 * 8192 / (5762 * 8))
+    assert "tokens/s" in how
+    assert measured_step_time_s(ROWS["megatron-sc21-39B"])[0] == 14.453
+    assert measured_peak_bytes("peak alloc 39.07 GiB; more") == (
+        int(39.07 * 2**30),
+        "allocated",
+        "peak alloc 39.07 GiB",
+    )
+    assert measured_peak_bytes("x. Peak memory 82.4 GiB.") == (int(82.4 * 2**30), "reserved", "Peak memory 82.4 GiB")
+    assert measured_peak_bytes("nothing of it") is None
+    assert sum(measured_peak_bytes(row.notes) is not None for row in ROWS.values()) >= 28
+
+
+def test_mutilated_rows_never_raise(tmp_path):
+    """Cells blanked, negated, swapped for words: `predict` answers with a note, without a compile."""
+    chosen = random.Random(0)
+    with RUNS.open(encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    junk = ["", "-1", "0", "1e400", "nan", "many", "3.5", "²", "None", "x" * 300]
+    for index in range(300):
+        cells = dict(chosen.choice(table))
+        for name in chosen.sample(list(cells), 4):
+            cells[name] = chosen.choice(junk)
+        row = parse_row(cells, f"row-{index}")
+        found = predict(row, tmp_path, compile_missing=False)
+        assert found.predicted_s is None
+        assert found.note
+        group_key(row)
+
+
+def test_short_rows_and_odd_files(tmp_path, capsys):
+    short = tmp_path / "short.csv"
+    short.write_text("id,source,n_gpus\na\na,b,8,9,10\n,,\n", encoding="utf-8")
+    assert [row.id for row in read_rows(short)] == ["a", "a#2", "row-3"]
+    assert main(["--rows", str(short), "--out", str(tmp_path / "out"), "--jobs", "2"]) == 0
+    with (tmp_path / "out" / "predictions.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert tuple(table[0]) == COLUMNS
+    assert [row["predicted_step_time_s"] for row in table] == ["", "", ""]
+    assert all(row["note"] for row in table)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_rows(tmp_path / "none.csv")
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
+    assert main(["--rows", str(tmp_path / "bad.csv"), "--out", str(tmp_path)]) == 2
+    assert "no column 'id'" in capsys.readouterr().err
+
+
+@pytest.mark.deviceless
+def test_a_tiny_row_from_csv_to_picture(tmp_path, monkeypatch):
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, TINY)
+        writer.writeheader()
+        writer.writerows([TINY, TINY | {"id": "other", "step_time_s": ""}])
+    out = tmp_path / "out"
+    assert main(["--rows", str(tmp_path / "rows.csv"), "--out", str(out), "--only", "tiny"]) == 0
+    with (out / "predictions.csv").open() as file:
+        tiny, other = csv.DictReader(file)
+    assert float(tiny["predicted_step_time_s"]) > 0
+    assert float(tiny["predicted_peak_bytes"]) > 0
+    assert tiny["measured_step_time_s"] == "0.01"
+    assert other["predicted_step_time_s"] == tiny["predicted_step_time_s"]  # the same program
+    assert summarize(["--rows", str(tmp_path / "rows.csv"), "--out", str(out)]) == 0
+    assert "MosaicML" in (out / "summary.md").read_text()
+    assert (out / "predicted.svg").read_text().startswith("<svg")
+
+
+def _stage_program(layer_s: float, head_s: float, trips: int):
+    """A stage of a forward and a backward loop, each kernel of so many seconds, as a stand-in for a compiled one."""
+    forward, backward, head = (Instruction(n, "fusion", "kernel", cost=Cost()) for n in ("f", "b", "h"))
+    loops = [Instruction(n, "while", "while", bodies=(b,), trip_count=trips) for n, b in (("w1", "fb"), ("w2", "bb"))]
+    schedule = Schedule("m", {"fb": (forward,), "bb": (backward,), "e": (loops[0], head, loops[1])}, "e", "x")
+    return schedule, {"f": layer_s / 3, "b": 2 * layer_s / 3, "h": head_s}
+
+
+def test_a_pipeline_takes_its_micro_batches_and_its_bubble():
+    """1F1B by hand: m micro-batches of the slowest stage, p - 1 fills and drains of the others, the sends."""
+    run = matched("vtrain-multi-036")
+    schedule, seconds = _stage_program(1e-3, 5e-3, trips=4)
+    assert layer_loops(schedule) == ["w1", "w2"]
+
+    class Program:
+        def __init__(self):
+            self.schedule = schedule
+
+        def simulate(self, kernels, schedule):
+            total = 0.0
+            for i in schedule.computations["e"]:
+                inner = sum(seconds[k.name] for b in i.bodies for k in schedule.computations[b])
+                total += inner * (i.trip_count or 0) if i.bodies else seconds[i.name]
+            return total
+
+    cluster = Cluster.load(run.machines.table)
+    view = dataclasses.replace(SCHEDULED, pick=lambda s: s, outside=False)
+    step = replica_step_s(run, Program(), cluster, view)  # pyright: ignore[reportArgumentType]
+    assert step == pytest.approx(64 * (10e-3 + 5e-3) + 3 * 10e-3)
+    sends = replica_step_s(run, Program(), cluster, dataclasses.replace(view, outside=True)) - step  # pyright: ignore[reportArgumentType]
+    reduction = collective_time_s(
+        "all-reduce", payload_bytes=2 * (10 * run.shape.layer_parameters() + 51_200 * 6144) / 8, gpus_per_domain=1,
+        domains=8, cluster=cluster,
+    )  # fmt: skip
+    assert sends > reduction
+
+
+def test_a_loop_over_micro_batches_that_xla_took_apart_is_counted_whole():
+    """Five micro-batches, two of them outside of the loop, which does not say that it runs three times."""
+    matmul = Instruction("d", "dot", "kernel", cost=Cost({"bf16": 7.0}))
+    loop = Instruction("w", "while", "while", bodies=("b",))
+    schedule = Schedule("m", {"b": (matmul,), "e": (matmul, loop, matmul)}, "e", "x")
+    assert with_trip_counts(schedule, 5).computations["e"][1].trip_count == 3
+    assert with_trip_counts(schedule, 1) is schedule
+
+
+def test_every_framework_says_where_it_is_from():
+    assert all(len(f.why) > 20 for f in FRAMEWORKS)
+    assert find_framework(parse_row({"source": "new", "fsdp": "8", "pp": "1"}, "x")).whole
+    assert not find_framework(parse_row({"source": "new", "tp": "8", "pp": "4"}, "x")).whole
+
+
+def _prediction(name: str, family: str, measured: float, predicted: float, gpus: int) -> Prediction:
+    return Prediction(name, "s", family, "bf16", "h100_sxm", gpus, measured, predicted, 0.0, 0.5, 9.0, configured=True,
+                      model_flops=gpus * 989.4e12 * 0.4)  # fmt: skip
+
+
+def test_statistics_count_correlated_rows_once():
+    found = [_prediction(f"a{i}", "A", 1.0, 1.1, 8) for i in range(9)] + [_prediction("b", "B", 1.0, 1.3, 8)]
+    rows = {p.id: Row(p.id, p.family, "", {"model": p.family}, {}) for p in found}
+    grouped = statistics.groups(found, rows)
+    assert len(grouped) == 2
+    assert statistics.median_error(grouped, lambda p: p.error) == pytest.approx(0.2)  # not 0.1, which nine rows have
+    trivial = statistics.trivial_predictor([*found, _prediction("c", "B", 2.0, 2.0, 8)], {**rows, "c": rows["b"]})
+    # A runs at MFU 0.4, B at a median of 0.3: B from A is 0.4 / 0.4 - 1 and 0.2 / 0.4 - 1
+    assert trivial["b"] == pytest.approx(0.0)
+    assert trivial["c"] == pytest.approx(-0.5)
+
+
+def test_a_trend_is_right_when_its_sign_is():
+    found = [_prediction("a8", "A", 1.0, 1.0, 8), _prediction("a16", "A", 1.5, 1.1, 16)]
+    rows = {p.id: Row(p.id, "A page", "", {"model": "m"}, {"global_batch_seqs": 8 * n, "seq_len": 128, "n_gpus": 8 * n})
+            for n, p in enumerate(found, 1)}  # fmt: skip
+    (trend,) = statistics.trends(found, rows)
+    assert (trend.gpus, trend.right) == ((8, 16), True)
+    assert trend.measured == pytest.approx(1 / 1.5 - 1)
+    assert trend.predicted == pytest.approx(1 / 1.1 - 1)
+
+
+def test_the_picture_names_every_family():
+    picture = draw([_prediction("a", "First & last", 1.0, 1.1, 8), _prediction("b", "B", 30.0, 10.0, 8)])
+    assert "First &amp; last" in picture
+    assert picture.count("<circle") == 2 * 2 + 2  # each row twice, two in the legend

@@ -1,0 +1,229 @@
+"""The page in a headless Chromium, at the width of a desk and of a phone. Skipped where there is none."""
+
+import json
+import re
+
+import pytest
+
+from meshkit.report.compare import compare
+from meshkit.report.html import write_html
+from meshkit.report.parts import (
+    FeedbackPart,
+    HistoryPart,
+    KernelClassPart,
+    KernelPart,
+    KernelsPart,
+    QualityPart,
+    StragglerPart,
+    StragglersPart,
+)
+from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
+from tests.report.browser import Browser, find_chromium
+
+WIDTHS = (1280, 390)
+NUMBERS = """[...document.querySelectorAll('[data-key]')].map(
+    n => [n.dataset.document, n.dataset.key, n.dataset.value, n.textContent])"""
+SHARES = {"mfu", "hfu", "last_share", "mapped_share", "axis_mapped_share", "kernels_mapped_share"}
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    browser = Browser(executable, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+def kernels(report, factor):
+    """Two kinds of work that add up to the report's compute."""
+    classes = []
+    for kind, share in (("matmul", 0.75), ("a kind with a long name of its own", 0.25)):
+        seconds = share * report.step.compute_s
+        op = KernelPart(name=f"{kind[:6]}.1", key=f"{kind}|1", source="layers/mlp/" * 20, line="models/x.py:7", count=3,
+                        busy_s=factor * seconds)  # fmt: skip
+        classes.append(KernelClassPart(kind=kind, count=3, time_s=seconds, busy_s=seconds, ops=(op,)))
+    return KernelsPart(classes=tuple(classes))
+
+
+@pytest.fixture
+def everything(report):
+    """A measured report in which every optional part is known."""
+    devices = [StragglerPart(device=1, process=0, host="node-with-a-long-name-0001.example.org", caused_wait_s=2e-3,
+                             waited_s=1e-4, last_share=0.25, compute_s=5e-3)]  # fmt: skip
+    steps = tuple(range(1, 41))
+    history = HistoryPart(
+        steps=steps,
+        values={"step_time_s": tuple(0.01 + 1e-4 * (s % 3) for s in steps), "loss": tuple(5 / s for s in steps)},
+        trend={"step_time_s": 0.01, "loss": -0.7},
+    )
+    quality = QualityPart(events=123456, mapped_share=0.995, axes_withheld=False, clocks=2, clock_residual_s=1.2e-5)
+    parts = {
+        "kernels": kernels(report, 1.0),
+        "quality": quality,
+        "stragglers": StragglersPart(method="clocked", instances=12, devices=tuple(devices)),
+        "history": history,
+        "feedback": FeedbackPart(before_time_s=0.012, before_exposed_s=0.004),
+    }
+    return report.model_copy(update=parts)
+
+
+@pytest.fixture
+def predicted(everything):
+    """A prediction that is half as long, of another program."""
+    half = {key: value / 2 for key in ("time_s", "exposed_s", "compute_s") if (value := getattr(everything.step, key))}
+    program = everything.program.model_copy(update={"fingerprint": "other"})
+    parts = {"source": "plan", "step": everything.step.model_copy(update=half), "program": program, "history": None}
+    parts |= {"kernels": kernels(everything, 0.5), "stragglers": None, "quality": None, "feedback": None}
+    return everything.model_copy(update=parts)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_page_renders_and_says_what_the_files_say(browser, everything, predicted, timeline, tmp_path, width):
+    page = write_html(
+        predicted, tmp_path / "report.html", other=everything, other_timeline=timeline, trace_file="trace.json.gz"
+    )
+    browser.open(page, width)
+    assert browser.problems == []
+    drawn = browser.evaluate(
+        "[...document.querySelectorAll('.chart:not([hidden])')].map(n => !!n.querySelector('svg'))"
+    )
+    assert drawn
+    assert all(drawn)
+    check_no_overflow(browser, width)
+    documents = {
+        "predicted": json.loads(predicted.to_json()),
+        "measured": json.loads(everything.to_json()),
+        "compare": json.loads(compare(predicted, everything).to_json()),
+    }
+    check_numbers(browser.evaluate(NUMBERS), documents)
+
+
+def check_no_overflow(browser, width):
+    """The page is not wider than the screen, with every fold open; what is wider scrolls in its own box."""
+    browser.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    outside = browser.evaluate(
+        "[...document.querySelectorAll('section, .card, h1, .note, .legend, footer, .chart')]"
+        ".filter(n => n.getBoundingClientRect().right > innerWidth + 0.5).map(n => n.outerHTML.slice(0, 80))"
+    )
+    assert outside == []
+
+
+def check_numbers(numbers, documents):
+    """Every number of the page is the one of the file, bit for bit, and reads as it."""
+    seen = set()
+    for document, key, value, text in numbers:
+        expected = value_at(documents[document], key)
+        assert (json.loads(value) if value else None) == expected, key
+        assert text == text_of(key, expected), key
+        seen.add(f"{document}:{key}")
+    for needed in (
+        "measured:step.exposed_s",
+        "measured:spread.time_s.p90",
+        "measured:communication.0.exposed_s",
+        "measured:stragglers.devices.0.caused_wait_s",
+        "measured:quality.clock_residual_s",
+        "measured:feedback.before_exposed_s",
+        "measured:kernels.classes.1.time_s",
+        "measured:memory.peak_bytes",
+        "predicted:step.time_s",
+        "compare:step.time_s.ratio",
+        "compare:kernel_ops.0.busy_s.b",
+    ):
+        assert needed in seen
+
+
+def value_at(document, key):
+    """The value at a path; `a+b` adds up."""
+    found = [document]
+    for part in key.split("."):
+        found = [v[int(name)] if isinstance(v, list) else v[name] for v in found for name in part.split("+")]
+    if len(found) == 1:
+        return found[0]
+    return None if None in found else sum(found)
+
+
+def text_of(key, value):
+    """How a value of this key reads, by the unit in its name."""
+    *path, name = key.split(".")
+    if name in ("a", "b", "min", "median", "p90", "max"):
+        name = path[-1]
+    if name == "ratio":
+        return "-" if value is None else f"{value:.2f} x" if value < 100 else f"{value:.0f} x"
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name in SHARES:
+        return format_percent(value)
+    if name.endswith("bytes_per_s"):
+        return format_rate(value)
+    if name == "tokens_per_s_per_gpu":
+        return format_count(value).strip()
+    if name.endswith("_s"):
+        return format_seconds(value)
+    if "bytes" in name:
+        return format_bytes(value)
+    return f"{value:,}" if name == "events" else f"{value:g}"
+
+
+def timeline_axis(browser):
+    return browser.evaluate("[...document.querySelector('#timeline-profile-0')._fullLayout.xaxis.range]")
+
+
+def point_of(browser, pixel_share):
+    """Screen position inside the plot area of the first timeline, scrolled into view."""
+    box = browser.evaluate(
+        "(n => { n.scrollIntoView({block: 'center'}); const r = n.querySelector('.nsewdrag').getBoundingClientRect();"
+        " return [r.left, r.top, r.width, r.height] })(document.querySelector('#timeline-profile-0'))"
+    )
+    return box[0] + box[2] * pixel_share, box[1] + box[3] / 12
+
+
+@pytest.mark.parametrize("width", [1280, pytest.param(390, marks=pytest.mark.slow)])
+def test_timeline_zooms_hovers_and_changes_device(browser, everything, timeline, tmp_path, width):
+    page = write_html(everything, tmp_path / "report.html", timeline)
+    browser.open(page, width)
+    assert timeline_axis(browser) == [0, 10]  # ms: the whole step
+    x, y = point_of(browser, 0.2)  # 2 ms into the step: the first compute span, of the first of six lanes
+    browser.mouse("mouseMoved", x - 3, y)
+    browser.mouse("mouseMoved", x, y)
+    browser.wait_for("!!document.querySelector('#timeline-profile-0 .hovertext')")
+    hover = browser.evaluate("document.querySelector('#timeline-profile-0 .hovertext').textContent")
+    assert hover.startswith("fusion")
+    assert "4 ms" in hover
+    for _ in range(6):  # one turn of the wheel zooms by a tenth at most
+        browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-240)
+    browser.wait_for("(([a, b]) => b - a < 8)(document.querySelector('#timeline-profile-0')._fullLayout.xaxis.range)")
+    low, high = timeline_axis(browser)
+    assert low < 2 < high  # the zoom keeps what is under the pointer
+    select = "document.querySelector('[data-timeline]')"
+    browser.evaluate(f"(s => {{ s.selectedIndex = 1; s.dispatchEvent(new Event('change')) }})({select})")
+    browser.wait_for("!!document.querySelector('#timeline-profile-1 svg')")
+    assert browser.evaluate("document.querySelector('#timeline-profile-0').hidden") is True
+    assert browser.problems == []
+
+
+@pytest.mark.slow
+def test_a_page_turns_narrow_with_its_window(browser, everything, timeline, tmp_path):
+    page = write_html(everything, tmp_path / "report.html", timeline)
+    browser.open(page, 1280)
+    assert browser.evaluate("document.querySelector('#step')._fullLayout.yaxis.showticklabels") is True
+    browser.send("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=False)
+    browser.wait_for("!document.querySelector('#step')._fullLayout.yaxis.showticklabels")
+    check_no_overflow(browser, 390)
+    assert browser.problems == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_page_of_nothing_known(browser, timeline, tmp_path, width):
+    from meshkit.report.schema import Report, StepPart, WindowPart
+
+    empty = Report(source="plan", window=WindowPart(steps=0, devices=0), step=StepPart())
+    browser.open(write_html(empty, tmp_path / "report.html"), width)
+    assert browser.problems == []
+    assert re.search(r"No step was seen", browser.evaluate("document.body.textContent"))
+    check_no_overflow(browser, width)
