@@ -110,14 +110,15 @@ LAYER_INPUTS = 4 * 4 * 1024 * 512 * 2  # bytes: layers, sequences of a GPU, toke
 
 @pytest.mark.deviceless
 def test_the_inputs_of_layers_wait_in_host_memory():
-    """The FLOP of full recomputation, less GPU memory, and each input goes over the host link and comes back."""
+    """The FLOP of full recomputation, less GPU memory, and each input goes over the host link and comes back: four out,
+    three in, since XLA takes the last iteration forward and the first one back out of their loops, and hands it on."""
     offload, full = planned(OFFLOAD), planned(FULL)
     assert matmul_flops(offload) == pytest.approx(matmul_flops(full), rel=1e-6)
     assert offload.compiled.memory["temp"] < full.compiled.memory["temp"]
     assert offload.compiled.host_peak_bytes == LAYER_INPUTS
     assert full.compiled.host_peak_bytes == 0
     (message,) = said_of_host_memory(offload)
-    assert message.startswith("16.0 MiB per GPU lie in host memory; 32.0 MiB a step cross pcie5")
+    assert message.startswith("16.0 MiB per GPU lie in host memory; 28.0 MiB a step cross pcie5")
     assert not said_of_host_memory(full)
 
 

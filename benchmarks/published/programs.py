@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
 from meshkit.spec.experiment import Experiment, load
 from meshkit.timeline.simulate import Simulation, simulate
-from meshkit.xla.hlo import Instruction, Schedule, load_module, read_schedule
+from meshkit.xla.hlo import Schedule, load_module, read_schedule
 from meshkit.xla.program import compile_absent
 
 TIMEOUT_S = 900.0
@@ -47,33 +47,6 @@ class Program:
     def simulate(self, kernels: Kernels, schedule: Schedule | None = None) -> Simulation:
         """The simulated step with the kernels of a run; of another schedule on the same cluster, if one is given."""
         return simulate(schedule or self.schedule, adapted(self.experiment.cluster, kernels))
-
-
-def with_trip_counts(schedule: Schedule, micro_batches: int) -> Schedule:
-    """The schedule with the trip count of the loop over micro-batches, where XLA has lost it.
-
-    It does when it pipelines collectives over that loop: it takes iterations out of it, and no longer says how many are
-    left. Those outside do the same matmuls as those inside, so their FLOP tell.
-    """
-    entry = schedule.computations[schedule.entry]
-    lost = [i for i in entry if i.kind == "while" and i.trip_count is None]
-    if len(lost) != 1 or micro_batches == 1:
-        return schedule
-    inside = _flops(schedule, lost[0].bodies[0])
-    outside = sum(_flops_of(schedule, i) for i in entry if i is not lost[0])
-    trips = max(1, micro_batches - round(outside / inside)) if inside else 1
-    filled = tuple(replace(i, trip_count=trips) if i is lost[0] else i for i in entry)
-    return replace(schedule, computations={**schedule.computations, schedule.entry: filled})
-
-
-def _flops(schedule: Schedule, name: str) -> float:
-    return sum(_flops_of(schedule, i) for i in schedule.computations[name])
-
-
-def _flops_of(schedule: Schedule, i: Instruction) -> float:
-    if i.bodies:
-        return max(_flops(schedule, body) for body in i.bodies) * (i.trip_count or 1)
-    return sum(i.cost.matmul_flops.values()) if i.cost else 0.0
 
 
 def program_key(toml: str) -> str:
@@ -112,7 +85,6 @@ def get_program(toml: str, folder: Path) -> tuple[Program, bool]:
         cached = True
     facts, module = found
     schedule = read_schedule(load_module(module), placement_of(mesh, experiment.cluster))
-    schedule = with_trip_counts(schedule, experiment.train.accumulate)
     return Program(experiment, schedule, facts["peak_bytes"], facts["gradients_bytes"]), cached
 
 

@@ -96,6 +96,7 @@ class ModuleAttributes:
         self._sequences = dict(_sequences(top))
         self._instructions: dict[str, Attributes] = {}
         self._order: dict[str, list[str]] = {}
+        self._parents: dict[str, str] = {}
         self.entry = text(top, 2)
         self.scheduled = bool(self._sequences)
 
@@ -105,12 +106,21 @@ class ModuleAttributes:
             self._order[computation] = self._read(computation)
         return self._order[computation]
 
+    def root(self, computation: str) -> int:
+        """The id of the instruction whose value a computation gives."""
+        return integer(self._computations[computation], 6)
+
     def of(self, instruction: str) -> Attributes:
         """The attributes of an instruction; names are unique in a module."""
         if instruction not in self._instructions:
             for computation in self._computations:
                 self.order(computation)
         return self._instructions[instruction]
+
+    def parent(self, instruction: str) -> str:
+        """The computation that an instruction stands in."""
+        self.of(instruction)
+        return self._parents[instruction]
 
     def _read(self, name: str) -> list[str]:
         computation = self._computations[name]
@@ -120,6 +130,7 @@ class ModuleAttributes:
             instruction = text(fields, 1)
             called = tuple(self._names[i] for i in ints(fields, 38) if i in self._names)
             self._instructions[instruction] = Attributes(instruction, text(fields, 2), called, fields)
+            self._parents[instruction] = name
             ids[integer(fields, 35)] = instruction
         sequence = self._sequences.get(integer(computation, 5), [])
         complete = len(sequence) == len(ids) and all(i in ids for i in sequence)

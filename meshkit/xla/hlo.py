@@ -25,6 +25,7 @@ from meshkit.xla.costs import Cost, CostModel, opcode
 from meshkit.xla.groups import group_shape, read_groups
 from meshkit.xla.schedule import Instruction, Schedule
 from meshkit.xla.shapes import Shape, shape_of
+from meshkit.xla.trips import count_trips
 
 __all__ = [
     "Instruction",
@@ -232,14 +233,22 @@ class _Reader:
         return Instruction(i.name, op, "kernel", at.source, cost)
 
     def _control(self, i: Any, op: str, at: Attributes) -> Instruction:
-        if op == "while" and at.trip_count is None:
-            self._note("unknown trip count", i.name)
+        trips = self._trips(i, at) if op == "while" else None
         if op == "conditional":
             self._note("conditional", i.name)
         if op == "async-start":
             self._note("side stream", i.name)
         kind = "call" if op == "async-start" else op
-        return Instruction(i.name, op, kind, at.source, bodies=self._bodies(i), trip_count=at.trip_count)
+        return Instruction(i.name, op, kind, at.source, bodies=self._bodies(i), trip_count=trips)
+
+    def _trips(self, i: Any, at: Attributes) -> int | None:
+        """Iterations of a loop: as XLA says, or as its counter does; noted where neither is known."""
+        trips = at.trip_count
+        if trips is None:
+            trips = count_trips(self._attributes, at, self._attributes.parent(i.name))
+        if trips is None:
+            self._note("unknown trip count", i.name)
+        return trips
 
     def _transfer(self, i: Any, op: str, at: Attributes) -> Instruction:
         """Half of a send and receive: between GPUs a permute that the send starts, otherwise a transfer to the host."""

@@ -15,7 +15,6 @@ from benchmarks.published.__main__ import COLUMNS, main
 from benchmarks.published.experiments import Run, place, resolve
 from benchmarks.published.frameworks import FRAMEWORKS, find_framework
 from benchmarks.published.plot import draw
-from benchmarks.published.programs import with_trip_counts
 from benchmarks.published.replay import Prediction, group_key, predict
 from benchmarks.published.replica import SCHEDULED, layer_loops, replica_step_s
 from benchmarks.published.rows import Row, measured_peak_bytes, measured_step_time_s, parse_row, read_rows
@@ -201,15 +200,6 @@ def test_a_pipeline_takes_its_micro_batches_and_its_bubble():
         domains=8, cluster=cluster,
     )  # fmt: skip
     assert sends > reduction
-
-
-def test_a_loop_over_micro_batches_that_xla_took_apart_is_counted_whole():
-    """Five micro-batches, two of them outside of the loop, which does not say that it runs three times."""
-    matmul = Instruction("d", "dot", "kernel", cost=Cost({"bf16": 7.0}))
-    loop = Instruction("w", "while", "while", bodies=("b",))
-    schedule = Schedule("m", {"b": (matmul,), "e": (matmul, loop, matmul)}, "e", "x")
-    assert with_trip_counts(schedule, 5).computations["e"][1].trip_count == 3
-    assert with_trip_counts(schedule, 1) is schedule
 
 
 def test_every_framework_says_where_it_is_from():

@@ -196,3 +196,79 @@ def test_fields_of_the_wire_format():
     """Field 1 varint 300, field 2 bytes, field 3 of 4 and field 4 of 8 bytes, field 1 again."""
     message = b"\x08\xac\x02" + b"\x12\x02hi" + b"\x1d\x01\x00\x00\x00" + b"\x21" + bytes(8) + b"\x08\x05"
     assert read_fields(message) == {1: [300, 5], 2: [b"hi"], 3: [b"\x01\x00\x00\x00"], 4: [bytes(8)]}
+
+
+LOOP = """
+HloModule counted, is_scheduled=true
+
+%fused_add (p: s32[]) -> s32[] {{
+  %p = s32[] parameter(0)
+  %s = s32[] constant({step})
+  ROOT %n = s32[] add(%s, %p)
+}}
+
+%fused_compare (q: s32[]) -> pred[] {{
+  %q = s32[] parameter(0)
+  %l = s32[] constant({limit})
+  ROOT %c = pred[] compare({compare}
+}}
+
+%body (state: (f32[8], s32[])) -> (f32[8], s32[]) {{
+  %state = (f32[8], s32[]) parameter(0)
+  %x = f32[8] get-tuple-element(%state), index=0
+  %i = s32[] get-tuple-element(%state), index=1
+  %twice = f32[8] add(%x, %x)
+  %held = s32[] copy(%i)
+  %next = s32[] fusion(%held), kind=kLoop, calls=%fused_add
+  ROOT %out = (f32[8], s32[]) tuple(%twice, %next)
+}}
+
+%condition (cstate: (f32[8], s32[])) -> pred[] {{
+  %cstate = (f32[8], s32[]) parameter(0)
+  %ci = s32[] get-tuple-element(%cstate), index=1
+  ROOT %go = pred[] fusion(%ci), kind=kLoop, calls=%fused_compare
+}}
+
+ENTRY %main (a: f32[8], b: s32[]) -> f32[8] {{
+  %a = f32[8] parameter(0)
+  %b = s32[] parameter(1)
+  %zero = s32[] constant({start})
+  %begin = s32[] copy({begin})
+  %init = (f32[8], s32[]) tuple(%a, %begin)
+  %loop = (f32[8], s32[]) while(%init), condition=%condition, body=%body, backend_config={config}
+  ROOT %r = f32[8] get-tuple-element(%loop), index=0
+}}
+"""
+CONFIG = '{"known_induction_variable":{"tuple_index":"1"}}'
+LESS = "%q, %l), direction=LT"
+
+
+@pytest.mark.parametrize(
+    ("start", "step", "limit", "compare", "trips"),
+    [
+        (0, 1, 3, LESS, 3),
+        (1, 1, 4, LESS, 3),
+        (-2, 1, 4, LESS, 6),
+        (0, 2, 7, LESS, 4),
+        (0, 1, 3, "%q, %l), direction=LE", 4),
+        (0, 1, 3, "%l, %q), direction=GT", 3),
+        (0, 1, 3, "%l, %q), direction=GE", 4),
+        (5, 1, 3, LESS, 0),
+    ],
+)
+def test_a_loop_without_a_trip_count_is_counted_by_its_counter(start, step, limit, compare, trips):
+    """Collective pipelining takes iterations out of a loop, and XLA then forgets how many are left."""
+    text = LOOP.format(start=start, step=step, limit=limit, compare=compare, begin="%zero", config=CONFIG)
+    schedule = read_schedule(parse_hlo(text), PLACEMENT)
+    (loop,) = [i for i, _ in schedule.walk() if i.kind == "while"]
+    assert loop.trip_count == trips
+    assert "unknown trip count" not in schedule.notes
+
+
+@pytest.mark.parametrize(
+    ("begin", "compare"), [("%b", LESS), ("%zero", "%q, %q), direction=LT"), ("%zero", "%q, %l), direction=NE")]
+)
+def test_a_loop_that_nobody_can_count_is_noted(begin, compare):
+    text = LOOP.format(start=0, step=1, limit=3, compare=compare, begin=begin, config=CONFIG)
+    schedule = read_schedule(parse_hlo(text), PLACEMENT)
+    assert schedule.notes["unknown trip count"] == ["loop"]
