@@ -116,8 +116,8 @@ FSDP_GATHERS = 2 * BF16 * KERNELS + 2 * BF16 * TABLE + FP32 * ((NORMS - EMBED) *
 
 
 def test_fsdp_gathers_twice_and_scatters_once():
-    """One gather a layer and pass, one reduction a layer and one of the table: with collectives pipelined over the layers
-    (the options that the plan derives), the first layer's weights travel with the table's."""
+    """One gather a layer and pass, one reduction a layer and one of the table: with collectives pipelined over the
+    layers (the options that the plan derives), the first layer's weights travel with the table's."""
     got = moved(f"mesh.fsdp={BOTH}", 'rules.preset="fsdp"')
     assert got == {
         ("all-gather", "fsdp"): (FSDP_GATHERS + tokens(1), 2 * LAYERS),
