@@ -82,26 +82,30 @@ def _joined(parts: Sequence[Events], wanted: Sequence[str]) -> Events:
 
 def _event_spans(buffer: Buffer, start: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Begin and end of the events of a line, a chunk at a time."""
-    data, tag, i = buffer.data, _EVENT_TAG, start
-    while i < end:
+    data, tag = bytes(buffer.data[start:end]), _EVENT_TAG  # bytes are indexed in half the time of a memoryview
+    i, size = 0, end - start
+    while i < size:
         begins: list[int] = []
         append = begins.append
-        for _ in range(_CHUNK):  # the one loop over events: nothing in it that numpy can do afterwards
-            if i >= end:
-                break
-            if data[i] == tag:
-                n = data[i + 1]
-                i += 2
-                if n > 0x7F:
-                    n, i = buffer.varint(i - 1, end)
-                append(i)
-                i += n
-            else:
-                i = buffer.skip(i, end)
-        if i > end:
+        try:
+            for _ in range(_CHUNK):  # the one loop over events: nothing in it that numpy can do afterwards
+                if data[i] == tag:
+                    n = data[i + 1]
+                    i += 2
+                    if n > 0x7F:
+                        n, i = buffer.varint(start + i - 1, end)
+                        i -= start
+                    append(i)
+                    i += n
+                else:
+                    i = buffer.skip(start + i, end) - start
+        except IndexError:  # the line is over
+            if i < size:
+                raise Malformed("an event reaches beyond its line") from None
+        if i > size:
             raise Malformed("an event reaches beyond its line")
         if begins:
-            begin = np.array(begins, np.int64)
+            begin = np.array(begins, np.int64) + start
             yield begin, begin + _lengths(buffer.bytes, begin)
 
 

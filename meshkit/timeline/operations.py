@@ -212,8 +212,11 @@ class _Reader:
         columns = (stats["hlo_op"], stats["hlo_module"], events.metadata, flags, stats["program_id"])
         inverse, first = _distinct(columns)
         index = np.empty(len(first), np.int32)
-        for i, (op, module, metadata, flag, program) in enumerate(zip(*(c[first].tolist() for c in columns))):
-            key = (plane.event_names.get(metadata), plane.text(op), plane.text(module), flag, program)
+        rows = [column[first].tolist() for column in columns]
+        ops, modules = ({id_: plane.text(id_) for id_ in set(column)} for column in rows[:2])
+        names = {id_: plane.event_names.get(id_) for id_ in set(rows[2])}
+        for i, (op, module, metadata, flag, program) in enumerate(zip(*rows)):
+            key = (names[metadata], ops[op], modules[module], flag, program)
             number = self.known.get(key)
             if number is None:
                 number = self.known[key] = len(self.known)

@@ -134,7 +134,7 @@ class Buffer:
 
     def text(self, start: int, end: int) -> str:
         """A string."""
-        return bytes(self.data[start:end]).decode("utf-8", "replace")
+        return str(self.data[start:end], "utf-8", "replace")
 
     def varints(self, at: np.ndarray, *, wide: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """[n] numbers that begin at each position, and how many bytes each takes.

@@ -221,5 +221,5 @@ def test_the_stale_exchange_of_a_llama_is_overlapped_whole():
     report = plan_experiment(load("configs/experiments/llama3_8b.toml", STALE_8B)).report
     rows = [r for r in report.communication if tuple(r.axes) == ("data",)]
     ops = [op for r in rows for op in r.ops if op.payload_bytes > 4096]
-    assert len(ops) == 2
+    assert sum(op.count for op in ops) == pytest.approx(2)  # some in what XLA takes out of the loop over the steps
     assert sum(op.exposed_s for op in ops) <= 0.01 * sum(op.busy_s for op in ops)
