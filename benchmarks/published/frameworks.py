@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.published.rows import Row
 
@@ -30,6 +30,50 @@ _LAYER_AT_A_TIME = {
     "xla_gpu_all_gather_combine_threshold_bytes": 2**31,
     "xla_gpu_all_reduce_combine_threshold_bytes": 2**31,
 }
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a framework that is not JAX keeps in a GPU's memory, for holdings.py.
+
+    Attributes:
+        shards: FSDP: fp32 shards of everything; otherwise weights and gradients of a stage whole, 16-bit weights beside
+            an fp32 optimizer.
+        gradient_bytes: a parameter, of a replica.
+        step_bytes: a parameter, while the optimizer of a replica steps: flat copies of gradients.
+        dummy_gradients: Transformer Engine keeps an empty gradient in 16 bits for every shape of weight where matmuls
+            add to fp32 gradients (get_dummy_wgrad); the output head makes one.
+        dropout: with its masks.
+        shard_bytes: a parameter and its two moments, of FSDP's shards.
+        reduces_last: gradients stay whole until the last micro-batch.
+        whole_logits: not cut by tensor parallelism at the loss.
+        logit_bytes: an element of the logits, at the loss: 6 in 16 bits and fp32, then in place (Megatron-LM,
+            cross_entropy.py); 12 in fp32 for the log-softmax, its gradient and that of its input
+            (torch.nn.functional.cross_entropy); 8 in 16 bits for the same and the logits.
+        compiles_loss: pattern of sources in which torch.compile compiles the loss too; "" for none.
+        why: where this is from.
+    """
+
+    shards: bool = False
+    gradient_bytes: int = 4
+    step_bytes: int = 0
+    dummy_gradients: bool = False
+    dropout: bool = False
+    shard_bytes: int = 12
+    reduces_last: bool = False
+    whole_logits: bool = False
+    logit_bytes: int = 6
+    compiles_loss: str = ""
+    why: str = ""
+
+
+_FSDP = Memory(shards=True, logit_bytes=12, why="FSDP with fp32 parameters, eager cross-entropy in fp32")
+_MEGATRON = Memory(
+    dummy_gradients=True,
+    why="Megatron-LM core: bf16 weights, fp32 main gradients, distributed optimizer; Transformer Engine 2; "
+    "vocab_parallel_cross_entropy in place",
+)
+_HALF = Memory(gradient_bytes=2, dropout=True, why="fp16 weights and gradients, fp32 Adam, dropout")
 
 
 @dataclass(frozen=True)
@@ -52,6 +96,10 @@ class Framework:
         overlaps_stages: sends between pipeline stages hide under other micro-batches.
         sequence_parallel: with tensor parallelism, unless the row says no.
         per_tensor: ZeRO-1 that all-reduces gradients, and broadcasts each parameter tensor from its one owner.
+        bucket_parameters, bucket_per_replica: parameters whose gradients are reduced at once where that is overlapped,
+            at least, and for every replica; 0: all.
+        bucket_copy_bytes: the same of copies in and out of buckets, once a step.
+        memory: what a GPU holds; None where XLA's program says it.
         xla: options of the compiler.
         why: where this is from.
     """
@@ -69,6 +117,10 @@ class Framework:
     overlaps_stages: bool = False
     sequence_parallel: bool = False
     per_tensor: bool = False
+    bucket_parameters: int = 0
+    bucket_per_replica: int = 0
+    bucket_copy_bytes: int = 0
+    memory: Memory | None = None
     xla: Mapping[str, object] = field(default_factory=dict)
     why: str = ""
 
@@ -87,59 +139,81 @@ FRAMEWORKS = (
     ),
     Framework(
         "MosaicML", r"MosaicML|llm-foundry", whole=True, attention="triton_flash1", reduce="bf16", xla=_FSDP_OPTIONS,
+        memory=_FSDP,
         why="FSDP1: composer's get_mixed_precision (DEFAULT and PURE) leaves gradients in the compute dtype; prefetch "
         "of the next block; triton FlashAttention",
     ),
     Framework(
         "IBM fms-fsdp", r"fms-fsdp|IBM", whole=True, attention="flash2", reduce="bf16", xla=_FSDP_OPTIONS,
+        memory=_FSDP,
         why="fms_fsdp/policies/mixed_precision.py: bf16 reductions; torch.compile",
     ),
     Framework(
         "torchtitan", r"torchtitan", whole=True, attention="flash2", reduce="fp32", sequence_parallel=True,
         sharded_optimizer=True, overlaps_gradients=True, xla=_FSDP_OPTIONS,
+        memory=replace(
+            _FSDP, compiles_loss=r"_?(2025|2026)",
+            why="pytorch/torchtitan@9dec370 (2024-12): cross-entropy of pred.float(), compiling it commented out; "
+            "@e7c0cae (2025-06): compiled",
+        ),
         why="FSDP2, fp32 reductions by default (mixed_precision_reduce); with pipeline stages weights stay gathered",
     ),
     Framework(
         "KempnerForge", r"Kempner", whole=True, attention="flash2", reduce="fp32", sequence_parallel=True,
         xla=_FSDP_OPTIONS,
-        why="FSDP2 and torch.compile; reductions as FSDP2's users set them, not stated",
+        memory=Memory(
+            shards=True, shard_bytes=6, reduces_last=True, whole_logits=True, logit_bytes=8,
+            why="KempnerInstitute/KempnerForge, distributed/parallel.py, training/grad.py and loss.py: all in bf16, "
+            "fp32 reductions with the last micro-batch, logits gathered over tensor parallelism and lost in bf16",
+        ),
+        why="FSDP2 with fp32 reductions (default_mp_policy), torch.compile",
     ),
     Framework(
         "InternEvo", r"InternEvo", attention="flash2", reduce="bf16", sharded_optimizer=True,
-        overlaps_gradients=True, per_tensor=True,
-        why="hybrid_zero_optim.py and configs/7B_sft.py: bf16 gradients all-reduced over all replicas under the last "
-        "backward pass (overlap_sync_grad); every parameter tensor has one owner in the ZeRO-1 group, which broadcasts "
-        "its new value after the optimizer (overlap_sync_param is off)",
+        overlaps_gradients=True, per_tensor=True, bucket_parameters=512 * 2**20,
+        bucket_copy_bytes=8,
+        memory=Memory(
+            gradient_bytes=2, step_bytes=6, logit_bytes=12,
+            why="hybrid_zero_optim.py: weights and gradients in bf16, flat copies in bf16 and fp32 in _step",
+        ),
+        why="InternLM/InternEvo@c628a8c, hybrid_zero_optim.py and configs/7B_sft.py: bf16 gradients copied "
+        "into buckets of 2^29 and back, all-reduced over all replicas under the last backward pass "
+        "(overlap_sync_grad); every parameter tensor has one owner in the ZeRO-1 group, which broadcasts its new value "
+        "after the optimizer (overlap_sync_param is off)",
     ),
     Framework(
-        "SimuMax", r"SimuMax", sharded_optimizer=True, overlaps_tensor=False, sequence_parallel=True,
+        "SimuMax", r"SimuMax", sharded_optimizer=True, overlaps_tensor=False, sequence_parallel=True, memory=_MEGATRON,
         why="the page: Megatron-LM 0.14, distributed optimizer, overlap of communication off by design",
     ),
     Framework(
-        "vTrain", r"vTrain", fused_attention=False, reduce="bf16", overlaps_tensor=False,
+        "vTrain", r"vTrain", fused_attention=False, reduce="bf16", overlaps_tensor=False, memory=_HALF,
         why="Megatron-DeepSpeed of 2022: fp16 gradients all-reduced after the last micro-batch, no FlashAttention",
     ),
     Framework(
-        "Megatron-LM", r"Korthikanti|Megatron-LM|SC21", fused_attention=False, reduce="bf16", overlaps_tensor=False,
+        "Megatron-LM", r"Korthikanti|(?<!NVIDIA/)Megatron-LM|SC21", fused_attention=False, reduce="bf16",
+        overlaps_tensor=False, memory=_HALF,
         why="arXiv 2104.04473 and 2205.05198: fp16, no overlap of the gradient all-reduce, no FlashAttention",
     ),
     Framework(
-        "Megatron-Core", r"Megatron|NeMo", xla=_ROOM, sharded_optimizer=True, overlaps_gradients=True,
-        chunked_tensor=True, overlaps_stages=True, sequence_parallel=True,
-        why="NeMo's and Megatron-Bridge's recipes: distributed optimizer, overlap_grad_reduce, overlap_param_gather, "
+        "Megatron-Core", r"Megatron|NeMo", xla=_ROOM, sharded_optimizer=True, overlaps_gradients=True, memory=_MEGATRON,
+        chunked_tensor=True, overlaps_stages=True, sequence_parallel=True, bucket_parameters=40_000_000,
+        bucket_per_replica=1_000_000,
+        why="NeMo's and Megatron-Bridge's recipes: distributed optimizer, overlap_grad_reduce, overlap_param_gather "
+        "(buckets of 40 million parameters, or a million a replica: distributed_data_parallel.py), "
         "overlap_p2p, tp_comm_overlap (userbuffers) and sequence parallelism with tensor parallelism (recalled)",
     ),
     Framework(
         "Llama 3 paper", r"Llama 3 paper", xla=_ROOM, sharded_optimizer=True, overlaps_gradients=True,
-        overlaps_stages=True, sequence_parallel=True,
+        overlaps_stages=True, sequence_parallel=True, memory=_FSDP,
         why="arXiv 2407.21783, section 3.3: FSDP without resharding after forward, asynchronous sends, fp32 reductions",
     ),
 )  # fmt: skip
 _SHARDED = Framework(
-    "other, fully sharded", "", whole=True, xla=_FSDP_OPTIONS, why="source unknown: taken as fully sharded training"
-)
+    "other, fully sharded", "", whole=True, xla=_FSDP_OPTIONS, memory=_FSDP,
+    why="source unknown: taken as fully sharded training",
+)  # fmt: skip
 _REPLICATED = Framework(
-    "other, replicas", "", sharded_optimizer=True, overlaps_gradients=True, sequence_parallel=True,
+    "other, replicas", "", sharded_optimizer=True, overlaps_gradients=True, sequence_parallel=True, memory=_MEGATRON,
     why="source unknown: taken as Megatron-Core",
 )  # fmt: skip
 

@@ -33,8 +33,8 @@ def _tables() -> dict[str, Any]:
 
 
 def kernels_of(row: Row, framework: Framework) -> Kernels:
-    """Those of a row's framework and GPU."""
-    words = row.say("gpu")
+    """Those of a row's framework, GPU and source."""
+    words = f"{row.say('gpu')} {row.source}"
     found = (name for name, v in _tables()["variants"].items() if re.search(v["words"], words, re.IGNORECASE))
     return Kernels(framework.attention, next(found, ""))
 

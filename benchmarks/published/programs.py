@@ -44,9 +44,15 @@ class Program:
     peak_bytes: int
     gradients_bytes: int
 
-    def simulate(self, kernels: Kernels, schedule: Schedule | None = None) -> Simulation:
-        """The simulated step with the kernels of a run; of another schedule on the same cluster, if one is given."""
-        return simulate(schedule or self.schedule, adapted(self.experiment.cluster, kernels))
+    def simulate(self, kernels: Kernels, schedule: Schedule | None = None, gpus: int | None = None) -> Simulation:
+        """The simulated step with the kernels of a run.
+
+        Args:
+            kernels: what the run had in place of the catalog's numbers.
+            schedule: another one on the same cluster.
+            gpus: of the whole run, which all wait for the slowest of them; default the cluster's.
+        """
+        return simulate(schedule or self.schedule, adapted(self.experiment.cluster, kernels), gpus=gpus)
 
 
 def program_key(toml: str) -> str:

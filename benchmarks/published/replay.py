@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.published.eager import eager_s
 from benchmarks.published.experiments import Run, resolve
-from benchmarks.published.kernels import kernels_of
+from benchmarks.published.holdings import framework_peak_bytes
+from benchmarks.published.kernels import adapted, kernels_of
 from benchmarks.published.programs import Program, get_program, program_key
 from benchmarks.published.replica import (
     BLOCKING,
     HIDDEN,
     framework_view,
-    optimizer_ways,
     replica_step_s,
-    stage_parameters,
 )
 from benchmarks.published.rows import Row, measured_peak_bytes, measured_step_time_s
 from meshkit.errors import MeshkitError
@@ -97,7 +97,7 @@ def predict(row: Row, folder: Path, *, compile_missing: bool = True) -> Predicti
 
 def _blank(row: Row, note: str) -> Prediction:
     measured, how = measured_step_time_s(row)
-    peak = measured_peak_bytes(row.notes)
+    peak = measured_peak_bytes(row.notes, row.source)
     return Prediction(row.id, row.source, measured_s=measured, measured_peak_bytes=peak[0] if peak else None,
                       peak_means=peak[1] if peak else "", note=_join(note, how))  # fmt: skip
 
@@ -115,12 +115,14 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
     name = str(run.document["name"]) if run.whole else f"{_safe(row.id)}.stage"
     (experiments / f"{name}.toml").write_text(run.toml)
     if not compile_missing and not (folder / "programs" / f"{program_key(run.toml)}.gz").exists():
-        return _blank(row, "not predicted: its program was not compiled")
+        blank = _blank(row, "not predicted: its program was not compiled")
+        peak_bytes = framework_peak_bytes(run, blank.peak_means or "allocated")
+        return replace(blank, family=run.framework.name, peak_bytes=peak_bytes)
     program, cached = get_program(run.toml, folder / "programs")
     tokens = run.micro_batch * run.micro_batches * run.data * run.sharded * run.length
     flops = run.shape.model_flops(tokens, run.length)
     measured, how = measured_step_time_s(row, flops)
-    peak = measured_peak_bytes(row.notes)
+    peak = measured_peak_bytes(row.notes, row.source)
     predicted, exposed, hidden, blocking = _times(run, program)
     found = Prediction(
         id=row.id,
@@ -134,7 +136,7 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
         exposed_s=exposed,
         hidden_s=hidden,
         blocking_s=blocking,
-        peak_bytes=_peak_bytes(run, program),
+        peak_bytes=_peak_bytes(run, program, peak[1] if peak else ""),
         measured_peak_bytes=peak[0] if peak else None,
         peak_means=peak[1] if peak else "",
         configured=run.configured,
@@ -154,26 +156,20 @@ def _times(run: Run, program: Program) -> tuple[float, float, float, float]:
         simulation = program.simulate(kernels_of(run.row, run.framework))
         step = simulation.timeline.steps[0]
         exposed = overlap(step.compute, step.communication, step.window).exposed_s
-        return step.window[1], exposed, simulation.all_overlapped_s, simulation.all_exposed_s
+        more = eager_s(run, adapted(program.experiment.cluster, kernels_of(run.row, run.framework)))
+        times = (step.window[1], simulation.all_overlapped_s, simulation.all_exposed_s)
+        predicted, hidden, blocking = (seconds + more for seconds in times)
+        return predicted, exposed, hidden, blocking
     cluster = Cluster.load(run.machines.table)
     predicted = replica_step_s(run, program, cluster, framework_view(run))
     hidden = replica_step_s(run, program, cluster, HIDDEN)
     return predicted, max(0.0, predicted - hidden), hidden, replica_step_s(run, program, cluster, BLOCKING)
 
 
-def _peak_bytes(run: Run, program: Program) -> int | None:
-    """The compiler's peak; of a replica with what its framework holds in place of our fp32 state.
-
-    Ours: fp32 parameters and two moments whole, 12 bytes a parameter; theirs: those 12 cut over the ZeRO-1 group, and
-    weights in 16 bits. Without recomputation our program keeps such weights too, for the backward pass. Unknown with
-    several stages, whose micro-batches in flight the program has not.
-    """
-    if run.whole:
-        return program.peak_bytes
-    if run.stages > 1:
-        return None
-    kept = 0 if run.document["train"]["remat"] == "none" else 2
-    return int(program.peak_bytes + (kept - 12 + 12 / optimizer_ways(run)) * stage_parameters(run))
+def _peak_bytes(run: Run, program: Program, means: str) -> int | None:
+    """The compiler's peak, or what the run's framework holds, as the row counts it."""
+    held = framework_peak_bytes(run, means or "allocated")
+    return program.peak_bytes if held is None and run.whole else held
 
 
 def _note(run: Run, found: Prediction, how: str) -> str:
@@ -182,6 +178,8 @@ def _note(run: Run, found: Prediction, how: str) -> str:
     parts = [f"not fully configured: {', '.join(doubts)}" if doubts else "", ", ".join(rest), how]
     if not run.whole:
         parts.append("one stage compiled, 1F1B and gradient reduction as the framework does them")
+    if run.framework.memory:
+        parts.append("peak memory in closed form, of what the framework keeps")
     if found.inside is False and found.measured_s and found.hidden_s:
         slower = found.measured_s > (found.blocking_s or 0)
         parts.append(

@@ -113,14 +113,15 @@ def measured_step_time_s(row: Row, model_flops: float | None = None) -> tuple[fl
     return None, "no measured time"
 
 
-def measured_peak_bytes(notes: str) -> tuple[int, str, str] | None:
+def measured_peak_bytes(notes: str, source: str = "") -> tuple[int, str, str] | None:
     """(bytes, `allocated` or `reserved`, the words) of a peak of memory that a note states.
 
     torchtitan prints the reserved peak of the caching allocator; SimuMax and others that say `alloc` the allocated one.
-    A bare figure per GPU is taken as allocated.
+    A bare figure per GPU is taken as allocated. What KempnerForge prints as GB are GiB (its metrics/memory.py).
     """
     found = _PEAK.search(notes)
     if found is None:
         return None
-    size = int(float(found[2].rstrip(".")) * _BYTES[found[3].lower()])
+    unit = "gib" if found[3].lower() == "gb" and "kempner" in source.lower() else found[3].lower()
+    size = int(float(found[2].rstrip(".")) * _BYTES[unit])
     return size, "reserved" if found[1].lower() == "peak memory" else "allocated", found[0]

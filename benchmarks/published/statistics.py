@@ -109,7 +109,7 @@ def trends(found: Iterable[Prediction], rows: Mapping[str, Row]) -> list[Trend]:
 
 def _setting(p: Prediction, row: Row) -> tuple[str, ...]:
     """What two runs must have alike to differ in their size only: also the micro-batches that share a reduction."""
-    said = re.findall(r"zero1=-?\d+", row.notes)
+    said = re.findall(r"zero1=-?\d+|\beager\b|\bcompile\b", row.notes)[:1]
     replicas = (p.num_gpus or 1) / ((row.count("tp") or 1) * (row.count("pp") or 1) * (row.count("cp") or 1))
     each = (row.numbers.get("global_batch_seqs", 0)) / replicas
     names = [f"{name} {row.say(name)}" for name in ("seq_len", "tp", "pp", "cp", "micro_batch") if row.say(name)]

@@ -219,7 +219,7 @@ def _write_memory(path: Path, rows: Iterable[Row]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("id", "peak_bytes", "meaning", "quote"))
-        writer.writerows((r.id, *peak) for r in rows if (peak := measured_peak_bytes(r.notes)))
+        writer.writerows((r.id, *peak) for r in rows if (peak := measured_peak_bytes(r.notes, r.source)))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from meshkit.spec import catalog
 from meshkit.spec.cluster import Cluster, Link
 from meshkit.spec.links import mesh_hops
 
@@ -64,6 +65,7 @@ class Wires:
         generation: NVLink's row of nccl.toml; None without NVLink.
         ll128, nvls: whether NCCL may use them.
         plateau: factor on the latency of a Simple all-reduce ring over hosts.
+        ports: network ports that lead out of the group's part of a domain; one of them sends `port_bytes_per_s`.
         ranks: GPUs of a domain that the job uses.
         per_host: of which on one host.
     """
@@ -81,6 +83,8 @@ class Wires:
     ll128: bool
     nvls: bool
     plateau: float
+    ports: int
+    port_bytes_per_s: float
     ranks: int
     per_host: int
 
@@ -97,10 +101,11 @@ class Wires:
         busy = busy_share(cluster, g, concurrent_groups)
         share = (generation["usable"] if generation else link.achieved) / max(1.0, busy)
         inside_row, outside_row = "nvlink" if generation else "pcie", "net" if cluster.nic else "pcie"
-        outside, outside_extra = math.inf, (0.0, 0.0)
+        outside, port, outside_extra = math.inf, math.inf, (0.0, 0.0)
         if k > 1:
             net = cluster.link("infiniband")
             outside = _share_of_nics(cluster, net, busy) * net.achieved
+            port = max(outside, _port_bytes_per_s(cluster) * net.achieved / cluster.oversubscription)
             outside_extra = _extra_latency(net, constants["step_latency_s"][outside_row])
         return cls(
             inside_bytes_per_s=link.bytes_per_s * share,
@@ -118,6 +123,8 @@ class Wires:
                 nvls and generation and generation["nvls_share"] and capability >= (9, 0) and cluster.has_nvswitch
             ),
             plateau=constants["protocol"]["plateau" if capability >= (8, 0) else "plateau_before_ampere"],
+            ports=_ports(cluster, g),
+            port_bytes_per_s=port,
             ranks=cluster.gpus_used_per_domain,
             per_host=per_host,
         )
@@ -132,8 +139,18 @@ def _share_of_nics(cluster: Cluster, net: Link, busy: float) -> float:
     """Bytes per second that a busy GPU may send: its own share of the ports, idle GPUs' shares, at most one port."""
     if busy >= 1 or cluster.nic is None:
         return net.bytes_per_s / max(1.0, busy)
-    port = min(cluster.nic.bytes_per_s, cluster.gpu.pcie_bytes_per_s)
-    return max(net.bytes_per_s, min(net.bytes_per_s / busy, port))
+    return max(net.bytes_per_s, min(net.bytes_per_s / busy, _port_bytes_per_s(cluster)))
+
+
+def _port_bytes_per_s(cluster: Cluster) -> float:
+    """What one GPU can send through one port; 0 without a network."""
+    return min(cluster.nic.bytes_per_s, cluster.gpu.pcie_bytes_per_s) if cluster.nic else 0.0
+
+
+def _ports(cluster: Cluster, g: int) -> int:
+    """Network ports of a domain that a group of g GPUs in it reaches by its own PCIe switches."""
+    hosts = -(-g // cluster.gpus_per_host)
+    return max(1, min(g, hosts * (cluster.nics_per_host or g)))
 
 
 def _extra_latency(link: Link, row: Mapping[str, Any]) -> tuple[float, float]:
@@ -161,6 +178,8 @@ def best_option(collective: str, payload: float, g: int, k: int, wires: Wires, f
         return _permute(payload, g, k, wires, fitted)
     if collective in ("all-to-all", "ragged-all-to-all"):
         return _all_to_all(payload, g, k, wires, fitted)
+    if collective == "collective-broadcast":
+        return _broadcast(payload, g, k, wires)
     return min(_options(collective, payload, g, k, wires, fitted), key=lambda option: option.time_s)
 
 
@@ -212,12 +231,62 @@ def _ring(
         latency *= wires.plateau
     share = constants["protocol"]["ring_share"][protocol]
     wire = payload * wire_factor(collective, n)
-    filled = 1.0 if collective == "collective-broadcast" else _filled(n, fitted)  # a broadcast never turns around
-    inside = wire / (wires.inside_bytes_per_s * filled * share) if g > 1 else 0.0
+    inside = wire / (wires.inside_bytes_per_s * _filled(n, fitted) * share) if g > 1 else 0.0
     outside = wire / g / (wires.outside_bytes_per_s * share)
     if protocol == "ll":
         inside = max(inside, wire / _ll_bytes_per_s(k, wires))
     return Option(f"ring {protocol}", latency, max(inside, outside), _handoff_s(wires, outside=outside > inside))
+
+
+def _broadcast(payload: float, g: int, k: int, wires: Wires) -> Option:
+    """A chain along the ring, in the protocol that NCCL's tuner expects to be fastest.
+
+    The tuner knows no slots ("waiting for proper chunk modeling", tuning.cc), so its pick need not be the fastest.
+    """
+    protocols = [p for p in _PROTOCOLS if p != "ll128" or wires.ll128]
+    return _chain(min(protocols, key=lambda p: _tuned_s(p, payload, g, k, wires)), payload, g, k, wires)
+
+
+def _chain_s(protocol: str, payload: float, g: int, k: int, wires: Wires) -> float:
+    """Seconds of a broadcast's payload on the slower link: a chain never turns around."""
+    share = nccl_constants()["protocol"]["ring_share"][protocol]
+    rate = min(wires.inside_bytes_per_s if g > 1 else math.inf, g * wires.outside_bytes_per_s) * share
+    return payload / (min(rate, _ll_bytes_per_s(k, wires)) if protocol == "ll" else rate)
+
+
+def _tuned_s(protocol: str, payload: float, g: int, k: int, wires: Wires) -> float:
+    """What the tuner expects of a broadcast: over hosts the latency of a network step for every GPU, Simple the tree's.
+
+    Inside a host, where all channels run the same ring, one step (tuning.cc, `sameChannels`).
+    """
+    constants = nccl_constants()
+    row = constants["step_latency_s"][wires.inside if k == 1 else wires.outside]
+    step = row["tree" if protocol == "simple" and k > 1 else "ring"][protocol]
+    latency = constants["base_latency_s"]["ring"][protocol] + step * (1 if k == 1 else g * k)
+    return latency + _chain_s(protocol, payload, g, k, wires)
+
+
+def _chain(protocol: str, payload: float, g: int, k: int, wires: Wires) -> Option:
+    """A broadcast: the first slot passes all GPUs, one after the other, and the rest follows it.
+
+    A network port starts on a slot when all of it is written (net.cc, sendProxyProgress), and the network's latency is
+    hidden by nothing, as in a tree. Between GPUs LL and LL128 pass on every line as it comes, while Simple copies a
+    slot whole (prims_simple.h). Channels that share a port do not stay side by side: whichever comes first has the port
+    to itself, and is ahead by more at every port, so the first slot travels at the rate of the whole port.
+    """
+    constants, n = nccl_constants(), g * k
+    chain, slot_share = constants["chain"], constants["chain"]["data_share"][protocol]
+    channels = _channels(wires.ports) if k > 1 else catalog.kernels()["nccl_channels"][0]
+    channels = max(1, min(channels, int(payload // chain["least_channel_bytes"])))
+    slot = min(chain["slot_bytes"][protocol], payload / channels / slot_share)
+    channel = wires.generation["ring_channel_bytes_per_s"] if wires.generation else wires.inside_bytes_per_s
+    copy = slot / channel
+    inside = _step_s("ring", protocol, wires)[0] + (copy if protocol == "simple" else 0.0)
+    outside, port = _step_s("tree", protocol, wires)[1] if k > 1 else 0.0, slot / wires.port_bytes_per_s
+    outside += copy + port if protocol == "simple" else max(copy, port)
+    fill = constants["base_latency_s"]["ring"][protocol] + (n - k) * inside + (k - 1) * outside
+    rest = 1 - slot * slot_share / payload if payload else 0.0
+    return Option(f"chain {protocol}", fill, rest * _chain_s(protocol, payload, g, k, wires), 0.0)
 
 
 def _ll_bytes_per_s(k: int, wires: Wires) -> float:

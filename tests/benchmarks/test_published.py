@@ -183,7 +183,8 @@ def test_a_pipeline_takes_its_micro_batches_and_its_bubble():
         def __init__(self):
             self.schedule = schedule
 
-        def simulate(self, kernels, schedule):
+        def simulate(self, kernels, schedule, gpus):
+            assert gpus == run.gpus, "the slowest GPU is that of the whole run"
             total = 0.0
             for i in schedule.computations["e"]:
                 inner = sum(seconds[k.name] for b in i.bodies for k in schedule.computations[b])
@@ -204,6 +205,8 @@ def test_a_pipeline_takes_its_micro_batches_and_its_bubble():
 
 def test_every_framework_says_where_it_is_from():
     assert all(len(f.why) > 20 for f in FRAMEWORKS)
+    assert find_framework(ROWS["mcore-h100-weak-7.1B"]).name == "Megatron-Core", "of 2024, in Megatron-LM's repository"
+    assert find_framework(ROWS["megatron-sc21-39B"]).name == "Megatron-LM"
     assert find_framework(parse_row({"source": "new", "fsdp": "8", "pp": "1"}, "x")).whole
     assert not find_framework(parse_row({"source": "new", "tp": "8", "pp": "4"}, "x")).whole
 

@@ -92,6 +92,9 @@ def test_all_to_all_and_permute_leave_through_one_nic(h100):
     name=st.sampled_from(["dgx_h100", "dgx_a100", "dgx1_v100"]),
 )
 def test_more_bytes_take_longer(kind, sizes, g, k, name):
+    """Of a broadcast a fifth more: at the sizes where NCCL's tuner changes the protocol it knows nothing of slots."""
+    if kind == "collective-broadcast":
+        sizes = (min(sizes), max(1.2 * min(sizes), max(sizes)))
     cluster = mk.Cluster.load(name, hosts=8)
     times = [
         collective_time_s(kind, payload_bytes=size, gpus_per_domain=g, domains=k, cluster=cluster)
@@ -103,12 +106,54 @@ def test_more_bytes_take_longer(kind, sizes, g, k, name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("payload", [8, 2**20, 2**26, 2**33])
 def test_more_domains_take_longer(kind, payload):
+    """A broadcast from two domains on: inside one the tuner takes Simple at sizes where LL128 would be faster."""
     cluster = mk.Cluster.load("dgx_h100", hosts=64)
     times = [
         collective_time_s(kind, payload_bytes=payload, gpus_per_domain=8, domains=k, cluster=cluster)
-        for k in (1, 2, 4, 8, 64)
+        for k in (1, 2, 4, 8, 64)[kind == "collective-broadcast" :]
     ]
     assert times == sorted(times)
+
+
+# DGX A100 with half of its NICs, as in InternEvo's runs: 8 GPUs and 4 ports a host.
+FOUR_PORTS = {"gpu": "a100_80gb", "hosts": 128, "gpus_per_host": 8, "nic": "roce_100", "nics_per_host": 4}
+
+
+@pytest.mark.parametrize("hosts", [16, 64, 128])
+def test_the_first_slot_of_a_broadcast_is_stored_at_every_host(hosts):
+    """LL128: 8 x 640 threads x 120 / 8 steps x 8 bytes = 614,400 on the wire; 8.5 us of network, 7 x 1.9 us of NVLink.
+
+    96 MB: what the tuner gives to LL128 over 16 to 128 hosts. The rest follows at the rate of four ports, 15/16 x 0.92
+    being what NCCL's table has for LL128 (0.92).
+    """
+    cluster = mk.Cluster.load(FOUR_PORTS)
+    payload, port = 96e6, 12.5e9 * cluster.link("infiniband").achieved
+    extra = cluster.link("infiniband").latency_s - nccl_constants()["step_latency_s"]["net"]["ring"]["simple"]
+    host_s = 614_400 / port + 8.5e-6 + max(0.0, extra) + 7 * 1.9e-6
+    found = best_option("collective-broadcast", payload, 8, hosts, Wires.of(cluster, 8, hosts), FITTED)
+    assert found.name == "chain ll128"
+    last = 614_400 / port + 8.5e-6 + max(0.0, extra)  # no network behind the last host
+    assert found.latency_s == pytest.approx(14e-6 + hosts * host_s - last, rel=1e-6)
+    assert found.wire_s == pytest.approx((payload - 576_000) / (4 * port * 0.92), rel=1e-6)
+
+
+def test_nccls_tuner_picks_the_protocol_of_a_broadcast_without_slots():
+    """Over 128 hosts: 33 MB go with LL (14 + 1024 x 4.0 us is more for LL128 than LL's half rate costs), which is luck:
+    its slots are a tenth of LL128's. 90 MB go with LL128, though LL would be faster."""
+    cluster = mk.Cluster.load(FOUR_PORTS)
+    wires = Wires.of(cluster, 8, 128)
+    pick = {size: best_option("collective-broadcast", size, 8, 128, wires, FITTED) for size in (33e6, 90e6)}
+    assert [option.name for option in pick.values()] == ["chain ll", "chain ll128"]
+    assert pick[90e6].latency_s > 4 * pick[33e6].latency_s
+
+
+def test_a_broadcast_inside_a_host_copies_its_first_slot_from_gpu_to_gpu():
+    """Simple on 8 H100s: 7 x (3.4 us + 512 KiB / 36.7 GB/s), and the rest at NVLink's rate."""
+    cluster = mk.Cluster.load("dgx_h100")
+    found = best_option("collective-broadcast", 1e9, 8, 1, Wires.of(cluster, 8, 1), FITTED)
+    assert found.latency_s == pytest.approx(8.4e-6 + 7 * (3.4e-6 + 524_288 / 36.7e9), rel=1e-6)
+    rate = cluster.link("nvlink").bytes_per_s * nccl_constants()["nvlink"]["4"]["usable"]
+    assert found.wire_s == pytest.approx((1e9 - 524_288) / rate, rel=1e-6)
 
 
 def test_one_gpu_communicates_nothing(h100):

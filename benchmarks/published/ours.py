@@ -1,0 +1,61 @@
+"""What of a compiled stage only our program does, and the framework it stands for does not. Part of replica.py.
+
+    copies of the loop over layers    it stacks what the backward pass needs, and takes it apart again; autograd keeps
+                                      references
+    casts of fp32 weights             with every micro-batch; Megatron-LM, DeepSpeed and InternEvo hold 16 bits
+    fp8 weights, and scales           the same; Transformer Engine casts weights once a step and, with delayed scaling,
+                                      finds largest values on the way and reduces them over the GPUs once a step
+    accumulators filled with zeros    once a step elsewhere
+    `.remat`                          XLA recomputes where the program wants more memory than there is; the other fit
+
+Stacking the gradients stays: it reads and writes each once, as adding them to those of the micro-batches before does.
+What else is left between the matmuls moves about as many bytes as the kernels that the frameworks launch there
+(docs/concepts/validation.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from benchmarks.published.experiments import Run
+from meshkit.xla.hlo import Instruction
+
+_LOOP_COPY = re.compile(r"/dynamic_slice$|^(?!.*transpose\().*/dynamic_update_slice$")
+_CAST = re.compile(r"/(query_key_value|query|key|value|output|gate_up|gate|up|down|head|logits)/convert_element_type$")
+_LARGEST = re.compile(r"/(query_key_value|query|key|value|output|gate_up|gate|up|down)/reduce_max$")
+_WEIGHT_BYTES = (4, 5, 6)  # read in fp32; written not at all, in fp8, in 16 bits
+_SCALES_BYTES = 64  # of a collective of largest values
+
+
+def is_ours(run: Run) -> Callable[[Instruction], bool]:
+    """Whether an instruction of the run's compiled stage is our program's alone."""
+    sizes = _weight_sizes(run)
+    delayed = not re.search(r"cs|current|mx", run.row.say("precision"), re.IGNORECASE)
+    fp8 = run.document["train"]["precision"] == "fp8"
+
+    def found(i: Instruction) -> bool:
+        if ".remat" in i.name:
+            return True
+        if i.collective is not None:
+            return fp8 and delayed and i.collective.payload_bytes <= _SCALES_BYTES
+        if i.cost is None or i.cost.matmul_flops or i.cost.attention_flops:
+            return False
+        if i.name.startswith(("loop_broadcast", "wrapped_broadcast")) or _LOOP_COPY.search(i.source):
+            return True
+        largest = _LARGEST.search(i.source) is not None
+        if _CAST.search(i.source) or largest:
+            if any(abs(i.cost.bytes_accessed - b * size) < 0.01 * b * size for size in sizes for b in _WEIGHT_BYTES):
+                return True
+            return fp8 and delayed and largest and i.name.startswith("input_reduce_fusion")
+        return fp8 and i.name.startswith("wrapped_transpose")  # of weights, for Hopper's fp8 matmuls: once a step
+
+    return found
+
+
+def _weight_sizes(run: Run) -> set[float]:
+    """Elements of the weights of a layer and of the output head on one GPU."""
+    s = run.shape
+    keys = s.hidden * s.kv_heads * (s.hidden // s.heads)
+    attention = (s.hidden * s.hidden, keys, 2 * keys, s.hidden * s.hidden + 2 * keys)
+    return {size / run.tensor for size in (*attention, s.hidden * s.ffn, 2 * s.hidden * s.ffn, s.vocab * s.hidden)}

@@ -1,0 +1,137 @@
+"""What replicas do once a step: reduce gradients, gather or broadcast weights. Part of replica.py, sixth in the flow.
+
+A framework that overlaps them cuts gradients into buckets. A bucket starts when its last gradient is there, so the
+last one is beside nothing; the first bucket of weights likewise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from benchmarks.published.experiments import Run
+from meshkit.spec import catalog
+from meshkit.spec.cluster import Cluster
+from meshkit.timeline.kernels import memory_bytes_per_s
+from meshkit.timeline.network import collective_time_s
+
+_BYTES = {"bf16": 2, "fp32": 4}
+_WEIGHT_BYTES = 2  # gathered in the compute dtype
+
+
+def stage_parameters(run: Run) -> float:
+    """Parameters on one GPU of the fullest stage."""
+    shape = run.shape
+    tables = shape.vocab * shape.hidden * (1 if run.stages > 1 or shape.tied else 2)
+    return (run.stage_layers * shape.layer_parameters() + tables) / run.tensor
+
+
+def optimizer_ways(run: Run) -> int:
+    """GPUs that share the optimizer state of a stage: 1 without ZeRO-1."""
+    if not run.framework.sharded_optimizer:
+        return 1
+    return _zero_group(run) or run.data * run.context
+
+
+def _zero_group(run: Run) -> int | None:
+    """The size of InternEvo's ZeRO-1 group, where the notes state one (`zero1=8`; -1: every replica)."""
+    text = run.row.notes.replace(" ", "")
+    if "zero1=" not in text:
+        return None
+    digits = text.split("zero1=", 1)[1]
+    number = "".join(c for c in digits[:5].split("(")[0].split(",")[0] if c.isdigit() or c == "-")
+    size = int(number) if number.lstrip("-").isdigit() else -1
+    return run.data if size < 1 else min(size, run.data)
+
+
+def gradients_s(run: Run, cluster: Cluster, backward_s: float, forward_s: float) -> float:
+    """Seconds that reducing gradients and gathering weights once a step adds to it.
+
+    Args:
+        run: the row.
+        cluster: of the whole run.
+        backward_s: of a micro-batch, under which gradients may be reduced; 0 for none.
+        forward_s: the same, for the gather of weights.
+    """
+    members = run.data * run.context
+    if members == 1:
+        return 0.0
+    if not run.framework.overlaps_gradients:
+        backward_s = forward_s = 0.0
+    size = stage_parameters(run)
+    count = _buckets(run, size)
+    wire = _BYTES[run.framework.reduce] * size / count
+    if run.framework.per_tensor:
+        reduction = _priced(run, cluster, "all-reduce", wire, members)
+        return _beside(reduction, count, backward_s, cluster) + _broadcasts_s(run, cluster)
+    if not run.framework.sharded_optimizer:
+        return _beside(_priced(run, cluster, "all-reduce", wire, members), count, backward_s, cluster)
+    scatter = _priced(run, cluster, "reduce-scatter", wire, members)
+    gather = _priced(run, cluster, "all-gather", _WEIGHT_BYTES * size / count, members)
+    return _beside(scatter, count, backward_s, cluster) + _beside(gather, count, forward_s, cluster)
+
+
+def copies_s(run: Run, cluster: Cluster) -> float:
+    """Seconds a step of copying gradients into buckets and back."""
+    return run.framework.bucket_copy_bytes * stage_parameters(run) / memory_bytes_per_s(cluster.gpu)
+
+
+def _buckets(run: Run, size: float) -> int:
+    """Collectives that a stage's gradients are reduced in; 1 where they are not overlapped."""
+    framework = run.framework
+    if not (framework.bucket_parameters and framework.overlaps_gradients):
+        return 1
+    return max(1, round(size / max(framework.bucket_parameters, framework.bucket_per_replica * run.data * run.context)))
+
+
+def _beside(seconds: float, count: int, window_s: float, cluster: Cluster) -> float:
+    """Seconds that `count` collectives of so many seconds add to compute which they run beside.
+
+    They slow it, and may outlast it. A kernel beside a collective inside a domain keeps the share of its rate that the
+    catalog has as `contended`, which was measured there; beside one over the network it loses the multiprocessors of
+    NCCL's channels. The last bucket starts when compute is done.
+    """
+    if not window_s:
+        return count * seconds
+    last = seconds if count > 1 else 0.0
+    window_s *= (count - 1) / count if count > 1 else 1.0
+    seconds *= count - 1 if count > 1 else 1
+    left = 1 - catalog.kernels()["nccl_channels"][-1] / cluster.gpu.sms
+    if cluster.num_nvlink_domains == 1:
+        left = cluster.gpu.achieved.get("contended", left)
+    slowed = window_s + seconds * (1 - left) if seconds * left <= window_s else seconds
+    return max(slowed, seconds) - window_s + last
+
+
+def _broadcasts_s(run: Run, cluster: Cluster) -> float:
+    """Seconds of broadcasting every parameter tensor inside the ZeRO-1 group, one after the other.
+
+    A group of fewer GPUs than there are tensors flattens those of an owner into one. Each waits for the one before: the
+    next owner is, in NCCL's rings of a host, as a rule behind the last one, and so the last that the chain reaches.
+    """
+    group, sizes = optimizer_ways(run), _tensor_sizes(run)
+    if group < len(sizes):
+        sizes = [sum(sizes) / group] * group
+    counts = Counter(sizes)
+    kind = "collective-broadcast"
+    return sum(n * _priced(run, cluster, kind, _WEIGHT_BYTES * size, group) for size, n in counts.items())
+
+
+def _tensor_sizes(run: Run) -> list[float]:
+    """Elements of each parameter tensor on one GPU: queries, keys and values in one, norms and biases apart."""
+    s, head_dim = run.shape, run.shape.hidden // run.shape.heads
+    qkv = s.hidden * head_dim * (s.heads + 2 * s.kv_heads)
+    matrices = [qkv, s.hidden * s.hidden, *[s.hidden * s.ffn] * (3 if s.gated else 2)]
+    layer = [m / run.tensor for m in matrices] + [float(s.hidden)] * 4
+    return layer * run.stage_layers + [s.vocab * s.hidden / run.tensor] * (1 if s.tied else 2) + [float(s.hidden)]
+
+
+def _priced(run: Run, cluster: Cluster, kind: str, size: float, members: int) -> float:
+    """Seconds of a collective among replicas: neighbours on the mesh are `tensor` GPUs apart."""
+    if members == 1:
+        return 0.0
+    inside = min(members, max(1, cluster.gpus_used_per_domain // run.tensor))
+    while members % inside:
+        inside -= 1
+    return collective_time_s(
+        kind, payload_bytes=size, gpus_per_domain=inside, domains=members // inside, cluster=cluster
+    )

@@ -1,0 +1,87 @@
+"""What replicas do once a step: buckets, broadcasts and copies, against sums by hand and InternEvo's own table."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import reduction
+from benchmarks.published.experiments import Run, resolve
+from benchmarks.published.rows import parse_row
+from meshkit.spec import catalog
+from meshkit.spec.cluster import Cluster
+from meshkit.timeline.network import collective_time_s
+
+RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
+with RUNS.open(encoding="utf-8") as file:
+    CELLS = {cells["id"]: cells for cells in csv.DictReader(file)}
+
+
+def changed(name: str, **cells: object) -> Run:
+    run = resolve(parse_row({**CELLS[name], **{k: str(v) for k, v in cells.items()}}, "changed"))
+    assert isinstance(run, Run), run
+    return run
+
+
+def cluster_of(run: Run) -> Cluster:
+    return Cluster.load(run.machines.table)
+
+
+def test_the_last_bucket_is_beside_nothing():
+    """10 buckets of 1 s under 20 s of backward: 9 of them in 18 s, which they slow, and the last one alone."""
+    cluster = cluster_of(changed("internevo-7b-tp1-z8-1024"))
+    left = 1 - catalog.kernels()["nccl_channels"][-1] / cluster.gpu.sms
+    assert reduction._beside(1.0, 10, 20.0, cluster) == pytest.approx(9 * (1 - left) + 1)
+    assert reduction._beside(1.0, 10, 5.0, cluster) == pytest.approx(9 - 4.5 + 1), "they outlast a short one"
+    assert reduction._beside(1.0, 10, 0.0, cluster) == 10, "without overlap, one after the other"
+
+
+def test_buckets_hold_what_the_framework_says():
+    """InternEvo: 2^29 elements of 7.3e9 parameters. Megatron-Core: 40e6, or 1e6 for each of 128 replicas."""
+    run = changed("internevo-7b-tp1-z8-1024")
+    size = reduction.stage_parameters(run)
+    assert reduction._buckets(run, size) == round(size / 2**29) == 14
+    nemo = changed("nemo2504-llama3.1-8b-bf16-128")
+    assert nemo.data * nemo.context == 128
+    assert reduction._buckets(nemo, 12.8e9) == 100
+    assert reduction._buckets(changed("simumax-b200-llama3_70b_l12_tp4_pp1_dp2_mbc8_cef"), 12.8e9) == 1
+
+
+def test_every_tensor_is_broadcast_by_its_owner():
+    """9 tensors a layer (two of them biases, two of norms) and 3 more: 291, which fewer owners flatten."""
+    run = changed("internevo-7b-tp1-z-1-1024")
+    sizes = reduction._tensor_sizes(run)
+    assert len(sizes) == 32 * 9 + 3
+    assert sum(sizes) == pytest.approx(run.shape.parameters(), rel=1e-3)
+    few = changed("internevo-7b-tp1-z-1-64")
+    one = collective_time_s(
+        "collective-broadcast", payload_bytes=2 * sum(sizes) / 64, gpus_per_domain=8, domains=8, cluster=cluster_of(few)
+    )
+    assert reduction._broadcasts_s(few, cluster_of(few)) == pytest.approx(64 * one)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "in_host", "over_all"),  # tokens/s of a GPU with zero1=8 and zero1=-1, 16,384 tokens a step
+    [(64, 3944, 3690), (128, 3928, 3571), (256, 3920, 3209), (512, 3835, 2861)],
+)
+def test_what_zero_over_all_gpus_costs(gpus, in_host, over_all):
+    """InternLM/InternEvo@c628a8c, doc/en/train_performance.md: half of its rows are in no file here.
+
+    The broadcasts over all GPUs, less those inside a host, and less the optimizer's share that is not repeated. 0.1 s:
+    5 % of a step's tokens/s, the scatter of that table between rows that should be equal (16 to 256 GPUs) being 1 %.
+    """
+    world = changed("internevo-7b-tp1-z-1-64", n_gpus=gpus, dp=gpus, global_batch_seqs=8 * gpus)
+    host = changed("internevo-7b-tp1-z8-16", n_gpus=gpus, dp=gpus, global_batch_seqs=8 * gpus)
+    more = reduction._broadcasts_s(world, cluster_of(world)) - reduction._broadcasts_s(host, cluster_of(host))
+    assert more == pytest.approx(16_384 / over_all - 16_384 / in_host, abs=0.05 * 16_384 / over_all)
+
+
+def test_gradients_are_copied_into_buckets():
+    """InternEvo: in and out, reads and writes of 2 bytes each."""
+    run = changed("internevo-7b-tp1-z8-8")
+    gpu = cluster_of(run).gpu
+    expected = 8 * reduction.stage_parameters(run) / (gpu.memory_bytes_per_s * gpu.achieved["memory"])
+    assert reduction.copies_s(run, cluster_of(run)) == pytest.approx(expected)
+    assert reduction.copies_s(changed("simumax-b200-llama3_70b_l12_tp4_pp1_dp2_mbc8_cef"), cluster_of(run)) == 0
