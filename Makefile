@@ -3,7 +3,7 @@ PY := .venv/bin/python
 EXPERIMENTS := configs/experiments
 H100S := --set cluster='{name="dgx_h100",hosts=2}'
 
-.PHONY: setup demo test test-slow check docs clean
+.PHONY: setup demo test test-slow corruption kill-matrix soak check docs clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -32,6 +32,18 @@ test: setup
 
 test-slow: setup
 	$(PY) -m pytest -m slow
+
+# Seeded damages to a checkpoint's files, and what is restored after each: a minute.
+corruption: setup
+	@$(PY) -m benchmarks.corruption
+
+# Every fault in every phase of a gang, into benchmarks/kill_matrix; goes on where it stopped: 15 minutes.
+kill-matrix: setup
+	@$(PY) -m benchmarks.kill_matrix
+
+# 300 steps with ten faults at random moments: 5 minutes.
+soak: setup
+	@$(PY) -m benchmarks.kill_matrix.soak
 
 check: setup
 	.venv/bin/ruff check .

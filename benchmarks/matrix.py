@@ -2,13 +2,14 @@
 
 Two layers of each model, all GPUs of one NVLink domain of each cluster, weights fully sharded. Prints a Markdown table
 of the predicted step, of the share of it that is priced by memory traffic alone (custom calls whose FLOP are unknown),
-and of what failed.
+and of what failed. With `--out FILE` each row is appended there as it is done, and pairs that have one are not planned
+again.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -63,17 +64,18 @@ def domain_of(cluster: str) -> tuple[int, str]:
 
 def row(model: str, cluster: str) -> str:
     """A line of the table."""
-    began = time.perf_counter()
     try:
         plan = plan_pair(model, cluster)
     except MeshkitError as e:
-        return f"| {model} | {cluster} | | | | {e.message} |"
+        return f"| {model} | {cluster} | | | {e.message} |"
     step = plan.report.step
     opaque = sum(w.seconds or 0.0 for w in plan.report.warnings if w.code == "opaque_custom_call")
     share = 100 * opaque / (step.time_s or 1.0)
-    seconds = time.perf_counter() - began
     codes = ", ".join(sorted({w.code for w in plan.report.warnings}))
-    return f"| {model} | {cluster} | {1e3 * (step.time_s or 0):.2f} | {share:.2f} | {seconds:.0f} | {codes} |"
+    return f"| {model} | {cluster} | {1e3 * (step.time_s or 0):.2f} | {share:.2f} | {codes} |"
+
+
+HEAD = "| model | cluster | step, ms | unpriced, % | warnings |\n|---|---|---|---|---|"
 
 
 def main() -> None:
@@ -81,11 +83,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
+    parser.add_argument("--out", type=Path, help="a file to which rows are appended")
     arguments = parser.parse_args()
-    print("| model | cluster | step, ms | unpriced, % | planned in, s | warnings |\n|---|---|---|---|---|---|")
-    for model in arguments.models:
-        for cluster in arguments.clusters:
-            print(row(model, cluster), flush=True)
+    done = rows_of(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
+    print(HEAD)
+    for pair in itertools.product(arguments.models, arguments.clusters):
+        line = done.get(pair)
+        if line is None:
+            line = row(*pair)
+            if arguments.out:
+                with arguments.out.open("a") as file:
+                    file.write(line + "\n")
+        print(line, flush=True)
+
+
+def rows_of(text: str) -> dict[tuple[str, str], str]:
+    """Rows of a table by (model, cluster)."""
+    cells = {line: [cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("| ")}
+    return {(names[1], names[2]): line for line, names in cells.items() if names[1] in MODELS}
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def bench(
     mesh = _mesh(experiment)
     chosen = _sizes(sizes, mesh)
     run = _Bench(experiment, mesh, chosen, budget_s, case_budget_s, began)
-    run.execute(console or Console(stderr=True))
+    run.execute(console or Console(stderr=True, markup=False))
     measured = measure_rates(jax.local_devices(backend=mesh.devices.flat[0].platform)[0]) if rates else RatesPart()
     report = run.report(measured)
     if out is not None and jax.process_index() == 0:

@@ -71,4 +71,4 @@ def _show(found: list) -> None:
         state = "intact" if s.problem is None else f"corrupt: {s.problem}"
         state += "; set aside" if s.set_aside else ""
         table.add_row(str(s.step), format_bytes(s.size_bytes), "-" if s.arrays is None else str(s.arrays), state)
-    Console(stderr=True).print(table)
+    Console(stderr=True, markup=False).print(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,10 @@ from etils import epath
 from meshkit.errors import ConfigError, TraceError
 from meshkit.sharding.devices import use_no_accelerator
 from meshkit.spec.experiment import load
-from meshkit.training.checkpoint import MANIFEST, find_corruption
+from meshkit.training.manifest import find_corruption, read_manifest
 from meshkit.training.pretrained import layout_of
+from meshkit.training.retention import step_folder
+from meshkit.training.saving import STATE
 from meshkit.training.weights import write_weights
 
 _FOLDER = "checkpoints"
@@ -58,9 +59,8 @@ def find(run: Path, *, contents: bool = False) -> list[Saved]:
         raise ConfigError(f"there is no folder {run}.", hint="a run folder of meshkit train")
     found = []
     for path in folder.iterdir():
-        number, _, rest = path.name.partition(".")
-        if path.is_dir() and number.isdigit() and rest in ("", "corrupt"):
-            found.append(_describe(path, int(number), aside=bool(rest), contents=contents))
+        if (named := step_folder(path)) is not None:
+            found.append(_describe(path, named[0], aside=named[1], contents=contents))
     if not found:
         raise ConfigError(f"{folder} has no checkpoint.", hint="[checkpoint] every = N in the experiment saves some")
     return sorted(found, key=lambda s: (s.step, not s.set_aside))
@@ -96,15 +96,15 @@ def export(
         raise TraceError(f"checkpoint {newest.step} is corrupt: {problem}.", at=str(newest.folder), hint="--step")
     use_no_accelerator()
     layout = layout_of(load(run / "experiment.toml"))
-    write_weights(_read_params(newest.folder / "state"), out, layout, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    write_weights(_read_params(newest.folder / STATE), out, layout, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return newest.step
 
 
 def _describe(path: Path, step: int, *, aside: bool, contents: bool) -> Saved:
     files = [p for p in path.rglob("*") if p.is_file()]
     try:
-        arrays = len(json.loads((path / MANIFEST).read_text())["arrays"])
-    except (OSError, ValueError, KeyError, TypeError):
+        arrays = len(read_manifest(path).arrays)
+    except ValueError:
         arrays = None
     size = sum(p.stat().st_size for p in files)
     return Saved(step, path, size, arrays, find_corruption(path, contents=contents), aside)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from meshkit.arguments import ExperimentArg, JsonOption, RunArg, SetOption
 from meshkit.checkpoint_cli import checkpoint_app
@@ -26,13 +25,14 @@ from meshkit.console import (
     show_report,
     status,
     stderr,
+    stdout,
     training_summary,
-    width,
 )
 from meshkit.doctor_cli import doctor
 from meshkit.errors import ConditionError, ConfigError, MeshkitError, RunError
 from meshkit.launch_cli import launch_app, leave_gang, say_lost_process
 from meshkit.plan_cli import plan, rehearse, tune
+from meshkit.redaction import redact_streams
 
 app = typer.Typer(
     name="meshkit",
@@ -124,7 +124,7 @@ def profile(
     show_report(report, as_json, run.name)
     if other is not None and not as_json:
         print()
-        Console(width=width()).print(render_comparison(compare_reports(other, report)))
+        stdout().print(render_comparison(compare_reports(other, report)))
     say(f"wrote report.json, report.html and trace.json.gz into {folder}")
 
 
@@ -156,7 +156,7 @@ def compare(
     if as_json:
         print(comparison.to_json())
     else:
-        Console(width=width()).print(render_comparison(comparison))
+        stdout().print(render_comparison(comparison))
     met = [condition_text(c) for c in judged if c.met]
     if met:
         raise ConditionError(f"{b} against {a} meets {len(met)} of {len(judged)} conditions: {'; '.join(met)}.")
@@ -197,7 +197,7 @@ def explain(
     if as_json:
         print(explanation.model_dump_json(by_alias=True))
     else:
-        Console(width=width()).print(render(explanation))
+        stdout().print(render(explanation))
         say(f"explained in {time.perf_counter() - start:.1f} s")
     if propose and explanation.placement is None:
         raise ConfigError(f"there is no placement to propose: {explanation.collectives_note}.")
@@ -243,7 +243,7 @@ def topo(
     if as_json:
         print(report.to_json())
     else:
-        Console(width=width()).print(render(report))
+        stdout().print(render(report))
     if report.findings:
         raise ConditionError(f"the machine differs from the cluster of {check} in {len(report.findings)} places.")
 
@@ -279,7 +279,7 @@ def bench(
     keep_stdout()
     report = run_bench(loaded, run_folder(out) if out else None, sizes=byte_sizes(sizes), console=stderr())
     if is_first_process():
-        print(report.to_json()) if as_json else Console(width=width()).print(render(report, title=loaded.name))
+        print(report.to_json()) if as_json else stdout().print(render(report, title=loaded.name))
     if report.wrong:
         raise RunError(f"{report.wrong} elements of results differ from numpy's.", hint="the rows with a #wrong count")
     if out is not None and is_first_process():
@@ -338,6 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # XLA's C++ side logs at INFO that it found no GPU; read when its library loads.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    redact_streams()
     code = _run(argv)
     if argv is None:
         leave_gang(code)

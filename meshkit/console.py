@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from meshkit.errors import ConditionError, ConfigError
-from meshkit.units import format_percent, format_seconds
 
 
 def run_folder(folder: Path) -> Path:
@@ -90,7 +90,7 @@ def show_report(report: Any, as_json: bool, title: str) -> None:
         return
     from meshkit.report.terminal import render
 
-    Console(width=width()).print(render(report, title=title))
+    stdout().print(render(report, title=title))
 
 
 def check_strict(findings: Any) -> None:
@@ -120,26 +120,16 @@ def say_proposal(report: Any, experiment: Any) -> None:
 
 
 def training_summary(result: Any) -> str:
-    """The last line of a training: what it reached, beside what frequencies alone would reach."""
+    """The last lines of a training: where its time went, and what it reached, beside what frequencies alone would."""
+    from meshkit.report.goodput import goodput_summary
+
     loss = "" if result.loss is None else f": loss {result.loss:.3f}"
     held_out = "" if result.evaluation_loss is None else f", held-out {result.evaluation_loss:.3f}"
     entropy = result.unigram_entropy_nats
     beside = "" if entropy is None else f" nats per token (unigram entropy of the data: {entropy:.3f})"
     reached = f"step {result.step} after {result.wall_s:.0f} s{loss}{held_out}{beside}; run folder {result.folder}"
-    return f"{_goodput(result.goodput)}{reached}"
-
-
-def _goodput(goodput: dict[str, Any] | None) -> str:
-    """A line on where the wall time of all attempts went, the largest parts first."""
-    if not goodput or not goodput["wall_s"]:
-        return ""
-    rest = sorted(((s, name) for name, s in goodput["seconds"].items() if name != "step"), reverse=True)
-    shares = [
-        f"{name} {format_percent(s / goodput['wall_s'])}" for s, name in rest[:4] if s > 0.005 * goodput["wall_s"]
-    ]
-    attempts = f"{goodput['attempts']} attempts, " if goodput["attempts"] > 1 else ""
-    wall = f"{attempts}{format_seconds(goodput['wall_s'])} from the first start"
-    return f"goodput {format_percent(goodput['share'])} ({wall}; {', '.join(shares)})\n"
+    went_to = goodput_summary(result.goodput)
+    return f"{went_to}\n{reached}" if went_to else reached
 
 
 def width() -> int | None:
@@ -147,14 +137,19 @@ def width() -> int | None:
     return None if sys.stdout.isatty() else 80
 
 
+def stdout() -> Console:
+    """A console for what a verb is asked for. Text is printed as it is: a name from a file may look like markup."""
+    return Console(width=width(), markup=False)
+
+
 def stderr() -> Console:
     """A console for progress and tables that must stay off stdout."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 80)
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 80, markup=False)
 
 
 def status(text: str) -> Any:
     """A spinner with text while the block runs; nothing where there is no terminal."""
-    return stderr().status(text)
+    return stderr().status(Text(text))
 
 
 def say(text: str) -> None:

@@ -37,7 +37,7 @@ def doctor(
     if json_:
         print(json.dumps(diagnosis.to_dict(), indent=2))
     else:
-        show(diagnosis, Console(stderr=True, soft_wrap=False))
+        show(diagnosis, Console(stderr=True, soft_wrap=False, markup=False))
     if diagnosis.errors:
         names = ", ".join(dict.fromkeys(c.check for c in diagnosis.errors))
         raise ConditionError(f"a job would fail or hang on {diagnosis.host}: {names}.")

@@ -1,4 +1,4 @@
-"""Every error that meshkit raises on purpose. Lowest layer: imports nothing of meshkit.
+"""Every error that meshkit raises on purpose. Just above the lowest layer.
 
     MeshkitError
     ├── ConfigError       what the user wrote: experiment file, override, argument, environment   (exit code 2)
@@ -12,9 +12,11 @@ A message is one sentence with the numbers, then where (file, line, key), then w
 
 from __future__ import annotations
 
+from meshkit.redaction import redact
+
 
 class MeshkitError(Exception):
-    """Root of the tree; prints as `message`, then `at WHERE`, then `try HINT`, each on its own line.
+    """Root of the tree; prints as `message`, then `at WHERE`, then `try HINT`, each on its own line; without secrets.
 
     Args:
         message: one sentence that says what is wrong, with the numbers.
@@ -25,7 +27,7 @@ class MeshkitError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, *, at: str | None = None, hint: str | None = None):
-        self.message, self.at, self.hint = message, at, hint
+        self.message, self.at, self.hint = redact(message), at and redact(at), hint and redact(hint)
         super().__init__(self.render())
 
     def render(self) -> str:

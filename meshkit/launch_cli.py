@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,9 @@ PerHostOption = Annotated[
     int, typer.Option("--processes-per-host", metavar="N", min=1, help="1, or one for each GPU of a host.")
 ]
 PythonOption = Annotated[str, typer.Option("--python", metavar="PATH", help="The interpreter on the hosts.")]
+MtlsOption = Annotated[
+    bool, typer.Option("--mtls", help="Certificates made for this run: nobody else can join it or read the meeting.")
+]
 
 
 @launch_app.command(
@@ -63,6 +67,7 @@ def local(
     attempt: Annotated[
         int | None, typer.Option(metavar="K", min=0, help="Restarts so far, by what restarts all machines.")
     ] = None,
+    mtls: MtlsOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """A gang on this machine, watched: the first failure is shown, all are stopped, and all start again.
@@ -70,6 +75,7 @@ def local(
     What each process prints is in logs/ of the run folder; what the first one prints is shown as well. No restart after
     exit code 2 (what you gave is wrong), nor once two attempts in a row have reached no new step.
     """
+    from meshkit.launching.certificates import certificates_for
     from meshkit.launching.job import Job, job_name
     from meshkit.launching.local import LocalPart, check_devices, supervise, this_python
     from meshkit.launching.supervisor import Policy
@@ -82,19 +88,33 @@ def local(
         check_address(coordinator, at="--coordinator", name="--coordinator")
     if hosts > 1 and max_restarts:
         raise ConfigError("one of several hosts cannot restart the job alone.", hint="--max-restarts 0")
-    part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt)
-    check_devices(part, loaded)
+    if hosts > 1 and mtls:
+        made = "meshkit launch certificates DIR --host NAME, and MESHKIT_MTLS=DIR on every host"
+        raise ConfigError("several hosts cannot each make certificates of their own.", at="--mtls", hint=made)
     folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    secrets = folder / "mtls" if mtls else None
+    known_as = coordinator.rsplit(":", 1)[0] if coordinator else "127.0.0.1"
+    part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, str(secrets) if secrets else None)
+    check_devices(part, loaded)
     job = Job(job_name(loaded.name), str(experiment), tuple(set_), str(folder), hosts, processes * devices, processes)
     command = job.train_command(this_python())
     if dry_run:
+        if secrets:
+            print(
+                shlex.join(
+                    [*this_python(), "-m", "meshkit", "launch", "certificates", str(secrets), "--host", known_as]
+                )
+            )
         for environment in part.environments(attempt or 0, virtual=loaded.cluster.is_cpu, base={}):
             print(shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *command]))
         return
     run_folder(folder)
     restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 else 0
     policy = Policy(max_restarts=restarts, save_grace_s=grace, limits=Limits(stall_timeout))
-    code = supervise(part, loaded, command, folder, policy, say)
+    with ExitStack() as stack:
+        if secrets:
+            stack.enter_context(certificates_for(secrets, [known_as]))
+        code = supervise(part, loaded, command, folder, policy, say)
     if code:
         raise typer.Exit(code)
 
@@ -117,6 +137,7 @@ def slurm(
         str | None, typer.Option(metavar="DIR", help="Of pyxis: the folder in the image that has the experiment.")
     ] = None,
     python: PythonOption = "python3",
+    mtls: MtlsOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """An sbatch script: one allocation, restarts in it, and back into the queue when preempted."""
@@ -124,7 +145,7 @@ def slurm(
     from meshkit.launching.submit import submit
 
     job = _job(experiment, set_, out, processes_per_host, max_restarts)
-    site = Slurm(_pairs(sbatch, "--sbatch"), container_image, tuple(container_mount), container_workdir, python)
+    site = Slurm(_pairs(sbatch, "--sbatch"), container_image, tuple(container_mount), container_workdir, python, mtls)
     text = slurm_script(job, site)
     print(text, end="") if dry_run else say(submit(["sbatch"], text))
 
@@ -153,16 +174,21 @@ def jobset(
         str | None, typer.Option(metavar="DIR", help="Folder in the image that has the experiment.")
     ] = None,
     python: PythonOption = "python3",
+    mtls: MtlsOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """A Kubernetes JobSet: one pod a host, and all pods start again together."""
     from meshkit.launching.jobset import Kubernetes, jobset_yaml
-    from meshkit.launching.submit import submit
+    from meshkit.launching.submit import submit, submit_jobset
 
     job = _job(experiment, set_, out, processes_per_host, max_restarts)
     claims, resources = _pairs(claim, "--claim"), _pairs(resource, "--resource")
-    text = jobset_yaml(job, Kubernetes(image, namespace, claims, resources, shm, workdir, python))
-    print(text, end="") if dry_run else say(submit(["kubectl", "create", "-f", "-"], text))
+    site = Kubernetes(image, namespace, claims, resources, shm, workdir, python, mtls)
+    text = jobset_yaml(job, site)
+    if dry_run:
+        print(text, end="")
+    else:
+        say(submit_jobset(job, site) if mtls else submit(["kubectl", "create", "-f", "-"], text))
 
 
 @launch_app.command(epilog="Example: meshkit launch mpi configs/experiments/llama3_70b.toml --hostfile hosts --dry-run")
@@ -174,18 +200,38 @@ def mpi(
     processes_per_host: PerHostOption = 1,
     max_restarts: RestartsOption = 3,
     python: PythonOption = "python3",
+    mtls: MtlsOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """A script around OpenMPI's mpirun, which runs until the job is done."""
     from meshkit.launching.batch import mpi_script
 
-    text = mpi_script(_job(experiment, set_, out, processes_per_host, max_restarts), hostfile, python=python)
+    job = _job(experiment, set_, out, processes_per_host, max_restarts)
+    text = mpi_script(job, hostfile, python=python, mtls=mtls)
     if dry_run:
         print(text, end="")
         return
     code = subprocess.run(["bash", "-c", text], env=dict(os.environ), check=False).returncode
     if code:
         raise typer.Exit(code)
+
+
+@launch_app.command(epilog="Example: meshkit launch certificates runs/first-mtls --host gpu7")
+def certificates(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of its own, for this user alone.")],
+    host: Annotated[
+        list[str], typer.Option(metavar="NAME", help="Name or address of the coordinator's host; repeatable.")
+    ],
+    days: Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="For which they are valid.")] = 365,
+) -> None:
+    """Certificates for one run, for a launcher of your own: MESHKIT_MTLS=DIR in every process then uses them.
+
+    The other launchers make them with --mtls.
+    """
+    from meshkit.launching.certificates import make_certificates, write_certificates
+
+    write_certificates(folder, make_certificates(host, days=days))
+    say(f"certificates of {', '.join(host)} for {days} days are in {folder}")
 
 
 def leave_gang(code: int) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from meshkit.arguments import ExperimentArg, JsonOption, NoCacheOption, OutOption, SetOption
 from meshkit.console import (
@@ -19,7 +18,7 @@ from meshkit.console import (
     show_report,
     status,
     stderr,
-    width,
+    stdout,
     wrote_text,
 )
 from meshkit.errors import ConditionError, ConfigError
@@ -81,7 +80,7 @@ def plan(
         write_folder(report, out, made.timeline, title=loaded.name)
     show_report(report, as_json, loaded.name)
     if report.memory.remedies and not as_json:
-        Console(width=width()).print(remedies_table(report))
+        stdout().print(remedies_table(report))
     seconds = time.perf_counter() - start
     say(f"planned in {seconds:.1f} s; peak memory {memory_text(made.compiled.peak_rss_bytes)}{wrote_text(out)}")
     if propose:
@@ -126,7 +125,7 @@ def tune(
     if as_json:
         print(report.to_json())
     else:
-        Console(width=width()).print(render(report))
+        stdout().print(render(report))
     files = ["tune.json", "tune.html", *([WINNER_FILE] if report.winner else [])]
     say(f"searched in {report.wall_s:.0f} s; wrote {', '.join(str(folder / name) for name in files)}")
 
@@ -202,6 +201,6 @@ def _sweep(
     if as_json:
         print(report.to_json())
     else:
-        Console(width=width()).print(render(report))
+        stdout().print(render(report))
     wrote = f"; wrote {out / SCALING_FILE} and {out / 'scaling.html'}" if out else ""
     say(f"planned {len(report.points)} sizes in {time.perf_counter() - start:.1f} s{wrote}")

@@ -5,6 +5,7 @@ step -> (export, child process) -> scheduled HLO -> Schedule -> simulated Timeli
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,29 +17,27 @@ from jax.sharding import NamedSharding
 from meshkit.errors import ConfigError
 from meshkit.linter import Examined, Lint, examine
 from meshkit.memory import memory_part
+from meshkit.plan_warnings import plan_warnings
 from meshkit.report.kernels import totals_of
 from meshkit.report.pipeline import ScheduleCost, useful_flops, with_pipeline
 from meshkit.report.program import program_part
-from meshkit.report.schema import CompilePart, MemoryPart, Report, Warning_
+from meshkit.report.schema import CompilePart, Report
 from meshkit.report.summarize import Work, summarize, training_cost
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
-from meshkit.sharding.findings import Finding
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.mesh import Placement
 from meshkit.timeline.assumptions import assumptions_for
 from meshkit.timeline.derived import derive_options
-from meshkit.timeline.flops import flop_note
-from meshkit.timeline.kernels import calibration_note, compute_peak_flops, peak_flops
+from meshkit.timeline.kernels import compute_peak_flops, peak_flops
 from meshkit.timeline.network import checkpoint_time_s
 from meshkit.timeline.simulate import Simulation, simulate
 from meshkit.timeline.spans import Timeline
-from meshkit.timeline.unpriced import unpriced_seconds
-from meshkit.units import format_bytes, format_rate, format_seconds
 from meshkit.xla.contract import rematerialization_findings
 from meshkit.xla.hlo import Schedule, load_module, read_schedule
 from meshkit.xla.instructions import read_instructions
 from meshkit.xla.options import Option
+from meshkit.xla.own_stack import on_own_stack
 from meshkit.xla.program import CompiledProgram, compile_absent
 
 if TYPE_CHECKING:
@@ -127,6 +126,10 @@ def plan(
 
 def plan_experiment(experiment: Experiment) -> Plan:
     """The plan of an experiment's own training step, the one that `train` runs."""
+    return on_own_stack(functools.partial(_plan_experiment, experiment))
+
+
+def _plan_experiment(experiment: Experiment) -> Plan:
     from meshkit.training.state import HOST_MEMORY
     from meshkit.training.step import make_train_step
 
@@ -242,13 +245,7 @@ def make_plan(
         step_bounds=(simulation.all_overlapped_s / each, simulation.all_exposed_s / each),
         steps_per_execution=each,
         instructions=instructions,
-        warnings=[
-            *_calibration_warning(cluster),
-            *_flop_warning(compiled, simulation, cluster),
-            *_warnings(compiled, simulation, memory, each),
-            *_host_warning(compiled, simulation, cluster, each),
-            *map(_finding_warning, findings),
-        ],
+        warnings=plan_warnings(compiled, simulation, memory, cluster, findings, steps=each),
     )
     if pipeline is not None:
         totals, names = totals_of(simulation.timeline), simulation.timeline.op_names
@@ -335,61 +332,3 @@ def _peak(simulation: Simulation, cluster: Cluster, budget: Budget) -> float | N
     if budget.precision is not None or not simulation.flops:
         return compute_peak_flops(cluster.gpu, budget.precision or "bf16")
     return peak_flops(cluster.gpu, max(simulation.flops, key=lambda dtype: simulation.flops[dtype]))
-
-
-_NOTES = {
-    "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
-    "conditional": "a conditional is counted as its longest branch",
-    "opaque custom call": "a custom call whose FLOP are unknown is priced by its memory traffic",
-    "side stream": "a computation on a stream of its own is counted as if it ran on the main one",
-}
-
-
-def _finding_warning(finding: Finding) -> Warning_:
-    hint = f"; {finding.hint}" if finding.hint else ""
-    return Warning_(code=finding.code, message=f"{finding.severity}: {finding.message}{hint}")
-
-
-def _calibration_warning(cluster: Cluster) -> list[Warning_]:
-    """What of this plan is measured, as a reader must know it before the numbers."""
-    note = calibration_note(cluster)
-    return [Warning_(code="calibration", message=note)] if note else []
-
-
-def _flop_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster) -> list[Warning_]:
-    """That the compiled program does other work than the traced one, where it does."""
-    note = flop_note(simulation.flops, compiled.traced_flops, cluster.num_gpus)
-    return [Warning_(code="flops", message=note)] if note else []
-
-
-def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster, steps: int) -> list[Warning_]:
-    """What lies in host memory (offloaded activations, optimizer state), and what fetching it costs a step."""
-    if not simulation.host_bytes:
-        return []
-    link, seconds = cluster.offload_link(), simulation.host_transfer_s / steps
-    message = (
-        f"{format_bytes(compiled.host_peak_bytes)} per GPU lie in host memory; "
-        f"{format_bytes(simulation.host_bytes / steps)} a step cross {link.fabric}, "
-        f"{format_seconds(seconds)} at {format_rate(link.bytes_per_s * link.achieved)}, one direction after the other"
-    )
-    return [Warning_(code="host_memory", message=message, seconds=seconds)]
-
-
-def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, each: int) -> list[Warning_]:
-    seconds = unpriced_seconds(simulation, steps=each)
-    found = [
-        Warning_(code=kind.replace(" ", "_"), message=f"{_NOTES.get(kind, kind)}: {', '.join(names[:5])}"
-                 + (f" and {len(names) - 5} more" if len(names) > 5 else ""), seconds=seconds.get(kind))
-        for kind, names in simulation.notes.items()
-    ]  # fmt: skip
-    found += [Warning_(code="compiler", message=line) for line in compiled.log]
-    if memory.fits is False:
-        missing, reserved = format_bytes(-(memory.margin_bytes or 0)), format_bytes(memory.reserved_bytes)
-        found.append(
-            Warning_(
-                code="does_not_fit",
-                message=f"the step needs {format_bytes(memory.peak_bytes)} a GPU, and {reserved} is taken beside it: "
-                f"{missing} more than there is",
-            )
-        )
-    return found

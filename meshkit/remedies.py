@@ -6,6 +6,7 @@ sequence parallelism, moments in bf16 or in host memory. Those that fit are rank
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,8 @@ def with_remedies(report: Report, remedies: Sequence[RemedyPart]) -> Report:
 def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
     """What may make an experiment fit, the mildest of each kind first."""
     train, optimizer = experiment.train, experiment.optimizer
+    if experiment.pipeline.axis is not None and experiment.pipeline.residuals == "stash":
+        yield Change("remat", "keep the inputs of chunks, run each again", ('pipeline.residuals="recompute"',))
     yield from _recompute(experiment, bounds)
     yield from _micro_batches(experiment)
     space = make_space(experiment, axes=None, logical_axes=bounds.logical_axes, remats=())
@@ -152,7 +155,7 @@ def _larger_axes(experiment: Experiment, space) -> Iterator[Change]:
             if size in sizes:
                 continue
             sizes.add(size)
-            variant = type(space.base)(mesh, space.base.accumulate, False, space.base.remat)
+            variant = dataclasses.replace(space.base, mesh=mesh)
             yield Change(name, f"{what}: {name} {size}", space.settings(variant))
 
 

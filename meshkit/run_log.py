@@ -10,6 +10,7 @@ its devices; `meshkit profile` reads those of all processes. Nothing that fails 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -65,11 +66,15 @@ class RunLog(MetricsLog):
             self._measuring.start()
 
     def close(self) -> None:
-        """Waits for what is on its way, but not for long, and flushes to disk."""
+        """Waits for what is on its way, but not for long, and flushes to disk.
+
+        After a failure of one of several processes it does not wait: the others wait for that one to be gone.
+        """
+        hurries = jax.process_count() > 1 and _is_a_failure(sys.exception())
         if self._measuring:
-            self._measuring.join(_MEASURE_S)
+            self._measuring.join(0 if hurries else _MEASURE_S)
         if self._sinks:
-            self._sinks.close(_SINKS_S)
+            self._sinks.close(0 if hurries else _SINKS_S)
         try:
             super().close()
         except OSError as error:
@@ -91,6 +96,11 @@ class RunLog(MetricsLog):
         except BaseException as error:
             with contextlib.suppress(Exception):
                 self._say(f"warning: the capture could not be measured: {describe_error(error)}. Training goes on.")
+
+
+def _is_a_failure(error: BaseException | None) -> bool:
+    """Whether an exception is more than a signal that the run has honoured (KeyboardInterrupt, Preempted)."""
+    return isinstance(error, Exception) and getattr(error, "exit_code", None) != 75
 
 
 def metrics_of(report: Report) -> dict[int, dict[str, float]]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,16 +21,16 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from meshkit.compiled_step import compile_step
 from meshkit.errors import RunError
 from meshkit.explainer import announce_findings
 from meshkit.run_log import RunLog
 from meshkit.sharding import build_mesh
-from meshkit.sharding.gang import join_gang
+from meshkit.sharding.gang import is_first_process, join_gang
 from meshkit.spec.experiment import Experiment
-from meshkit.timeline.derived import derive_options
 from meshkit.timeline.kernels import compute_peak_flops
 from meshkit.training.capture import TRACE_FOLDER, Capture, chosen_processes
-from meshkit.training.checkpoint import CheckpointStore
+from meshkit.training.checkpoint import CheckpointStore, open_store
 from meshkit.training.data import Batches, Data, check_tokens, open_data
 from meshkit.training.goodput import GoodputLog, read_goodput
 from meshkit.training.metrics import MetricsLog, finite, read_metrics
@@ -39,17 +39,11 @@ from meshkit.training.pretrained import first_state
 from meshkit.training.progress import StepProgress
 from meshkit.training.recipe import check_experiment_file, write_experiment_file
 from meshkit.training.replicas import ReplicaCheck
-from meshkit.training.signals import StopRequest
+from meshkit.training.signals import Preempted, StopRequest
 from meshkit.training.sinks import check_sinks
 from meshkit.training.state import TrainState
 from meshkit.training.step import TrainProgram, make_train_step
-from meshkit.xla.compiling import RefusedOption, compile_for_gpus, compile_lowered, hint_for
-
-
-class Preempted(RunError):
-    """The run was told to stop (SIGTERM) and has saved a checkpoint; the same command resumes it."""
-
-    exit_code = 75
+from meshkit.xla.compile_cache import compile_cache
 
 
 @dataclass(frozen=True)
@@ -66,6 +60,7 @@ class TrainResult:
         step_time_s: median of this attempt's steps.
         tokens_per_s, mfu: at that step time; mfu is None where no peak is known.
         compile_s, wall_s: of this attempt.
+        compile_cached: whether an earlier attempt had compiled the step; None where nothing is kept.
         goodput: of all attempts: `share` of the wall time in steps that count, and `seconds` by phase.
     """
 
@@ -80,6 +75,7 @@ class TrainResult:
     mfu: float | None
     compile_s: float
     wall_s: float
+    compile_cached: bool | None = None
     goodput: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,25 +102,31 @@ def train(
     """
     started = time.perf_counter()
     folder = Path(out)
-    console = console or Console(stderr=True)
-    changes = check_experiment_file(experiment, folder)
-    join_gang()  # of the processes that the environment names, if it names any
-    mesh = build_mesh(experiment.mesh, experiment.cluster)
-    program = make_train_step(experiment, mesh)
-    announce_findings(experiment, program, console)
-    data = open_data(experiment)
-    check_tokens(experiment, data)
-    check_sinks(experiment)
-    for note in (*program.notes, *changes):
-        console.print(f"note: {note}", style="yellow")
-    with Phases() as phases, StopRequest() as stop:
+    console = console or Console(stderr=True, markup=False)
+    with Phases() as phases, StopRequest() as stop, ExitStack() as around:
+        changes = check_experiment_file(experiment, folder)
+        join_gang()  # of the processes that the environment names, if it names any
+        goodput = around.enter_context(GoodputLog(folder if is_first_process() else None, phases))
+        mesh = build_mesh(experiment.mesh, experiment.cluster)
+        tell = lambda text: console.print(f"note: {text}", style="yellow", markup=False)
+        cache = around.enter_context(compile_cache(tell))
+        program = make_train_step(experiment, mesh)
+        announce_findings(experiment, program, console)
+        data = open_data(experiment)
+        check_tokens(experiment, data)
+        check_sinks(experiment)
+        for note in (*program.notes, *changes):
+            tell(note)
         phases.enter("compile")
-        compiled, compile_s = _compile(program, experiment)
+        missed = cache.misses if cache else None
+        compiled, compile_s = compile_step(program, experiment)
+        compile_cached = cache.misses == missed if cache else None
         progress = StepProgress(console, experiment.train.steps, enabled=show_progress)
-        run = _Run(experiment, folder, program, compiled, data, stop, progress, phases)
+        run = _Run(experiment, folder, program, compiled, data, stop, progress, phases, goodput)
         with run.progress:
             run.execute()
-    return run.result(compile_s, time.perf_counter() - started)
+    result = run.result(compile_s, time.perf_counter() - started)
+    return dataclasses.replace(result, compile_cached=compile_cached)
 
 
 @dataclass
@@ -139,40 +141,43 @@ class _Run:
     stop: StopRequest
     progress: StepProgress
     phases: Phases
-    goodput: GoodputLog = field(init=False)
+    goodput: GoodputLog
     resumed_step: int = 0
     step_times_s: list[float] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
     evaluation_loss: float | None = None
     clock: float = 0.0
+    running: Mapping[str, jax.Array] = field(default_factory=dict)
+    news: Callable[[], dict[str, Any]] = dict
     waited_s: dict[str, float] = field(default_factory=lambda: {"data_wait_s": 0.0, "device_wait_s": 0.0})
 
     def execute(self) -> None:
         """Restores or initialises, then steps to the end or to a signal."""
-        checkpoint = self.experiment.checkpoint
-        self.goodput = GoodputLog(None, self.phases, 0)
-        store = CheckpointStore(
-            self.folder / "checkpoints",
-            keep=checkpoint.keep,
-            verify=checkpoint.verify,
-            arrangement=self.program.arrangement,
-        )
+        arrangement, say = self.program.arrangement, self.progress.say
+        store = open_store(self.experiment, self.folder, arrangement=arrangement, data=self.data, say=say)
+        self.news = store.news
         try:
             self.phases.enter("restore")
             saved = store.restore_latest(self.program.abstract_state)
             self.resumed_step = int(saved.step) if saved is not None else 0
+            self.goodput.resumed(self.resumed_step)
+            if saved is None:
+                self.phases.enter("init")
             state = saved if saved is not None else first_state(self.experiment, self.program)
             write_experiment_file(self.experiment, self.folder)
-            self.goodput = GoodputLog(self.folder if jax.process_index() == 0 else None, self.phases, self.resumed_step)
             self._greet(saved)
             log = RunLog(self.experiment, self.folder, self.resumed_step, self.progress.say)
+            self.stop.arm()
             try:
                 self._loop(state, store, log)
+                store.wait()  # the last state is on disk, or the run has failed
             finally:
+                self.phases.enter("end")
                 log.close()
         finally:
+            self.phases.enter("save")  # what is still being written keeps the process from ending
             store.close()
-            self.goodput.update(now=True)
+            self.phases.enter("end")
 
     def _loop(self, state: TrainState, store: CheckpointStore, log: RunLog) -> None:
         train, every = self.experiment.train, self.experiment.checkpoint.every
@@ -184,9 +189,12 @@ class _Run:
         for step, batch in self._calls(batches):
             if capture and step == capture.first:
                 capture.untraced_step_s = statistics.median(self.step_times_s) if self.step_times_s else None
+                self.phases.enter("trace")
                 capture.before(step, state)
+                self.phases.enter("step")
                 self.clock = time.perf_counter()
             state, metrics = self.compiled(state, batch)
+            self.running = metrics
             if pending:
                 self._record(*pending, log)
             pending = (step, metrics)
@@ -200,16 +208,19 @@ class _Run:
             if evaluates or checks or saves or traces or stops or step == train.steps or self.experiment.cluster.is_cpu:
                 self._record(*pending, log, state if evaluates else None)
                 pending = None
-                store.check()
+            store.check()
             if capture and capture.active:
+                self.phases.enter("trace")
                 capture.after(step, (state, metrics))
+                self.phases.enter("step")
                 if not capture.active:
                     log.measure_capture()
-            if saves:
-                self.phases.enter("save", step)
             if checks:  # before a checkpoint of this state replaces a good one
+                self.phases.enter("check", step)
                 replicas.check(state, step)
             if saves:
+                self.phases.enter("save", step)
+                self.goodput.mark(step)
                 store.save(state)
             if saves or traces or checks:  # none of it is part of a step's time
                 self.clock = time.perf_counter()
@@ -224,6 +235,8 @@ class _Run:
             began = time.perf_counter()
             batch = self.program.stack([next(each) for _ in range(per_call)]) if self.program.stack else next(each)
             self.waited_s["data_wait_s"] += time.perf_counter() - began
+            if not all(cast(Any, value).is_ready() for value in self.running.values()):
+                self.phases.count_as("step")  # devices have had work all the while
             self.phases.enter("step", step)
             yield step, batch
 
@@ -259,12 +272,14 @@ class _Run:
         record = values | {"step": step, "loss": loss, "step_time_s": elapsed_s, **self._rate(elapsed_s)}
         if evaluate is not None:
             record |= self._evaluate(evaluate)
+        if (share := self.goodput.share()) is not None:
+            record["goodput"] = share
         train = self.experiment.train
         if step % train.log_every == 0 or step == train.steps or evaluate is not None:
-            log.write(record)
+            log.write(record | self.news())
         self.progress.update(record)
         self.last, self.clock = record, time.perf_counter()
-        self.goodput.update()
+        self.goodput.made(step)
         norm = values.get("grad_norm", 0.0)
         if not math.isfinite(loss) or not math.isfinite(norm):  # before a checkpoint of this state replaces a good one
             raise RunError(
@@ -373,25 +388,3 @@ def training_steps(experiment: Experiment) -> int:
     if train.tokens_total is None:
         return train.steps
     return -(-train.tokens_total // (train.global_batch * train.sequence_length))
-
-
-def _compile(program: TrainProgram, experiment: Experiment) -> tuple[Any, float]:
-    """The step compiled once, ahead of time: what runs is what a capture records."""
-    began = time.perf_counter()
-    cluster = experiment.cluster
-    lowered = program.step.lower(program.abstract_state, program.abstract_batch)
-    try:
-        if cluster.is_cpu:
-            (compiled, _), lines = compile_lowered(lowered, experiment.xla, experiment.xla), []
-        else:
-            users = {**program.xla_options, **experiment.xla}
-            derived = derive_options(experiment, program, program.mesh)
-            pool_bytes = cluster.gpu.memory_bytes * experiment.train.memory_fraction
-            compiled, lines = compile_for_gpus(lowered, cluster.gpu, users, derived, pool_bytes)
-    except RefusedOption as e:
-        message = f"XLA refuses the option {e.name}: {e.reason}."
-        raise experiment.error(f"xla.{e.name}", message, hint_for(e.name, e.reason)) from None
-    if jax.process_index() == 0:
-        for line in lines:
-            print(f"meshkit: {line}", file=sys.stderr)
-    return compiled, time.perf_counter() - began

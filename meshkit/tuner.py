@@ -58,7 +58,13 @@ def tune(
     _check(loaded, budget, jobs)
     journal = Journal(out, loaded)
     bounds = Bounds(loaded)
-    space = make_space(loaded, axes=axes, logical_axes=bounds.logical_axes, remats=bounds.remats(REMATS))
+    space = make_space(
+        loaded,
+        axes=axes,
+        logical_axes=bounds.logical_axes,
+        remats=bounds.remats(REMATS),
+        may_be_cut=bounds.may_be_cut,
+    )
     pruned = Pruned()
     found = candidates(path, overrides, space, bounds, pruned, progress.pruning)
     progress.started(len(found), min(budget, len(found) + 1))

@@ -1,12 +1,15 @@
 """meshkit checkpoint: lists, finds what is corrupt, and exports the very weights that were trained."""
 
 import shutil
+import tomllib
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 from meshkit.cli import main
+from meshkit.training.manifest import read_manifest
+from meshkit.training.retention import set_aside
 from meshkit.training.safetensors import open_folder
 
 SETS = [
@@ -30,6 +33,15 @@ def test_what_is_intact_is_listed_and_verified(trained, capsys):
         said = capsys.readouterr().err
         assert said.count("intact") == 2
         assert "corrupt" not in said
+
+
+def test_the_manifest_of_a_run_says_what_it_needs_to_go_on(trained):
+    record = read_manifest(trained / "checkpoints" / "2").record
+    assert record["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert tomllib.loads(record["experiment"])["train"]["steps"] == 2
+    assert record["data"]["examples a step"] == 8
+    assert record["data"]["examples"] > 1000  # windows of the standard library
+    assert record["arrays"]["params/embedding"].startswith("float32[")
 
 
 def test_a_flipped_bit_is_found(trained, tmp_path, capsys):
@@ -61,3 +73,22 @@ def test_what_is_not_there(words, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["checkpoint", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_after_a_quarantine_both_are_listed_and_the_good_one_is_exported(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (run / "checkpoints" / "2" / "state" / "_METADATA").write_text("{}")
+    set_aside(run / "checkpoints", 2)
+    assert main(["checkpoint", "list", str(run)]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("intact") == 1
+    assert "corrupt: state/_METADATA has 2 bytes instead of" in said
+    assert "set aside" in said
+    assert main(["checkpoint", "verify", str(run)]) == 3
+    assert "1 of 2 checkpoints are corrupt: 2.corrupt." in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(run), "--step", "1"]) == 0
+    assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / "weights")]) == 0  # of step 1
+    assert "wrote the weights of step 1" in capsys.readouterr().err
+    assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / "other"), "--step", "2"]) == 2
+    assert "no checkpoint of step 2" in capsys.readouterr().err

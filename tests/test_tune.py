@@ -89,6 +89,30 @@ def test_a_pipeline_is_a_dimension_once_its_axis_may_have_a_size():
     assert 'pipeline.axis="pipeline"' in settings
     assert "pipeline.microbatches=8" in settings
     assert load(LLAMA_70B, (*ON_64, *settings)).pipeline.virtual_stages == 2
+    # a stage that runs again as a whole keeps nothing beside its input: recomputation inside it would be a third run
+    assert {v.remat for v in staged if v.stages.residuals == "recompute"} == {"none"}
+    assert {v.remat for v in staged if v.stages.residuals == "stash"} == set(space.remats)
+
+
+@pytest.mark.parametrize(("path", "cuts"), [(LLAMA_70B, True), (str(CONFIGS / "vit_l16.toml"), False)])
+def test_models_of_stacked_layers_may_have_a_pipeline(path, cuts):
+    assert Bounds(load(path)).may_be_cut == cuts
+
+
+def test_the_guess_of_a_pipeline_counts_its_empty_places_and_what_is_in_flight():
+    """llama3_70b in 16 stages: five chunks each for 80 layers, four leave 48 of 128 places empty."""
+    pipeline = (
+        "mesh={ pipeline = { nvlink = 2, infiniband = 8 }, fsdp = 1, tensor = 4 }",
+        "rules.preset=all",
+        'pipeline={ axis = "pipeline", microbatches = 128, schedule = "interleaved_1f1b", residuals = "stash" }',
+        'train.remat="dots"',
+    )
+    bounds = Bounds(load(LLAMA_70B, ON_64))
+    five, four = (bounds.of(load(LLAMA_70B, (*ON_64, *pipeline, f"pipeline.virtual_stages={v}"))) for v in (5, 4))
+    assert four.compute_s == pytest.approx(five.compute_s * (1 + 15 / 512) / (1 + 15 / 640))
+    assert four.estimate_s > 1.5 * five.compute_s
+    # a plan of the five needs 54.0 GiB; the guess leaves out what XLA works with
+    assert 0.8 * 54.0 * 2**30 < five.estimate_bytes < 54.0 * 2**30
 
 
 def test_an_axis_that_no_rule_knows_is_refused():
@@ -225,6 +249,13 @@ def test_an_outcome_that_failed_is_tried_again(tmp_path):
     assert set(Journal(tmp_path, load(TINY, ON_16)).outcomes) == {()}
 
 
+def test_guesses_are_put_right_by_what_was_compiled_of_their_kind(plans):
+    """Micro-batches take a hundred times what is guessed: after the first, no other is compiled for its guess."""
+    workers = plans(lambda settings: 100.0 if any("accumulate" in s for s in settings) else 1.0)
+    tune(TINY, ON_16, budget=20, jobs=1, axes=["fsdp"])
+    assert sum(any("accumulate" in s for s in settings) for settings in workers.planned[:10]) <= 1
+
+
 def test_what_must_be_slower_than_the_best_is_never_compiled(plans):
     """A base that beats every bound leaves nothing: 1 ns is less than any FLOP at peak takes."""
     workers = plans(lambda _: 1e-9)
@@ -309,15 +340,18 @@ def test_a_worker_that_dies_costs_its_variant_only(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-def test_a_search_ends_with_a_winner_that_plan_reproduces(tmp_path):
-    """Four compiles of a tiny model on 16 absent GPUs; then the winner's file plans to the same program and seconds."""
+def test_a_search_ends_with_a_winner_that_plan_reproduces(tmp_path, monkeypatch):
+    """Four compiles of a tiny model on 16 absent GPUs; then the winner's file plans to the same program and seconds,
+    and compiles nothing."""
     from meshkit.planner import plan_experiment
 
+    monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path / "cache"))
     report = tune(TINY, ON_16, out=tmp_path, budget=4, jobs=2)
     assert report.compiled == 4
     assert [o.status for o in report.outcomes] == ["fits"] * 4
     assert report.winner.time_s <= report.base.time_s
     again = plan_experiment(load(tmp_path / "winner.toml")).report
+    assert again.compile.cached
     assert again.program.fingerprint == report.winner.fingerprint
     assert again.step.time_s == report.winner.time_s
     for outcome in report.outcomes[1:]:

@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from meshkit.doctor.gang import check_gang
-from meshkit.doctor.machine import check_disk, check_hardware, check_limits, check_network, check_packages
+from meshkit.doctor.machine import check_disk, check_hardware, check_limits, check_packages
+from meshkit.doctor.network import check_network
 from meshkit.doctor.schema import Diagnosis, Result
+from meshkit.doctor.site import check_site
 from meshkit.doctor.variables import check_variables, check_xla_flags
 from meshkit.errors import MeshkitError
 from meshkit.spec.discover import LiveProbe
@@ -40,13 +42,22 @@ def examine(
     env = dict(os.environ if env is None else env)
     cluster = experiment.cluster if experiment else None
     expected = None if cluster is None else 0 if cluster.is_cpu else cluster.gpus_per_host
-    results: list[Result] = [*check_packages(), *check_hardware(LiveProbe(), expected)]
-    has_gpus = any(r.check == "gpus" and " x " in r.message for r in results)
+    nics = cluster.nics_per_host if cluster is not None and cluster.hosts > 1 else None
+    hardware = check_hardware(LiveProbe(), expected, nics)
+    has_gpus = any(r.check == "gpus" and " x " in r.message for r in hardware)
+    results: list[Result] = [*check_packages(has_gpus=has_gpus), *hardware]
     results += check_variables(env, memory_fraction=experiment.train.memory_fraction if experiment else None)
     results += check_xla_flags(env)
     results += check_limits(has_gpus=has_gpus)
+    results += check_site()
     results += check_network(env, several=_is_one_of_several(env))
-    results += check_disk(folder)
+    needed_bytes = None
+    if experiment is not None:
+        from meshkit.doctor.job import check_experiment
+
+        found, needed_bytes = check_experiment(experiment)
+        results += found
+    results += check_disk(folder, needed_bytes)
     if gang_timeout_s is not None:
         results += check_gang(env, gang_timeout_s)
     return Diagnosis(host=socket.gethostname(), checks=tuple(results))

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 from meshkit.doctor.schema import Result, error, ok, warning
 from meshkit.errors import MeshkitError
-from meshkit.sharding.gang import bind_address
-from meshkit.sharding.roll_call import Attendance, call_roll
+from meshkit.sharding.gang import bind_address, certificates_of
+from meshkit.sharding.roll_call import Attendance, call_roll, wait_for_name
 from meshkit.spec.environment import Gang, read_gang
 
 # Time stamps of logs and of SLURM's accounting are of no use beyond it; a message takes a part of it.
@@ -34,7 +34,9 @@ def check_gang(env: Mapping[str, str], timeout_s: float = 60.0) -> list[Result]:
         if gang is None or gang.num_processes == 1:
             alone = "the environment names no job of several processes."
             return [error("gang", alone, "meshkit launch, or srun, around it")]
-        attendance = call_roll(gang, timeout_s, bind=bind_address(gang.coordinator))
+        certificates = certificates_of(gang)
+        wait_for_name(gang, timeout_s)
+        attendance = call_roll(gang, timeout_s, bind=bind_address(gang.coordinator), certificates=certificates)
     except MeshkitError as e:
         return [error("gang", e.message, e.hint or "meshkit launch sets these variables")]
     if attendance.problem is not None:

@@ -1,4 +1,4 @@
-"""What the machine has: packages, GPUs and NICs, limits, shared memory, disk, clock, ports. Layer 7."""
+"""What the machine has: packages, GPUs and NICs, limits, shared memory, disk. Layer 7."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,15 +25,23 @@ _FEW_FILES, _GOOD_FILES = 1024, 65536
 _WRITTEN_BYTES = 64 << 20
 _SLOW_BYTES_PER_S = 100e6
 _LEAST_FREE_BYTES = 1 << 30
-_BUILT = 1_760_000_000  # October 2025: a clock before it is wrong, whatever it says
+# Of this user, or of the container: jax, NCCL and the checkpoint writer start some hundred threads a process.
+_FEW_THREADS = 4096
+_PIDS_FILES = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
+_SHOWN = ("flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def check_packages() -> list[Result]:
-    """Versions of jax and its parts, and whether this installation compiles for GPUs."""
+def check_packages(*, has_gpus: bool = False) -> list[Result]:
+    """Versions of jax and its parts, and whether its plugin fits and this installation compiles for GPUs.
+
+    Args:
+        has_gpus: whether GPUs are here: without a plugin that fits, jax does not see them.
+    """
     jax, jaxlib = version_of("jax"), version_of("jaxlib")
     if jax is None or jaxlib is None:
         return [error("packages", "jax or jaxlib is not installed.", "pip install meshkit")]
-    found = [ok("packages", f"Python {sys.version.split()[0]}, jax {jax}, jaxlib {jaxlib}")]
+    others = ", ".join(f"{name} {version}" for name in _SHOWN if (version := version_of(name)))
+    found = [ok("packages", f"Python {sys.version.split()[0]}, jax {jax}, jaxlib {jaxlib}, {others}")]
     if jaxlib.split(".")[:3] != jax.split(".")[:3]:
         message = f"jax is {jax} and jaxlib {jaxlib}; they are released together."
         found.append(warning("packages", message, f"pip install 'jaxlib=={jax}'"))
@@ -42,18 +49,20 @@ def check_packages() -> list[Result]:
         check_compiler()
         found.append(ok("compiler", "can compile for GPUs, present or absent"))
     except MeshkitError as e:
+        graded = error if has_gpus else warning
         found.append(
-            warning("compiler", f"cannot compile for GPUs: {e.message}", e.hint or "pip install 'meshkit[plan]'")
+            graded("compiler", f"cannot compile for GPUs: {e.message}", e.hint or "pip install 'meshkit[plan]'")
         )
     return found
 
 
-def check_hardware(probe: Probe, gpus_expected: int | None = None) -> list[Result]:
+def check_hardware(probe: Probe, gpus_expected: int | None = None, nics_expected: int | None = None) -> list[Result]:
     """GPUs and network adapters.
 
     Args:
         probe: the machine.
         gpus_expected: of a host of the experiment's cluster; None if it is not known, 0 for a CPU.
+        nics_expected: of that host; None if it is not known, or one host needs none.
     """
     try:
         topology = discover(probe)
@@ -76,6 +85,12 @@ def check_hardware(probe: Probe, gpus_expected: int | None = None) -> list[Resul
         found.append(warning("nics", message, "the cable, the switch, and `ibstat`"))
     elif topology.nics:
         found.append(ok("nics", f"{len(topology.nics)} network adapters are up"))
+    up = len(topology.nics) - len(down)
+    if nics_expected and topology.nics_listed and up < nics_expected:
+        message = f"{up} network adapters are up here, but a host of the experiment's cluster has {nics_expected}."
+        found.append(
+            warning("nics", message, "cluster.nics_per_host, or `ibstat` and /dev/infiniband in the container")
+        )
     return found
 
 
@@ -98,6 +113,7 @@ def check_limits(*, has_gpus: bool, shm: Path = Path("/dev/shm")) -> list[Result
         found.append(_graded("open_files", text, f"ulimit -n {_GOOD_FILES}", bad=files < _FEW_FILES, odd=has_gpus))
     else:
         found.append(ok("open_files", "enough open files for a process"))
+    found.append(_threads())
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if has_gpus and locked != resource.RLIM_INFINITY:
         message = f"a process may lock {format_bytes(locked)}; InfiniBand registers GPU buffers as locked memory."
@@ -132,42 +148,22 @@ def check_disk(folder: Path, needed_bytes: int | None = None) -> list[Result]:
     return [ok("disk", text)]
 
 
-def check_network(env: Mapping[str, str], *, several: bool) -> list[Result]:
-    """This machine's name and a port on it, and its clock."""
-    host = socket.gethostname()
-    found = []
-    try:
-        address = socket.gethostbyname(host)
-        if several and address.startswith("127."):
-            message = f"the name {host} means {address} here, so other machines cannot be told it as coordinator."
-            found.append(warning("host_name", message, "MESHKIT_COORDINATOR with an address that others reach"))
-        else:
-            found.append(ok("host_name", f"{host} is {address}"))
-    except OSError:
-        found.append(_graded("host_name", f"the name {host} has no address.", "/etc/hosts or DNS", odd=several))
-    found.append(_port())
-    if time.time() < _BUILT:
-        message = f"the clock says {time.strftime('%Y-%m-%d')}, which is before meshkit was made."
-        found.append(error("clock", message, "chrony or ntpd"))
-    return found
+def _threads() -> Result:
+    """The smallest of what a user and a container may start; a thread counts as a process."""
+    limits = {"ulimit -u": resource.getrlimit(resource.RLIMIT_NPROC)[0]}
+    for name in _PIDS_FILES:
+        with suppress(OSError, ValueError):  # "max", or no cgroup
+            limits["pids.max of the container"] = int(Path(name).read_text())
+    finite = {name: value for name, value in limits.items() if value != resource.RLIM_INFINITY}
+    if finite and (least := min(finite.values())) < _FEW_THREADS:
+        name = min(finite, key=lambda name: finite[name])
+        message = f"{least} threads ({name}); a process of a large job starts hundreds, and fails where it cannot."
+        return warning("threads", message, f"{name} {_FEW_THREADS} or more")
+    return ok("threads", "enough threads for a process")
 
 
 def _graded(check: str, text: str, hint: str, *, bad: bool = False, odd: bool = False) -> Result:
     return error(check, text, hint) if bad else warning(check, text, hint) if odd else ok(check, text)
-
-
-def _port() -> Result:
-    try:
-        with socket.socket() as server, socket.socket() as client:
-            server.bind(("127.0.0.1", 0))
-            server.listen(1)
-            client.settimeout(5)
-            client.connect(server.getsockname())
-    except OSError as e:
-        return error(
-            "ports", f"a port of this machine cannot be opened and reached: {e}.", "the firewall, or a sandbox"
-        )
-    return ok("ports", "a port can be opened and reached")
 
 
 def _write_rate(path: Path) -> float:

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from meshkit.redaction import redact
+
 Status = Literal["ok", "warning", "error"]
 
 
@@ -49,14 +51,14 @@ class Diagnosis(BaseModel):
 
 def ok(check: str, message: str) -> Result:
     """A check that found nothing wrong."""
-    return Result(check=check, status="ok", message=message)
+    return Result(check=check, status="ok", message=redact(message))
 
 
 def warning(check: str, message: str, hint: str) -> Result:
     """A check that found what makes a job slow, or fails later."""
-    return Result(check=check, status="warning", message=message, hint=hint)
+    return Result(check=check, status="warning", message=redact(message), hint=redact(hint))
 
 
 def error(check: str, message: str, hint: str) -> Result:
     """A check that found what makes a job fail or hang."""
-    return Result(check=check, status="error", message=message, hint=hint)
+    return Result(check=check, status="error", message=redact(message), hint=redact(hint))

@@ -14,6 +14,8 @@ from meshkit.spec.environment import read_gang
 # NCCL's documentation of environment variables: for debugging, "should not be used in production nor retained in
 # scripts" (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, read 2026-11).
 _DEBUG_NCCL = (
+    "NCCL_CHECKS_DISABLE",
+    "NCCL_IGNORE_CPU_AFFINITY",
     "NCCL_P2P_DISABLE",
     "NCCL_P2P_LEVEL",
     "NCCL_SHM_DISABLE",
@@ -42,7 +44,13 @@ def check_variables(
         memory_fraction: of the experiment, if there is one.
         interfaces: folder with one entry for each network interface.
     """
-    checks = (_launcher(env), _nccl(env), _sockets(env, interfaces), _memory(env, memory_fraction), _proxies(env))
+    checks = (
+        _launcher(env),
+        _nccl(env),
+        _sockets(env, interfaces),
+        _memory(env, memory_fraction),
+        _proxies(env),
+    )
     return [result for found in checks for result in found]
 
 
@@ -80,12 +88,29 @@ def _launcher(env: Mapping[str, str]) -> list[Result]:
     return [ok("launcher", f"process {gang.process_id} of {gang.num_processes}, coordinator {gang.coordinator}")]
 
 
+def _nccl_files(env: Mapping[str, str]) -> dict[str, tuple[str, Path]]:
+    """What NCCL's own files say, which persist longest: variable -> value, file."""
+    said: dict[str, tuple[str, Path]] = {}
+    named = env.get("NCCL_CONF_FILE")
+    for file in (Path("/etc/nccl.conf"), Path(named) if named else Path(env.get("HOME", "/")) / ".nccl.conf"):
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        pairs = (line.split("#")[0].partition("=") for line in lines)
+        said |= {name.strip(): (value.strip(), file) for name, sign, value in pairs if sign}
+    return said
+
+
 def _nccl(env: Mapping[str, str]) -> list[Result]:
-    found = []
+    found, files = [], {name: pair for name, pair in _nccl_files(env).items() if name not in env}
+    env = {**{name: value for name, (value, _) in files.items()}, **env}
     left = [name for name in _DEBUG_NCCL if name in env]
     if left:
-        said = ", ".join(f"{name}={env[name]}" for name in left)
-        found.append(warning("nccl", f"{said}: for debugging; each may halve bandwidth.", f"unset {' '.join(left)}"))
+        said = ", ".join(f"{n}={env[n]}" + (f" in {files[n][1]}" if n in files else "") for n in left)
+        unset = " ".join(n for n in left if n not in files)
+        hints = [f"unset {unset}"] * bool(unset) + ["that file without it"] * any(n in files for n in left)
+        found.append(warning("nccl", f"{said}: for debugging; each may halve bandwidth.", ", and ".join(hints)))
     if env.get("NCCL_DEBUG", "").upper() in _CHATTY and "NCCL_DEBUG_FILE" not in env:
         message = f"NCCL_DEBUG={env['NCCL_DEBUG']} fills the logs of every process."
         found.append(warning("nccl", message, "NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE=nccl.%h.%p"))

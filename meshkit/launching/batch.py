@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from meshkit.errors import ConfigError
 from meshkit.launching.job import Job
 from meshkit.launching.shell import Script, one_line
+from meshkit.spec.mtls import MTLS
 
 # From SIGTERM to the end of the job: as long as the supervisor of a local gang waits for a checkpoint.
 SAVE_S = 120
@@ -26,6 +27,7 @@ class Slurm:
         container_mounts: of pyxis: `/data:/data`.
         container_workdir: of pyxis: the folder with the experiment.
         python: the interpreter, as the hosts or the image know it.
+        mtls: whether the processes know each other by certificates, which the first host makes.
     """
 
     options: Mapping[str, str] = field(default_factory=dict)
@@ -33,6 +35,7 @@ class Slurm:
     container_mounts: tuple[str, ...] = ()
     container_workdir: str | None = None
     python: str = "python3"
+    mtls: bool = False
 
 
 def slurm_script(job: Job, site: Slurm) -> str:
@@ -64,40 +67,51 @@ def slurm_script(job: Job, site: Slurm) -> str:
     if site.container_mounts:
         options.append("--container-mounts=" + one_line(",".join(site.container_mounts), "--container-mounts"))
     if site.container_workdir is not None:
+        if not job.out.startswith("/"):
+            raise ConfigError(
+                f"the run folder {job.out} is one folder on the hosts and another in the container.",
+                at="--container-workdir",
+                hint=f"--out /SHARED/{job.name}, mounted under the same path",
+            )
         options.append(f"--container-workdir={one_line(site.container_workdir, '--container-workdir')}")
     return Script(
         comment=_comment(job, "sbatch < FILE"),
         directives={**directives, **site.options},
-        assignments={**_assignments(job, site.python), "srun_options": tuple(options)},
-        bodies=("slurm", "attempts"),
+        assignments={**_assignments(job, site.python, site.mtls), "srun_options": tuple(options)},
+        bodies=("slurm", *(("slurm_mtls", "mtls") if site.mtls else ()), "attempts"),
     ).render()
 
 
-def mpi_script(job: Job, hostfile: str, *, python: str = "python3") -> str:
+def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool = False) -> str:
     """The bash script that starts a job with OpenMPI's mpirun: `bash script`.
 
     Args:
         job: what to start.
         hostfile: names the hosts, the first one first; process 0 runs there.
         python: the interpreter, as the hosts know it.
+        mtls: whether the processes know each other by certificates, which the first host makes.
     """
     options = ("-np", str(job.num_processes), "--map-by", f"ppr:{job.processes_per_host}:node", "--bind-to", "none")
+    if mtls:
+        options += ("-x", MTLS)
     return Script(
         comment=_comment(job, "bash FILE"),
         directives={},
-        assignments={**_assignments(job, python), "hostfile": hostfile, "mpirun_options": options},
-        bodies=("mpi", "attempts"),
+        assignments={**_assignments(job, python, mtls), "hostfile": hostfile, "mpirun_options": options},
+        bodies=("mpi", *(("mpi_mtls", "mtls") if mtls else ()), "attempts"),
     ).render()
 
 
-def _assignments(job: Job, python: str) -> dict[str, int | str | tuple[str, ...]]:
+def _assignments(job: Job, python: str, mtls: bool) -> dict[str, int | str | tuple[str, ...]]:
     several = job.processes_per_host > 1
+    make = (python, "-m", "meshkit", "launch", "certificates")
     return {
         "out": one_line(job.out, "--out"),
         "num_processes": job.num_processes,
         "devices_per_process": job.gpus_per_host // job.processes_per_host if several else 0,  # 0: all of the host
         "max_restarts": job.max_restarts,
         "command": tuple(one_line(word, "the command") for word in job.train_command((python,))),
+        **({"make_certificates": tuple(one_line(word, "--python") for word in make)} if mtls else {}),
     }
 
 

@@ -4,11 +4,13 @@
 
 A pod needs no rights in the cluster: its number, the coordinator's name and the attempt come as variables. One process
 for each GPU is started inside the pod by `meshkit launch local`: processes in pods of their own would not reach each
-other over NVLink.
+other over NVLink. With mutual TLS the pods read their certificates from a Secret that goes with the JobSet; what is
+rendered names it, and never has a key in it.
 """
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,6 +42,7 @@ from meshkit.launching.kubernetes import (
     JobTemplate,
     Metadata,
     Network,
+    Owner,
     PodCondition,
     PodFailurePolicy,
     PodFailureRule,
@@ -48,17 +51,21 @@ from meshkit.launching.kubernetes import (
     PodTerm,
     ReplicatedJob,
     Resources,
+    Secret,
+    SecretVolume,
     Selector,
     Volume,
     VolumeMount,
 )
 from meshkit.spec.launchers import ATTEMPT, COORDINATOR, FIRST_PORT, NUM_PROCESSES, PROCESS_ID
+from meshkit.spec.mtls import FILES, MTLS
 
 _WORKERS, _CONTAINER = "workers", "main"
 _SAVE_S, _KILL_S = 120, 30
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+_MTLS_FOLDER = "/etc/meshkit/mtls"
 _QUANTITY = re.compile(r"[0-9]{1,12}([KMGT]i?)?", re.ASCII)
 
 
@@ -74,6 +81,7 @@ class Kubernetes:
         shared_memory: size of /dev/shm, which NCCL and data loaders use and which is 64 MB otherwise.
         workdir: the folder with the experiment; None for the image's own.
         python: the interpreter in the image.
+        mtls: whether the processes know each other by certificates.
     """
 
     image: str
@@ -83,15 +91,53 @@ class Kubernetes:
     shared_memory: str = "64Gi"
     workdir: str | None = None
     python: str = "python3"
+    mtls: bool = False
 
 
 def jobset_yaml(job: Job, site: Kubernetes) -> str:
-    """The JobSet as YAML.
+    """The JobSet as YAML; with mutual TLS, under a comment on how its Secret is made.
 
     Raises:
         ConfigError: a name or a quantity is none that Kubernetes takes.
     """
-    return yaml.safe_dump(jobset(job, site), sort_keys=False, width=120)
+    text = yaml.safe_dump(jobset(job, site), sort_keys=False, width=120)
+    return "".join(f"# {line}\n" for line in _secret_commands(job, site)) + text if site.mtls else text
+
+
+def coordinator_host(job: Job) -> str:
+    """The name of the first pod."""
+    return f"{job.name}-{_WORKERS}-0-0.{job.name}"
+
+
+def secret_name(job: Job) -> str:
+    """Of the Secret with the certificates of a job."""
+    return f"{job.name}-mtls"
+
+
+def secret_yaml(job: Job, site: Kubernetes, files: Mapping[str, bytes], owner_uid: str) -> str:
+    """The Secret with the certificates, which Kubernetes removes together with the JobSet. Not to be printed.
+
+    Args:
+        job: whose.
+        site: of its namespace.
+        files: as `make_certificates` makes them.
+        owner_uid: of the JobSet, as Kubernetes has made it.
+    """
+    owner = Owner(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name=job.name, uid=owner_uid)
+    metadata = Metadata(name=secret_name(job), namespace=site.namespace, owner_references=[owner])
+    data = {name: base64.b64encode(content).decode() for name, content in files.items()}
+    return yaml.safe_dump(Secret(metadata=metadata, data=data).tables(), sort_keys=False)
+
+
+def _secret_commands(job: Job, site: Kubernetes) -> list[str]:
+    space = f" --namespace {site.namespace}" if site.namespace else ""
+    files = " ".join(f"--from-file=mtls/{name}" for name in FILES)
+    return [
+        f"The certificates come from the Secret {secret_name(job)}. `meshkit launch jobset --mtls` makes it; by hand:",
+        f"  meshkit launch certificates mtls --host {coordinator_host(job)}",
+        f"  kubectl create secret generic {secret_name(job)}{space} {files}",
+        "  rm -r mtls",
+    ]
 
 
 def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
@@ -153,12 +199,15 @@ def _pod(job: Job, site: Kubernetes) -> PodSpec:
     for claim, path in site.claims.items():
         mounts.append(VolumeMount(name=claim, mount_path=path))
         volumes.append(Volume(name=claim, persistent_volume_claim=Claim(claim_name=claim)))
+    if site.mtls:
+        mounts.append(VolumeMount(name="mtls", mount_path=_MTLS_FOLDER, read_only=True))
+        volumes.append(Volume(name="mtls", secret=SecretVolume(secret_name=secret_name(job))))
     container = Container(
         name=_CONTAINER,
         image=site.image,
         command=_command(job, site),
         working_dir=site.workdir,
-        env=_environment(job),
+        env=_environment(job, site),
         resources=Resources(limits={"nvidia.com/gpu": str(job.gpus_per_host), **site.resources}),
         volume_mounts=mounts,
         security_context=ContainerSecurity(capabilities=Capabilities(add=["IPC_LOCK"])),  # RDMA pins memory
@@ -173,14 +222,16 @@ def _pod(job: Job, site: Kubernetes) -> PodSpec:
     )
 
 
-def _environment(job: Job) -> list[Env]:
-    coordinator = f"{job.name}-{_WORKERS}-0-0.{job.name}:{FIRST_PORT}"  # a pod has all ports for itself
+def _environment(job: Job, site: Kubernetes) -> list[Env]:
+    coordinator = f"{coordinator_host(job)}:{FIRST_PORT}"  # a pod has all ports for itself
+    mtls = [Env(name=MTLS, value=_MTLS_FOLDER)] if site.mtls else []
     mine = PROCESS_ID if job.processes_per_host == 1 else "HOST_INDEX"
     return [
         Env(name=COORDINATOR, value=coordinator),
         Env(name=NUM_PROCESSES, value=str(job.num_processes)),
         Env(name=mine, value_from=EnvSource(field_ref=FieldRef(field_path=_INDEX))),
         Env(name=ATTEMPT, value_from=EnvSource(field_ref=FieldRef(field_path=_RESTARTS))),
+        *mtls,
     ]
 
 

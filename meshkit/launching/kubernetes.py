@@ -20,9 +20,19 @@ class _Part(BaseModel):
         return self.model_dump(by_alias=True, exclude_none=True)
 
 
+class Owner(_Part):
+    """With what an object is removed."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+
+
 class Metadata(_Part):
     name: str
     namespace: str | None = None
+    owner_references: list[Owner] | None = None
 
 
 class FieldRef(_Part):
@@ -46,6 +56,7 @@ class Resources(_Part):
 class VolumeMount(_Part):
     name: str
     mount_path: str
+    read_only: bool | None = None
 
 
 class EmptyDir(_Part):
@@ -57,10 +68,18 @@ class Claim(_Part):
     claim_name: str
 
 
+class SecretVolume(_Part):
+    """Files of a Secret; read by the container's user and group, and not by everybody."""
+
+    secret_name: str
+    default_mode: int = 0o440
+
+
 class Volume(_Part):
     name: str
     empty_dir: EmptyDir | None = None
     persistent_volume_claim: Claim | None = None
+    secret: SecretVolume | None = None
 
 
 class Capabilities(_Part):
@@ -196,3 +215,14 @@ class JobSet(_Part):
     kind: Literal["JobSet"] = "JobSet"
     metadata: Metadata
     spec: JobSetSpec
+
+
+class Secret(_Part):
+    """Values are base64, as Kubernetes has them."""
+
+    api_version: Literal["v1"] = "v1"
+    kind: Literal["Secret"] = "Secret"
+    type: Literal["Opaque"] = "Opaque"
+    immutable: bool = True
+    metadata: Metadata
+    data: dict[str, str]

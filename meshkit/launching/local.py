@@ -15,11 +15,12 @@ from pathlib import Path
 
 from meshkit.errors import ConfigError, RunError
 from meshkit.launching.supervisor import Policy, Supervisor
-from meshkit.spec.environment import Gang
+from meshkit.spec.environment import JOIN_TIMEOUT, Gang
 from meshkit.spec.experiment import Experiment
 from meshkit.spec.launchers import FIRST_PORT, NUM_PORTS, without_launchers
 
 _LOOPBACK = "127.0.0.1"
+_JOIN_S = "120"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -34,6 +35,7 @@ class LocalPart:
         host_index: of this machine, from 0.
         coordinator: host:port of the first process; None for a port of this machine, new for every attempt.
         attempt: restarts of the whole job before this, where something else restarts it.
+        mtls: folder of certificates; None for what the environment says.
     """
 
     processes: int
@@ -42,6 +44,7 @@ class LocalPart:
     host_index: int = 0
     coordinator: str | None = None
     attempt: int | None = None
+    mtls: str | None = None
 
     @property
     def first_rank(self) -> int:
@@ -59,6 +62,8 @@ class LocalPart:
         """
         inherited = without_launchers(os.environ if base is None else base)
         inherited["PYTHONUNBUFFERED"] = "1"  # the log of a process that is killed is whole
+        if self.hosts == 1:  # whoever ends is seen here; on a busy machine one may be late
+            inherited.setdefault(JOIN_TIMEOUT, _JOIN_S)
         if virtual:
             inherited |= _virtual_devices(inherited, self.devices)
         coordinator = self.coordinator or f"{_LOOPBACK}:{free_port()}"
@@ -68,7 +73,7 @@ class LocalPart:
         """Of GPUs, every process sees all (they reach each other through CUDA IPC) and drives its own."""
         ids = None if virtual else tuple(range(index * self.devices, (index + 1) * self.devices))
         number = attempt if self.attempt is None else self.attempt
-        return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number)
+        return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number, self.mtls)
 
 
 def check_devices(part: LocalPart, experiment: Experiment) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Sequence
 
 from meshkit.errors import ConfigError, RunError
+from meshkit.launching.certificates import make_certificates
+from meshkit.launching.job import Job
+from meshkit.launching.jobset import Kubernetes, coordinator_host, jobset_yaml, secret_name, secret_yaml
+
+_REMOVE = "kubectl delete jobset %s, and the same command again"
 
 
 def submit(command: Sequence[str], text: str) -> str:
@@ -29,3 +35,31 @@ def submit(command: Sequence[str], text: str) -> str:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise RunError(f"{program} ended with {done.returncode}: {said[-1] if said else 'it said nothing'}.")
     return done.stdout.strip()
+
+
+def submit_jobset(job: Job, site: Kubernetes) -> str:
+    """Creates a JobSet, and then the Secret with the certificates that its pods wait for.
+
+    The private key is on no disk of this machine and on no command line. Kubernetes removes the Secret with the JobSet.
+
+    Returns:
+        What was created.
+
+    Raises:
+        ConfigError: kubectl, or what makes certificates, is not on this machine.
+        RunError: kubectl refused.
+    """
+    files = make_certificates([coordinator_host(job)])
+    made = submit(["kubectl", "create", "-f", "-", "-o", "json"], jobset_yaml(job, site))
+    try:
+        uid = str(json.loads(made)["metadata"]["uid"])
+    except (ValueError, KeyError, TypeError):
+        raise RunError(
+            f"kubectl created JobSet {job.name}, but did not say its number.", hint=_REMOVE % job.name
+        ) from None
+    try:
+        submit(["kubectl", "create", "-f", "-"], secret_yaml(job, site, files, uid))
+    except RunError as e:
+        message = f"the pods of JobSet {job.name} wait for Secret {secret_name(job)}, but {e.message}"
+        raise RunError(message, hint=_REMOVE % job.name) from None
+    return f"jobset.jobset.x-k8s.io/{job.name} and secret/{secret_name(job)} created"

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshkit.errors import ConfigError, RunError
-from meshkit.launching.exits import DONE, INTERRUPTED, PREEMPTED, Ending
+from meshkit.launching.exits import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, Ending
 from meshkit.launching.gang import LocalGang, Member
-from meshkit.launching.tail import Follower, last_lines
+from meshkit.launching.tail import Follower, last_lines, last_words
 from meshkit.launching.watchdog import PULSE_VARIABLE, Limits, Watchdog
 
 _POLL_S, _SHOWN_LINES = 0.02, 15
+_NEVER = float("inf")
 # Two attempts in a row that reach no new step will not get there by a third.
 _FRUITLESS_ATTEMPTS = 2
 
@@ -54,6 +55,8 @@ class Attempt:
         number: restarts before it.
         failed: the process that failed first, or is stuck; None if none is.
         stuck: why it was called stuck; None where it ended by itself.
+        where: what that process did.
+        unbegun: whether none had reached the training loop, so that there was nothing to save.
         told: SIGTERM or SIGINT, where the supervisor was told to stop.
         endings: how every process ended, those included that were killed with the rest.
     """
@@ -63,6 +66,8 @@ class Attempt:
     told: signal.Signals | None
     endings: tuple[Ending, ...]
     stuck: str | None = None
+    where: str = ""
+    unbegun: bool = False
 
 
 class Supervisor:
@@ -111,7 +116,7 @@ class Supervisor:
                 attempt = self._attempt(number)
                 if attempt.told is not None or attempt.failed is None:
                     return _stopped(attempt)
-                self._tell(attempt.failed, number, attempt.stuck)
+                self._tell(attempt.failed, attempt)
                 ending = attempt.failed.ending
                 assert ending is not None
                 if not ending.is_restartable and attempt.stuck is None:
@@ -144,33 +149,52 @@ class Supervisor:
             finally:
                 gang.kill()
                 self._follow(gang, follower, last=True)
-        return Attempt(number, failed, told, tuple(m.ending for m in gang.members if m.ending is not None), stuck)
+                where = watchdog.where(failed, gang) if failed is not None else ""
+                unbegun = watchdog.before_steps(gang)
+                watchdog.forget()
+        endings = tuple(m.ending for m in gang.members if m.ending is not None)
+        return Attempt(number, failed, told, endings, stuck, where, unbegun)
 
     def _watch(
         self, gang: LocalGang, follower: Follower, watchdog: Watchdog
     ) -> tuple[Member | None, signal.Signals | None, str | None]:
         """Until all are done, one has failed or is stuck (and why), or the grace after a signal is over."""
-        forwarded, saved, deadline = 0, False, float("inf")
+        forwarded, saved, deadline, tell_at = 0, False, _NEVER, _NEVER
         while True:
             ended = gang.poll()
             self._follow(gang, follower)
+            now = time.monotonic()
             if len(self._told) > forwarded:
                 if forwarded:  # told twice: now
                     return None, self._told[0], None
-                forwarded, deadline = len(self._told), time.monotonic() + self._policy.save_grace_s
+                forwarded, deadline = len(self._told), now + self._policy.save_grace_s
                 gang.signal(self._told[0])
                 self._show(f"{self._told[0].name}: passed on; up to {self._policy.save_grace_s:g} s to save and end")
             codes = {m.rank: m.ending.code for m in ended if m.ending is not None}
-            if PREEMPTED in codes.values():  # it has saved, together with the others, which now end too
-                saved, deadline = True, min(deadline, time.monotonic() + self._policy.save_grace_s)
+            if PREEMPTED in codes.values() and not saved:  # it has saved, together with the others, which now end too
+                saved, deadline = True, min(deadline, now + self._policy.save_grace_s)
+                tell_at = now + self._policy.failure_grace_s
             failures = [m for m in ended if codes.get(m.rank) not in (0, PREEMPTED)]
             if failures and not forwarded and not saved:
                 return min(failures, key=_is_a_consequence), None, None
-            if not gang.running or time.monotonic() > deadline:
+            if any(codes[m.rank] != INTERRUPTED for m in failures):  # the others cannot save without it
+                deadline = min(deadline, now + self._policy.failure_grace_s)
+            if not gang.running or now > deadline:
                 return None, self._told[0] if forwarded else None, None
+            if now > tell_at:
+                deadline, tell_at = min(deadline, self._tell_others(gang, watchdog, now)), _NEVER
             if not forwarded and not saved and (stuck := watchdog.look(gang)) is not None:
                 return stuck.member, None, stuck.why
             time.sleep(_POLL_S)
+
+    def _tell_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
+        """After one was told alone and has ended: the others. It ends at once before the training loop, and they wait.
+
+        Returns:
+            When they have to be gone; one that writes a checkpoint has the whole grace.
+        """
+        gang.signal(signal.SIGTERM)
+        return _NEVER if watchdog.finishing(gang) else now + self._policy.failure_grace_s
 
     def _follow(self, gang: LocalGang, follower: Follower, *, last: bool = False) -> None:
         for line in follower.new_lines(last=last):
@@ -187,13 +211,17 @@ class Supervisor:
             time.sleep(_POLL_S)
         return self._told[0] if self._told else None
 
-    def _tell(self, failed: Member, number: int, stuck: str | None) -> None:
-        if stuck is not None:
-            self._show(f"process {failed.rank} is stuck in attempt {number}: it {stuck}; all are stopped")
+    def _tell(self, failed: Member, attempt: Attempt) -> None:
+        if attempt.stuck is not None:
+            self._show(
+                f"process {failed.rank} is stuck in attempt {attempt.number}: it {attempt.stuck}; all are stopped"
+            )
         else:
-            when = f"{failed.ended_s:.1f} s into attempt {number}"
-            self._show(f"process {failed.rank} ended first: {failed.ending}, {when}")
-        for line in last_lines(failed.log, _SHOWN_LINES):
+            when = f"{failed.ended_s:.1f} s into attempt {attempt.number}"
+            killed = failed.ending is not None and failed.ending.code < 0  # else its pulse tells of its way out
+            where = f", {attempt.where}" if killed else ""
+            self._show(f"process {failed.rank} ended first: {failed.ending}, {when}{where}")
+        for line in last_words(failed.log, _SHOWN_LINES):
             self._show(f"  | {line}")
         self._show(f"  its whole log: {failed.log}")
 
@@ -240,9 +268,13 @@ def next_attempt(logs: Path) -> int:
     return max((int(name) + 1 for name in names if name.isdigit()), default=0)
 
 
-def _is_a_consequence(member: Member) -> tuple[bool, float]:
-    """Sorts failures seen at one look: jax aborts a process (SIGABRT) because another one is gone."""
-    return member.ending == Ending(-signal.SIGABRT), member.ended_s
+def _is_a_consequence(member: Member) -> tuple[int, float]:
+    """Sorts failures seen at one look, the cause first.
+
+    When a process is gone, jax aborts the others (SIGABRT), or they lose their connection to it (exit code 4).
+    """
+    assert member.ending is not None
+    return {-signal.SIGABRT: 2, RUN_FAILED: 1}.get(member.ending.code, 0), member.ended_s
 
 
 def _stopped(attempt: Attempt) -> int:
@@ -258,6 +290,8 @@ def _stopped(attempt: Attempt) -> int:
         return PREEMPTED
     if codes == {0}:
         return DONE
+    if attempt.told is not None and attempt.unbegun:  # nothing was made since the last checkpoint
+        return PREEMPTED
     bad = next(ending for ending in attempt.endings if ending.code != 0)
     raise RunError(
         f"told to stop by SIGTERM, but a process did not save and end: {bad}.",

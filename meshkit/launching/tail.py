@@ -7,6 +7,8 @@ from pathlib import Path
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 _MOST_BYTES = 1 << 20
+_MOST_OF_A_TRACEBACK = 60
+_CHATTER = "[Gloo] Rank"
 
 
 class Follower:
@@ -41,6 +43,13 @@ def last_lines(path: Path, count: int) -> list[str]:
         return []
     lines = [_printable(line) for line in data.split(b"\n")]
     return [line for line in lines if line.strip()][-count:]
+
+
+def last_words(path: Path, count: int) -> list[str]:
+    """What a process that failed said last: its last traceback if it ends with one, else `count` lines."""
+    lines = [line for line in last_lines(path, _MOST_OF_A_TRACEBACK) if not line.startswith(_CHATTER)]
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return lines[min(starts[-1], max(0, len(lines) - count)) :] if starts else lines[-count:]
 
 
 def _printable(line: bytes) -> str:

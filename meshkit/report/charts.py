@@ -30,6 +30,17 @@ COLORS = {
     "context": "#6c757d",
     "nccl": "#4a5260",
     "reserved": "#6c757d",
+    "goodput_step": "#4c9f70",
+    "goodput_data_wait": "#edae49",
+    "goodput_evaluate": "#5b9bc9",
+    "goodput_checkpoint": "#8f6bb0",
+    "goodput_start": "#a9b4c2",
+    "goodput_compile": "#30638e",
+    "goodput_restore": "#c9a0dc",
+    "goodput_init": "#6c757d",
+    "goodput_lost": "#d1495b",
+    "goodput_restart": "#8c2f39",
+    "goodput_other": "#d9dde3",
 }
 AXIS_COLORS = ("#4c9f70", "#8f6bb0", "#c77d2e", "#2a9d9d", "#b5678a", "#7a8b3a", "#5b6fb5", "#8d6e63")
 # column of a run's metrics -> its label, and what its value is shown in
@@ -56,8 +67,8 @@ def step_chart(reports: Sequence[Report]) -> dict:
         parts = [step_shares(r)[i].value for r in reports]
         percents = [format_percent(v / r.step.time_s) if v and r.step.time_s else "" for v, r in zip(parts, reports)]
         texts = [f"{format_seconds(v)}<br>{p}" for v, p in zip(parts, percents)]
-        data.append(_bar(share.label, [_scaled(v, scale) for v in parts], names, COLORS[share.key], texts))
-    return _bars(data, names, names, unit, bar_height=50)
+        data.append(bar(share.label, [_scaled(v, scale) for v in parts], names, COLORS[share.key], texts))
+    return bars(data, names, names, unit, bar_height=50)
 
 
 def communication_chart(reports: Sequence[Report]) -> dict:
@@ -73,8 +84,8 @@ def communication_chart(reports: Sequence[Report]) -> dict:
     for key in ("overlapped", "exposed"):
         values = [found[i].get(label, {}).get(key) for label, i in places]
         texts = [f"{tick}: {key} {format_seconds(v)}" for tick, v in zip(ticks, values)]
-        data.append(_bar(key, [_scaled(v, scale) for v in values], y, COLORS[key], texts, inside=False))
-    return _bars(data, y, ticks, unit, bar_height=30 if len(reports) == 1 else 24)
+        data.append(bar(key, [_scaled(v, scale) for v in values], y, COLORS[key], texts, inside=False))
+    return bars(data, y, ticks, unit, bar_height=30 if len(reports) == 1 else 24)
 
 
 def memory_chart(reports: Sequence[Report]) -> dict | None:
@@ -87,8 +98,8 @@ def memory_chart(reports: Sequence[Report]) -> dict | None:
     for key, label in memory_parts(known):
         values = [next((s.value for s in memory_shares(r) if s.key == key), None) for r in known]
         texts = [format_bytes(v) if v else "" for v in values]
-        data.append(_bar(label, [(v or 0) / GIB for v in values], names, COLORS[key], texts))
-    figure = _bars(data, names, names, "GiB", bar_height=50)
+        data.append(bar(label, [(v or 0) / GIB for v in values], names, COLORS[key], texts))
+    figure = bars(data, names, names, "GiB", bar_height=50)
     m = known[0].memory
     limits = [("capacity", m.capacity_bytes, "solid"), ("budget", m.pool_bytes, "dash")]
     drawn = [(text, v / GIB, dash) for text, v, dash in limits if v]
@@ -115,8 +126,8 @@ def per_step_chart(report: Report) -> dict | None:
     for share in step_shares(report):
         values = [getattr(s, f"{share.key}_s") for s in samples]
         texts = [format_seconds(v) for v in values]
-        data.append(_bar(share.label, [v * scale for v in values], names, COLORS[share.key], texts))
-    return _bars(data, names, names, unit, bar_height=26)
+        data.append(bar(share.label, [v * scale for v in values], names, COLORS[share.key], texts))
+    return bars(data, names, names, unit, bar_height=26)
 
 
 def kernels_chart(reports: Sequence[Report]) -> dict | None:
@@ -135,8 +146,8 @@ def kernels_chart(reports: Sequence[Report]) -> dict | None:
     ]
     seconds = [next((c.time_s for c in kernel_classes(r) if c.kind == label), None) for label, r in places]
     texts = [f"{tick}: {format_seconds(v)}" for tick, v in zip(ticks, seconds)]
-    bar = _bar("compute", [_scaled(v, scale) for v in seconds], y, COLORS["compute"], texts, inside=False)
-    return _bars([bar], y, ticks, unit, bar_height=26)
+    drawn = bar("compute", [_scaled(v, scale) for v in seconds], y, COLORS["compute"], texts, inside=False)
+    return bars([drawn], y, ticks, unit, bar_height=26)
 
 
 def kernel_classes(report: Report) -> tuple[KernelClassPart, ...]:
@@ -235,7 +246,16 @@ def _scaled(seconds: float | None, scale: float) -> float | None:
     return None if seconds is None else seconds * scale
 
 
-def _bar(name: str, x: list, y: list, color: str, texts: list[str], *, inside: bool = True) -> dict:
+def bar(name: str, x: list, y: list, color: str, texts: list[str], *, inside: bool = True) -> dict:
+    """One colour of a chart of horizontal bars.
+
+    Args:
+        name: of what the colour stands for.
+        x, y: its length on each bar, and which bars these are.
+        color: as CSS has it.
+        texts: what is written on it, and shown under the pointer.
+        inside: False only shows them under the pointer.
+    """
     shown = {"text": texts, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0} if inside else {}
     return {
         "type": "bar",
@@ -250,7 +270,7 @@ def _bar(name: str, x: list, y: list, color: str, texts: list[str], *, inside: b
     }
 
 
-def _bars(data: list[dict], y: Sequence[str], ticks: Sequence[str], unit: str, *, bar_height: int) -> dict:
+def bars(data: list[dict], y: Sequence[str], ticks: Sequence[str], unit: str, *, bar_height: int) -> dict:
     """A figure of horizontal bars; on a narrow screen their labels stand above them, not beside."""
     layout = layout_of(44 + bar_height * len(y), unit)
     layout |= {"barmode": "stack", "bargap": 0.25}

@@ -12,6 +12,7 @@ import contextlib
 from pathlib import Path
 
 from meshkit.errors import TraceError
+from meshkit.report.goodput import read_goodput_part
 from meshkit.report.history import read_history, trend_warnings
 from meshkit.report.html import write_html
 from meshkit.report.perfetto import TRACE_FILE, write_perfetto
@@ -30,7 +31,7 @@ def write_folder(
     predicted: Report | None = None,
     title: str | None = None,
 ) -> Report:
-    """Writes a report's files, and returns the report as written: with the run's history, where it has metrics.
+    """Writes a report's files, and returns the report as written: with the history and the goodput of the run.
 
     Args:
         report: of the plan, or of the measurement.
@@ -46,7 +47,8 @@ def write_folder(
         predicted = predicted or find_prediction(folder)
         history = read_history(folder)
         warnings = (*report.warnings, *trend_warnings(history))
-        report = report.model_copy(update={"history": history, "warnings": warnings})
+        goodput = read_goodput_part(folder)
+        report = report.model_copy(update={"history": history, "goodput": goodput, "warnings": warnings})
         if predicted is not None:
             predicted.write(folder / PLAN_FILE)
     report.write(folder)

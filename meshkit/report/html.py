@@ -26,6 +26,7 @@ from meshkit.report.charts import (
     per_step_chart,
     step_chart,
 )
+from meshkit.report.goodput import goodput_section
 from meshkit.report.page import Value, chart, inline, legend, section, warning_panel, write_page
 from meshkit.report.panels import Shown
 from meshkit.report.pipeline_view import pipeline_section
@@ -72,6 +73,7 @@ def write_html(
     for s, spans in zip(shown, (timeline, other_timeline)):
         body.append(_timeline(s, spans, figures, trace_file))
     body += [_kernels(shown, figures), _stragglers(shown), _over_steps(shown, figures)]
+    body.append(goodput_section(shown, figures))
     body += [_memory(shown, figures), _quality(shown), _footer(reports)]
     return write_page(path, headline, body, figures)
 

@@ -96,8 +96,8 @@ def write_page(path: str | Path, headline: str, body: Sequence[str], figures: Ma
         ConfigError: Plotly, which draws the charts, is not installed.
     """
     frame = Template(resources.files("meshkit.report").joinpath("page.html").read_text(encoding="utf-8"))
-    # a slash after "<" would end the script element that holds the data
-    data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
+    # "</script>" would end the element that holds the data, "<!--<script>" would keep its own end from being seen
+    data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     text = frame.substitute(title=escape(headline), body="\n".join(body), figures=data, plotly=_plotly())
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

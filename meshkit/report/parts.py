@@ -170,6 +170,42 @@ class HistoryPart(Part):
     trend: dict[str, float | None] = {}
 
 
+class GoodputPart(Part):
+    """What every second of a run's wall time went to, over all its attempts; the parts in seconds add up to `wall_s`.
+
+    Attributes:
+        share: `step_s` / `wall_s`.
+        wall_s: of all attempts and of the restarts between them. A pause that a person wanted (after an attempt that
+            was done, interrupted, or refused for what was written in its experiment) is not in it.
+        attempts: how many there were.
+        lost_steps: that a later attempt made again, counted each time.
+        step_s: of steps that count.
+        data_wait_s: the host waited for a batch and devices had nothing to do.
+        checkpoint_s: a checkpoint kept the steps from going on.
+        start_s: from the start of the process to the compile: imports, the meeting of the processes, tracing.
+        init_s: the first state of a new run; `restore_s`: of a resumed one.
+        lost_s: of the lost steps, with their waits for data.
+        restart_s: between the last sign of an attempt and the start of the next.
+        other_s: all else: starting and ending a capture, comparing replicas, closing files.
+    """
+
+    share: float | None = None
+    wall_s: float | None = None
+    attempts: int | None = None
+    lost_steps: int | None = None
+    step_s: float | None = None
+    data_wait_s: float | None = None
+    evaluate_s: float | None = None
+    checkpoint_s: float | None = None
+    start_s: float | None = None
+    compile_s: float | None = None
+    restore_s: float | None = None
+    init_s: float | None = None
+    lost_s: float | None = None
+    restart_s: float | None = None
+    other_s: float | None = None
+
+
 class FeedbackPart(Part):
     """What a recompile with measured costs changed (XLA's profile-guided latency estimator).
 

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from meshkit.errors import TraceError
 from meshkit.report.parts import (
     FeedbackPart,
+    GoodputPart,
     HistoryPart,
     KernelsPart,
     Part,
@@ -256,6 +257,7 @@ class Report(Part):
     stragglers: StragglersPart | None = None
     per_step: tuple[StepSample, ...] | None = None
     history: HistoryPart | None = None
+    goodput: GoodputPart | None = None
     feedback: FeedbackPart | None = None
     warnings: tuple[Warning_, ...] = ()
 

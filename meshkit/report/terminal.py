@@ -9,6 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from meshkit.report.goodput import goodput_shares, goodput_text
+from meshkit.report.parts import GoodputPart
 from meshkit.report.pipeline_view import pipeline_lines
 from meshkit.report.schema import CommunicationPart, OpPart, Report
 from meshkit.report.view import (
@@ -51,6 +53,17 @@ _STYLES = {
     "nccl": ("n", "bright_black"),
     "reserved": ("x", "bright_black"),
     "free": ("·", "bright_black"),
+    # of the run's wall time
+    "step": ("█", "green"),
+    "data_wait": ("d", "yellow"),
+    "evaluate": ("e", "cyan"),
+    "checkpoint": ("▓", "magenta"),
+    "start": ("s", "bright_black"),
+    "compile": ("c", "blue"),
+    "restore": ("r", "bright_black"),
+    "init": ("i", "bright_black"),
+    "lost": ("x", "red"),
+    "restart": ("░", "red"),
 }
 _MAX_KINDS = 8
 _MAX_EXPOSED = 6
@@ -81,6 +94,8 @@ def render(report: Report, *, title: str | None = None) -> RenderableType:
         parts += [_heading("pipeline"), *map(Text, pipeline_lines(report))]
     if report.memory.peak_bytes is not None:
         parts += [_heading("memory of the fullest GPU"), _memory(report)]
+    if report.goodput is not None:
+        parts += [_heading("goodput of the run"), _goodput(report.goodput)]
     if found := quality_text(report):
         parts += [_heading("data quality"), Text(found, overflow="fold")]
     if report.warnings:
@@ -198,6 +213,12 @@ def _memory(report: Report) -> RenderableType:
     free = [Share("free", "free", total - used)] if total > used else []
     limits = f"capacity {format_bytes(m.capacity_bytes)}, of which the program may take {format_bytes(m.pool_bytes)}"
     return Group(bar([*shares, *free], total), _legend(shares, total, format_bytes), Text(limits, "dim"))
+
+
+def _goodput(part: GoodputPart) -> RenderableType:
+    shares = goodput_shares(part)
+    total = part.wall_s or 0.0
+    return Group(bar(shares, total), _legend(shares, total, format_seconds), Text(goodput_text(part), "dim"))
 
 
 def _warning(message: str) -> RenderableType:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshkit.errors import ConfigError
 from meshkit.spec.launchers import (
@@ -25,7 +25,9 @@ from meshkit.spec.launchers import (
     Said,
     detect,
 )
+from meshkit.spec.mtls import MTLS
 
+JOIN_TIMEOUT = "MESHKIT_JOIN_TIMEOUT"
 _REQUIRED = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
 _ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -42,6 +44,8 @@ class Gang:
         process_id: of this process, from 0.
         local_device_ids: the GPUs of its machine that it drives; None for all.
         attempt: restarts so far.
+        mtls: folder of the certificates by which the processes know each other; None meets in the open.
+        in_kubernetes: whether this is a pod, whose coordinator gets its name when it starts.
     """
 
     coordinator: str
@@ -49,6 +53,8 @@ class Gang:
     process_id: int
     local_device_ids: tuple[int, ...] | None = None
     attempt: int = 0
+    mtls: str | None = None
+    in_kubernetes: bool = field(default=False, compare=False)
 
     def emit(self) -> dict[str, str]:
         """The variables that `read_gang` reads back as this gang."""
@@ -60,6 +66,8 @@ class Gang:
         }
         if self.local_device_ids is not None:
             variables[LOCAL_DEVICE_IDS] = ",".join(map(str, self.local_device_ids))
+        if self.mtls is not None:
+            variables[MTLS] = self.mtls
         return variables
 
 
@@ -88,7 +96,30 @@ def read_gang(environment: Mapping[str, str] | None = None) -> Gang | None:
         problem = f"is none of the {number} processes of {said[NUM_PROCESSES].variable}, which count from 0"
         raise _bad(said[PROCESS_ID], problem, f"0 to {number - 1}")
     attempt = _whole(said[ATTEMPT]) if ATTEMPT in said else 0
-    return Gang(said[COORDINATOR].value, number, process, _devices(said.get(LOCAL_DEVICE_IDS)), attempt)
+    return Gang(
+        said[COORDINATOR].value,
+        number,
+        process,
+        _devices(said.get(LOCAL_DEVICE_IDS)),
+        attempt,
+        mtls=env.get(MTLS, "").strip() or None,
+        in_kubernetes=bool(env.get("KUBERNETES_SERVICE_HOST")),
+    )
+
+
+def join_timeout_s(environment: Mapping[str, str] | None = None, *, otherwise: float) -> float:
+    """Seconds that a process waits for the others: what MESHKIT_JOIN_TIMEOUT says.
+
+    Raises:
+        ConfigError: it is no number of seconds.
+    """
+    env = os.environ if environment is None else environment
+    text = env.get(JOIN_TIMEOUT, "").strip()
+    if not text:
+        return otherwise
+    if not _NUMBER.fullmatch(text) or not int(text):
+        raise _bad(Said(JOIN_TIMEOUT, text), "is no whole number of seconds", "300")
+    return float(text)
 
 
 def check_address(text: str, *, at: str = "environment", name: str = COORDINATOR) -> None:

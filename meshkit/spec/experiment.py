@@ -25,6 +25,7 @@ from meshkit.spec.pipelines import check_alone, check_pipeline, pipeline_rules
 from meshkit.spec.problems import SpecError, did_you_mean
 from meshkit.spec.rules import ShardingRules, preset_rules
 from meshkit.spec.schema import experiment_json_schema
+from meshkit.spec.secrets import check_secrets
 from meshkit.spec.sections import (
     Allowed,
     CheckpointSpec,
@@ -38,6 +39,7 @@ from meshkit.spec.sections import (
     ProfileSpec,
     TrainSpec,
 )
+from meshkit.spec.site import check_files
 from meshkit.spec.tables import ExperimentTable, TrainTable
 from meshkit.spec.validate import check_plain, validate
 
@@ -121,9 +123,12 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experim
     document = Document.read(path)
     try:
         check_plain(document.table)
+        check_secrets(document.table)
         table = absolute_paths((), document.table, document.path.parent)
         table, parsed = apply_overrides(table, overrides)
         document = document.with_overrides(table, parsed)
+        check_secrets(table, parsed)
+        check_files(table)
         return _build(document, table)
     except SpecError as error:
         raise document.locate(error) from None

@@ -78,7 +78,8 @@ class CheckpointSpec:
 
     every: int = 0
     keep: int = 2
-    verify: bool = True
+    keep_every: int = 0
+    verify: str = "own"
     initial: str | None = None
 
 

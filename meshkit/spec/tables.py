@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from meshkit.spec.problems import kind, show
 from meshkit.spec.validate import FUNCTION_PATTERN, NAME_PATTERN, Table
@@ -229,12 +229,22 @@ class DataTable(Table):
     )
 
 
+def _verify_of(value: Any) -> Any:
+    """Of `verify` as earlier experiment files have it, a boolean, what it meant."""
+    return {True: "own", False: "off"}[value] if isinstance(value, bool) else value
+
+
 class CheckpointTable(Table):
     """When checkpoints are written."""
 
     every: Natural = Field(default=0, description="steps; 0 = none")
     keep: Count = Field(default=2, description="how many of the latest")
-    verify: bool = Field(default=True, description="check sizes and hashes on restore")
+    keep_every: Natural = Field(default=0, description="also keep those of every so many steps; 0 = none")
+    verify: Annotated[Literal["full", "own", "off"], BeforeValidator(_verify_of)] = Field(
+        default="own",
+        description="before a restore, compare contents with their hashes: every process all files, "
+        "every process its share of them, or only names and sizes",
+    )
     initial: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, description="a folder of safetensors, in Hugging Face's layout, that a new run starts from"
     )

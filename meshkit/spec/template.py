@@ -61,7 +61,9 @@ source = "python-stdlib"                    # or a folder of text, a token file,
 
 [checkpoint]
 every = 0                                   # steps; 0 = none
-keep = 2
+keep = 2                                    # the newest
+# keep_every = 1000                         # and those of every so many steps
+# verify = "own"                            # before a restore: "full", "own" (each process its share) or "off"
 
 [profile]
 steps = [10, 12]                            # first and last step that are captured

@@ -5,7 +5,6 @@ Everything that can be mixed up, cut short or missing is found here, before a nu
 
 from __future__ import annotations
 
-import gzip
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from meshkit.errors import MeshkitError, TraceError
+from meshkit.spec.bounded import gunzip, inside
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.mesh import MeshSpec, Placement
 from meshkit.timeline.checks import Note
@@ -28,6 +28,7 @@ from meshkit.xla.costs import opcode
 from meshkit.xla.hlo import Schedule, load_module, read_collectives, read_participants, read_schedule
 
 _CONTAINERS = {"while", "conditional", "call"}
+_LARGEST_PROGRAM_BYTES = 2**30  # unpacked; a proto cannot have more than twice that
 _HINT = "`meshkit train` with [profile] steps = [first, last], or mk.profile(...)"
 
 
@@ -216,7 +217,13 @@ def trace_file(folder: Path, record: CaptureRecord) -> Path:
         TraceError: there is none.
     """
     session = folder / "plugins" / "profile" / f"p{record.process}"
-    named = folder / record.trace.file if record.trace else None
+    named = inside(folder, record.trace.file) if record.trace else None
+    if record.trace and named is None:
+        raise TraceError(
+            f"process {record.process} names the trace {record.trace.file!r}, which is not in this folder.",
+            at=str(folder),
+            hint="a capture from a source that you trust: this one is not honest",
+        )
     found = [named] if named is not None and named.is_file() else sorted(session.glob("*.xplane.pb"))
     if not found:
         raise TraceError(f"process {record.process} left no trace.", at=str(session), hint="capturing again")
@@ -260,8 +267,8 @@ def _trace_folder(run: Path) -> Path:
 def _read_module(folder: Path, record: CaptureRecord) -> Any:
     file = folder / Path(record.program_file).name
     try:
-        module = load_module(gzip.decompress(file.read_bytes()))
-    except (OSError, EOFError, MeshkitError) as e:
+        module = load_module(gunzip(file.read_bytes(), _LARGEST_PROGRAM_BYTES))
+    except (OSError, ValueError, MeshkitError) as e:
         raise TraceError(f"the captured program cannot be read: {e}", at=str(file)) from None
     if module.name != record.module:
         raise TraceError(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import shutil
 import socket
 import time
@@ -26,6 +25,7 @@ import jax
 import numpy as np
 
 from meshkit.errors import ConfigError
+from meshkit.redaction import recorded_environment
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.mesh import MeshSpec, Placement
 from meshkit.training.capture_record import (
@@ -194,7 +194,7 @@ class Capture:
             num_steps=num_steps,
             memory=_memory(mesh.local_devices),
             **self._links(),
-            xla_flags=os.environ.get("XLA_FLAGS"),
+            xla_flags=recorded_environment().get("XLA_FLAGS"),
             trace=_written_trace(self.folder, process),
             cost=cost,
             jax=jax.__version__,

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -185,6 +184,8 @@ class Batches:
 
     def iterate(self, first: int, last: int) -> Iterator[dict[str, jax.Array]]:
         """The batches of steps first ... last-1, read by background threads and put on devices ahead of their use."""
+        import grain  # with orbax it is a seventh of what a plan imports, which reads no data
+
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2 * _PREFETCHED_BATCHES)
         loaded = iter(grain.MapDataset.range(first, last).map(self._load).to_iter_dataset(options))
         ahead: deque[dict[str, jax.Array]] = deque()
@@ -217,6 +218,8 @@ class Batches:
         return {name: np.stack(values) for name, values in rows.items()}
 
     def _endless(self):
+        import grain
+
         dataset = grain.MapDataset.source(self.examples)
         return (dataset if self.seed is None else dataset.shuffle(seed=self.seed)).repeat()
 

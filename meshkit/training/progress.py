@@ -47,7 +47,7 @@ class StepProgress:
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
         if self._enabled:
-            self._console.print(text, highlight=False)
+            self._console.print(text, highlight=False, markup=False)  # a path or a message may hold brackets
 
     def start(self, step: int) -> None:
         """Puts the bar at the step that the run resumes from."""

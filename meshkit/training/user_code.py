@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import jax
 
 from meshkit.errors import ConfigError, MeshkitError
+from meshkit.redaction import redact
 from meshkit.spec.experiment import Experiment
+from meshkit.spec.site import is_under, listed, read_site
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -46,7 +49,7 @@ def describe_error(error: BaseException) -> str:
     first = next((line.strip() for line in message.splitlines() if line.strip()), "")
     if len(first) > _LONGEST_MESSAGE:
         first = f"{first[:_LONGEST_MESSAGE]}..."
-    text = f"{type(error).__name__}: {first.rstrip('.')}" if first else type(error).__name__
+    text = redact(f"{type(error).__name__}: {first.rstrip('.')}") if first else type(error).__name__
     return f"{text} ({place})" if place else text
 
 
@@ -61,23 +64,33 @@ def _user_line(error: BaseException) -> str | None:
 def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None = None) -> Any:
     """What `"pkg.mod:Name"` names, with the experiment's folders importable.
 
+    Where the site declares roots of models (`meshkit.spec.site`), every module on the way lies in one of them, and only
+    they are searched beside what Python finds anyway.
+
     Raises:
-        ConfigError: not of that form, no such module, one that fails to import, or no such name in it.
+        ConfigError: not of that form, no such module, one that fails to import, or no such name in it; or it is outside
+            of the declared roots.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"'{name}' is not of the form \"package.module:Name\".", at=at)
-    for path in map(str, search_paths):
+    roots = read_site().model_roots
+    searched = list(search_paths) if roots is None else [*(p for p in search_paths if is_under(p, roots)), *roots]
+    for path in map(str, searched):
         if path not in sys.path:
             sys.path.append(path)
     try:
+        if roots is not None:
+            _check_roots(module_name, roots, at)
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(f"importing '{module_name}' failed: {describe_error(error)}.", at=at) from error
-        searched = ", ".join(map(str, search_paths)) or "the import path"
+        where = ", ".join(map(str, searched)) or "the import path"
         hint = "a path that exists in the working directory or beside the experiment file"
-        raise ConfigError(f"no module '{error.name}' in {searched}.", at=at, hint=hint) from error
+        raise ConfigError(f"no module '{error.name}' in {where}.", at=at, hint=hint) from error
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"importing '{module_name}' raised {describe_error(error)}.", at=at) from error
     if not hasattr(module, attribute):
@@ -85,6 +98,33 @@ def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None 
         hint = f'"{module_name}:{near[0]}"' if near else None
         raise ConfigError(f"module '{module_name}' has no '{attribute}'.", at=at, hint=hint)
     return getattr(module, attribute)
+
+
+def _check_roots(module_name: str, roots: Sequence[Path], at: str | None) -> None:
+    """Stops where a module is outside of the roots, before its code or that of a package around it runs.
+
+    Raises:
+        ConfigError: it is, or is built into Python.
+        ModuleNotFoundError: there is none.
+    """
+    parts = module_name.split(".")
+    for i in range(1, len(parts) + 1):
+        part = ".".join(parts[:i])
+        # finding a module imports the packages around it, which have been checked by then
+        spec = importlib.util.find_spec(part)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {part!r}", name=part)
+        files = [
+            *(spec.submodule_search_locations or ()),
+            *([spec.origin] if spec.has_location and spec.origin else []),
+        ]
+        outside = next((file for file in files if not is_under(file, roots)), None)
+        if outside is not None or not files:
+            raise ConfigError(
+                f"module '{part}' is at {outside or 'no file'}, outside of the folders that this site allows.",
+                at=at,
+                hint=f"a model in {listed(roots)}",
+            )
 
 
 def raised_by_user(error: BaseException) -> str | None:

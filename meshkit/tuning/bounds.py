@@ -25,10 +25,13 @@ from meshkit.sharding.resolve import Placed, placements
 from meshkit.spec.experiment import Experiment
 from meshkit.spec.mesh import MeshSpec
 from meshkit.spec.rules import ShardingRules
-from meshkit.timeline.kernels import compute_peak_flops
+from meshkit.timeline.kernels import compute_peak_flops, memory_bytes_per_s
 from meshkit.timeline.network import collective_time_s
+from meshkit.training.arrange import arrange_description
 from meshkit.training.flops import count_model_flops
 from meshkit.training.gradients import deferred_axes
+from meshkit.training.pipelined import find_stack
+from meshkit.training.stages import check_model
 from meshkit.training.state import ModelDescription, describe_model
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # of activations and gathered weights
@@ -40,8 +43,11 @@ _SOME = 0.35
 # 64 H100.
 _WEIGHTS_SHOW, _WEIGHTS_SHOW_IN_LOOP, _ACTIVATIONS_SHOW = 0.05, 0.8, 0.9
 _GATHERED_TWICE = 1.5  # of a gather and a reduction: forward and backward pass gather each
-_SMALLER_MATMULS = 0.03  # slower with every doubling of micro-batches
+_LARGE_TOKENS, _SMALLER_MATMULS = 16_384, 0.03  # slower each time that a micro-batch of one GPU halves
 _KEPT_OF_ALL = 2.5
+# Bytes of memory traffic for one weight in a micro-batch: gathered and read in bf16 forward and backward (8), its
+# gradient written, read (4), and added to an fp32 sum (8).
+_WEIGHT_TRAFFIC = 20
 
 Shape = tuple[int, int]
 
@@ -87,7 +93,7 @@ class Bounds:
         self._sustained = self._peak * cluster.gpu.achieved["matmul"]
         self._cluster = cluster
         self._priced: dict[tuple, float] = {}
-        self._placed: tuple[MeshSpec, ShardingRules, Mapping[str, Sequence[Placed]]] | None = None
+        self._placed: tuple[tuple, Mapping[str, Sequence[Placed]]] | None = None
 
     @property
     def logical_axes(self) -> set[str]:
@@ -95,6 +101,19 @@ class Bounds:
         one = AbstractMesh((1,), ("one",))
         found = placements(self.model.params, one, ShardingRules({}))  # pyright: ignore[reportArgumentType]
         return {name for leaf in found for name in leaf.logical_axes or () if name}
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether the layers can become stages of a pipeline, with all else that the experiment asks for."""
+        experiment = self._experiment
+        if experiment.pipeline.axis is not None:
+            return True
+        if experiment.local_sgd.axis or experiment.compression.axis or experiment.train.loss:
+            return False
+        with contextlib.suppress(ConfigError):
+            check_model(experiment, self.model)
+            return True
+        return False
 
     def remats(self, policies: Sequence[Any]) -> list[Any]:
         """Those that the model takes."""
@@ -120,7 +139,7 @@ class Bounds:
         token_axes = _token_axes(variant)
         tokens = variant.train.global_batch * variant.train.sequence_length
         tokens /= math.prod(sizes[a] for a in token_axes)
-        pieces = variant.train.accumulate * variant.pipeline.microbatches
+        pieces = variant.train.accumulate * (variant.pipeline.microbatches if variant.pipeline.axis else 1)
         state = _state_bytes(places, sizes, variant)
         held = _gradient_bytes(places, sizes, variant, deferred)
         whole = _whole_weights_bytes(places["compute"], sizes, variant, deferred)
@@ -130,16 +149,28 @@ class Bounds:
         bubble = (stages - 1) / (variant.pipeline.microbatches * variant.pipeline.virtual_stages)
         flops = self._model_flops / self._cluster.num_gpus * (1 + bubble)
         logits = 2 * 4 * tokens / pieces * _vocabulary(places["compute"], sizes)
-        recompute = 1 + kept.recomputed_share / 3
+        recompute = (1 + kept.recomputed_share / 3) * self._places_over_layers(stages, variant.pipeline.virtual_stages)
+        smaller = max(0.0, math.log2(_LARGE_TOKENS * pieces / tokens))
         return Bound(
             state_bytes=int(state),
             needed_bytes=int(state + whole + max(held, kept.least_bytes)),
             compute_s=flops / self._peak,
             link_s=self._slowest_link_s(moved, variant.mesh),
-            estimate_s=flops / self._sustained * recompute * (1 + _SMALLER_MATMULS * math.log2(pieces))
-            + self._communication_guess_s(moved, variant, deferred),
+            estimate_s=flops / self._sustained * recompute * (1 + _SMALLER_MATMULS * smaller)
+            + self._communication_guess_s(moved, variant, deferred)
+            + pieces * self._weights_pass_s(places["compute"], sizes, token_axes),
             estimate_bytes=state + whole + held + kept.guess_bytes + logits,
         )
+
+    def _places_over_layers(self, stages: int, chunks: int) -> float:
+        """How many layers a pipeline computes for each that there is: chunks are alike, with empty places in some."""
+        places = stages * chunks
+        return places * -(-self._layers // places) / self._layers if self._layers else 1.0
+
+    def _weights_pass_s(self, leaves: Sequence[Placed], sizes: Mapping[str, int], token_axes: Sequence[str]) -> float:
+        """Seconds in which the memory passes the weights of one micro-batch and their gradients, which are added up."""
+        elements = sum(_local(leaf, sizes, token_axes) for leaf in leaves)
+        return _WEIGHT_TRAFFIC * elements / memory_bytes_per_s(self._cluster.gpu)
 
     def _slowest_link_s(self, moved: Mapping[str, Sequence[_Payload]], mesh: MeshSpec) -> float:
         """Seconds of the busier link, if both could run at once."""
@@ -157,21 +188,26 @@ class Bounds:
         for payload in moved["weights"]:
             times = 1 if set(payload.axes) <= set(deferred) else variant.train.accumulate
             shows = _WEIGHTS_SHOW if times == 1 else _WEIGHTS_SHOW_IN_LOOP
+            if variant.pipeline.axis is not None:  # once, before the first micro-batch and after the last
+                shows = 1.0
             seconds += _GATHERED_TWICE * self._price(payload, variant.mesh) * times * shows
         return seconds
 
     def _places(self, variant: Experiment, mesh: Any) -> Mapping[str, Sequence[Placed]]:
-        """Where the parameters go, by what of them it is; of the last mesh and rules kept."""
-        if self._placed is None or self._placed[:2] != (variant.mesh, variant.rules):
+        """Where the parameters go, by what of them it is; of the last mesh, rules and stages kept."""
+        stages = variant.pipeline
+        key = variant.mesh, variant.rules, stages.axis, stages.virtual_stages, stages.layout
+        if self._placed is None or self._placed[0] != key:
+            stack = find_stack(variant, mesh, self.model)
+            params = (arrange_description(self.model, stack) if stack else self.model).params
             kinds = ("parameters", "optimizer", "compute", "gradients")
-            found = {kind: placements(self.model.params, mesh, variant.rules, kind=kind) for kind in kinds}
-            self._placed = variant.mesh, variant.rules, found
-        return self._placed[2]
+            self._placed = key, {kind: placements(params, mesh, variant.rules, kind=kind) for kind in kinds}
+        return self._placed[1]
 
     def _kept(self, leaves: Sequence[Placed], sizes: Mapping[str, int], variant: Experiment, tokens: float) -> _Kept:
-        """What scanned layers keep of one micro-batch for the backward pass."""
-        remat = variant.train.remat
-        if not self._layers or variant.pipeline.axis is not None or str(remat).startswith("offload"):
+        """What scanned layers keep of one micro-batch for the backward pass, those of a pipeline of all in flight."""
+        remat, stages = variant.train.remat, variant.pipeline
+        if not self._layers or str(remat).startswith("offload"):
             return _Kept(0.0, 0.0, 1.0 if remat in _ALL else _SOME)
         width, inner, outer, work, kept_work = 0.0, 0.0, 0.0, 0.0, 0.0
         for leaf in leaves:
@@ -195,7 +231,14 @@ class Bounds:
         everything = _KEPT_OF_ALL if remat in ("none", "everything_saveable") else 1.0
         # the gradient of the residual stream needs no output that ends in it: those are no part of the bound
         guess = each * (width * (1 + outer) + inner) * everything
-        return _Kept(each * (width + inner), guess, 1 - kept_work / work if work else 1.0)
+        again = 1 - kept_work / work if work else 1.0
+        if stages.axis is None:
+            return _Kept(each * (width + inner), guess, again)
+        ways, chunks = sizes[stages.axis], stages.virtual_stages
+        flying = min((chunks + 1) * ways - 1, 2 * chunks * stages.microbatches) / (ways * chunks)
+        if stages.residuals == "recompute":  # inputs of chunks, and all of the one that is run again
+            return _Kept(0.0, each / self._layers * width * flying * ways * chunks + guess / (ways * chunks), 1 + again)
+        return _Kept(0.0, guess * flying, again)
 
     def _moved(
         self, places: Mapping[str, Sequence[Placed]], variant: Experiment, token_axes: Sequence[str], tokens: float
@@ -232,7 +275,8 @@ class Bounds:
                       if leaf.logical_axes and _RESIDUAL in leaf.logical_axes), 0)  # fmt: skip
         if axes and self._layers and width:
             # Megatron's two sums of a layer forward and two backward, each a gather and a scatter
-            activations.append(_Payload("all-reduce", axes, 4 * self._layers * tokens * width * bytes_each))
+            layers = self._layers / sizes.get(variant.pipeline.axis or "", 1)
+            activations.append(_Payload("all-reduce", axes, 4 * layers * tokens * width * bytes_each))
         return {"weights": weights, "activations": activations}
 
     def _price(self, payload: _Payload, mesh: MeshSpec) -> float:

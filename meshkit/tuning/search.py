@@ -1,12 +1,14 @@
 """The search itself: which variants the closed forms rule out, and in which order the others are compiled. Layer 8.
 
 The experiment as it is comes first: what provably takes longer need not be compiled. Half of the budget then goes to
-the best guesses, few of any one mesh; the other half to neighbours of the best so far, which differ in one choice.
+the best guesses, few of any one mesh; the other half to neighbours of the best so far, which differ in one choice. What
+was compiled says by how much the guesses are wrong, of pipelines, of tensor parallelism and of accumulation apart.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +32,10 @@ RULES = {
 }
 
 
+# Whether layers are stages of a pipeline, whether an axis named `tensor` cuts them, whether a step accumulates.
+Family = tuple[bool, bool, bool]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A variant that was not ruled out."""
@@ -38,6 +44,12 @@ class Candidate:
     settings: tuple[str, ...]
     bound: Bound
     order: tuple[float, tuple[str, ...]]
+
+    @property
+    def family(self) -> Family:
+        """Variants whose guesses are wrong in the same direction."""
+        tensor = any(axis.name == "tensor" and axis.size > 1 for axis in self.variant.mesh.axes)
+        return self.variant.stages is not None, tensor, self.variant.accumulate > 1
 
 
 @dataclass
@@ -148,6 +160,7 @@ class Search:
         self._journal, self._budget, self._pruned = journal, budget, pruned
         self._tried: dict[tuple[str, ...], str] = {}
         self._meshes: Counter = Counter()
+        self._found: defaultdict[Family, list[float]] = defaultdict(list)
         self._done: dict[tuple[str, ...], Outcome] = {}
         self.reused = 0
 
@@ -220,6 +233,9 @@ class Search:
 
     def _keep(self, outcome: Outcome) -> None:
         self._done[outcome.settings] = outcome
+        candidate = self._known.get(outcome.settings)
+        if candidate and outcome.time_s and candidate.bound.estimate_s:
+            self._found[candidate.family].append(outcome.time_s / candidate.bound.estimate_s)
         best = self.best()
         if best is None or best is not outcome or best.time_s is None:
             return
@@ -233,19 +249,26 @@ class Search:
         """The next variant, and why it is next."""
         if not self._left:
             return None
+        ranked = self._ranked()
         if len(self._tried) <= self._budget // 2:
-            for candidate in self._left.values():
+            for candidate in ranked:
                 plain = candidate.variant.options == self._base.options
                 if plain and self._meshes[candidate.variant.mesh] < _PER_MESH:
                     return candidate.settings, "estimate"
-        for near in self._neighbours():
+        for near in self._neighbours(ranked):
             return near.settings, "neighbour"
-        return next(iter(self._left)), "estimate"
+        return ranked[0].settings, "estimate"
 
-    def _neighbours(self) -> Iterator[Candidate]:
+    def _ranked(self) -> list[Candidate]:
+        """What is left, the most promising first: by its guess, times what the guesses of its family were wrong by."""
+        wrong = {family: statistics.median(ratios) for family, ratios in self._found.items()}
+        untried = min(wrong.values(), default=1.0)  # looked at before a family that is known to be slower
+        return sorted(self._left.values(), key=lambda c: (c.order[0] * wrong.get(c.family, untried), c.order[1]))
+
+    def _neighbours(self, ranked: list[Candidate]) -> Iterator[Candidate]:
         """Candidates one choice away from the best so far, then from the second best, ..."""
         fitting = sorted((o for o in self._done.values() if o.fits), key=lambda o: o.time_s or 0.0)
         for outcome in fitting:
             known = self._known.get(outcome.settings)
             variant = known.variant if known else self._base
-            yield from (c for c in self._left.values() if c.variant.differences(variant) == 1)
+            yield from (c for c in ranked if c.variant.differences(variant) == 1)

@@ -28,27 +28,32 @@ _PIPELINE = "pipeline"  # of an experiment that has none: asked for by name
 _CANONICAL = (_PIPELINE, "data", "fsdp", "expert", "context", "tensor")
 # From this length on a sequence is worth cutting.
 LONG_SEQUENCE = 16_384
-# What layers may keep, from all to nothing. The first list is what MaxText calls save_dot_except_mlpwi: all projections
-# but the wide ones. A model takes those whose names it knows.
+# What layers may keep, from all to nothing; a model takes those whose names it knows. The output of `down` is nowhere:
+# it ends in the next layer's input, which is kept anyway.
 REMATS: tuple[Any, ...] = (
     "none",
     "dots",
-    ("query", "key", "value", "output", "down"),
+    ("query", "key", "value", "gate", "up"),
+    ("query", "key", "value", "output"),
     ("query", "key", "value"),
     ("key", "value"),
     "full",
 )
+
+# What a stage may keep from forward to backward: its input, or all that `train.remat` keeps.
+_RESIDUALS = ("recompute", "stash")
 
 Options = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class Stages:
-    """How a pipeline runs: `[pipeline]` but for its axis."""
+    """How a pipeline runs: `[pipeline]` but for its axis, head and layout."""
 
     microbatches: int
     schedule: str
     virtual_stages: int = 1
+    residuals: str = "recompute"
 
 
 @dataclass(frozen=True)
@@ -103,10 +108,9 @@ class Space:
         """Every combination, the base among them or not."""
         for mesh, each in itertools.product(self.meshes, (False, True)):
             if stages := list(self._stages(mesh)):
-                # a stage keeps what `pipeline.residuals` says, so recomputation is no choice of its own
-                for stage, options in itertools.product(stages, self.options):
-                    if not each:
-                        yield Variant(mesh, 1, False, self.base.remat, options, stage)
+                for stage, options in itertools.product([] if each else stages, self.options):
+                    for remat in self._remats_within(stage):
+                        yield Variant(mesh, 1, False, remat, options, stage)
                 continue
             if each and not (self.vary_reduction and "fsdp" in mesh.axis_names):
                 continue
@@ -119,9 +123,16 @@ class Space:
         ways = next((axis.size for axis in mesh.axes if axis.name == self.pipeline), 1)
         if ways == 1:
             return
-        for microbatches in (ways, 2 * ways, 4 * ways, 8 * ways):
-            yield Stages(microbatches, "1f1b")
-            yield from (Stages(microbatches, "interleaved_1f1b", chunks) for chunks in self.virtual_stages)
+        for microbatches, residuals in itertools.product((2 * ways, 4 * ways, 8 * ways, 16 * ways), _RESIDUALS):
+            yield Stages(microbatches, "1f1b", 1, residuals)
+            for chunks in self.virtual_stages:
+                yield Stages(microbatches, "interleaved_1f1b", chunks, residuals)
+
+    def _remats_within(self, stage: Stages) -> Sequence[Any]:
+        """What layers of a stage may keep: of one that runs again as a whole, all; else it would run a third time."""
+        if stage.residuals == "stash":
+            return self.remats
+        return ("none",) if "none" in self.remats else (self.base.remat,)
 
     def changed(self, experiment: Experiment, variant: Variant) -> Experiment:
         """An experiment that was loaded with a variant's mesh, with its other choices: what `settings` would load.
@@ -179,7 +190,12 @@ class Space:
 
 
 def make_space(
-    experiment: Experiment, *, axes: Sequence[str] | None, logical_axes: set[str], remats: Sequence[Any]
+    experiment: Experiment,
+    *,
+    axes: Sequence[str] | None,
+    logical_axes: set[str],
+    remats: Sequence[Any],
+    may_be_cut: bool = False,
 ) -> Space:
     """The space around an experiment.
 
@@ -188,16 +204,17 @@ def make_space(
         axes: names of mesh axes that may have a size; None for those that its rules know.
         logical_axes: of the model's parameters.
         remats: policies that the model takes.
+        may_be_cut: whether the model can be cut into the stages of a pipeline.
 
     Raises:
         ConfigError: an axis that no rule knows.
     """
     preset = _preset(experiment)
-    names = _axis_names(experiment, preset, axes, logical_axes)
+    names = _axis_names(experiment, preset, axes, logical_axes, may_be_cut)
     train = experiment.train
     pipeline, stages = experiment.pipeline, None
     if pipeline.axis is not None:
-        stages = Stages(pipeline.microbatches, pipeline.schedule, pipeline.virtual_stages)
+        stages = Stages(pipeline.microbatches, pipeline.schedule, pipeline.virtual_stages, pipeline.residuals)
     base = Variant(experiment.mesh, train.accumulate, False, train.remat, stages=stages)
     accumulates = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= train.global_batch]
     return Space(
@@ -233,7 +250,11 @@ def _preset(experiment: Experiment) -> str | None:
 
 
 def _axis_names(
-    experiment: Experiment, preset: str | None, axes: Sequence[str] | None, logical_axes: set[str]
+    experiment: Experiment,
+    preset: str | None,
+    axes: Sequence[str] | None,
+    logical_axes: set[str],
+    may_be_cut: bool,
 ) -> tuple[str, ...]:
     """Names of the axes that may have a size, outermost first: in the file's order, others where they belong."""
     present = experiment.mesh.axis_names
@@ -242,6 +263,7 @@ def _axis_names(
         known |= {"data", "fsdp", "tensor"}
         known |= {"expert"} if "experts" in logical_axes else set()
         known |= {"context"} if experiment.train.sequence_length >= LONG_SEQUENCE else set()
+        known |= {_PIPELINE} if may_be_cut else set()
     if "experts" not in logical_axes:
         known -= {"expert"} - set(present)
     if preset and experiment.train.sequence_length < LONG_SEQUENCE and "context" not in present:

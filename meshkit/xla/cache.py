@@ -102,24 +102,34 @@ def cache_folder() -> Path | None:
     Raises:
         ConfigError: `MESHKIT_CACHE` names a folder that cannot serve, or `MESHKIT_CACHE_BYTES` is no number.
     """
-    named = os.environ.get("MESHKIT_CACHE")
-    if named is not None and named.strip().lower() in _OFF:
+    root = cache_root()
+    if root is None:
         return None
-    max_bytes()  # a wrong bound is said before anything is compiled
-    if named is not None:
-        folder = Path(named).expanduser() / "programs"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or ""
-        root = Path(base) if Path(base).is_absolute() else _home() / ".cache"
-        folder = root / "meshkit" / "programs"
+    folder, named = root / "programs", "MESHKIT_CACHE" in os.environ
     problem = _make_private(folder)
-    if problem and named is not None:
+    if problem and named:
         raise ConfigError(
             f"the cache folder that MESHKIT_CACHE names cannot be used: {problem}.",
             at=str(folder),
             hint="MESHKIT_CACHE=off, or a folder of your own",
         )
     return None if problem else folder
+
+
+def cache_root() -> Path | None:
+    """Where everything is kept that may be thrown away; None where nothing is wanted.
+
+    Raises:
+        ConfigError: `MESHKIT_CACHE_BYTES` is no number.
+    """
+    named = os.environ.get("MESHKIT_CACHE")
+    if named is not None and named.strip().lower() in _OFF:
+        return None
+    max_bytes()  # a wrong bound is said before anything is compiled
+    if named is not None:
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or ""
+    return (Path(base) if Path(base).is_absolute() else _home() / ".cache") / "meshkit"
 
 
 @contextlib.contextmanager

@@ -2,16 +2,23 @@
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 
 from meshkit.cli import main
 from meshkit.doctor import machine
-from meshkit.doctor.gang import check_gang
-from meshkit.doctor.machine import check_disk, check_hardware, check_limits
+from meshkit.doctor.job import check_experiment
+from meshkit.doctor.machine import check_disk, check_hardware, check_limits, check_packages
 from meshkit.doctor.schema import Diagnosis
 from meshkit.doctor.variables import check_variables, check_xla_flags
+from meshkit.errors import ConfigError
 from meshkit.spec.discover.probe import FixtureProbe
+from meshkit.spec.discover.topology import FoundNic, Topology
+from meshkit.spec.experiment import load
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def wrong(results):
@@ -101,7 +108,7 @@ def test_open_files(monkeypatch, files, status):
 
 
 def test_disk(tmp_path):
-    assert wrong(check_disk(tmp_path / "new" / "run")) == {}
+    assert ("disk", "error") not in wrong(check_disk(tmp_path / "new" / "run"))
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
     found = wrong(check_disk(tmp_path, needed_bytes=1 << 60))
     assert "the checkpoints of this experiment take" in found[("disk", "error")]
@@ -112,8 +119,59 @@ def test_slow_storage(monkeypatch, tmp_path):
     assert "5.00 MB/s" in wrong(check_disk(tmp_path))[("disk", "warning")]
 
 
-def test_a_gang_of_one_is_none():
-    assert "no job of several processes" in wrong(check_gang({}))[("gang", "error")]
+def test_nccl_files_persist_longest(tmp_path):
+    (tmp_path / "nccl.conf").write_text("# of a bad day\nNCCL_P2P_DISABLE=1 # for a test\nNCCL_DEBUG=WARN\n")
+    env = {"NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}
+    said = wrong(check_variables(env))[("nccl", "warning")]
+    assert f"NCCL_P2P_DISABLE=1 in {tmp_path / 'nccl.conf'}: for debugging" in said
+    assert "NCCL_P2P_DISABLE=0: for" in wrong(check_variables(env | {"NCCL_P2P_DISABLE": "0"}))[("nccl", "warning")]
+
+
+@pytest.mark.parametrize(("has_gpus", "status"), [(True, "error"), (False, "warning")])
+def test_a_plugin_that_does_not_fit_matters_where_gpus_are(monkeypatch, has_gpus, status):
+    def refuse():
+        raise ConfigError("jax-cuda12-plugin is version 0.11.0, but jaxlib is 0.12.0.", hint="pip install ...")
+
+    monkeypatch.setattr(machine, "check_compiler", refuse)
+    found = wrong(check_packages(has_gpus=has_gpus))
+    assert "jaxlib is 0.12.0" in found[("compiler", status)]
+
+
+def test_jax_and_jaxlib_that_were_not_released_together(monkeypatch):
+    monkeypatch.setattr(machine, "version_of", lambda name: "0.12.0" if name == "jax" else "0.11.2")
+    monkeypatch.setattr(machine, "check_compiler", lambda: None)
+    assert "released together" in wrong(check_packages())[("packages", "warning")]
+
+
+@pytest.mark.parametrize(("limit", "status"), [("512", "warning"), ("max", "ok"), ("16384", "ok")])
+def test_threads_of_a_container(monkeypatch, tmp_path, limit, status):
+    (tmp_path / "pids.max").write_text(limit + "\n")
+    monkeypatch.setattr(machine, "_PIDS_FILES", (str(tmp_path / "pids.max"),))
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (machine.resource.RLIM_INFINITY,) * 2)
+    (found,) = [r for r in check_limits(has_gpus=False) if r.check == "threads"]
+    assert (found.status, limit in found.message) == (status, status != "ok")
+
+
+def test_what_an_experiment_needs():
+    experiment = load(ROOT / "configs/experiments/llama_debug_cpu.toml", [])
+    (found,), needed_bytes = check_experiment(experiment)
+    assert (found.status, needed_bytes) == ("ok", None)
+    experiment = load(ROOT / "configs/experiments/llama_debug_cpu.toml", ["checkpoint.every=5", "checkpoint.keep=2"])
+    (found,), needed_bytes = check_experiment(experiment)
+    parameters = float(re.search(r"has ([\d.]+) M parameters", found.message)[1]) * 1e6
+    assert needed_bytes == pytest.approx(3 * 12 * parameters, rel=0.5e5 / parameters)  # printed to 0.1 M
+    wrong_class = ["model.class=models.llama:Nope"]
+    (found,), needed_bytes = check_experiment(load(ROOT / "configs/experiments/llama_debug_cpu.toml", wrong_class))
+    assert (found.status, "Nope" in found.message, needed_bytes) == ("error", True, None)
+
+
+@pytest.mark.parametrize(("expected", "says"), [(8, "1 network adapters are up here, but"), (1, None), (None, None)])
+def test_a_host_with_fewer_adapters_than_its_cluster_says(monkeypatch, expected, says):
+    nics = (FoundNic("mlx5_0", active=True), FoundNic("mlx5_1", active=False))
+    monkeypatch.setattr(machine, "discover", lambda _: Topology("a host", nics=nics, nics_listed=True))
+    found = [r.message for r in check_hardware(FixtureProbe(), None, expected) if r.check == "nics"]
+    assert "1 of 2 network adapters are down: mlx5_1" in found[0]
+    assert [says in message for message in found[1:]] == [True] * (says is not None)
 
 
 def test_the_verb(capsys, tmp_path, monkeypatch):

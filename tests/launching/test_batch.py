@@ -30,8 +30,10 @@ STARTER = """#!{python}
 import os, pathlib, subprocess, sys
 words = sys.argv[1:]
 output = next((w.removeprefix("--output=") for w in words if w.startswith("--output=")), None)
-command, tasks = words[words.index("bash"):], int(os.environ["TASKS"])
-pathlib.Path("started").open("a").write(" ".join(words[:words.index("bash")]) + "\\n")
+start = words.index("bash" if "bash" in words else "python")
+alone = "--ntasks=1" in words or ("-np", "1") in zip(words, words[1:])
+command, tasks = words[start:], 1 if alone else int(os.environ["TASKS"])
+pathlib.Path("started").open("a").write(" ".join(words[:start]) + "\\n")
 children = []
 for rank in range(tasks):
     mine = os.environ | {{"SLURM_PROCID": str(rank), "OMPI_COMM_WORLD_RANK": str(rank)}}
@@ -44,11 +46,14 @@ sys.exit(max(128 - c if c < 0 else c for c in [c.wait() for c in children]))
 """
 # One process: says what its environment is, then ends as the file `codes` says for this attempt.
 PROCESS = """#!/usr/bin/env bash
-echo "$MESHKIT_PROCESS_ID of $MESHKIT_NUM_PROCESSES, attempt $MESHKIT_ATTEMPT, devices ${MESHKIT_LOCAL_DEVICE_IDS-all}"
+case "$*" in *"launch certificates"*) exec {python} "$@" ;; esac
+[ -z "${{MESHKIT_MTLS-}}" ] || {{ stat -c '%a %n' "$MESHKIT_MTLS" "$MESHKIT_MTLS"/*; exit 0; }}
+devices="devices ${{MESHKIT_LOCAL_DEVICE_IDS-all}}"
+echo "$MESHKIT_PROCESS_ID of $MESHKIT_NUM_PROCESSES, attempt $MESHKIT_ATTEMPT, $devices"
 echo "$MESHKIT_COORDINATOR"
 printf '%s\\n' "$@"
 if [ "$MESHKIT_PROCESS_ID" -eq 0 ]; then [ ! -e next ] || bash next "$MESHKIT_ATTEMPT"; fi
-[ ! -e wait ] || { trap 'exit 75' TERM; touch ready; while :; do sleep 0.05; done; }
+[ ! -e wait ] || {{ trap 'exit 75' TERM; touch ready; while :; do sleep 0.05; done; }}
 exit "$(sed -n "$((MESHKIT_ATTEMPT + 1))p" codes)"
 """
 
@@ -59,7 +64,11 @@ def site(tmp_path, monkeypatch):
     programs = tmp_path / "bin"
     programs.mkdir()
     scontrol = '#!/bin/sh\n[ "$1" = requeue ] && echo "$2" > requeued\n[ "$1" = show ] && printf "gpu7\\ngpu8\\n"\n'
-    texts = {"srun": STARTER.format(python=sys.executable), "python": PROCESS, "scontrol": scontrol}
+    texts = {
+        "srun": STARTER.format(python=sys.executable),
+        "python": PROCESS.format(python=sys.executable),
+        "scontrol": scontrol,
+    }
     for name, text in {**texts, "mpirun": texts["srun"]}.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
@@ -108,6 +117,41 @@ def test_one_process_for_each_gpu_drives_it(site, launcher):
     assert run(script(launcher, job), tasks=8)[0] == 0
     logs = [(site / f"run folder/logs/attempt0/rank{rank}.log").read_text().splitlines()[0] for rank in range(8)]
     assert logs[3] == "3 of 8, attempt 0, devices 6,7"
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "mpi"])
+def test_certificates_are_made_on_the_first_host_and_removed_with_the_job(site, launcher):
+    text = {
+        "slurm": slurm_script(JOB, Slurm({}, "image", python="python", mtls=True)),
+        "mpi": mpi_script(JOB, "hosts", python="python", mtls=True),
+    }[launcher]
+    code, said = run(text)
+    assert code == 0, said
+    make, *starts = (site / "started").read_text().splitlines()
+    assert "gpu7" in make
+    assert ("--container-image=image" in make) == (launcher == "slurm")  # where meshkit is
+    assert len(starts) == 1
+    for rank in range(2):
+        listed = (site / f"run folder/logs/attempt0/rank{rank}.log").read_text()
+        folder, *files = (line.split(" ", 1) for line in listed.splitlines())
+        assert folder[0] == "700"
+        assert [(mode, Path(name).name) for mode, name in files] == [
+            ("600", "ca.pem"),
+            ("600", "certificate.pem"),
+            ("600", "key.pem"),
+        ]
+    assert not list(site.glob("run folder/mtls*"))
+    assert launcher == "slurm" or "-x MESHKIT_MTLS" in starts[0]
+
+
+def test_a_job_whose_certificates_cannot_be_made_ends_at_once(site):
+    (site / "run folder").mkdir()
+    (site / "run folder/mtls-77-0").mkdir()
+    (site / "run folder/mtls-77-0/something").touch()
+    code, said = run(slurm_script(JOB, Slurm(python="python", mtls=True)))
+    assert code == 2
+    assert "has other files in it: something" in said
+    assert not (site / "run folder/logs").exists()
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "mpi"])
@@ -168,7 +212,11 @@ def test_what_sbatch_is_told():
 def test_containers_are_optional():
     assert "container" not in slurm_script(JOB, Slurm())
     site = Slurm({}, "nvcr.io#org/image:1", ("/data:/data", "/a b:/c"), "/work")
-    line = next(line for line in slurm_script(JOB, site).splitlines() if line.startswith("srun_options="))
+    line = next(
+        line
+        for line in slurm_script(replace(JOB, out="/data/run"), site).splitlines()
+        if line.startswith("srun_options=")
+    )
     words = shlex.split(line.removeprefix("srun_options=(").removesuffix(")"))
     assert words[-3:] == [
         "--container-image=nvcr.io#org/image:1",
@@ -177,6 +225,8 @@ def test_containers_are_optional():
     ]
     with pytest.raises(ConfigError, match="mounts and a working folder are of a container"):
         slurm_script(JOB, Slurm(container_mounts=("/data:/data",)))
+    with pytest.raises(ConfigError, match="one folder on the hosts and another in the container"):
+        slurm_script(JOB, site)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Each has its own name, /etc/hosts and ports, and runs its part of the gang, as `meshkit launch local --hosts 2` does.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -150,3 +151,95 @@ def test_a_failure_on_one_host_ends_the_other(hosts, tmp_path):
     assert all(code not in (0, 2) for code in codes)
     assert "process 0 ended first: killed by SIGKILL" in outputs[0]
     assert "process 1 ended first: killed by SIGABRT" in outputs[1]
+
+
+EXPERIMENT = "configs/experiments/llama_debug_cpu.toml"
+STEPS = 6
+SETS = [
+    'cluster={gpu="cpu", hosts=2, gpus_per_host=4, scale_up="shared_memory"}',
+    *("mesh.fsdp=", "mesh.data={infiniband=2}", "mesh.tensor=4", "profile.steps=", "optimizer.warmup_steps=2"),
+    *(f"train.steps={STEPS}", "train.evaluate_every=0", "checkpoint.every=3"),
+]
+
+
+def train(out, *options, before=(), **variables):
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MESHKIT_", "XLA_", "JAX_"))}
+    command = [sys.executable, "-m", "meshkit", "launch", "local", "--devices", "4", *options, EXPERIMENT]
+    command += [word for text in SETS for word in ("--set", text)]
+    return subprocess.Popen(
+        [*before, *command, "--out", str(out)],
+        cwd=ROOT,
+        env=inherited | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def listening(host, port):
+    """IPv4 addresses of a host on which something listens on a port, as the kernel has them: lowest byte first.
+
+    An IPv4 address in the table of IPv6 is the end of a mapped one; all zeros are all interfaces in both.
+    """
+    tables = subprocess.run(host.command("cat", "/proc/net/tcp", "/proc/net/tcp6"), capture_output=True, text=True)
+    rows = [line.split() for line in tables.stdout.splitlines()]
+    return {
+        row[1].split(":")[0][-8:] for row in rows if len(row) > 3 and row[3] == "0A" and row[1].endswith(f":{port:04X}")
+    }
+
+
+def received_bytes(host):
+    shown = subprocess.run(
+        host.command("ip", "-s", "-j", "link", "show", f"mk{host.index}"), capture_output=True, text=True, check=True
+    )
+    return json.loads(shown.stdout)[0]["stats64"]["rx"]["bytes"]
+
+
+@needs_spaces
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mtls", [False, True])
+def test_a_training_over_two_hosts(hosts, tmp_path, mtls):
+    """It is the training that one machine makes, its gradients cross the cable, and one interface alone is open."""
+    alone = train(tmp_path / "alone", "--processes", "2")
+    said, _ = alone.communicate(timeout=300)
+    assert alone.returncode == 0, said
+
+    variables = {}
+    if mtls:
+        from meshkit.launching.certificates import make_certificates, write_certificates
+
+        write_certificates(tmp_path / "mtls", make_certificates(["mk-host0"]))
+        variables["MESHKIT_MTLS"] = str(tmp_path / "mtls")
+    part = ["--processes", "1", "--hosts", "2", "--coordinator", "mk-host0:61000", "--attempt", "0"]
+    started = [
+        train(
+            tmp_path / "two",
+            *part,
+            "--host-index",
+            str(host.index),
+            before=[*host.command()[:-1], f"--wd={ROOT}", "--"],
+            **variables,
+        )
+        for host in hosts
+    ]
+    open_at = set()
+    while all(process.poll() is None for process in started):
+        open_at |= listening(hosts[0], 61000)
+        time.sleep(0.1)
+    codes, outputs = finish(started)
+    assert codes == [0, 0], "\n".join(outputs)
+    assert losses(tmp_path / "two") == losses(tmp_path / "alone") != []
+    assert open_at == {"0107" + "12C6"}  # 198.18.7.1: no other interface, not even loopback
+    import jax
+
+    from meshkit.spec.experiment import load
+    from meshkit.training.state import describe_model
+
+    # Each host receives its half of the summed gradients and sends the other: fp32 once a step, at the least.
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(describe_model(load(ROOT / EXPERIMENT, SETS)).params))
+    assert min(map(received_bytes, hosts)) > 4 * parameters * STEPS

@@ -1,78 +1,25 @@
-"""The gang on this machine: first failure, whole gang down, restarts, signals. Children are plain Python, without jax.
+"""The gang on this machine: first failure, whole gang down, restarts. Children are plain Python, without jax.
 
 Times: a limit in a test is a multiple of what the supervisor promises (it looks every 20 ms), for machines under load.
 """
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from meshkit.errors import ConfigError, RunError
-from meshkit.launching.gang import LocalGang
+from meshkit.launching.gang import LocalGang, Member
 from meshkit.launching.supervisor import Policy, Supervisor, last_step, next_attempt
 from meshkit.launching.watchdog import Limits, Watchdog
+from tests.launching.children import FAST, Run, alive
 
 ROOT = Path(__file__).resolve().parents[2]
-FAST = Policy(max_restarts=2, save_grace_s=10, failure_grace_s=0.3, pause_s=0.01)
-PRELUDE = """
-import json, os, signal, sys, time
-rank, attempt = int(os.environ["RANK_"]), int(os.environ["ATTEMPT_"])
-def step(n):
-    with open("metrics.jsonl", "a") as f:
-        f.write(json.dumps({"step": n}) + "\\n")
-def wait():
-    while True: time.sleep(0.05)
-def mark(name):
-    open(name, "w").close()
-def until(name):
-    while not os.path.exists(name): time.sleep(0.01)
-"""
-
-
-class Run:
-    """A supervisor of small Python children in a folder, and what it showed."""
-
-    def __init__(self, folder, body, *, processes=2, policy=FAST):
-        self.folder, self.shown = folder, []
-        code = f"import os; os.chdir({str(folder)!r})" + PRELUDE + textwrap.dedent(body)
-        self.supervisor = Supervisor(
-            [sys.executable, "-c", code],
-            lambda attempt: [{**os.environ, "RANK_": str(i), "ATTEMPT_": str(attempt)} for i in range(processes)],
-            folder,
-            policy,
-            self.shown.append,
-        )
-
-    def __call__(self):
-        return self.supervisor.run()
-
-    @property
-    def text(self):
-        return "\n".join(self.shown)
-
-
-def alive(file):
-    """Whether the process whose number a child wrote down still runs; a zombie does not."""
-    try:
-        state = Path(f"/proc/{int(file.read_text())}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_for(path, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} did not come"
-        time.sleep(0.01)
 
 
 def test_all_done(tmp_path):
@@ -186,37 +133,6 @@ def test_a_stopped_process_is_killed_with_the_rest(tmp_path):
     assert not alive(tmp_path / "stopped")
 
 
-@pytest.mark.parametrize(
-    ("number", "child_code", "code"),
-    [(signal.SIGTERM, 75, 75), (signal.SIGTERM, 0, 0), (signal.SIGHUP, 75, 75), (signal.SIGINT, 130, 130)],
-)
-def test_a_signal_is_passed_on_and_nothing_restarts(tmp_path, number, child_code, code):
-    got = signal.SIGTERM if number == signal.SIGHUP else number  # a closed terminal
-    body = f"""
-        signal.signal({int(got)}, lambda *_: (time.sleep(0.2), mark(f"saved{{rank}}"), os._exit({child_code})))
-        mark(f"ready{{rank}}"); wait()
-    """
-    run = Run(tmp_path, body)
-    sender = threading.Thread(target=_signal_when_ready, args=(tmp_path, number))
-    sender.start()
-    before = signal.getsignal(number)
-    assert run() == code
-    sender.join()
-    assert signal.getsignal(number) is before
-    assert (tmp_path / "saved0").exists()
-    assert (tmp_path / "saved1").exists()
-    assert f"{got.name}: passed on" in run.text
-    assert next_attempt(tmp_path / "logs") == 1
-
-
-def _signal_when_ready(folder, number, times=1):
-    wait_for(folder / "ready0")
-    wait_for(folder / "ready1")
-    for _ in range(times):
-        os.kill(os.getpid(), number)
-        time.sleep(0.3)
-
-
 def test_a_terminal_that_is_gone_changes_nothing(tmp_path):
     def gone(line):
         raise BrokenPipeError
@@ -226,32 +142,42 @@ def test_a_terminal_that_is_gone_changes_nothing(tmp_path):
     assert run() == 0
 
 
-def test_told_twice_is_now(tmp_path):
-    body = "signal.signal(signal.SIGINT, signal.SIG_IGN); mark(f'ready{rank}'); wait()"
-    run = Run(tmp_path, body, policy=Policy(save_grace_s=600))
-    sender = threading.Thread(target=_signal_when_ready, args=(tmp_path, signal.SIGINT, 2))
-    sender.start()
-    assert run() == 130
-    sender.join()
+def test_a_lost_connection_is_not_named_as_the_cause(tmp_path):
+    """The one whose connection broke may be seen at the same look as the one that was killed."""
+    from meshkit.launching.exits import Ending
+    from meshkit.launching.supervisor import _is_a_consequence
+
+    members = [
+        Member(rank, None, tmp_path, Ending(code), seconds)  # pyright: ignore[reportArgumentType]
+        for rank, code, seconds in [(0, 4, 1.0), (1, -9, 1.1), (2, -6, 0.9)]
+    ]
+    assert [m.rank for m in sorted(members, key=_is_a_consequence)] == [1, 0, 2]
 
 
-def test_who_does_not_save_in_time_is_killed(tmp_path):
-    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); mark(f'ready{rank}'); wait()"
-    run = Run(tmp_path, body, policy=Policy(save_grace_s=0.3))
-    sender = threading.Thread(target=_signal_when_ready, args=(tmp_path, signal.SIGTERM))
-    sender.start()
-    with pytest.raises(RunError, match="told to stop by SIGTERM, but a process did not save and end: killed by SIGK"):
-        run()
-    sender.join()
-
-
-def test_a_gang_that_is_preempted_by_others_is_not_cut_short(tmp_path):
+def test_the_whole_traceback_is_shown(tmp_path):
     body = """
-        if rank == 1: time.sleep(0.5)  # longer than the grace after a failure
-        mark(f"saved{rank}"); sys.exit(75)
+        if rank == 1:
+            for i in range(40): print("line", i)
+            def a(n): b(n)
+            def b(n): c(n)
+            def c(n): a(n - 1) if n else d()
+            def d(): raise ValueError("far away")
+            a(4)
+        wait()
     """
-    assert Run(tmp_path, body)() == 75
-    assert (tmp_path / "saved1").exists()
+    run = Run(tmp_path, body, policy=Policy(max_restarts=0, failure_grace_s=0.3))
+    with pytest.raises(RunError, match="exit code 1"):
+        run()
+    words = [line for line in run.shown if line.startswith("  | ")]
+    assert words[0] == "  | Traceback (most recent call last):"  # of more lines than are shown otherwise
+    assert words[-1] == "  | ValueError: far away"
+
+
+def test_an_attempt_leaves_no_pulse(tmp_path):
+    run = Run(tmp_path, 'pulse("step"); os.kill(os.getpid(), 9) if rank and not attempt else sys.exit(0)')
+    assert run() == 0
+    assert "in phase 'step' at step 5" in run.text
+    assert not list(tmp_path.rglob("*.pulse*"))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: prctl(PR_SET_PDEATHSIG)")

@@ -8,10 +8,14 @@ import json
 import os
 import sys
 import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from meshkit.errors import RunError
+from meshkit.launching.gang import LocalGang, Member
 from meshkit.launching.supervisor import Policy, Supervisor
 from meshkit.launching.watchdog import Limits, Watchdog
 
@@ -45,19 +49,31 @@ def run(folder, body, limits, max_restarts=1):
     return supervisor, shown
 
 
-def test_a_stopped_process_is_named_and_all_start_again(tmp_path):
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (Limits(stall_s=1000, silence_s=3, stopped_s=1000), "gives no sign of life"),
+        pytest.param(
+            *(Limits(stall_s=1000, silence_s=1000, stopped_s=1), "has been stopped (SIGSTOP)"),
+            marks=pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc"),
+        ),
+    ],
+)
+def test_a_stopped_process_is_named_and_all_start_again(tmp_path, limits, says):
     body = """
         enter("step", 3)
         if attempt == 0:
             time.sleep(0.3)
-            if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
+            def is_stopped(): os.kill(os.getpid(), signal.SIGSTOP)
+            if rank == 1: is_stopped()
             waits_for_data()
     """
-    supervisor, shown = run(tmp_path, body, Limits(stall_s=1000, silence_s=3))
+    supervisor, shown = run(tmp_path, body, limits)
     assert supervisor.run() == 0
     text = "\n".join(shown)
-    assert "process 1 is stuck in attempt 0: it gives no sign of life for" in text
+    assert f"process 1 is stuck in attempt 0: it {says} for" in text
     assert "in phase 'step' at step 3" in text
+    assert "in is_stopped" in text  # of its stack
     assert "restart 1 of 1" in text
 
 
@@ -82,9 +98,10 @@ def test_a_stuck_gang_without_restarts_is_an_error(tmp_path):
         supervisor.run()
 
 
-class _Gang:
-    def __init__(self, count):
-        self.members = [type("M", (), {"rank": i, "ending": None})() for i in range(count)]
+def gang_of(count):
+    """Members that run, as far as the watchdog looks: in this very process."""
+    process = cast(Any, SimpleNamespace(pid=os.getpid()))
+    return LocalGang([], [], Path(), members=[Member(i, process, Path()) for i in range(count)])
 
 
 def beat(path, beats, moves, phase, step):
@@ -97,7 +114,7 @@ def test_limits_by_phase(tmp_path, phase, after_s, called):
     now = [0.0]
     pulse = tmp_path / "rank0.pulse"
     dog = Watchdog([pulse], Limits(stall_s=100, silence_s=30), clock=lambda: now[0])
-    gang = _Gang(1)
+    gang = gang_of(1)
     for second in range(after_s):
         now[0] = float(second)
         beat(pulse, second, 1, phase, 5)
@@ -106,21 +123,40 @@ def test_limits_by_phase(tmp_path, phase, after_s, called):
     assert (found is not None) == called
 
 
-def test_nothing_is_called_before_the_first_pulse_or_with_no_limit(tmp_path):
+def test_before_the_first_pulse_the_limit_is_that_of_a_start(tmp_path):
+    now = [0.0]
+    dog = Watchdog([tmp_path / "rank0.pulse"], Limits(stall_s=10), clock=lambda: now[0])
+    now[0] += 59
+    assert dog.look(gang_of(1)) is None
+    now[0] += 2
+    found = dog.look(gang_of(1))
+    assert found is not None
+    assert found.why == "has not moved for 61 s, in phase 'start' at step 0"
+
+
+def test_no_limit(tmp_path):
     now = [0.0]
     pulse = tmp_path / "rank0.pulse"
-    for limits in (Limits(stall_s=10), Limits(stall_s=0)):
-        dog = Watchdog([pulse], limits, clock=lambda: now[0])
-        now[0] += 1e6
-        assert dog.look(_Gang(1)) is None
-    beat(pulse, 1, 1, "step", 1)
     dog = Watchdog([pulse], Limits(stall_s=0), clock=lambda: now[0])
-    dog.look(_Gang(1))
+    beat(pulse, 1, 1, "step", 1)
+    dog.look(gang_of(1))
     now[0] += 1e6
-    assert dog.look(_Gang(1)) is None
+    assert dog.look(gang_of(1)) is None
+
+
+def test_a_pulse_that_is_only_touched_is_a_sign_of_life(tmp_path):
+    """All that a full disk may allow."""
+    now = [0.0]
+    pulse = tmp_path / "rank0.pulse"
+    beat(pulse, 1, 1, "step", 1)
+    dog = Watchdog([pulse], Limits(stall_s=100, silence_s=5), clock=lambda: now[0])
+    for second in range(40):
+        now[0] = float(second)
+        os.utime(pulse, (second, second))
+        assert dog.look(gang_of(1)) is None
 
 
 def test_an_unreadable_pulse_is_none(tmp_path):
     pulse = tmp_path / "rank0.pulse"
     pulse.write_text("{")
-    assert Watchdog([pulse], Limits(stall_s=1)).look(_Gang(1)) is None
+    assert Watchdog([pulse], Limits(stall_s=1)).look(gang_of(1)) is None

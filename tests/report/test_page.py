@@ -6,6 +6,7 @@ import re
 import pytest
 
 from meshkit.report.compare import compare
+from meshkit.report.goodput import goodput_part
 from meshkit.report.html import write_html
 from meshkit.report.parts import (
     FeedbackPart,
@@ -17,13 +18,16 @@ from meshkit.report.parts import (
     StragglerPart,
     StragglersPart,
 )
+from meshkit.training.goodput import Goodput
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 from tests.report.browser import Browser, find_chromium
 
 WIDTHS = (1280, 390)
+GOODPUT_S = {"start": 100.0, "compile": 300.0, "data": 20.0, "step": 38_000.0, "evaluate": 280.0, "save": 900.0,
+             "lost": 800.0, "restart": 600.0}  # fmt: skip
 NUMBERS = """[...document.querySelectorAll('[data-key]')].map(
     n => [n.dataset.document, n.dataset.key, n.dataset.value, n.textContent])"""
-SHARES = {"mfu", "hfu", "last_share", "mapped_share", "axis_mapped_share", "kernels_mapped_share"}
+SHARES = {"share", "mfu", "hfu", "last_share", "mapped_share", "axis_mapped_share", "kernels_mapped_share"}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +69,7 @@ def everything(report):
         "stragglers": StragglersPart(method="clocked", instances=12, devices=tuple(devices)),
         "history": history,
         "feedback": FeedbackPart(before_time_s=0.012, before_exposed_s=0.004),
+        "goodput": goodput_part(Goodput(41_000.0, GOODPUT_S, 3, 12)),
     }
     return report.model_copy(update=parts)
 
@@ -76,6 +81,7 @@ def predicted(everything):
     program = everything.program.model_copy(update={"fingerprint": "other"})
     parts = {"source": "plan", "step": everything.step.model_copy(update=half), "program": program, "history": None}
     parts |= {"kernels": kernels(everything, 0.5), "stragglers": None, "quality": None, "feedback": None}
+    parts |= {"goodput": None}
     return everything.model_copy(update=parts)
 
 
@@ -128,6 +134,8 @@ def check_numbers(numbers, documents):
         "measured:feedback.before_exposed_s",
         "measured:kernels.classes.1.time_s",
         "measured:memory.peak_bytes",
+        "measured:goodput.lost_s",
+        "measured:goodput.share",
         "predicted:step.time_s",
         "compare:step.time_s.ratio",
         "compare:kernel_ops.0.busy_s.b",

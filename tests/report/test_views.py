@@ -57,7 +57,12 @@ def test_bar_has_its_width_and_shows_every_part(values):
 def test_every_part_of_a_bar_has_a_mark_of_its_own():
     # a pipe has no colour: what stands in one bar differs by its mark
     memory = ["parameters", "optimizer", "gradients", "activations", "temporary", "rest", "cudnn", "fragmentation"]
-    for keys in (["compute", "exposed", "other", "idle"], [*memory, "context", "nccl", "reserved", "free"]):
+    run = ["step", "data_wait", "evaluate", "checkpoint", "start", "compile", "restore", "init", "lost", "restart"]
+    for keys in (
+        ["compute", "exposed", "other", "idle"],
+        [*run, "other"],
+        [*memory, "context", "nccl", "reserved", "free"],
+    ):
         marks = [bar([Share(key, key, 1)], 1, 1).plain for key in keys]
         assert len(set(marks)) == len(keys)
 

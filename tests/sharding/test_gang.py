@@ -11,7 +11,9 @@ import pytest
 
 from meshkit.bench.schema import BenchReport
 from meshkit.errors import ConfigError
+from meshkit.sharding import gang as gang_module
 from meshkit.sharding.gang import Gang, bind_address, is_first_process, join_gang, read_gang
+from meshkit.sharding.roll_call import Attendance
 from meshkit.spec import calibration
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +111,66 @@ def test_a_name_that_is_a_loopback_address_here_is_not_what_the_others_mean(monk
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 4321))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     assert bind_address("this-machine:4321") is None
+
+
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "16",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+    "SLURM_GPUS_ON_NODE": "8",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "process", "size", "devices"),
+    [
+        (GOOD, 1, 2, None),  # one process a host drives all its GPUs
+        (GOOD | {"MESHKIT_LOCAL_DEVICE_IDS": "4,5"}, 1, 2, (4, 5)),
+        (SLURM, 9, 16, (1,)),  # one for each GPU
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x16)", "SLURM_LOCALID": "0"}, 9, 16, None),
+        ({"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+         | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "MESHKIT_COORDINATOR": "10.0.0.1:1234"}, 9, 16, (1,)),
+        ({"WORLD_SIZE": "16", "RANK": "9", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+         | {"MASTER_ADDR": "gpu003", "MASTER_PORT": "29500"}, 9, 16, (1,)),
+        ({"JOB_COMPLETION_INDEX": "1"} | {n: v for n, v in GOOD.items() if n != "MESHKIT_PROCESS_ID"}, 1, 2, None),
+    ],
+)  # fmt: skip
+def test_jax_is_told_everything(environment, process, size, devices, monkeypatch):
+    """So it detects nothing by itself, and asks no proxy for the way."""
+    import jax
+    from jax._src import xla_bridge
+
+    told, proxies = {}, []
+
+    def initialize(**arguments):
+        told.update(arguments)
+        proxies.extend(name for name in os.environ if name.lower().endswith("_proxy"))
+
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_grpc_proxy", "login1")
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(gang_module, "call_roll", lambda gang, *_, **__: Attendance(1, {0: "a"}, {0: 0.0}, {}, {}))
+    monkeypatch.setattr(gang_module, "wait_for_name", lambda *_: None)
+    monkeypatch.setattr(gang_module, "bind_address", lambda address: f"192.0.2.7:{address.rsplit(':', 1)[1]}")
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    before = jax.config.jax_cpu_collectives_implementation
+    try:
+        assert join_gang(environment) == (process, size)
+    finally:
+        jax.config.update("jax_cpu_collectives_implementation", before)
+    assert (told["process_id"], told["num_processes"], told["local_device_ids"]) == (process, size, devices)
+    assert told["cluster_detection_method"] == "deactivate"
+    assert told["coordinator_bind_address"] is None  # of the others; process 0 binds its own interface
+    assert told["initialization_timeout"] == 300
+    assert not any(name.startswith("mtls") for name in told)
+    assert proxies == []
+    assert os.environ["https_proxy"] == "http://proxy:3128"  # for everything else
+    assert dict(os.environ)["no_grpc_proxy"] == f"login1,{told['coordinator_address'].rsplit(':', 1)[0]}"
 
 
 def start(port, process, *arguments):

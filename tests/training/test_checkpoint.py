@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import re
+import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -12,9 +18,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError, RunError, TraceError
-from meshkit.training.checkpoint import MANIFEST, CheckpointStore, find_corruption
+from meshkit.spec.experiment import load
+from meshkit.training import manifest
+from meshkit.training.checkpoint import CheckpointStore
+from meshkit.training.manifest import MANIFEST, find_corruption, read_manifest
 from meshkit.training.state import TrainState
 
+EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "mlp.toml"
 ROWS = PartitionSpec("fsdp")
 
 
@@ -108,19 +118,202 @@ def test_another_shape_or_dtype_is_an_error(store, shape, dtype):
 
 
 def test_manifest_lists_arrays_and_files(store):
-    manifest = json.loads((store.folder / "3" / MANIFEST).read_text())
-    assert manifest["arrays"]["params/kernel"] == "float32[16, 4]"
-    assert manifest["step"] == 3
-    assert all(len(digest) == 64 for _, digest in manifest["files"].values())
+    record = json.loads((store.folder / "3" / MANIFEST).read_text())
+    assert record["arrays"]["params/kernel"] == "float32[16, 4]"
+    assert record["step"] == 3
+    assert all(len(digest) == 64 for _, digest in record["files"].values())
 
 
-def test_an_error_of_the_background_save_surfaces(tmp_path, monkeypatch):
-    store = CheckpointStore(tmp_path)
-    monkeypatch.setattr(
-        "meshkit.training.checkpoint._fingerprint", lambda path: (_ for _ in ()).throw(OSError("disk full"))
-    )
-    store.save(state_at(1))
-    with pytest.raises(RunError, match="disk full"):
+def test_the_manifest_says_what_made_it(tmp_path):
+    store = CheckpointStore(tmp_path, facts={"experiment": "name = 'x'", "data": {"examples": 5}})
+    store.save(state_at(1, sharding((2, 4), ("data", "tensor"), PartitionSpec(None, "tensor"))))
+    store.wait()
+    record = read_manifest(tmp_path / "1").record
+    assert record["mesh"] == {"data": 2, "tensor": 4}
+    assert (record["processes"], record["experiment"], record["data"]) == (1, "name = 'x'", {"examples": 5})
+
+
+def test_a_second_damaged_copy_of_a_step_replaces_no_evidence(store):
+    for copy in ("3.corrupt", "3.corrupt-2"):
+        flip_a_bit(largest_file(store.folder / "3"))
+        with pytest.warns(UserWarning, match="checkpoint 3 is corrupt"):
+            store.restore_latest(abstract(state_at(0)))
+        assert (store.folder / copy).is_dir()
+        store.save(state_at(3))
         store.wait()
-    monkeypatch.undo()
-    assert store.steps() == []
+    assert store.steps() == [3, 2]
+
+
+@pytest.mark.parametrize(("verify", "finds"), [("full", True), ("own", True), ("off", False)])
+def test_what_each_way_to_verify_finds(store, verify, finds):
+    """A bit of the file that holds orbax's shardings, which a restore with shardings of its own does not read."""
+    flip_a_bit(store.folder / "3" / "state" / "_sharding")
+    careful = CheckpointStore(store.folder, verify=verify)
+    if finds:
+        with pytest.warns(UserWarning, match=r"checkpoint 3 is corrupt \(state/_sharding has other contents"):
+            assert int(careful.restore_latest(abstract(state_at(0))).step) == 2
+    else:
+        assert int(careful.restore_latest(abstract(state_at(0))).step) == 3
+
+
+@pytest.mark.parametrize(("text", "means"), [("true", "own"), ("false", "off"), ('"full"', "full")])
+def test_the_experiment_says_how_to_verify(text, means):
+    assert load(EXPERIMENT, [f"checkpoint.verify={text}"]).checkpoint.verify == means
+    with pytest.raises(ConfigError, match=r"checkpoint\.verify"):
+        load(EXPERIMENT, ["checkpoint.verify=sometimes"])
+
+
+def test_other_data_is_said(store):
+    first = CheckpointStore(store.folder / "a", facts={"data": {"examples": 5}})
+    first.save(state_at(1))
+    first.wait()
+    assert first.restore_latest(abstract(state_at(0))) is not None
+    other = CheckpointStore(store.folder / "a", facts={"data": {"examples": 6}})
+    with pytest.warns(UserWarning, match=r"other data \(5 examples\) than there is now \(6 examples\)"):
+        other.restore_latest(abstract(state_at(0)))
+
+
+class Disk:
+    """Hashing, which every save ends with, that fails or waits as the test says."""
+
+    def __init__(self, monkeypatch):
+        self.error, self.gate = None, threading.Event()
+        self.gate.set()
+        real = manifest.fingerprint
+
+        def fingerprint(path, *, sync):
+            self.gate.wait(60)
+            if self.error:
+                raise self.error
+            return real(path, sync=sync)
+
+        monkeypatch.setattr(manifest, "fingerprint", fingerprint)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    disk = Disk(monkeypatch)
+    yield disk
+    disk.gate.set()
+
+
+def ended(store):
+    """Waits for the save in the background as a training does: by looking again at every step."""
+    store._saving.wait(60)
+    store.check()
+
+
+def test_a_failed_save_is_said_at_the_next_step_and_the_next_save_works(tmp_path, disk):
+    said = []
+    store = CheckpointStore(tmp_path, keep=1, say=said.append)
+    store.save(state_at(1))
+    ended(store)
+    assert store.news().keys() == {"checkpoint_step", "checkpoint_s"}
+    disk.error = OSError(28, "No space left on device", "x")
+    store.save(state_at(2))
+    ended(store)
+    assert said == [
+        "warning: checkpoint 2 could not be saved; the newest is 1: No space left on device: x. Training goes on."
+    ]
+    assert store.news() == {"checkpoint_error": "checkpoint 2: No space left on device: x"}
+    assert store.news() == {}
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]  # the last good one stays, no half one does
+    disk.error = None
+    store.save(state_at(2))  # the same step again, and it is not taken for done
+    store.wait()
+    assert [p.name for p in tmp_path.iterdir()] == ["2"]
+    assert store.steps() == [2]
+
+
+def test_the_last_good_checkpoint_stays_until_the_newer_one_is_whole(tmp_path, disk):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(state_at(1))
+    store.wait()
+    disk.gate.clear()
+    store.save(state_at(2))
+    assert (tmp_path / "1").is_dir()
+    assert not (tmp_path / "2").exists()
+    again = CheckpointStore(tmp_path / "elsewhere")
+    assert again.steps() == []
+    disk.gate.set()
+    store.wait()
+    assert [p.name for p in tmp_path.iterdir() if p.name.isdigit()] == ["2"]
+
+
+def test_a_save_that_outlasts_the_interval_is_waited_for_and_said_once(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr("meshkit.training.checkpoint._SAID_AFTER_S", 0.0)
+    said = []
+    store = CheckpointStore(tmp_path, keep=9, say=said.append)
+    for step in (1, 2, 3):
+        disk.gate.clear()
+        threading.Timer(0.2, disk.gate.set).start()
+        store.save(state_at(step))  # the second and third wait here for the one before
+    store.wait()
+    assert store.steps() == [3, 2, 1]  # none is skipped, and none is overtaken
+    assert len(said) == 1
+    assert re.match(r"warning: training waited [\d.]+ s for checkpoint 1, which took [\d.]+ s to write", said[0])
+    assert store.news()["checkpoint_wait_s"] > 0
+
+
+@pytest.mark.parametrize(("number", "saves"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_a_disk_that_cannot_sync_is_used_and_one_that_fails_to_is_not_trusted(tmp_path, monkeypatch, number, saves):
+    def fsync(_):
+        raise OSError(number, os.strerror(number))
+
+    store = CheckpointStore(tmp_path)
+    monkeypatch.setattr(manifest.os, "fsync", fsync)
+    store.save(state_at(1))
+    with contextlib.nullcontext() if saves else pytest.raises(RunError, match="Input/output error"):
+        store.wait()
+    assert store.steps() == ([1] if saves else [])
+
+
+def test_a_step_that_is_saved_again_is_restored_as_it_was_saved_last(tmp_path):
+    """Nothing of a folder's earlier contents is cached."""
+    for made in (1, 2):
+        store = CheckpointStore(tmp_path)
+        kernel = state_at(made).params["kernel"]
+        store.save(TrainState(jnp.int32(7), {"kernel": kernel}, {"mu": kernel * 2}, {}, jnp.zeros(2, jnp.uint32)))
+        store.wait()
+        restored = store.restore_latest(abstract(state_at(0)))
+        np.testing.assert_array_equal(restored.params["kernel"], kernel)
+        flip_a_bit(largest_file(tmp_path / "7"))
+        (tmp_path / "7").rename(tmp_path / "7.corrupt")
+        shutil.rmtree(tmp_path / "7.corrupt")
+
+
+def test_a_run_whose_last_state_cannot_be_saved_fails(tmp_path, disk):
+    store = CheckpointStore(tmp_path)
+    disk.error = OSError("disk full")
+    store.save(state_at(1))
+    with pytest.raises(RunError, match=r"saving checkpoint 1 failed: disk full; there is no checkpoint"):
+        store.wait()
+    store.close()
+
+
+def test_every_so_many_steps_are_kept_beside_the_newest(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, keep_every=2)
+    for step in (1, 2, 3, 4, 5):
+        store.save(state_at(step))
+    store.wait()
+    assert store.steps() == [5, 4, 2] == CheckpointStore(tmp_path).steps()
+
+
+def test_what_a_killed_save_left_is_no_checkpoint(store):
+    (store.folder / "4.partial-0" / "state").mkdir(parents=True)
+    (store.folder / "9.deleting").mkdir()
+    again = CheckpointStore(store.folder)
+    assert again.steps() == [3, 2]
+    assert sorted(p.name for p in store.folder.iterdir()) == ["2", "3"]
+
+
+def test_a_state_changed_after_save_returns_is_saved_as_it_was(tmp_path, disk):
+    """The step donates its state: what is written in the background must be a copy, or held."""
+    store, state = CheckpointStore(tmp_path), state_at(1)
+    disk.gate.clear()
+    store.save(state)
+    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(state))
+    disk.gate.set()
+    store.wait()
+    restored = store.restore_latest(abstract(state_at(0)))
+    np.testing.assert_array_equal(restored.params["kernel"], np.arange(64.0).reshape(16, 4) + 1)

@@ -72,6 +72,39 @@ def test_a_process_loads_only_the_rows_of_its_devices(tokens):
     np.testing.assert_array_equal(local, np.asarray(batches.at(3)["tokens"])[[2, 5]])
 
 
+class _OfProcess:
+    """A batch's array as one process of several sees it: the devices of the mesh in equal runs, one run each."""
+
+    def __init__(self, like, process, processes):
+        self.shape, self.dtype, self.sharding = like.shape, like.dtype, self
+        self._whole, self._process, self._processes = like.sharding, process, processes
+
+    def addressable_devices_indices_map(self, shape):
+        every = self._whole.devices_indices_map(shape)
+        mine = len(every) // self._processes
+        chosen = list(self._whole.mesh.devices.flat)[self._process * mine : (self._process + 1) * mine]
+        return {device: every[device] for device in chosen}
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (4, 1, 2), (2, 2, 2), (1, 8, 1)])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_any_number_of_processes_reads_the_same_examples_in_the_same_order(tokens, mesh, processes):
+    """Each reads the rows of its own devices; put together they are the batch of one process, at every step."""
+    sizes = [f"mesh.{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), mesh)]
+    batches = batches_of(experiment(*sizes), tokens)
+    for step in (0, 3, 1):  # in any order: the step alone says what is read
+        found = {}
+        for process in range(processes):
+            like = {name: _OfProcess(x, process, processes) for name, x in batches.like.items()}
+            reader = Batches(batches.examples, like, batches.seed)
+            rows = reader._load(step)["tokens"]
+            for row, values in zip(reader._local_rows(), rows, strict=True):
+                np.testing.assert_array_equal(found.setdefault(row, values), values)
+        np.testing.assert_array_equal([found[row] for row in range(8)], np.asarray(batches.at(step)["tokens"]))
+        shuffled = np.asarray(batches_of(experiment(), tokens).at(step)["tokens"])
+        np.testing.assert_array_equal([found[row] for row in range(8)], shuffled)  # and those of any mesh
+
+
 def test_batches_lie_as_the_rules_say(tokens):
     batch = batches_of(experiment(), tokens).at(0)["tokens"]
     assert {s.data.shape for s in batch.addressable_shards} == {(2, 16)}  # data x fsdp = 4 pieces of 8 rows

@@ -111,3 +111,17 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
     log.measure_capture()
     log.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("error", "waits"), [(ValueError, False), (KeyboardInterrupt, True)])
+def test_of_several_processes_one_that_fails_waits_for_no_measurement(log, monkeypatch, error, waits):
+    """The others wait in a collective until it is gone; a signal that the run has honoured is no failure."""
+    asked = []
+    monkeypatch.setattr(run_log.jax, "process_count", lambda: 2)
+    log._measuring = SimpleNamespace(join=asked.append)
+    with pytest.raises(error):  # noqa: PT012
+        try:
+            raise error
+        finally:
+            log.close()
+    assert asked == [run_log._MEASURE_S if waits else 0]

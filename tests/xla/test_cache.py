@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.xla import cache
+from meshkit.xla.lowering import export_for_cuda
+from meshkit.xla.own_stack import on_own_stack
 from meshkit.xla.program import compile_absent
 
 REQUEST = {"target_config": "sms: 132", "mesh_shape": [8], "compiler_options": {"xla_a": True}}
@@ -226,3 +228,28 @@ def test_another_process_gives_the_same_program():
         return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
 
     assert run("1") == run("2")
+
+
+def test_on_a_stack_of_its_own_a_program_does_not_depend_on_who_asks():
+    """jax puts the lines of callers into a program; two callers get the same one."""
+    cluster = mk.Cluster.load("dgx_h100", hosts=1)
+    mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), cluster, devices=mk.describe_devices(cluster))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+
+    def exported():
+        def step(x):
+            return x * 2.0
+
+        return export_for_cuda(step, (x,), mesh, cluster).program
+
+    def one_caller():
+        return on_own_stack(exported), exported()
+
+    own, on_callers = one_caller()
+    assert on_own_stack(exported) == own
+    assert exported() != on_callers
+
+
+def test_what_the_work_raises_is_raised_where_it_was_asked_for():
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        on_own_stack(lambda: 1 // 0)

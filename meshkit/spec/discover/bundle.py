@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.errors import ConfigError, TraceError
+from meshkit.spec.bounded import gunzip
 from meshkit.spec.discover.damage import LARGEST_FILE_BYTES, decode, read_bounded, short
 from meshkit.spec.discover.machine import discover
 from meshkit.spec.discover.probe import FixtureProbe, Probe, RecordingProbe
@@ -29,6 +30,7 @@ _NAMES = ("bundle.json", "nvml.json", "files.json", "commands.json")
 _HINT = "a bundle of `meshkit topo record`"
 _MOST_MEMBERS = 40_000
 _LARGEST_BUNDLE_BYTES = 64 * 2**20
+_HEADER_BYTES = 1024  # of a member in a tar: its header, and what fills up its last block
 _TAR_DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error, ValueError, struct.error, OverflowError)
 
 _UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)
@@ -209,7 +211,9 @@ def _read_tar(path: Path) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     total = 0
     try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz" if data[:2] == b"\x1f\x8b" else "r:") as archive:
+        if data[:2] == b"\x1f\x8b":
+            data = gunzip(data, _LARGEST_BUNDLE_BYTES + _HEADER_BYTES * _MOST_MEMBERS)
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for number, member in enumerate(archive):
                 total += member.size
                 if number > _MOST_MEMBERS or member.size > LARGEST_FILE_BYTES or total > _LARGEST_BUNDLE_BYTES:

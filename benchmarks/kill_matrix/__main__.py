@@ -1,0 +1,70 @@
+"""`make kill-matrix`: every fault in every phase, into `matrix.csv` and a page. Goes on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.kill_matrix.cells import CELLS, Cell, Row, baseline, run_cell
+from benchmarks.kill_matrix.gang import Launch
+from benchmarks.kill_matrix.table import machine, page, read_rows, write_rows
+
+_EXPLAINS = """\
+2 processes x 4 CPU devices over gloo train a perceptron of two layers for 24 steps, with a checkpoint every 4 (`start`,
+`compile` of a first attempt; `restore` of the checkpoint of step 8; `step`, `save`, `commit` of step 12). The process
+named is hit while its pulse says that it is in the phase: it holds there for it (`commit`: process 0 holds just before
+the rename that makes the checkpoint one). A cell says seconds until the last process of the gang is gone / seconds
+until the first step of the next attempt is made, both from the fault, and restarts. SIGTERM ends the launch with exit
+code 75, and the same command is given again (steps take 0.3 s from then on, so that the run is not over first). An
+exception in the commit itself (process 0) costs that checkpoint and no restart: it is said, and training goes on. Of
+these numbers the behaviour is the supervisor's: 5 s of grace after a failure, and for the others after a SIGTERM to one
+alone; 10 s until a stopped process is called stuck, and up to 1 s for its stack. The rest is the machine's.
+"""
+
+
+def main() -> int:
+    """Runs what is missing, and writes after each cell.
+
+    Returns:
+        1 if a cell is not as promised.
+    """
+    parser = argparse.ArgumentParser(prog="benchmarks.kill_matrix", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--only", default="", help="of a matrix that is there: anew the cells whose name has this text")
+    chosen = parser.parse_args()
+    whole, partial = chosen.out / "matrix.csv", chosen.out / "matrix.partial.csv"
+    rows = {(row.fault, row.phase): row for row in read_rows(whole if chosen.only else partial)}
+    wanted = [c for c in CELLS if chosen.only in c.name and (chosen.only or (c.fault, c.phase) not in rows)]
+    if not wanted and chosen.only:
+        parser.error(f"no cell has '{chosen.only}' in its name")
+    with tempfile.TemporaryDirectory(prefix="meshkit-kill-") as scratch:
+        os.environ.setdefault("MESHKIT_CACHE", f"{scratch}/cache")
+        alone = Path(scratch) / "alone"
+        losses = baseline(alone, ("--set", "checkpoint.keep=9")) if wanted else []
+        for i, cell in enumerate(wanted):
+            row = run_or_say(cell, Path(scratch), alone, losses)
+            rows[row.fault, row.phase] = row
+            write_rows(whole if chosen.only else partial, list(rows.values()))
+            print(f"{i + 1}/{len(wanted)} {cell.name}: {row.detection_s} s, {row.recovery_s} s {row.wrong}", flush=True)
+    text = f"# Kill matrix\n\n`make kill-matrix`: {machine()}\n\n{_EXPLAINS}\n{page(list(rows.values()))}"
+    (chosen.out / "matrix.md").write_text(text)
+    if not chosen.only:
+        partial.replace(whole)
+    return int(any(row.wrong for row in rows.values()))
+
+
+def run_or_say(cell: Cell, scratch: Path, alone: Path, losses: list[tuple[int, float]]) -> Row:
+    """A cell in a folder of its own. A cell that hangs is a row, too."""
+    folder = scratch / cell.name.replace(" ", "_").replace(",", "")
+    try:
+        return run_cell(cell, folder, alone, losses)
+    except TimeoutError as error:
+        print(Launch(folder).said if (folder / "said").exists() else "", file=sys.stderr)
+        return Row(cell.fault, cell.phase, float("inf"), None, 0, "", False, str(error).splitlines()[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

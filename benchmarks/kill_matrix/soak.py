@@ -1,0 +1,203 @@
+"""`make soak`: 300 steps with ten faults at random moments, against the same run left alone, as a page.
+
+seed -> Planned: one fault for each attempt -> one run folder, launched until it is done -> losses, what is left, memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.kill_matrix.cells import DOWN_S, FAULTS, PHASES, Hit, baseline, hit_at_gate, leftovers
+from benchmarks.kill_matrix.gang import MEMORY_EVERY, Gate, Launch, resident_bytes
+from benchmarks.kill_matrix.table import machine
+
+STEPS, COUNT, SEED = 300, 10, 20261121
+_EARLY = ("start", "compile", "restore")
+_MOST_DELAY_S = 0.5
+_OPTIONS = ("--max-restarts", str(COUNT), "--set", f"train.steps={STEPS}", "--set", "checkpoint.every=5")
+_MIB = 1 << 20
+_MEMORY = (
+    "Memory is the resident set (VmRSS): of the launcher when the fault came, of the processes as they note it "
+    f"themselves after their first {MEMORY_EVERY} steps (more where the step was compiled than where it came from the "
+    "cache). In the run left alone, after so many steps:"
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The fault of one attempt: what, from when on, and how long after that."""
+
+    fault: str
+    phase: str
+    step: int
+    delay_s: float
+
+    @property
+    def gate(self) -> Gate:
+        kind, rank = FAULTS[self.fault]
+        return Gate(self.phase, rank or 0, self.step, kind == "raise", False, 0.3 if kind == "term" else 0.0)
+
+
+@dataclass
+class Found:
+    """What a soak came to.
+
+    Attributes:
+        plan: the faults.
+        hits: what followed each.
+        codes: exit codes of the launches, the last one 0.
+        equal: the losses are those of the run left alone, bit for bit.
+        left: files, processes and ports that should not be there.
+        launcher_bytes: resident memory of the launcher, in each attempt when its fault came.
+        after: attempt -> resident bytes of process 0 and 1 after the first `MEMORY_EVERY` steps of that attempt.
+        alone: steps -> resident bytes of process 0 and 1 of the run left alone.
+    """
+
+    plan: list[Planned]
+    hits: list[Hit] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+    equal: bool = False
+    left: list[str] = field(default_factory=list)
+    launcher_bytes: list[int] = field(default_factory=list)
+    after: dict[int, tuple[int, int]] = field(default_factory=dict)
+    alone: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+def plan(seed: int, *, count: int = COUNT, steps: int = STEPS) -> list[Planned]:
+    """Faults drawn at random; the same for the same seed.
+
+    Not two in a row before the first step: the launcher stops after two attempts that reach no new step. Nor a commit
+    that fails on process 0, which costs no attempt.
+    """
+    draw = random.Random(seed)
+    due = sorted(draw.sample(range(10, steps - 40), count))
+    planned: list[Planned] = []
+    while len(planned) < count:
+        fault, phase = draw.choice(list(FAULTS)), draw.choice(PHASES)
+        early = phase in _EARLY and planned and planned[-1].phase in _EARLY
+        nothing = phase == "restore" and not any(p.phase not in _EARLY for p in planned)
+        if early or nothing or (FAULTS[fault] == ("raise", 0) and phase == "commit"):
+            continue
+        planned.append(Planned(fault, phase, due[len(planned)], round(draw.uniform(0, _MOST_DELAY_S), 3)))
+    return planned
+
+
+def soak(folder: Path, planned: Sequence[Planned]) -> Found:
+    """Runs it, and the run left alone."""
+    found = Found(list(planned))
+    losses = baseline(folder / "alone", _OPTIONS)
+    alone = Launch(folder / "alone")
+    found.alone = {made: (first, alone.memory(0, 1)[made]) for made, first in alone.memory(0, 0).items()}
+    launch = Launch(folder / "soak", {i: p.gate for i, p in enumerate(planned)}, _OPTIONS)
+    coordinators = set()
+    launch.start()
+    try:
+        for i, p in enumerate(planned):
+            kind, rank = FAULTS[p.fault]
+            launch.wait(lambda i=i: launch.mark(i, "at"), f"attempt {i}")
+            coordinators.add(launch.coordinator())
+            assert launch.process is not None
+            found.launcher_bytes.append(resident_bytes(launch.process.pid))
+            found.hits.append(hit_at_gate(launch, i, p.gate, kind, rank, p.delay_s))
+            if kind == "term":
+                found.codes.append(launch.end())
+                launch.start()
+        found.codes.append(launch.end())
+        found.equal = launch.losses() == losses
+        found.left = leftovers(launch) + _still_listening(coordinators - {None})
+        for i in range(len(planned) + 1):
+            first, second = (launch.memory(i, rank).get(MEMORY_EVERY) for rank in (0, 1))
+            if first and second:
+                found.after[i] = first, second
+    finally:
+        launch.kill()
+    return found
+
+
+def problems(found: Found) -> list[str]:
+    """What is not as promised; empty if nothing."""
+    wrong = list(found.left)
+    wrong += [] if found.equal else ["other losses"]
+    expected = [75] * sum(FAULTS[p.fault][0] == "term" for p in found.plan) + [0]
+    wrong += [] if found.codes == expected else [f"exit codes {found.codes} instead of {expected}"]
+    slow = [h.detection_s for h in found.hits if h.detection_s is None or h.detection_s > 2 * DOWN_S]
+    return wrong + [f"a gang was down after {s} s" for s in slow]
+
+
+def page(found: Found, seed: int) -> str:
+    """What was found, as Markdown."""
+    wrong = "; ".join(problems(found))
+    verdict = f"**{wrong}**." if wrong else "the losses of the run left alone, bit for bit; nothing is left."
+    codes = ", ".join(map(str, found.codes))
+    heads = ("attempt", "fault", "drawn for", "pulse then", "gang down after s", "launcher MiB", "processes 0, 1 MiB")
+    lines = [
+        f"{STEPS} steps, {len(found.plan)} faults (seed {seed}), launches with exit codes {codes}: {verdict}",
+        "",
+        f"| {' | '.join(heads)} |",
+        "|---" * len(heads) + "|",
+    ]
+    for i, (p, hit) in enumerate(zip(found.plan, found.hits)):
+        when = f"{p.phase} from step {p.step} on, {p.delay_s:g} s later" if p.phase not in _EARLY else p.phase
+        memory = ", ".join(f"{b / _MIB:.0f}" for b in found.after.get(i, ())) or "-"
+        lines.append(
+            f"| {i} | {p.fault} | {when} | {hit.pulse or '-'} | {hit.detection_s:.1f} | "
+            f"{found.launcher_bytes[i] / _MIB:.1f} | {memory} |"
+        )
+    lines += [
+        "",
+        _MEMORY,
+        "",
+        "| steps | process 0 MiB | process 1 MiB |",
+        "|---|---|---|",
+        *(
+            f"| {made} | {a / _MIB:.1f} | {b / _MIB:.1f} |"
+            for made, (a, b) in sorted(found.alone.items())
+            if made % 50 == 0 or made == MEMORY_EVERY
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _still_listening(coordinators: set) -> list[str]:
+    """Ports that something still has."""
+    left = []
+    for coordinator in sorted(coordinators):
+        host, port = coordinator.rsplit(":", 1)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing do not count
+            try:
+                probe.bind((host, int(port)))
+            except OSError:
+                left.append(f"left: port {port}")
+    return left
+
+
+def main() -> int:
+    """Runs it and writes the page.
+
+    Returns:
+        1 if something is not as promised.
+    """
+    parser = argparse.ArgumentParser(prog="benchmarks.kill_matrix.soak", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--seed", type=int, default=SEED)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="meshkit-soak-") as scratch:
+        os.environ.setdefault("MESHKIT_CACHE", f"{scratch}/cache")
+        found = soak(Path(scratch), plan(chosen.seed))
+    text = page(found, chosen.seed)
+    (chosen.out / "soak.md").write_text(f"# Soak\n\n`make soak`: {machine()}\n\n{text}")
+    print(text)
+    return int(bool(problems(found)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The search of `llama3_70b` on 64 H100 beside a published run: `python -m benchmarks.tune [--out DIR]`.
+
+Searches (an existing folder resumes), writes `benchmarks/tune.md` and the picture `benchmarks/tune.svg`: every variant
+by step time and memory, those that fit and that no other beats in both, the experiment as it is, and the published run
+of the same model, sequence and global batch on as many GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from meshkit.tuner import REPORT_FILE, tune
+from meshkit.tuning.schema import Outcome, TuneReport
+from meshkit.tuning.views import RULE_WORDS, best_first, cells_of, what_text
+from meshkit.units import GIB, format_seconds
+
+ROOT = Path(__file__).parent.parent
+EXPERIMENT = ROOT / "configs" / "experiments" / "llama3_70b.toml"
+SETTINGS = ("cluster.hosts=8", "mesh={ fsdp = { nvlink = 8, infiniband = 8 } }", "train.global_batch=128")
+PUBLISHED = ROOT / "tests" / "data" / "published_runs.csv"
+ROW = "nemo2504-llama3.1-70b-bf16-64"
+SHOWN = 15
+COST_FILE = "cost.jsonl"  # of each sitting
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 420, 62, 24, 46, 48
+STYLE = 'font-family="sans-serif" font-size="12" fill="#222"'
+
+
+def published() -> dict[str, str]:
+    """The published row of the same model, sequence, batch and number of GPUs."""
+    with PUBLISHED.open(encoding="utf-8") as file:
+        return next(row for row in csv.DictReader(file) if row["id"] == ROW)
+
+
+def write(report: TuneReport, sittings: Sequence[dict[str, float]]) -> str:
+    """The page."""
+    row, winner = published(), report.winner
+    measured = float(row["step_time_s"])
+    best = best_first(report.outcomes)
+    lines = [
+        "# `llama3_70b` on 64 H100: the search beside a published run",
+        "",
+        f"`python -m benchmarks.tune`, jax {version('jax')}, jaxlib {version('jaxlib')}, no GPU. 128 sequences of",
+        "8,192 tokens a step, bf16, gradients reduced in fp32; every number but the published one is predicted.",
+        "",
+        "| | step | |",
+        "|---|---|---|",
+        f"| the default mesh: fsdp over 64, remat full | {format_seconds(report.base.time_s)} | |",
+    ]
+    if winner is not None and winner.time_s is not None:
+        lines.append(f"| the winner: {what_text(winner)} | {format_seconds(winner.time_s)} | |")
+    lines += [
+        f"| published: {row['source']}, tensor {row['tp']} x pipeline {row['pp']} (interleaved, {row['vpp']}) x "
+        f"context {row['cp']} x data {row['dp']}, measured | {format_seconds(measured)} | "
+        + (f"the winner {winner.time_s / measured - 1:+.1%} |" if winner and winner.time_s else "|"),
+        "",
+        *(f"- {text}" for text in report.why),
+        "",
+        f"{report.space:,} variants in the space; ruled out: "
+        + ", ".join(f"{p.count:,} ({RULE_WORDS.get(p.rule, p.rule)})" for p in report.pruned)
+        + f"; {report.compiled} compiled, {report.left:,} left.",
+    ]
+    cpu, wall = (sum(s[key] for s in sittings) for key in ("cpu_s", "wall_s"))
+    new = int(sum(s["compiled"] for s in sittings))
+    if new:
+        lines.append(
+            f"{new} of them took {cpu / 60:.1f} CPU minutes in all, {cpu / new:.1f} s each, with {report.jobs} "
+            f"processes ({wall / 60:.1f} minutes on a machine that others used too)."
+        )
+    lines += [
+        "",
+        "![step time against memory](tune.svg)",
+        "",
+        "| variant | step | compute | exposed | MFU | memory | |",
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    lines += [f"| {what_text(o)} | {' | '.join(cells_of(o))} |" for o in best[:SHOWN]]
+    return "\n".join([*lines, ""])
+
+
+def draw(report: TuneReport) -> str:
+    """Step time against memory as SVG."""
+    found = [o for o in report.outcomes if o.time_s and o.peak_bytes]
+    measured = float(published()["step_time_s"])
+    times = [*(o.time_s or 0.0 for o in found), measured]
+    low, high = 0.95 * min(times), min(max(times), 2.0 * min(times)) * 1.02
+    most = 10 * (1 + int(max((o.peak_bytes or 0) / GIB for o in found) // 10))
+
+    def x(value: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * value / most
+
+    def y(value: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (min(value, high) - low) / (high - low)
+
+    title = f"{report.compiled} variants of {report.experiment} on {report.num_gpus} H100: seconds of a step, memory"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" {STYLE}>',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/><title>{escape(title)}</title>',
+        f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
+        *_axes(x, y, most, low, high),
+    ]
+    front = [report.outcomes[i] for i in report.pareto]
+    points = " ".join(f"{x((o.peak_bytes or 0) / GIB):.1f},{y(o.time_s or 0):.1f}" for o in front)
+    parts.append(f'<polyline points="{points}" fill="none" stroke="#4c9f70"/>')
+    parts += [_point(o, report, x, y) for o in found]
+    line = y(measured)
+    parts.append(
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{line:.1f}" y2="{line:.1f}" stroke="#b5541c" '
+        'stroke-dasharray="4 4"/>'
+        f'<text x="{LEFT + 6}" y="{line + 14:.1f}" fill="#b5541c">published, measured {measured:g} s</text>'
+    )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _point(outcome: Outcome, report: TuneReport, x, y) -> str:
+    color = "#3f7cac" if outcome.fits else "#d1495b"
+    name = "" if outcome.settings else "as it is"
+    if report.winner is not None and outcome.settings == report.winner.settings:
+        color, name = "#4c9f70", "winner"
+    at_x, at_y = x((outcome.peak_bytes or 0) / GIB), y(outcome.time_s or 0.0)
+    label = f'<text x="{at_x + 6:.1f}" y="{at_y + 4:.1f}" fill="{color}">{name}</text>' if name else ""
+    return f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="3.5" fill="{color}"/>{label}'
+
+
+def _axes(x, y, most: int, low: float, high: float) -> Iterator[str]:
+    for gib in range(0, most + 1, 10):
+        yield f'<text x="{x(gib):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{gib}</text>'
+    yield f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">GiB of a GPU; red: does not fit</text>'
+    for seconds in range(int(low) + 1, int(high) + 1, 2):
+        yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(seconds):.1f}" y2="{y(seconds):.1f}" stroke="#eee"/>'
+        yield f'<text x="{LEFT - 8}" y="{y(seconds) + 4:.1f}" text-anchor="end">{seconds} s</text>'
+
+
+def main() -> None:
+    """Searches, or goes on, and writes the page and the picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "tune70")
+    parser.add_argument("--candidates", type=int, default=64)
+    parser.add_argument("--jobs", type=int)
+    parser.add_argument("--page", type=Path, default=Path(__file__).with_suffix(".md"))
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    report = tune(EXPERIMENT, SETTINGS, out=arguments.out, budget=arguments.candidates, jobs=arguments.jobs)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cost = {
+        "compiled": report.compiled - report.reused,
+        "cpu_s": sum(u.ru_utime + u.ru_stime for u in used),
+        "wall_s": time.perf_counter() - start,
+    }
+    with (arguments.out / COST_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(cost) + "\n")
+    sittings = [json.loads(line) for line in (arguments.out / COST_FILE).read_text().splitlines()]
+    arguments.page.write_text(write(report, sittings), encoding="utf-8")
+    arguments.page.with_suffix(".svg").write_text(draw(report), encoding="utf-8")
+    print(f"wrote {arguments.page.name} and its picture; the search is in {arguments.out / REPORT_FILE}")
+
+
+if __name__ == "__main__":
+    main()

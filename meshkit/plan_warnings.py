@@ -1,0 +1,127 @@
+"""What a reader of a plan must know beside its numbers, as warnings of the report. Layer 7.
+
+compiled program, simulation, memory, findings of the lint -> plan_warnings -> report.warnings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshkit.report.schema import MemoryPart, Warning_
+from meshkit.sharding.findings import Finding
+from meshkit.spec.cluster import Cluster
+from meshkit.timeline.flops import flop_note
+from meshkit.timeline.kernels import calibration_note
+from meshkit.timeline.rematerialized import CODE as REMATERIALIZED
+from meshkit.timeline.rematerialized import rematerialized
+from meshkit.timeline.simulate import Simulation
+from meshkit.timeline.unpriced import unpriced_seconds
+from meshkit.units import format_bytes, format_rate, format_seconds
+from meshkit.xla.program import CompiledProgram
+
+
+def plan_warnings(
+    compiled: CompiledProgram,
+    simulation: Simulation,
+    memory: MemoryPart,
+    cluster: Cluster,
+    findings: Sequence[Finding],
+    *,
+    steps: int = 1,
+) -> list[Warning_]:
+    """Everything there is to warn of, what changes the meaning of all numbers first.
+
+    Args:
+        compiled, simulation: of the step.
+        memory: of its report.
+        cluster: it is planned for.
+        findings: of the lint.
+        steps: training steps that one call of the program makes.
+    """
+    return [
+        *_calibration_warning(cluster),
+        *_flop_warning(compiled, simulation, cluster),
+        *_rematerialization_warning(compiled, simulation, memory, steps),
+        *_warnings(compiled, simulation, memory, steps),
+        *_host_warning(compiled, simulation, cluster, steps),
+        *map(_finding_warning, findings),
+    ]
+
+
+_NOTES = {
+    "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
+    "conditional": "a conditional is counted as its longest branch",
+    "opaque custom call": "a custom call whose FLOP are unknown is priced by its memory traffic",
+    "side stream": "a computation on a stream of its own is counted as if it ran on the main one",
+}
+
+
+def _finding_warning(finding: Finding) -> Warning_:
+    hint = f"; {finding.hint}" if finding.hint else ""
+    return Warning_(code=finding.code, message=f"{finding.severity}: {finding.message}{hint}")
+
+
+def _calibration_warning(cluster: Cluster) -> list[Warning_]:
+    """What of this plan is measured, as a reader must know it before the numbers."""
+    note = calibration_note(cluster)
+    return [Warning_(code="calibration", message=note)] if note else []
+
+
+def _flop_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster) -> list[Warning_]:
+    """That the compiled program does other work than the traced one, where it does."""
+    recomputed = rematerialized(simulation, compiled.log).kernels > 0
+    note = flop_note(simulation.flops, compiled.traced_flops, cluster.num_gpus, recomputed=recomputed)
+    return [Warning_(code="flops", message=note)] if note else []
+
+
+def _rematerialization_warning(
+    compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, steps: int
+) -> list[Warning_]:
+    """What XLA computes twice because it counts more memory than the step may take, and what to try."""
+    found = rematerialized(simulation, compiled.log)
+    if not found.kernels:
+        return []
+    seconds = found.seconds / steps
+    counted = "" if found.counted_bytes is None else f" (it counts {format_bytes(found.counted_bytes)})"
+    message = (
+        f"XLA recomputes {found.kernels} kernels, {format_seconds(seconds)} a step, to keep within the "
+        f"memory{counted}; the compiled step needs {format_bytes(memory.peak_bytes)}"
+    )
+    if memory.fits:
+        way = 'it may fit without: try [xla] xla_disable_hlo_passes = "rematerialization"'
+    else:
+        way = "try more recomputation in the layers (train.remat), where it costs less, or more micro-batches"
+    return [Warning_(code=REMATERIALIZED, message=f"{message}; {way}", seconds=seconds)]
+
+
+def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster, steps: int) -> list[Warning_]:
+    """What lies in host memory (offloaded activations, optimizer state), and what fetching it costs a step."""
+    if not simulation.host_bytes:
+        return []
+    link, seconds = cluster.offload_link(), simulation.host_transfer_s / steps
+    message = (
+        f"{format_bytes(compiled.host_peak_bytes)} per GPU lie in host memory; "
+        f"{format_bytes(simulation.host_bytes / steps)} a step cross {link.fabric}, "
+        f"{format_seconds(seconds)} at {format_rate(link.bytes_per_s * link.achieved)}, one direction after the other"
+    )
+    return [Warning_(code="host_memory", message=message, seconds=seconds)]
+
+
+def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, each: int) -> list[Warning_]:
+    seconds = unpriced_seconds(simulation, steps=each)
+    found = [
+        Warning_(code=kind.replace(" ", "_"), message=f"{_NOTES.get(kind, kind)}: {', '.join(names[:5])}"
+                 + (f" and {len(names) - 5} more" if len(names) > 5 else ""), seconds=seconds.get(kind))
+        for kind, names in simulation.notes.items()
+    ]  # fmt: skip
+    found += [Warning_(code="compiler", message=line) for line in compiled.log]
+    if memory.fits is False:
+        missing, reserved = format_bytes(-(memory.margin_bytes or 0)), format_bytes(memory.reserved_bytes)
+        found.append(
+            Warning_(
+                code="does_not_fit",
+                message=f"the step needs {format_bytes(memory.peak_bytes)} a GPU, and {reserved} is taken beside it: "
+                f"{missing} more than there is",
+            )
+        )
+    return found

@@ -1,0 +1,86 @@
+"""Names on the page come from experiments, traces and programs that somebody else made: none becomes a script."""
+
+import pytest
+
+from meshkit.console import show_report, status, stdout
+from meshkit.report.compare import compare
+from meshkit.report.compare_terminal import render as render_comparison
+from meshkit.report.html import write_html
+from meshkit.report.schema import MeshAxisPart, Report, StepPart, Warning_, WindowPart
+from tests.report.browser import Browser, find_chromium
+
+SCRIPT = "<script>document.title='x'</script>"
+NAMES = [SCRIPT, "</script><script>document.title='x'</script>", "<img src=x onerror=\"document.title='x'\">",
+         "'\"><svg onload=document.title='x'>", "<!--<script>", "${body} $figures"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_escapes_names(tmp_path, name):
+    report = Report(
+        source="profile",
+        window=WindowPart(steps=1, devices=1),
+        step=StepPart(time_s=1.0, compute_s=1.0, exposed_s=0.0, other_s=0.0, idle_s=0.0),
+        mesh=(MeshAxisPart(axis=name, size=2, nvlink=2, infiniband=1),),
+        warnings=(Warning_(code="x", message=f"axis {name} is odd"),),
+    )
+    text = write_html(report, tmp_path / "report.html", title=f"run {name}").read_text()
+    if "<" in name:
+        assert name not in text
+    else:
+        assert f"axis {name} is odd" in text  # not a place of the page's own template
+
+
+@pytest.mark.parametrize("name", NAMES[:5])
+def test_a_name_in_a_chart_does_not_end_the_script_that_holds_it(report, timeline, tmp_path, name):
+    row = report.communication[0]
+    op = row.ops[0].model_copy(update={"name": name, "source": name, "line": name})
+    row = row.model_copy(update={"axes": (name,), "collective": name, "ops": (op,)})
+    odd = report.model_copy(update={"communication": (row, *report.communication[1:])})
+    text = write_html(odd, tmp_path / "report.html", timeline, title="run").read_text()
+    script = text.split('id="figures">')[1].split('<script type="text/plain"')[0]
+    assert script.count("</script>") == 1  # its own end
+    outside = text.replace(script, "")
+    assert name not in outside
+
+
+def test_a_browser_runs_no_script_of_a_name(report, timeline, tmp_path):
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    row = report.communication[0].model_copy(update={"axes": (NAMES[2],), "collective": NAMES[4]})
+    odd = report.model_copy(
+        update={
+            "communication": (row, *report.communication[1:]),
+            "warnings": tuple(Warning_(code="x", message=name) for name in NAMES),
+        }
+    )
+    page = write_html(odd, tmp_path / "report.html", timeline, title=NAMES[1])
+    browser = Browser(executable, tmp_path / "chromium")
+    try:
+        browser.open(page, 1200)
+        assert browser.evaluate("document.title") != "x"
+        assert browser.evaluate("document.querySelectorAll('img, svg[onload]').length") == 0
+        assert browser.problems == []
+    finally:
+        browser.close()
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[bold]", "[link=x]y[/link]"])
+def test_a_name_on_the_terminal_is_no_markup(report, capsys, name):
+    row = report.communication[0]
+    op = row.ops[0].model_copy(update={"name": name, "source": name, "line": name, "exposed_s": 1e-3})
+    row = row.model_copy(update={"axes": (name,), "collective": name, "dtype": name, "ops": (op,), "exposed_s": 1e-3})
+    odd = report.model_copy(
+        update={
+            "communication": (row, *report.communication[1:]),
+            "mesh": (MeshAxisPart(axis=name, size=2, nvlink=2, infiniband=1),),
+            "cluster": report.cluster.model_copy(update={"gpu": name}),
+            "warnings": (Warning_(code="x", message=f"axis {name} is odd"),),
+        }
+    )
+    with status(f"reading {name}"):
+        show_report(odd, False, name)
+    stdout().print(render_comparison(compare(odd, odd)))
+    text = capsys.readouterr().out
+    assert f"axis {name} is odd" in text
+    assert text.count(name) >= 6
