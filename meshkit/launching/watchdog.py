@@ -25,7 +25,8 @@ _SILENCE_S = 30.0
 # A process that somebody has stopped says so itself (its state is T), however busy the machine is.
 _STOPPED_S = 10.0
 _LOOK_EVERY_S = 0.5
-_STACKS_S, _POLL_S = 1.0, 0.02  # for a process to print its stacks
+# For the processes to print their stacks, which they do thread by thread, the main one last.
+_STACKS_S, _QUIET_S, _POLL_S = 2.0, 0.2, 0.02
 # What takes long by its nature: the limit of a step does not hold there.
 _PATIENT = ("start", "compile", "restore", "init", "trace", "save", "end")
 _PATIENCE = 6.0
@@ -148,16 +149,18 @@ class Watchdog:
 
     def stacks(self, gang: LocalGang) -> None:
         """Has every process print the stacks of its threads into its log; one that is stopped goes on, just for it."""
-        stopped = [m for m, s in zip(gang.members, self._seen) if s.stopped_at is not None]
-        before = [_size(member.log) for member in stopped]
+        sizes = before = [_size(member.log) for member in gang.members]
         gang.signal(signal.SIGUSR1)
         gang.signal(signal.SIGCONT)
-        deadline = time.monotonic() + _STACKS_S
-        while time.monotonic() < deadline and (
-            not stopped or any(_size(m.log) <= size for m, size in zip(stopped, before))
-        ):
+        grew_at = time.monotonic()
+        deadline = grew_at + _STACKS_S
+        while (now := time.monotonic()) < deadline:
             time.sleep(_POLL_S)
-        time.sleep(_POLL_S)
+            found = [_size(member.log) for member in gang.members]
+            if found != sizes:
+                sizes, grew_at = found, now
+            if all(size > was for size, was in zip(sizes, before)) and now - grew_at > _QUIET_S:
+                return
 
     def _limit(self, seen: _Seen) -> float:
         return self._limits.stall_s * (_PATIENCE if seen.phase in _PATIENT else 1.0)

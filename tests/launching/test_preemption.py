@@ -15,6 +15,14 @@ from meshkit.launching.supervisor import Policy, next_attempt
 from tests.launching.children import Run, wait_for
 
 
+@pytest.fixture(autouse=True)
+def _a_terminal():
+    """Under nohup SIGHUP is ignored from the start, and the supervisor leaves it so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("number", "child_code", "code"),
     [(signal.SIGTERM, 75, 75), (signal.SIGTERM, 0, 0), (signal.SIGHUP, 75, 75), (signal.SIGINT, 130, 130)],
