@@ -285,6 +285,7 @@ PROCESS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_of_four_devices(tmp_path):
     with socket.socket() as free:

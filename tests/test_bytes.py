@@ -70,6 +70,7 @@ def test_data():
     assert got == {("all-reduce", "data"): (FP32 * PARAMETERS + SUMS, LAYERS + 1)}
 
 
+@pytest.mark.slow
 def test_zero1():
     """Weights gathered once in bf16, gradients scattered in fp32. The look-up's gradient is not reduced but scattered
     after its rows went to the GPUs that own their columns (and the tokens to all)."""

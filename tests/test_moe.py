@@ -181,7 +181,7 @@ def loss_and_gradients(spec, mesh, state=None):
     return state, float(loss), jax.tree.map(np.asarray, gradients)
 
 
-SLOW = ("expert 8", "expert 4 x tensor 2, sequence parallel")
+SLOW = ("expert 8", "fsdp 2 x expert 4, full remat", "expert 4 x tensor 2, sequence parallel")
 
 
 @pytest.mark.parametrize(

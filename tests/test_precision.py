@@ -98,6 +98,7 @@ def test_fp8_and_collective_matmuls_do_not_go_together():
         Matmuls(fp8=True, collective=True)
 
 
+@pytest.mark.slow
 def test_twenty_steps_stay_beside_bf16():
     """The loss falls by about 2 nats in 20 steps. Rounding perturbs each gradient by at most a tenth (the bound above,
     through a handful of layers), unbiased: the path of the loss moves by less than a hundredth of that fall."""

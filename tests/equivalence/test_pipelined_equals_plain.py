@@ -176,6 +176,7 @@ def test_heads_residuals_and_remat(stages, schedule, overrides):
     check(pipelined(stages, schedule, 1, 2, "data", *overrides), *tied)
 
 
+@pytest.mark.slow
 def test_auxiliary_losses_of_a_mixture_of_experts_behind_a_dense_layer():
     """Each micro-batch of each replica balances its own tokens, with a pipeline as without."""
     on = ["model.layers=2", "model.mlp=32", "model.dense_layers=1", "train.global_batch=8", *MOE]

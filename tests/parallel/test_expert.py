@@ -249,7 +249,11 @@ def planned(remat: str, capacity_factor: float | None):
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
     ("remat", "capacity_factor", "exchanges"),
-    [pytest.param("none", None, 4, marks=pytest.mark.slow), ("full", None, 5), ("full", 1.5, 5)],
+    [
+        pytest.param("none", None, 4, marks=pytest.mark.slow),
+        ("full", None, 5),
+        pytest.param("full", 1.5, 5, marks=pytest.mark.slow),
+    ],
     ids=["none", "full", "full, capacity"],
 )
 def test_exchanges_of_the_compiled_step(remat, capacity_factor, exchanges):

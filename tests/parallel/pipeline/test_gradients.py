@@ -106,7 +106,7 @@ HARD = {"rate": 0.2, "aux": True}  # dropout, and a loss and a metric of each la
         ("1f1b", 1, 5, {"residuals": "dots_saveable", "tied": True}),
         pytest.param("1f1b", 1, 4, {"residuals": "stash"}, marks=pytest.mark.slow),
         ("interleaved_1f1b", 2, 7, {"head": "vocab_parallel", "tied": True}),
-        ("interleaved_1f1b", 2, 9, {"residuals": "stash", "layout": "2|3|3|1"}),
+        pytest.param("interleaved_1f1b", 2, 9, {"residuals": "stash", "layout": "2|3|3|1"}, marks=pytest.mark.slow),
         pytest.param("gpipe", 1, 3, {"head": "vocab_parallel", "tied": True}, marks=pytest.mark.slow),
         pytest.param("circular", 2, 7, {"residuals": "dots_saveable"}, marks=pytest.mark.slow),
     ],
