@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc"),
 ]
 
-# One after the other, in one run with a checkpoint every 4 steps. Two attempts in a row without a new step end a run, so
-# each that makes none is between two that do; beside the commit of step 8, training goes on as far as step 12.
+# One after the other, in one run with a checkpoint every 4 steps. Two attempts in a row without a new step end a run,
+# so each that makes none is between two that do; beside the commit of step 8, training goes on as far as step 12.
 EIGHT = (
     (Cell("kill -9 of rank 0, the coordinator", "step"), 6),
     (Cell("kill -9 of rank 1", "compile"), 0),
