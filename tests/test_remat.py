@@ -109,6 +109,7 @@ LAYER_INPUTS = 4 * 4 * 1024 * 512 * 2  # bytes: layers, sequences of a GPU, toke
 
 
 @pytest.mark.deviceless
+@pytest.mark.slow
 def test_the_inputs_of_layers_wait_in_host_memory():
     """The FLOP of full recomputation, less GPU memory, and each input goes over the host link and comes back: four out,
     three in, since XLA takes the last iteration forward and the first one back out of their loops, and hands it on."""

@@ -6,7 +6,7 @@
     fp8 weights, and scales           the same; Transformer Engine casts weights once a step and, with delayed scaling,
                                       finds largest values on the way and reduces them over the GPUs once a step
     accumulators filled with zeros    once a step elsewhere
-    `.remat`                          XLA recomputes where the program wants more memory than there is; the other fit
+    repeats (`.remat`)                XLA recomputes where the program wants more memory than there is; the other fit
 
 Stacking the gradients stays: it reads and writes each once, as adding them to those of the micro-batches before does.
 What else is left between the matmuls moves about as many bytes as the kernels that the frameworks launch there
@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable
 
 from benchmarks.published.experiments import Run
-from meshkit.xla.hlo import Instruction
+from meshkit.xla.hlo import Instruction, Schedule
 
 _LOOP_COPY = re.compile(r"/dynamic_slice$|^(?!.*transpose\().*/dynamic_update_slice$")
 _CAST = re.compile(r"/(query_key_value|query|key|value|output|gate_up|gate|up|down|head|logits)/convert_element_type$")
@@ -35,8 +35,6 @@ def is_ours(run: Run) -> Callable[[Instruction], bool]:
     fp8 = run.document["train"]["precision"] == "fp8"
 
     def found(i: Instruction) -> bool:
-        if ".remat" in i.name:
-            return True
         if i.collective is not None:
             return fp8 and delayed and i.collective.payload_bytes <= _SCALES_BYTES
         if i.cost is None or i.cost.matmul_flops or i.cost.attention_flops:
@@ -51,6 +49,18 @@ def is_ours(run: Run) -> Callable[[Instruction], bool]:
         return fp8 and i.name.startswith("wrapped_transpose")  # of weights, for Hopper's fp8 matmuls: once a step
 
     return found
+
+
+def repeats(schedule: Schedule) -> set[str]:
+    """Names of the copies that XLA's rematerialization made of an instruction; of each one is kept, as the original.
+
+    Where XLA uses only copies it removes the original, so a copy may be all there is of what the model asks for.
+    """
+    families: dict[str, list[str]] = {}
+    for body in schedule.computations.values():
+        for i in body:
+            families.setdefault(i.name.partition(".remat")[0], []).append(i.name)
+    return {name for names in families.values() for name in sorted(names, key=len)[1:] if ".remat" in name}
 
 
 def _weight_sizes(run: Run) -> set[float]:

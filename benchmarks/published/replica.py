@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.published.experiments import Run
 from benchmarks.published.kernels import kernels_of
-from benchmarks.published.ours import is_ours
+from benchmarks.published.ours import is_ours, repeats
 from benchmarks.published.programs import Program
 from benchmarks.published.reduction import copies_s, gradients_s, optimizer_ways
 from meshkit.spec.cluster import Cluster
@@ -63,7 +63,9 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
         cluster: of the whole run.
         view: how collectives are taken.
     """
-    schedule = _without(program.schedule, is_ours(run))
+    again = repeats(program.schedule)
+    schedule = _without(program.schedule, lambda i: i.name in again)
+    schedule = _without(schedule, is_ours(run))
     if run.context > 1:
         schedule = _without(schedule, _reduces_over_context)
         schedule = _without(schedule, _sends_around_ring) if view.windows else schedule

@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.published.eager import eager_s, layer_bytes
 from benchmarks.published.experiments import Run, resolve
-from benchmarks.published.ours import is_ours
+from benchmarks.published.ours import is_ours, repeats
 from benchmarks.published.rows import parse_row
 from meshkit.spec.cluster import Cluster
 from meshkit.xla.costs import Cost
-from meshkit.xla.hlo import Instruction
+from meshkit.xla.hlo import Instruction, Schedule
 
 RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
 with RUNS.open(encoding="utf-8") as file:
@@ -41,12 +41,18 @@ def run_of(name: str) -> Run:
         ("input_reduce_fusion.1", FORWARD + "mlp/reduce_sum", 4096 * 14_336, 4, False),
         ("loop_multiply_fusion", FORWARD + "mlp/mul", 4096 * 14_336, 6, False),
         ("input_reduce_fusion.2", FORWARD + "mlp/gate_up/reduce_max", 1e6, 2, False),  # no fp8
-        ("gemm_fusion_dot.1.remat", "", 1e6, 2, True),
     ],
 )
 def test_what_a_framework_does_not_do(name, source, elements, each, ours):
     instruction = Instruction(name, "fusion", "kernel", source=source, cost=Cost(bytes_accessed=elements * each))
     assert is_ours(run_of("nemo2504-llama3.1-8b-bf16-8"))(instruction) is ours
+
+
+def test_of_copies_that_xla_made_one_is_the_original():
+    names = ("dot.1", "dot.1.remat", "dot.1.remat2", "dot.2.remat", "dot.2.remat2", "dot.3", "dot.30")
+    body = tuple(Instruction(name, "fusion", "kernel") for name in names)
+    again = repeats(Schedule("step", {"main": body}, "main", "f"))
+    assert again == {"dot.1.remat", "dot.1.remat2", "dot.2.remat2"}
 
 
 def test_a_matmul_is_never_ours():
