@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--only", default="", help="of a matrix that is there: anew the cells whose name has this text")
     chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
     whole, partial = chosen.out / "matrix.csv", chosen.out / "matrix.partial.csv"
     rows = {(row.fault, row.phase): row for row in read_rows(whole if chosen.only else partial)}
     wanted = [c for c in CELLS if chosen.only in c.name and (chosen.only or (c.fault, c.phase) not in rows)]
