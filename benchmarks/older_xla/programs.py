@@ -18,7 +18,10 @@ from jax import export
 from meshkit.planner import placement_of
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.spec.cluster import Cluster
 from meshkit.spec.experiment import Experiment
+from meshkit.timeline.assumptions import Assumptions
+from meshkit.timeline.pricing import Pricer
 from meshkit.training.step import make_train_step
 from meshkit.xla import wire
 from meshkit.xla.hlo import load_module, read_schedule
@@ -52,13 +55,21 @@ _ALWAYS = {
 _MODULE, _COMPUTATIONS, _INSTRUCTIONS, _REPLICA_GROUPS, _DEVICE_LIST = 1, 3, 2, 49, 87
 
 
-def schedule_by(python: Path, experiment: Experiment, folder: Path, timeout_s: float = 900.0) -> Schedule:
+def schedule_by(
+    python: Path,
+    experiment: Experiment,
+    folder: Path,
+    *,
+    profile: Path | None = None,
+    timeout_s: float = 900.0,
+) -> Schedule:
     """The step of an experiment as the XLA of another Python schedules it.
 
     Args:
         python: interpreter with jax, jaxlib, jax-cuda12-plugin and jax-cuda12-pjrt of version 0.4.38.
         experiment: as for plan.
         folder: for the program on its way.
+        profile: costs of its instructions, which the scheduler then goes by.
         timeout_s: for the compiler.
 
     Raises:
@@ -76,6 +87,8 @@ def schedule_by(python: Path, experiment: Experiment, folder: Path, timeout_s: f
     options = {**program.xla_options, **experiment.xla}
     passes = options.pop("xla_disable_hlo_passes", "")
     renamed = {_RENAMED.get(k, k): v == 2 if k in _RENAMED else v for k, v in options.items()}
+    if profile is not None:
+        renamed["xla_gpu_pgle_profile_file_or_directory_path"] = str(profile)
     (folder / "request.json").write_text(
         json.dumps(
             {
@@ -213,3 +226,13 @@ def in_fp8(schedule: Schedule, head: int) -> Schedule:
         return replace(i, cost=replace(cost, matmuls=matmuls, matmul_flops=flops))
 
     return replace(schedule, computations={n: tuple(map(priced, c)) for n, c in schedule.computations.items()})
+
+
+def prices(schedule: Schedule, cluster: Cluster) -> dict[str, float]:
+    """Instruction -> the seconds of it alone by our models: what a profile of the run would hold."""
+    pricer = Pricer(cluster, Assumptions())
+    found = {}
+    for i in (i for body in schedule.computations.values() for i in body):
+        work = pricer.work(i)
+        found[i.name] = pricer.collective_s(i) if i.collective else max(work.arithmetic_s, work.memory_s)
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
