@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from benchmarks.published.reasons import with_repeats
 from benchmarks.published.replay import Prediction
 from benchmarks.published.rows import Row, read_rows
 from benchmarks.published.runner import replay
@@ -78,7 +79,7 @@ def _say(found: Prediction, count: int, total: int, elapsed_s: float) -> None:
 
 def write(folder: Path, rows: Iterable[Row], done: dict[str, Prediction]) -> None:
     """predictions.csv, as the contract has it, and details.csv with everything that is known of each row."""
-    found = [done.get(row.id) or Prediction(row.id, row.source, note="not reached yet") for row in rows]
+    found = with_repeats([done.get(row.id) or Prediction(row.id, row.source, note="not reached yet") for row in rows])
     table: list[dict[str, object]] = [
         dict(zip(COLUMNS, (p.id, p.measured_s, p.predicted_s, p.exposed_s, p.peak_bytes, p.note), strict=True))
         for p in found

@@ -38,7 +38,7 @@ def eager_s(run: Run, cluster: Cluster) -> float:
 def layer_bytes(run: Run) -> tuple[float, float]:
     """Bytes a token and layer on one GPU, forward and backward, beyond those of fused kernels."""
     s = run.shape
-    keys = s.kv_heads * s.hidden // s.heads
+    keys = s.keys
     cut = run.tensor if "act_residual_length" not in run.document["rules"].get("logical", {}) else 1
     heads = _ROTATION * (s.hidden + keys) + 2 * _REPEAT * s.hidden * (s.heads > s.kv_heads)
     forward = 2 * (_NORM + _RESIDUAL) * s.hidden / cut + (heads + _GATE * s.ffn) / run.tensor

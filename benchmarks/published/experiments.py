@@ -7,52 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.published.frameworks import Framework, find_framework
 from benchmarks.published.machines import Machines, find_machines
 from benchmarks.published.rows import Row
+from benchmarks.published.shapes import Notes, Shape, find_shape
 from meshkit.spec.emit import to_toml
 
 _DOMAIN_KEYS = ("gpu", "hosts", "gpus_per_host", "nvlink_domain_size")
 LAYERS = 4  # of the program of a pipeline stage; its loops are stretched to the row's own number afterwards
-_GATED = re.compile(r"llama|internlm|qwen|mistral|gemma|deepseek|yi-", re.IGNORECASE)
-_EXPERTS = re.compile(r"moe|mixtral|deepseek|grok|a\d+b|kimi|gpt.oss|nemotron_3", re.IGNORECASE)
-_UNTIED = re.compile(r"nemotron4", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The dense decoder of a row.
-
-    Attributes:
-        gated: SwiGLU with three matrices, else two and a GELU.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    gated: bool
-    tied: bool
-
-    def layer_parameters(self) -> int:
-        """Of the matmuls of a layer."""
-        head_dim = self.hidden // self.heads
-        return self.hidden * (2 * head_dim * (self.heads + self.kv_heads) + (3 if self.gated else 2) * self.ffn)
-
-    def parameters(self, layers: int | None = None) -> int:
-        """All matrices, with tables of the vocabulary."""
-        tables = 1 if self.tied else 2
-        return (layers or self.layers) * self.layer_parameters() + tables * self.vocab * self.hidden
-
-    def model_flops(self, tokens: float, length: int) -> float:
-        """6 N tokens + 12 layers hidden length tokens."""
-        matmul = self.layers * self.layer_parameters() + self.vocab * self.hidden
-        return 6.0 * matmul * tokens + 12.0 * self.layers * self.hidden * length * tokens
 
 
 @dataclass(frozen=True)
@@ -66,6 +31,8 @@ class Run:
         document: the experiment file, as tables.
         assumed: what the source does not say.
         machines: of the whole run.
+        experts: replicas that share the experts of a stage (expert parallelism).
+        precision: of the linear layers, bf16 or fp8.
     """
 
     row: Row
@@ -87,6 +54,8 @@ class Run:
     document: dict[str, Any]
     machines: Machines
     assumed: tuple[str, ...] = ()
+    experts: int = 1
+    precision: str = "bf16"
 
     @property
     def toml(self) -> str:
@@ -99,28 +68,15 @@ class Run:
         return not any(text.startswith("!") for text in self.assumed)
 
 
-@dataclass
-class _Notes:
-    assumed: list[str] = field(default_factory=list)
-
-    def assume(self, text: str) -> None:
-        """A stated assumption that hardly matters."""
-        self.assumed.append(text)
-
-    def doubt(self, text: str) -> None:
-        """An assumption that decides the time: the row is not fully configured."""
-        self.assumed.append("!" + text)
-
-
 def resolve(row: Row) -> Run | str:
     """The run of a row, or the sentence why it cannot be matched."""
-    notes, framework = _Notes(), find_framework(row)
-    precision = _precision(row, notes)
-    if isinstance(precision, str) and precision.startswith("no "):
-        return precision
-    shape = _shape(row, notes)
+    notes, framework = Notes([f"row corrected: {row.correction}"] if row.correction else []), find_framework(row)
+    shape = find_shape(row, notes)
     if isinstance(shape, str):
         return shape
+    precision = _precision(row, notes)
+    if precision.startswith("no "):
+        return precision
     gpus, length = row.count("n_gpus"), row.count("seq_len")
     if not gpus or not length:
         return f"{'n_gpus' if not gpus else 'seq_len'} is not stated"
@@ -135,6 +91,9 @@ def resolve(row: Row) -> Run | str:
         notes.doubt(f"degree of sharding not stated: {replicas}")
     sharded = math.gcd(sharded or 1, replicas) if whole else 1
     data = replicas // sharded
+    experts = _expert_ways(row, shape, whole, data, tensor)
+    if isinstance(experts, str):
+        return experts
     batch = _batch(row, replicas, notes)
     if isinstance(batch, str):
         return batch
@@ -151,13 +110,43 @@ def resolve(row: Row) -> Run | str:
         notes.assume(f"{shape.layers} layers on {stages} stages: {text}")
     common = (shape, precision, remat, length)
     if whole:
-        document = _whole(
-            row, framework, common, machines, (data, sharded, context, tensor), micro_batch, micro_batches
-        )
+        cut = _even_ways(shape.hidden, sharded)
+        fewer = machines if cut == sharded else find_machines(row, gpus // sharded * cut)
+        if isinstance(fewer, str):
+            return fewer
+        if cut < sharded:
+            notes.assume(
+                f"{sharded} GPUs do not divide hidden {shape.hidden}: the program of {cut}, with as much on each"
+            )
+        ways = (data, cut, context, tensor)
+        document = _whole(row, framework, common, fewer, ways, micro_batch, micro_batches)
     else:
-        document = _stage(row, framework, common, machines, (stages, context, tensor), micro_batch)
+        document = _stage(row, framework, common, machines, (stages, experts, context, tensor), micro_batch)
     return Run(row, framework, shape, length, gpus, tensor, context, stages, chunks, data, sharded, micro_batch,
-               micro_batches, stage_layers, last_layers, whole, document, machines, tuple(notes.assumed))  # fmt: skip
+               micro_batches, stage_layers, last_layers, whole, document, machines, tuple(notes.assumed), experts,
+               precision)  # fmt: skip
+
+
+def _expert_ways(row: Row, shape: Shape, whole: bool, data: int, tensor: int) -> int | str:
+    """Replicas that share the experts of a stage: Megatron takes them from those of data parallelism."""
+    ways = row.count("ep") or 1
+    if not shape.experts or ways == 1:
+        return 1
+    if whole:
+        return "experts that are cut beside fully sharded parameters are not replayed"
+    if data % ways:
+        return (
+            f"experts are cut {ways} ways over {data} replicas of {tensor} tensor-parallel GPUs: such GPUs would hold "
+            "whole experts each (expert tensor parallelism 1), where our model cuts every expert among them"
+        )
+    if shape.experts % ways:
+        return f"{shape.experts} experts are not cut evenly over {ways} GPUs"
+    return ways
+
+
+def _even_ways(size: int, ways: int) -> int:
+    """The most ways, up to these, that cut a size evenly."""
+    return max(n for n in range(1, ways + 1) if size % n == 0 and (n == ways or ways % n == 0 or n % 8 == 0))
 
 
 def _launched_sharding(row: Row, framework: Framework) -> int | None:
@@ -181,10 +170,10 @@ def split_layers(layers: int, stages: int) -> tuple[int, int]:
     return -(-layers // stages), -(-layers // stages)
 
 
-def _precision(row: Row, notes: _Notes) -> str:
+def _precision(row: Row, notes: Notes) -> str:
     words = row.say("precision").lower()
     if "nvfp4" in words or "fp4" in words:
-        return "no matmuls in NVFP4 are modelled"
+        return "no matmuls in NVFP4 are modelled: what they sustain, and what their casts cost, is not known to us"
     if not words:
         notes.doubt("precision not stated: bf16")
     if "not stated" in words:
@@ -196,43 +185,7 @@ def _precision(row: Row, notes: _Notes) -> str:
     return "fp8" if "fp8" in words or "float8" in words else "bf16"
 
 
-def _shape(row: Row, notes: _Notes) -> Shape | str:
-    model = row.say("model")
-    if (row.count("ep") or 1) > 1 or _EXPERTS.search(model):
-        return f"{model}: a mixture of experts, whose dims and balance of routing the row does not state"
-    layers, hidden = row.count("layers"), row.count("hidden")
-    if not layers or not hidden:
-        return f"layers and hidden size of {model or 'the model'} are not stated"
-    heads = row.count("heads")
-    if not heads:
-        heads = max(1, hidden // 128)
-        notes.doubt(f"heads not stated: {heads} of 128")
-    kv_heads = row.count("kv_heads") or heads
-    if hidden % heads or heads % kv_heads:
-        return f"hidden {hidden}, heads {heads} and kv_heads {kv_heads} do not divide"
-    vocab = row.count("vocab")
-    if not vocab:
-        vocab = 51_200
-        notes.assume(f"vocabulary not stated: {vocab}")
-    gated = bool(_GATED.search(model))
-    ffn = row.count("ffn") or _ffn(row, layers, hidden, heads, kv_heads, vocab, gated, notes)
-    tied = not gated and not _UNTIED.search(model)
-    return Shape(layers, hidden, heads, kv_heads, ffn, vocab, gated, tied)
-
-
-def _ffn(row: Row, layers, hidden, heads, kv_heads, vocab, gated: bool, notes: _Notes) -> int:
-    """The width of the feed-forward block that gives the stated number of parameters; else the usual ratio."""
-    usual = round(8 * hidden / 3 / 256) * 256 if gated else 4 * hidden
-    total = row.numbers.get("params_b", 0) * 1e9
-    attention = hidden * 2 * (hidden // heads) * (heads + kv_heads)
-    left = (total - (2 if gated else 1) * vocab * hidden) / layers - attention
-    found = round(left / ((3 if gated else 2) * hidden) / 64) * 64
-    ffn = found if total and found > 0 else usual
-    notes.assume(f"ffn not stated: {ffn}" + (", which gives the stated number of parameters" if ffn == found else ""))
-    return ffn
-
-
-def _batch(row: Row, replicas: int, notes: _Notes) -> tuple[int, int] | str:
+def _batch(row: Row, replicas: int, notes: Notes) -> tuple[int, int] | str:
     """(micro-batch of a replica, micro-batches of a step)."""
     total, micro = row.count("global_batch_seqs"), row.count("micro_batch")
     if not total and not micro:
@@ -250,13 +203,16 @@ def _batch(row: Row, replicas: int, notes: _Notes) -> tuple[int, int] | str:
     return (micro, max(1, round(each / micro))) if each >= micro else (max(1, int(each)), 1)
 
 
-def _remat(row: Row, framework: Framework, notes: _Notes) -> str | list[str]:
+def _remat(row: Row, framework: Framework, notes: Notes) -> str | list[str]:
     words = row.say("recompute")
     low = words.lower()
     if "q,k,v" in low or "qkv_out_proj" in low.replace("save_", ""):
         return ["query", "key", "value", "output", *(["down"] if "mlpwo" in low else [])]
     if not words:
-        notes.doubt("recomputation not stated: none")
+        recipes = "Megatron-Bridge" in row.source  # @00919dc and @01b2977, scripts/performance/configs/*/
+        notes.doubt(
+            "recomputation not stated: none" + (", as in nearly all recipes beside its page" if recipes else "")
+        )
         return "none"
     if low.startswith("full"):
         return "full"
@@ -269,7 +225,7 @@ def _remat(row: Row, framework: Framework, notes: _Notes) -> str | list[str]:
     return "none"
 
 
-def _selective(framework: Framework, words: str, notes: _Notes) -> str | list[str]:
+def _selective(framework: Framework, words: str, notes: Notes) -> str | list[str]:
     """Megatron's recomputes attention between the projections; PyTorch's per-op policy every second matmul."""
     if framework.name == "torchtitan":
         notes.assume("per-op checkpointing: every second matmul and attention are recomputed")
@@ -282,9 +238,13 @@ def _selective(framework: Framework, words: str, notes: _Notes) -> str | list[st
 def _model(framework: Framework, shape: Shape, layers: int, length: int, context: int) -> dict[str, Any]:
     sizes = {"vocab": shape.vocab, "embed": shape.hidden, "mlp": shape.ffn, "layers": layers, "heads": shape.heads}
     options: dict[str, Any] = {"context": "ring"} if context > 1 else {}
+    if shape.experts:  # an even load fills every expert's slots, each with as many rows
+        return {"class": "models.moe:Moe", "preset": "moe_debug", **sizes, "kv_heads": shape.kv_heads,
+                "head_dim": shape.head_dim, "experts": shape.experts,
+                "experts_per_token": shape.experts_per_token, "capacity_factor": 1.0, **options}  # fmt: skip
     if shape.gated:
         return {"class": "models.llama:Llama", "preset": "llama3_8b", **sizes, "kv_heads": shape.kv_heads,
-                "head_dim": shape.hidden // shape.heads, "tied": shape.tied, **options}  # fmt: skip
+                "head_dim": shape.head_dim, "tied": shape.tied, **options}  # fmt: skip
     attention = "fused" if framework.fused_attention else "materialized"
     return {"class": "models.gpt:GPT", "preset": "gpt_debug", **sizes, "kv_heads": shape.kv_heads, "length": length,
             "tied": shape.tied, "attention": attention, **options}  # fmt: skip
@@ -307,10 +267,13 @@ def _whole(row: Row, framework: Framework, common, machines: Machines, ways, mic
 
 
 def _stage(row: Row, framework: Framework, common, machines: Machines, ways, micro_batch: int) -> dict[str, Any]:
-    """One stage of one replica, with the tables of the vocabulary, for one micro-batch."""
+    """One stage of one replica, with the tables of the vocabulary, for one micro-batch.
+
+    With experts a stage of all replicas that share them, each with a micro-batch of its own.
+    """
     shape, precision, remat, length = common
-    stages, context, tensor = ways
-    gpus = context * tensor
+    stages, experts, context, tensor = ways
+    gpus = experts * context * tensor
     inside = min(machines.domain, gpus)
     table = machines.table | {"hosts": max(1, gpus // machines.table["gpus_per_host"])}
     table["gpus_per_host"] = min(table["gpus_per_host"], gpus)
@@ -322,9 +285,12 @@ def _stage(row: Row, framework: Framework, common, machines: Machines, ways, mic
     if tensor > 1 and not _sequence_parallel(row, framework):
         rules["logical"] = {"act_residual_length": "context" if context > 1 else "replicated"}
     layers = LAYERS if stages > 1 else shape.layers
-    train = {"global_batch": micro_batch, "sequence_length": length, "precision": precision,
+    if shape.experts:  # our experts multiply in 16 bits; experts.py prices them in 8
+        precision = "bf16"
+    train = {"global_batch": micro_batch * experts, "sequence_length": length, "precision": precision,
              "reduce_precision": "fp32", "remat": remat}  # fmt: skip
-    return {"name": "stage", "cluster": table, "mesh": place({"data": 1, "context": context, "tensor": tensor}, inside),
+    mesh = place({"data": 1, "expert": experts, "context": context, "tensor": tensor}, inside)
+    return {"name": "stage", "cluster": table, "mesh": mesh,
             "rules": rules, "model": _model(framework, shape, layers, length, context), "train": train,
             "xla": dict(framework.xla)}  # fmt: skip
 
@@ -373,4 +339,6 @@ def _options(row: Row, framework: Framework) -> dict[str, object]:
 
 
 def _name(row: Row) -> str:
-    return re.sub(r"[^\w.+-]", "_", row.id)[:80] or "row"
+    """The row's id as a name of an experiment file: letters, digits, `_` and `-`, a letter first."""
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", row.id)[:80] or "row"
+    return name if name[0].isalpha() or name[0] == "_" else f"row_{name}"

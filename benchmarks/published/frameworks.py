@@ -95,6 +95,7 @@ class Framework:
             (userbuffers): of `tensor` pieces one is exposed.
         overlaps_stages: sends between pipeline stages hide under other micro-batches.
         sequence_parallel: with tensor parallelism, unless the row says no.
+        prefetches: FSDP in PyTorch: gathers and scatters run on a stream beside compute (prefetch.py).
         per_tensor: ZeRO-1 that all-reduces gradients, and broadcasts each parameter tensor from its one owner.
         bucket_parameters, bucket_per_replica: parameters whose gradients are reduced at once where that is overlapped,
             at least, and for every replica; 0: all.
@@ -116,6 +117,7 @@ class Framework:
     chunked_tensor: bool = False
     overlaps_stages: bool = False
     sequence_parallel: bool = False
+    prefetches: bool = False
     per_tensor: bool = False
     bucket_parameters: int = 0
     bucket_per_replica: int = 0
@@ -138,19 +140,19 @@ FRAMEWORKS = (
         why="the images of the same months as MaxText's rows; their XLA options are not stated",
     ),
     Framework(
-        "MosaicML", r"MosaicML|llm-foundry", whole=True, attention="triton_flash1", reduce="bf16", xla=_FSDP_OPTIONS,
-        memory=_FSDP,
+        "MosaicML", r"MosaicML|llm-foundry", whole=True, prefetches=True, attention="triton_flash1", reduce="bf16",
+        xla=_FSDP_OPTIONS, memory=_FSDP,
         why="FSDP1: composer's get_mixed_precision (DEFAULT and PURE) leaves gradients in the compute dtype; prefetch "
         "of the next block; triton FlashAttention",
     ),
     Framework(
-        "IBM fms-fsdp", r"fms-fsdp|IBM", whole=True, attention="flash2", reduce="bf16", xla=_FSDP_OPTIONS,
-        memory=_FSDP,
+        "IBM fms-fsdp", r"fms-fsdp|IBM", whole=True, prefetches=True, attention="flash2", reduce="bf16",
+        xla=_FSDP_OPTIONS, memory=_FSDP,
         why="fms_fsdp/policies/mixed_precision.py: bf16 reductions; torch.compile",
     ),
     Framework(
-        "torchtitan", r"torchtitan", whole=True, attention="flash2", reduce="fp32", sequence_parallel=True,
-        sharded_optimizer=True, overlaps_gradients=True, xla=_FSDP_OPTIONS,
+        "torchtitan", r"torchtitan", whole=True, prefetches=True, attention="flash2", reduce="fp32",
+        sequence_parallel=True, sharded_optimizer=True, overlaps_gradients=True, xla=_FSDP_OPTIONS,
         memory=replace(
             _FSDP, compiles_loss=r"_?(2025|2026)",
             why="pytorch/torchtitan@9dec370 (2024-12): cross-entropy of pred.float(), compiling it commented out; "
@@ -159,8 +161,8 @@ FRAMEWORKS = (
         why="FSDP2, fp32 reductions by default (mixed_precision_reduce); with pipeline stages weights stay gathered",
     ),
     Framework(
-        "KempnerForge", r"Kempner", whole=True, attention="flash2", reduce="fp32", sequence_parallel=True,
-        xla=_FSDP_OPTIONS,
+        "KempnerForge", r"Kempner", whole=True, prefetches=True, attention="flash2", reduce="fp32",
+        sequence_parallel=True, xla=_FSDP_OPTIONS,
         memory=Memory(
             shards=True, shard_bytes=6, reduces_last=True, whole_logits=True, logit_bytes=8,
             why="KempnerInstitute/KempnerForge, distributed/parallel.py, training/grad.py and loss.py: all in bf16, "
@@ -195,9 +197,9 @@ FRAMEWORKS = (
         why="arXiv 2104.04473 and 2205.05198: fp16, no overlap of the gradient all-reduce, no FlashAttention",
     ),
     Framework(
-        "Megatron-Core", r"Megatron|NeMo", xla=_ROOM, sharded_optimizer=True, overlaps_gradients=True, memory=_MEGATRON,
-        chunked_tensor=True, overlaps_stages=True, sequence_parallel=True, bucket_parameters=40_000_000,
-        bucket_per_replica=1_000_000,
+        "Megatron-Core", r"Megatron|NeMo", prefetches=True, xla=_ROOM, sharded_optimizer=True,
+        overlaps_gradients=True, memory=_MEGATRON, chunked_tensor=True, overlaps_stages=True, sequence_parallel=True,
+        bucket_parameters=40_000_000, bucket_per_replica=1_000_000,
         why="NeMo's and Megatron-Bridge's recipes: distributed optimizer, overlap_grad_reduce, overlap_param_gather "
         "(buckets of 40 million parameters, or a million a replica: distributed_data_parallel.py), "
         "overlap_p2p, tp_comm_overlap (userbuffers) and sequence parallelism with tensor parallelism (recalled)",
@@ -209,7 +211,7 @@ FRAMEWORKS = (
     ),
 )  # fmt: skip
 _SHARDED = Framework(
-    "other, fully sharded", "", whole=True, xla=_FSDP_OPTIONS, memory=_FSDP,
+    "other, fully sharded", "", whole=True, prefetches=True, xla=_FSDP_OPTIONS, memory=_FSDP,
     why="source unknown: taken as fully sharded training",
 )  # fmt: skip
 _REPLICATED = Framework(

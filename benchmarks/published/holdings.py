@@ -40,14 +40,14 @@ class Kept:
 
 
 def framework_peak_bytes(run: Run, means: str = "allocated") -> int | None:
-    """The largest that a GPU holds over all pipeline stages; None for frameworks that XLA compiles.
+    """The largest that a GPU holds over all pipeline stages; None for what XLA compiles, and with experts.
 
     Args:
         run: the row.
         means: `allocated`, as torch.cuda.max_memory_allocated counts, or `reserved`, as max_memory_reserved.
     """
     memory, stages = run.framework.memory, {0, run.stages - 1}
-    if memory is None:
+    if memory is None or run.shape.experts:  # what dispatched tokens leave in memory is not modelled
         return None
     if memory.shards:
         peak = max(_sharded_peak(run, memory, stage, means) for stage in stages)
@@ -59,7 +59,7 @@ def framework_peak_bytes(run: Run, means: str = "allocated") -> int | None:
 def kept_bytes(run: Run, memory: Memory) -> Kept:
     """What a layer keeps, per token and GPU, in 16 bits: inputs and outputs of norms, of matmuls and of attention."""
     s = run.shape
-    keys = s.kv_heads * s.hidden // s.heads
+    keys = s.keys
     residual = 4 * s.hidden * _HALF  # inputs and outputs of both norms
     projections = (2 * s.hidden + 2 * keys) * _HALF  # queries, keys, values, and the output of attention
     wide = (3 if s.gated else 2) * s.ffn * _HALF  # inputs of the activation function, and its output

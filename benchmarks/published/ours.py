@@ -1,5 +1,7 @@
 """What of a compiled stage only our program does, and the framework it stands for does not. Part of replica.py.
 
+Of a whole step of FSDP that is the first line alone: FSDP casts its fp32 shards with every micro-batch too.
+
     copies of the loop over layers    it stacks what the backward pass needs, and takes it apart again; autograd keeps
                                       references
     casts of fp32 weights             with every micro-batch; Megatron-LM, DeepSpeed and InternEvo hold 16 bits
@@ -22,7 +24,9 @@ from benchmarks.published.experiments import Run
 from meshkit.xla.hlo import Instruction, Schedule
 
 _LOOP_COPY = re.compile(r"/dynamic_slice$|^(?!.*transpose\().*/dynamic_update_slice$")
-_CAST = re.compile(r"/(query_key_value|query|key|value|output|gate_up|gate|up|down|head|logits)/convert_element_type$")
+_CAST = re.compile(
+    r"/(query_key_value|query|key|value|output|gate_up|gate|up|down|head|logits|moe)/convert_element_type$"
+)
 _LARGEST = re.compile(r"/(query_key_value|query|key|value|output|gate_up|gate|up|down)/reduce_max$")
 _WEIGHT_BYTES = (4, 5, 6)  # read in fp32; written not at all, in fp8, in 16 bits
 _SCALES_BYTES = 64  # of a collective of largest values
@@ -51,6 +55,12 @@ def is_ours(run: Run) -> Callable[[Instruction], bool]:
     return found
 
 
+def is_loop_copy(i: Instruction) -> bool:
+    """Whether an instruction copies into or out of the stacks of the loop over layers: FSDP does not either."""
+    plain = i.collective is None and i.cost is not None and not i.cost.matmul_flops and not i.cost.attention_flops
+    return plain and _LOOP_COPY.search(i.source) is not None
+
+
 def repeats(schedule: Schedule) -> set[str]:
     """Names of the copies that XLA's rematerialization made of an instruction; of each one is kept, as the original.
 
@@ -66,6 +76,9 @@ def repeats(schedule: Schedule) -> set[str]:
 def _weight_sizes(run: Run) -> set[float]:
     """Elements of the weights of a layer and of the output head on one GPU."""
     s = run.shape
-    keys = s.hidden * s.kv_heads * (s.hidden // s.heads)
-    attention = (s.hidden * s.hidden, keys, 2 * keys, s.hidden * s.hidden + 2 * keys)
-    return {size / run.tensor for size in (*attention, s.hidden * s.ffn, 2 * s.hidden * s.ffn, s.vocab * s.hidden)}
+    keys, queries = s.hidden * s.keys, s.hidden * s.heads * s.head_dim
+    attention = (queries, keys, 2 * keys, queries + 2 * keys)
+    experts = s.experts * s.hidden * s.ffn / run.experts
+    return {
+        size / run.tensor for size in (*attention, experts, s.hidden * s.ffn, 2 * s.hidden * s.ffn, s.vocab * s.hidden)
+    }

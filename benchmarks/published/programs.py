@@ -10,12 +10,14 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from benchmarks.published.kernels import Kernels, adapted
+from benchmarks.published.prefetch import users
 from meshkit.planner import placement_of
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
@@ -37,12 +39,14 @@ class Program:
         schedule: as read from the compiled module.
         peak_bytes: of the GPU's memory, by the compiler.
         gradients_bytes: of one GPU's accumulators.
+        readers: instruction -> those that need its result.
     """
 
     experiment: Experiment
     schedule: Schedule
     peak_bytes: int
     gradients_bytes: int
+    readers: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def simulate(self, kernels: Kernels, schedule: Schedule | None = None, gpus: int | None = None) -> Simulation:
         """The simulated step with the kernels of a run.
@@ -74,7 +78,7 @@ def get_program(toml: str, folder: Path) -> tuple[Program, bool]:
     folder.mkdir(parents=True, exist_ok=True)
     key = program_key(toml)
     file, text = folder / f"{key}.gz", folder / f"{key}.toml"
-    if not text.exists():
+    if not text.exists() or text.read_text() != toml:  # a row of another name may have been first
         text.write_text(toml)
     experiment = load(text)
     use_no_accelerator()
@@ -90,8 +94,9 @@ def get_program(toml: str, folder: Path) -> tuple[Program, bool]:
     else:
         cached = True
     facts, module = found
-    schedule = read_schedule(load_module(module), placement_of(mesh, experiment.cluster))
-    return Program(experiment, schedule, facts["peak_bytes"], facts["gradients_bytes"]), cached
+    loaded = load_module(module)
+    schedule = read_schedule(loaded, placement_of(mesh, experiment.cluster))
+    return Program(experiment, schedule, facts["peak_bytes"], facts["gradients_bytes"], users(loaded)), cached
 
 
 def _read(file: Path) -> tuple[dict[str, Any], bytes] | None:

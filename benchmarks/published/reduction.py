@@ -18,8 +18,13 @@ _BYTES = {"bf16": 2, "fp32": 4}
 _WEIGHT_BYTES = 2  # gathered in the compute dtype
 
 
+def stage_experts(run: Run) -> float:
+    """Parameters of experts on one GPU of the fullest stage."""
+    return run.stage_layers * run.shape.expert_parameters() / run.tensor / run.experts
+
+
 def stage_parameters(run: Run) -> float:
-    """Parameters on one GPU of the fullest stage."""
+    """Parameters on one GPU of the fullest stage, but for experts."""
     shape = run.shape
     tables = shape.vocab * shape.hidden * (1 if run.stages > 1 or shape.tied else 2)
     return (run.stage_layers * shape.layer_parameters() + tables) / run.tensor
@@ -67,6 +72,14 @@ def gradients_s(run: Run, cluster: Cluster, backward_s: float, forward_s: float)
         return _beside(_priced(run, cluster, "all-reduce", wire, members), count, backward_s, cluster)
     scatter = _priced(run, cluster, "reduce-scatter", wire, members)
     gather = _priced(run, cluster, "all-gather", _WEIGHT_BYTES * size / count, members)
+    if run.shape.experts and members > run.experts:  # in buckets of their own, among fewer replicas
+        owned, few = stage_experts(run), members // run.experts
+        more = _buckets(run, owned)
+        wire, scatter, gather = _BYTES[run.framework.reduce] * owned, count * scatter, count * gather
+        scatter += _priced(run, cluster, "reduce-scatter", wire / more, few, run.experts) * more
+        gather += _priced(run, cluster, "all-gather", _WEIGHT_BYTES * owned / more, few, run.experts) * more
+        count += more
+        scatter, gather = scatter / count, gather / count
     return _beside(scatter, count, backward_s, cluster) + _beside(gather, count, forward_s, cluster)
 
 
@@ -118,18 +131,18 @@ def _broadcasts_s(run: Run, cluster: Cluster) -> float:
 
 def _tensor_sizes(run: Run) -> list[float]:
     """Elements of each parameter tensor on one GPU: queries, keys and values in one, norms and biases apart."""
-    s, head_dim = run.shape, run.shape.hidden // run.shape.heads
-    qkv = s.hidden * head_dim * (s.heads + 2 * s.kv_heads)
+    s = run.shape
+    qkv = s.hidden * (s.heads * s.head_dim + 2 * s.keys)
     matrices = [qkv, s.hidden * s.hidden, *[s.hidden * s.ffn] * (3 if s.gated else 2)]
     layer = [m / run.tensor for m in matrices] + [float(s.hidden)] * 4
     return layer * run.stage_layers + [s.vocab * s.hidden / run.tensor] * (1 if s.tied else 2) + [float(s.hidden)]
 
 
-def _priced(run: Run, cluster: Cluster, kind: str, size: float, members: int) -> float:
-    """Seconds of a collective among replicas: neighbours on the mesh are `tensor` GPUs apart."""
+def _priced(run: Run, cluster: Cluster, kind: str, size: float, members: int, apart: int = 1) -> float:
+    """Seconds of a collective among replicas, every `apart`-th: neighbours on the mesh are `tensor` GPUs apart."""
     if members == 1:
         return 0.0
-    inside = min(members, max(1, cluster.gpus_used_per_domain // run.tensor))
+    inside = min(members, max(1, cluster.gpus_used_per_domain // (run.tensor * apart)))
     while members % inside:
         inside -= 1
     return collective_time_s(

@@ -10,12 +10,16 @@ from benchmarks.published.eager import eager_s
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.holdings import framework_peak_bytes
 from benchmarks.published.kernels import adapted, kernels_of
+from benchmarks.published.ours import is_loop_copy
+from benchmarks.published.prefetch import prefetched
 from benchmarks.published.programs import Program, get_program, program_key
+from benchmarks.published.reasons import Case, mean_kernel_s, outside_note
 from benchmarks.published.replica import (
     BLOCKING,
     HIDDEN,
     framework_view,
     replica_step_s,
+    without,
 )
 from benchmarks.published.rows import Row, measured_peak_bytes, measured_step_time_s
 from meshkit.errors import MeshkitError
@@ -68,6 +72,11 @@ class Prediction:
         return self.hidden_s <= self.measured_s <= self.blocking_s  # pyright: ignore[reportOperatorIssue]
 
 
+def family_of(run: Run) -> str:
+    """What errors are reported by: the framework, with experts apart."""
+    return f"{run.framework.name}, experts" if run.shape.experts else run.framework.name
+
+
 def group_key(row: Row) -> str:
     """Equal for rows that share a compiled program; "" for one that cannot be matched."""
     try:
@@ -117,7 +126,7 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
     if not compile_missing and not (folder / "programs" / f"{program_key(run.toml)}.gz").exists():
         blank = _blank(row, "not predicted: its program was not compiled")
         peak_bytes = framework_peak_bytes(run, blank.peak_means or "allocated")
-        return replace(blank, family=run.framework.name, peak_bytes=peak_bytes)
+        return replace(blank, family=family_of(run), peak_bytes=peak_bytes)
     program, cached = get_program(run.toml, folder / "programs")
     tokens = run.micro_batch * run.micro_batches * run.data * run.sharded * run.length
     flops = run.shape.model_flops(tokens, run.length)
@@ -127,8 +136,8 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
     found = Prediction(
         id=row.id,
         source=row.source,
-        family=run.framework.name,
-        precision=str(run.document["train"]["precision"]),
+        family=family_of(run),
+        precision=run.precision,
         gpu=str(run.machines.table["gpu"]),
         num_gpus=run.gpus,
         measured_s=measured,
@@ -143,7 +152,7 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
         model_flops=flops,
         cached=cached,
     )
-    return Prediction(**{**asdict(found), "note": _note(run, found, how)})
+    return Prediction(**{**asdict(found), "note": _note(run, program, found, how)})
 
 
 def _safe(name: str) -> str:
@@ -153,7 +162,10 @@ def _safe(name: str) -> str:
 def _times(run: Run, program: Program) -> tuple[float, float, float, float]:
     """(step, exposed communication, step with all hidden, step with all blocking), seconds."""
     if run.whole:
-        simulation = program.simulate(kernels_of(run.row, run.framework))
+        schedule = program.schedule
+        if run.framework.prefetches:
+            schedule = without(prefetched(schedule, program.readers), is_loop_copy)
+        simulation = program.simulate(kernels_of(run.row, run.framework), schedule, gpus=run.gpus)
         step = simulation.timeline.steps[0]
         exposed = overlap(step.compute, step.communication, step.window).exposed_s
         more = eager_s(run, adapted(program.experiment.cluster, kernels_of(run.row, run.framework)))
@@ -172,19 +184,27 @@ def _peak_bytes(run: Run, program: Program, means: str) -> int | None:
     return program.peak_bytes if held is None and run.whole else held
 
 
-def _note(run: Run, found: Prediction, how: str) -> str:
+def _case(run: Run, program: Program, found: Prediction, how: str) -> Case:
+    assert found.measured_s
+    assert found.predicted_s
+    assert found.hidden_s
+    assert found.blocking_s
+    compute_s = found.hidden_s
+    if not run.whole:  # of one micro-batch on as many layers as were compiled
+        compute_s /= run.micro_batches + (run.stages - 1) / run.chunks
+        compute_s *= run.document["model"]["layers"] / run.stage_layers
+    kernel_s = mean_kernel_s(program.schedule, compute_s)
+    return Case(run, found.measured_s, found.predicted_s, found.hidden_s, found.blocking_s, kernel_s, how)
+
+
+def _note(run: Run, program: Program, found: Prediction, how: str) -> str:
     doubts = [text[1:] for text in run.assumed if text.startswith("!")]
     rest = [text for text in run.assumed if not text.startswith("!")]
     parts = [f"not fully configured: {', '.join(doubts)}" if doubts else "", ", ".join(rest), how]
     if not run.whole:
         parts.append("one stage compiled, 1F1B and gradient reduction as the framework does them")
-    if run.framework.memory:
+    if run.framework.memory and not run.shape.experts:
         parts.append("peak memory in closed form, of what the framework keeps")
-    if found.inside is False and found.measured_s and found.hidden_s:
-        slower = found.measured_s > (found.blocking_s or 0)
-        parts.append(
-            "measured slower than with every collective exposed: compute is predicted too fast, or something is unsaid"
-            if slower
-            else "measured faster than with every collective hidden: compute is predicted too slow"
-        )
+    if found.inside is False:
+        parts.append(outside_note(_case(run, program, found, how)))
     return _join(*parts)

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.published.experiments import Run
+from benchmarks.published.experts import as_in_megatron, quantization_s
 from benchmarks.published.kernels import kernels_of
 from benchmarks.published.ours import is_ours, repeats
 from benchmarks.published.programs import Program
-from benchmarks.published.reduction import copies_s, gradients_s, optimizer_ways
+from benchmarks.published.reduction import copies_s, gradients_s, optimizer_ways, stage_experts, stage_parameters
 from meshkit.spec.cluster import Cluster
 from meshkit.timeline.network import collective_time_s
 from meshkit.timeline.simulate import Simulation
@@ -64,13 +65,14 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
         view: how collectives are taken.
     """
     again = repeats(program.schedule)
-    schedule = _without(program.schedule, lambda i: i.name in again)
-    schedule = _without(schedule, is_ours(run))
-    if run.context > 1:
-        schedule = _without(schedule, _reduces_over_context)
-        schedule = _without(schedule, _sends_around_ring) if view.windows else schedule
+    schedule = without(program.schedule, lambda i: i.name in again)
+    schedule = without(schedule, is_ours(run))
+    if run.context * run.experts > 1:
+        schedule = without(schedule, _reduces_gradients)
+        schedule = without(schedule, _sends_around_ring) if view.windows else schedule
+    schedule = as_in_megatron(run, schedule)
     loops = layer_loops(schedule)
-    compute = _without(schedule, lambda i: _OPTIMIZER in i.source)
+    compute = without(schedule, lambda i: _OPTIMIZER in i.source)
     share = run.stage_layers if run.stages > 1 else None
 
     def seconds(schedule: Schedule, forward: int | None = share, backward: int | None = share) -> float:
@@ -80,8 +82,9 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
 
     last = run.last_layers if run.stages > 1 else None
     edges, backward_s = seconds(compute, 0, 0), seconds(compute, 0)
-    layers = seconds(compute) - edges
-    slow = max(layers, seconds(compute, last, last))
+    casts = quantization_s(run, cluster)
+    layers = seconds(compute) - edges + run.stage_layers * casts
+    slow = max(layers, seconds(compute, last, last) + run.last_layers * casts)
     bubble = (run.stages - 1) / run.chunks * layers
     optimizer = (seconds(schedule, None, None) - seconds(compute, None, None)) * _optimizer_share(run)
     step = run.micro_batches * slow + bubble + optimizer + copies_s(run, cluster)
@@ -108,7 +111,7 @@ def _stretched(schedule: Schedule, trips: dict[str, int | None]) -> Schedule:
     return replace(schedule, computations={**schedule.computations, schedule.entry: entry})
 
 
-def _without(schedule: Schedule, unwanted: Callable[[Instruction], bool]) -> Schedule:
+def without(schedule: Schedule, unwanted: Callable[[Instruction], bool]) -> Schedule:
     """The schedule without some of its instructions; what waits for one of them no longer does."""
     gone = {i.name for body in schedule.computations.values() for i in body if unwanted(i) and not i.bodies}
     kept = {
@@ -118,10 +121,10 @@ def _without(schedule: Schedule, unwanted: Callable[[Instruction], bool]) -> Sch
     return replace(schedule, computations=kept)
 
 
-def _reduces_over_context(i: Instruction) -> bool:
-    """A gradient summed over the context axis with every micro-batch: frameworks sum it once, with the replicas."""
+def _reduces_gradients(i: Instruction) -> bool:
+    """A gradient summed over context or replicas with every micro-batch: frameworks sum it once, with all replicas."""
     c = i.collective
-    return c is not None and c.collective == "all-reduce" and tuple(c.axes) == ("context",)
+    return c is not None and c.collective == "all-reduce" and set(c.axes) <= {"context", "expert"}
 
 
 def _sends_around_ring(i: Instruction) -> bool:
@@ -131,9 +134,14 @@ def _sends_around_ring(i: Instruction) -> bool:
 
 
 def _optimizer_share(run: Run) -> float:
-    """What of the compiled optimizer runs on one GPU: that of the stage's layers, cut over replicas by ZeRO-1."""
+    """What of the compiled optimizer runs on one GPU: that of the stage's layers, cut over replicas by ZeRO-1.
+
+    Experts have fewer replicas to be cut over than the rest.
+    """
     layers = run.stage_layers / run.document["model"]["layers"]
-    return layers / optimizer_ways(run)
+    rest, experts = stage_parameters(run), stage_experts(run)
+    ways = optimizer_ways(run)
+    return layers * (rest / ways + experts / max(1, ways // run.experts)) / (rest + experts)
 
 
 def _sends_s(run: Run, cluster: Cluster) -> float:

@@ -6,11 +6,14 @@ Nothing here raises on what a row holds: a number that is not one is blank, and 
 from __future__ import annotations
 
 import csv
+import functools
 import math
 import re
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from meshkit.errors import ConfigError
 
@@ -28,6 +31,7 @@ class Row:
         id, source, notes: as written; `source` holds the reference to the page too.
         text: every other column that is no number.
         numbers: every column that is one.
+        correction: what was changed of it and why (corrections.toml); "" for nothing.
     """
 
     id: str
@@ -35,6 +39,7 @@ class Row:
     notes: str
     text: Mapping[str, str]
     numbers: Mapping[str, float]
+    correction: str = ""
 
     def count(self, name: str) -> int | None:
         """A column as a positive whole number."""
@@ -70,16 +75,25 @@ def read_rows(path: Path) -> list[Row]:
         while name in seen:
             name, again = f"{row.id}#{again}", again + 1
         seen.add(name)
-        rows.append(Row(name, row.source, row.notes, row.text, row.numbers))
+        rows.append(replace(row, id=name))
     return rows
 
 
 def parse_row(cells: Mapping[str | None, object], name: str) -> Row:
     """A row of strings; `name` stands for an id that is missing."""
     text = {k: v.strip() for k, v in cells.items() if isinstance(k, str) and isinstance(v, str)}
-    numbers = {key: value for key, cell in text.items() if (value := _number(cell)) is not None}
     source = " ".join(filter(None, (text.get("source", ""), text.get("source_ref", ""))))
-    return Row(text.get("id") or name, source, text.get("notes", ""), text, numbers)
+    why = ""
+    for known in _corrections():
+        if re.search(known["source"], source) and all(text.get(k) == v for k, v in known["when"].items()):
+            text, why = {**text, **known["cells"]}, known["why"]
+    numbers = {key: value for key, cell in text.items() if (value := _number(cell)) is not None}
+    return Row(text.get("id") or name, source, text.get("notes", ""), text, numbers, why)
+
+
+@functools.cache
+def _corrections() -> list[dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name("corrections.toml").read_text(encoding="utf-8"))["correction"]
 
 
 def _number(cell: str) -> float | None:

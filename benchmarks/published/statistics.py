@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from benchmarks.published.replay import Prediction
 from benchmarks.published.rows import Row
@@ -37,23 +38,29 @@ def median_error(
 
 
 def trivial_predictor(found: Sequence[Prediction], rows: Mapping[str, Row]) -> dict[str, float]:
-    """id -> error of a constant MFU, the median of the groups of all other families."""
+    """id -> error of a constant MFU, the median of the groups of all other frameworks."""
     utilization = {p.id: p.model_flops / (p.measured_s * p.num_gpus * peak) for p in found
                    if p.error is not None and p.model_flops and p.measured_s and p.num_gpus
                    and (peak := peak_flops(p))}  # fmt: skip
     grouped = groups(found, rows)
     errors: dict[str, float] = {}
-    for family in {p.family for p in found if p.error is not None}:
+    for family in {_framework(p.family) for p in found if p.error is not None}:
         others = [
             statistics.median(utilization[p.id] for p in members if p.id in utilization)
             for key, members in grouped.items()
-            if key[0] != family and any(p.id in utilization for p in members)
+            if _framework(key[0]) != family and any(p.id in utilization for p in members)
         ]
         if not others:
             continue
         constant = statistics.median(others)
-        errors |= {p.id: utilization[p.id] / constant - 1 for p in found if p.family == family and p.id in utilization}
+        own = (p for p in found if _framework(p.family) == family and p.id in utilization)
+        errors |= {p.id: utilization[p.id] / constant - 1 for p in own}
     return errors
+
+
+def _framework(family: str) -> str:
+    """`Megatron-Core, experts` -> `Megatron-Core`: the trivial predictor has seen neither."""
+    return family.partition(",")[0]
 
 
 def peak_flops(p: Prediction) -> float | None:
@@ -72,17 +79,22 @@ class Trend:
         setting: what stays the same.
         gpus: smallest and largest number.
         measured, predicted: change of tokens/s per GPU between them.
+        scatter: the largest measured change from one number of GPUs to the next that goes the other way.
     """
 
     setting: str
     gpus: tuple[int, int]
     measured: float
     predicted: float
+    scatter: float = 0.0
 
     @property
     def right(self) -> bool | None:
-        """Whether the sign is right; None where the measured change is noise and the predicted one small as well."""
-        if abs(self.measured) < STILL:
+        """Whether the sign is right; None where the measured change is noise and the predicted one small as well.
+
+        Noise is what is below STILL, or below what the setting's own runs in between go the other way.
+        """
+        if abs(self.measured) < max(STILL, self.scatter):
             return None if abs(self.predicted) < 5 * STILL else False
         return (self.measured > 0) == (self.predicted > 0)
 
@@ -103,8 +115,14 @@ def trends(found: Iterable[Prediction], rows: Mapping[str, Row]) -> list[Trend]:
             pair = (first, last)
             measured = _change([_rate(p, p.measured_s, rows[p.id]) for p in pair])
             predicted = _change([_rate(p, p.predicted_s, rows[p.id]) for p in pair])
-            out.append(Trend(", ".join(filter(None, setting)), (small, large), measured, predicted))
+            scatter = _scatter([_rate(p, p.measured_s, rows[p.id]) for _, p in sorted(members.items())], measured)
+            out.append(Trend(", ".join(filter(None, setting)), (small, large), measured, predicted, scatter))
     return sorted(out, key=lambda t: t.setting)
+
+
+def _scatter(rates: Sequence[float], whole: float) -> float:
+    changes = (_change(pair) for pair in pairwise(rates))
+    return max((abs(change) for change in changes if change * whole < 0), default=0.0)
 
 
 def _setting(p: Prediction, row: Row) -> tuple[str, ...]:

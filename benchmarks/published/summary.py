@@ -96,7 +96,7 @@ def _heading(predicted: int, total: int) -> str:
     return (
         f"{predicted} of {total} rows; {today}, {versions}. No number of the model is fitted to a row. Errors are "
         "medians over groups of correlated rows (one page, model and precision), each by the median of its rows. The "
-        "trivial predictor is a constant MFU, the median of all other families."
+        "trivial predictor is a constant MFU, the median of all other frameworks."
     )
 
 
@@ -130,6 +130,7 @@ def _asked(predicted: Sequence[Prediction], rows: Mapping[str, Row], trivial: Ma
     lines = ["## Asked and found", "", "| rows | asked | found | trivial |", "|---|---|---|---|"]
     for name, members, asked in (
         ("all", predicted, "half of the trivial predictor's"),
+        ("all but experts", [p for p in predicted if "experts" not in p.family], "half of the trivial predictor's"),
         ("JAX", jax, "half of the trivial predictor's"),
         ("other frameworks, fully configured, bf16", others, f"{ASKED:.0%}"),
     ):
@@ -167,17 +168,20 @@ def _worst(predicted: Sequence[Prediction]) -> list[str]:
 def _trends(predicted: Sequence[Prediction], rows: Mapping[str, Row]) -> list[str]:
     found = trends(predicted, rows)
     judged = [t.right for t in found if t.right is not None]
+    right = f"The sign is right in {sum(judged)} of {len(judged)} settings whose measured change is above 1 %"
     lines = [
         "## Trends: tokens/s per GPU from the smallest to the largest number of GPUs",
         "",
-        f"The sign is right in {sum(judged)} of {len(judged)} settings whose measured change is above 1 %.",
+        f"{right}, and above what their own runs in between go the other way (scatter); the others are still.",
         "",
-        "| setting | GPUs | measured | predicted | sign |",
-        "|---|---|---|---|---|",
+        "| setting | GPUs | measured | scatter | predicted | sign |",
+        "|---|---|---|---|---|---|",
     ]
     for t in found:
         sign = "still" if t.right is None else "right" if t.right else "wrong"
-        lines.append(f"| {t.setting} | {t.gpus[0]} to {t.gpus[1]} | {t.measured:+.1%} | {t.predicted:+.1%} | {sign} |")
+        scatter = f"{t.scatter:.1%}" if t.scatter else ""
+        cells = (t.setting, f"{t.gpus[0]} to {t.gpus[1]}", f"{t.measured:+.1%}", scatter, f"{t.predicted:+.1%}", sign)
+        lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
 
 

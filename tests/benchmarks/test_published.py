@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from benchmarks.published.summary import main as summarize
 from meshkit.errors import ConfigError
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.experiment import load
+from meshkit.spec.validate import NAME_PATTERN
 from meshkit.timeline.network import collective_time_s
 from meshkit.xla.costs import Cost
 from meshkit.xla.hlo import Instruction, Schedule
@@ -93,7 +95,7 @@ def test_what_a_source_leaves_unsaid_is_said():
     unsaid = matched("nemo2504-llama3.1-70b-bf16-64")
     assert not unsaid.configured
     assert any("recomputation not stated" in text for text in unsaid.assumed)
-    assert "experts" in str(resolve(ROWS["nemo-grok1-bf16-8"]))
+    assert "MLA" in str(resolve(ROWS["mbridge-26.08-DeepSeekV3-DGX-GB300-256-MXFP8"]))
 
 
 def test_measured_times_and_peaks_are_read_from_what_there_is():
@@ -236,6 +238,33 @@ def test_a_trend_is_right_when_its_sign_is():
     assert (trend.gpus, trend.right) == ((8, 16), True)
     assert trend.measured == pytest.approx(1 / 1.5 - 1)
     assert trend.predicted == pytest.approx(1 / 1.1 - 1)
+
+
+def test_a_trend_below_its_own_scatter_is_still():
+    """GPT-3 175B in fp8: 6.44, 6.72 and 6.24 s on 512, 1024 and 2048 GPUs, the same work on each."""
+    times = {512: 6.44, 1024: 6.72, 2048: 6.24}
+    found = [_prediction(str(n), "A", seconds, 6.0 + n / 1e5, n) for n, seconds in times.items()]
+    rows = {p.id: Row(p.id, "A page", "", {"model": "m"}, {"global_batch_seqs": p.num_gpus or 0, "seq_len": 128})
+            for p in found}  # fmt: skip
+    (trend,) = statistics.trends(found, rows)
+    assert trend.measured == pytest.approx(6.44 / 6.24 - 1)
+    assert trend.scatter == pytest.approx(1 - 6.44 / 6.72)
+    assert trend.right is None
+
+
+def test_every_experiment_has_a_name_that_a_file_may_have():
+    for row in ROWS.values():
+        run = resolve(row)
+        if isinstance(run, Run):
+            assert re.fullmatch(NAME_PATTERN, run.document["name"]), row.id
+
+
+def test_a_program_has_as_many_gpus_as_divide_the_model():
+    """96 GPUs and a hidden size of 8192: 64, with the micro-batch of each; the run stays one of 96."""
+    run = matched("fms-llama2-70b-H100")
+    assert (run.gpus, run.sharded) == (96, 96)
+    assert run.document["mesh"] == {"fsdp": {"nvlink": 8, "infiniband": 8}}
+    assert run.document["train"]["global_batch"] == 64 * run.micro_batch * run.micro_batches
 
 
 def test_the_picture_names_every_family():

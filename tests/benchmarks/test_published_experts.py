@@ -1,0 +1,145 @@
+"""Rows of mixtures of experts: public dims, a stage of all replicas that share experts, Megatron's router and casts."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import reduction
+from benchmarks.published.experiments import Run, resolve
+from benchmarks.published.experts import as_in_megatron, quantization_s
+from benchmarks.published.holdings import framework_peak_bytes
+from benchmarks.published.ours import is_ours
+from benchmarks.published.replay import family_of
+from benchmarks.published.rows import parse_row
+from meshkit.spec.cluster import Cluster
+from meshkit.spec.experiment import load
+from meshkit.timeline.network import collective_time_s
+from meshkit.xla.costs import Cost, Matmul
+from meshkit.xla.hlo import Instruction, Schedule
+
+RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
+with RUNS.open(encoding="utf-8") as file:
+    CELLS = {cells["id"]: cells for cells in csv.DictReader(file)}
+QWEN = "mbridge-26.02-Qwen3_30B_a3B-DGX-B200-8-MXFP8"
+
+
+def changed(name: str, **cells: object) -> Run:
+    run = resolve(parse_row({**CELLS[name], **{k: str(v) for k, v in cells.items()}}, "changed"))
+    assert isinstance(run, Run), run
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [  # their names: 30.5 and 3.3 billion, 235 and 22, 117 and 5.1, 314 and 86
+        (QWEN, 30.5, 3.3),
+        ("mbridge-26.08-Qwen3_235B_a22B-DGX-GB200-256-MXFP8", 235.0, 22.0),
+        ("mbridge-26.04-GPT-DGX-GB200-64-BF16", 117.0, 5.1),
+        ("nemo-grok1-bf16-512", 314.0, 86.0),
+    ],
+)
+def test_public_dims_give_the_published_number_of_parameters(name, billions, active):
+    """2 %: biases and norms are left out, and names are rounded; the table of the vocabulary counts once as active."""
+    run = changed(name)
+    s = run.shape
+    assert s.parameters() / 1e9 == pytest.approx(billions, rel=0.02)
+    attention = 12.0 * s.layers * s.heads * s.head_dim * run.length * s.attended(run.length)
+    assert (s.model_flops(1, run.length) - attention) / 6e9 == pytest.approx(active, rel=0.1)
+    assert not run.configured
+    assert any("forced to be even" in text for text in run.assumed)
+    assert family_of(run) == "Megatron-Core, experts"
+
+
+def test_a_stage_has_every_replica_that_shares_its_experts(tmp_path):
+    """grok1 on 512 GPUs: 8 replicas of tensor 4 x context 2 on each of 8 stages; 64 GPUs are compiled."""
+    run = changed("nemo-grok1-bf16-512")
+    assert (run.data, run.experts, run.micro_batches) == (8, 8, 128)
+    (tmp_path / "stage.toml").write_text(run.toml)
+    experiment = load(tmp_path / "stage.toml")
+    assert math.prod(experiment.mesh.shape) == experiment.cluster.num_gpus == 64
+    assert experiment.train.global_batch == 8
+    assert run.document["model"]["capacity_factor"] == 1.0, "an even load, nothing dropped"
+    assert framework_peak_bytes(run) is None
+
+
+def test_experts_that_tensor_parallel_gpus_hold_whole_are_not_matched():
+    assert "expert tensor parallelism 1" in str(
+        resolve(parse_row(CELLS["mbridge-26.04-Qwen3_235B_a22B-DGX-H100-256-FP8"], "x"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("mbridge-26.04-Kimi_K2-DGX-GB300-256-MXFP8", "MLA"), ("mbridge-26.04-Nemotron_3_Nano-DGX-H100-16-FP8", "Mamba")],
+)
+def test_a_part_of_a_model_that_ours_have_not_is_named(name, part):
+    assert part in str(resolve(parse_row(CELLS[name], "x")))
+
+
+def _schedule(*kernels: Instruction) -> Schedule:
+    return Schedule("m", {"e": kernels}, "e", "x")
+
+
+def test_the_router_has_16_bit_operands_and_experts_8():
+    run = changed(QWEN)
+    router = Instruction("r", "fusion", "kernel", "moe/router", Cost({"f32_highest": 8.0}))
+    expert = Instruction("x", "fusion", "kernel", "moe/experts",
+                         Cost({"bf16": 4.0}, matmuls=(Matmul("bf16", 1, 1, 1, 2),)))  # fmt: skip
+    head = Instruction("h", "fusion", "kernel", "logits/head", Cost({"bf16": 4.0}))
+    found = as_in_megatron(run, _schedule(router, expert, head)).computations["e"]
+    assert [dict(i.cost.matmul_flops) for i in found if i.cost] == [{"bf16": 8.0}, {"f8e4m3fn": 4.0}, {"bf16": 4.0}]
+    assert found[1].cost
+    assert found[1].cost.matmuls[0].dtype == "f8e4m3fn"
+    plain = as_in_megatron(changed(QWEN, precision="BF16"), _schedule(expert)).computations["e"]
+    assert plain == (expert,)
+
+
+def test_a_window_leaves_little_attention_to_every_second_layer():
+    """128 of 4096: 128 x (4096 - 64) of 4096^2 / 2 scores, 6 %; with the full ones 53 %."""
+    run = changed("mbridge-26.04-GPT-DGX-GB200-64-BF16")
+    attention = Instruction("a", "custom-call", "kernel", cost=Cost(attention_flops=1.0))
+    (found,) = as_in_megatron(run, _schedule(attention)).computations["e"]
+    assert found.cost
+    assert found.cost.attention_flops == pytest.approx(0.5 + 0.5 * 128 * 4032 / (4096 * 4096 / 2))
+
+
+def test_operands_are_cast_once_each():
+    """Qwen3 30B, by hand: hidden 2048, queries 4096, keys 512, experts of 768, 8 of them, 4096 tokens; 4 bytes each."""
+    run = changed(QWEN)
+    cluster = Cluster.load(run.machines.table)
+    attention = (2048 + 4096) + (4096 + 2 * 512 + 2048)
+    experts = 8 * (2048 + 768) + 8 * (2 * 768 + 2048)
+    rate = cluster.gpu.memory_bytes_per_s * cluster.gpu.achieved["memory"]
+    assert quantization_s(run, cluster) == pytest.approx(4 * 4096 * (attention + experts) / rate)
+    assert quantization_s(changed(QWEN, precision="BF16"), cluster) == 0
+    assert quantization_s(changed("nemo2504-llama3.1-8b-bf16-8", precision="fp8"), cluster) == 0
+
+
+def test_casts_of_expert_weights_are_ours():
+    run = changed(QWEN)
+    size = 128 // 8 * 2048 * 768
+    source = "jit(train_step)/jvp(layers)/while/body/moe/convert_element_type"
+    cast = Instruction("loop_convert_fusion.1", "fusion", "kernel", source, Cost(bytes_accessed=6.0 * size))
+    tokens = Instruction("loop_convert_fusion.2", "fusion", "kernel", source, Cost(bytes_accessed=1.7 * size))
+    assert is_ours(run)(cast)
+    assert not is_ours(run)(tokens)
+
+
+def test_experts_are_reduced_among_fewer_replicas():
+    """B300, Qwen3 235B: 32 replicas on each of 8 stages share experts 8 ways: 4 copies of each, 32 of the rest."""
+    run = changed("mbridge-26.04.01-Qwen3_235B_a22B-DGX-B300-256-MXFP8")
+    assert (run.data, run.experts, run.stage_layers) == (32, 8, 12)
+    assert reduction.stage_experts(run) == 12 * 128 * 3 * 4096 * 1536 / 8
+    cluster = Cluster.load(run.machines.table)
+    total = reduction.gradients_s(run, cluster, 0.0, 0.0)
+    owned = reduction.stage_experts(run)
+    alone = sum(
+        collective_time_s(kind, payload_bytes=size * owned, gpus_per_domain=1, domains=4, cluster=cluster)
+        for kind, size in (("reduce-scatter", 4), ("all-gather", 2))
+    )
+    # buckets cost latency, the rest of the stage (a 12th of its weights) its own collectives
+    assert alone < total < 1.5 * alone
