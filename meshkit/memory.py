@@ -112,7 +112,8 @@ def memory_part(
     optimizer_bytes: int | None = None,
     gradients_bytes: int | None = None,
 ) -> MemoryPart:
-    """The verdict, and what the peak is made of.
+    """The verdict, and what the peak is made of. The parts of a training step add up to it: what is none of the others
+    is temporary.
 
     Args:
         compiled: the program.
@@ -129,6 +130,10 @@ def memory_part(
     room = min(pool, capacity - beside.outside_pool)
     margin = room - compiled.peak_bytes - beside.inside_pool
     gradients, activations = _split(compiled, gradients_bytes)
+    named = sum(part or 0 for part in (gradients, activations))
+    temporary = compiled.memory["temp"] - named
+    if parameters_bytes is not None:  # what else is an argument (the batch) is nobody's
+        temporary = compiled.peak_bytes - named - parameters_bytes - (optimizer_bytes or 0)
     return MemoryPart(
         capacity_bytes=capacity,
         pool_bytes=pool,
@@ -145,7 +150,7 @@ def memory_part(
         optimizer_bytes=optimizer_bytes,
         gradients_bytes=gradients,
         activations_bytes=activations,
-        temporary_bytes=compiled.memory["temp"] - (gradients or 0) - (activations or 0),
+        temporary_bytes=max(0, temporary),
     )
 
 

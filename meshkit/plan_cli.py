@@ -102,6 +102,12 @@ def tune(
     axes: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Mesh axes that may have a size; those of the rules.")
     ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Further sizes of the cluster; the global batch stays.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(metavar="WHAT", help="time: fastest at the experiment's size; gpu_hours: of any size.")
+    ] = "time",
     jobs: JobsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -115,12 +121,23 @@ def tune(
     from meshkit.tuner import tune as run_search
     from meshkit.tuning.page import write_tune_html
     from meshkit.tuning.progress import progress_bar
+    from meshkit.tuning.sizes import parse_hosts
     from meshkit.tuning.views import render
 
     folder = run_folder(out or Path("runs") / f"{load(experiment, set_).name}-tune")
     names = [name.strip() for name in axes.split(",")] if axes else None
     with progress_bar(stderr()) as told:
-        report = run_search(experiment, set_, out=folder, budget=candidates, jobs=jobs, axes=names, progress=told)
+        report = run_search(
+            experiment,
+            set_,
+            out=folder,
+            budget=candidates,
+            jobs=jobs,
+            axes=names,
+            hosts=parse_hosts(hosts),
+            objective=objective,
+            progress=told,
+        )
     write_tune_html(report, folder / "tune.html")
     if as_json:
         print(report.to_json())

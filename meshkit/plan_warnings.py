@@ -11,47 +11,57 @@ from meshkit.report.schema import MemoryPart, Warning_
 from meshkit.sharding.findings import Finding
 from meshkit.spec.cluster import Cluster
 from meshkit.timeline.flops import flop_note
-from meshkit.timeline.kernels import calibration_note
+from meshkit.timeline.kernels import COMPUTE_DTYPE, calibration_note, precision_of
+from meshkit.timeline.launches import short_kernels
 from meshkit.timeline.rematerialized import CODE as REMATERIALIZED
 from meshkit.timeline.rematerialized import rematerialized
 from meshkit.timeline.simulate import Simulation
-from meshkit.timeline.unpriced import unpriced_seconds
+from meshkit.timeline.unpriced import kernel_seconds_by_name, unpriced_seconds
 from meshkit.units import format_bytes, format_rate, format_seconds
 from meshkit.xla.program import CompiledProgram
+from meshkit.xla.schedule import Schedule
 
 
 def plan_warnings(
     compiled: CompiledProgram,
+    schedule: Schedule,
     simulation: Simulation,
     memory: MemoryPart,
     cluster: Cluster,
     findings: Sequence[Finding],
     *,
     steps: int = 1,
+    precision: str | None = None,
 ) -> list[Warning_]:
     """Everything there is to warn of, what changes the meaning of all numbers first.
 
     Args:
-        compiled, simulation: of the step.
+        compiled, schedule, simulation: of the step.
         memory: of its report.
         cluster: it is planned for.
         findings: of the lint.
         steps: training steps that one call of the program makes.
+        precision: of `[train]`, where the program is a training step.
     """
     return [
+        *_precision_warning(precision, cluster),
         *_calibration_warning(cluster),
-        *_flop_warning(compiled, simulation, cluster),
+        *_flop_warning(compiled, schedule, simulation, cluster, steps),
         *_rematerialization_warning(compiled, simulation, memory, steps),
         *_warnings(compiled, simulation, memory, steps),
+        *_launch_warning(simulation, steps),
         *_host_warning(compiled, simulation, cluster, steps),
         *map(_finding_warning, findings),
     ]
 
 
+HOST_MEMORY_EXCEEDED = "host_memory_exceeded"
+# Of the step: below, the least that kernels take changes no number that anybody acts on.
+_NOTABLE = 0.05
 _NOTES = {
     "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
     "conditional": "a conditional is counted as its longest branch",
-    "opaque custom call": "a custom call whose FLOP are unknown is priced by its memory traffic",
+    "opaque custom call": "a custom call whose FLOP are unknown takes longer than its memory traffic, its price",
     "side stream": "a computation on a stream of its own is counted as if it ran on the main one",
 }
 
@@ -61,17 +71,45 @@ def _finding_warning(finding: Finding) -> Warning_:
     return Warning_(code=finding.code, message=f"{finding.severity}: {finding.message}{hint}")
 
 
+def _precision_warning(precision: str | None, cluster: Cluster) -> list[Warning_]:
+    """That the GPU does not multiply in the precision that was asked for."""
+    if precision is None or cluster.gpu.compute_capability is None:
+        return []
+    runs_as = precision_of(cluster.gpu, COMPUTE_DTYPE[precision])
+    if precision != "fp8" or runs_as == "fp8":
+        return []
+    instead = "bf16" if runs_as == "bf16" else "fp32"
+    message = (
+        f"{cluster.gpu.name} has no fp8 matmuls: they run in {runs_as}, and the casts to fp8 come on top; "
+        f'train.precision = "{instead}" saves them, and MFU refers to the peak of {runs_as}'
+    )
+    return [Warning_(code="precision", message=message)]
+
+
 def _calibration_warning(cluster: Cluster) -> list[Warning_]:
     """What of this plan is measured, as a reader must know it before the numbers."""
     note = calibration_note(cluster)
     return [Warning_(code="calibration", message=note)] if note else []
 
 
-def _flop_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster) -> list[Warning_]:
-    """That the compiled program does other work than the traced one, where it does."""
-    recomputed = rematerialized(simulation, compiled.log).kernels > 0
-    note = flop_note(simulation.flops, compiled.traced_flops, cluster.num_gpus, recomputed=recomputed)
-    return [Warning_(code="flops", message=note)] if note else []
+def _flop_warning(
+    compiled: CompiledProgram, schedule: Schedule, simulation: Simulation, cluster: Cluster, steps: int
+) -> list[Warning_]:
+    """That the compiled program does other work than the traced one, where it does, and what more of it takes."""
+    start, end = simulation.timeline.steps[0].window
+    note = flop_note(
+        schedule,
+        compiled.traced_flops,
+        cluster.num_gpus,
+        step_s=end - start,
+        peak_flops=max(cluster.gpu.peak_flops.values()),
+        recomputed=rematerialized(simulation, compiled.log).kernels > 0,
+    )
+    if note is None:
+        return []
+    seconds = kernel_seconds_by_name(simulation) if note.names else {}
+    known = note.share * sum(seconds.get(name, 0.0) for name in set(note.names)) / steps
+    return [Warning_(code=note.code, message=note.message, seconds=known or None)]
 
 
 def _rematerialization_warning(
@@ -94,17 +132,38 @@ def _rematerialization_warning(
     return [Warning_(code=REMATERIALIZED, message=f"{message}; {way}", seconds=seconds)]
 
 
+def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:
+    """That the step is mostly kernels too small for their price to hold."""
+    found = short_kernels(simulation)
+    start, end = simulation.timeline.steps[0].window
+    if found.seconds < _NOTABLE * (end - start):
+        return []
+    seconds = found.seconds / steps
+    message = (
+        f"{found.kernels // steps} kernels a step are priced below what any kernel takes: the step is bound by "
+        f"launches, and on a GPU up to {format_seconds(seconds)} longer"
+    )
+    return [Warning_(code="launch_bound", message=message, seconds=seconds)]
+
+
 def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster, steps: int) -> list[Warning_]:
     """What lies in host memory (offloaded activations, optimizer state), and what fetching it costs a step."""
     if not simulation.host_bytes:
         return []
     link, seconds = cluster.offload_link(), simulation.host_transfer_s / steps
+    needed = compiled.host_peak_bytes * cluster.num_gpus / cluster.hosts
+    there = cluster.host_memory_bytes
+    of = "" if there is None else f" of {format_bytes(there)}"
     message = (
-        f"{format_bytes(compiled.host_peak_bytes)} per GPU lie in host memory; "
+        f"{format_bytes(compiled.host_peak_bytes)} per GPU lie in host memory, {format_bytes(needed)}{of} a host; "
         f"{format_bytes(simulation.host_bytes / steps)} a step cross {link.fabric}, "
         f"{format_seconds(seconds)} at {format_rate(link.bytes_per_s * link.achieved)}, one direction after the other"
     )
-    return [Warning_(code="host_memory", message=message, seconds=seconds)]
+    found = [Warning_(code="host_memory", message=message, seconds=seconds)]
+    if there is not None and needed > there:
+        too_much = f"what is offloaded needs {format_bytes(needed)} of a host, which has {format_bytes(there)}"
+        found.append(Warning_(code=HOST_MEMORY_EXCEEDED, message=f"{too_much}: offload less, or fewer GPUs a host"))
+    return found
 
 
 def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, each: int) -> list[Warning_]:

@@ -245,7 +245,9 @@ def make_plan(
         step_bounds=(simulation.all_overlapped_s / each, simulation.all_exposed_s / each),
         steps_per_execution=each,
         instructions=instructions,
-        warnings=plan_warnings(compiled, simulation, memory, cluster, findings, steps=each),
+        warnings=plan_warnings(
+            compiled, schedule, simulation, memory, cluster, findings, steps=each, precision=budget.precision
+        ),
     )
     if pipeline is not None:
         totals, names = totals_of(simulation.timeline), simulation.timeline.op_names

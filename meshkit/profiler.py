@@ -141,7 +141,7 @@ def profile_run(run: str | Path, *, predicted: Report | None = None) -> Report:
     folder = Path(run).parent if Path(run).suffix == ".json" else Path(run)
     measured = measure_run(folder)
     write_calibration(folder / CALIBRATION_FILE, measured.captured, measured.trace)
-    write_pgle(folder / PGLE_FILE, measured_costs(measured.trace))
+    write_pgle(folder / PGLE_FILE, measured_costs(measured.trace, measured.captured.schedule))
     return write_folder(measured.report, folder, measured.timeline, predicted=predicted)
 
 

@@ -14,19 +14,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.memory import Reserved, reserved_memory
+from meshkit.report.kernels import totals_of
+from meshkit.report.pipeline import useful_flops, with_pipeline
 from meshkit.report.schema import MemoryPart, ProgramPart, Report, Warning_
 from meshkit.report.summarize import Work, summarize, training_cost
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import build_mesh
-from meshkit.spec import calibration
+from meshkit.spec import calibration, catalog
 from meshkit.spec.calibration import Calibration, MeasuredOn, Rates
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.experiment import Experiment
+from meshkit.timeline.assumptions import assumptions_for
 from meshkit.timeline.captured import Captured, notes_of_capture, open_capture, read_captured
 from meshkit.timeline.derived import derive_options
 from meshkit.timeline.kernels import compute_peak_flops
@@ -43,6 +46,8 @@ LOG_FILE = "logs/rehearsal.log"
 COMMAND = ("-m", "meshkit.rehearsal_gpu")  # beyond the interpreter
 # Below this share of the kernels' seconds, what the trace does not name is not worth a warning.
 _NOTABLE = 0.01
+# What a trace is noted for that a rehearsal always is: of one process, whose collectives run no kernel.
+_EXPECTED = ("process_subset", "collective_counts")
 
 
 @dataclass(frozen=True)
@@ -157,15 +162,21 @@ def measure(experiment: Experiment, folder: Path) -> Rehearsed:
     trace = read_captured(captured)
     if captured.schedule is None:
         raise TraceError("this version does not know a form of HLO in the captured program.", at=str(captured.folder))
-    times = kernel_seconds(trace)
+    times = kernel_seconds(trace, captured.schedule)
     price = MeasuredKernels(times, experiment.cluster)
-    simulation = simulate(captured.schedule, experiment.cluster, seconds=price)
+    assumptions = replace(assumptions_for(experiment.xla), contention=False, slowest=False)
+    simulation = simulate(captured.schedule, experiment.cluster, seconds=price, assumptions=assumptions)
     beside = reserved_memory(captured.module, captured.schedule, experiment.cluster, 0)
     rates = rates_of(captured.schedule, times, experiment.cluster)
     file = calibration.write(folder / CALIBRATION_FILE, _calibration(rates, captured, experiment.cluster))
-    warnings = [*_not_real(experiment, beside), *_unnamed(price), *_collectives_warning(experiment, captured)]
-    warnings += [Warning_(code=n.code, message=n.message, seconds=n.seconds) for n in notes_of_capture(captured)]
-    warnings += [Warning_(code=n.code, message=n.message, seconds=n.seconds) for n in trace.notes]
+    warnings = [
+        *_other_gpu(captured, experiment.cluster),
+        *_not_real(experiment, beside),
+        *_unnamed(price),
+        *_collectives_warning(experiment, captured),
+    ]
+    notes = [n for n in (*notes_of_capture(captured), *trace.notes) if n.code not in _EXPECTED]
+    warnings += [Warning_(code=n.code, message=n.message, seconds=n.seconds) for n in notes]
     return Rehearsed(_report(experiment, captured, simulation, beside, warnings), simulation.timeline, file)
 
 
@@ -184,8 +195,9 @@ def _calibration(rates: Rates, captured: Captured, cluster: Cluster) -> Calibrat
     record = captured.record
     file = captured.folder / f"capture-p{record.process}.json"
     date = datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
+    gpu = _gpu_of(captured) or cluster.gpu.key
     measured = MeasuredOn(
-        gpu=cluster.gpu.key, scale_up=cluster.scale_up, devices=1, date=date, jax=record.jax, jaxlib=record.jaxlib
+        gpu=gpu, scale_up=cluster.scale_up, devices=1, date=date, jax=record.jax, jaxlib=record.jaxlib
     )
     return Calibration((), measured, rates)
 
@@ -194,18 +206,21 @@ def _report(
     experiment: Experiment, captured: Captured, simulation: Simulation, beside: Reserved, warnings: list[Warning_]
 ) -> Report:
     record, cluster, train = captured.record, experiment.cluster, experiment.train
-    each = record.work.steps_per_execution
+    each, pipeline = record.work.steps_per_execution, record.work.pipeline
+    assert captured.schedule is not None
+    executed = useful_flops(captured.schedule, pipeline) if pipeline else sum(simulation.flops.values())
     work = Work(
         model_flops=record.work.model_flops,
         model_flops_causal=record.work.model_flops_causal,
-        hardware_flops_per_gpu=sum(simulation.flops.values()) / each,
+        hardware_flops_per_gpu=executed / each,
         tokens=record.work.tokens,
         peak_flops_per_gpu=compute_peak_flops(cluster.gpu, train.precision),
         num_gpus=cluster.num_gpus,
     )
     tokens = record.work.tokens
     steps = -(-train.tokens_total // int(tokens)) if train.tokens_total and tokens else train.steps
-    return summarize(
+    instructions = read_instructions(captured.module)
+    report = summarize(
         simulation.timeline,
         source="rehearse",
         cluster=cluster,
@@ -215,7 +230,7 @@ def _report(
         work=work,
         memory=_memory(experiment, captured, beside),
         program=ProgramPart(
-            fingerprint=captured.schedule.fingerprint if captured.schedule else None,
+            fingerprint=captured.schedule.fingerprint,
             options_hash=record.options_hash,
             jax=record.jax,
             jaxlib=record.jaxlib,
@@ -226,9 +241,13 @@ def _report(
         ),
         step_bounds=(simulation.all_overlapped_s / each, simulation.all_exposed_s / each),
         steps_per_execution=each,
-        instructions=read_instructions(captured.module),
+        instructions=instructions,
         warnings=warnings,
     )
+    if pipeline is None:
+        return report
+    names, totals = simulation.timeline.op_names, totals_of(simulation.timeline)
+    return with_pipeline(report, pipeline, names, totals, instructions, steps_per_execution=each)
 
 
 def _memory(experiment: Experiment, captured: Captured, beside: Reserved) -> MemoryPart:
@@ -248,6 +267,24 @@ def _memory(experiment: Experiment, captured: Captured, beside: Reserved) -> Mem
         margin_bytes=margin,
         fits=None if margin is None else margin >= 0,
     )
+
+
+def _gpu_of(captured: Captured) -> str | None:
+    """The catalog's key of the GPU that a capture was made on, or the vendor's name of one that it lacks."""
+    kind = captured.record.device_kind
+    return next((key for key in catalog.gpu_keys() if catalog.gpu(key).name == kind), kind)
+
+
+def _other_gpu(captured: Captured, cluster: Cluster) -> list[Warning_]:
+    """That the kernels ran on another GPU than the cluster has."""
+    gpu = _gpu_of(captured)
+    if gpu is None or captured.record.platform == "cpu" or gpu == cluster.gpu.key:
+        return []
+    message = (
+        f"the kernels ran on a {captured.record.device_kind}, and the cluster has {cluster.gpu.name}: their times, and "
+        f"the calibration, are those of a {gpu}"
+    )
+    return [Warning_(code="rehearsal_other_gpu", message=message)]
 
 
 def _not_real(experiment: Experiment, beside: Reserved) -> list[Warning_]:

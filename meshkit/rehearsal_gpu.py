@@ -6,6 +6,7 @@ nothing. The program is then that of process 0 of the whole job; it runs on data
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ import numpy as np
 
 from meshkit.sharding.mesh import build_mesh
 from meshkit.spec.experiment import Experiment, load
+from meshkit.timeline.derived import derive_options
 from meshkit.training.capture import TRACE_FOLDER, Capture
-from meshkit.training.step import make_train_step
+from meshkit.training.step import TrainProgram, make_train_step
+from meshkit.xla.compiling import compile_for_gpus, compile_lowered
 from meshkit.xla.options import compiler_options
 
 WARM_UP = 2
@@ -45,19 +48,18 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
     """
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)
     program = make_train_step(experiment, mesh)
-    options = {**program.xla_options, **experiment.xla}
-    if not experiment.cluster.is_cpu:
-        options = compiler_options(experiment.cluster.gpu, options)
-    compiled = program.step.lower(program.abstract_state, program.abstract_batch).compile(compiler_options=options)
+    compiled, options = _compile(program, experiment)
     random = np.random.default_rng(0)
     state = jax.tree.map(lambda leaf: _filled(leaf, random), program.abstract_state)
     batch = jax.tree.map(lambda leaf: _filled(leaf, random), program.abstract_batch)
+    pipe = program.pipeline
     work = {
         "model_flops": program.work["model_flops"],
         "model_flops_causal": program.work["model_flops_causal"],
         "tokens": program.work["tokens"],
         "training_steps": experiment.train.steps,
         "steps_per_execution": program.steps_per_call,
+        "pipeline": pipe and dataclasses.asdict(pipe.report(experiment.pipeline.microbatches)),
     }
     capture = Capture(
         folder / TRACE_FOLDER,
@@ -75,6 +77,20 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
         capture.before(step, state)
         state, metrics = compiled(state, batch)
         capture.after(step, (state, metrics))
+
+
+def _compile(program: TrainProgram, experiment: Experiment) -> tuple[Any, dict[str, object]]:
+    """The step with the options that plan and train compile it with, and these options."""
+    users, cluster = {**program.xla_options, **experiment.xla}, experiment.cluster
+    lowered = program.step.lower(program.abstract_state, program.abstract_batch)
+    if cluster.is_cpu:
+        return compile_lowered(lowered, users, users)[0], users
+    derived = derive_options(experiment, program, program.mesh)
+    pool_bytes = cluster.gpu.memory_bytes * experiment.train.memory_fraction
+    compiled, lines = compile_for_gpus(lowered, cluster.gpu, users, derived, pool_bytes)
+    for line in lines:
+        print(f"meshkit: {line}", file=sys.stderr)
+    return compiled, compiler_options(cluster.gpu, users, derived)
 
 
 def _filled(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> jax.Array:

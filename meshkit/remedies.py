@@ -1,7 +1,8 @@
 """What makes a step fit that does not: changes of the experiment, each shown to by a compile. Layer 8.
 
 The changes that usually cost the least come first: recompute more, micro-batches, a longer fsdp axis, tensor and
-sequence parallelism, moments in bf16 or in host memory. Those that fit are ranked by the step they predict.
+sequence parallelism, moments in bf16 or in host memory; where too few of them are enough, more recomputation together
+with another. Those that fit are ranked by the step they predict.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ class Change:
 
     Attributes:
         group: changes of one kind: of each kind the mildest that fits is kept.
+        parts: of two changes at once, each; they are tried where too few changes are enough alone.
     """
 
     group: str
     what: str
     settings: tuple[str, ...]
+    parts: tuple[Change, ...] = ()
 
 
 def find_remedies(
@@ -83,7 +86,7 @@ def find_remedies(
             change = asked[outcome.settings]
             if outcome.fits:
                 found.append((change, outcome))
-                waiting = [c for c in waiting if c.group != change.group]
+                waiting = [c for c in waiting if c.group != change.group and change not in c.parts]
             if len(found) >= WANTED and not running:
                 break
     found.sort(key=lambda pair: pair[1].time_s or float("inf"))
@@ -96,7 +99,17 @@ def with_remedies(report: Report, remedies: Sequence[RemedyPart]) -> Report:
 
 
 def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
-    """What may make an experiment fit, the mildest of each kind first."""
+    """What may make an experiment fit, the mildest of each kind first; then recomputation together with another."""
+    alone = list(_single_changes(experiment, bounds))
+    yield from alone
+    # where one is not enough, the strongest of two come first
+    for second in reversed([c for c in alone if c.group in ("micro-batches", "fsdp", "tensor")]):
+        for first in reversed([c for c in alone if c.group == "remat"]):
+            both = f"{first.what}; {second.what}"
+            yield Change(f"remat, {second.group}", both, (*first.settings, *second.settings), (first, second))
+
+
+def _single_changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
     train, optimizer = experiment.train, experiment.optimizer
     if experiment.pipeline.axis is not None and experiment.pipeline.residuals == "stash":
         yield Change("remat", "keep the inputs of chunks, run each again", ('pipeline.residuals="recompute"',))
@@ -174,9 +187,9 @@ def _may_fit(path: str | Path, overrides: Sequence[str], change: Change, bounds:
 
 
 def _next(waiting: list[Change], found: Sequence[Change], asked: Sequence[Change]) -> Change:
-    """The next change: of the kind that was asked the least often."""
+    """The next change: of the kind that was asked the least often; two at once after all that are one."""
     counts = {c.group: sum(a.group == c.group for a in asked) for c in waiting}
-    change = min(waiting, key=lambda c: (counts[c.group], waiting.index(c)))
+    change = min(waiting, key=lambda c: (bool(c.parts), counts[c.group], waiting.index(c)))
     waiting.remove(change)
     return change
 

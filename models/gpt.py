@@ -21,7 +21,7 @@ from meshkit.sharding import constrain
 from models.attention import HEAD_AXES, causal_attention, check_context
 from models.embedding import lookup
 from models.layers import PLAIN, RESIDUAL_AXES, Matmuls, Projection, parameter, project, project_each
-from models.remat import check_remat, recompute
+from models.remat import check_remat, scan_layers
 from models.vit import LayerNorm
 
 ATTENTIONS = ("fused", "materialized")
@@ -201,7 +201,7 @@ class GPT(nnx.Module):
         def layer(x, parameters):
             return nnx.merge(graph, parameters)(x), None
 
-        return jax.lax.scan(recompute(layer, self.remat), x, stacked)[0]
+        return scan_layers(layer, x, stacked, self.remat)[0]
 
     def matmul_parameters(self) -> int:
         """N of 6 N tokens: parameters that multiply activations; a tied table once, look-ups not."""

@@ -36,7 +36,7 @@ from models.layers import (
     project_each,
 )
 from models.options import check_option, suggest
-from models.remat import check_remat, recompute
+from models.remat import check_remat, recompute, scan_layers
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Llama(nnx.Module):
         x = self.first({"tokens": tokens})
         with jax.named_scope("layers"):
             graph, stacked = nnx.split(self.layers)
-            x = jax.lax.scan(self._one_layer(graph), x, stacked)[0]
+            x = scan_layers(self._plain_layer(graph), x, stacked, self.remat)[0]
         return self.last(x)
 
     def first(self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None) -> jax.Array:
@@ -197,7 +197,7 @@ class Llama(nnx.Module):
         """One layer of a pipeline's stage, with its parameters as a nested dict of arrays."""
         del ctx, key
         graph, _ = nnx.split(self.layers)
-        return self._one_layer(graph)(x, nnx.State(parameters))[0]
+        return recompute(self._plain_layer(graph), self.remat)(x, nnx.State(parameters))[0]
 
     def last(self, x: jax.Array, ctx: StageContext | None = None) -> jax.Array:
         """Logits of what leaves the layers: fp32 [batch, length, vocab], or a stage's part of the vocabulary."""
@@ -211,13 +211,13 @@ class Llama(nnx.Module):
                 logits = self.head(x, out_dtype=jnp.float32)
             return constrain(logits, "act_batch", "act_length", "act_vocab")
 
-    def _one_layer(self, graph: Any):
-        """The body of a scan over layers: (x, parameters) -> (x, None), recomputed as `remat` says."""
+    def _plain_layer(self, graph: Any):
+        """The body of a scan over layers: (x, parameters) -> (x, None)."""
 
         def layer(x, parameters):
             return nnx.merge(graph, parameters)(x), None
 
-        return recompute(layer, self.remat)
+        return layer
 
     def matmul_parameters(self) -> int:
         """N of 6 N tokens: parameters that multiply activations; a tied table once, an untied look-up not."""

@@ -28,7 +28,7 @@ from models.layers import PROJECTION, RESIDUAL_AXES, Projection, RMSNorm, depth_
 from models.llama import Attention, Block, LlamaConfig, SwiGLU
 from models.losses import next_token_losses
 from models.options import check_option, suggest
-from models.remat import check_remat, recompute
+from models.remat import check_remat, recompute, scan_layers
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Moe(nnx.Module):
         x = self.first({"tokens": tokens})
         with jax.named_scope("layers"):
             graph, stacked = nnx.split(self.layers)
-            x, values = jax.lax.scan(self._one_layer(graph), x, stacked)
+            x, values = self._scan(graph, x, stacked)
         return self.last(x), {name: jnp.mean(value) for name, value in values.items()}
 
     def first(self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None) -> jax.Array:
@@ -276,8 +276,7 @@ class Moe(nnx.Module):
             return x
         with jax.named_scope("prefix"):
             graph, stacked = nnx.split(self.prefix)
-            layer = recompute(lambda x, parameters: (nnx.merge(graph, parameters)(x), None), self.remat)
-            return jax.lax.scan(layer, x, stacked)[0]
+            return scan_layers(lambda x, one: (nnx.merge(graph, one)(x), None), x, stacked, self.remat)[0]
 
     def layer(self, parameters: Mapping[str, Any], x: jax.Array, ctx: StageContext, key: Any = None):
         """One layer of a pipeline's stage, with its parameters as a nested dict: activations, and `routing_values`."""
@@ -293,12 +292,19 @@ class Moe(nnx.Module):
             x = order.leave(for_matmuls(self.norm(x)), "act_batch", "act_length", "act_embed")
             return constrain(self.head(x, out_dtype=jnp.float32), "act_batch", "act_length", "act_vocab")
 
+    def _scan(self, graph: Any, x: jax.Array, stacked: Any):
+        if self.remat == "none":
+            return jax.lax.scan(self._one_layer(graph), x, stacked)
+        return scan_layers(self._plain_layer(graph), x, stacked, self.remat)
+
+    @staticmethod
+    def _plain_layer(graph: Any):
+        return lambda x, parameters: nnx.merge(graph, parameters)(x)
+
     def _one_layer(self, graph: Any):
         """The body of a scan over layers: (x, parameters) -> (x, values), recomputed as `remat` says."""
 
-        def layer(x, parameters):
-            return nnx.merge(graph, parameters)(x)
-
+        layer = self._plain_layer(graph)
         if self.remat == "none":  # keeps all, but the kernels of experts in pieces: they are gathered again
             policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
             return jax.checkpoint(layer, policy=policy, prevent_cse=False)

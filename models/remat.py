@@ -2,28 +2,33 @@
 
 A model marks values by `checkpoint_name`; here the names become policies of `jax.checkpoint`:
 
-| `train.remat`           | kept on the GPU                 | kept in host memory | recomputed                  |
-|-------------------------|---------------------------------|---------------------|-----------------------------|
-| `"none"`                | all                             |                     |                             |
-| `"dots"`                | the outputs of all projections  |                     | norms, attention, gates     |
-| `["gate", "up"]`        | the outputs of these            |                     | all else                    |
-| `["attention"]`         | of ring or Ulysses attention    |                     | all else                    |
-| `"full"`                | the input of the layer          |                     | the layer                   |
-| `"offload_dots"`        |                                 | what `dots` keeps   | norms, attention, gates     |
-| `"offload"`             |                                 | the layer's input   | the layer                   |
+| `train.remat`                                | kept on the GPU                | kept in host memory | recomputed     |
+|----------------------------------------------|--------------------------------|---------------------|----------------|
+| `"none"`                                     | all                            |                     |                |
+| `"dots"`                                     | the outputs of all projections |                     | all else       |
+| `["gate", "up"]`                             | the outputs of these           |                     | all else       |
+| `["attention"]`                              | of ring or Ulysses attention   |                     | all else       |
+| `{ keep = ["key"], offload = ["gate"] }`     | `key`                          | `gate`              | all else       |
+| `"full"`                                     | the input of the layer         |                     | the layer      |
+| `"offload_dots"`                             |                                | what `dots` keeps   | all else       |
+| `"offload"`                                  |                                | the layer's input   | the layer      |
 
+The input of a layer is kept on the GPU unless the table says otherwise; `offload = ["layer_input"]` is how a mix does.
 Any other word is the name of a policy in `jax.checkpoint_policies` that takes no arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshkit.parallel.ring import ATTENTION
 from models.layers import PROJECTION
+from models.offload import scan_offloaded
 
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")  # of a transformer layer, each by its own name
 LAYER_INPUT = "layer_input"
@@ -31,20 +36,36 @@ _KEEPS_PROJECTIONS = ("dots_saveable", "dots_with_no_batch_dims_saveable")
 _OFFLOADED = {"offload": LAYER_INPUT, "offload_dots": PROJECTION}
 _POLICIES = ("none", "full", "dots", *_OFFLOADED, *_KEEPS_PROJECTIONS, "everything_saveable", "nothing_saveable")
 
-Policy = str | tuple[str, ...]
+
+@dataclass(frozen=True)
+class Mix:
+    """A policy that keeps some values on the GPU and some in host memory.
+
+    Attributes:
+        keep, offload: names, none in both.
+    """
+
+    keep: tuple[str, ...]
+    offload: tuple[str, ...]
 
 
-def check_remat(policy: str | Sequence[str], context: str = "") -> Policy:
-    """The policy itself; a list of names as a tuple.
+Policy = str | tuple[str, ...] | Mix
+
+
+def check_remat(policy: str | Sequence[str] | Mapping[str, Sequence[str]], context: str = "") -> Policy:
+    """The policy itself; a list of names as a tuple, a table of two lists as a `Mix`.
 
     Args:
         policy: as the user gave it.
         context: the model's context parallelism; `attention` is a name in that of `ring` and `ulysses`.
 
     Raises:
-        ValueError: `recompute` does not know it, or it is a list that is empty, or holds an unknown name or one twice.
+        ValueError: `recompute` does not know it; a list is empty, holds an unknown name or one twice; a table has
+            other keys than `keep` and `offload`, offloads nothing, or names something in both.
     """
     known = (*PROJECTIONS, ATTENTION) if context in ("ring", "ulysses") else PROJECTIONS
+    if isinstance(policy, Mapping):
+        return _check_mix(policy, known)
     if isinstance(policy, str):
         if policy in known:
             raise ValueError(f"remat = '{policy}' is what a list may name, not a policy: to keep it, ['{policy}'].")
@@ -57,6 +78,20 @@ def check_remat(policy: str | Sequence[str], context: str = "") -> Policy:
     return names
 
 
+def _check_mix(policy: Mapping[str, Sequence[str]], known: Sequence[str]) -> Mix:
+    if not set(policy) <= {"keep", "offload"}:
+        raise ValueError(f"remat = {dict(policy)} may have the keys keep and offload, and no other.")
+    keep, offload = (tuple(policy.get(key, ())) for key in ("keep", "offload"))
+    if not offload:
+        raise ValueError(f"remat offloads nothing: what only keeps is a list, remat = {list(keep)}.")
+    for key, names, may in (("keep", keep, known), ("offload", offload, (*known, LAYER_INPUT))):
+        if len(set(names)) < len(names) or not set(names) <= set(may):
+            raise ValueError(f"remat.{key} = {list(names)} must name what to {key}, each once: of {', '.join(may)}.")
+    if both := [name for name in keep if name in offload]:
+        raise ValueError(f"remat has {', '.join(both)} in keep and in offload: it lies in one memory only.")
+    return Mix(keep, offload)
+
+
 def recompute(fn: Callable, policy: Policy) -> Callable:
     """fn under `jax.checkpoint`.
 
@@ -66,9 +101,32 @@ def recompute(fn: Callable, policy: Policy) -> Callable:
     """
     if policy == "none":
         return fn
-    layer = _with_named_input(fn) if policy == "offload" else fn
+    offloads_input = policy == "offload" or (isinstance(policy, Mix) and LAYER_INPUT in policy.offload)
+    layer = _with_named_input(fn) if offloads_input else fn
     # A scan's body is compiled once for all layers, so nothing outside of it could be merged with what it recomputes.
     return jax.checkpoint(layer, policy=_policy(policy), prevent_cse=False)
+
+
+def scan_layers(layer: Callable, x: Any, stacked: Any, policy: Policy) -> tuple[Any, Any]:
+    """`jax.lax.scan(layer, x, stacked)`, recomputed as the policy says; what it offloads moves under other layers.
+
+    Args:
+        layer: (x, parameters of one layer) -> (x, values).
+        x: what enters the first layer.
+        stacked: parameters, their first dim is the layers'.
+        policy: as `check_remat` returns it.
+    """
+    if not isinstance(policy, Mix) and policy not in _OFFLOADED:
+        return jax.lax.scan(recompute(layer, policy), x, stacked)
+    if isinstance(policy, Mix):
+        keep, offload = policy.keep, policy.offload
+    else:
+        keep, offload = (), (_OFFLOADED[policy],)
+    named = _with_named_input(layer) if LAYER_INPUT in offload else layer
+    kept = jax.checkpoint(
+        named, policy=jax.checkpoint_policies.save_only_these_names(*keep, *offload), prevent_cse=False
+    )
+    return scan_offloaded(recompute(layer, policy), kept, x, stacked)
 
 
 def _policy(policy: Policy) -> Callable | None:
@@ -76,21 +134,27 @@ def _policy(policy: Policy) -> Callable | None:
     policies = jax.checkpoint_policies
     if policy == "full":
         return None
+    if isinstance(policy, Mix):
+        return _offload(policy.keep, policy.offload)
     if not isinstance(policy, str):
         return policies.save_only_these_names(*policy)
     if policy in _OFFLOADED:
-        return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=[_OFFLOADED[policy]],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
+        return _offload((), (_OFFLOADED[policy],))
     if policy == "dots":
         return policies.save_only_these_names(PROJECTION)
     if policy in _KEEPS_PROJECTIONS:
         # the matmul of a projection is inside a custom_vjp, where policies do not look: it goes by its name
         return policies.save_from_both_policies(getattr(policies, policy), policies.save_only_these_names(PROJECTION))
     return getattr(policies, policy)
+
+
+def _offload(keep: Sequence[str], offload: Sequence[str]) -> Callable:
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(keep),
+        names_which_can_be_offloaded=list(offload),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
 def _with_named_input(fn: Callable) -> Callable:

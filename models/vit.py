@@ -22,7 +22,7 @@ from jax import lax
 
 from meshkit.sharding import constrain
 from models.layers import Projection, parameter
-from models.remat import check_remat, recompute
+from models.remat import check_remat, scan_layers
 
 RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")
 HEAD_AXES = ("act_batch", "act_length", "act_heads", None)
@@ -199,7 +199,7 @@ class ViT(nnx.Module):
         def layer(x, parameters):
             return nnx.merge(graph, parameters)(x), None
 
-        return jax.lax.scan(recompute(layer, self.remat), x, stacked)[0]
+        return scan_layers(layer, x, stacked, self.remat)[0]
 
     def matmul_parameters(self) -> int:
         """N of 6 N tokens; the patch projection and the head run on some tokens only and count by their share."""

@@ -129,6 +129,8 @@ def test_the_parts_of_the_peak_add_up():
     assert (m.activations_bytes, m.gradients_bytes) == (3 * GIB, GIB)  # no more gradients than loops carry
     parts = (m.parameters_bytes, m.optimizer_bytes, m.gradients_bytes, m.activations_bytes, m.temporary_bytes)
     assert sum(parts) == m.peak_bytes
+    batch = verdict(compiled(8 * GIB, argument=11 * GIB), parameters_bytes=4 * GIB, optimizer_bytes=6 * GIB)
+    assert batch.temporary_bytes == 9 * GIB  # with what else is an argument
     unknown = verdict(compiled(8 * GIB), gradients_bytes=2 * GIB)
     assert (unknown.activations_bytes, unknown.temporary_bytes) == (None, 6 * GIB)
 
@@ -187,7 +189,7 @@ def test_the_mildest_of_each_kind_comes_first():
         group: [c.settings for c in found if c.group == group] for group in dict.fromkeys(c.group for c in found)
     }
     assert by_group["remat"] == [('train.remat="dots"',), ('train.remat="full"',)]
-    assert by_group["micro-batches"][0] == ("train.accumulate=2", 'rules.gradients.embed="fsdp"')
+    assert by_group["micro-batches"][0] == _MICRO
     assert by_group["fsdp"] == [("mesh={ data = 1, fsdp = { nvlink = 8, infiniband = 2 } }",)]
     assert by_group["host"] == [('optimizer.memory="host"',)]
     assert {"moments", "tensor"} <= set(by_group)
@@ -234,6 +236,25 @@ def test_three_that_fit_are_kept_the_fastest_first(monkeypatch, fitting):
     assert set(kinds) <= set(fitting)
     assert [r.time_s for r in found] == sorted(r.time_s for r in found)
     assert len(told) <= remedies.TRIES
+
+
+def test_two_changes_at_once_come_after_all_that_are_one():
+    experiment = load(LLAMA_8B, TIGHT)
+    found = list(changes(experiment, Bounds(experiment)))
+    (both,) = [c for c in found if c.settings == ('train.remat="full"', *_MICRO)]
+    assert (both.group, both.what) == (
+        "remat, micro-batches",
+        "recompute every layer; 2 micro-batches, gradients reduced with each",
+    )
+    order, waiting = [], list(found)
+    while waiting:
+        order.append(remedies._next(waiting, [], order))
+    pairs = [bool(c.parts) for c in order]
+    assert pairs == sorted(pairs)
+    assert any(pairs)
+
+
+_MICRO = ("train.accumulate=2", 'rules.gradients.embed="fsdp"')
 
 
 def test_changes_that_cannot_be_enough_are_not_compiled(monkeypatch):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from dataclasses import replace
 from importlib import metadata
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -20,9 +22,11 @@ from meshkit.sharding.mesh import build_mesh
 from meshkit.spec import calibration
 from meshkit.spec.cluster import Cluster
 from meshkit.spec.experiment import load
+from meshkit.timeline.derived import derive_options
 from meshkit.timeline.kernels import kernel_work
 from meshkit.training.step import make_train_step
 from meshkit.xla.hlo import load_module, read_schedule
+from meshkit.xla.options import compiler_options
 from meshkit.xla.program import compile_absent
 
 TINY = "configs/experiments/mlp.toml"
@@ -111,7 +115,7 @@ def kernels_of(schedule):
     return found
 
 
-def write_capture(folder, experiment, module, serialized, kernels, *, peak_bytes=2**30):
+def write_capture(folder, experiment, module, serialized, kernels, *, pipeline=None, kind=None):
     """The files that a rehearsal leaves: one GPU, STEPS steps, kernels back to back, no collective."""
     trace = folder / "trace"
     session = trace / "plugins" / "profile" / "p0"
@@ -124,6 +128,7 @@ def write_capture(folder, experiment, module, serialized, kernels, *, peak_bytes
         "processes": 16,
         "host": "made-up",
         "platform": "gpu",
+        "device_kind": kind,
         "devices": [{"id": 0, "ordinal": 0}],
         "mesh": {"axes": mesh.axis_names, "shape": mesh.shape,
                  "device_ids": mesh.device_order(experiment.cluster).reshape(-1).tolist()},
@@ -134,8 +139,9 @@ def write_capture(folder, experiment, module, serialized, kernels, *, peak_bytes
         "first_step": 2,
         "num_steps": STEPS,
         "partitioner": "shardy",
-        "work": {"model_flops": 1e12, "model_flops_causal": 1e12, "tokens": 1024, "training_steps": 10},
-        "memory": {"pool_bytes": 70 * 2**30, "peak_bytes": peak_bytes},
+        "work": {"model_flops": 1e12, "model_flops_causal": 1e12, "tokens": 1024, "training_steps": 10,
+                 "pipeline": pipeline},
+        "memory": {"pool_bytes": 70 * 2**30, "peak_bytes": 2**30},
         "captured_processes": [0],
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
@@ -185,7 +191,7 @@ def test_measured_kernels_and_modelled_collectives_make_one_step(planned, tmp_pa
     codes = {w.code for w in report.warnings}
     assert {"rehearsal_values", "rehearsal_contention", "rehearsal_nccl_memory", "rehearsal_collectives"} <= codes
     assert "rehearsal_collectives_differ" not in codes
-    assert "missing_processes" not in codes
+    assert not {"missing_processes", "process_subset", "collective_counts"} & codes
 
 
 @pytest.fixture
@@ -217,6 +223,64 @@ def test_its_rates_are_a_calibration_that_plans_read(planned, tmp_path):
 
 @pytest.mark.deviceless
 @pytest.mark.usefixtures("as_planned")
+def test_an_instruction_that_is_several_kernels_takes_all_of_them(planned, tmp_path):
+    """As cuDNN's attention backward: a trace shows three kernels of that name each time that it runs."""
+    experiment, module, serialized, schedule = planned
+    kernels = {name: (milliseconds, 3 * times) for name, (milliseconds, times) in kernels_of(schedule).items()}
+    write_capture(tmp_path, experiment, module, serialized, kernels)
+    found = rehearsal.measure(experiment, tmp_path)
+    seconds = sum(milliseconds * times for milliseconds, times in kernels.values()) * 1e-3
+    assert found.report.step.compute_s == pytest.approx(seconds, rel=1e-9)
+    rates = calibration.load(found.calibration).rates
+    every = [i for body in schedule.computations.values() for i in body if i.kind == "kernel" and i.cost.matmul_flops]
+    busy = sum(3e-3 * kernels_of(schedule)[i.name][0] for i in every)
+    modelled = sum(kernel_work(i.cost, experiment.cluster.gpu, rates).arithmetic_s for i in every)
+    assert modelled == pytest.approx(busy)
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("as_planned")
+@pytest.mark.parametrize(
+    ("kind", "key", "warns"),
+    [
+        (None, "h100_sxm", False),
+        ("NVIDIA H100 80GB HBM3", "h100_sxm", False),
+        ("NVIDIA H200", "h200", True),
+        ("NVIDIA X1", "NVIDIA X1", True),
+    ],
+)
+def test_kernels_of_another_gpu_are_named_and_calibrate_that_one(planned, tmp_path, kind, key, warns):
+    experiment, module, serialized, schedule = planned
+    write_capture(tmp_path, experiment, module, serialized, kernels_of(schedule), kind=kind)
+    found = rehearsal.measure(experiment, tmp_path)
+    assert ("rehearsal_other_gpu" in {w.code for w in found.report.warnings}) is warns
+    measured_on = calibration.load(found.calibration).measured_on
+    assert measured_on is not None
+    assert measured_on.gpu == key
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("as_planned")
+def test_of_a_pipeline_the_masked_slots_are_told(planned, tmp_path):
+    """Half of what the layer `up` does counts; what the schedule costs is in the report as a plan has it."""
+    experiment, module, serialized, schedule = planned
+    kernels = kernels_of(schedule)
+    counts = dict.fromkeys(("stages", "virtual_stages", "microbatches", "layers", "padding_layers", "warmup_ticks",
+                            "steady_ticks", "drain_ticks", "slots"), 1)  # fmt: skip
+    pipeline = {**counts, "axis": "data", "schedule": "1f1b", "bubble_fraction": 0.5, "executed_over_useful": 2.0,
+                "picture": [["F0"]], "useful": {"/up/": 0.5}}  # fmt: skip
+    write_capture(tmp_path, experiment, module, serialized, kernels, pipeline=pipeline)
+    report = rehearsal.measure(experiment, tmp_path).report
+    masked = {i.name for i, _ in schedule.walk() if "/up/" in i.source and i.kind == "kernel"}
+    assert masked
+    seconds = sum(milliseconds * times for name, (milliseconds, times) in kernels.items() if name in masked) * 1e-3
+    assert report.step.bubble_s == pytest.approx(seconds / 2)
+    assert report.pipeline is not None
+    assert (report.pipeline.axis, report.pipeline.bubble_fraction) == ("data", 0.5)
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("as_planned")
 def test_kernels_that_the_trace_lacks_are_priced_and_named(planned, tmp_path, monkeypatch):
     experiment, module, serialized, schedule = planned
     kernels = kernels_of(schedule)
@@ -242,6 +306,29 @@ def test_another_mesh_and_another_program_are_told(planned, tmp_path):
 
 
 # ---------------------------------------------------------------------------------- the process of the GPU, on CPUs
+
+
+def test_the_process_of_the_gpu_compiles_with_the_options_of_the_plan():
+    """Those of GPUs, those that follow from the program, and the user's, which win."""
+    experiment = load(TINY, (*ON_16, "xla.xla_gpu_graph_level=0"))
+    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
+    program = make_train_step(experiment, mesh)
+    asked = []
+
+    class Lowered:
+        def compile(self, compiler_options):
+            asked.append(compiler_options)
+            return self
+
+        def memory_analysis(self):
+            return None
+
+    lowered = replace(program, step=SimpleNamespace(lower=lambda *_: Lowered()))
+    _, options = rehearsal_gpu._compile(lowered, experiment)
+    derived = derive_options(experiment, program, mesh)
+    assert derived
+    assert asked == [options]
+    assert options == compiler_options(experiment.cluster.gpu, {"xla_gpu_graph_level": 0}, derived)
 
 
 @pytest.mark.slow

@@ -96,6 +96,8 @@ def ratio_text(ratio: float | None) -> str:
     """`1.20 x`."""
     if ratio is None:
         return "-"
+    if ratio >= 10_000:
+        return ">9999 x"
     return f"{ratio:.2f} x" if ratio < 100 else f"{ratio:.0f} x"
 
 

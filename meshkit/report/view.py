@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshkit.report.schema import CommunicationPart, OpPart, Report
+from meshkit.timeline.flops import NOT_PREDICTED
 from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_rate, format_seconds
 
 WORD = {"plan": "predicted", "rehearse": "rehearsed", "profile": "measured"}
@@ -92,7 +93,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
     found = [
         ("cluster", machines(report)),
         ("mesh", mesh_text(report)),
-        ("step", format_seconds(step.time_s) + _bounds(report)),
+        ("step", step_text(report)),
         ("MFU", format_percent(step.mfu) + _utilization(report)),
         ("throughput", _throughput(report)),
         ("memory", memory_text(report)),
@@ -106,6 +107,13 @@ def facts(report: Report) -> list[tuple[str, str]]:
             ("mean over", f"{plural(window.steps, 'step')}, {plural(window.devices, 'device')}{_processes(report)}")
         )
     return found
+
+
+def step_text(report: Report) -> str:
+    """The step time between its bounds; of a program that was not all read, that it is no prediction."""
+    if any(w.code == NOT_PREDICTED for w in report.warnings):
+        return f"no prediction (more than {format_seconds(report.step.time_s)}): see the first warnings"
+    return format_seconds(report.step.time_s) + _bounds(report)
 
 
 def memory_text(report: Report) -> str:

@@ -47,6 +47,7 @@ class Cluster:
             other half. Of a fat tree the ratio at its narrowest layer, of a dragonfly that of its global links. All
             traffic between domains is priced as if it crossed there.
         storage_bytes_per_s: of checkpoints, over all hosts.
+        host_memory_bytes: of a host's CPUs, for what is offloaded; None: unknown.
         price_per_gpu_hour: in any currency.
         calibration: path of a file of `meshkit bench`.
         nvlink_switch: whether NVLink goes through a switch; None: as hosts of that GPU and size are built.
@@ -68,6 +69,7 @@ class Cluster:
     gpudirect_rdma: bool = True
     oversubscription: float = 1.0
     storage_bytes_per_s: float | None = None
+    host_memory_bytes: float | None = None
     price_per_gpu_hour: float | None = None
     calibration: str | None = None
     nvlink_switch: bool | None = None

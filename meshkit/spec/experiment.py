@@ -37,6 +37,7 @@ from meshkit.spec.sections import (
     OptimizerSpec,
     PipelineSpec,
     ProfileSpec,
+    RematMix,
     TrainSpec,
 )
 from meshkit.spec.site import check_files
@@ -147,7 +148,7 @@ def _build(document: Document, table: Mapping[str, Any]) -> Experiment:
         mesh=mesh,
         rules=rules,
         model=ModelSpec(checked.model.class_path, checked.model.preset, model),
-        train=TrainSpec(**checked.train.model_dump()),
+        train=TrainSpec(**(checked.train.model_dump() | {"remat": checked.train.remat})),
         optimizer=OptimizerSpec(**checked.optimizer.model_dump()),
         data=DataSpec(**checked.data.model_dump()),
         checkpoint=CheckpointSpec(**checked.checkpoint.model_dump()),
@@ -295,4 +296,10 @@ def _says_something(value: Any) -> bool:
 
 def _plain(spec: Any) -> dict[str, Any]:
     values = {item.name: getattr(spec, item.name) for item in fields(spec)}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return {key: _plain_value(value) for key, value in values.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, RematMix):
+        return value.to_dict()
+    return list(value) if isinstance(value, tuple) else value

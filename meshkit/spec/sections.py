@@ -20,6 +20,23 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
+class RematMix:
+    """`train.remat` as a table: what waits for the backward pass on the GPU, and what in host memory.
+
+    Attributes:
+        keep, offload: names of values that the model marks, none in both.
+    """
+
+    keep: tuple[str, ...]
+    offload: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, list[str]]:
+        """As the file has it, and as a model is given it."""
+        kept = {"keep": list(self.keep)} if self.keep else {}
+        return {**kept, "offload": list(self.offload)}
+
+
+@dataclass(frozen=True)
 class TrainSpec:
     """The training loop; see the table of the experiment file for what each key means."""
 
@@ -30,7 +47,7 @@ class TrainSpec:
     accumulate: int = 1
     precision: str = "bf16"
     reduce_precision: str = "fp32"
-    remat: str | tuple[str, ...] = "none"
+    remat: str | tuple[str, ...] | RematMix = "none"
     memory_fraction: float = 0.92
     loss: str | None = None
     evaluate_every: int = 0
@@ -40,6 +57,11 @@ class TrainSpec:
     replica_check_every: int = 0
     metrics: str | None = None
     tensorboard: bool = False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether activations wait for the backward pass in host memory."""
+        return isinstance(self.remat, RematMix) or str(self.remat).startswith("offload")
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ keys exist and what types they have, and are what `meshkit schema experiment` pr
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from meshkit.spec.problems import kind, show
+from meshkit.spec.sections import RematMix
 from meshkit.spec.validate import FUNCTION_PATTERN, NAME_PATTERN, Table
 
 Count = Annotated[int, Field(gt=0, le=2**31)]
@@ -36,7 +38,14 @@ _AXIS_SCHEMA = {
 }
 _RULE_SCHEMA = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _NAME_SCHEMA = {"type": "string", "pattern": NAME_PATTERN}
-_REMAT_SCHEMA = {"anyOf": [_NAME_SCHEMA, {"type": "array", "items": _NAME_SCHEMA, "minItems": 1, "uniqueItems": True}]}
+_NAMES_SCHEMA = {"type": "array", "items": _NAME_SCHEMA, "minItems": 1, "uniqueItems": True}
+_MIX_SCHEMA = {
+    "type": "object",
+    "properties": {"keep": {**_NAMES_SCHEMA, "minItems": 0}, "offload": _NAMES_SCHEMA},
+    "required": ["offload"],
+    "additionalProperties": False,
+}
+_REMAT_SCHEMA = {"anyOf": [_NAME_SCHEMA, _NAMES_SCHEMA, _MIX_SCHEMA]}
 _OPTION_SCHEMA = {"type": ["string", "integer", "number", "boolean"]}
 
 # Values with several forms are checked by the parsers that know them (MeshSpec.parse, ShardingRules); pydantic's
@@ -46,18 +55,38 @@ RuleValue = Annotated[Any, WithJsonSchema(_RULE_SCHEMA)]
 Option = Annotated[Any, WithJsonSchema(_OPTION_SCHEMA)]
 
 
-def _policy_or_names(value: Any) -> str | tuple[str, ...]:
-    """The name of a policy, or a list of the names of what it keeps as a tuple; which there are, the model knows."""
+def _policy_or_names(value: Any) -> str | tuple[str, ...] | RematMix:
+    """The name of a policy, a list of the names of what it keeps as a tuple, or lists of what it keeps and offloads;
+    which names there are, the model knows."""
+    if isinstance(value, dict):
+        return _mix(value)
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not names:
         given = "an empty list" if names == [] else kind(value)
         raise ValueError(f"must be the name of a policy, or a list of names to keep, not {given}")
+    _check_names(names)
+    return value if isinstance(value, str) else tuple(names)
+
+
+def _check_names(names: Sequence[Any]) -> None:
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
             raise ValueError(f"holds {show(name)}, which is no name")
     if len(set(names)) < len(names):
-        raise ValueError(f"= {show(value)} has a name twice")
-    return value if isinstance(value, str) else tuple(names)
+        raise ValueError(f"= {show(names)} has a name twice")
+
+
+def _mix(value: Mapping[str, Any]) -> RematMix:
+    if unknown := [key for key in value if key not in ("keep", "offload")]:
+        raise ValueError(f"holds the key '{unknown[0]}', and may have keep and offload")
+    keep, offload = value.get("keep", []), value.get("offload", [])
+    for names in (keep, offload):
+        if not isinstance(names, list | tuple):
+            raise ValueError(f"has two lists of names, keep and offload, and one is {kind(names)}")
+    if not offload:
+        raise ValueError(f"offloads nothing: what only keeps is a list, {show(keep)}")
+    _check_names([*keep, *offload])
+    return RematMix(tuple(keep), tuple(offload))
 
 
 def _number_or_list(value: Any) -> Any:
@@ -107,6 +136,7 @@ class ClusterTable(Table):
         default=1.0, description="of the scale-out network; 1 = none"
     )
     storage_bytes_per_s: Positive | None = Field(default=None, description="of checkpoints, over all hosts")
+    host_memory_bytes: Positive | None = Field(default=None, description="of a host's CPUs; default unknown")
     price_per_gpu_hour: NonNegative | None = Field(default=None, description="in any currency")
     calibration: str | None = Field(default=None, description="a file of `meshkit bench`")
     nvlink_switch: bool | None = Field(
@@ -183,7 +213,8 @@ class TrainTable(Table):
     reduce_precision: Literal["fp32", "bf16"] = Field(default="fp32", description="of gradient reductions")
     remat: Remat = Field(
         default="none",
-        description="what the backward pass recomputes: none, full, a policy, or all but what a list of names keeps",
+        description="what the backward pass recomputes: none, full, a policy, or all but what a list of names keeps, "
+        "or { keep = [names], offload = [names] }, those that wait in host memory",
     )
     memory_fraction: Fraction = Field(default=0.92, description="of GPU memory that the client may take")
     loss: Function | None = Field(

@@ -43,7 +43,8 @@ steps = 200
 # accumulate = 2                            # micro-batches of a step
 precision = "bf16"                          # of compute; parameters and optimizer state stay fp32
 # reduce_precision = "fp32"                 # of gradient reductions
-# remat = "full"                            # recompute activations in the backward pass: "none", "full" or a policy
+# remat = "full"                            # recompute activations in the backward pass: "none", "full" or a policy,
+                                            # all but ["gate", "up"], or {{ keep = ["key"], offload = ["query"] }}
 # loss = "package.module:function"          # (model, batch, rng) -> (loss_sum, weight, metrics); default next token
 evaluate_every = 100                        # 0 = never
 seed = 0

@@ -12,7 +12,9 @@ from meshkit.spec.problems import Key, SpecError, did_you_mean, dotted, kind, sh
 
 _LARGEST_INTEGER = 2**63  # TOML promises 64-bit integers; tomllib reads any
 _DEEPEST_TABLE = 16
-_EXAMPLES = {"train.remat": 'remat = "full", or remat = ["gate", "up"]'}  # of values that a validator of ours refuses
+_EXAMPLES = {  # of values that a validator of ours refuses
+    "train.remat": 'remat = "full", remat = ["gate", "up"], or remat = { keep = ["key"], offload = ["gate"] }'
+}
 _WANTED = {
     "int": "an integer",
     "float": "a number",

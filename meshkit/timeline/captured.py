@@ -278,27 +278,9 @@ def _read_module(folder: Path, record: CaptureRecord) -> Any:
 
 
 def _expected_counts(schedule: Schedule) -> dict[str, int]:
-    """How often one execution runs each collective: once, or once per iteration of the loops it is in.
-
-    What is in a branch, or in a loop whose iterations XLA does not know, is left out.
-    """
-    found: dict[str, int] = {}
-    unknown: set[str] = set()
-
-    def visit(computation: str, times: int | None) -> None:
-        for i in schedule.computations[computation]:
-            if i.collective is not None:
-                if times is None:
-                    unknown.add(i.name)
-                else:
-                    found[i.name] = found.get(i.name, 0) + times
-            each = {"while": i.trip_count, "call": 1}.get(i.kind)
-            inner = None if times is None or each is None else times * each
-            for body in i.bodies:
-                visit(body, inner)
-
-    visit(schedule.entry, 1)
-    return {name: count for name, count in found.items() if name not in unknown}
+    """How often one execution runs each collective, where that is known."""
+    communicating = {i.name for body in schedule.computations.values() for i in body if i.collective is not None}
+    return {name: count for name, count in schedule.known_runs().items() if name in communicating}
 
 
 def _fused(captured: Captured) -> set[str]:

@@ -34,6 +34,7 @@ _LARGE_BYTES = (2**32, 2**33)
 # XLA plans for this share of the memory, times the option of memory_option in percent (95 by default); seen in the
 # limit that its rematerialization prints: 33.9 GB of 85.9 GB at 50 percent, less arguments and results.
 _XLA_FRACTION = 0.8
+_NO_LIMIT = 10_000  # percent
 _ON = "COLLECTIVE_PIPELINING_MODE_ON"
 
 
@@ -57,15 +58,22 @@ def derive_options(experiment: Experiment, program: TrainProgram, mesh: AnyMesh)
     """Options for the step of an experiment: its memory, and what its loop over layers gathers."""
     if experiment.cluster.is_cpu:
         return ()
-    memory = memory_option(experiment.train.memory_fraction)
+    memory = memory_option(experiment.train.memory_fraction, offloads=experiment.train.offloads)
     traffic = None if _waits_in_every_layer(experiment, mesh) else loop_traffic(experiment, program, mesh)
     return (memory,) if traffic is None else (memory, *options_for(traffic, experiment.cluster))
 
 
-def memory_option(memory_fraction: float) -> Option:
-    """XLA's own limit (below it, it neither recomputes nor reorders for memory), moved to what the client may take."""
+def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
+    """XLA's own limit (below it, it neither recomputes nor reorders for memory), moved to what the client may take.
+
+    Out of reach where activations wait in host memory: XLA counts them, some twice, as if they lay on the GPU, and
+    would recompute and serialize to make room that they do not take.
+    """
+    name = "xla_gpu_memory_limit_slop_factor"
+    if offloads:
+        return Option(name, _NO_LIMIT, "XLA counts what waits in host memory as the GPU's, and would make room for it")
     return Option(
-        "xla_gpu_memory_limit_slop_factor",
+        name,
         round(100 * memory_fraction / _XLA_FRACTION),
         f"memory_fraction gives the step {memory_fraction:.0%} of the memory, and XLA would keep within 76 %",
     )

@@ -19,6 +19,7 @@ from meshkit.spec.calibration import Calibration, Fit, MeasuredOn, Rates
 from meshkit.spec.cluster import Cluster
 from meshkit.timeline.captured import Captured
 from meshkit.timeline.kernels import precision_of
+from meshkit.timeline.measured import kernel_runs, kernel_seconds
 from meshkit.timeline.network import wire_factor
 from meshkit.timeline.trace import Trace
 from meshkit.xla.collective import Collective
@@ -30,12 +31,9 @@ _LEAST_BYTES = 16 * 2**20
 _LEAST_MESSAGE_BYTES = 2**20  # below, a collective's time is its latency, and a bandwidth made of it is wrong
 
 
-def measured_costs(trace: Trace) -> dict[str, float]:
-    """Seconds of one run of every instruction: of a collective what moves data, where waiting is known."""
-    found: dict[str, float] = {}
-    for i, name in enumerate(trace.steps.op_names):
-        if i < len(trace.kernels.count) and trace.kernels.count[i]:
-            found[name] = float(trace.kernels.busy_s[i] / trace.kernels.count[i])
+def measured_costs(trace: Trace, schedule: Schedule | None = None) -> dict[str, float]:
+    """Seconds of one run of every instruction of a program: of a collective what moves data, where waiting is known."""
+    found = kernel_seconds(trace, schedule)
     for collective, _, seconds in _collective_times(trace):
         found[collective.name] = seconds
     return found
@@ -155,9 +153,10 @@ def _rates(trace: Trace, schedule: Schedule, cluster: Cluster) -> Rates:
     matmul: dict[str, list[float]] = {}
     attention: dict[str, list[float]] = {}
     memory = [0.0, 0.0]
-    for i, name in enumerate(trace.steps.op_names[: len(trace.kernels.count)]):
-        cost, runs, busy = costs.get(name), float(trace.kernels.count[i]), float(trace.kernels.busy_s[i])
-        if cost is None or not runs or not busy:
+    runs_of, busy_of = kernel_runs(trace, schedule), dict(zip(trace.timeline.op_names, trace.kernels.busy_s.tolist()))
+    for name, runs in runs_of.items():
+        cost, busy = costs.get(name), busy_of[name]
+        if cost is None or not busy:
             continue
         flops = sum(cost.matmul_flops.values())
         if cost.attention_flops >= _LEAST_FLOPS and not flops:

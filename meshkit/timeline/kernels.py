@@ -19,7 +19,8 @@ from meshkit.timeline.matmuls import shape_share
 from meshkit.units import format_count, format_rate
 from meshkit.xla.costs import Cost
 
-_COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn"}
+# Precisions of `[train]` -> element types that their matmuls have.
+COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn"}
 # XLA's element types -> precisions of the catalog. fp32 matmuls run as TF32 where the GPU has it: XLA's default.
 _PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32", "f64": "fp32"}
 
@@ -47,7 +48,7 @@ def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
 
     None for a CPU, whose virtual devices have none.
     """
-    return peak_flops(gpu, _COMPUTE_DTYPE[precision]) if gpu.peak_flops else None
+    return peak_flops(gpu, COMPUTE_DTYPE[precision]) if gpu.peak_flops else None
 
 
 @dataclass(frozen=True)

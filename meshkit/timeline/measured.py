@@ -18,11 +18,21 @@ from meshkit.timeline.trace import Trace
 from meshkit.xla.hlo import Instruction, Schedule
 
 
-def kernel_seconds(trace: Trace) -> dict[str, float]:
-    """Instruction -> mean seconds of one run of it, over the captured steps."""
-    busy, count = trace.kernels.busy_s, trace.kernels.count
-    names = trace.timeline.op_names
-    return {name: float(b / c) for name, b, c in zip(names, busy, count) if c > 0}
+def kernel_runs(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
+    """Instruction -> how often an execution ran it, as a mean over the captured steps.
+
+    A trace counts kernels, and one instruction may be several: cuDNN's attention backward three, a sort some dozens. So
+    the program says how often; where it does not know, or where the trace has lost kernels, each kernel is one run.
+    """
+    known = schedule.known_runs() if schedule is not None else {}
+    counts = zip(trace.timeline.op_names, trace.kernels.count.tolist())
+    return {name: min(count, known.get(name, count)) for name, count in counts if count > 0}
+
+
+def kernel_seconds(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
+    """Instruction -> mean seconds of one run of it, all its kernels together, over the captured steps."""
+    busy = dict(zip(trace.timeline.op_names, trace.kernels.busy_s.tolist()))
+    return {name: busy[name] / runs for name, runs in kernel_runs(trace, schedule).items()}
 
 
 class MeasuredKernels:

@@ -10,12 +10,16 @@ import numpy as np
 
 @dataclass
 class Segment:
-    """The simulated run of one computation, from time 0: rows (start_s, end_s) and a label per row, by lane."""
+    """The simulated run of one computation, from time 0: rows (start_s, end_s) and a label per row, by lane.
+
+    `noted_s` are the seconds of control flow of which not everything is known, by name.
+    """
 
     duration_s: float = 0.0
     host_bytes: float = 0.0
     contention_s: float = 0.0
     flops: Counter = field(default_factory=Counter)
+    noted_s: dict[str, float] = field(default_factory=dict)
     lanes: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
     _open: dict[str, tuple[list[tuple[float, float]], list[int]]] = field(default_factory=dict)
 
@@ -34,8 +38,14 @@ class Segment:
             tiled = (spans[None] + offsets[:, None, None]).reshape(-1, 2)
             self.lanes.setdefault(lane, []).append((tiled, np.tile(labels, times)))
         self.flops.update({dtype: flops * times for dtype, flops in inner.flops.items()})
+        for name, seconds in inner.noted_s.items():
+            self.note(name, seconds * times)
         self.host_bytes += inner.host_bytes * times
         self.contention_s += inner.contention_s * times
+
+    def note(self, name: str, seconds: float) -> None:
+        """Seconds of control flow of which not everything is known."""
+        self.noted_s[name] = self.noted_s.get(name, 0.0) + seconds
 
     def names(self) -> list[str]:
         """Lanes that have spans."""

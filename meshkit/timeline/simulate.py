@@ -1,16 +1,17 @@
 """Schedule x cluster -> Timeline: when each instruction would run. Layer 5; imports no jax.
 
 One GPU stands for all (SPMD). Kernels run on one stream in schedule order; asynchronous collectives on another, in
-order of their starts; asynchronous copies on a third. A `done` waits for its start. While a collective runs, kernels
-beside it are slower (contention.py). XLA lets no start outlive its loop body (what it pipelines over iterations starts
-and ends in the one before, and travels in the loop's state), so every iteration of a loop is alike: it is simulated
-once and repeated.
+order of their starts; asynchronous copies on a third, and those over the host link on a fourth. A `done` waits for its
+start. While a collective runs, kernels beside it are slower (contention.py). XLA lets no start outlive its loop body
+(what it pipelines over iterations starts and ends in the one before, and travels in the loop's state), so the
+iterations of a loop are alike: one is simulated and repeated, after those that a collective from before the loop is
+still in flight beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from meshkit.spec.cluster import Cluster
 from meshkit.timeline.assumptions import Assumptions
@@ -21,6 +22,9 @@ from meshkit.timeline.pricing import Pricer, host_bytes_per_s
 from meshkit.timeline.segments import Segment
 from meshkit.timeline.spans import Collective, DeviceStep, Timeline
 from meshkit.xla.hlo import Instruction, Schedule
+
+# Iterations that are simulated one by one for what is in flight beside them; beyond, it slows nothing.
+_MOST_BESIDE = 256
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Simulation:
         host_bytes: what crosses the link between one GPU and its host's memory.
         host_transfer_s: seconds that this takes, both ways one after the other.
         contention_s: seconds by which collectives slow the kernels beside them.
+        noted_s: control flow in the notes -> its seconds in the step: of a conditional those of its longest branch, of
+            a loop of unknown length those of one iteration.
     """
 
     timeline: Timeline
@@ -46,6 +52,7 @@ class Simulation:
     host_bytes: float = 0.0
     host_transfer_s: float = 0.0
     contention_s: float = 0.0
+    noted_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def simulate(
@@ -91,6 +98,7 @@ def simulate(
         segment.host_bytes,
         segment.host_bytes / host_bytes_per_s(cluster),
         segment.contention_s,
+        dict(segment.noted_s),
     )
 
 
@@ -101,19 +109,20 @@ class _Streams:
     Attributes:
         now: the compute stream.
         network: when the stream of each link is free again.
-        copy: when that of copies is.
+        copy: when those of asynchronous copies are: over the host link, and on the device. XLA spreads them over four
+            streams in turn; which of them share one is not in the module, and they are taken as apart.
         flying: (start_s, end_s, what it leaves) of collectives that may still run.
         pending: name of a start -> when it is done.
     """
 
     now: float
     network: dict[str, float]
-    copy: float
+    copy: dict[bool, float]
     flying: list[tuple[float, float, Load]]
     pending: dict[str, float]
 
     def end(self) -> float:
-        return max(self.now, self.copy, *self.network.values())
+        return max(self.now, *self.copy.values(), *self.network.values())
 
 
 class _Simulator:
@@ -148,7 +157,12 @@ class _Simulator:
         return self._done[name]
 
     def _run(self, instructions: tuple[Instruction, ...]) -> Segment:
-        out, streams = Segment(), _Streams(0.0, {"": 0.0}, 0.0, [], {})
+        out, streams = Segment(), _Streams(0.0, {"": 0.0}, {False: 0.0, True: 0.0}, [], {})
+        self._follow(instructions, out, streams)
+        out.duration_s = streams.end()
+        return out
+
+    def _follow(self, instructions: tuple[Instruction, ...], out: Segment, streams: _Streams) -> None:
         for i in instructions:
             if i.kind == "free" or i.kind == "host":
                 continue
@@ -162,26 +176,34 @@ class _Simulator:
                 self._copy(i, out, streams)
             else:
                 self._kernel(i, out, streams)
-        out.duration_s = streams.end()
-        return out
 
     def _nested(self, i: Instruction, out: Segment, streams: _Streams) -> None:
-        """A loop, a branch or a call. What is in flight goes on under it, but slows nothing in it and holds up no
-        collective of it: a body is simulated once, for all of its iterations."""
-        inner = max((self.computation(b) for b in i.bodies), key=lambda s: s.duration_s)
-        times = 1 if i.trip_count is None else i.trip_count
+        """A loop, a branch or a call. A body is simulated once for all of its iterations, but for those that something
+        started before is still in flight beside: it slows their kernels, and their collectives queue behind it."""
+        name = max(i.bodies, key=lambda body: self.computation(body).duration_s)
+        times, began = 1 if i.trip_count is None else i.trip_count, streams.now
+        for _ in range(min(times, _MOST_BESIDE)):
+            if not any(end > streams.now for _, end, _ in streams.flying):
+                break
+            self._follow(self._schedule.computations[name], out, streams)
+            times -= 1
+        inner = self.computation(name)
         out.repeat(inner, streams.now, times)
         streams.now += inner.duration_s * times
-        streams.network = {link: max(free, streams.now) for link, free in streams.network.items()}
-        streams.copy = max(streams.copy, streams.now)
+        if times:
+            streams.network = {link: max(free, streams.now) for link, free in streams.network.items()}
+            streams.copy = {over_host: max(free, streams.now) for over_host, free in streams.copy.items()}
+        if i.kind != "while" or i.trip_count is None:
+            out.note(i.name, streams.now - began)
 
     def _kernel(self, i: Instruction, out: Segment, streams: _Streams) -> None:
         work = self._pricer.work(i)
         start = streams.now + self._gap
-        end = self._until(work, start, streams)
+        launches = self._gap * (i.cost.launches - 1) if i.cost else 0.0
+        end = self._until(work, start, streams) + launches
         self.op_names.append(i.name)
         out.add("compute", start, end, len(self.op_names) - 1)
-        out.contention_s += end - start - work.alone_s
+        out.contention_s += end - start - work.alone_s - launches
         streams.now = end
         if i.cost:
             out.host_bytes += i.cost.host_bytes
@@ -224,8 +246,9 @@ class _Simulator:
             streams.now = end
 
     def _copy(self, i: Instruction, out: Segment, streams: _Streams) -> None:
-        start = max(streams.now, streams.copy)
-        streams.copy = start + self._pricer.work(i).alone_s
-        streams.pending[i.name] = streams.copy
+        over_host = bool(i.cost and i.cost.host_bytes)
+        start = max(streams.now, streams.copy[over_host])
+        end = start + self._pricer.work(i).alone_s
+        streams.copy[over_host] = streams.pending[i.name] = end
         out.host_bytes += i.cost.host_bytes if i.cost else 0.0
-        out.add("copy", start, streams.copy, 0)
+        out.add("copy", start, end, 0)

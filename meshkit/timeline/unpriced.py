@@ -13,14 +13,14 @@ BY_BYTES = "opaque custom call"
 
 
 def unpriced_seconds(simulation: Simulation, *, steps: int = 1) -> Mapping[str, float]:
-    """Kind of note -> seconds a step of the kernels it names: the least that they take.
+    """Kind of note -> seconds a step of what it names: the least that they take.
 
     Args:
         simulation: of a program.
         steps: training steps that it makes.
     """
     names = {kind: {n.partition(" (")[0] for n in noted} for kind, noted in simulation.notes.items()}
-    seconds = kernel_seconds_by_name(simulation)
+    seconds = {**simulation.noted_s, **kernel_seconds_by_name(simulation)}
     found = {kind: sum(seconds.get(n, 0.0) for n in noted) / steps for kind, noted in names.items()}
     return {kind: value for kind, value in found.items() if value > 0}
 

@@ -112,7 +112,8 @@ def _shipped(table: dict[str, Any] | None) -> str | None:
         return None
     mine = Cluster.load(table).to_dict() | {"name": None}
     unknown = {key for key in ("gpudirect_rdma", "nic", "nics_per_host", "fabric") if key not in table}
-    unknown |= {"price_per_gpu_hour", "storage_bytes_per_s", "calibration", "oversubscription", "hosts"}
+    unknown |= {"host_memory_bytes", "price_per_gpu_hour", "storage_bytes_per_s", "calibration"}
+    unknown |= {"oversubscription", "hosts"}
     for name in shipped_clusters():
         theirs = Cluster.load(name).to_dict() | {"name": None}
         if all(theirs[key] == value for key, value in mine.items() if key not in unknown) and "nic" in table:

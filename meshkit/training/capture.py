@@ -180,6 +180,7 @@ class Capture:
             processes=jax.process_count(),
             host=socket.gethostname(),
             platform=mesh.devices.flat[0].platform,
+            device_kind=next((d.device_kind for d in mesh.local_devices), None),
             devices=tuple(CapturedDevice(id=d.id, ordinal=_ordinal(d)) for d in mesh.local_devices),
             mesh=CapturedMesh(
                 axes=mesh.axis_names,

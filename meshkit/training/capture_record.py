@@ -104,6 +104,7 @@ class CaptureRecord(_Record):
     processes: int
     host: str
     platform: str
+    device_kind: str | None = None
     devices: tuple[CapturedDevice, ...]
     mesh: CapturedMesh
     mesh_spec: dict[str, Any] | None = None

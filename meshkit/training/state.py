@@ -24,6 +24,7 @@ from meshkit.sharding import shardings
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.spec.experiment import Experiment
 from meshkit.spec.rules import ShardingRules
+from meshkit.spec.sections import RematMix
 from meshkit.training.linen import LINEN_FIELDS, is_linen, linen_options, wrap_linen
 from meshkit.training.user_code import load_object, raised_by_user, user_code
 
@@ -142,7 +143,8 @@ def _model_options(experiment: Experiment, accepted: Mapping[str, inspect.Parame
             raise experiment.error("train.precision", message, hint='precision = "bf16"')
         options.setdefault("fp8", True)
     if "remat" in accepted:
-        options.setdefault("remat", train.remat)
+        remat = train.remat
+        options.setdefault("remat", remat.to_dict() if isinstance(remat, RematMix) else remat)
     return options
 
 

@@ -24,6 +24,7 @@ WITHIN = "copied by a GPU to itself: leaves no GPU"
 CODES = ("unexplained_collective", "involuntary_rematerialization")
 # XLA combines small sums with large ones and pads; a twentieth and a mebibyte is less than any array worth a finding.
 _SLACK, _SLACK_BYTES = 1.05, 2**20
+_LONGEST, _PLACES = 100, 4  # of a path that a finding shows, in characters; of a combined collective's, how many
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
 
@@ -183,9 +184,15 @@ def _places(row: Explained) -> str:
 
 
 def _short(source: str) -> str:
-    """An op_name path without what every path of a step has."""
+    """An op_name path without what every path of a step has; of a combined collective the ends of its paths."""
     path = re.sub(r"jit\(train_step\)/|while/body/|eval_jaxpr/|checkpoint/|rematted_computation/", "", source)
-    return path[-100:] or "an op without a name"
+    if ":" in path:
+        ends = dict.fromkeys("/".join(p.strip("()").rsplit("/", 3)[-3:]) for p in path.split(":"))
+        shown = list(ends)[:_PLACES]
+        return ", ".join(shown) + (f" and {len(ends) - len(shown)} more" if len(ends) > len(shown) else "")
+    if len(path) > _LONGEST:
+        return "..." + path[-_LONGEST:].partition("/")[2]
+    return path or "an op without a name"
 
 
 def _times(count: float) -> str:

@@ -12,13 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshkit.xla.custom_calls import FREE_CALLS, STREAMING_CALLS
 from meshkit.xla.shapes import Shape, shape_of
+from meshkit.xla.sorting import sort_passes
 
 SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element"}
 _HOST_MEMORY = ":S(5)"
 _NO_TF32 = re.compile(r'operand_precision=\{highest|"operand_precision":\s*\["HIGHEST|algorithm=dot_f32_f32_f32')
-_GEMM = re.compile(r"__cublas\$|__cudnn\$.*[Gg]emm")
+_GEMM = re.compile(r"__cublas\$(?!triangular)|__cudnn\$.*[Gg]emm")
+# A complex multiply-add is four of its parts.
+_PARTS_OF = {"c64": "f32", "c128": "f64"}
+_SORTED = re.compile(r"dimensions=\{(\d+)\}")
 _CALL_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 _CALL_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\]]*)\]')
 _DOT_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -58,6 +63,7 @@ class Cost:
         attention_length: keys that a query sees without a mask; 0 where unknown.
         attention_head_dim: of the fused attention; 0 where unknown.
         attention_causal: whether half of the square is skipped.
+        launches: kernels that it is.
     """
 
     matmul_flops: Mapping[str, float] = field(default_factory=dict)
@@ -71,6 +77,7 @@ class Cost:
     attention_length: int = 0
     attention_head_dim: int = 0
     attention_causal: bool = False
+    launches: int = 1
 
 
 def opcode(instruction: Any) -> str:
@@ -103,8 +110,10 @@ class CostModel:
             return self._custom_call(instruction)
         if op == "copy":
             return self.copy(instruction)
+        passes, again = _sort_of(instruction)
+        moved = _plain_bytes(instruction, op) + again
         return Cost(
-            self._flops_of(instruction), bytes_accessed=_plain_bytes(instruction, op), matmuls=_matmuls_of(instruction)
+            self._flops_of(instruction), bytes_accessed=moved, matmuls=_matmuls_of(instruction), launches=passes
         )
 
     def copy(self, instruction: Any) -> Cost:
@@ -131,13 +140,15 @@ class CostModel:
         flops, matmuls = self._matmuls_in(name)
         moved = sum(_parameter_bytes(i) for i in body if opcode(i) == "parameter") + _root_bytes(instruction, body)
         attention = next((c for c in inner if c.attention_flops), Cost())
+        sorts = [_sort_of(i) for i in body if opcode(i) == "sort"]
         return replace(
             attention,
             matmul_flops=flops,
             attention_flops=sum(c.attention_flops for c in inner),
-            bytes_accessed=moved,
+            bytes_accessed=moved + sum(again for _, again in sorts),
             matmuls=matmuls,
-            priced_by="roofline",
+            priced_by="bytes" if any(c.priced_by == "bytes" for c in inner) else "roofline",
+            launches=sum(passes for passes, _ in sorts) or 1,
         )
 
     def _matmuls_in(self, name: str) -> tuple[Counter, tuple[Matmul, ...]]:
@@ -174,7 +185,8 @@ class CostModel:
             return Cost({m.dtype: m.flops for m in matmuls}, bytes_accessed=moved, matmuls=matmuls)
         if target.startswith("__cudnn$conv"):
             return Cost(_cudnn_convolution(instruction, text, target), bytes_accessed=moved)
-        return Cost(bytes_accessed=moved, priced_by="bytes")
+        known = target in STREAMING_CALLS or target in FREE_CALLS
+        return Cost(bytes_accessed=moved, priced_by="roofline" if known else "bytes")
 
 
 def custom_call_target(text: str) -> str:
@@ -201,7 +213,19 @@ def _matmuls_of(instruction: Any) -> tuple[Matmul, ...]:
     batches = math.prod(lhs.dims[d] for d in batch)
     m = math.prod(lhs.dims) // max(1, k * batches)
     n = math.prod(out.dims) // max(1, batches * m)
+    if lhs.dtype in _PARTS_OF:
+        return (Matmul(_matmul_dtype(_PARTS_OF[lhs.dtype], text), 4 * batches, m, n, k),)
     return (Matmul(_matmul_dtype(lhs.dtype, text), batches, m, n, k),)
+
+
+def _sort_of(instruction: Any) -> tuple[int, float]:
+    """Of a sort: its kernels, and the bytes that all but the first read and write again; of anything else (1, 0)."""
+    if opcode(instruction) != "sort":
+        return 1, 0.0
+    operands = [shape_of(o) for o in instruction.operands()]
+    dim = _SORTED.search(instruction.to_string())
+    passes = sort_passes(operands, int(dim[1]) if dim else 0)
+    return passes, 2.0 * (passes - 1) * sum(s.bytes for s in operands)
 
 
 def _dims(pattern: re.Pattern[str], text: str) -> list[int]:

@@ -22,6 +22,7 @@ from meshkit.spec.mesh import Placement
 from meshkit.xla.attributes import Attributes, ModuleAttributes, clean_path
 from meshkit.xla.collective import Collective
 from meshkit.xla.costs import Cost, CostModel, opcode
+from meshkit.xla.custom_calls import FREE_CALLS
 from meshkit.xla.groups import group_shape, read_groups
 from meshkit.xla.schedule import Instruction, Schedule
 from meshkit.xla.shapes import Shape, shape_of
@@ -60,19 +61,6 @@ _FREE = {
     "partition-id",
     "replica-id",
     "tuple",
-}
-# Custom calls that tell the compiler something and run nothing.
-_FREE_CALLS = {
-    "AllocateBuffer",
-    "AssumeGatherIndicesInBound",
-    "CreateBuffer",
-    "LayoutConstraint",
-    "NopReturnToken",
-    "Pin",
-    "SPMDFullToShardShape",
-    "SPMDShardToFullShape",
-    "Sharding",
-    "Unpin",
 }
 _CONTROL = {"while", "conditional", "call"}
 _CALLING = {*_CONTROL, "fusion", "async-start"}
@@ -192,7 +180,7 @@ class _Reader:
     def instructions(self, i: Any) -> list[Instruction]:
         """What an instruction comes to: one, or one for each of several collectives that it starts together."""
         op, at = opcode(i), self._of(i)
-        if op in _FREE or at.target in _FREE_CALLS:
+        if op in _FREE or at.target in FREE_CALLS:
             return [Instruction(i.name, op, "free")]
         if self._bodies(i):
             return [self._control(i, op, at)]

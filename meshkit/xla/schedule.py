@@ -53,6 +53,28 @@ class Schedule:
     fingerprint: str
     notes: Mapping[str, list[str]] = field(default_factory=dict)
 
+    def known_runs(self) -> dict[str, int]:
+        """How often one execution runs each instruction: once, or once per iteration of the loops it is in.
+
+        What is in a branch, or in a loop whose iterations XLA does not know, is left out.
+        """
+        found: dict[str, int] = {}
+        unknown: set[str] = set()
+
+        def visit(computation: str, times: int | None) -> None:
+            for i in self.computations[computation]:
+                if times is None:
+                    unknown.add(i.name)
+                else:
+                    found[i.name] = found.get(i.name, 0) + times
+                each = {"while": i.trip_count, "call": 1}.get(i.kind)
+                inner = None if times is None or each is None else times * each
+                for body in i.bodies:
+                    visit(body, inner)
+
+        visit(self.entry, 1)
+        return {name: count for name, count in found.items() if name not in unknown}
+
     def walk(self, name: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
         """Every instruction with how often a run executes it; of a conditional every branch, of a loop whose number of
         iterations XLA does not know one iteration."""

@@ -1,8 +1,8 @@
 """FLOP of a program as it was traced, before any compiler: what a compiled one is held against. Layer 4.
 
 Counted over all GPUs: matmuls, convolutions and fused attention, loops as often as they run, what is recomputed as
-often as it is. A compiled program that executes more repeats work on several GPUs, one that executes less was not read
-right.
+often as it is, and nothing whose result nobody uses. A compiled program that executes more repeats work on several
+GPUs, one that executes less was not read right.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+
 _ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 
 
 def traced_flops(jaxpr: Any) -> float | None:
     """FLOP of a (closed) jaxpr over all GPUs; None where it holds a loop or kernel whose work cannot be counted."""
     try:
-        return _count(getattr(jaxpr, "jaxpr", jaxpr))
+        used, _ = partial_eval.dce_jaxpr(plain := getattr(jaxpr, "jaxpr", jaxpr), [True] * len(plain.outvars))
+        return _count(used)
     except _Uncountable:
         return None
 
@@ -67,14 +71,14 @@ def _of_dot(equation: Any) -> float:
     (contracted, _), (batched, _) = equation.params["dimension_numbers"]
     left, right = (v.aval.shape for v in equation.invars[:2])
     shared = math.prod(left[d] for d in (*contracted, *batched))
-    return 2.0 * math.prod(left) * math.prod(right) / max(1, shared)
+    parts = 4.0 if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating) else 1.0
+    return 2.0 * parts * math.prod(left) * math.prod(right) / max(1, shared)
 
 
 def _of_convolution(equation: Any) -> float:
     kernel, numbers = equation.invars[1].aval.shape, equation.params["dimension_numbers"]
     features = kernel[numbers.rhs_spec[0]]
-    groups = equation.params["batch_group_count"]
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / max(1, features) / groups
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / max(1, features)
 
 
 def _of_attention(equation: Any) -> float:

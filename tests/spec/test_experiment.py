@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshkit.errors import ConfigError
 from meshkit.spec.experiment import experiment_json_schema, load
+from meshkit.spec.sections import RematMix
 from meshkit.spec.template import new_experiment
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +112,11 @@ def test_what_the_shipped_experiments_say():
         (["train.precision=fp32"], lambda e: e.train.precision == "fp32"),
         (["train.remat=dots"], lambda e: e.train.remat == "dots"),
         (['train.remat=["gate", "up"]'], lambda e: e.train.remat == ("gate", "up")),
+        (
+            ['train.remat={ keep = ["key"], offload = ["gate"] }'],
+            lambda e: e.train.remat == RematMix(("key",), ("gate",)) and e.train.offloads,
+        ),
+        (['train.remat={ offload = ["gate"] }'], lambda e: e.train.remat.to_dict() == {"offload": ["gate"]}),
         (['train.precision="fp32"'], lambda e: e.train.precision == "fp32"),
         (["optimizer.learning_rate=1e-4"], lambda e: e.optimizer.learning_rate == 1e-4),
         (["optimizer.learning_rate=1"], lambda e: e.optimizer.learning_rate == 1),
@@ -270,7 +276,7 @@ def test_the_json_schema_has_every_key_of_the_file():
     assert undescribed == []
     assert schema["$defs"]["TrainTable"]["properties"]["precision"]["enum"] == ["fp32", "bf16", "fp8"]
     remat = schema["$defs"]["TrainTable"]["properties"]["remat"]
-    assert [form["type"] for form in remat["anyOf"]] == ["string", "array"]
+    assert [form["type"] for form in remat["anyOf"]] == ["string", "array", "object"]
 
 
 def test_the_spec_layer_imports_no_jax():

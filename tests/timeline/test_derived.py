@@ -8,6 +8,7 @@ import meshkit as mk
 from meshkit.sharding.devices import describe_devices
 from meshkit.sharding.mesh import build_mesh
 from meshkit.spec.experiment import load
+from meshkit.spec.sections import RematMix, TrainSpec
 from meshkit.timeline.derived import (
     LoopTraffic,
     derive_options,
@@ -112,6 +113,15 @@ def test_xla_may_use_what_the_client_may_take(fraction, percent):
     option = memory_option(fraction)
     assert option.value == percent
     assert not option.costs_memory
+
+
+def test_xla_need_not_make_room_for_what_waits_in_host_memory():
+    """It counts host memory as the GPU's: its limit is beyond any machine's, 100 times what 80 % of an H100 are."""
+    assert memory_option(0.92, offloads=True).value == 10_000
+    for remat in ("offload", "offload_dots", RematMix((), ("gate",))):
+        assert TrainSpec(1, remat=remat).offloads
+    for remat in ("none", "full", ("gate",)):
+        assert not TrainSpec(1, remat=remat).offloads
 
 
 def test_a_cpu_has_none():

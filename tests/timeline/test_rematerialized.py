@@ -9,7 +9,9 @@ from meshkit.plan_warnings import plan_warnings
 from meshkit.report.schema import MemoryPart
 from meshkit.spec.cluster import Cluster
 from meshkit.timeline.rematerialized import rematerialized
+from meshkit.xla.hlo import Schedule
 
+EMPTY = Schedule("m", {"main": ()}, "main", "f")
 LOG = (
     "Can't reduce memory use below 21.05GiB (22604740920 bytes) by rematerialization; only reduced to 21.93GiB "
     "(23549564248 bytes), down from 22.26GiB (23902934376 bytes) originally"
@@ -30,9 +32,13 @@ NAMES = (
 
 def simulated(names=NAMES):
     starts = np.arange(len(names)) * 1e-3
-    step = SimpleNamespace(compute=np.stack([starts, starts + 1e-3], axis=1), compute_op=np.arange(len(names)))
+    step = SimpleNamespace(
+        window=(0.0, 1e-3 * len(names)),
+        compute=np.stack([starts, starts + 1e-3], axis=1),
+        compute_op=np.arange(len(names)),
+    )
     return SimpleNamespace(
-        timeline=SimpleNamespace(steps=[step], op_names=names), notes={}, flops={"bf16": 1.0}, host_bytes=0
+        timeline=SimpleNamespace(steps=[step], op_names=names), notes={}, flops={"bf16": 1.0}, host_bytes=0, noted_s={}
     )
 
 
@@ -46,9 +52,9 @@ def test_clones_are_told_by_their_names():
 @pytest.mark.parametrize(("fits", "way"), [(True, "xla_disable_hlo_passes"), (False, "train.remat")])
 def test_the_plan_says_what_it_costs_and_what_to_try(fits, way):
     memory = MemoryPart(fits=fits, peak_bytes=20 * 2**30, margin_bytes=-1, reserved_bytes=1)
-    compiled = SimpleNamespace(log=(LOG,), traced_flops=4.0)
+    compiled = SimpleNamespace(log=(LOG,), traced_flops=None)
     cluster = Cluster.load("dgx_h100")
-    found = {w.code: w for w in plan_warnings(compiled, simulated(), memory, cluster, (), steps=2)}
+    found = {w.code: w for w in plan_warnings(compiled, EMPTY, simulated(), memory, cluster, (), steps=2)}
     warning = found["xla_rematerialization"]
     assert warning.seconds == pytest.approx(1e-3)  # of each of the two steps
     assert "recomputes 2 kernels, 1.00 ms a step, to keep within the memory (it counts 22.3 GiB)" in warning.message

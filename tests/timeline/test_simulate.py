@@ -93,6 +93,37 @@ def test_a_conditional_counts_its_longest_branch():
     assert step.window[1] == pytest.approx(2 * (GAP + 1.0))
 
 
+def test_what_is_in_flight_at_a_loop_slows_its_first_iterations_and_holds_up_their_collectives():
+    """A gather of 0.6 s starts before three iterations of a kernel of 1 s: the first one alone is slower."""
+    loop = Instruction("loop", "while", "while", bodies=("body",), trip_count=3)
+    _, step, _ = run([start(), loop, done()], Assumptions(slowest=False), body=[kernel()])
+    beside = (0.6 - GAP) * (1 - H100.achieved["contended"])  # of the kernel's work, undone when the gather ends
+    assert step.window[1] == pytest.approx(3 * (GAP + 1.0) + beside)
+    result, step, _ = run([start(), loop, done()], body=[start("reduce"), kernel(), done("reduce")])
+    spans = dict(zip([c.name for c in result.timeline.collectives], step.communication[:2].tolist()))
+    assert spans["reduce"] == pytest.approx([0.6, 1.1])  # queued behind the gather
+
+
+def test_what_is_in_flight_at_a_conditional_goes_on_under_it():
+    branch = Instruction("if", "conditional", "conditional", bodies=("short", "long"))
+    _, _, swept = run([start(), branch, done()], short=[], long=[kernel()])
+    assert (swept.overlapped_s, swept.exposed_s) == pytest.approx((0.6 - GAP, GAP))
+
+
+def test_control_flow_of_which_not_all_is_known_has_its_seconds():
+    branch = Instruction("if", "conditional", "conditional", bodies=("short", "long"))
+    endless = Instruction("until", "while", "while", bodies=("long",))
+    counted = Instruction("loop", "while", "while", bodies=("body",), trip_count=3)
+    result, _, _ = run([counted, endless], body=[branch], short=[], long=[kernel()])
+    assert result.noted_s == pytest.approx({"if": 3 * (GAP + 1.0), "until": GAP + 1.0})
+
+
+def test_a_sort_is_as_many_launches_as_it_has_passes():
+    sort = Instruction("matmul", "fusion", "kernel", cost=Cost(bytes_accessed=1.0, launches=21))
+    _, step, _ = run([sort])
+    assert step.window[1] == pytest.approx(1.0 + 21 * GAP)
+
+
 def test_copies_run_beside_compute():
     copy = Instruction("copy", "dynamic-slice", "start", cost=Cost(bytes_accessed=1.0))
     _, step, swept = run([copy, kernel(), done("copy")])

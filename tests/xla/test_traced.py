@@ -22,7 +22,7 @@ def flops(fn, *args):
 
 def test_a_matmul_and_its_gradients():
     assert flops(jnp.dot, A, B) == ONE
-    assert flops(jax.grad(lambda a, b: jnp.dot(a, b).sum(), argnums=(0, 1)), A, B) == 3 * ONE
+    assert flops(jax.value_and_grad(lambda a, b: jnp.dot(a, b).sum(), argnums=(0, 1)), A, B) == 3 * ONE
 
 
 def test_what_is_recomputed_counts_again():
@@ -30,6 +30,21 @@ def test_what_is_recomputed_counts_again():
         return jnp.sin(jax.checkpoint(lambda a: jnp.sin(jnp.dot(a, b)))(a)).sum()
 
     assert flops(jax.grad(loss), A, B) == 3 * ONE  # forward, again, and the gradient of a
+
+
+def test_what_nobody_uses_does_not_count():
+    """Of the backward pass of a first layer, the gradient of its input."""
+
+    @jax.custom_vjp
+    def dot(a, b):
+        return jnp.dot(a, b)
+
+    dot.defvjp(lambda a, b: (dot(a, b), (a, b)), lambda r, g: (g @ r[1].T, r[0].T @ g))
+    assert flops(jax.value_and_grad(lambda b: dot(A, b).sum()), B) == 2 * ONE
+
+
+def test_a_complex_multiply_add_is_four_real_ones():
+    assert flops(jnp.dot, A.astype(jnp.complex64), B.astype(jnp.complex64)) == 4 * ONE
 
 
 def test_a_scan_counts_its_iterations_and_a_conditional_its_longest_branch():
@@ -44,7 +59,7 @@ def test_jit_and_custom_derivatives_count_once():
 
     dot.defvjp(lambda a, b: (dot(a, b), (a, b)), lambda r, g: (g @ r[1].T, r[0].T @ g))
     assert flops(jax.jit(dot), A, B) == ONE
-    assert flops(jax.jit(jax.grad(lambda a, b: dot(a, b).sum(), argnums=(0, 1))), A, B) == 3 * ONE
+    assert flops(jax.jit(jax.value_and_grad(lambda a, b: dot(a, b).sum(), argnums=(0, 1))), A, B) == 3 * ONE
 
 
 def test_inside_a_shard_map_every_device_counts():
