@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshkit.errors import ConfigError, RunError
 from meshkit.spec.experiment import load
+from meshkit.spec.sections import RematMix
 from meshkit.tuner import pareto, tune
 from meshkit.tuning import workers as pool
 from meshkit.tuning.bounds import Bounds
 from meshkit.tuning.journal import JOURNAL_FILE, Journal
-from meshkit.tuning.schema import Outcome, OutcomeRow
-from meshkit.tuning.search import Pruned, candidates, pool_bytes
+from meshkit.tuning.schema import Outcome
+from meshkit.tuning.search import Pruned, candidates, host_pool_bytes, pool_bytes
 from meshkit.tuning.space import REMATS, Stages, Variant, factorizations, make_space
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "experiments"
@@ -91,7 +93,9 @@ def test_a_pipeline_is_a_dimension_once_its_axis_may_have_a_size():
     assert load(LLAMA_70B, (*ON_64, *settings)).pipeline.virtual_stages == 2
     # a stage that runs again as a whole keeps nothing beside its input: recomputation inside it would be a third run
     assert {v.remat for v in staged if v.stages.residuals == "recompute"} == {"none"}
-    assert {v.remat for v in staged if v.stages.residuals == "stash"} == set(space.remats)
+    # and only the scan over layers moves what it offloads under other layers
+    kept = {remat for remat in space.remats if not isinstance(remat, RematMix)}
+    assert {v.remat for v in staged if v.stages.residuals == "stash"} == kept < set(space.remats)
 
 
 @pytest.mark.parametrize(("path", "cuts"), [(LLAMA_70B, True), (str(CONFIGS / "vit_l16.toml"), False)])
@@ -133,6 +137,42 @@ def test_the_bounds_of_fsdp_are_the_closed_form():
     tokens = 128 * 8192
     causal = 6 * (parameters - 128_256 * 8192) * tokens + 6 * 80 * 8192 * 8192 * tokens
     assert bound.compute_s == pytest.approx(causal / 64 / 989.4e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("remat", "on_gpu", "on_host"),
+    [
+        ("full", 8192, 0),
+        (("key", "value"), 8192 + 2 * 1024, 0),
+        (RematMix(("key", "value"), ("gate", "up")), 8192 + 2 * 1024, 2 * 28_672),
+        (RematMix((), ("query", "layer_input")), 0, 2 * 8192),
+        ("offload", 0, 8192),
+    ],
+)
+def test_the_bounds_of_what_layers_keep_are_the_closed_form(remat, on_gpu, on_host):
+    """llama3_70b: so many bf16 numbers of each of one GPU's 16,384 tokens, in each of 80 layers; and over PCIe 5 they
+    take as long as the host link sustains, one way."""
+    experiment, bounds, space = space_of(LLAMA_70B, ON_64)
+    bound = bounds.of(space.changed(experiment, replace(space.base, remat=remat)))
+    each = 2 * 8192 * 80 * 2
+    gradients = 4 * 70_553_706_496 / 64
+    assert bound.needed_bytes - bound.state_bytes == pytest.approx(max(gradients, each * on_gpu), rel=1e-3)
+    assert bound.host_bytes == each * on_host
+    link = experiment.cluster.offload_link()
+    assert bound.host_s == pytest.approx(each * on_host / (link.bytes_per_s * link.achieved))
+
+
+def test_what_exceeds_the_memory_of_a_host_is_ruled_out():
+    """gate and up of 80 layers are 140 GiB a GPU, so 1.2 TB a host of eight."""
+    small = (*ON_64, "cluster.host_memory_bytes=1e12")
+    _, bounds, space = space_of(LLAMA_70B, small, axes=["fsdp"])
+    pruned = Pruned()
+    found = candidates(LLAMA_70B, small, space, bounds, pruned, lambda _: None)
+    assert "140 GiB a GPU at least, of 116 GiB" in pruned.examples["host_memory"]
+    kept = [c.variant for c in found if c.variant.remat == RematMix((), ("gate", "up"))]
+    assert kept
+    assert all(variant.accumulate > 1 for variant in kept)  # a micro-batch at a time is less
+    assert host_pool_bytes(load(LLAMA_70B, small)) == 1e12 / 8
 
 
 def test_what_is_ruled_out_is_counted_and_the_rest_divides_and_may_fit():
@@ -293,28 +333,6 @@ def test_pareto_keeps_what_no_other_beats():
     assert pareto(outcomes) == (1, 4, 0)
 
 
-def test_the_reason_names_the_collective_that_went_away(monkeypatch):
-    def row(axes, link, exposed):
-        return OutcomeRow(
-            axes=axes, link=link, collective="all-gather", dtype="bf16", count=1, time_s=exposed, exposed_s=exposed
-        )
-
-    class Two(MadeUpWorkers):
-        def next(self):
-            settings = self.waiting.pop(0)
-            slow = row(("fsdp",), "infiniband", 0.5)
-            rows = (row(("fsdp",), "nvlink", 0.1),) if settings else (slow, row(("fsdp",), "nvlink", 0.1))
-            return made_up(settings, 0.6 if settings else 1.1, compute_s=0.5, rows=rows)
-
-    monkeypatch.setattr(pool, "Workers", lambda *_: Two(by_length))
-    report = tune(TINY, ON_16, budget=2, jobs=1, axes=AXES)
-    assert report.why == (
-        "a step takes 600 ms instead of 1.10 s (-45.5 %).",
-        "exposed all-gather bf16 over fsdp on infiniband went away: 500 ms.",
-    )
-    assert sum(d.saved_s for d in report.differences) == pytest.approx(0.5)
-
-
 def test_a_worker_that_dies_costs_its_variant_only(tmp_path, monkeypatch):
     """Processes that are real, and end by themselves at a setting that says so."""
     program = tmp_path / "worker.py"
@@ -336,6 +354,21 @@ def test_a_worker_that_dies_costs_its_variant_only(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------- with real compiles
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_the_search_of_70b_finds_that_its_widest_values_can_wait_in_host_memory(tmp_path, monkeypatch):
+    """Six compiles beside the experiment as it is: recomputing all is beaten by offloading gate and up, whose copies
+    the plan finds hidden; the winner needs no more than a host has."""
+    monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path / "cache"))
+    report = tune(LLAMA_70B, ON_64, out=tmp_path, budget=7, jobs=2, axes=["fsdp"])
+    remat = load(tmp_path / "winner.toml").train.remat
+    assert isinstance(remat, RematMix)
+    assert {"gate", "up"} <= set(remat.offload)
+    assert report.winner.compute_s < report.base.compute_s
+    assert 0 < report.winner.host_bytes * 8 <= 2e12
+    assert any("all of them recomputation" in text for text in report.why)
 
 
 @pytest.mark.slow

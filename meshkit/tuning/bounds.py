@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,11 +33,10 @@ from meshkit.training.gradients import deferred_axes
 from meshkit.training.pipelined import find_stack
 from meshkit.training.stages import check_model
 from meshkit.training.state import ModelDescription, describe_model
+from meshkit.tuning.fate import Fate
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # of activations and gathered weights
 _RESIDUAL = "embed"
-_ALL = ("full", "nothing_saveable", "offload")  # policies that run all of a layer twice
-_SOME = 0.35
 # For the order of compiling alone: what of a weight's gather usually shows, in one micro-batch and in a loop of them;
 # what of an activation's exchange; what layers keep beside projections where they keep all. Of plans of llama3_70b on
 # 64 H100.
@@ -45,9 +44,12 @@ _WEIGHTS_SHOW, _WEIGHTS_SHOW_IN_LOOP, _ACTIVATIONS_SHOW = 0.05, 0.8, 0.9
 _GATHERED_TWICE = 1.5  # of a gather and a reduction: forward and backward pass gather each
 _LARGE_TOKENS, _SMALLER_MATMULS = 16_384, 0.03  # slower each time that a micro-batch of one GPU halves
 _KEPT_OF_ALL = 2.5
+_LAYERS_IN_FLIGHT = 2  # whose values are on the way to host memory or back
 # Bytes of memory traffic for one weight in a micro-batch: gathered and read in bf16 forward and backward (8), its
 # gradient written, read (4), and added to an fp32 sum (8).
 _WEIGHT_TRAFFIC = 20
+
+_PLACES_KEPT = 8
 
 Shape = tuple[int, int]
 
@@ -59,7 +61,8 @@ class Bound:
     Attributes:
         state_bytes: parameters and moments on one GPU.
         needed_bytes: with the lesser of what must be there beside them.
-        compute_s, link_s: below which no step is.
+        host_bytes: of host memory for one GPU, at least.
+        compute_s, link_s, host_s: below which no step is; host_s is what is offloaded, one way over the host link.
         estimate_s: a guess of the step.
         estimate_bytes: a guess of its memory.
     """
@@ -70,11 +73,13 @@ class Bound:
     link_s: float
     estimate_s: float
     estimate_bytes: float
+    host_bytes: float = 0.0
+    host_s: float = 0.0
 
     @property
     def time_s(self) -> float:
         """Below which the step is not."""
-        return max(self.compute_s, self.link_s)
+        return max(self.compute_s, self.link_s, self.host_s)
 
 
 class Bounds:
@@ -92,8 +97,10 @@ class Bounds:
         self._peak = compute_peak_flops(cluster.gpu, precision) or math.inf
         self._sustained = self._peak * cluster.gpu.achieved["matmul"]
         self._cluster = cluster
+        host = cluster.offload_link()
+        self._host_bytes_per_s = host.bytes_per_s * host.achieved
         self._priced: dict[tuple, float] = {}
-        self._placed: tuple[tuple, Mapping[str, Sequence[Placed]]] | None = None
+        self._placed: deque[tuple[tuple, Mapping[str, Sequence[Placed]]]] = deque(maxlen=_PLACES_KEPT)
 
     @property
     def logical_axes(self) -> set[str]:
@@ -151,15 +158,23 @@ class Bounds:
         logits = 2 * 4 * tokens / pieces * _vocabulary(places["compute"], sizes)
         recompute = (1 + kept.recomputed_share / 3) * self._places_over_layers(stages, variant.pipeline.virtual_stages)
         smaller = max(0.0, math.log2(_LARGE_TOKENS * pieces / tokens))
+        work_s = flops / self._sustained * recompute * (1 + _SMALLER_MATMULS * smaller)
+        host_s = kept.host_bytes / self._host_bytes_per_s  # of one micro-batch
         return Bound(
             state_bytes=int(state),
             needed_bytes=int(state + whole + max(held, kept.least_bytes)),
             compute_s=flops / self._peak,
             link_s=self._slowest_link_s(moved, variant.mesh),
-            estimate_s=flops / self._sustained * recompute * (1 + _SMALLER_MATMULS * smaller)
+            estimate_s=work_s
+            + pieces * _host_shows_s(host_s, flops / self._sustained / 3 / pieces, work_s / pieces)
+            + (
+                pieces * host_s if moved["activations"] else 0.0
+            )  # layers that wait are not double-buffered: one way shows
             + self._communication_guess_s(moved, variant, deferred)
             + pieces * self._weights_pass_s(places["compute"], sizes, token_axes),
             estimate_bytes=state + whole + held + kept.guess_bytes + logits,
+            host_bytes=kept.host_bytes,
+            host_s=pieces * host_s,
         )
 
     def _places_over_layers(self, stages: int, chunks: int) -> float:
@@ -194,46 +209,53 @@ class Bounds:
         return seconds
 
     def _places(self, variant: Experiment, mesh: Any) -> Mapping[str, Sequence[Placed]]:
-        """Where the parameters go, by what of them it is; of the last mesh, rules and stages kept."""
+        """Where the parameters go, by what of them it is; of the last few meshes, rules and stages kept."""
         stages = variant.pipeline
         key = variant.mesh, variant.rules, stages.axis, stages.virtual_stages, stages.layout
-        if self._placed is None or self._placed[0] != key:
+        found = next((placed for known, placed in self._placed if known == key), None)
+        if found is None:
             stack = find_stack(variant, mesh, self.model)
             params = (arrange_description(self.model, stack) if stack else self.model).params
             kinds = ("parameters", "optimizer", "compute", "gradients")
-            self._placed = key, {kind: placements(params, mesh, variant.rules, kind=kind) for kind in kinds}
-        return self._placed[1]
+            found = {kind: placements(params, mesh, variant.rules, kind=kind) for kind in kinds}
+            self._placed.append((key, found))
+        return found
 
     def _kept(self, leaves: Sequence[Placed], sizes: Mapping[str, int], variant: Experiment, tokens: float) -> _Kept:
         """What scanned layers keep of one micro-batch for the backward pass, those of a pipeline of all in flight."""
         remat, stages = variant.train.remat, variant.pipeline
-        if not self._layers or str(remat).startswith("offload"):
-            return _Kept(0.0, 0.0, 1.0 if remat in _ALL else _SOME)
+        fate = Fate.of(remat)
+        if not self._layers:
+            return _Kept(0.0, 0.0, 0.0 if remat == "none" else 1.0)
         width, inner, outer, work, kept_work = 0.0, 0.0, 0.0, 0.0, 0.0
+        away, away_outer = 0.0, 0  # of host memory
         for leaf in leaves:
             names = leaf.logical_axes or ()
             if "layers" not in names or len(names) < 3 or _RESIDUAL not in names:
                 continue
             width = leaf.shape[names.index(_RESIDUAL)]
             work += math.prod(leaf.shape)
-            if _drops(remat, leaf.path):
+            if (where := fate.where(leaf.path)) == "drop":
                 continue
             kept_work += math.prod(leaf.shape)
             first, *rest = [i for i, name in enumerate(names) if name != "layers"]
             if names[first] == _RESIDUAL:
-                inner += math.prod(leaf.shape[i] / math.prod(sizes[a] for a in leaf.spec[i]) for i in rest)
-            else:
-                outer += 1  # back into the residual stream, as wide as that
+                made = math.prod(leaf.shape[i] / math.prod(sizes[a] for a in leaf.spec[i]) for i in rest)
+                inner, away = (inner, away + made) if where == "offload" else (inner + made, away)
+            else:  # back into the residual stream, as wide as that
+                outer, away_outer = (outer, away_outer + 1) if where == "offload" else (outer + 1, away_outer)
         (residual,) = variant.rules.spec_for(("act_residual_length",), kind="activations")
         (length,) = variant.rules.spec_for(("act_length",), kind="activations")
         width /= math.prod(sizes[a] for a in residual if a not in length)
         each = tokens * self._layers * _BYTES[variant.train.precision]
         everything = _KEPT_OF_ALL if remat in ("none", "everything_saveable") else 1.0
         # the gradient of the residual stream needs no output that ends in it: those are no part of the bound
-        guess = each * (width * (1 + outer) + inner) * everything
+        stays = 0 if fate.input_leaves else 1
+        host = each * (away + width * (away_outer + 1 - stays))
+        guess = each * (width * (stays + outer) + inner) * everything + _LAYERS_IN_FLIGHT * host / self._layers
         again = 1 - kept_work / work if work else 1.0
         if stages.axis is None:
-            return _Kept(each * (width + inner), guess, again)
+            return _Kept(each * (width * stays + inner), guess, again, host)
         ways, chunks = sizes[stages.axis], stages.virtual_stages
         flying = min((chunks + 1) * ways - 1, 2 * chunks * stages.microbatches) / (ways * chunks)
         if stages.residuals == "recompute":  # inputs of chunks, and all of the one that is run again
@@ -305,6 +327,7 @@ class _Kept:
     least_bytes: float
     guess_bytes: float
     recomputed_share: float
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -366,17 +389,10 @@ def _whole_weights_bytes(
 
 def _vocabulary(leaves: Sequence[Placed], sizes: Mapping[str, int]) -> float:
     """Width of one GPU's logits; 0 where no parameter has a vocabulary."""
-    widths = [
-        size / math.prod(sizes[a] for a in axes)
-        for leaf in leaves
-        for name, size, axes in zip(leaf.logical_axes or (), leaf.shape, leaf.spec)
-        if name == "vocab"
-    ]
-    return max(widths, default=0.0)
+    dims = (dim for leaf in leaves for dim in zip(leaf.logical_axes or (), leaf.shape, leaf.spec))
+    return max((size / math.prod(sizes[a] for a in axes) for name, size, axes in dims if name == "vocab"), default=0.0)
 
 
-def _drops(remat: Any, path: str) -> bool:
-    """Whether the outputs of a projection are recomputed."""
-    if not isinstance(remat, str):
-        return not set(remat) & set(path.split("/"))
-    return remat in _ALL
+def _host_shows_s(host_s: float, forward_s: float, all_s: float) -> float:
+    """What of the copies to host memory and back probably shows: the excess over what computes beside each."""
+    return max(0.0, host_s - forward_s) + max(0.0, host_s - (all_s - forward_s))

@@ -11,6 +11,7 @@ from meshkit.tuning.schema import Outcome, TuneReport
 from meshkit.tuning.views import COLUMNS, RULE_WORDS, best_first, cells_of, mesh_text, what_text
 from meshkit.units import GIB, format_bytes, format_percent, format_seconds
 
+SIZE_SYMBOLS = ("circle", "square", "triangle-up", "diamond", "pentagon")  # the experiment's own size first
 _FITS, _TOO_LARGE, _WINNER, _BASE = "#3f7cac", "#d1495b", "#4c9f70", "#28323c"
 
 
@@ -25,8 +26,8 @@ def write_tune_html(report: TuneReport, path: str | Path) -> Path:
     sub = f"{report.num_gpus} x {report.gpu} · global batch {report.global_batch}"
     body = [f'<h1>{escape(headline)}</h1>\n<p class="sub">{escape(sub)}</p>', _cards(report), _why(report)]
     note = (
-        "Each point is a compiled variant. The line joins those that no other beats in both; what lies right of the "
-        "dashed line does not fit."
+        "Each point is a compiled variant, its form says on how many GPUs. The line joins those that no other of the "
+        "same size beats in both; what lies right of the dashed line does not fit."
     )
     body.append(section("Step time against memory", note, chart("pareto", pareto_chart(report), figures)))
     body.append(_differences(report))
@@ -39,27 +40,34 @@ def write_tune_html(report: TuneReport, path: str | Path) -> Path:
 def pareto_chart(report: TuneReport) -> dict:
     """Time against memory of what was compiled, and the front."""
     drawn = [o for o in report.outcomes if o.time_s is not None and o.peak_bytes is not None]
+    sizes = sorted({o.num_gpus or 0 for o in drawn}, key=lambda n: (n != report.num_gpus, n))
+    fitting = [(n, [o for o in drawn if o.fits and (o.num_gpus or 0) == n]) for n in sizes]
     groups = [
-        ("fits", [o for o in drawn if o.fits], _FITS, "circle", 8),
+        *((f"{n} GPUs", members, _FITS, SIZE_SYMBOLS[min(i, 4)], 9) for i, (n, members) in enumerate(fitting)),
         ("does not fit", [o for o in drawn if not o.fits], _TOO_LARGE, "x", 8),
         ("as it is", [o for o in drawn if not o.settings], _BASE, "diamond-open", 15),
         ("the winner", [o for o in drawn if o == report.winner], _WINNER, "star", 15),
     ]
     data = [_points(name, members, color, symbol, size) for name, members, color, symbol, size in groups if members]
-    front = sorted((report.outcomes[i] for i in report.pareto), key=lambda o: o.peak_bytes or 0)
-    line = {"color": _WINNER, "width": 1.2, "shape": "hv"}
-    data.append(
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "no other beats them",
-            "x": [(o.peak_bytes or 0) / GIB for o in front],
-            "y": [o.time_s for o in front],
-            "line": line,
-            "hoverinfo": "skip",
-        }
-    )
+    data += [line for n in sizes if (line := _front(report, n))]
     return {"data": data, "layout": _layout(report)}
+
+
+def _front(report: TuneReport, gpus: int) -> dict | None:
+    """The line through those of one size that no other beats; None where there is none of them."""
+    front = [report.outcomes[i] for i in report.pareto if (report.outcomes[i].num_gpus or 0) == gpus]
+    front.sort(key=lambda o: o.peak_bytes or 0)
+    if not front:
+        return None
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": f"no other beats them, {gpus} GPUs",
+        "x": [(o.peak_bytes or 0) / GIB for o in front],
+        "y": [o.time_s for o in front],
+        "line": {"color": _WINNER, "width": 1.2, "shape": "hv"},
+        "hoverinfo": "skip",
+    }
 
 
 def _points(name: str, outcomes: list[Outcome], color: str, symbol: str, size: int) -> dict:
@@ -69,7 +77,7 @@ def _points(name: str, outcomes: list[Outcome], color: str, symbol: str, size: i
         "name": name,
         "x": [(o.peak_bytes or 0) / GIB for o in outcomes],
         "y": [o.time_s for o in outcomes],
-        "customdata": [what_text(o) for o in outcomes],
+        "customdata": [f"{what_text(o)}<br>{o.num_gpus} GPUs" for o in outcomes],
         "hovertemplate": "%{y:.4~g} s, %{x:.3~g} GiB<br>%{customdata}<extra></extra>",
         "marker": {"color": color, "size": size, "symbol": symbol},
     }

@@ -121,7 +121,7 @@ def _mesh(point: Any) -> str:
 
 def _cells(point: Any) -> tuple[str, ...]:
     outcome = point.outcome
-    fits = "" if outcome.fits else " (too large)"
+    fits = " (too large)" if outcome.status == "does_not_fit" else ""
     return (
         str(point.num_gpus),
         str(point.global_batch),

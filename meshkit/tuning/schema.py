@@ -14,6 +14,7 @@ from pydantic import Field
 from meshkit.report.schema import LinkName, Part, Report
 
 TUNE_SCHEMA = "meshkit.tune/1"
+_EXCEEDED = "host_memory_exceeded"  # of plan_warnings.py
 Status = Literal["fits", "does_not_fit", "error"]
 
 
@@ -40,7 +41,8 @@ class Outcome(Part):
         mesh: axis -> its value in `[mesh]`, as TOML.
         stage: why it was compiled: `base`, `estimate` (the closed forms put it first), `neighbour` (one choice away
             from the best so far).
-        peak_bytes: of the program; `needed_bytes` adds what the compiler does not see inside the pool.
+        peak_bytes: of the program.
+        host_bytes: of host memory for one GPU; None where nothing is there.
         estimate_s: what the closed forms expected of the step.
         rows: communication.
         error: of a variant that could not be planned.
@@ -61,6 +63,7 @@ class Outcome(Part):
     tokens_per_s_per_gpu: float | None = None
     peak_bytes: int | None = None
     margin_bytes: int | None = None
+    host_bytes: int | None = None
     pool_bytes: int | None = None
     fingerprint: str | None = None
     lower_s: float | None = None
@@ -97,8 +100,10 @@ class TuneReport(Part):
     """What a search found.
 
     Attributes:
+        num_gpus: of the experiment; an outcome of another size has its own.
+        objective: of the winner, `time` (at the experiment's size) or `gpu_hours` (of any size).
         base: the experiment as it is.
-        winner: the fastest that fits; None where none does.
+        winner: the best that fits; None where none does.
         why: one sentence each: what the winner has gained, and where.
         differences: compute, and every row of communication, the largest saving first.
         pareto: indices into `outcomes`: no other fits that is faster with no more memory and no more GPUs.
@@ -113,6 +118,7 @@ class TuneReport(Part):
     gpu: str
     num_gpus: int
     global_batch: int
+    objective: str = "time"
     base: Outcome
     winner: Outcome | None
     winner_is_base: bool
@@ -156,12 +162,15 @@ def tune_json_schema() -> dict:
     return TuneReport.model_json_schema(mode="serialization")
 
 
-def outcome_of(report: Report, settings: tuple[str, ...], mesh: dict[str, str], wall_s: float) -> Outcome:
+def outcome_of(
+    report: Report, settings: tuple[str, ...], mesh: dict[str, str], wall_s: float, host_bytes: int = 0
+) -> Outcome:
     """The outcome that a plan's report holds."""
     step, memory = report.step, report.memory
+    fits = memory.fits is not False and not any(w.code == _EXCEEDED for w in report.warnings)
     return Outcome(
         settings=settings,
-        status="fits" if memory.fits is not False else "does_not_fit",
+        status="fits" if fits else "does_not_fit",
         mesh=mesh,
         num_gpus=report.cluster.num_gpus,
         time_s=step.time_s,
@@ -174,6 +183,7 @@ def outcome_of(report: Report, settings: tuple[str, ...], mesh: dict[str, str], 
         tokens_per_s_per_gpu=step.tokens_per_s_per_gpu,
         peak_bytes=memory.peak_bytes,
         margin_bytes=memory.margin_bytes,
+        host_bytes=host_bytes or None,
         pool_bytes=memory.pool_bytes,
         fingerprint=report.program.fingerprint,
         lower_s=report.compile.lower_s,

@@ -7,9 +7,10 @@ was compiled says by how much the guesses are wrong, of pipelines, of tensor par
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshkit.errors import ConfigError
@@ -28,12 +29,17 @@ _PER_MESH = 3
 RULES = {
     "divisibility": "a dim, or the batch, does not divide",
     "memory": "parameters, moments, and gradients or saved activations, already exceed the pool",
+    "host_memory": "what is offloaded exceeds the memory of a host",
     "time": "the FLOP at peak, or every weight moved once, already takes longer than the best so far",
 }
 
 
-# Whether layers are stages of a pipeline, whether an axis named `tensor` cuts them, whether a step accumulates.
-Family = tuple[bool, bool, bool]
+# A neighbour of the best is compiled before another good guess while its guess is no worse than this times the best.
+_NEAR = 1.1
+
+# Whether layers are stages of a pipeline, whether an axis named `tensor` cuts them, whether a step accumulates, and
+# whether activations wait in host memory.
+Family = tuple[bool, bool, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Candidate:
     def family(self) -> Family:
         """Variants whose guesses are wrong in the same direction."""
         tensor = any(axis.name == "tensor" and axis.size > 1 for axis in self.variant.mesh.axes)
-        return self.variant.stages is not None, tensor, self.variant.accumulate > 1
+        return self.variant.stages is not None, tensor, self.variant.accumulate > 1, self.bound.host_bytes > 0
 
 
 @dataclass
@@ -59,10 +65,11 @@ class Pruned:
     counts: Counter = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def add(self, rule: str, settings: tuple[str, ...], why: str) -> None:
+    def add(self, rule: str, settings: Callable[[], tuple[str, ...]], why: str) -> None:
         """Counts a variant."""
         self.counts[rule] += 1
-        self.examples.setdefault(rule, f"{' '.join(settings) or 'the experiment'}: {why}")
+        if rule not in self.examples:
+            self.examples[rule] = f"{' '.join(settings()) or 'the experiment'}: {why}"
 
     def parts(self) -> tuple[PrunedPart, ...]:
         """For the report, in the order in which the rules are asked."""
@@ -78,7 +85,7 @@ def candidates(
     meshes: dict[tuple[MeshSpec, bool], Experiment | ConfigError] = {}
     for number, variant in enumerate(space.variants()):
         progress(number)
-        settings = space.settings(variant)
+        settings = functools.partial(space.settings, variant)
         place = variant.mesh, variant.stages is None
         if place not in meshes:
             meshes[place] = _load(path, (*overrides, *space.settings(_plainest(space, variant))))
@@ -95,8 +102,12 @@ def candidates(
             needed = f"{format_bytes(bound.needed_bytes)} at least, of {format_bytes(pool)}"
             pruned.add("memory", settings, needed)
             continue
+        if (there := host_pool_bytes(experiment)) is not None and bound.host_bytes > there:
+            needed = f"{format_bytes(bound.host_bytes)} a GPU at least, of {format_bytes(there)}"
+            pruned.add("host_memory", settings, needed)
+            continue
         excess = max(1.0, bound.estimate_bytes / pool)
-        found.append(Candidate(variant, settings, bound, (bound.estimate_s * excess**4, settings)))
+        found.append(Candidate(variant, named := settings(), bound, (bound.estimate_s * excess**4, named)))
     return sorted(found, key=lambda c: c.order)
 
 
@@ -132,8 +143,14 @@ def pool_bytes(experiment: Experiment) -> int:
     return int(experiment.cluster.gpu.memory_bytes * experiment.train.memory_fraction)
 
 
+def host_pool_bytes(experiment: Experiment) -> float | None:
+    """One GPU's part of its host's memory; None where that is unknown."""
+    cluster = experiment.cluster
+    return cluster.host_memory_bytes and cluster.host_memory_bytes * cluster.hosts / cluster.num_gpus
+
+
 class Search:
-    """One sitting of a search.
+    """One sitting of a search, of one size of the cluster.
 
     Args:
         path, overrides: the experiment.
@@ -142,6 +159,7 @@ class Search:
         journal: outcomes of this and of earlier sittings.
         budget: variants to compile at most, those of earlier sittings among them.
         pruned: takes those that the time rule drops.
+        wrong: by how much guesses were wrong at another size, by family.
     """
 
     def __init__(
@@ -153,6 +171,7 @@ class Search:
         journal: Journal,
         budget: int,
         pruned: Pruned,
+        wrong: Mapping[Family, list[float]] | None = None,
     ):
         self._path, self._overrides, self._base = path, overrides, base
         self._left = {c.settings: c for c in found if c.settings}
@@ -160,7 +179,7 @@ class Search:
         self._journal, self._budget, self._pruned = journal, budget, pruned
         self._tried: dict[tuple[str, ...], str] = {}
         self._meshes: Counter = Counter()
-        self._found: defaultdict[Family, list[float]] = defaultdict(list)
+        self.wrong: defaultdict[Family, list[float]] = defaultdict(list, {k: list(v) for k, v in (wrong or {}).items()})
         self._done: dict[tuple[str, ...], Outcome] = {}
         self.reused = 0
 
@@ -174,20 +193,30 @@ class Search:
         """Candidates that were neither tried nor ruled out."""
         return len(self._left)
 
+    def variant_of(self, outcome: Outcome | None) -> Variant | None:
+        """The choices behind an outcome; those of the experiment as it is where no candidate is."""
+        if outcome is None:
+            return None
+        known = self._known.get(outcome.settings)
+        return known.variant if known else self._base
+
     def best(self) -> Outcome | None:
         """The fastest that fits."""
         fitting = [o for o in self._done.values() if o.fits and o.time_s is not None]
         return min(fitting, key=lambda o: (o.time_s or 0.0, o.settings), default=None)
 
-    def run(self, workers: Workers, jobs: int, report: Callable[[Outcome, bool], None]) -> None:
+    def run(
+        self, workers: Workers, jobs: int, report: Callable[[Outcome, bool], None], *, base_first: bool = True
+    ) -> None:
         """Compiles until the budget is spent or nothing is left.
 
         Args:
             workers: that plan.
             jobs: how many there are.
             report: told of every outcome, and whether an earlier sitting had it.
+            base_first: whether the experiment as it is begins.
         """
-        waiting = self._ask(workers, (), "base", report)
+        waiting = self._ask(workers, (), "base", report) if base_first else 0
         for settings, outcome in self._journal.outcomes.items():
             if settings in self._left:
                 self._ask(workers, settings, outcome.stage or "estimate", report)
@@ -235,7 +264,7 @@ class Search:
         self._done[outcome.settings] = outcome
         candidate = self._known.get(outcome.settings)
         if candidate and outcome.time_s and candidate.bound.estimate_s:
-            self._found[candidate.family].append(outcome.time_s / candidate.bound.estimate_s)
+            self.wrong[candidate.family].append(outcome.time_s / candidate.bound.estimate_s)
         best = self.best()
         if best is None or best is not outcome or best.time_s is None:
             return
@@ -243,7 +272,7 @@ class Search:
         for candidate in slower:
             del self._left[candidate.settings]
             why = f"{format_seconds(candidate.bound.time_s)} at least, {format_seconds(best.time_s)} is known"
-            self._pruned.add("time", candidate.settings, why)
+            self._pruned.add("time", lambda c=candidate: c.settings, why)
 
     def _choose(self) -> tuple[tuple[str, ...], str] | None:
         """The next variant, and why it is next."""
@@ -255,20 +284,27 @@ class Search:
                 plain = candidate.variant.options == self._base.options
                 if plain and self._meshes[candidate.variant.mesh] < _PER_MESH:
                     return candidate.settings, "estimate"
+        best, wrong = self.best(), self._wrong()
         for near in self._neighbours(ranked):
-            return near.settings, "neighbour"
+            if best is None or near.order[0] * wrong[near.family] <= _NEAR * (best.time_s or 0.0):
+                return near.settings, "neighbour"
         return ranked[0].settings, "estimate"
 
     def _ranked(self) -> list[Candidate]:
         """What is left, the most promising first: by its guess, times what the guesses of its family were wrong by."""
-        wrong = {family: statistics.median(ratios) for family, ratios in self._found.items()}
-        untried = min(wrong.values(), default=1.0)  # looked at before a family that is known to be slower
-        return sorted(self._left.values(), key=lambda c: (c.order[0] * wrong.get(c.family, untried), c.order[1]))
+        wrong = self._wrong()
+        return sorted(self._left.values(), key=lambda c: (c.order[0] * wrong[c.family], c.order[1]))
+
+    def _wrong(self) -> Mapping[Family, float]:
+        """What a guess is to be multiplied by; an untried family's by the least, so that it is looked at soon."""
+        known = {family: statistics.median(ratios) for family, ratios in self.wrong.items()}
+        untried = min(known.values(), default=1.0)
+        return defaultdict(lambda: untried, known)
 
     def _neighbours(self, ranked: list[Candidate]) -> Iterator[Candidate]:
         """Candidates one choice away from the best so far, then from the second best, ..."""
         fitting = sorted((o for o in self._done.values() if o.fits), key=lambda o: o.time_s or 0.0)
         for outcome in fitting:
-            known = self._known.get(outcome.settings)
-            variant = known.variant if known else self._base
+            variant = self.variant_of(outcome)
+            assert variant is not None
             yield from (c for c in ranked if c.variant.differences(variant) == 1)

@@ -8,6 +8,7 @@ backward pass recomputes, and options of XLA.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from meshkit.spec.experiment import Experiment
 from meshkit.spec.mesh import MeshAxis, MeshSpec
 from meshkit.spec.presets import PRESETS
 from meshkit.spec.rules import preset_rules
+from meshkit.spec.sections import RematMix
 
 # Presets that cut parameters over `fsdp` (or nothing) and tensors over `tensor`: "all" says the same with more axes.
 _EXTENDED = ("data", "zero3", "fsdp", "hsdp", "fsdp_tensor", "fsdp_tensor_sequence", "fsdp_context", "fsdp_expert")
@@ -38,6 +40,15 @@ REMATS: tuple[Any, ...] = (
     ("query", "key", "value"),
     ("key", "value"),
     "full",
+    RematMix(("key", "value"), ("gate", "up")),
+    RematMix((), ("gate", "up")),
+    RematMix(("key", "value"), ("query", "output", "gate", "up")),
+    RematMix(("key", "value"), ("query", "gate", "up")),
+    RematMix(("query", "key", "value"), ("gate", "up", "layer_input")),
+    RematMix(("query", "key", "value"), ("gate", "layer_input")),
+    RematMix(("query", "key", "value", "output"), ("layer_input",)),
+    RematMix(("query", "key", "value"), ("up", "layer_input")),
+    RematMix((), ("up",)),
 )
 
 # What a stage may keep from forward to backward: its input, or all that `train.remat` keeps.
@@ -92,6 +103,7 @@ class Space:
         vary_reduction: whether gradients may be reduced with every micro-batch: no rule of the experiment says when.
         pipeline: the mesh axis of pipelines; None without.
         virtual_stages: chunks of layers that a stage of an interleaved pipeline may have.
+        hosts: of the cluster, where it is not the experiment's own size.
     """
 
     base: Variant
@@ -103,6 +115,7 @@ class Space:
     vary_reduction: bool = False
     pipeline: str | None = None
     virtual_stages: tuple[int, ...] = ()
+    hosts: int | None = None
 
     def variants(self) -> Iterator[Variant]:
         """Every combination, the base among them or not."""
@@ -116,7 +129,8 @@ class Space:
                 continue
             accumulates = [n for n in self.accumulates if n > 1 or not each]
             for accumulate, remat, options in itertools.product(accumulates, self.remats, self.options):
-                yield Variant(mesh, accumulate, each, remat, options)
+                if not (isinstance(remat, RematMix) and options == XLA_RECOMPUTES_NOTHING):  # it does not there anyway
+                    yield Variant(mesh, accumulate, each, remat, options)
 
     def _stages(self, mesh: MeshSpec) -> Iterator[Stages]:
         """Ways to run a pipeline over a mesh: none where it has no axis for it."""
@@ -130,8 +144,8 @@ class Space:
 
     def _remats_within(self, stage: Stages) -> Sequence[Any]:
         """What layers of a stage may keep: of one that runs again as a whole, all; else it would run a third time."""
-        if stage.residuals == "stash":
-            return self.remats
+        if stage.residuals == "stash":  # only a scan over layers moves what it offloads under other layers
+            return [remat for remat in self.remats if not isinstance(remat, RematMix)]
         return ("none",) if "none" in self.remats else (self.base.remat,)
 
     def changed(self, experiment: Experiment, variant: Variant) -> Experiment:
@@ -163,7 +177,9 @@ class Space:
     def settings(self, variant: Variant) -> tuple[str, ...]:
         """What to give to `--set` to have a variant: nothing for what is as in the experiment."""
         base, found = self.base, []
-        if variant.mesh != base.mesh:
+        if self.hosts is not None:
+            found.append(f"cluster.hosts={self.hosts}")
+        if self.hosts is not None or variant.mesh != base.mesh:
             found.append(f"mesh={inline(variant.mesh.to_dict())}")
         known = {*base.mesh.axis_names, *(axes_of(self.preset) if self.preset else ()), self.pipeline}
         if self.preset and not set(variant.mesh.axis_names) <= known:
@@ -196,6 +212,7 @@ def make_space(
     logical_axes: set[str],
     remats: Sequence[Any],
     may_be_cut: bool = False,
+    hosts: int | None = None,
 ) -> Space:
     """The space around an experiment.
 
@@ -205,6 +222,7 @@ def make_space(
         logical_axes: of the model's parameters.
         remats: policies that the model takes.
         may_be_cut: whether the model can be cut into the stages of a pipeline.
+        hosts: of the experiment, where its file has others.
 
     Raises:
         ConfigError: an axis that no rule knows.
@@ -227,20 +245,23 @@ def make_space(
         vary_reduction=preset is not None and not experiment.rules.gradients,
         pipeline=pipeline.axis or (_PIPELINE if _PIPELINE in names else None),
         virtual_stages=(2, 4, 5),
+        hosts=hosts,
     )
 
 
 # What changes the program and is not decided by the plan itself: whether XLA recomputes on its own where memory gets
 # scarce, and how far it may run collectives side by side.
+XLA_RECOMPUTES_NOTHING: Options = (("xla_disable_hlo_passes", "rematerialization"),)
 OPTION_SETS: tuple[Options, ...] = (
-    (("xla_disable_hlo_passes", "rematerialization"),),
+    XLA_RECOMPUTES_NOTHING,
     (("xla_gpu_experimental_parallel_collective_overlap_limit", 2),),
 )
 
 
-def axes_of(preset: str) -> set[str]:
+@functools.cache
+def axes_of(preset: str) -> frozenset[str]:
     """The mesh axes that a preset names."""
-    return {axis for table in preset_rules(preset).values() for axes in table.values() for axis in axes}
+    return frozenset(axis for table in preset_rules(preset).values() for axes in table.values() for axis in axes)
 
 
 def _preset(experiment: Experiment) -> str | None:
@@ -305,4 +326,6 @@ def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _plain(remat: Any) -> Any:
+    if isinstance(remat, RematMix):
+        return remat.to_dict()
     return list(remat) if isinstance(remat, tuple) else remat

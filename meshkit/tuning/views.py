@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -16,6 +17,7 @@ SHOWN = 12
 RULE_WORDS = {
     "divisibility": "a dim or the batch does not divide",
     "memory": "state, and gradients or saved activations, exceed the pool",
+    "host_memory": "what is offloaded exceeds a host's memory",
     "time": "FLOP at peak or weights moved once take longer than the best",
 }
 
@@ -48,8 +50,10 @@ def what_text(outcome: Outcome) -> str:
         key, _, value = setting.partition("=")
         if key == "mesh":
             words.append(mesh_text(outcome))
+        elif key == "cluster.hosts":
+            words.append(f"{value} hosts")
         elif key == "train.remat":
-            words.append(f"remat {value.strip(chr(34))}")
+            words.append(f"remat {_remat_text(value)}")
         elif key == "train.accumulate":
             words.append(f"accumulate {value}")
         elif key == "rules.gradients.embed":
@@ -59,6 +63,19 @@ def what_text(outcome: Outcome) -> str:
         elif key.startswith("xla."):
             words.append(f"{key.removeprefix('xla.xla_').removeprefix('gpu_')} {value.strip(chr(34))}")
     return ", ".join(words)
+
+
+def _remat_text(value: str) -> str:
+    """`offload gate up, keep key value`, or what else the setting says."""
+    try:
+        remat = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value.strip('"')
+    if isinstance(remat, list):
+        return f"keep {' '.join(remat)}"
+    if isinstance(remat, dict):
+        return " and ".join(f"{key} {' '.join(names)}" for key, names in remat.items() if names)
+    return str(remat)
 
 
 def mesh_text(outcome: Outcome) -> str:
@@ -79,10 +96,13 @@ def mesh_text(outcome: Outcome) -> str:
 
 
 def cells_of(outcome: Outcome) -> tuple[str, ...]:
-    """Step, compute, exposed, MFU, memory and verdict of a row."""
+    """GPUs, step, GPU seconds, compute, exposed, MFU, memory and verdict of a row."""
     verdict = {"fits": "fits", "does_not_fit": "too large", "error": "error"}[outcome.status]
+    gpu_seconds = None if outcome.time_s is None or outcome.num_gpus is None else outcome.time_s * outcome.num_gpus
     return (
+        "-" if outcome.num_gpus is None else str(outcome.num_gpus),
         format_seconds(outcome.time_s),
+        "-" if gpu_seconds is None else f"{gpu_seconds:,.0f}",
         format_seconds(outcome.compute_s),
         format_seconds(outcome.exposed_s),
         format_percent(outcome.mfu),
@@ -91,7 +111,7 @@ def cells_of(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-COLUMNS = ("step", "compute", "exposed", "MFU", "memory", "")
+COLUMNS = ("GPUs", "step", "GPU s", "compute", "exposed", "MFU", "memory", "")
 
 
 def _headline(report: TuneReport) -> RenderableType:
@@ -101,6 +121,8 @@ def _headline(report: TuneReport) -> RenderableType:
     if winner is not None and not report.winner_is_base:
         line = f"{mesh_text(winner)}: {format_seconds(winner.time_s)} a step, MFU {format_percent(winner.mfu)}"
         before = "" if report.base.time_s is None else f"; as it is {format_seconds(report.base.time_s)}"
+        if winner.num_gpus != report.num_gpus:
+            before += f" on {report.num_gpus} GPUs, and the winner on {winner.num_gpus}"
         lines.append(Text(f"{line}{before}", "green"))
     return Group(*lines)
 

@@ -42,11 +42,12 @@ def plan_variant(experiment: str, overrides: Sequence[str], settings: tuple[str,
     try:
         loaded = load(experiment, (*overrides, *settings))
         mesh = {name: inline(value) for name, value in loaded.mesh.to_dict().items()}
-        report = plan_experiment(loaded).report
+        plan = plan_experiment(loaded)
     except MeshkitError as e:
         wall_s = time.perf_counter() - start
         return Outcome(settings=settings, status="error", mesh=mesh, error=e.message, wall_s=wall_s)
-    return outcome_of(report, settings, mesh, time.perf_counter() - start)
+    wall_s = time.perf_counter() - start
+    return outcome_of(plan.report, settings, mesh, wall_s, plan.compiled.host_peak_bytes)
 
 
 def _die_with_parent() -> None:
