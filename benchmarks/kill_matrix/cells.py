@@ -33,8 +33,9 @@ _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGST
 # Promised: 15 s until the gang is down (10 s of them until a stopped process is called stuck). Held to twice that.
 DOWN_S = 15.0
 _RESTORED, _HIT = 8, 12
-# Longer than jax takes to spread the notice.
-_SLOW_STEP_S = 0.3
+# What a step of the victim takes from its gate on, by fault: longer than jax takes to spread the notice of a SIGTERM;
+# and so long that a gang whose stopped process is woken for its stack does not end its run within the grace of 5 s.
+SLOW_STEP_S = {"term": 0.3, "stop": 1.5}
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def run_cell(cell: Cell, folder: Path, alone: Path, losses: list[tuple[int, floa
         losses: of that run.
     """
     kind, rank = FAULTS[cell.fault]
-    gate = Gate(cell.phase, rank or 0, _HIT, kind == "raise", True, _SLOW_STEP_S if kind == "term" else 0.0)
+    gate = Gate(cell.phase, rank or 0, _HIT, kind == "raise", True, SLOW_STEP_S.get(kind, 0.0))
     attempt = 0
     if cell.phase == "restore":
         attempt = _as_after(alone / "run", folder / "run", _RESTORED)

@@ -11,7 +11,17 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.kill_matrix.cells import CELLS, DOWN_S, FAULTS, Cell, baseline, hit_at_gate, leftovers, run_cell
+from benchmarks.kill_matrix.cells import (
+    CELLS,
+    DOWN_S,
+    FAULTS,
+    SLOW_STEP_S,
+    Cell,
+    baseline,
+    hit_at_gate,
+    leftovers,
+    run_cell,
+)
 from benchmarks.kill_matrix.gang import Gate, Launch
 from benchmarks.kill_matrix.soak import SEED, plan, problems, soak
 
@@ -65,7 +75,7 @@ def chain(tmp_path_factory):
     gates = {}
     for attempt, (cell, step) in enumerate(EIGHT):
         kind, rank = FAULTS[cell.fault]
-        gates[attempt] = Gate(cell.phase, rank, step, kind == "raise", True, 0.3 if kind == "term" else 0.0)
+        gates[attempt] = Gate(cell.phase, rank, step, kind == "raise", True, SLOW_STEP_S.get(kind, 0.0))
     launch = Launch(tmp_path_factory.mktemp("eight"), gates, ("--max-restarts", "8"))
     launch.start()
     try:
