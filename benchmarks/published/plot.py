@@ -12,7 +12,8 @@ from benchmarks.published.replay import Prediction
 INK, MUTED, GRID = "#222", "#666", "#ddd"
 FULL, PART = "#1f5fa8", "#b5541c"
 FONT = 'font-family="sans-serif" font-size="12"'
-ROW, TOP, LEFT, STRIP, SIDE, GAP = 30, 78, 132, 430, 330, 150
+ROW, TOP, LEFT, STRIP, SIDE, GAP = 30, 78, 176, 430, 330, 150
+MARGIN = 12
 LIMIT = 0.5  # of the strips; what is beyond is drawn at the edge with an arrow
 ASKED = 0.12
 
@@ -26,8 +27,8 @@ def draw(found: Iterable[Prediction]) -> str:
     parts = [
         _opening(width, height),
         _box(0, 0, width, height, 'fill="#fff"'),
-        _text(LEFT - 120, 24, "Step times of published runs, predicted without a GPU", size=15, weight="bold"),
-        *_legend(LEFT - 120, 46),
+        _text(MARGIN, 24, "Step times of published runs, predicted without a GPU", size=15, weight="bold"),
+        *_legend(MARGIN, 46),
         *_strips(rows, families),
         *_square(rows, LEFT + STRIP + GAP),
         "</svg>",
@@ -43,10 +44,10 @@ def _legend(x: float, y: float) -> list[str]:
     return [
         f'<circle cx="{x + 5}" cy="{y - 4}" r="4" fill="{FULL}" fill-opacity="0.55"/>',
         _text(x + 15, y, "source states the whole configuration"),
-        f'<circle cx="{x + 245}" cy="{y - 4}" r="4" fill="none" stroke="{PART}" stroke-width="1.5"/>',
-        _text(x + 255, y, "part of it is assumed"),
-        _box(x + 395, y - 10, 14, 11, f'fill="{FULL}" fill-opacity="0.1"'),
-        _text(x + 414, y, f"within {ASKED:.0%}"),
+        f'<circle cx="{x + 265}" cy="{y - 4}" r="4" fill="none" stroke="{PART}" stroke-width="1.5"/>',
+        _text(x + 275, y, "part of it is assumed"),
+        _box(x + 415, y - 10, 14, 11, f'fill="{FULL}" fill-opacity="0.1"'),
+        _text(x + 434, y, f"within {ASKED:.0%}"),
     ]
 
 
