@@ -96,7 +96,7 @@ def tune(
     return report
 
 
-_HEADER = "# Written by `meshkit tune`: the fastest variant that fits, every default filled in.\n"
+_HEADER = "# Written by `meshkit tune`: the best variant that fits, every default filled in.\n"
 
 
 class _Sized:

@@ -92,7 +92,7 @@ def test_the_reason_names_what_is_no_longer_computed_twice_and_small_collectives
     said = why(base, winner, differences(base, winner))
     waits = "1.00 GiB of each GPU wait in host memory instead"
     assert said[1:] == (
-        f"30.0 % of the matmul FLOP, all of them recomputation, no longer run; {waits}.",
+        f"30.0 % of the matmul FLOP, which the model itself does not need, no longer run; {waits}.",
         "compute fell from 12.0 s to 10.00 s.",
         "exposed all-gather bf16 over fsdp on infiniband went away but for 500 us: 20.0 ms before.",
     )

@@ -87,14 +87,14 @@ def _gpus(base: Outcome, winner: Outcome) -> str:
 
 
 def _recomputation(base: Outcome, winner: Outcome) -> list[str]:
-    """What is not computed again: of the FLOP that run, which HFU counts; those of the model are the same in both."""
+    """What is no longer computed beyond the model: of the FLOP that run, which HFU counts; the model's are the same."""
     if base.num_gpus != winner.num_gpus or not (base.hfu and winner.hfu and base.time_s and winner.time_s):
         return []
     fewer = 1 - winner.hfu * winner.time_s / (base.hfu * base.time_s)
     if fewer < _NOTABLE:
         return []
     where = f"; {format_bytes(winner.host_bytes)} of each GPU wait in host memory instead" if winner.host_bytes else ""
-    return [f"{format_percent(fewer)} of the matmul FLOP, all of them recomputation, no longer run{where}."]
+    return [f"{format_percent(fewer)} of the matmul FLOP, which the model itself does not need, no longer run{where}."]
 
 
 def _collectives(base: Outcome, winner: Outcome, named: bool) -> list[str]:
