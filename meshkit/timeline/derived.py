@@ -64,19 +64,20 @@ def derive_options(experiment: Experiment, program: TrainProgram, mesh: AnyMesh)
 
 
 def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
-    """XLA's own limit (below it, it neither recomputes nor reorders for memory), moved to what the client may take.
+    """XLA's own limit, beyond which it recomputes and runs collectives one by one, out of reach of a step that fits.
 
-    Out of reach where activations wait in host memory: XLA counts them, some twice, as if they lay on the GPU, and
-    would recompute and serialize to make room that they do not take.
+    XLA counts before it knows which buffers share memory, so that a step can be over the limit and fit: Llama 3 70B on
+    64 H100s (data 2 x fsdp 32, whole layers recomputed) is counted as 79.8 GiB and takes 70.0. A step that does not fit
+    is compiled anew with the limit at what the client may take, but where activations wait in host memory: XLA counts
+    them, some twice, as if they lay on the GPU, and would make room that they do not take.
     """
-    name = "xla_gpu_memory_limit_slop_factor"
-    if offloads:
-        return Option(name, _NO_LIMIT, "XLA counts what waits in host memory as the GPU's, and would make room for it")
-    return Option(
-        name,
-        round(100 * memory_fraction / _XLA_FRACTION),
-        f"memory_fraction gives the step {memory_fraction:.0%} of the memory, and XLA would keep within 76 %",
-    )
+    why = "XLA counts what waits in host memory as the GPU's, and would make room for it"
+    tight = None
+    if not offloads:
+        why = "XLA counts more than a step takes, and would recompute and serialize one that fits"
+        percent = round(100 * memory_fraction / _XLA_FRACTION)
+        tight = (percent, f"memory_fraction gives the step {memory_fraction:.0%} of the memory, and it needs more")
+    return Option("xla_gpu_memory_limit_slop_factor", _NO_LIMIT, why, tight=tight)
 
 
 def _waits_in_every_layer(experiment: Experiment, mesh: AnyMesh) -> bool:

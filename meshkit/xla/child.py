@@ -19,10 +19,6 @@ from typing import Any
 from meshkit.xla.compiling import RefusedOption, compile_lowered
 from meshkit.xla.live import live_bytes
 
-# Options of this process alone. There is no GPU to time kernels on: the autotuner would compile its first guesses, for
-# a third of the time, and choose one. It settles how a kernel is tiled, and changes no instruction of the schedule.
-ONLY_HERE = {"xla_gpu_autotune_level": 0}
-
 
 def main(folder: Path) -> None:
     """Compiles the request in folder."""
@@ -76,7 +72,7 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
         lowered = jitted.trace(*flat).lower(lowering_platforms=("cuda",))
     lowered_at = time.perf_counter()
     dump = module_path.parent / "dump"
-    options = {**ONLY_HERE, "xla_dump_to": str(dump), **request["compiler_options"]}
+    options = {**request["planners_options"], "xla_dump_to": str(dump), **request["compiler_options"]}
     compiled, left_out = compile_lowered(lowered, options, request["users_options"])
     done = time.perf_counter()
     executable: Any = compiled.runtime_executable()

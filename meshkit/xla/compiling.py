@@ -16,7 +16,7 @@ from typing import Any
 
 from meshkit.errors import ConfigError
 from meshkit.spec.cluster import Gpu
-from meshkit.xla.options import Option, compiler_options, left_out_lines, memory_line, without_costs
+from meshkit.xla.options import Option, chosen_options, first_that_fits, left_out_lines
 
 _UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
 _INVALID = re.compile(r"While setting option (\w+), '(.*?)' is not a valid (\w+) value")
@@ -87,16 +87,14 @@ def compile_for_gpus(
     Raises:
         RefusedOption: XLA refuses one of the user's.
     """
-    compiled, left_out = compile_lowered(lowered, compiler_options(gpu, users, derived), users)
-    cheap = without_costs(derived)
-    if len(cheap) < len(derived) and _peak_bytes(compiled) > pool_bytes:
-        plain, plain_left_out = compile_lowered(lowered, compiler_options(gpu, users, cheap), users)
-        if _peak_bytes(plain) <= pool_bytes:
-            return plain, [
-                memory_line(_peak_bytes(compiled), _peak_bytes(plain)),
-                *left_out_lines(plain_left_out, derived),
-            ]
-    return compiled, left_out_lines(left_out, derived)
+    (compiled, left_out), said = first_that_fits(
+        derived,
+        lambda some: chosen_options(gpu, users, some),
+        lambda chosen: compile_lowered(lowered, {o.name: o.value for o in chosen}, users),
+        lambda made: _peak_bytes(made[0]),
+        pool_bytes,
+    )
+    return compiled, [*([said] if said else []), *left_out_lines(left_out, derived)]
 
 
 def _peak_bytes(compiled: Any) -> int:

@@ -7,8 +7,8 @@ Each has a reason and the jaxlib releases it is for. What XLA refuses all the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshkit.spec.cluster import Gpu
@@ -25,6 +25,7 @@ class Option:
         why: what goes wrong without it, as a clause after "because".
         applies: `all`, or `before_hopper`.
         costs_memory: whether it is left out where it alone makes a program larger than its memory.
+        tight: its value and why, where the program is larger than its memory with the first.
         since, before: the first jaxlib release it is for, and the first it is not; "" is open.
     """
 
@@ -35,7 +36,12 @@ class Option:
     since: str = ""
     before: str = ""
     costs_memory: bool = False
+    tight: tuple[bool | int | float | str, str] | None = None
 
+
+# Of the memory that a step may take, what XLA does not count in it (cuDNN's workspace, gaps between blocks): a program
+# that is not held to a limit leaves this much.
+_SPARE = 0.02
 
 OPTIONS = (
     Option(
@@ -56,6 +62,22 @@ OPTIONS = (
         "CUB's sort asks the CUDA driver for its scratch size while compiling, and the planning machine has none",
     ),
 )
+
+# Of the process that plans alone: it has no GPU to time kernels on, and these change no instruction of the schedule.
+PLANNERS = (
+    Option(
+        "xla_gpu_autotune_level",
+        0,
+        "the autotuner would compile its first guesses, for a third of the time, and choose one",
+        since="0.12",  # before, nothing else gives a matmul its tiles: "No supported config found"
+    ),
+)
+
+
+def planners_options(*, jaxlib: str | None = None) -> dict[str, object]:
+    """Those of PLANNERS that are for a jaxlib release, default the installed one."""
+    release = jaxlib or version_of("jaxlib") or ""
+    return {o.name: o.value for o in PLANNERS if _is_for(o, release)}
 
 
 def compiler_options(
@@ -98,9 +120,39 @@ def left_out_lines(left_out: Mapping[str, str], derived: Sequence[Option] = ()) 
     return [f"{name} is left out: {reason}{why.get(name, '')}" for name, reason in left_out.items()]
 
 
-def without_costs(derived: Sequence[Option]) -> list[Option]:
-    """Those that cost no memory."""
-    return [o for o in derived if not o.costs_memory]
+def first_that_fits[T](
+    derived: Sequence[Option],
+    choose: Callable[[Sequence[Option]], Sequence[Option]],
+    make: Callable[[Sequence[Option]], T],
+    peak_bytes: Callable[[T], float],
+    pool_bytes: float | None,
+) -> tuple[T, str | None]:
+    """A program with the derived options as they are, or else with tight values, or without those that cost memory.
+
+    Args:
+        derived: of the program.
+        choose: all options, of the derived ones.
+        make: compiles with them.
+        peak_bytes: of what was made.
+        pool_bytes: that the program may take; None for no limit.
+
+    Returns:
+        The first that fits; where none does, the one with tight values. And a line about options left out, if any.
+    """
+    tight = [replace(o, value=o.tight[0], why=o.tight[1], tight=None) if o.tight else o for o in derived]
+    loose = choose(derived)
+    if pool_bytes is None or loose != choose(tight):
+        made = make(loose)
+        if pool_bytes is None or peak_bytes(made) <= (1 - _SPARE) * pool_bytes:
+            return made, None
+    made = make(choose(tight))
+    needed, cheap = peak_bytes(made), [o for o in tight if not o.costs_memory]
+    if needed <= pool_bytes or len(cheap) == len(tight):
+        return made, None
+    plain = make(choose(cheap))
+    if peak_bytes(plain) > pool_bytes:
+        return made, None
+    return plain, memory_line(needed, peak_bytes(plain))
 
 
 def memory_line(with_bytes: float, without_bytes: float) -> str:

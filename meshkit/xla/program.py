@@ -32,7 +32,7 @@ from meshkit.xla import cache
 from meshkit.xla.compiling import option_error
 from meshkit.xla.hlo import source_path
 from meshkit.xla.lowering import Exported, export_for_cuda
-from meshkit.xla.options import Option, chosen_options, left_out_lines, memory_line, without_costs
+from meshkit.xla.options import Option, chosen_options, first_that_fits, left_out_lines, planners_options
 from meshkit.xla.preflight import check_compiler, version_of
 from meshkit.xla.target import target_config, topology_name
 
@@ -167,18 +167,17 @@ def compile_absent(
         "arguments": exported.arguments,
         "enable_x64": bool(jax.config.jax_enable_x64),
         "users_options": sorted(options or {}),
+        "planners_options": planners_options(),
     }
 
-    def compiled(chosen: Sequence[Option]) -> CompiledProgram:
-        return _compile_or_read(exported, request, chosen, lowered_s, timeout_s)
-
-    made = compiled(chosen_options(cluster.gpu, options, derived))
-    cheap = without_costs(derived)
-    if len(cheap) < len(derived) and pool_bytes is not None and made.peak_bytes > pool_bytes:
-        plain = compiled(chosen_options(cluster.gpu, options, cheap))
-        if plain.peak_bytes <= pool_bytes:
-            return dataclasses.replace(plain, log=(memory_line(made.peak_bytes, plain.peak_bytes), *plain.log))
-    return made
+    made, said = first_that_fits(
+        derived,
+        lambda some: chosen_options(cluster.gpu, options, some),
+        lambda chosen: _compile_or_read(exported, request, chosen, lowered_s, timeout_s),
+        lambda program: program.peak_bytes,
+        pool_bytes,
+    )
+    return dataclasses.replace(made, log=(said, *made.log)) if said else made
 
 
 def _compile_or_read(
@@ -244,11 +243,18 @@ def _compile(
 
 
 def _child_environment() -> dict[str, str]:
+    """Of the compiler process: the user's, but for what would keep from us what XLA says or does.
+
+    XLA's warnings of replicated arrays are read from its log, and its buffers from a dump that a program from jax's own
+    cache has not got.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")}
     return environment | {
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "TF_CPP_MIN_LOG_LEVEL": "1",
     }
 
 

@@ -109,15 +109,18 @@ def test_a_reduce_scatters_limit_is_of_what_it_leaves_on_a_gpu():
 
 @pytest.mark.parametrize(("fraction", "percent"), [(0.92, 115), (0.8, 100), (0.76, 95), (0.5, 62)])
 def test_xla_may_use_what_the_client_may_take(fraction, percent):
-    """XLA limits itself to 0.8 of the memory times this percentage."""
+    """No limit for a step that fits; for any other XLA limits itself to 0.8 of the memory times a percentage."""
     option = memory_option(fraction)
-    assert option.value == percent
+    assert option.value == 10_000
+    assert option.tight is not None
+    assert option.tight[0] == percent
     assert not option.costs_memory
 
 
 def test_xla_need_not_make_room_for_what_waits_in_host_memory():
     """It counts host memory as the GPU's: its limit is beyond any machine's, 100 times what 80 % of an H100 are."""
-    assert memory_option(0.92, offloads=True).value == 10_000
+    option = memory_option(0.92, offloads=True)
+    assert (option.value, option.tight) == (10_000, None)
     for remat in ("offload", "offload_dots", RematMix((), ("gate",))):
         assert TrainSpec(1, remat=remat).offloads
     for remat in ("none", "full", ("gate",)):

@@ -15,18 +15,24 @@ from meshkit.xla.options import Option
 GIB = 2**30
 COSTLY = Option("xla_costly", True, "it hides something", costs_memory=True)
 CHEAP = Option("xla_cheap", True, "it is free")
+LIMIT = Option("xla_limit", 10_000, "it fits", tight=(115, "it does not"))
+
+
+def taken(options):
+    """Bytes of the played compiler's program: 30 GiB, 60 without a limit, the costly option's 60 on top."""
+    return (30 + 60 * ("xla_costly" in options) + 30 * (options.get("xla_limit") == 10_000)) * GIB
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Compiles; the temporaries of the played compiler are 30 GiB, with the costly option 90 of an H100's 80."""
+    """Compiles for H100s, of 80 GB."""
     asked = []
 
     def play(folder, environment, timeout_s):
         request = json.loads((folder / "request.json").read_text())
         asked.append(request["compiler_options"])
         sizes = dict.fromkeys(("argument", "output", "alias", "generated_code"), 0)
-        temp = (90 if "xla_costly" in request["compiler_options"] else 30) * GIB
+        temp = taken(request["compiler_options"])
         left_out = {n: "this XLA has no such option" for n in request["compiler_options"] if n == "xla_unknown"}
         result = {
             "left_out": left_out,
@@ -78,6 +84,31 @@ def test_options_that_cost_no_memory_are_not_tried_without(compiled):
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize(
+    ("pool", "limits", "costly"),
+    [
+        (130, [10_000], True),  # 120 GiB and 2 % to spare
+        (121, [10_000, 115], True),  # not enough to spare
+        (95, [10_000, 115], True),
+        (80, [10_000, 115, 115], False),
+        (20, [10_000, 115, 115], True),  # nothing fits: as it was wanted
+    ],
+)
+def test_xlas_limit_is_out_of_reach_of_a_step_that_fits(compiled, pool, limits, costly):
+    made, asked = compiled(derived=(LIMIT, COSTLY), pool_bytes=pool * GIB)
+    assert [a["xla_limit"] for a in asked] == limits
+    assert made.options["xla_limit"] == limits[-1]
+    assert ("xla_costly" in made.options) == costly
+    gpus = OnGpus()
+    compile_for_gpus(gpus, mk.Cluster.load("dgx_h100", hosts=1).gpu, {}, (LIMIT, COSTLY), pool * GIB)
+    assert [a["xla_limit"] for a in gpus.asked] == limits
+
+
+def test_a_limit_of_the_users_is_kept(compiled):
+    _, asked = compiled(derived=(LIMIT,), options={"xla_limit": 95}, pool_bytes=1 * GIB)
+    assert [a["xla_limit"] for a in asked] == [95]
+
+
 def test_what_xla_refuses_is_not_among_the_options_and_is_said(compiled):
     made, _ = compiled(derived=(Option("xla_unknown", 1, "it helps"),))
     assert "xla_unknown" not in made.options
@@ -103,7 +134,7 @@ class OnGpus:
         return self
 
     def memory_analysis(self):
-        temp = (90 if "xla_costly" in self.asked[-1] else 30) * GIB
+        temp = taken(self.asked[-1])
         fields = ("argument", "output", "alias", "generated_code")
         return type("Stats", (), {f"{n}_size_in_bytes": 0 for n in fields} | {"temp_size_in_bytes": temp})()
 
@@ -119,3 +150,14 @@ def test_train_decides_as_plan_does():
     assert len(lines) == 1
     _, lines = compile_for_gpus(OnGpus(), gpu, {}, (CHEAP, COSTLY), 100 * GIB)
     assert lines == []
+
+
+def test_the_compiler_process_says_what_plan_reads(monkeypatch):
+    """XLA's warnings come from its log, its buffers from a dump that jax's own cache has not got."""
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    environment = program._child_environment()
+    assert environment["TF_CPP_MIN_LOG_LEVEL"] == "1"
+    assert environment["JAX_ENABLE_COMPILATION_CACHE"] == "false"
+    assert "XLA_FLAGS" not in environment

@@ -5,7 +5,15 @@ import pytest
 import meshkit as mk
 from meshkit.spec.catalog import gpu
 from meshkit.xla import compiling
-from meshkit.xla.options import OPTIONS, Option, chosen_options, compiler_options, left_out_lines
+from meshkit.xla.options import (
+    OPTIONS,
+    PLANNERS,
+    Option,
+    chosen_options,
+    compiler_options,
+    left_out_lines,
+    planners_options,
+)
 
 HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 KERNELS = "xla_gpu_experimental_use_collective_kernels"
@@ -28,8 +36,9 @@ class Lowered:
 
 
 def test_every_option_has_a_reason_and_no_two_have_one_name():
-    assert all(o.why and o.name.startswith("xla_") for o in OPTIONS)
-    assert len({o.name for o in OPTIONS}) == len(OPTIONS)
+    both = (*OPTIONS, *PLANNERS)
+    assert all(o.why and o.name.startswith("xla_") for o in both)
+    assert len({o.name for o in both}) == len(both)
 
 
 @pytest.mark.parametrize(("key", "hides"), [("a100_80gb", True), ("v100", True), ("h100_sxm", False), ("b200", False)])
@@ -42,6 +51,12 @@ def test_gpus_before_hopper_are_told_to_run_collectives_beside_compute(key, hide
 )
 def test_an_option_is_set_for_the_releases_that_have_it(jaxlib, has):
     assert (KERNELS in compiler_options(gpu("h100_sxm"), jaxlib=jaxlib)) == has
+
+
+@pytest.mark.parametrize(("jaxlib", "searches"), [("0.11.2", True), ("0.12.0.1", False)])
+def test_the_planner_leaves_out_the_search_for_kernels_where_xla_compiles_without(jaxlib, searches):
+    """jaxlib 0.11 then finds no tiles for its matmuls: "No supported config found"."""
+    assert planners_options(jaxlib=jaxlib) == ({} if searches else {"xla_gpu_autotune_level": 0})
 
 
 def test_an_option_ends_with_the_release_that_dropped_it():
