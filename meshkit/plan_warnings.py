@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from meshkit.report.schema import MemoryPart, Warning_
 from meshkit.sharding.findings import Finding
 from meshkit.spec.cluster import Cluster
+from meshkit.timeline.derived import LIMIT, NO_LIMIT
 from meshkit.timeline.flops import flop_note
 from meshkit.timeline.kernels import COMPUTE_DTYPE, calibration_note, precision_of
 from meshkit.timeline.launches import short_kernels
@@ -125,8 +126,9 @@ def _rematerialization_warning(
         f"XLA recomputes {found.kernels} kernels, {format_seconds(seconds)} a step, to keep within the "
         f"memory{counted}; the compiled step needs {format_bytes(memory.peak_bytes)}"
     )
-    if memory.fits:
-        way = 'it may fit without: try [xla] xla_disable_hlo_passes = "rematerialization"'
+    tried = any(o.name == LIMIT and o.why != "[xla]" for o in compiled.chosen)
+    if memory.fits and not tried:
+        way = f"it may fit without: try the XLA option {LIMIT} = {NO_LIMIT}"
     else:
         way = "try more recomputation in the layers (train.remat), where it costs less, or more micro-batches"
     return [Warning_(code=REMATERIALIZED, message=f"{message}; {way}", seconds=seconds)]

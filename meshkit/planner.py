@@ -18,6 +18,7 @@ from meshkit.errors import ConfigError
 from meshkit.linter import Examined, Lint, examine
 from meshkit.memory import memory_part
 from meshkit.plan_warnings import plan_warnings
+from meshkit.planned_step import compile_planned
 from meshkit.report.kernels import totals_of
 from meshkit.report.pipeline import ScheduleCost, useful_flops, with_pipeline
 from meshkit.report.program import program_part
@@ -34,11 +35,11 @@ from meshkit.timeline.network import checkpoint_time_s
 from meshkit.timeline.simulate import Simulation, simulate
 from meshkit.timeline.spans import Timeline
 from meshkit.xla.contract import rematerialization_findings
-from meshkit.xla.hlo import Schedule, load_module, read_schedule
+from meshkit.xla.hlo import Schedule
 from meshkit.xla.instructions import read_instructions
 from meshkit.xla.options import Option
 from meshkit.xla.own_stack import on_own_stack
-from meshkit.xla.program import CompiledProgram, compile_absent
+from meshkit.xla.program import CompiledProgram
 
 if TYPE_CHECKING:
     from meshkit.spec.experiment import Experiment
@@ -169,6 +170,7 @@ def _plan_experiment(experiment: Experiment) -> Plan:
         budget=budget,
         examined=examined,
         pipeline=program.pipeline and program.pipeline.report(experiment.pipeline.microbatches),
+        pgle=train.pgle,
     )
 
 
@@ -184,22 +186,29 @@ def make_plan(
     derived: Sequence[Option] = (),
     examined: Examined | None = None,
     pipeline: ScheduleCost | None = None,
+    pgle: str = "off",
 ) -> Plan:
     """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step.
 
-    `pipeline` is what the schedule of the step's pipeline costs, if it has one.
+    `pipeline` is what the schedule of the step's pipeline costs, if it has one; `pgle` is `train.pgle`.
     """
     _check_has_gpus(cluster)
     if not isinstance(args, tuple | list):
         raise ConfigError(f"args must be a tuple of arguments, not {type(args).__name__}.", hint="args=(x,)")
     use_no_accelerator()
     absent = _described(mesh, cluster)
-    pool, abstract = cluster.gpu.memory_bytes * budget.memory_fraction, _on_mesh(args, absent)
-    compiled = compile_absent(
-        step, abstract, mesh=absent, cluster=cluster, options=options, derived=derived, pool_bytes=pool
+    planned = compile_planned(
+        step,
+        _on_mesh(args, absent),
+        mesh=absent,
+        placement=placement_of(absent, cluster),
+        cluster=cluster,
+        options=options,
+        derived=derived,
+        pool_bytes=cluster.gpu.memory_bytes * budget.memory_fraction,
+        pgle=pgle,
     )
-    module = load_module(compiled.module)
-    schedule = read_schedule(module, placement_of(absent, cluster))
+    compiled, module, schedule = planned.compiled, planned.module, planned.schedule
     simulation = simulate(schedule, cluster, assumptions=assumptions_for(compiled.options))
     each = budget.steps_per_call
     executed = useful_flops(schedule, pipeline) if pipeline else sum(simulation.flops.values())

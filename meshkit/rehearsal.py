@@ -19,6 +19,7 @@ from pathlib import Path
 
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.memory import Reserved, reserved_memory
+from meshkit.planned_step import compile_planned
 from meshkit.report.kernels import totals_of
 from meshkit.report.pipeline import useful_flops, with_pipeline
 from meshkit.report.schema import MemoryPart, ProgramPart, Report, Warning_
@@ -37,9 +38,8 @@ from meshkit.timeline.measured import MeasuredKernels, collectives_of_schedule, 
 from meshkit.timeline.simulate import Simulation, simulate
 from meshkit.timeline.spans import Timeline
 from meshkit.units import format_bytes, format_percent
-from meshkit.xla.hlo import Schedule, load_module, read_schedule
+from meshkit.xla.hlo import Schedule
 from meshkit.xla.instructions import read_instructions
-from meshkit.xla.program import compile_absent
 
 CALIBRATION_FILE = "calibration.toml"
 LOG_FILE = "logs/rehearsal.log"
@@ -368,13 +368,14 @@ def planned_schedule(experiment: Experiment) -> Schedule:
     use_no_accelerator()
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     program = make_train_step(experiment, mesh)
-    compiled = compile_absent(
+    return compile_planned(
         program.step,
         (program.abstract_state, program.abstract_batch),
         mesh=mesh,  # pyright: ignore[reportArgumentType]
+        placement=experiment.mesh.placement(experiment.cluster),
         cluster=experiment.cluster,
         options={**program.xla_options, **experiment.xla},
         derived=derive_options(experiment, program, mesh),
         pool_bytes=experiment.cluster.gpu.memory_bytes * experiment.train.memory_fraction,
-    )
-    return read_schedule(load_module(compiled.module), experiment.mesh.placement(experiment.cluster))
+        pgle=experiment.train.pgle,
+    ).schedule

@@ -15,13 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshkit.compiled_step import compile_step
 from meshkit.sharding.mesh import build_mesh
 from meshkit.spec.experiment import Experiment, load
-from meshkit.timeline.derived import derive_options
 from meshkit.training.capture import TRACE_FOLDER, Capture
-from meshkit.training.step import TrainProgram, make_train_step
-from meshkit.xla.compiling import compile_for_gpus, compile_lowered
-from meshkit.xla.options import compiler_options
+from meshkit.training.step import make_train_step
 
 WARM_UP = 2
 # Values repeat after so many: drawing gigabytes of random numbers would take longer than the rehearsal.
@@ -48,7 +46,7 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
     """
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)
     program = make_train_step(experiment, mesh)
-    compiled, options = _compile(program, experiment)
+    compiled = compile_step(program, experiment)
     random = np.random.default_rng(0)
     state = jax.tree.map(lambda leaf: _filled(leaf, random), program.abstract_state)
     batch = jax.tree.map(lambda leaf: _filled(leaf, random), program.abstract_batch)
@@ -63,34 +61,20 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
     }
     capture = Capture(
         folder / TRACE_FOLDER,
-        program=compiled,
+        program=compiled.program,
         mesh=mesh,
         steps=(WARM_UP, WARM_UP + steps - 1),
         cluster=experiment.cluster,
         mesh_spec=experiment.mesh,
         work=work,
         partitioner="shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
-        options=options,
+        options=compiled.options,
         processes=(jax.process_index(),),
     )
     for step in range(WARM_UP + steps):
         capture.before(step, state)
-        state, metrics = compiled(state, batch)
+        state, metrics = compiled.program(state, batch)
         capture.after(step, (state, metrics))
-
-
-def _compile(program: TrainProgram, experiment: Experiment) -> tuple[Any, dict[str, object]]:
-    """The step with the options that plan and train compile it with, and these options."""
-    users, cluster = {**program.xla_options, **experiment.xla}, experiment.cluster
-    lowered = program.step.lower(program.abstract_state, program.abstract_batch)
-    if cluster.is_cpu:
-        return compile_lowered(lowered, users, users)[0], users
-    derived = derive_options(experiment, program, program.mesh)
-    pool_bytes = cluster.gpu.memory_bytes * experiment.train.memory_fraction
-    compiled, lines = compile_for_gpus(lowered, cluster.gpu, users, derived, pool_bytes)
-    for line in lines:
-        print(f"meshkit: {line}", file=sys.stderr)
-    return compiled, compiler_options(cluster.gpu, users, derived)
 
 
 def _filled(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> jax.Array:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from meshkit.compiled_step import compile_step
+from meshkit.compiled_step import CompiledStep, compile_step
 from meshkit.errors import RunError
 from meshkit.explainer import announce_findings
 from meshkit.run_log import RunLog
@@ -119,13 +119,13 @@ def train(
             tell(note)
         phases.enter("compile")
         missed = cache.misses if cache else None
-        compiled, compile_s = compile_step(program, experiment)
+        compiled = compile_step(program, experiment)
         compile_cached = cache.misses == missed if cache else None
         progress = StepProgress(console, experiment.train.steps, enabled=show_progress)
         run = _Run(experiment, folder, program, compiled, data, stop, progress, phases, goodput)
         with run.progress:
             run.execute()
-    result = run.result(compile_s, time.perf_counter() - started)
+    result = run.result(compiled.seconds, time.perf_counter() - started)
     return dataclasses.replace(result, compile_cached=compile_cached)
 
 
@@ -136,7 +136,7 @@ class _Run:
     experiment: Experiment
     folder: Path
     program: TrainProgram
-    compiled: Any
+    compiled: CompiledStep
     data: Data
     stop: StopRequest
     progress: StepProgress
@@ -193,7 +193,7 @@ class _Run:
                 capture.before(step, state)
                 self.phases.enter("step")
                 self.clock = time.perf_counter()
-            state, metrics = self.compiled(state, batch)
+            state, metrics = self.compiled.program(state, batch)
             self.running = metrics
             if pending:
                 self._record(*pending, log)
@@ -324,13 +324,13 @@ class _Run:
         }
         return Capture(
             self.folder / TRACE_FOLDER,
-            program=self.compiled,
+            program=self.compiled.program,
             mesh=cast(jax.sharding.Mesh, self.program.mesh),
             steps=(max(steps[0], self.resumed_step + 1) + self.program.steps_per_call - 1, steps[1]),
             cluster=self.experiment.cluster,
             mesh_spec=self.experiment.mesh,
             work=known,
-            options={**self.program.xla_options, **self.experiment.xla},
+            options=self.compiled.options,
             processes=chosen_processes(self.experiment.profile.processes, jax.process_count()),
         )
 

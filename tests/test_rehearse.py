@@ -15,6 +15,7 @@ from jax.profiler import ProfileData
 
 from meshkit import rehearsal, rehearsal_gpu
 from meshkit.cli import main
+from meshkit.compiled_step import compile_step
 from meshkit.errors import ConfigError, RunError, TraceError
 from meshkit.report.summarize import check_invariants
 from meshkit.sharding.devices import describe_devices
@@ -324,11 +325,11 @@ def test_the_process_of_the_gpu_compiles_with_the_options_of_the_plan():
             return None
 
     lowered = replace(program, step=SimpleNamespace(lower=lambda *_: Lowered()))
-    _, options = rehearsal_gpu._compile(lowered, experiment)
+    made = compile_step(lowered, experiment)
     derived = derive_options(experiment, program, mesh)
     assert derived
-    assert asked == [options]
-    assert options == compiler_options(experiment.cluster.gpu, {"xla_gpu_graph_level": 0}, derived)
+    assert asked == [made.options]
+    assert made.options == compiler_options(experiment.cluster.gpu, {"xla_gpu_graph_level": 0}, derived)
 
 
 @pytest.mark.slow

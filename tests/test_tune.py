@@ -74,7 +74,9 @@ def test_settings_load_to_the_variant_they_are_of():
         assert loaded.mesh == variant.mesh
         assert (loaded.train.accumulate, loaded.train.remat) == (variant.accumulate, variant.remat)
         assert (loaded.rules.gradients == {"embed": ("fsdp",)}) == variant.each_micro_batch
-        assert dict(loaded.xla) == dict(variant.options)
+        found = {f"xla.{name}": value for name, value in loaded.xla.items()}
+        found |= {"train.pgle": loaded.train.pgle} if loaded.train.pgle != "off" else {}
+        assert found == dict(variant.options)
         plain = load(TINY, (*ON_16, *space.settings(Variant(variant.mesh, 1, False, experiment.train.remat))))
         assert bounds.of(space.changed(plain, variant)) == bound
         checked += 1
@@ -236,7 +238,7 @@ def plans(monkeypatch):
 
 def by_length(settings):
     """The base takes 1 s; each choice that differs saves 10 ms, but for options of XLA."""
-    return 1.0 - 0.01 * sum(not s.startswith("xla.") for s in settings)
+    return 1.0 - 0.01 * sum(not s.startswith(("xla.", "train.pgle")) for s in settings)
 
 
 def test_the_experiment_as_it_is_comes_first_and_the_winner_is_the_fastest(plans, tmp_path):

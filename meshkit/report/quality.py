@@ -9,12 +9,12 @@ from typing import Any
 from meshkit.errors import TraceError
 from meshkit.report.parts import FeedbackPart, QualityPart, StragglerPart, StragglersPart
 from meshkit.report.schema import CommunicationPart, Report, Warning_, read_report
+from meshkit.spec.sections import PGLE_OPTION, PREDICTED
 from meshkit.timeline.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED
 from meshkit.timeline.skew import Skew
 from meshkit.timeline.trace import Trace
 from meshkit.units import format_percent
 
-PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 _MAX_STRAGGLERS = 32
 _SECONDS = (
     "time_s", "overlapped_s", "exposed_s", "sole_exposed_s", "busy_s", "transfer_s", "wait_s",
@@ -91,7 +91,7 @@ def feedback_part(options: Mapping[str, Any] | None) -> FeedbackPart | None:
         options: of the compiler. The profile that they name lies in the folder of the run that it was measured in.
     """
     named = (options or {}).get(PGLE_OPTION)
-    if not named:
+    if not named or named == PREDICTED:
         return None
     profile = Path(str(named))
     try:

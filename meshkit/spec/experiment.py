@@ -27,6 +27,8 @@ from meshkit.spec.rules import ShardingRules, preset_rules
 from meshkit.spec.schema import experiment_json_schema
 from meshkit.spec.secrets import check_secrets
 from meshkit.spec.sections import (
+    PGLE_OPTION,
+    PREDICTED,
     Allowed,
     CheckpointSpec,
     CompressionSpec,
@@ -164,6 +166,7 @@ def _build(document: Document, table: Mapping[str, Any]) -> Experiment:
     _check_axis(experiment, "local_sgd")
     _check_axis(experiment, "compression")
     _check_rounds(experiment)
+    _check_profile(experiment)
     check_pipeline(experiment.pipeline, rules, dict(zip(mesh.axis_names, mesh.shape)), experiment.train)
     check_alone(experiment.pipeline, experiment.local_sgd.axis, experiment.compression.axis)
     _check_division(experiment, "act_batch", "global_batch")
@@ -233,6 +236,14 @@ def _check_axis(experiment: Experiment, section: str) -> None:
     if axis is not None and axis not in batch:
         message = f"{section}.axis = '{axis}' does not cut the batch (act_batch: {', '.join(batch) or 'replicated'})."
         raise SpecError(message, key=(section, "axis"), value=axis, hint="an axis of act_batch")
+
+
+def _check_profile(experiment: Experiment) -> None:
+    """XLA schedules by one profile."""
+    if experiment.train.pgle == PREDICTED and PGLE_OPTION in experiment.xla:
+        message = f'train.pgle = "{PREDICTED}" asks for predicted latencies, and xla.{PGLE_OPTION} names measured ones.'
+        hint = "the measured ones alone: without train.pgle"
+        raise SpecError(message, key=("train", "pgle"), value=PREDICTED, hint=hint)
 
 
 def _check_rounds(experiment: Experiment) -> None:

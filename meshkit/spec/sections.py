@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# The XLA option that names a profile to schedule by, and what `train.pgle` says instead of one.
+PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
+PREDICTED = "predicted"
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -49,6 +53,7 @@ class TrainSpec:
     reduce_precision: str = "fp32"
     remat: str | tuple[str, ...] | RematMix = "none"
     memory_fraction: float = 0.92
+    pgle: str = "off"
     loss: str | None = None
     evaluate_every: int = 0
     evaluate_batches: int = 4

@@ -217,6 +217,11 @@ class TrainTable(Table):
         "or { keep = [names], offload = [names] }, those that wait in host memory",
     )
     memory_fraction: Fraction = Field(default=0.92, description="of GPU memory that the client may take")
+    pgle: Literal["off", "predicted"] = Field(
+        default="off",
+        description="what XLA schedules GPUs by: its own latencies, or those that plan predicts for this cluster "
+        "(profile-guided latency estimation without a profile; three compiles)",
+    )
     loss: Function | None = Field(
         default=None, description="pkg.mod:fn, (model, batch, rng) -> (loss_sum, weight, metrics); default next token"
     )

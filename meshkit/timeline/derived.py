@@ -34,7 +34,8 @@ _LARGE_BYTES = (2**32, 2**33)
 # XLA plans for this share of the memory, times the option of memory_option in percent (95 by default); seen in the
 # limit that its rematerialization prints: 33.9 GB of 85.9 GB at 50 percent, less arguments and results.
 _XLA_FRACTION = 0.8
-_NO_LIMIT = 10_000  # percent
+LIMIT = "xla_gpu_memory_limit_slop_factor"
+NO_LIMIT = 10_000  # percent
 _ON = "COLLECTIVE_PIPELINING_MODE_ON"
 
 
@@ -77,7 +78,7 @@ def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
         why = "XLA counts more than a step takes, and would recompute and serialize one that fits"
         percent = round(100 * memory_fraction / _XLA_FRACTION)
         tight = (percent, f"memory_fraction gives the step {memory_fraction:.0%} of the memory, and it needs more")
-    return Option("xla_gpu_memory_limit_slop_factor", _NO_LIMIT, why, tight=tight)
+    return Option(LIMIT, NO_LIMIT, why, tight=tight)
 
 
 def _waits_in_every_layer(experiment: Experiment, mesh: AnyMesh) -> bool:

@@ -19,6 +19,7 @@ from meshkit.spec.calibration import Calibration, Fit, MeasuredOn, Rates
 from meshkit.spec.cluster import Cluster
 from meshkit.timeline.captured import Captured
 from meshkit.timeline.kernels import precision_of
+from meshkit.timeline.latencies import profile_text
 from meshkit.timeline.measured import kernel_runs, kernel_seconds
 from meshkit.timeline.network import wire_factor
 from meshkit.timeline.trace import Trace
@@ -52,11 +53,10 @@ def write_pgle(path: str | Path, costs: Mapping[str, float]) -> Path:
     Raises:
         TraceError: it cannot be written.
     """
-    lines = [f'costs {{ name: "{name}" cost_us: {seconds * 1e6:.6g} }}\n' for name, seconds in sorted(costs.items())]
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text("".join(lines), encoding="utf-8")
+        target.write_text(profile_text(costs), encoding="utf-8")
     except OSError as error:
         raise TraceError(f"the profile cannot be written: {error.strerror}.", at=str(target)) from None
     return target

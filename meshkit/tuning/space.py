@@ -21,7 +21,7 @@ from meshkit.spec.experiment import Experiment
 from meshkit.spec.mesh import MeshAxis, MeshSpec
 from meshkit.spec.presets import PRESETS
 from meshkit.spec.rules import preset_rules
-from meshkit.spec.sections import RematMix
+from meshkit.spec.sections import PGLE_OPTION, PREDICTED, RematMix
 
 # Presets that cut parameters over `fsdp` (or nothing) and tensors over `tensor`: "all" says the same with more axes.
 _EXTENDED = ("data", "zero3", "fsdp", "hsdp", "fsdp_tensor", "fsdp_tensor_sequence", "fsdp_context", "fsdp_expert")
@@ -77,7 +77,7 @@ class Variant:
         each_micro_batch: whether gradients are reduced (and weights gathered) with every micro-batch, which takes less
             memory than once a step.
         remat: as `train.remat`.
-        options: of XLA, beyond those of the experiment.
+        options: of XLA and of how it schedules, beyond those of the experiment: keys of its file.
         stages: of a pipeline; None without one.
     """
 
@@ -129,8 +129,7 @@ class Space:
                 continue
             accumulates = [n for n in self.accumulates if n > 1 or not each]
             for accumulate, remat, options in itertools.product(accumulates, self.remats, self.options):
-                if not (isinstance(remat, RematMix) and options == XLA_RECOMPUTES_NOTHING):  # it does not there anyway
-                    yield Variant(mesh, accumulate, each, remat, options)
+                yield Variant(mesh, accumulate, each, remat, options)
 
     def _stages(self, mesh: MeshSpec) -> Iterator[Stages]:
         """Ways to run a pipeline over a mesh: none where it has no axis for it."""
@@ -192,7 +191,7 @@ class Space:
         if variant.remat != base.remat:
             found.append(f"train.remat={inline(_plain(variant.remat))}")
         before = dict(base.options)
-        return (*found, *(f"xla.{name}={inline(v)}" for name, v in variant.options if before.get(name) != v))
+        return (*found, *(f"{name}={inline(v)}" for name, v in variant.options if before.get(name) != v))
 
     def _pipeline_settings(self, variant: Variant) -> list[str]:
         """What turns a pipeline on, changes it, or turns it off."""
@@ -241,7 +240,7 @@ def make_space(
         meshes=tuple(_meshes(experiment, names)),
         accumulates=tuple(sorted({train.accumulate, *accumulates})),
         remats=tuple(dict.fromkeys((train.remat, *remats))),
-        options=((), *OPTION_SETS),
+        options=((), *(some for some in OPTION_SETS if some != BY_PRICES or _may_be_scheduled_by_prices(experiment))),
         vary_reduction=preset is not None and not experiment.rules.gradients,
         pipeline=pipeline.axis or (_PIPELINE if _PIPELINE in names else None),
         virtual_stages=(2, 4, 5),
@@ -249,12 +248,12 @@ def make_space(
     )
 
 
-# What changes the program and is not decided by the plan itself: whether XLA recomputes on its own where memory gets
-# scarce, and how far it may run collectives side by side.
-XLA_RECOMPUTES_NOTHING: Options = (("xla_disable_hlo_passes", "rematerialization"),)
+# What changes the program and is not decided by the plan itself: whose latencies XLA schedules by, and how far it may
+# run collectives side by side.
+BY_PRICES: Options = (("train.pgle", PREDICTED),)
 OPTION_SETS: tuple[Options, ...] = (
-    XLA_RECOMPUTES_NOTHING,
-    (("xla_gpu_experimental_parallel_collective_overlap_limit", 2),),
+    BY_PRICES,
+    (("xla.xla_gpu_experimental_parallel_collective_overlap_limit", 2),),
 )
 
 
@@ -262,6 +261,11 @@ OPTION_SETS: tuple[Options, ...] = (
 def axes_of(preset: str) -> frozenset[str]:
     """The mesh axes that a preset names."""
     return frozenset(axis for table in preset_rules(preset).values() for axes in table.values() for axis in axes)
+
+
+def _may_be_scheduled_by_prices(experiment: Experiment) -> bool:
+    """Whether it is neither so already nor by a profile."""
+    return experiment.train.pgle != PREDICTED and PGLE_OPTION not in experiment.xla
 
 
 def _preset(experiment: Experiment) -> str | None:

@@ -31,6 +31,7 @@ DEFAULT_BYTES = 2 * 2**30
 _OFF = {"", "0", "off", "no", "none", "false"}
 _MAGIC = b"meshkit program 1\n"
 _SUFFIX = ".program"
+_TEXT = ".pbtxt"  # what XLA reads by its path, and takes for nothing else
 # A writer that died leaves its temporary file; after an hour nobody is writing it any more.
 _STALE_S = 3600.0
 # Whatever takes part in compiling: XLA and what it calls, and the libraries whose versions it asks for.
@@ -191,6 +192,39 @@ def store(folder: Path, key: str, entry: Entry) -> None:
             temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def text_file(text: str) -> Iterator[Path]:
+    """A file with a text that XLA reads by its path, which is the same for the same text; kept where programs are.
+
+    Raises:
+        ConfigError: as `cache_folder`.
+        OSError: it cannot be written, not even among temporary files.
+    """
+    name = hashlib.sha256(text.encode()).hexdigest()[:32] + _TEXT
+    with contextlib.ExitStack() as stack:
+        folder = cache_folder() or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshkit-")))
+        path = folder / name
+        with contextlib.suppress(OSError):  # a cache on a full disk: what follows writes elsewhere
+            _write_text(path, text)
+        if not path.exists():
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshkit-"))) / name
+            _write_text(path, text)
+        yield path
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Whole or not at all; what is there counts as just used."""
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        os.utime(path)
+        return
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def max_bytes() -> int:
     """Bytes that all entries together may take.
 
@@ -261,7 +295,7 @@ def _trim(folder: Path, keep: str) -> None:
             found = path.stat()
             if path.suffix == ".tmp" and time.time() - found.st_mtime > _STALE_S:
                 path.unlink()
-            elif path.suffix == _SUFFIX:
+            elif path.suffix in (_SUFFIX, _TEXT):
                 entries.append((found.st_mtime, found.st_size, path))
     total = sum(size for _, size, _ in entries)
     bound = max_bytes()

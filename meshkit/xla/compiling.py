@@ -71,34 +71,38 @@ def compile_lowered(
 
 def compile_for_gpus(
     lowered: Any, gpu: Gpu, users: Mapping[str, object], derived: Sequence[Option], pool_bytes: float
-) -> tuple[Any, list[str]]:
+) -> tuple[Any, list[Option], list[str]]:
     """A lowered program compiled on real GPUs with the options that plan compiles it with.
 
     Args:
         lowered: as above.
         gpu: that it runs on.
         users: options that the user set.
-        derived: options of this program, left out where they alone make it larger than the pool.
+        derived: options of this program, with others where they make it larger than the pool.
         pool_bytes: of GPU memory.
 
     Returns:
-        The compiled program, and a line for the user about each option left out.
+        The compiled program, the options it was made with, and a line for the user about each option left out.
 
     Raises:
         RefusedOption: XLA refuses one of the user's.
     """
-    (compiled, left_out), said = first_that_fits(
-        derived,
-        lambda some: chosen_options(gpu, users, some),
-        lambda chosen: compile_lowered(lowered, {o.name: o.value for o in chosen}, users),
-        lambda made: _peak_bytes(made[0]),
-        pool_bytes,
+
+    def make(chosen: Sequence[Option]) -> tuple[Any, Sequence[Option], dict[str, str]]:
+        compiled, left_out = compile_lowered(lowered, {o.name: o.value for o in chosen}, users)
+        return compiled, chosen, left_out
+
+    (compiled, chosen, left_out), said = first_that_fits(
+        derived, lambda some: chosen_options(gpu, users, some), make, lambda made: peak_bytes(made[0]), pool_bytes
     )
-    return compiled, [*([said] if said else []), *left_out_lines(left_out, derived)]
+    lines = [*([said] if said else []), *left_out_lines(left_out, derived)]
+    return compiled, [o for o in chosen if o.name not in left_out], lines
 
 
-def _peak_bytes(compiled: Any) -> int:
-    """Arguments, outputs that alias none of them, temporaries; 0 where XLA does not say."""
+def peak_bytes(compiled: Any) -> int:
+    """GPU memory that an executable needs at once: arguments, outputs that alias none of them, temporaries; 0 where
+    XLA does not say.
+    """
     m = compiled.memory_analysis()
     if m is None:
         return 0

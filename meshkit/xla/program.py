@@ -126,32 +126,66 @@ def _at_once(m: Mapping[str, int]) -> int:
     return m["argument"] + m["output"] - m["alias"] + m["temp"] + m["generated_code"]
 
 
-def compile_absent(
-    step: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    mesh: DescribedMesh,
-    cluster: Cluster,
-    options: Mapping[str, object] | None = None,
-    derived: Sequence[Option] = (),
-    pool_bytes: float | None = None,
-    timeout_s: float = 1800.0,
-) -> CompiledProgram:
-    """Compiles a function for the GPUs of a described cluster.
+@dataclass(frozen=True)
+class LoweredProgram:
+    """A function lowered for the GPUs of a described cluster, which may be compiled several times.
+
+    Attributes:
+        exported: the program.
+        cluster: the GPUs to compile for.
+        request: what the compiler process is told beside it and the options.
+        lower_s: seconds that it took.
+    """
+
+    exported: Exported
+    cluster: Cluster
+    request: Mapping[str, Any]
+    lower_s: float
+
+    def compile(
+        self,
+        options: Mapping[str, object] | None = None,
+        derived: Sequence[Option] = (),
+        *,
+        pool_bytes: float | None = None,
+        timeout_s: float = 1800.0,
+    ) -> CompiledProgram:
+        """What XLA makes of it.
+
+        Args:
+            options: XLA options beyond meshkit's own (`[xla]`).
+            derived: XLA options that follow from the program; with others where they make it too large.
+            pool_bytes: of GPU memory, which the program must not exceed for their sake.
+            timeout_s: for the child process.
+
+        Raises:
+            ProgramError: XLA refuses the program or dies of it.
+        """
+        request = {**self.request, "users_options": sorted(options or {})}
+        made, said = first_that_fits(
+            derived,
+            lambda some: chosen_options(self.cluster.gpu, options, some),
+            lambda chosen: _compile_or_read(self.exported, request, chosen, self.lower_s, timeout_s),
+            lambda program: program.peak_bytes,
+            pool_bytes,
+        )
+        return dataclasses.replace(made, log=(said, *made.log)) if said else made
+
+
+def lower_absent(
+    step: Callable[..., Any], args: Sequence[Any], *, mesh: DescribedMesh, cluster: Cluster
+) -> LoweredProgram:
+    """A function lowered for the GPUs of a described cluster.
 
     Args:
         step: jitted or plain; shardings come from args and from constraints inside.
         args: abstract arguments: `jax.ShapeDtypeStruct`s with NamedShardings on mesh.
         mesh: from `build_mesh(..., devices=describe_devices(cluster))`.
         cluster: the GPUs to compile for.
-        options: XLA options beyond meshkit's own (`[xla]`).
-        derived: XLA options that follow from the program; left out where they alone make it too large.
-        pool_bytes: of GPU memory, which the program must not exceed for their sake.
-        timeout_s: for the child process.
 
     Raises:
         ConfigError: the `plan` extra is missing or does not match jaxlib.
-        ProgramError: the program cannot be traced for CUDA, or XLA refuses it or dies of it.
+        ProgramError: the program cannot be traced for CUDA.
     """
     check_compiler()
     start = time.perf_counter()
@@ -166,18 +200,22 @@ def compile_absent(
         "donated": exported.donated,
         "arguments": exported.arguments,
         "enable_x64": bool(jax.config.jax_enable_x64),
-        "users_options": sorted(options or {}),
         "planners_options": planners_options(),
     }
+    return LoweredProgram(exported, cluster, request, lowered_s)
 
-    made, said = first_that_fits(
-        derived,
-        lambda some: chosen_options(cluster.gpu, options, some),
-        lambda chosen: _compile_or_read(exported, request, chosen, lowered_s, timeout_s),
-        lambda program: program.peak_bytes,
-        pool_bytes,
-    )
-    return dataclasses.replace(made, log=(said, *made.log)) if said else made
+
+def compile_absent(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    mesh: DescribedMesh,
+    cluster: Cluster,
+    options: Mapping[str, object] | None = None,
+    timeout_s: float = 1800.0,
+) -> CompiledProgram:
+    """A function lowered and compiled for the GPUs of a described cluster; see `lower_absent`."""
+    return lower_absent(step, args, mesh=mesh, cluster=cluster).compile(options, timeout_s=timeout_s)
 
 
 def _compile_or_read(

@@ -8,8 +8,10 @@ import pytest
 from meshkit.plan_warnings import plan_warnings
 from meshkit.report.schema import MemoryPart
 from meshkit.spec.cluster import Cluster
+from meshkit.timeline.derived import LIMIT
 from meshkit.timeline.rematerialized import rematerialized
 from meshkit.xla.hlo import Schedule
+from meshkit.xla.options import Option
 
 EMPTY = Schedule("m", {"main": ()}, "main", "f")
 LOG = (
@@ -49,10 +51,17 @@ def test_clones_are_told_by_their_names():
     assert rematerialized(simulated(("dot.1",)), ()).kernels == 0
 
 
-@pytest.mark.parametrize(("fits", "way"), [(True, "xla_disable_hlo_passes"), (False, "train.remat")])
-def test_the_plan_says_what_it_costs_and_what_to_try(fits, way):
+@pytest.mark.parametrize(
+    ("fits", "why", "way"),
+    [
+        (True, "[xla]", f"{LIMIT} = 10000"),
+        (True, "it needs more", "train.remat"),  # plan has tried without
+        (False, "[xla]", "train.remat"),
+    ],
+)
+def test_the_plan_says_what_it_costs_and_what_to_try(fits, why, way):
     memory = MemoryPart(fits=fits, peak_bytes=20 * 2**30, margin_bytes=-1, reserved_bytes=1)
-    compiled = SimpleNamespace(log=(LOG,), traced_flops=None)
+    compiled = SimpleNamespace(log=(LOG,), traced_flops=None, chosen=(Option(LIMIT, 115, why),))
     cluster = Cluster.load("dgx_h100")
     found = {w.code: w for w in plan_warnings(compiled, EMPTY, simulated(), memory, cluster, (), steps=2)}
     warning = found["xla_rematerialization"]

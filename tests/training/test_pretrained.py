@@ -12,6 +12,7 @@ from rich.console import Console
 
 import meshkit as mk
 from meshkit import trainer
+from meshkit.compiled_step import CompiledStep
 from meshkit.errors import ConfigError
 from meshkit.spec.experiment import load
 from meshkit.training import pretrained
@@ -32,7 +33,7 @@ TINY = [
 
 def test_a_new_run_starts_from_the_weights_and_a_resumed_one_does_not(tmp_path, monkeypatch):
     begun = []
-    monkeypatch.setattr(trainer, "compile_step", lambda *_: (None, 0.0))
+    monkeypatch.setattr(trainer, "compile_step", lambda *_: CompiledStep(None, {}, 0.0))
     monkeypatch.setattr(trainer._Run, "_loop", lambda self, state, store, log: begun.append(state))
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)

@@ -55,7 +55,8 @@ def compiled(monkeypatch):
     x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
 
     def run(**options):
-        return program.compile_absent(lambda x: x.sum(), (x,), mesh=mesh, cluster=cluster, **options), asked
+        lowered = program.lower_absent(lambda x: x.sum(), (x,), mesh=mesh, cluster=cluster)
+        return lowered.compile(**options), asked
 
     return run
 
@@ -142,13 +143,13 @@ class OnGpus:
 def test_train_decides_as_plan_does():
     gpu = mk.Cluster.load("dgx_h100", hosts=1).gpu
     lowered = OnGpus()
-    _, lines = compile_for_gpus(lowered, gpu, {"xla_mine": 1}, (CHEAP, COSTLY), 73 * GIB)
+    *_, lines = compile_for_gpus(lowered, gpu, {"xla_mine": 1}, (CHEAP, COSTLY), 73 * GIB)
     assert [("xla_costly" in a, "xla_cheap" in a, a["xla_mine"]) for a in lowered.asked] == [
         (True, True, 1),
         (False, True, 1),
     ]
     assert len(lines) == 1
-    _, lines = compile_for_gpus(OnGpus(), gpu, {}, (CHEAP, COSTLY), 100 * GIB)
+    *_, lines = compile_for_gpus(OnGpus(), gpu, {}, (CHEAP, COSTLY), 100 * GIB)
     assert lines == []
 
 
