@@ -2,7 +2,8 @@
 
 Plans each experiment with XLA's own choice, with the pipelining that `meshkit.timeline.derived` asks for, with double
 buffering on top, and with the combine thresholds; prints a Markdown table. The options are forced, also where meshkit
-does not set them of itself; the last column says whether it does. Nothing of it is measured on a GPU.
+does not set them of itself; the last column says whether it does. The last row has what meshkit sets, scheduled by
+plan's own prices (`train.pgle = "predicted"`). Nothing of it is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from meshkit.planner import plan_experiment
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import build_mesh
 from meshkit.spec.experiment import Experiment, load
+from meshkit.spec.sections import PREDICTED
 from meshkit.timeline.derived import derive_options, loop_traffic, options_for
 from meshkit.training.step import make_train_step
 
@@ -37,12 +39,14 @@ def rows(experiment: Experiment) -> Iterable[str]:
     program = make_train_step(experiment, mesh)
     traffic = loop_traffic(experiment, program, mesh)
     forced = {o.name: o.value for o in options_for(traffic, experiment.cluster)} if traffic else {}
-    sets = "yes" if derive_options(experiment, program, mesh) else "no"
+    sets = "yes" if any(o.costs_memory for o in derive_options(experiment, program, mesh)) else "no"
     words: list[str] = []
     for step, word in STEPS.items():
         words += [word] if word else []
         chosen = {name: value if any(w in name for w in words) else off(name) for name, value in forced.items()}
         yield row(dataclasses.replace(experiment, xla={**chosen, **experiment.xla}), step, sets)
+    train = dataclasses.replace(experiment.train, pgle=PREDICTED)
+    yield row(dataclasses.replace(experiment, train=train), "what meshkit sets, by its prices", "where asked")
 
 
 def off(name: str) -> object:
