@@ -12,13 +12,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from benchmarks.older_xla.programs import in_fp8, prices, schedule_by
+from benchmarks.older_xla.programs import in_fp8, schedule_by
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.kernels import adapted, kernels_of
 from benchmarks.published.programs import Program, get_program
 from benchmarks.published.rows import measured_step_time_s, read_rows
 from meshkit.spec.cluster import Cluster
+from meshkit.timeline.assumptions import Assumptions
 from meshkit.timeline.feedback import PGLE_FILE, write_pgle
+from meshkit.timeline.latencies import predicted_costs
 from meshkit.timeline.simulate import Simulation
 from meshkit.timeline.spans import overlap
 from meshkit.xla.schedule import Schedule
@@ -59,7 +61,11 @@ def _older(options: argparse.Namespace, run: Run, program: Program, cluster: Clu
     found: list[Schedule] = []
     with tempfile.TemporaryDirectory(prefix="meshkit-") as folder:
         for _ in range(2 if options.pgle else 1):
-            profile = write_pgle(Path(folder) / PGLE_FILE, prices(found[-1], cluster)) if found else None
+            profile = (
+                write_pgle(Path(folder) / PGLE_FILE, predicted_costs(found[-1], cluster, Assumptions()))
+                if found
+                else None
+            )
             schedule = schedule_by(options.python, program.experiment, Path(folder), profile=profile)
             if run.document["train"]["precision"] == "fp8":
                 schedule = in_fp8(schedule, int(run.document["model"]["vocab"]))

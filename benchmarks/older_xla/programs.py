@@ -18,10 +18,7 @@ from jax import export
 from meshkit.planner import placement_of
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
-from meshkit.spec.cluster import Cluster
 from meshkit.spec.experiment import Experiment
-from meshkit.timeline.assumptions import Assumptions
-from meshkit.timeline.pricing import Pricer
 from meshkit.training.step import make_train_step
 from meshkit.xla import wire
 from meshkit.xla.hlo import load_module, read_schedule
@@ -226,13 +223,3 @@ def in_fp8(schedule: Schedule, head: int) -> Schedule:
         return replace(i, cost=replace(cost, matmuls=matmuls, matmul_flops=flops))
 
     return replace(schedule, computations={n: tuple(map(priced, c)) for n, c in schedule.computations.items()})
-
-
-def prices(schedule: Schedule, cluster: Cluster) -> dict[str, float]:
-    """Instruction -> the seconds of it alone by our models: what a profile of the run would hold."""
-    pricer = Pricer(cluster, Assumptions())
-    found = {}
-    for i in (i for body in schedule.computations.values() for i in body):
-        work = pricer.work(i)
-        found[i.name] = pricer.collective_s(i) if i.collective else max(work.arithmetic_s, work.memory_s)
-    return {name: seconds for name, seconds in found.items() if seconds > 0}
