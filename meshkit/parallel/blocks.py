@@ -210,23 +210,35 @@ def _cudnn_kernels(q, k, v, causal):
     computed = jaxpr.eqns[at].outvars
 
     def forward(q, k, v):
-        values = constants | dict(zip(jaxpr.invars, (q, k, v)))
+        values = constants | _empties(jaxpr, q) | dict(zip(jaxpr.invars, (q, k, v)))
         return _evaluate(jaxpr.eqns[: at + 1], values, computed)
 
     def backward(q, k, v, g, out, lse):
-        values = constants | dict(zip([*jaxpr.invars, *computed], (q, k, v, g, out, lse)))
+        values = constants | _empties(jaxpr, q) | dict(zip([*jaxpr.invars, *computed], (q, k, v, g, out, lse)))
         return _evaluate([*jaxpr.eqns[:at], *jaxpr.eqns[at + 1 :]], values, jaxpr.outvars)
 
     return forward, backward
 
 
+def _empties(jaxpr, q):
+    """The arrays of no elements that stand for what the kernels are not given (a bias, a seed), cut out of q.
+
+    As constants they would be computed once for all layers in a shard_map of their own and be arguments of the layers';
+    jaxlib 0.11 dies of arguments without elements.
+    """
+    made = [e.outvars[0] for e in jaxpr.eqns if not e.primitive.multiple_results and not e.outvars[0].aval.size]
+    return {x: q[:0].reshape(x.aval.shape).astype(x.aval.dtype) for x in made}
+
+
 def _evaluate(equations, values, wanted):
-    """What the equations of a jaxpr compute from the values of variables."""
+    """What the equations of a jaxpr compute from the values of variables; those that have one already are not computed."""
 
     def read(atom):
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for e in equations:
+        if all(out in values for out in e.outvars):
+            continue
         results = e.primitive.bind(*map(read, e.invars), **e.params)
         values.update(zip(e.outvars, results if e.primitive.multiple_results else [results]))
     return tuple(map(read, wanted))
