@@ -61,8 +61,13 @@ class Arrangement:
         """Parameters alone, in memory."""
         if self.stack.natural:
             return params
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract.params)
-        return jax.jit(lambda p: {**p, LAYERS: self.stack.arrange(p[LAYERS])}, out_shardings=shardings)(params)
+        given, wanted = (self._uncut(state).params[LAYERS] for state in (self.saved, self.abstract))
+
+        def run(params):
+            layers = self.stack.arrange(_constrain(params[LAYERS], given))
+            return {**params, LAYERS: _constrain(layers, wanted)}
+
+        return jax.jit(run, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract.params))(params)
 
     def _move(self, way: str, state: TrainState, given: TrainState, wanted: TrainState) -> TrainState:
         """The state after `Stack.arrange` or `Stack.restore`."""
@@ -72,10 +77,23 @@ class Arrangement:
             order = getattr(self.stack, way)
 
             def run(state):
-                return self._over_layers(order, _on_device(state, given))
+                state = _constrain(_on_device(state, given), self._uncut(given))
+                return _constrain(self._over_layers(order, state), self._uncut(wanted))
 
             self._compiled[way] = jax.jit(run, out_shardings=jax.tree.map(lambda x: x.sharding, wanted))
         return self._compiled[way](state)
+
+    def _uncut(self, abstract: TrainState) -> TrainState:
+        """Shardings under which every device has all layers, of its share of each: to reorder them there.
+
+        Across devices that would be a gather along a dim that is cut, which XLA makes of whole copies, or dies of.
+        """
+
+        def one(x):
+            sharding = _on_other_dims(x.sharding, x.shape, self.axis, always=True)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return self._over_layers(one, abstract)
 
     def _over_layers(self, fn: Callable[[Any], Any], state: TrainState) -> TrainState:
         """fn on every array of layers: parameters, and what the optimizer keeps for each of them."""
@@ -104,11 +122,17 @@ def arrange_description(model: ModelDescription, stack: Stack) -> ModelDescripti
     return ModelDescription(model.graph, params, model.variables, model.takes_dtype, model.takes_remat)
 
 
-def _on_other_dims(sharding: NamedSharding, shape: tuple[int, ...], axis: str) -> NamedSharding:
-    """The sharding of an array whose first dim the axis need not divide: it cuts the first other dim that it can."""
+def _on_other_dims(
+    sharding: NamedSharding, shape: tuple[int, ...], axis: str, *, always: bool = False
+) -> NamedSharding:
+    """The sharding of an array whose first dim the axis need not divide: it cuts the first other dim that it can.
+
+    Where the axis does divide the first dim, that is as it was, unless it is `always` to be left whole.
+    """
     mesh, spec = sharding.mesh, [*sharding.spec] + [None] * (len(shape) - len(sharding.spec))
     ways = mesh.shape[axis]
-    if shape[0] % ways == 0:
+    cut = [dim for dim, entry in enumerate(spec) if axis in _names(entry)]
+    if (cut and cut != [0]) or (not always and shape[0] % ways == 0):
         return sharding
     spec[0] = None
     for dim in range(1, len(shape)):
@@ -127,6 +151,13 @@ def _on_device(state: TrainState, given: TrainState) -> TrainState:
         return jax.device_put(x, like.sharding.with_memory_kind("device")) if host else x
 
     return jax.tree.map(one, state, given)
+
+
+def _constrain(tree: Any, like: Any) -> Any:
+    """The arrays in device memory with the shardings of others, inside `jax.jit`."""
+    return jax.tree.map(
+        lambda x, to: jax.lax.with_sharding_constraint(x, to.sharding.with_memory_kind("device")), tree, like
+    )
 
 
 def _names(entry: Any) -> tuple[str, ...]:
