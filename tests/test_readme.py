@@ -7,6 +7,7 @@ import pytest
 
 from meshkit.cli import main
 from meshkit.spec.experiment import load
+from tests.releases import needs_pinned_jaxlib
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -16,6 +17,7 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
+@needs_pinned_jaxlib  # another XLA makes another program
 @pytest.mark.deviceless
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
 def test_the_plan_shown_is_the_plan_printed(page, capsys):

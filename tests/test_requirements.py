@@ -8,6 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.releases import needs_pinned_jaxlib
+
 ROOT = Path(__file__).parents[1]
 LINE = re.compile(
     r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.+!]+)(?: ; sys_platform == .linux.)?"
@@ -33,6 +35,7 @@ def test_it_agrees_with_the_constraints(pinned):
     assert pinned == constraints
 
 
+@needs_pinned_jaxlib
 def test_it_has_every_package_that_any_of_them_needs(pinned):
     """From the metadata of what is installed, which is what the constraints pin."""
     todo = [Requirement(r) for r in metadata.requires("meshkit") or ()]

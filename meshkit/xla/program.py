@@ -321,6 +321,7 @@ def _run_child(folder: Path, environment: Mapping[str, str], timeout_s: float) -
 def _last_words(stderr: str) -> str:
     """The last line in which XLA complains, without its time and place in XLA; the last line of all if it does not."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip() and "***" not in line]
+    lines = [line for line in lines if not re.match(r"I\d{4} |WARNING: All log messages before", line)]
     fatal = [line for line in lines if re.match(r"[EF]\d{4} ", line) or "Check failed" in line or "Error" in line]
     last = (fatal or lines or ["it said nothing"])[-1]
     return re.sub(r"^[EF]\d{4} [\d:.]+\s+\d+ \S+\] ", "", last)[:300]
@@ -330,6 +331,8 @@ def _hint(text: str, signal_name: str = "") -> str | None:
     if signal_name == "SIGKILL":
         return "a machine with more memory: a kill without a word is nearly always the kernel's, out of memory"
     known = next((remedy for mark, remedy in _REMEDIES if mark in text), None)
+    if signal_name == "SIGSEGV" and known is None and (version_of("jaxlib") or "").startswith("0.11."):
+        return "jaxlib 0.12: 0.11 dies where an array of no elements, cut over mesh axes, enters a jax.shard_map"
     return known or (
         "the same without [xla]; if it still dies, a smaller model finds the operation" if signal_name else None
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.training.signals import Preempted, StopRequest
+from tests.releases import without_jaxlibs_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 GANG = {"MESHKIT_COORDINATOR": "127.0.0.1:1", "MESHKIT_NUM_PROCESSES": "2", "MESHKIT_PROCESS_ID": "1"}
@@ -69,4 +70,4 @@ def test_before_the_first_step_a_supervised_one_ends_in_the_middle_of_a_compilat
     finally:
         process.kill()
     assert process.returncode == code
-    assert said == f"meshkit: stopped by {number.name} before the first step: nothing to save.\n"
+    assert without_jaxlibs_lines(said) == f"meshkit: stopped by {number.name} before the first step: nothing to save.\n"

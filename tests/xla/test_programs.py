@@ -14,6 +14,7 @@ from meshkit.spec.cluster import Cluster
 from meshkit.xla import options
 from meshkit.xla.hlo import load_module, read_schedule
 from meshkit.xla.program import compile_absent
+from tests.releases import BEFORE_0_12
 
 pytestmark = pytest.mark.deviceless
 GPUS = [key for key in gpu_keys() if gpu(key).compute_capability is not None]
@@ -169,6 +170,7 @@ def test_every_layer_counts_once_however_xla_cuts_the_loop(layers, xla):
     assert math.prod(loops) < layers if xla else loops == [layers]
 
 
+@pytest.mark.skipif(BEFORE_0_12, reason="jaxlib 0.11 does not die of it")
 def test_an_abort_of_xla_kills_its_own_process_and_says_what_to_try(monkeypatch):
     """Without meshkit's option jaxlib 0.12 aborts on a scalar all-reduce over 64 GPUs."""
     monkeypatch.setattr(options, "OPTIONS", ())
@@ -179,3 +181,16 @@ def test_an_abort_of_xla_kills_its_own_process_and_says_what_to_try(monkeypatch)
             hosts=8,
             mesh={"data": {"nvlink": 8, "infiniband": 8}},
         )
+
+
+@pytest.mark.skipif(not BEFORE_0_12, reason="jaxlib 0.12 does not die of it")
+def test_a_crash_of_xla_kills_its_own_process_and_says_what_to_try():
+    """An argument without elements, cut over an axis, is one too many for jaxlib 0.11."""
+
+    def step(mesh):
+        spec = PartitionSpec("data")
+        whole = jax.shard_map(lambda empty, x: jnp.concatenate([empty, x]), mesh=mesh, in_specs=spec, out_specs=spec)
+        return lambda x: whole(jnp.zeros((0, *x.shape[1:])), x)
+
+    with pytest.raises(mk.ProgramError, match=r"XLA's compiler died \(SIGSEGV\): it said nothing\n  try jaxlib 0\.12"):
+        compiled(step, [((64, 8), jnp.float32)], wants_mesh=True)

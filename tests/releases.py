@@ -1,0 +1,25 @@
+"""What differs between the releases of jax that the tests run under: the one of constraints.txt, and the oldest."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+JAXLIB = metadata.version("jaxlib")
+BEFORE_0_12 = tuple(map(int, JAXLIB.split(".")[:2])) < (0, 12)
+PINNED = re.search(r"^jaxlib==(\S+)$", (Path(__file__).parents[1] / "constraints.txt").read_text(), re.MULTILINE)
+assert PINNED is not None
+
+needs_pinned_jaxlib = pytest.mark.skipif(
+    JAXLIB != PINNED[1], reason=f"needs the jaxlib of constraints.txt, {PINNED[1]}; installed is {JAXLIB}"
+)
+
+_ITS_OWN = re.compile(
+    r"^(?:WARNING: All log messages before absl::InitializeLog\(\) .*|I\d{4} .* cudart_stub\.cc:\d+\] .*)\n", re.MULTILINE
+)
+
+
+def without_jaxlibs_lines(stderr: str) -> str:
+    """What a process said on stderr, but for what jaxlib 0.11 says there where no GPU is: no variable silences it."""
+    return _ITS_OWN.sub("", stderr)
