@@ -1,9 +1,10 @@
 # Everything a developer or CI runs. Needs Python 3.12 or 3.13 and make; installs into .venv.
 PY := .venv/bin/python
+OLDEST := 0.11.2
 EXPERIMENTS := configs/experiments
 H100S := --set cluster='{name="dgx_h100",hosts=2}'
 
-.PHONY: setup demo test test-slow corruption kill-matrix soak check docs clean
+.PHONY: setup demo test test-slow test-oldest corruption kill-matrix soak check docs clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -33,6 +34,16 @@ test: setup
 test-slow: setup
 	$(PY) -m pytest -m slow
 
+# The default suite with the oldest jax that meshkit supports, all else as constraints.txt has it, in .venv-oldest.
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -m 'not slow' -n auto --maxprocesses 4 --dist loadfile
+
+.venv-oldest/installed: .venv/installed
+	@$(PY) -m venv .venv-oldest
+	@sed -E 's/^(jax|jaxlib|jax-cuda12-pjrt|jax-cuda12-plugin)==.*/\1==$(OLDEST)/' constraints.txt > .venv-oldest/constraints.txt
+	@.venv-oldest/bin/python -m pip install -qq --disable-pip-version-check -c .venv-oldest/constraints.txt -e '.[plan,dev]'
+	@touch $@
+
 # Seeded damages to a checkpoint's files, and what is restored after each: a minute.
 corruption: setup
 	@$(PY) -m benchmarks.corruption
@@ -56,4 +67,4 @@ docs: setup
 	.venv/bin/mkdocs build --strict
 
 clean:
-	rm -rf .venv runs site build dist
+	rm -rf .venv .venv-oldest runs site build dist

@@ -12,11 +12,12 @@ PINNED = re.search(r"^jaxlib==(\S+)$", (Path(__file__).parents[1] / "constraints
 assert PINNED is not None
 
 needs_pinned_jaxlib = pytest.mark.skipif(
-    JAXLIB != PINNED[1], reason=f"needs the jaxlib of constraints.txt, {PINNED[1]}; installed is {JAXLIB}"
+    PINNED[1] != JAXLIB, reason=f"needs the jaxlib of constraints.txt, {PINNED[1]}; installed is {JAXLIB}"
 )
 
 _ITS_OWN = re.compile(
-    r"^(?:WARNING: All log messages before absl::InitializeLog\(\) .*|I\d{4} .* cudart_stub\.cc:\d+\] .*)\n", re.MULTILINE
+    r"^(?:WARNING: All log messages before absl::InitializeLog\(\) .*|I\d{4} .* cudart_stub\.cc:\d+\] .*)\n",
+    re.MULTILINE,
 )
 
 

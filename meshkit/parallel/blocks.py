@@ -231,7 +231,7 @@ def _empties(jaxpr, q):
 
 
 def _evaluate(equations, values, wanted):
-    """What the equations of a jaxpr compute from the values of variables; those that have one already are not computed."""
+    """What the equations of a jaxpr compute from the values of variables; what has one already is not computed."""
 
     def read(atom):
         return atom.val if isinstance(atom, Literal) else values[atom]
