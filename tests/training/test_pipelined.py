@@ -90,6 +90,21 @@ def test_arrays_on_their_way_to_disk_stay_cut_over_the_stages():
         assert any("pipeline" in (axes if isinstance(axes, tuple) else (axes,)) for axes in x.sharding.spec if axes)
 
 
+def test_layers_change_their_order_without_whole_copies():
+    """Each device exchanges shares of layers; none gathers, or sums, an array that is cut over the stages."""
+    program = program_of()
+    arrangement = program.arrangement
+    assert arrangement is not None
+    saved = random_state(program)
+    state = arrangement.from_saved(saved)
+    arrangement.to_saved(state)
+    for way, given in (("arrange", saved), ("restore", state)):
+        text = arrangement._compiled[way].lower(given).compile().as_text()
+        assert "all-to-all(" in text
+        assert "all-gather(" not in text
+        assert "all-reduce(" not in text
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_in_other_stages_and_in_none(tmp_path):
     """The same losses, up to the rounding of fp32, however the run is cut; the same bits where it is not cut again."""

@@ -162,3 +162,14 @@ def test_the_compiler_process_says_what_plan_reads(monkeypatch):
     assert environment["TF_CPP_MIN_LOG_LEVEL"] == "1"
     assert environment["JAX_ENABLE_COMPILATION_CACHE"] == "false"
     assert "XLA_FLAGS" not in environment
+
+
+def test_xlas_last_words_are_no_note_of_its_loading():
+    """jaxlib 0.11 says on every machine without a GPU that it found no driver."""
+    note = (
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+        "I0000 00:00:1795312420.499266   32520 cudart_stub.cc:31] Could not find cuda drivers on your machine.\n"
+    )
+    assert program._last_words(note) == "it said nothing"
+    fatal = "F0000 00:00:1795312420.499266   32520 spmd_partitioner_util.cc:2374] Check failed: 4 == 8\n"
+    assert program._last_words(fatal + "*** Check failure stack trace: ***\n" + note) == "Check failed: 4 == 8"
