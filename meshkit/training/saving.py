@@ -29,6 +29,7 @@ from meshkit.training.retention import remove_step
 from meshkit.training.state import TrainState
 
 STATE = "state"
+_REMOVE_S = 5.0  # what is left then goes at the next start
 _VISIBLE_S = 90.0  # clients of NFS keep the names in a folder for up to a minute
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
@@ -116,8 +117,7 @@ class Saving:
             futures = asyncio.run(self._handler.async_save(epath.Path(into), args=args))
             self._state = None
             self._copied.set()
-            for future in futures or ():
-                future.result()
+            _wait_for_all(futures or ())
             shards = into / f"ocdbt.process_{self._agreement.rank}"  # nobody else writes there, also not the merge
             return {"files": fingerprints(self._partial, _files(shards), sync=True)}
         except BaseException as problem:
@@ -134,7 +134,7 @@ class Saving:
         except BaseException as problem:
             error = explain(problem)
         if error is not None:  # what it takes of a full disk is needed for the next one
-            shutil.rmtree(self._partial, ignore_errors=True)
+            _remove(self._partial)
         return error
 
     def _remove_superseded(self) -> list[str]:
@@ -162,6 +162,27 @@ class Saving:
             if time.monotonic() > ends:
                 raise OSError(f"{unseen[0]} was written, but process 0 does not see it: no file system that all share?")
             time.sleep(0.1)
+
+
+def _wait_for_all(futures: Sequence[Any]) -> None:
+    """The first error, once no other array is being written any more."""
+    problems = []
+    for future in futures:
+        try:
+            future.result()
+        except BaseException as problem:
+            problems.append(problem)
+    if problems:
+        raise problems[0]
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder in which threads of a failed save may still make files for a moment."""
+    ends = time.monotonic() + _REMOVE_S
+    while folder.exists() and time.monotonic() < ends:
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            time.sleep(0.05)
 
 
 def explain(problem: BaseException) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from benchmarks.corruption.campaign import abstract, random_state, same_bits
 from meshkit import trainer
 from meshkit.errors import ConfigError
 from meshkit.spec.experiment import load
+from meshkit.training import saving
 from meshkit.training.checkpoint import CheckpointStore
 from meshkit.training.metrics import read_metrics
 
@@ -115,3 +118,41 @@ def test_a_training_goes_on_over_a_full_disk_and_says_so_in_terminal_and_metrics
     assert failed
     assert all("No space left on device" in text for text in failed)
     assert CheckpointStore(small_disk).steps()[0] == 6
+
+
+def test_what_a_failed_save_is_still_writing_is_removed_with_it(tmp_path):
+    """tensorstore's threads go on with other arrays after the first error: a file appears while the folder goes."""
+    folder = tmp_path / "20.partial-1"
+    folder.mkdir()
+    stop = threading.Event()
+
+    def write():
+        while not stop.is_set():
+            with contextlib.suppress(OSError):  # until the folder is gone
+                (folder / f"{time.monotonic_ns()}").write_bytes(b"x")
+
+    writers = [threading.Thread(target=write) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    saving._remove(folder)
+    stop.set()
+    for writer in writers:
+        writer.join()
+    assert not folder.exists()
+
+
+def test_a_save_ends_when_the_last_array_does():
+    done = []
+
+    class Future:
+        def __init__(self, name, error=None):
+            self.name, self.error = name, error
+
+        def result(self):
+            done.append(self.name)
+            if self.error:
+                raise self.error
+
+    with pytest.raises(OSError, match="full"):
+        saving._wait_for_all([Future(1), Future(2, OSError("full")), Future(3, OSError("later")), Future(4)])
+    assert done == [1, 2, 3, 4]
