@@ -240,7 +240,10 @@ def make_space(
         meshes=tuple(_meshes(experiment, names)),
         accumulates=tuple(sorted({train.accumulate, *accumulates})),
         remats=tuple(dict.fromkeys((train.remat, *remats))),
-        options=((), *(some for some in OPTION_SETS if some != BY_PRICES or _may_be_scheduled_by_prices(experiment))),
+        options=(
+            (),
+            *(some for some in OPTION_SETS if BY_PRICES[0] not in some or _may_be_scheduled_by_prices(experiment)),
+        ),
         vary_reduction=preset is not None and not experiment.rules.gradients,
         pipeline=pipeline.axis or (_PIPELINE if _PIPELINE in names else None),
         virtual_stages=(2, 4, 5),
@@ -251,10 +254,8 @@ def make_space(
 # What changes the program and is not decided by the plan itself: whose latencies XLA schedules by, and how far it may
 # run collectives side by side.
 BY_PRICES: Options = (("train.pgle", PREDICTED),)
-OPTION_SETS: tuple[Options, ...] = (
-    BY_PRICES,
-    (("xla.xla_gpu_experimental_parallel_collective_overlap_limit", 2),),
-)
+TWO_AT_A_TIME: Options = (("xla.xla_gpu_experimental_parallel_collective_overlap_limit", 2),)
+OPTION_SETS: tuple[Options, ...] = (TWO_AT_A_TIME, BY_PRICES, (*BY_PRICES, *TWO_AT_A_TIME))
 
 
 @functools.cache
