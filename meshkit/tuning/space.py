@@ -240,10 +240,7 @@ def make_space(
         meshes=tuple(_meshes(experiment, names)),
         accumulates=tuple(sorted({train.accumulate, *accumulates})),
         remats=tuple(dict.fromkeys((train.remat, *remats))),
-        options=(
-            (),
-            *(some for some in OPTION_SETS if BY_PRICES[0] not in some or _may_be_scheduled_by_prices(experiment)),
-        ),
+        options=((), *_option_sets(experiment)),
         vary_reduction=preset is not None and not experiment.rules.gradients,
         pipeline=pipeline.axis or (_PIPELINE if _PIPELINE in names else None),
         virtual_stages=(2, 4, 5),
@@ -264,9 +261,10 @@ def axes_of(preset: str) -> frozenset[str]:
     return frozenset(axis for table in preset_rules(preset).values() for axes in table.values() for axis in axes)
 
 
-def _may_be_scheduled_by_prices(experiment: Experiment) -> bool:
-    """Whether it is neither so already nor by a profile."""
-    return experiment.train.pgle != PREDICTED and PGLE_OPTION not in experiment.xla
+def _option_sets(experiment: Experiment) -> list[Options]:
+    """Those that change the experiment: it may go by prices already, or by a profile."""
+    given = experiment.train.pgle == PREDICTED or PGLE_OPTION in experiment.xla
+    return [some for some in OPTION_SETS if not (given and BY_PRICES[0] in some)]
 
 
 def _preset(experiment: Experiment) -> str | None:

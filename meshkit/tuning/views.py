@@ -58,6 +58,8 @@ def what_text(outcome: Outcome) -> str:
             words.append(f"accumulate {value}")
         elif key == "rules.gradients.embed":
             words.append("reduced each")
+        elif key == "train.pgle":
+            words.append(f"pgle {value.strip(chr(34))}")
         elif key.startswith("pipeline."):
             words.append(f"{key.removeprefix('pipeline.')} {value.strip(chr(34))}")
         elif key.startswith("xla."):
