@@ -56,7 +56,7 @@ def schedule_by_prices[T](
     fits: Callable[[T], bool],
     agree: Callable[[str, Any], Any] = lambda topic, mine: mine,
 ) -> T:
-    """The fastest of a program and those that XLA schedules by its prices.
+    """The fastest of a program and those that XLA schedules by its prices; the program itself where it does not fit.
 
     Args:
         first: as XLA schedules it on its own.
@@ -68,6 +68,8 @@ def schedule_by_prices[T](
         agree: topic, what this process says -> what all processes take: they must compile the same.
     """
     made = [first]
+    if not fits(first):  # no order of its instructions makes room for them
+        return first
     for round_ in range(ROUNDS):
         costs = predicted_costs(read(made[-1]), cluster, assumptions)
         with text_file(agree(f"latencies {round_}", profile_text(costs))) as path:

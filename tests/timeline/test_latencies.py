@@ -84,6 +84,12 @@ def test_one_that_does_not_fit_is_not():
     assert found.flops == 2e15
 
 
+def test_what_does_not_fit_is_not_compiled_again():
+    found, rest = schedules((3e15, 2e15, 1e15), fits=lambda made: made.flops < 3e15)
+    assert found.flops == 3e15
+    assert not any(made.told for made in rest)
+
+
 def test_all_processes_take_what_process_0_says():
     topics = []
 
