@@ -187,6 +187,7 @@ def start(port, process, *arguments):
     )
 
 
+@pytest.mark.slow  # tests/test_bench.py has two processes of its own
 @pytest.mark.multiprocess
 def test_bench_over_two_processes_that_the_environment_names(tmp_path):
     with socket.socket() as free:
