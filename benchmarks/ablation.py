@@ -24,8 +24,8 @@ from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.replay import Prediction
 from benchmarks.published.rows import Row, read_rows
 from benchmarks.published.statistics import groups
-from meshkit.timeline.assumptions import Assumptions
-from meshkit.timeline.simulate import Simulation, simulate
+from meshkit.predict.assumptions import Assumptions
+from meshkit.predict.simulate import Simulation, simulate
 
 _ALL = Assumptions()
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from meshkit.spec.environment import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from meshkit.distributed.environment import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 
 EXPERIMENT = Path(__file__).resolve().parents[1] / "configs/experiments/llama_debug_cpu.toml"
 TWO_HOSTS = [
@@ -28,9 +28,9 @@ ONE_PROCESS = ["mesh.data=", "mesh.fsdp=2", "mesh.tensor=4"]
 
 def run(out: str, overrides: list[str]) -> None:
     """One process of the benchmark, as the environment says which; the first prints."""
+    from meshkit.config.experiment import load
+    from meshkit.distributed.join import is_first_process, join_gang, keep_stdout
     from meshkit.sharding.devices import prepare_platform
-    from meshkit.sharding.gang import is_first_process, join_gang, keep_stdout
-    from meshkit.spec.experiment import load
 
     keep_stdout()
     processes = join_gang()[1]
@@ -38,7 +38,7 @@ def run(out: str, overrides: list[str]) -> None:
     prepare_platform(experiment.cluster)
     from rich.console import Console
 
-    from meshkit.bencher import bench, render
+    from meshkit.verbs.bench.bencher import bench, render
 
     report = bench(experiment, out)
     if is_first_process():

@@ -10,11 +10,11 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from meshkit.planner import Plan, plan_experiment
-from meshkit.spec.cluster import Cluster
-from meshkit.spec.experiment import load
-from meshkit.spec.sections import PREDICTED
-from meshkit.timeline.simulate import simulate
+from meshkit.config.cluster import Cluster
+from meshkit.config.experiment import load
+from meshkit.config.sections import PREDICTED
+from meshkit.predict.simulate import simulate
+from meshkit.verbs.plan.planner import Plan, plan_experiment
 
 EXPERIMENTS = Path(__file__).parent.parent / "configs" / "experiments"
 NAMES = ("mixtral_8x7b", "llama3_70b")

@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from meshkit.config.cluster import Cluster
+from meshkit.config.experiment import load
 from meshkit.errors import MeshkitError
-from meshkit.planner import Plan, plan_experiment
-from meshkit.spec.cluster import Cluster
-from meshkit.spec.experiment import load
+from meshkit.verbs.plan.planner import Plan, plan_experiment
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ROOT / "configs" / "experiments"

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 import meshkit
-from meshkit.spec import catalog
-from meshkit.spec.cluster import Cluster
-from meshkit.timeline.network import collective_time_s, nccl_constants
+from meshkit.config import catalog
+from meshkit.config.cluster import Cluster
+from meshkit.predict.network import collective_time_s, nccl_constants
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 SWEEPS, TABLE = DATA / "nccl_sweeps.csv", DATA / "xla_collective_table.csv.gz"

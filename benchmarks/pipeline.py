@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 
+from meshkit.compile.program import CompiledProgram, compile_absent
+from meshkit.config.experiment import Experiment, load
+from meshkit.hlo.module import load_module, read_schedule
+from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.sharding.devices import describe_devices
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
-from meshkit.spec.experiment import Experiment, load
-from meshkit.training.step import TrainProgram, make_train_step
-from meshkit.xla.hlo import load_module, read_schedule
-from meshkit.xla.program import CompiledProgram, compile_absent
-from meshkit.xla.schedule import Instruction, Schedule
+from meshkit.step.train_step import TrainProgram, make_train_step
 
 CONFIG = Path(__file__).parent.parent / "configs/experiments/llama_debug_cpu.toml"
 EMBED, LENGTH, STAGES, LAYERS = 2048, 2048, 4, 16

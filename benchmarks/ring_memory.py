@@ -45,7 +45,7 @@ def on_cpu(local: int) -> int:
 def on_h100(local: int) -> int:
     """Bytes of temporaries per GPU in the program of 8 H100s."""
     import meshkit as mk
-    from meshkit.xla.program import compile_absent
+    from meshkit.compile.program import compile_absent
 
     cluster = mk.Cluster.load("dgx_h100", hosts=1)
     spec = mk.MeshSpec.parse({"context": WAYS})

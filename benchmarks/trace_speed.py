@@ -70,7 +70,8 @@ def measure(file: Path, devices: int, steps: int, layers: int) -> dict[str, floa
     """One reading, from the file to the report; seconds are of this process's CPU, memory is its peak."""
     from meshkit.report.rows import group_rows
     from meshkit.report.summarize import summarize
-    from meshkit.timeline import operations, trace
+    from meshkit.trace import operations
+    from meshkit.trace import reader as trace
 
     collectives = {c.name: c for c in _collectives(layers)}
     rows = group_rows(tuple(collectives.values()))[0]
@@ -209,7 +210,7 @@ def _child(python: str, file: Path, options: argparse.Namespace) -> dict[str, fl
 
 
 def _collectives(layers: int) -> list:
-    from meshkit.xla.collective import Collective
+    from meshkit.hlo.collective import Collective
 
     where = {"axes": ("fsdp",), "axes_complete": True, "link": "nvlink", "fabric": None, "dtype": "bf16"}
     sizes = {"group_size": 8, "num_groups": 1, "gpus_per_domain": 8, "payload_bytes": 2**20}

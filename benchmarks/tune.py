@@ -20,12 +20,12 @@ from xml.sax.saxutils import escape
 
 from rich.console import Console
 
-from meshkit.tuner import REPORT_FILE, tune
-from meshkit.tuning.progress import progress_bar
-from meshkit.tuning.schema import Outcome, TuneReport
-from meshkit.tuning.sizes import parse_hosts
-from meshkit.tuning.views import COLUMNS, RULE_WORDS, best_first, cells_of, what_text
 from meshkit.units import GIB, format_seconds
+from meshkit.verbs.plan.outcome import Outcome, TuneReport
+from meshkit.verbs.tune.sizes import parse_hosts
+from meshkit.verbs.tune.tune_progress import progress_bar
+from meshkit.verbs.tune.tune_views import COLUMNS, RULE_WORDS, best_first, cells_of, what_text
+from meshkit.verbs.tune.tuner import REPORT_FILE, tune
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENT = ROOT / "configs" / "experiments" / "llama3_70b.toml"

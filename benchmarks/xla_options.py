@@ -1,6 +1,6 @@
 """What the XLA options that follow from a step are predicted to save: `python -m benchmarks.xla_options`.
 
-Plans each experiment with XLA's own choice, with the pipelining that `meshkit.timeline.derived` asks for, with double
+Plans each experiment with XLA's own choice, with the pipelining that `meshkit.compile.derived` asks for, with double
 buffering on top, and with the combine thresholds; prints a Markdown table. The options are forced, also where meshkit
 does not set them of itself; the last column says whether it does. The last row has what meshkit sets, scheduled by
 plan's own prices (`train.pgle = "predicted"`). Nothing of it is measured on a GPU.
@@ -13,14 +13,14 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
+from meshkit.compile.derived import derive_options, loop_traffic, options_for
+from meshkit.config.experiment import Experiment, load
+from meshkit.config.sections import PREDICTED
 from meshkit.errors import MeshkitError
-from meshkit.planner import plan_experiment
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import build_mesh
-from meshkit.spec.experiment import Experiment, load
-from meshkit.spec.sections import PREDICTED
-from meshkit.timeline.derived import derive_options, loop_traffic, options_for
-from meshkit.training.step import make_train_step
+from meshkit.step.train_step import make_train_step
+from meshkit.verbs.plan.planner import plan_experiment
 
 EXPERIMENTS = Path(__file__).parent.parent / "configs" / "experiments"
 NAMES = ("llama3_8b", "llama3_70b", "llama3_8b_long", "mixtral_8x7b", "vit_l16")

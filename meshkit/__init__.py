@@ -6,31 +6,36 @@ Everything public is here, and imported only when it is used: `import meshkit` c
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from importlib import metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 _PUBLIC = {
-    "Cluster": "meshkit.spec.cluster",
+    "Cluster": "meshkit.config.cluster",
     "ConfigError": "meshkit.errors",
-    "Experiment": "meshkit.spec.experiment",
-    "MeshSpec": "meshkit.spec.mesh",
+    "Experiment": "meshkit.config.experiment",
+    "MeshSpec": "meshkit.config.mesh",
     "MeshkitError": "meshkit.errors",
     "ProgramError": "meshkit.errors",
     "Report": "meshkit.report.schema",
-    "ShardingRules": "meshkit.spec.rules",
+    "ShardingRules": "meshkit.config.rules",
     "TraceError": "meshkit.errors",
     "build_mesh": "meshkit.sharding.mesh",
-    "collective_time_s": "meshkit.timeline.network",
+    "collective_time_s": "meshkit.predict.network",
     "compare": "meshkit.report.compare",
     "constrain": "meshkit.sharding.constrain",
     "describe_devices": "meshkit.sharding.devices",
-    "load_experiment": "meshkit.spec.experiment",
-    "make_train_step": "meshkit.training.step",
-    "overlap": "meshkit.timeline.spans",
+    "load_experiment": "meshkit.config.experiment",
+    "make_train_step": "meshkit.step.train_step",
+    "overlap": "meshkit.timeline",
     "pipeline": "meshkit.parallel.pipeline",
-    "plan": "meshkit.planner",
+    "plan": "meshkit.verbs.plan.planner",
     "prepare_platform": "meshkit.sharding.devices",
-    "profile": "meshkit.profiler",
+    "profile": "meshkit.verbs.profile.profiler",
     "read_report": "meshkit.report.schema",
     "shard_model": "meshkit.sharding.resolve",
     "shard_over": "meshkit.sharding.constrain",
@@ -40,24 +45,24 @@ _PUBLIC = {
 _RENAMED = {"load_experiment": "load"}
 
 if TYPE_CHECKING:
+    from meshkit.config.cluster import Cluster
+    from meshkit.config.experiment import Experiment
+    from meshkit.config.experiment import load as load_experiment
+    from meshkit.config.mesh import MeshSpec
+    from meshkit.config.rules import ShardingRules
     from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
     from meshkit.parallel.pipeline import pipeline
-    from meshkit.planner import plan
-    from meshkit.profiler import profile
+    from meshkit.predict.network import collective_time_s
     from meshkit.report.compare import compare
     from meshkit.report.schema import Report, read_report
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
     from meshkit.sharding.devices import describe_devices, prepare_platform
     from meshkit.sharding.mesh import build_mesh
     from meshkit.sharding.resolve import shard_model, shardings
-    from meshkit.spec.cluster import Cluster
-    from meshkit.spec.experiment import Experiment
-    from meshkit.spec.experiment import load as load_experiment
-    from meshkit.spec.mesh import MeshSpec
-    from meshkit.spec.rules import ShardingRules
-    from meshkit.timeline.network import collective_time_s
-    from meshkit.timeline.spans import overlap
-    from meshkit.training.step import make_train_step
+    from meshkit.step.train_step import make_train_step
+    from meshkit.timeline import overlap
+    from meshkit.verbs.plan.planner import plan
+    from meshkit.verbs.profile.profiler import profile
 
 __all__ = [
     "Cluster",
@@ -101,3 +106,31 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+# Documented paths of 0.1 -> where they are now. An old one warns and works until the next release.
+_MOVED = {
+    "meshkit.training.layout": "meshkit.weights.layout",
+    "meshkit.training.stages": "meshkit.step.stages",
+    "meshkit.training.weights": "meshkit.weights.files",
+}
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Old names of modules, found only where nothing else answers to them."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname in _MOVED:
+            return ModuleSpec(fullname, self)
+        is_package = any(name.startswith(f"{fullname}.") for name in _MOVED)
+        return ModuleSpec(fullname, self, is_package=True) if is_package else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = _MOVED.get(module.__name__)
+        if new is not None:
+            warnings.warn(f"{module.__name__} is now {new}; the old name goes with the next release", FutureWarning, 3)
+            moved = importlib.import_module(new)
+            module.__getattr__ = lambda name: getattr(moved, name)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+sys.meta_path.append(_MovedModules())

@@ -1,4 +1,4 @@
-"""Every error that meshkit raises on purpose. Just above the lowest layer.
+"""Every error that meshkit raises on purpose.
 
     MeshkitError
     ├── ConfigError       what the user wrote: experiment file, override, argument, environment   (exit code 2)

@@ -1,4 +1,4 @@
-"""Secrets taken out of what meshkit says and writes. Lowest layer: imports nothing of meshkit.
+"""Secrets taken out of what meshkit says and writes. Imports nothing of meshkit.
 
     text -> redact -> text | redact_streams: everything that this process prints
 

@@ -1,4 +1,4 @@
-"""Every unit conversion and number format. Second-lowest layer; all values inside meshkit are SI (s, bytes, FLOP)."""
+"""Every unit conversion and number format. All values inside meshkit are SI (s, bytes, FLOP)."""
 
 from __future__ import annotations
 

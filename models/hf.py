@@ -1,7 +1,7 @@
 """Hugging Face's layout of Llama and Mixtral: what their tensors and config keys are called, and how dims correspond.
 
-`Llama.hf_layout` and `Moe.hf_layout` hand these tables to `meshkit.training.weights`, which streams the weights. Both
-sides pair up the rotary dims by halves, so queries and keys need no permutation.
+`Llama.hf_layout` and `Moe.hf_layout` hand these tables to `meshkit.weights.files`, which streams the
+weights. Both sides pair up the rotary dims by halves, so queries and keys need no permutation.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from flax import nnx
 
 from meshkit.errors import ConfigError
-from meshkit.training import weights
-from meshkit.training.layout import Layout, Row
+from meshkit.weights import files as weights
+from meshkit.weights.layout import Layout, Row
 
 # option of ours -> key of config.json
 KEYS = {
@@ -230,7 +230,7 @@ def export(model: nnx.Module, folder: str | os.PathLike[str], **options: Any) ->
     Args:
         model: with its weights, sharded in any way.
         folder: must not exist yet, or be empty.
-        options: `dtype` and `max_shard_bytes` of `meshkit.training.weights.write_weights`, which raises as well.
+        options: `dtype` and `max_shard_bytes` of `meshkit.weights.files.write_weights`; its errors.
     """
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     weights.write_weights(params, folder, model.hf_layout(), **options)  # pyright: ignore[reportAttributeAccessIssue]

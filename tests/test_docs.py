@@ -22,8 +22,8 @@ import typer
 
 import meshkit as mk
 from meshkit.cli import app
+from meshkit.config import catalog, tables
 from meshkit.report import schema as report_schema
-from meshkit.spec import catalog, tables
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

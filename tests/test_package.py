@@ -21,11 +21,11 @@ def test_public_names_are_there(name):
     "module",
     [
         "meshkit",
-        "meshkit.spec.experiment",
-        "meshkit.spec.template",
-        "meshkit.report.html",
+        "meshkit.config.experiment",
+        "meshkit.verbs.new.template",
+        "meshkit.report.views.html",
         "meshkit.report.compare",
-        "meshkit.report.terminal",
+        "meshkit.report.views.terminal",
         "meshkit.cli",
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.cli import main
-from meshkit.spec.experiment import load
+from meshkit.config.experiment import load
 from tests.releases import needs_pinned_jaxlib
 
 ROOT = Path(__file__).parent.parent

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from meshkit.cli import main
+from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.spec.experiment import load
-from meshkit.training.data import open_data
+from meshkit.step.data import open_data
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENT = ROOT / "configs" / "experiments" / "llama_debug_cpu.toml"

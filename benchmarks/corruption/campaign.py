@@ -22,8 +22,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshkit.errors import MeshkitError
-from meshkit.training.checkpoint import CheckpointStore
-from meshkit.training.state import TrainState
+from meshkit.step.state import TrainState
+from meshkit.verbs.checkpoint.store import CheckpointStore
 
 KINDS = ("flip", "truncate", "delete")
 SAFE, UNNAMED = "file named, step before used", "step before used, file not named"

@@ -17,13 +17,13 @@ from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.kernels import adapted, kernels_of
 from benchmarks.published.programs import Program, get_program
 from benchmarks.published.rows import measured_step_time_s, read_rows
-from meshkit.spec.cluster import Cluster
-from meshkit.timeline.assumptions import Assumptions
-from meshkit.timeline.feedback import PGLE_FILE, write_pgle
-from meshkit.timeline.latencies import predicted_costs
-from meshkit.timeline.simulate import Simulation
-from meshkit.timeline.spans import overlap
-from meshkit.xla.schedule import Schedule
+from meshkit.compile.latencies import predicted_costs
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.schedule import Schedule
+from meshkit.predict.assumptions import Assumptions
+from meshkit.predict.simulate import Simulation
+from meshkit.timeline import overlap
+from meshkit.verbs.profile.feedback import PGLE_FILE, write_pgle
 
 
 def main() -> None:

@@ -15,16 +15,16 @@ import jax
 import numpy as np
 from jax import export
 
-from meshkit.planner import placement_of
+from meshkit.compile.lowering import export_for_cuda
+from meshkit.compile.target import target_config, topology_name
+from meshkit.config.experiment import Experiment
+from meshkit.hlo import wire
+from meshkit.hlo.module import load_module, read_schedule
+from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
-from meshkit.spec.experiment import Experiment
-from meshkit.training.step import make_train_step
-from meshkit.xla import wire
-from meshkit.xla.hlo import load_module, read_schedule
-from meshkit.xla.lowering import export_for_cuda
-from meshkit.xla.schedule import Instruction, Schedule
-from meshkit.xla.target import target_config, topology_name
+from meshkit.step.train_step import make_train_step
+from meshkit.verbs.plan.planner import placement_of
 
 # Of jaxlib 0.4.38 (December 2024), the oldest that compiles without a GPU.
 STABLEHLO = "1.8.0"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 
 from benchmarks.published.experiments import Run
-from meshkit.spec.cluster import Cluster
-from meshkit.timeline.kernels import memory_bytes_per_s
+from meshkit.config.cluster import Cluster
+from meshkit.predict.kernels import memory_bytes_per_s
 
 # Bytes an element, (all operators) - (one fused kernel).
 # RMSNorm: x.float() 6, x * x 8, mean 4, x * rsqrt 8, type_as 6, times weight 4; its backward: weight 4 and 8, cast 6,

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from benchmarks.published.experiments import Run
-from meshkit.spec.cluster import Cluster
-from meshkit.timeline.kernels import memory_bytes_per_s
-from meshkit.xla.costs import Cost
-from meshkit.xla.hlo import Instruction, Schedule
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.costs import Cost
+from meshkit.hlo.module import Instruction, Schedule
+from meshkit.predict.kernels import memory_bytes_per_s
 
 _ROUTER, _HALF, _EIGHT = "f32_highest", "bf16", "f8e4m3fn"
 _CAST_BYTES = 4  # an operand read in 16 bits, written in 8 along both of its dims (TransformerEngine's MXFP8)

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.published.frameworks import Framework
 from benchmarks.published.rows import Row
-from meshkit.spec.cluster import Cluster
+from meshkit.config.cluster import Cluster
 
 
 @dataclass(frozen=True)

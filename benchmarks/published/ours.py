@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable
 
 from benchmarks.published.experiments import Run
-from meshkit.xla.hlo import Instruction, Schedule
+from meshkit.hlo.module import Instruction, Schedule
 
 _LOOP_COPY = re.compile(r"/dynamic_slice$|^(?!.*transpose\().*/dynamic_update_slice$")
 _CAST = re.compile(

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshkit.xla.costs import opcode
-from meshkit.xla.hlo import Instruction, Schedule
+from meshkit.hlo.costs import opcode
+from meshkit.hlo.module import Instruction, Schedule
 
 _THROUGH = {"get-tuple-element", "bitcast", "tuple", "optimization-barrier"}
 _FSDP = {"all-gather", "reduce-scatter", "all-reduce"}

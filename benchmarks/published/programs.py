@@ -18,13 +18,13 @@ from typing import Any
 
 from benchmarks.published.kernels import Kernels, adapted
 from benchmarks.published.prefetch import users
-from meshkit.planner import placement_of
+from meshkit.compile.program import compile_absent
+from meshkit.config.experiment import Experiment, load
+from meshkit.hlo.module import Schedule, load_module, read_schedule
+from meshkit.predict.simulate import Simulation, simulate
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
-from meshkit.spec.experiment import Experiment, load
-from meshkit.timeline.simulate import Simulation, simulate
-from meshkit.xla.hlo import Schedule, load_module, read_schedule
-from meshkit.xla.program import compile_absent
+from meshkit.verbs.plan.planner import placement_of
 
 TIMEOUT_S = 900.0
 
@@ -106,7 +106,7 @@ def _read(file: Path) -> tuple[dict[str, Any], bytes] | None:
 
 
 def _compile(experiment: Experiment, mesh: DescribedMesh) -> tuple[dict[str, Any], bytes]:
-    from meshkit.training.step import make_train_step
+    from meshkit.step.train_step import make_train_step
 
     program = make_train_step(experiment, mesh)
     compiled = compile_absent(

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from benchmarks.published.experiments import Run
 from benchmarks.published.kernels import kernels_of
 from benchmarks.published.reduction import gradients_s
-from meshkit.spec import catalog
-from meshkit.spec.cluster import Cluster
-from meshkit.xla.hlo import Schedule
+from meshkit.config import catalog
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.module import Schedule
 
 if TYPE_CHECKING:
     from benchmarks.published.replay import Prediction

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 
 from benchmarks.published.experiments import Run
-from meshkit.spec import catalog
-from meshkit.spec.cluster import Cluster
-from meshkit.timeline.kernels import memory_bytes_per_s
-from meshkit.timeline.network import collective_time_s
+from meshkit.config import catalog
+from meshkit.config.cluster import Cluster
+from meshkit.predict.kernels import memory_bytes_per_s
+from meshkit.predict.network import collective_time_s
 
 _BYTES = {"bf16": 2, "fp32": 4}
 _WEIGHT_BYTES = 2  # gathered in the compute dtype

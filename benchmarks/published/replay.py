@@ -22,9 +22,9 @@ from benchmarks.published.replica import (
     without,
 )
 from benchmarks.published.rows import Row, measured_peak_bytes, measured_step_time_s
+from meshkit.config.cluster import Cluster
 from meshkit.errors import MeshkitError
-from meshkit.spec.cluster import Cluster
-from meshkit.timeline.spans import overlap
+from meshkit.timeline import overlap
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from benchmarks.published.kernels import kernels_of
 from benchmarks.published.ours import is_ours, repeats
 from benchmarks.published.programs import Program
 from benchmarks.published.reduction import copies_s, gradients_s, optimizer_ways, stage_experts, stage_parameters
-from meshkit.spec.cluster import Cluster
-from meshkit.timeline.network import collective_time_s
-from meshkit.timeline.simulate import Simulation
-from meshkit.xla.hlo import Instruction, Schedule
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.module import Instruction, Schedule
+from meshkit.predict.network import collective_time_s
+from meshkit.predict.simulate import Simulation
 
 _OPTIMIZER = "optimizer"
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from benchmarks.published.replay import Prediction
 from benchmarks.published.rows import Row
-from meshkit.spec import catalog
+from meshkit.config import catalog
 
 STILL = 0.01  # a measured change of tokens/s per GPU below this is noise
 

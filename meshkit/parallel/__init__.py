@@ -1,4 +1,4 @@
-"""Layer 3. Parallelisms that shardings alone cannot say: context parallel attention, and what else needs code."""
+"""Parallelisms that shardings alone cannot say: context parallel attention, and what else needs code."""
 
 from meshkit.parallel.ring import gathered_attention, ring_attention
 from meshkit.parallel.ulysses import ulysses_attention

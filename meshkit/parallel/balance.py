@@ -1,4 +1,4 @@
-"""The balanced token order of causal context parallelism. Layer 3.
+"""The balanced token order of causal context parallelism.
 
 Under a causal mask the last GPU of a cut sequence would have nearly all the work. So the sequence is cut into 2 n
 chunks for n GPUs, and GPU i holds chunks i and 2 n - 1 - i: every GPU then has the same work against every other GPU's

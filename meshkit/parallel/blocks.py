@@ -1,4 +1,4 @@
-"""Attention of a block of queries to a block of keys, and its gradients, as one GPU computes them. Layer 3.
+"""Attention of a block of queries to a block of keys, and its gradients, as one GPU computes them.
 
 Context parallelism puts a row of the softmax together from blocks: each gives its own output and the log-sum-exp of
 its scores, `merge` weighs them. The backward pass of a block needs no other block, only the row's final output and

@@ -1,10 +1,10 @@
-"""Matmuls that hide the collectives of sequence parallelism behind themselves, a piece at a time. Layer 3.
+"""Matmuls that hide the collectives of sequence parallelism behind themselves, a piece at a time.
 
 Between blocks, sequence parallelism cuts activations along `length` over the axis that cuts kernels inside of blocks.
 So a column-parallel matmul waits for an all-gather of its input and a row-parallel one is followed by a
 reduce-scatter. Here both are taken apart: each GPU's chunk of the length goes in PIECES, and while one piece is
 multiplied the next one is on its way (Wang et al., ASPLOS 2023, with collectives in place of their permutes: behind
-an NVSwitch these move bytes at 3 to 5 times the rate of NCCL's send and receive, see timeline/nccl.toml).
+an NVSwitch these move bytes at 3 to 5 times the rate of NCCL's send and receive, see predict/nccl.toml).
 
     gather_matmul    x [batch, length/n, embed] -> x kernel [batch, length, columns/n], for several kernels at once
     matmul_scatter   x [batch, length, rows/n]  -> sum over the axis of x kernel [batch, length/n, embed]

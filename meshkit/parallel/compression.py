@@ -1,4 +1,4 @@
-"""Sums of gradients over one slow axis, in few bits on the wire. Layer 3; between backward pass and optimizer.
+"""Sums of gradients over one slow axis, in few bits on the wire.
 
 A compressed sum is its own reduce-scatter and all-gather, because a network can only add what it does not have to
 unpack: each of the R replicas cuts its gradient into R chunks and sends chunk r, quantized, to replica r (all-to-all);

@@ -1,4 +1,4 @@
-"""Which row of which GPU goes to which expert, and the exchange that brings it there and back. Layer 3; used by expert.
+"""Which row of which GPU goes to which expert, and the exchange that brings it there and back.
 
 Everything here runs on one GPU's own arrays, inside a `shard_map`. A *row* is one token for one of its k experts; rows
 are numbered choice by choice (all first choices, then all second ones), so that where something must be dropped, first

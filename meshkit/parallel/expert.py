@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens travel to the GPUs that hold their experts, and back. Layer 3; called by models.
+"""Expert parallelism: tokens travel to the GPUs that hold their experts, and back.
 
 Experts are cut over the mesh axes of `act_experts`, over which the tokens are cut as well (they are axes of
 `act_batch`, so outside of the experts the axis is one more data axis). A layer then is

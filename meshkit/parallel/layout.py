@@ -1,4 +1,4 @@
-"""How the arrays of context parallel attention lie on a mesh, and what sizes go together. Layer 3."""
+"""How the arrays of context parallel attention lie on a mesh, and what sizes go together."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
 from meshkit.sharding.constrain import (
     attention_implementation,
@@ -20,7 +21,6 @@ from meshkit.sharding.constrain import (
     sharding_scope,
 )
 from meshkit.sharding.mesh import AnyMesh
-from meshkit.spec.rules import ShardingRules
 
 Axes = tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: replicas that step on their own and meet once a round. Layer 3; around a training step.
+"""Local SGD and DiLoCo: replicas that step on their own and meet once a round.
 
 Over a slow axis of R replicas, one *round* is (Stich 2019, arXiv:1805.09767; Douillard et al. 2023, arXiv:2311.08105):
 

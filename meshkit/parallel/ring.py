@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over GPUs: keys and values travel, queries stay. Layer 3.
+"""Attention over a sequence that is cut over GPUs: keys and values travel, queries stay.
 
 n GPUs, each with `b` sequences, `l` of their tokens, `h` heads and `k` key heads of size `d`, activations of `e` bytes.
 One piece of keys and values is P = 2 b l k d e bytes. Per layer and GPU, payloads as the report counts them:

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over GPUs: for the time of attention the heads are cut instead. Layer 3.
+"""Attention over a sequence that is cut over GPUs: for the time of attention the heads are cut instead.
 
 n GPUs, each with `b` sequences, `l` of their tokens, `h` heads and `k` key heads of size `d`, activations of `e` bytes.
 Key heads are repeated to K = lcm(k, n), the fewest that n GPUs can share out. Per layer and GPU, payloads as the report

@@ -1,4 +1,4 @@
-"""Two reports side by side: predicted beside measured, or this run beside the last. Layer 6; no jax.
+"""Two reports side by side: predicted beside measured, or this run beside the last.
 
 Rows of communication are joined by axes, link, collective and dtype; compute by kind of work; single operations by name
 where both reports are about the same compiled program, else by key, which survives a recompile. How many seconds could

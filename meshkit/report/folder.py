@@ -1,4 +1,4 @@
-"""The report's files in a run folder: report.json, report.html, trace.json.gz, and the prediction kept beside. Layer 6.
+"""The report's files in a run folder: report.json, report.html, trace.json.gz, and the prediction kept beside.
 
 report.json     the report of the last verb
 report.html     its page; predicted beside measured where a prediction is known
@@ -12,12 +12,12 @@ import contextlib
 from pathlib import Path
 
 from meshkit.errors import TraceError
-from meshkit.report.goodput import read_goodput_part
+from meshkit.report.goodput_part import read_goodput_part
 from meshkit.report.history import read_history, trend_warnings
-from meshkit.report.html import write_html
-from meshkit.report.perfetto import TRACE_FILE, write_perfetto
 from meshkit.report.schema import REPORT_FILE, Report, read_report
-from meshkit.timeline.spans import Timeline
+from meshkit.report.views.html import write_html
+from meshkit.report.views.perfetto import TRACE_FILE, write_perfetto
+from meshkit.timeline import Timeline
 
 PLAN_FILE = "plan.json"
 PAGE_FILE = "report.html"

@@ -1,4 +1,4 @@
-"""How a run went, from its metrics.jsonl: columns over the steps, and their trend. Layer 6; no jax."""
+"""How a run went, from its metrics.jsonl: columns over the steps, and their trend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from meshkit.report.parts import HistoryPart
 from meshkit.report.schema import Warning_
-from meshkit.training.metrics import read_metrics
+from meshkit.runs.metrics import read_metrics
 from meshkit.units import format_percent
 
 METRICS_FILE = "metrics.jsonl"

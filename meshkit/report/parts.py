@@ -1,4 +1,4 @@
-"""Parts of a report beyond the step: kernels, data quality, stragglers, single steps, history. Layer 6; no jax.
+"""Parts of a report beyond the step: kernels, data quality, stragglers, single steps, history.
 
 Each of them is an object that is null where nobody knows: a plan has no data quality, a run without metrics no history.
 """

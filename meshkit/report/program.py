@@ -1,12 +1,12 @@
-"""The report's `program`: which compiled program it is about, and with what options. Layer 6."""
+"""The report's `program`: which compiled program it is about, and with what options."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
+from meshkit.compile.program import CompiledProgram
+from meshkit.hlo.schedule import Schedule
 from meshkit.report.schema import OptionPart, ProgramPart
-from meshkit.xla.program import CompiledProgram
-from meshkit.xla.schedule import Schedule
 
 
 def program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:

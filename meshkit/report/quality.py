@@ -1,4 +1,4 @@
-"""How far a measurement can be believed, and who is waited for: a trace -> parts of the report. Layer 6; no jax."""
+"""How far a measurement can be believed, and who is waited for: a trace -> parts of the report."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshkit.config.sections import PGLE_OPTION, PREDICTED
 from meshkit.errors import TraceError
 from meshkit.report.parts import FeedbackPart, QualityPart, StragglerPart, StragglersPart
 from meshkit.report.schema import CommunicationPart, Report, Warning_, read_report
-from meshkit.spec.sections import PGLE_OPTION, PREDICTED
-from meshkit.timeline.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED
-from meshkit.timeline.skew import Skew
-from meshkit.timeline.trace import Trace
+from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED
+from meshkit.trace.reader import Trace
+from meshkit.trace.skew import Skew
 from meshkit.units import format_percent
 
 _MAX_STRAGGLERS = 32

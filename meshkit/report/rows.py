@@ -1,4 +1,4 @@
-"""Rows of the communication table: collectives grouped by axes, link, kind, dtype and group shape. Layer 6; no jax."""
+"""Rows of the communication table: collectives grouped by axes, link, kind, dtype and group shape."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.collective import Collective
+from meshkit.predict.network import wire_factor
 from meshkit.report.schema import CommunicationPart, OpPart
-from meshkit.spec.cluster import Cluster
-from meshkit.timeline.network import wire_factor
-from meshkit.timeline.spans import Sweep, Timeline
-from meshkit.xla.collective import Collective
+from meshkit.timeline import Sweep, Timeline
 
 RowKey = tuple
 

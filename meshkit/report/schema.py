@@ -1,4 +1,4 @@
-"""The report: what plan, rehearse and profile all say, as pydantic models. Layer 6; never imports jax.
+"""The report: what plan, rehearse and profile all say, as pydantic models.
 
 `report.json` is the truth, the terminal and the HTML page are views of it. Values are SI; a key that holds no value
 is None (`null`), never 0 and never NaN. Keys may be added, never renamed.
@@ -23,7 +23,7 @@ from meshkit.report.parts import (
     StepSample,
     StragglersPart,
 )
-from meshkit.report.pipeline import PipelinePart
+from meshkit.report.pipeline_part import PipelinePart
 
 SCHEMA = "meshkit.report/1"
 REPORT_FILE = "report.json"

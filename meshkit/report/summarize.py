@@ -1,4 +1,4 @@
-"""Timeline -> Report: means over devices and steps, rows of communication, and the invariants. Layer 6; no jax.
+"""Timeline -> Report: means over devices and steps, rows of communication, and the invariants.
 
 plan hands in a simulated timeline, rehearse and profile a measured one; from here on nothing differs.
 """
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshkit.report.kernels import Totals, kernels_part, totals_of
+from meshkit.hlo.instructions import InstructionInfo
+from meshkit.report.kernel_rows import Totals, kernels_part, totals_of
 from meshkit.report.parts import KernelsPart, QualityPart, StepSample, StragglersPart
 from meshkit.report.rows import communication_rows, group_rows
 from meshkit.report.schema import (
@@ -31,13 +32,12 @@ from meshkit.report.schema import (
     Warning_,
     WindowPart,
 )
-from meshkit.timeline.spans import Sweep, Timeline, sweep
+from meshkit.timeline import Sweep, Timeline, sweep
 from meshkit.units import format_seconds
-from meshkit.xla.instructions import InstructionInfo
 
 if TYPE_CHECKING:
-    from meshkit.spec.cluster import Cluster
-    from meshkit.spec.mesh import MeshSpec
+    from meshkit.config.cluster import Cluster
+    from meshkit.config.mesh import MeshSpec
 
 _ADDITIVE = ("time_s", "compute_s", "communication_s", "overlapped_s", "exposed_s", "other_s", "idle_s")
 _TOLERANCE = 1e-6  # relative, of the contract: room for the rounding of sums over 1e5 spans, none for a wrong union

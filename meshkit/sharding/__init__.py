@@ -1,4 +1,4 @@
-"""Layer 2. spec to jax: devices, meshes, shardings, constraints. Models may import this."""
+"""spec to jax: devices, meshes, shardings, constraints. Models may import this."""
 
 from meshkit.sharding.constrain import (
     attention_implementation,

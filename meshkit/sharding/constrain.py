@@ -1,4 +1,4 @@
-"""Constraints on activations by logical axis, inside a scope that says which mesh and rules. Layer 2.
+"""Constraints on activations by logical axis, inside a scope that says which mesh and rules.
 
 A model calls `constrain(x, "act_batch", "act_length", "act_embed")`. Outside a scope that is the identity, so the same
 model runs unsharded; inside, it is a sharding constraint of XLA's partitioner.
@@ -16,9 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
 from meshkit.sharding.mesh import AnyMesh
-from meshkit.spec.rules import ShardingRules
 
 LogicalAxes = Sequence[str | None]
 Spec = Sequence[Sequence[str]]

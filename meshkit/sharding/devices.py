@@ -1,4 +1,4 @@
-"""Devices of a cluster: attached ones put in the cluster's order, or described ones that are not there. Layer 2.
+"""Devices of a cluster: attached ones put in the cluster's order, or described ones that are not there.
 
 The order is the cluster's GPU index: NVLink domain by domain. Which attached GPUs share a domain is read from the
 hardware (NVML's fabric identity), never guessed from processes.
@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
+from meshkit.config.cluster import Cluster
+from meshkit.discover import LiveProbe, domain_identities, identity_record, local_identities
 from meshkit.errors import ConfigError
-from meshkit.spec.cluster import Cluster
-from meshkit.spec.discover import LiveProbe, domain_identities, identity_record, local_identities
 
 # Two cores that run eight virtual devices starve XLA:CPU's rendezvous for minutes; its defaults (20 s warn, 40 s abort)
 # would kill a healthy run.

@@ -1,4 +1,4 @@
-"""MeshSpec + Cluster -> a jax mesh, on attached devices or on described ones. Layer 2."""
+"""MeshSpec + Cluster -> a jax mesh, on attached devices or on described ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
 from meshkit.sharding.devices import DescribedDevice, attached_devices
-from meshkit.spec.cluster import Cluster
-from meshkit.spec.mesh import MeshSpec
 
 
 class DescribedMesh(AbstractMesh):

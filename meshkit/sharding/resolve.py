@@ -1,4 +1,4 @@
-"""Rules x pytree -> NamedShardings. Layer 2.
+"""Rules x pytree -> NamedShardings.
 
 Names of dims come from the tree itself: nnx variables (`out_sharding` metadata), linen boxes (`nn.Partitioned`,
 `nn.LogicallyPartitioned`). Path overrides come first and need no names, so any pytree can be sharded.
@@ -17,10 +17,10 @@ from flax import nnx
 from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshkit.config.rules import AutoRule, ShardingRules
 from meshkit.errors import ConfigError
 from meshkit.sharding.constrain import partition_spec, sharding_scope
 from meshkit.sharding.mesh import AnyMesh
-from meshkit.spec.rules import AutoRule, ShardingRules
 from meshkit.units import format_bytes
 
 Names = tuple[str | None, ...] | None

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from benchmarks.older_xla.programs import in_fp8, with_groups
-from meshkit.xla import wire
-from meshkit.xla.costs import Cost, Matmul
-from meshkit.xla.schedule import Instruction, Schedule
+from meshkit.hlo import wire
+from meshkit.hlo.costs import Cost, Matmul
+from meshkit.hlo.schedule import Instruction, Schedule
 
 
 def _key(n: int) -> bytes:

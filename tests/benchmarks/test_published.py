@@ -21,13 +21,13 @@ from benchmarks.published.replica import SCHEDULED, layer_loops, replica_step_s
 from benchmarks.published.rows import Row, measured_peak_bytes, measured_step_time_s, parse_row, read_rows
 from benchmarks.published.runner import grouped
 from benchmarks.published.summary import main as summarize
+from meshkit.config.cluster import Cluster
+from meshkit.config.experiment import load
+from meshkit.config.validate import NAME_PATTERN
 from meshkit.errors import ConfigError
-from meshkit.spec.cluster import Cluster
-from meshkit.spec.experiment import load
-from meshkit.spec.validate import NAME_PATTERN
-from meshkit.timeline.network import collective_time_s
-from meshkit.xla.costs import Cost
-from meshkit.xla.hlo import Instruction, Schedule
+from meshkit.hlo.costs import Cost
+from meshkit.hlo.module import Instruction, Schedule
+from meshkit.predict.network import collective_time_s
 
 RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
 ROWS = {row.id: row for row in read_rows(RUNS)}

@@ -15,11 +15,11 @@ from benchmarks.published.holdings import framework_peak_bytes
 from benchmarks.published.ours import is_ours
 from benchmarks.published.replay import family_of
 from benchmarks.published.rows import parse_row
-from meshkit.spec.cluster import Cluster
-from meshkit.spec.experiment import load
-from meshkit.timeline.network import collective_time_s
-from meshkit.xla.costs import Cost, Matmul
-from meshkit.xla.hlo import Instruction, Schedule
+from meshkit.config.cluster import Cluster
+from meshkit.config.experiment import load
+from meshkit.hlo.costs import Cost, Matmul
+from meshkit.hlo.module import Instruction, Schedule
+from meshkit.predict.network import collective_time_s
 
 RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
 with RUNS.open(encoding="utf-8") as file:

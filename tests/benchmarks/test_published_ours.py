@@ -11,9 +11,9 @@ from benchmarks.published.eager import eager_s, layer_bytes
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.ours import is_ours, repeats
 from benchmarks.published.rows import parse_row
-from meshkit.spec.cluster import Cluster
-from meshkit.xla.costs import Cost
-from meshkit.xla.hlo import Instruction, Schedule
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.costs import Cost
+from meshkit.hlo.module import Instruction, Schedule
 
 RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
 with RUNS.open(encoding="utf-8") as file:

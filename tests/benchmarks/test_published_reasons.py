@@ -16,9 +16,9 @@ from benchmarks.published.reduction import gradients_s
 from benchmarks.published.replay import Prediction
 from benchmarks.published.rows import parse_row
 from benchmarks.published.statistics import trivial_predictor
-from meshkit.spec.cluster import Cluster
-from meshkit.xla.costs import Cost
-from meshkit.xla.hlo import Collective, Instruction, Schedule
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.costs import Cost
+from meshkit.hlo.module import Collective, Instruction, Schedule
 
 HERE = Path(__file__).parent.parent
 with (HERE / "data" / "published_runs.csv").open(encoding="utf-8") as file:

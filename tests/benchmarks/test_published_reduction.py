@@ -10,9 +10,9 @@ import pytest
 from benchmarks.published import reduction
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.rows import parse_row
-from meshkit.spec import catalog
-from meshkit.spec.cluster import Cluster
-from meshkit.timeline.network import collective_time_s
+from meshkit.config import catalog
+from meshkit.config.cluster import Cluster
+from meshkit.predict.network import collective_time_s
 
 RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
 with RUNS.open(encoding="utf-8") as file:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from meshkit.config.experiment import load
 from meshkit.sharding import build_mesh
-from meshkit.spec.experiment import load
-from meshkit.training.step import make_train_step
+from meshkit.step.train_step import make_train_step
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_pipeline_cpu.toml"
 TOLERANCE = np.sqrt(48) * np.sqrt(512) * 2.0**-24  # 9.3e-6

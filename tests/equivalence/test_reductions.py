@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from meshkit.config.experiment import load
 from meshkit.sharding import build_mesh, describe_devices
-from meshkit.spec.experiment import load
-from meshkit.training.step import make_train_step
+from meshkit.step.train_step import make_train_step
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 SMALL = ["train.global_batch=16", "train.sequence_length=64"]
@@ -69,8 +69,8 @@ def test_data_parallel_gradients_are_reduced_once_a_step():
 def test_gradients_are_reduced_in_the_precision_asked_for(reduce_precision, dtype, accumulate):
     """In the module compiled for H100s (XLA:CPU widens every bf16 collective): kernels over fsdp and over data."""
     pytest.importorskip("jax_cuda12_plugin", reason="the `plan` extra is not installed")
-    from meshkit.xla.hlo import load_module, read_collectives
-    from meshkit.xla.program import compile_absent
+    from meshkit.compile.program import compile_absent
+    from meshkit.hlo.module import load_module, read_collectives
 
     overrides = [f'train.reduce_precision="{reduce_precision}"', f"train.accumulate={accumulate}"]
     mesh_shape = ["cluster={name='dgx_h100',hosts=1}", "mesh.data=2", "mesh.fsdp=4", "mesh.tensor=1"]

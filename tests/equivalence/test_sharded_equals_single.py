@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from meshkit.config.experiment import load
 from meshkit.sharding import build_mesh
-from meshkit.spec.experiment import load
-from meshkit.training.step import make_train_step
+from meshkit.step.train_step import make_train_step
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 BATCH, LENGTH = 16, 32

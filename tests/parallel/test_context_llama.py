@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
+from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
 from meshkit.sharding import sharding_scope
-from meshkit.spec.rules import ShardingRules
 from models.attention import causal_attention
 from models.llama import Llama
 

@@ -55,8 +55,8 @@ def spec():
 
 def schedule_of(attention, spec, cluster, **options):
     """A scan of layers x -> x + attention(x, keys and values cut out of x), and its gradient."""
-    from meshkit.xla.hlo import load_module, read_schedule
-    from meshkit.xla.program import compile_absent
+    from meshkit.compile.program import compile_absent
+    from meshkit.hlo.module import load_module, read_schedule
 
     mesh = mk.build_mesh(spec, cluster, devices=mk.describe_devices(cluster))
     sharding = NamedSharding(mesh, PartitionSpec(None, "context", "tensor"))

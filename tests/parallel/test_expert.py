@@ -13,12 +13,12 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh
 
+from meshkit.config.experiment import load
+from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
 from meshkit.parallel import expert
 from meshkit.parallel.expert import expert_layer
 from meshkit.sharding import sharding_scope
-from meshkit.spec.experiment import load
-from meshkit.spec.rules import ShardingRules
 
 BATCH, LENGTH, EMBED, MLP, EXPERTS, K = 8, 8, 16, 24, 8, 2
 
@@ -240,7 +240,7 @@ ON_H100S = [
 @functools.cache
 def planned(remat: str, capacity_factor: float | None):
     """Rows of communication of the debug model's step on 2 x 8 H100s."""
-    from meshkit.planner import plan_experiment
+    from meshkit.verbs.plan.planner import plan_experiment
 
     options = [f'train.remat="{remat}"', *([f"model.capacity_factor={capacity_factor}"] if capacity_factor else [])]
     return plan_experiment(load(DEBUG, [*ON_H100S, *options])).report.communication

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import meshkit as mk
+from meshkit.config.experiment import load
 from meshkit.parallel.local_sgd import LocalSgd, wait_before_backward
-from meshkit.planner import plan_experiment
-from meshkit.spec.experiment import load
+from meshkit.verbs.plan.planner import plan_experiment
 
 REPLICAS, EVERY, ROUNDS, BATCH = 4, 3, 5, 8
 IN, OUT = 6, 10
@@ -158,9 +158,9 @@ def absent():
 
 def compiled_round(absent, staleness, size=1024):
     """[(collective, how often a round runs it)] over the slow axis, and the schedule, of a round on 2 x 8 H100."""
-    from meshkit.planner import placement_of
-    from meshkit.xla.hlo import load_module, read_schedule
-    from meshkit.xla.program import compile_absent
+    from meshkit.compile.program import compile_absent
+    from meshkit.hlo.module import load_module, read_schedule
+    from meshkit.verbs.plan.planner import placement_of
 
     mesh, cluster = absent
     specs = {"kernel": PartitionSpec(None, "fsdp"), "bias": PartitionSpec()}

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from meshkit.hlo.collective import Collective
 from meshkit.report.schema import CompilePart, MemoryPart, ProgramPart, Warning_
 from meshkit.report.summarize import Work, summarize
-from meshkit.timeline.spans import DeviceStep, Timeline
-from meshkit.xla.collective import Collective
+from meshkit.timeline import DeviceStep, Timeline
 
 
 def make_collective(name, kind="all-gather", axes=("fsdp",), link="nvlink", size=4, per_domain=4, payload=2**20, **kw):

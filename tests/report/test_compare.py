@@ -10,8 +10,8 @@ from rich.console import Console
 from meshkit.cli import main
 from meshkit.errors import ConfigError
 from meshkit.report.compare import compare
-from meshkit.report.compare_terminal import render
-from meshkit.report.condition import condition_text, evaluate_condition, judge
+from meshkit.report.views.compare_terminal import render
+from meshkit.verbs.compare.condition import condition_text, evaluate_condition, judge
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import math
 import pytest
 from rich.console import Console
 
-from meshkit.console import training_summary
 from meshkit.report.folder import write_folder
-from meshkit.report.goodput import goodput_part, goodput_summary
+from meshkit.report.goodput_part import goodput_part, goodput_summary
 from meshkit.report.schema import read_report, report_json_schema
-from meshkit.report.terminal import render
-from meshkit.training.goodput import Goodput
+from meshkit.report.views.terminal import render
+from meshkit.runs.goodput import Goodput
+from meshkit.verbs.train.cli import training_summary
 
 SECONDS = {"start": 20.0, "compile": 60.0, "restore": 8.0, "init": 12.0, "data": 3.0, "step": 3000.0, "evaluate": 40.0,
            "save": 30.0, "end": 1.5, "lost": 200.0, "restart": 90.0, "a phase of a later version": 0.5}  # fmt: skip

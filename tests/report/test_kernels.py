@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from meshkit.hlo.instructions import InstructionInfo
 from meshkit.report.compare import compare
-from meshkit.report.kernels import kernels_part, totals_of
+from meshkit.report.kernel_rows import kernels_part, totals_of
 from meshkit.report.summarize import summarize
-from meshkit.timeline.spans import DeviceStep, Timeline
-from meshkit.xla.instructions import InstructionInfo
+from meshkit.timeline import DeviceStep, Timeline
 
 INSTRUCTIONS = {
     "gemm": InstructionInfo("matmul", "matmul|f32[8]|mlp/dot|1", "mlp/dot", "models/x.py:7"),

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from meshkit.report.compare import compare
-from meshkit.report.goodput import goodput_part
-from meshkit.report.html import write_html
+from meshkit.report.goodput_part import goodput_part
 from meshkit.report.parts import (
     FeedbackPart,
     HistoryPart,
@@ -18,7 +17,8 @@ from meshkit.report.parts import (
     StragglerPart,
     StragglersPart,
 )
-from meshkit.training.goodput import Goodput
+from meshkit.report.views.html import write_html
+from meshkit.runs.goodput import Goodput
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 from tests.report.browser import Browser, find_chromium
 

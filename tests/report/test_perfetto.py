@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshkit.report.perfetto import write_perfetto
-from meshkit.timeline.spans import DeviceStep, Timeline, exposed_spans, sweep
+from meshkit.report.views.perfetto import write_perfetto
+from meshkit.timeline import DeviceStep, Timeline, exposed_spans, sweep
 
 _US = 1e-6
 

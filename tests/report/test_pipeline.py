@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from meshkit.hlo.costs import Cost
+from meshkit.hlo.instructions import InstructionInfo
+from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.parallel.pipeline import Stack, make_report, make_tables
-from meshkit.report.html import write_html
-from meshkit.report.pipeline import pipeline_part, useful_flops, with_pipeline
-from meshkit.report.pipeline_view import pipeline_lines, schedule_chart
+from meshkit.report.pipeline_part import pipeline_part, useful_flops, with_pipeline
 from meshkit.report.schema import CommunicationPart, Report, StepPart, WindowPart
-from meshkit.xla.costs import Cost
-from meshkit.xla.instructions import InstructionInfo
-from meshkit.xla.schedule import Instruction, Schedule
+from meshkit.report.views.html import write_html
+from meshkit.report.views.pipeline_view import pipeline_lines, schedule_chart
 
 S, V, M, LAYERS = 4, 2, 8, 15
 PERMUTES = {"axes": ("pipeline",), "collective": "collective-permute"}

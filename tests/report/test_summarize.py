@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.collective import Collective
+from meshkit.predict.network import wire_factor
 from meshkit.report.rows import infiniband_share, peak_bus_bandwidth_bytes_per_s
 from meshkit.report.schema import StepPart
 from meshkit.report.summarize import check_invariants, summarize, training_cost
-from meshkit.spec.cluster import Cluster
-from meshkit.timeline.network import wire_factor
-from meshkit.timeline.spans import DeviceStep, Timeline
-from meshkit.xla.collective import Collective
+from meshkit.timeline import DeviceStep, Timeline
 from tests.report.conftest import make_collective
 
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from meshkit.report.html import write_html
-from meshkit.report.lanes import common, lanes, step_to_draw
 from meshkit.report.parts import KernelClassPart, KernelsPart, QualityPart, StragglerPart, StragglersPart
 from meshkit.report.schema import Report, StepPart, WindowPart
-from meshkit.report.terminal import bar, render
-from meshkit.report.view import Share, step_shares
-from meshkit.timeline.spans import DeviceStep, Timeline
+from meshkit.report.views.html import write_html
+from meshkit.report.views.lanes import common, lanes, step_to_draw
+from meshkit.report.views.terminal import bar, render
+from meshkit.report.views.words import Share, step_shares
+from meshkit.timeline import DeviceStep, Timeline
 
 
 @pytest.fixture

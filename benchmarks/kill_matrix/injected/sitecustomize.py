@@ -102,7 +102,7 @@ def note_memory(path, made):
 
 def install(said, rank, attempt):
     """Wraps what there is to wrap, in a process of a gang."""
-    from meshkit.training.phases import Phases
+    from meshkit.runs.phases import Phases
 
     folder = Path(said["folder"]) / f"attempt{attempt}"
     folder.mkdir(parents=True, exist_ok=True)

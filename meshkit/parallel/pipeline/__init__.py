@@ -1,4 +1,4 @@
-"""Pipeline parallelism in one program. Layer 3; called by training and by anyone's own step.
+"""Pipeline parallelism in one program.
 
 `pipeline` is the whole of it for one call; `make_pipeline` gives the Pipeline that a training step keeps.
 """
@@ -7,8 +7,8 @@ from meshkit.parallel.pipeline.api import pipeline
 from meshkit.parallel.pipeline.context import StageContext, StageOutput, scan_layers
 from meshkit.parallel.pipeline.engine import XLA_OPTIONS, Pipeline, make_pipeline
 from meshkit.parallel.pipeline.report import PipelineReport, make_report, matmul_flops
+from meshkit.parallel.pipeline.schedules import SCHEDULES, Tables, make_tables
 from meshkit.parallel.pipeline.stack import Stack, parse_layout
-from meshkit.parallel.pipeline.tables import SCHEDULES, Tables, make_tables
 
 __all__ = [
     "SCHEDULES",

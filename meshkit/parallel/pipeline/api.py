@@ -1,4 +1,4 @@
-"""`mk.pipeline`: the loss and gradients of anyone's layers, pipelined, in one call. Layer 3; users call it."""
+"""`mk.pipeline`: the loss and gradients of anyone's layers, pipelined, in one call."""
 
 from __future__ import annotations
 

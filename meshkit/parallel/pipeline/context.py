@@ -1,4 +1,4 @@
-"""What the functions of a pipeline are told and may return. Layer 3; the engine makes one for every call."""
+"""What the functions of a pipeline are told and may return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline over a mesh: parameters and a batch of microbatches -> loss, metrics and gradients. Layer 3.
+"""A pipeline over a mesh: parameters and a batch of microbatches -> loss, metrics and gradients.
 
     gather FSDP once -> the ticks of a schedule -> reduce once -> divide by the weight of the whole batch
 
@@ -21,12 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError
 from meshkit.parallel.pipeline.lockstep import lockstep_gradients
-from meshkit.parallel.pipeline.placement import Placement
 from meshkit.parallel.pipeline.reference import loop_gradients, loop_sums
 from meshkit.parallel.pipeline.report import PipelineReport, make_report
 from meshkit.parallel.pipeline.residuals import Residuals, find_policy
+from meshkit.parallel.pipeline.schedules import Tables, check_sizes, make_tables
+from meshkit.parallel.pipeline.shard import Placement
 from meshkit.parallel.pipeline.stack import Stack
-from meshkit.parallel.pipeline.tables import Tables, check_sizes, make_tables
 from meshkit.parallel.pipeline.worker import Sums, Worker
 from meshkit.sharding.constrain import current_scope, sharding_scope
 

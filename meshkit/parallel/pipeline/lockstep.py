@@ -1,4 +1,4 @@
-"""1F1B in one program: forward and backward of different microbatches in one tick. Layer 3; inside the shard_map.
+"""1F1B in one program: forward and backward of different microbatches in one tick.
 
     tick    gradient of the embedding                            (of what the tick before sent out of the first layer)
             gradients from the next stage arrive                 permute, hidden under the forward chunk
@@ -22,7 +22,7 @@ from jax import lax
 
 from meshkit.parallel.pipeline.report import TICK
 from meshkit.parallel.pipeline.residuals import make_residuals
-from meshkit.parallel.pipeline.tables import Phase, Tables
+from meshkit.parallel.pipeline.schedules import Phase, Tables
 from meshkit.parallel.pipeline.worker import Sums, Worker, add_score, add_stage, pick, put, slots_at, where
 
 State = dict[str, Any]

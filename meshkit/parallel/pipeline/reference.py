@@ -1,4 +1,4 @@
-"""GPipe and circular pipelines: a loop of forward ticks, differentiated by JAX. Layer 3; inside the shard_map.
+"""GPipe and circular pipelines: a loop of forward ticks, differentiated by JAX.
 
 The simplest pipeline there is, and the forward pass of evaluation. Its derivative keeps something of every tick, so
 memory grows with the number of microbatches; the lockstep engine's does not.
@@ -15,7 +15,7 @@ from jax import lax
 
 from meshkit.parallel.pipeline.report import TICK
 from meshkit.parallel.pipeline.residuals import find_policy
-from meshkit.parallel.pipeline.tables import Tables
+from meshkit.parallel.pipeline.schedules import Tables
 from meshkit.parallel.pipeline.worker import Sums, Worker, add_score, add_stage, slots_at, where
 
 

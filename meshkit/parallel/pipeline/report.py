@@ -1,4 +1,4 @@
-"""What a pipeline's schedule costs, in closed form and as counted in a traced program. Layer 3; reports show it.
+"""What a pipeline's schedule costs, in closed form and as counted in a traced program.
 
     ticks with forward = ticks with backward = M v + S - 1, of which each stage needs M v
     bubble fraction    = (S - 1) / (M v + S - 1)              time that stages of equal cost do nothing useful
@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
+from meshkit.parallel.pipeline.schedules import Tables
 from meshkit.parallel.pipeline.stack import Stack
-from meshkit.parallel.pipeline.tables import Tables
 
 # Names of scopes in the program: what runs in a tick, and in it what is before, in and behind the layers.
 TICK, FIRST, STAGE, LAST = "pipeline_tick", "pipeline_first", "pipeline_stage", "pipeline_last"

@@ -1,4 +1,4 @@
-"""What a stage keeps of its forward pass until its backward pass. Layer 3; used by the engine, once per chunk.
+"""What a stage keeps of its forward pass until its backward pass.
 
 | residuals | kept per chunk in flight | recomputed |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Which layer stands where: stacked layers in the order of a pipeline, and back. Layer 3; checkpoints call it.
+"""Which layer stands where: stacked layers in the order of a pipeline, and back.
 
 A model stacks its layers in arrays [layers, ...]. A pipeline of S stages with v chunks each cuts their first dim over
 its mesh axis, so a stage's layers must lie together: position (stage, chunk, place) of an arranged array

@@ -1,4 +1,4 @@
-"""Sums over manual axes, in a dtype that the compiler of the target can add. Layer 3; inside a pipeline.
+"""Sums over manual axes, in a dtype that the compiler of the target can add.
 
 XLA's CPU compiler (jaxlib 0.12) aborts on a 16-bit all-reduce or reduce-scatter inside a `jax.shard_map` that leaves
 axes to the partitioner, as a pipeline does: "Invalid binary instruction opcode copy", from the copy that lowering puts

@@ -1,4 +1,4 @@
-"""Embedding and cross-entropy with the vocabulary cut over the pipeline's axis. Layer 3; inside a pipeline.
+"""Embedding and cross-entropy with the vocabulary cut over the pipeline's axis.
 
 Every stage holds V / S rows of the table, so no stage has more to store or to do than another (Yeung et al. 2024,
 arXiv:2411.05288). For `first_fn` and `loss_fn` (with `head = "vocab_parallel"`), whose parameters name the axis first

@@ -1,4 +1,4 @@
-"""One device's share of a pipeline, inside its shard_map. Layer 3; both engines drive it."""
+"""One device's share of a pipeline, inside its shard_map."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jax import lax
 
 from meshkit.parallel.pipeline.context import StageContext, StageOutput
 from meshkit.parallel.pipeline.report import FIRST, LAST, STAGE
+from meshkit.parallel.pipeline.schedules import Slots
 from meshkit.parallel.pipeline.sums import psum
-from meshkit.parallel.pipeline.tables import Slots
 
 if TYPE_CHECKING:
     from meshkit.parallel.pipeline.engine import Pipeline

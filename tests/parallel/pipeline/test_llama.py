@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from meshkit.config.experiment import load
 from meshkit.parallel.pipeline import matmul_flops
 from meshkit.sharding import build_mesh
-from meshkit.spec.experiment import load
-from meshkit.training.step import make_train_step
+from meshkit.step.train_step import make_train_step
 
 CONFIG = Path(__file__).parents[3] / "configs/experiments/llama_debug_cpu.toml"
 SETS = ["mesh.fsdp=", "mesh.tensor=", "rules={preset='data'}", "model.layers=8", "train.global_batch=256"]

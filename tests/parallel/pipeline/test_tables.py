@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshkit.errors import ConfigError
-from meshkit.parallel.pipeline.tables import check_tables, make_tables
+from meshkit.parallel.pipeline.schedules import check_tables, make_tables
 
 SIZES = [(s, v, m * s) for s, v, m in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8))]
 

@@ -1,0 +1,101 @@
+"""A step compiled for GPUs that are not there: what plan simulates, and a rehearsal is held against.
+
+step -> lowered -> XLA (again with plan's own prices, if asked for) -> CompiledProgram, Schedule
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshkit.compile.latencies import schedule_by_prices, without_path
+from meshkit.compile.options import Option
+from meshkit.compile.program import CompiledProgram, lower_absent
+from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import Placement
+from meshkit.config.sections import PREDICTED
+from meshkit.hlo.module import Schedule, load_module, read_schedule
+from meshkit.predict.assumptions import assumptions_for
+from meshkit.sharding.mesh import DescribedMesh
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A compiled program and where its partitions lie.
+
+    Attributes:
+        compiled: the program, its memory and its compile times.
+        placement: partition id -> GPU, NVLink domain and host.
+    """
+
+    compiled: CompiledProgram
+    placement: Placement
+
+    @functools.cached_property
+    def module(self) -> Any:
+        """The scheduled HLO."""
+        return load_module(self.compiled.module)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The same as read."""
+        return read_schedule(self.module, self.placement)
+
+
+def compile_planned(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    mesh: DescribedMesh,
+    placement: Placement,
+    cluster: Cluster,
+    options: Mapping[str, object] | None = None,
+    derived: Sequence[Option] = (),
+    pool_bytes: float | None = None,
+    pgle: str = "off",
+) -> PlannedStep:
+    """A step as XLA compiles it for a cluster.
+
+    Args:
+        step, args, mesh, cluster, options, derived, pool_bytes: as `lower_absent` and `LoweredProgram.compile`.
+        placement: of the mesh.
+        pgle: `train.pgle`.
+
+    Raises:
+        ConfigError: the compiler is missing.
+        ProgramError: XLA refuses the program.
+    """
+    lowered = lower_absent(step, args, mesh=mesh, cluster=cluster)
+
+    def make(some: Sequence[Option]) -> PlannedStep:
+        return PlannedStep(lowered.compile(options, some, pool_bytes=pool_bytes), placement)
+
+    made = make(derived)
+    if pgle != PREDICTED:
+        return made
+    names = {o.name for o in derived}
+    settled = [o for o in made.compiled.chosen if o.name in names]
+    each: list[PlannedStep] = [made]
+
+    def remake(option: Option) -> PlannedStep:
+        each.append(make([*settled, option]))
+        return each[-1]
+
+    fastest = schedule_by_prices(
+        made,
+        remake,
+        lambda one: one.schedule,
+        cluster,
+        assumptions=assumptions_for(made.compiled.options),
+        fits=lambda one: pool_bytes is None or one.compiled.peak_bytes <= pool_bytes,
+    )
+    compiled = dataclasses.replace(
+        fastest.compiled,
+        chosen=without_path(fastest.compiled.chosen),
+        compile_s=sum(one.compiled.compile_s for one in each),
+        cached=all(one.compiled.cached for one in each),
+    )
+    return PlannedStep(compiled, placement)

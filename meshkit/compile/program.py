@@ -1,0 +1,359 @@
+"""A function -> what XLA makes of it for GPUs that are not there.
+
+    step -> lowering.py (this process) -> cache.py | child.py (another process) -> CompiledProgram
+
+This process traces and lowers for CUDA; a child process compiles, because XLA aborts on some programs. What it made is
+kept, so that the same program for the same GPUs with the same options and versions is compiled once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshkit.compile import cache
+from meshkit.compile.compiling import option_error
+from meshkit.compile.lowering import Exported, export_for_cuda
+from meshkit.compile.options import Option, chosen_options, first_that_fits, left_out_lines, planners_options
+from meshkit.compile.preflight import check_compiler, version_of
+from meshkit.compile.target import target_config, topology_name
+from meshkit.config.cluster import Cluster
+from meshkit.errors import ProgramError
+from meshkit.hlo.module import source_path
+from meshkit.sharding.mesh import DescribedMesh
+
+# What XLA says of failures that we know, and what to try.
+_REMEDIES = (
+    ("ptxas too old", "pip install nvidia-cuda-nvcc-cu12: this GPU is older than CUDA 13 compiles for"),
+    ("ptxas", "pip install 'meshkit[plan]' (ptxas and libdevice come with nvidia-cuda-nvcc-cu12)"),
+    ("nvJitLink", "pip install 'meshkit[plan]' (ptxas and libdevice come with nvidia-cuda-nvcc-cu12)"),
+    ("libdevice", "pip install 'meshkit[plan]' (ptxas and libdevice come with nvidia-cuda-nvcc-cu12)"),
+    ("size mismatch when packing elements", '[xla] xla_gpu_experimental_use_collective_kernels = ""'),
+    ("cudaErrorInvalidDevice", "[xla] xla_gpu_enable_cub_radix_sort = false"),
+    ("Cannot infer shape for dot operation", "[xla] without xla_gpu_threshold_for_windowed_einsum_mib"),
+    (
+        "Unsupported algorithm on the current device",
+        'train.precision = "fp32": GPUs before Ampere have no bf16',
+    ),
+    ("No supported config", "[xla] without xla_gpu_deterministic_ops"),
+)
+
+
+@dataclass(frozen=True)
+class Rematerialization:
+    """XLA's "Involuntary full rematerialization": an array made whole on every GPU to change its sharding.
+
+    Attributes:
+        array: dtype and shape of one GPU's part as XLA prints it, `bf16[8,512,128]`.
+        source: op_name path of the model code; "" where XLA names none.
+    """
+
+    array: str
+    source: str
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """What the compiler made of a program for an absent cluster.
+
+    Attributes:
+        module: serialized `HloModuleProto`, scheduled.
+        memory: bytes per GPU: `argument`, `output`, `alias`, `temp`, `generated_code`.
+        host_memory: the same, of what the program keeps in host memory for one GPU.
+        lower_s: tracing and lowering, both processes.
+        compile_s: XLA; of a program that was kept, reading it.
+        peak_rss_bytes: of the child process.
+        partitioner: `shardy` or `gspmd`.
+        chosen: compiler options used, each with its reason.
+        log: lines that the compiler wrote about memory.
+        rematerializations: arrays that XLA makes whole to reshard them, each once.
+        cached: whether it was compiled before and kept.
+        live: bytes of GPU memory at the peak by what made them, see `live.live_bytes`; None where XLA did not say.
+        traced_flops: of the program before it was compiled, over all GPUs; None where they cannot be counted.
+    """
+
+    module: bytes
+    memory: Mapping[str, int]
+    lower_s: float
+    compile_s: float
+    peak_rss_bytes: int
+    partitioner: str
+    chosen: tuple[Option, ...]
+    log: tuple[str, ...]
+    rematerializations: tuple[Rematerialization, ...] = ()
+    host_memory: Mapping[str, int] = field(default_factory=dict)
+    cached: bool = False
+    live: Mapping[str, int] | None = None
+    traced_flops: float | None = None
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Compiler options used, by name."""
+        return {o.name: o.value for o in self.chosen}
+
+    @property
+    def options_hash(self) -> str:
+        """Equal for equal options."""
+        text = json.dumps(self.options, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of GPU memory the program needs at once: arguments, outputs that alias none of them, temporaries."""
+        return _at_once(self.memory)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The same, of host memory for one GPU."""
+        return _at_once(self.host_memory) if self.host_memory else 0
+
+
+def _at_once(m: Mapping[str, int]) -> int:
+    return m["argument"] + m["output"] - m["alias"] + m["temp"] + m["generated_code"]
+
+
+@dataclass(frozen=True)
+class LoweredProgram:
+    """A function lowered for the GPUs of a described cluster, which may be compiled several times.
+
+    Attributes:
+        exported: the program.
+        cluster: the GPUs to compile for.
+        request: what the compiler process is told beside it and the options.
+        lower_s: seconds that it took.
+    """
+
+    exported: Exported
+    cluster: Cluster
+    request: Mapping[str, Any]
+    lower_s: float
+
+    def compile(
+        self,
+        options: Mapping[str, object] | None = None,
+        derived: Sequence[Option] = (),
+        *,
+        pool_bytes: float | None = None,
+        timeout_s: float = 1800.0,
+    ) -> CompiledProgram:
+        """What XLA makes of it.
+
+        Args:
+            options: XLA options beyond meshkit's own (`[xla]`).
+            derived: XLA options that follow from the program; with others where they make it too large.
+            pool_bytes: of GPU memory, which the program must not exceed for their sake.
+            timeout_s: for the child process.
+
+        Raises:
+            ProgramError: XLA refuses the program or dies of it.
+        """
+        request = {**self.request, "users_options": sorted(options or {})}
+        made, said = first_that_fits(
+            derived,
+            lambda some: chosen_options(self.cluster.gpu, options, some),
+            lambda chosen: _compile_or_read(self.exported, request, chosen, self.lower_s, timeout_s),
+            lambda program: program.peak_bytes,
+            pool_bytes,
+        )
+        return dataclasses.replace(made, log=(said, *made.log)) if said else made
+
+
+def lower_absent(
+    step: Callable[..., Any], args: Sequence[Any], *, mesh: DescribedMesh, cluster: Cluster
+) -> LoweredProgram:
+    """A function lowered for the GPUs of a described cluster.
+
+    Args:
+        step: jitted or plain; shardings come from args and from constraints inside.
+        args: abstract arguments: `jax.ShapeDtypeStruct`s with NamedShardings on mesh.
+        mesh: from `build_mesh(..., devices=describe_devices(cluster))`.
+        cluster: the GPUs to compile for.
+
+    Raises:
+        ConfigError: the `plan` extra is missing or does not match jaxlib.
+        ProgramError: the program cannot be traced for CUDA.
+    """
+    check_compiler()
+    start = time.perf_counter()
+    exported = export_for_cuda(step, args, mesh, cluster)
+    lowered_s = time.perf_counter() - start
+    request = {
+        "topology": topology_name(cluster),
+        "target_config": target_config(cluster.gpu),
+        "mesh_shape": list(mesh.devices.shape),
+        "axis_names": list(mesh.axis_names),
+        "device_order": [d.id for d in mesh.devices.flat],
+        "donated": exported.donated,
+        "arguments": exported.arguments,
+        "enable_x64": bool(jax.config.jax_enable_x64),
+        "planners_options": planners_options(),
+    }
+    return LoweredProgram(exported, cluster, request, lowered_s)
+
+
+def compile_absent(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    mesh: DescribedMesh,
+    cluster: Cluster,
+    options: Mapping[str, object] | None = None,
+    timeout_s: float = 1800.0,
+) -> CompiledProgram:
+    """A function lowered and compiled for the GPUs of a described cluster; see `lower_absent`."""
+    return lower_absent(step, args, mesh=mesh, cluster=cluster).compile(options, timeout_s=timeout_s)
+
+
+def _compile_or_read(
+    exported: Exported, request: Mapping[str, Any], chosen: Sequence[Option], lowered_s: float, timeout_s: float
+) -> CompiledProgram:
+    """What was kept of a program with these options, or else what XLA makes of it now."""
+    request = {**request, "compiler_options": {o.name: o.value for o in chosen}}
+    began = time.perf_counter()
+    environment = _child_environment()
+    folder = cache.cache_folder()
+    key = cache.program_key(exported.program, request, environment) if folder else ""
+    entry, notes = _kept(folder, key)
+    read_s = time.perf_counter() - began
+    made = entry or _compile(exported.program, request, environment, timeout_s)
+    if folder and entry is None:
+        cache.store(folder, key, made)
+    left_out = made.result["left_out"]
+    return CompiledProgram(
+        module=made.module,
+        memory=made.result["memory"],
+        host_memory=made.result["host_memory"],
+        lower_s=lowered_s + (0.0 if entry else made.result["lower_s"]),
+        compile_s=read_s if entry else made.result["compile_s"],
+        peak_rss_bytes=made.result["peak_rss_bytes"],
+        partitioner=made.result["partitioner"],
+        chosen=tuple(o for o in chosen if o.name not in left_out),
+        log=(*notes, *left_out_lines(left_out, chosen), *_notable(made.log)),
+        rematerializations=read_rematerializations(made.log),
+        cached=entry is not None,
+        live=made.result.get("live"),
+        traced_flops=exported.flops,
+    )
+
+
+def _kept(folder: Path | None, key: str) -> tuple[cache.Entry | None, tuple[str, ...]]:
+    """What was kept under a key, and what a user must know where that was damaged."""
+    if folder is None:
+        return None, ()
+    try:
+        return cache.load(folder, key), ()
+    except cache.DamagedEntry as e:
+        return None, (f"a kept program, {folder / str(e)}; it was compiled anew",)
+
+
+def _compile(
+    program: bytes, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
+) -> cache.Entry:
+    """Compiles a program in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="meshkit-") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "program.bin").write_bytes(program)
+        stderr = _run_child(folder, environment, timeout_s)
+        result = json.loads((folder / "result.json").read_text())
+        if "option" in result:
+            value = request["compiler_options"][result["option"]]
+            raise option_error(result["option"], value, result["reason"], version_of("jaxlib") or "?")
+        if "error" in result:
+            raise ProgramError(
+                f"XLA refused the program: {result['error'].splitlines()[0][:500]}", hint=_hint(result["error"])
+            )
+        return cache.Entry(result, stderr, (folder / "module.pb").read_bytes())
+
+
+def _child_environment() -> dict[str, str]:
+    """Of the compiler process: the user's, but for what would keep from us what XLA says or does.
+
+    XLA's warnings of replicated arrays are read from its log, and its buffers from a dump that a program from jax's own
+    cache has not got.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")}
+    return environment | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+    }
+
+
+def _run_child(folder: Path, environment: Mapping[str, str], timeout_s: float) -> str:
+    """Runs the compiler process; returns its log.
+
+    Raises:
+        ProgramError: it died or ran out of time, with the end of what it said.
+    """
+    command = [sys.executable, "-m", "meshkit.compile.child", str(folder)]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        raise ProgramError(
+            f"XLA was still compiling after {timeout_s:.0f} s and was stopped.",
+            hint='remat = "full", or scanned layers',
+        ) from None
+    if not (folder / "result.json").exists():
+        name = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+        raise ProgramError(f"XLA's compiler died ({name}): {_last_words(done.stderr)}", hint=_hint(done.stderr, name))
+    return done.stderr
+
+
+def _last_words(stderr: str) -> str:
+    """The last line in which XLA complains, without its time and place in XLA; the last line of all if it does not."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip() and "***" not in line]
+    lines = [line for line in lines if not re.match(r"I\d{4} |WARNING: All log messages before", line)]
+    fatal = [line for line in lines if re.match(r"[EF]\d{4} ", line) or "Check failed" in line or "Error" in line]
+    last = (fatal or lines or ["it said nothing"])[-1]
+    return re.sub(r"^[EF]\d{4} [\d:.]+\s+\d+ \S+\] ", "", last)[:300]
+
+
+def _hint(text: str, signal_name: str = "") -> str | None:
+    if signal_name == "SIGKILL":
+        return "a machine with more memory: a kill without a word is nearly always the kernel's, out of memory"
+    known = next((remedy for mark, remedy in _REMEDIES if mark in text), None)
+    if signal_name == "SIGSEGV" and known is None and (version_of("jaxlib") or "").startswith("0.11."):
+        return "jaxlib 0.12: 0.11 dies where an array of no elements, cut over mesh axes, enters a jax.shard_map"
+    return known or (
+        "the same without [xla]; if it still dies, a smaller model finds the operation" if signal_name else None
+    )
+
+
+def _notable(stderr: str) -> tuple[str, ...]:
+    """What the compiler said that a user must see of memory and of its own parts, once each."""
+    marks = ("Can't reduce memory use", "ptxas too old")
+    said = (line.split("] ", 1)[-1].strip() for line in stderr.splitlines() if any(mark in line for mark in marks))
+    return tuple(dict.fromkeys(said))
+
+
+def read_rematerializations(stderr: str) -> tuple[Rematerialization, ...]:
+    """XLA's warnings that it replicates an array to change its sharding, each place in the model once.
+
+    Those about a `fake_parameter` are left out: there the partitioner prices a way that it need not take.
+    """
+    found: dict[Rematerialization, None] = {}
+    for line in stderr.splitlines():
+        if "Involuntary full rematerialization" not in line or "%fake_parameter" in line:
+            continue
+        array = re.search(r"HLO operation:? %\S+ = (\w+\[[\d,]*\])", line)
+        found[Rematerialization(array[1] if array else "an array", source_path(line))] = None
+    return tuple(found)

@@ -1,0 +1,250 @@
+"""Calibration: what `meshkit bench` measured on real devices, as the TOML file a cluster may name.
+
+Bench writes it, `cluster.calibration` names it. The kernel model takes its rates, and the network model asks it for the
+fit of one group of GPUs:
+
+    seconds = latency_s + wire_bytes / bytes_per_s
+
+with `wire_bytes` as nccl-tests counts bus bandwidth. `latency_s` belongs to the group that was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field
+
+from meshkit.config.document import Document
+from meshkit.config.emit import to_toml
+from meshkit.config.problems import SpecError, did_you_mean, kind
+from meshkit.config.validate import Table, check_plain, validate
+from meshkit.errors import ConfigError
+
+SCHEMA = "meshkit.calibration/1"
+CALIBRATION_FILE = "calibration.toml"
+CollectiveName = Literal[
+    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "reduce-scatter"
+]
+COLLECTIVES: tuple[str, ...] = get_args(CollectiveName)
+_TOP_KEYS = ("schema", "measured_on", "rates", "fit")
+_Whole = Annotated[int, Field(gt=0, le=2**31)]
+_Positive = Annotated[float, Field(gt=0)]
+_NotNegative = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Latency and bandwidth of one collective over groups of one shape.
+
+    Attributes:
+        link: the slowest link that a group crosses, `nvlink` or `infiniband`.
+        collective: HLO opcode.
+        gpus_per_domain, domains: the group's shape.
+        latency_s: of the smallest message.
+        bytes_per_s: bus bandwidth at saturation, per GPU.
+        residual_median: median of |fitted / measured - 1|.
+        points: how many sizes it is fitted to.
+    """
+
+    link: str
+    collective: str
+    gpus_per_domain: int
+    domains: int
+    latency_s: float
+    bytes_per_s: float
+    residual_median: float
+    points: int
+
+    @property
+    def group_size(self) -> int:
+        """GPUs of a group."""
+        return self.gpus_per_domain * self.domains
+
+    def time_s(self, wire_bytes: float) -> float:
+        """Seconds of one collective that puts `wire_bytes` on the wire per GPU."""
+        return self.latency_s + wire_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Sustained rates of one device: matmul and attention in FLOP/s, memory in bytes/s (read and written).
+
+    Attributes:
+        matmul_flops_per_s: by precision, named as in the catalog: fp32, tf32, bf16, fp16, fp8. Of a large matmul.
+        attention_flops_per_s: `forward` and `backward` of fused causal attention at 4k tokens, masked half not counted.
+        memory_bytes_per_s: of a copy, both directions; None if it was not measured.
+    """
+
+    matmul_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredOn:
+    """The machine and the software of a calibration; `date` is ISO 8601."""
+
+    gpu: str
+    scale_up: str
+    devices: int
+    date: str
+    jax: str
+    jaxlib: str
+    fabric: str | None = None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a `calibration.toml` says."""
+
+    fits: tuple[Fit, ...]
+    measured_on: MeasuredOn | None = None
+    rates: Rates = Rates()
+
+    def find(self, link: str, collective: str, gpus_per_domain: int, domains: int) -> Fit | None:
+        """The fit of this group shape; else that of the nearest group size on the same link; None if there is none.
+
+        Sizes are compared by their ratio: 4 and 16 are equally far from 8. Of two equally far the larger is taken.
+        """
+        same = [fit for fit in self.fits if fit.link == link and fit.collective == collective]
+        exact = [fit for fit in same if (fit.gpus_per_domain, fit.domains) == (gpus_per_domain, domains)]
+        if exact or not same:
+            return exact[0] if exact else None
+
+        def distance(fit: Fit) -> tuple[float, float, int]:
+            size = abs(math.log(fit.group_size / (gpus_per_domain * domains)))
+            return round(size, 9), round(abs(math.log(fit.domains / domains)), 9), -fit.group_size
+
+        return min(same, key=distance)
+
+
+def load(path: str | os.PathLike[str]) -> Calibration:
+    """The calibration of a file.
+
+    Raises:
+        ConfigError: it cannot be read, is no TOML, or is no calibration; the message names file, line and key.
+    """
+    document = Document.read(path, what="calibration file")
+    try:
+        check_plain(document.table)
+        return _build(document.table)
+    except SpecError as error:
+        raise document.locate(error) from None
+
+
+def load_cached(path: str | os.PathLike[str]) -> Calibration:
+    """`load`, which reads a file again only once it has changed."""
+    try:
+        modified_ns = os.stat(path).st_mtime_ns
+    except OSError:
+        modified_ns = 0  # reading it then says why
+    return _load(os.fspath(path), modified_ns)
+
+
+@functools.lru_cache(maxsize=16)
+def _load(path: str, modified_ns: int) -> Calibration:
+    return load(path)
+
+
+def write(path: str | os.PathLike[str], calibration: Calibration) -> Path:
+    """Writes the file that `load` reads back as an equal calibration."""
+    table: dict[str, Any] = {"schema": SCHEMA}
+    if calibration.measured_on is not None:
+        table["measured_on"] = asdict(calibration.measured_on)
+    rates = {key: value for key, value in asdict(calibration.rates).items() if value}
+    if rates:
+        # plain keys come first in a section
+        table["rates"] = dict(sorted(rates.items(), key=lambda item: isinstance(item[1], dict)))
+    table["fit"] = [asdict(fit) for fit in calibration.fits]
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(_HEADER + to_toml(table), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the calibration file cannot be written: {error.strerror}.", at=str(target)) from None
+    return target
+
+
+_HEADER = """\
+# Measured by `meshkit bench`. Name it in a cluster file: calibration = "calibration.toml".
+# seconds = latency_s + wire_bytes / bytes_per_s, with wire_bytes per GPU as nccl-tests counts bus bandwidth.
+"""
+
+
+class _MeasuredOnTable(Table):
+    gpu: str
+    scale_up: str
+    fabric: str | None = None
+    devices: _Whole
+    date: str
+    jax: str
+    jaxlib: str
+
+
+class _RatesTable(Table):
+    memory_bytes_per_s: _Positive | None = None
+    matmul_flops_per_s: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8"], _Positive] = {}
+    attention_flops_per_s: dict[Literal["forward", "backward"], _Positive] = {}
+
+
+class _FitTable(Table):
+    link: Literal["nvlink", "infiniband"]
+    collective: CollectiveName
+    gpus_per_domain: _Whole
+    domains: _Whole
+    latency_s: _NotNegative
+    bytes_per_s: _Positive
+    residual_median: _NotNegative
+    points: _Whole
+
+
+def _build(table: Mapping[str, Any]) -> Calibration:
+    if table.get("schema") != SCHEMA:
+        raise SpecError(
+            "this is no calibration file that this version reads.",
+            key=("schema",),
+            hint=f'schema = "{SCHEMA}", as `meshkit bench` writes it',
+        )
+    for key in table:
+        if key not in _TOP_KEYS:
+            hint = did_you_mean(key, _TOP_KEYS, what="one of its keys")
+            raise SpecError(f"unknown key '{key}' in the calibration file.", key=(key,), value=table[key], hint=hint)
+    measured, rates = table.get("measured_on"), table.get("rates", {})
+    measured_on = None
+    if measured is not None:
+        measured_on = MeasuredOn(**validate(_MeasuredOnTable, measured, within=("measured_on",)).model_dump())
+    checked = validate(_RatesTable, rates, within=("rates",))
+    return Calibration(_fits(table.get("fit", [])), measured_on, Rates(**checked.model_dump()))
+
+
+def _fits(entries: Any) -> tuple[Fit, ...]:
+    if not isinstance(entries, list):
+        raise SpecError(f"fit must be a list of tables, not {kind(entries)}.", key=("fit",), hint="[[fit]] sections")
+    fits = tuple(
+        Fit(**validate(_FitTable, entry, within=("fit", str(index))).model_dump())
+        for index, entry in enumerate(entries)
+    )
+    _check_unique(fits)
+    return fits
+
+
+def _check_unique(fits: Sequence[Fit]) -> None:
+    seen: set[tuple[str, str, int, int]] = set()
+    for index, fit in enumerate(fits):
+        shape = (fit.link, fit.collective, fit.gpus_per_domain, fit.domains)
+        if fit.group_size < 2:
+            raise SpecError("a group has 2 GPUs at least.", key=("fit", str(index)), hint="gpus_per_domain = 2")
+        if shape in seen:
+            group = f"{fit.domains} domains x {fit.gpus_per_domain} GPUs"
+            raise SpecError(
+                f"there are two fits of {fit.collective} on {fit.link} over {group}.",
+                key=("fit", str(index)),
+                hint="removing one of them",
+            )
+        seen.add(shape)

@@ -1,0 +1,215 @@
+"""Gpu and Nic, and the catalog they are read from: data-sheet and measured numbers of hardware.
+
+`catalog.toml` beside this module is the only place where hardware has numbers; each has a source there.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU (or a virtual CPU device, key `cpu`).
+
+    Attributes:
+        key: name in the catalog, `h100_sxm`.
+        name: what the driver calls it.
+        compute_capability: (major, minor); None for the CPU.
+        sms: streaming multiprocessors.
+        clock_hz: boost clock.
+        memory_bytes: what CUDA can allocate from, without ECC and reserved pages.
+        memory_bytes_per_s: peak.
+        l2_bytes: second-level cache.
+        peak_flops: dense FLOP/s by precision among fp32 tf32 bf16 fp16 fp8; absent = not supported.
+        achieved: sustained fraction of a peak: `matmul` and `attention` (of peak_flops), `memory`, `nvlink`; and
+            `attention_backward`, the rate of a backward pass relative to a forward one.
+        nvlink_generation: None where there is no NVLink.
+        nvlink_links: NVLinks of one GPU; 0 where there are none.
+        nvlink_bytes_per_s: all links of one GPU, one direction; links x the generation's rate per link.
+        pcie_generation: of its x16 slot.
+        pcie_bytes_per_s: of that slot, one direction.
+        target: further numbers that compiling for it needs.
+        cpu_link: what its own package has towards the CPU, a key of the catalog's `cpu_links`: `pcie`, `c2c_gh200`, ...
+    """
+
+    key: str
+    name: str
+    compute_capability: tuple[int, int] | None
+    sms: int
+    clock_hz: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    l2_bytes: int
+    peak_flops: Mapping[str, float]
+    achieved: Mapping[str, float]
+    nvlink_generation: int | None
+    nvlink_links: int
+    nvlink_bytes_per_s: float
+    pcie_generation: int
+    pcie_bytes_per_s: float
+    target: Mapping[str, int | float]
+    cpu_link: str = "pcie"
+
+
+@dataclass(frozen=True)
+class Nic:
+    """One kind of network port.
+
+    Attributes:
+        key: name in the catalog, `ib_ndr`.
+        bytes_per_s: line rate of one port, one direction.
+        fabric: `infiniband`, `roce` or `ethernet`.
+        label: what a report calls it, `infiniband_ndr`.
+        achieved: sustained fraction of the line rate.
+        latency_s: one ring step of a large message (NCCL Simple).
+        latency_small_s: one ring step of a small message (NCCL LL).
+        pcie_generation: newest that the adapter speaks; its slot has this or the host's, whichever is older.
+        pcie_lanes: of its slot.
+        rdma: whether it moves memory itself (InfiniBand, RoCE, iWARP) rather than through the kernel's TCP.
+    """
+
+    key: str
+    bytes_per_s: float
+    fabric: str
+    label: str
+    achieved: float
+    latency_s: float
+    latency_small_s: float
+    pcie_generation: int
+    pcie_lanes: int
+    rdma: bool
+
+
+@dataclass(frozen=True)
+class CpuLink:
+    """What connects one GPU with its host's CPU and memory.
+
+    Attributes:
+        key: name in the catalog, `c2c_gh200`.
+        label: what a report calls it, `nvlink_c2c`.
+        bytes_per_s: one GPU, one direction, peak.
+        achieved: sustained fraction of that.
+        nvlinks: NVLinks of the GPU that it takes, which then lead to no other GPU.
+        host_memory_bytes_per_s: of the CPU memory behind it, one GPU's part, reads and writes together.
+    """
+
+    key: str
+    label: str
+    bytes_per_s: float
+    achieved: float
+    nvlinks: int
+    host_memory_bytes_per_s: float
+
+
+@functools.cache
+def catalog() -> Mapping[str, Any]:
+    """The whole catalog as plain tables."""
+    return tomllib.loads(resources.files("meshkit.config").joinpath("catalog.toml").read_text(encoding="utf-8"))
+
+
+def gpu_keys() -> tuple[str, ...]:
+    """Every GPU of the catalog."""
+    return tuple(catalog()["gpus"])
+
+
+def nic_keys() -> tuple[str, ...]:
+    """Every NIC of the catalog."""
+    return tuple(catalog()["nics"])
+
+
+def cpu_link_keys() -> tuple[str, ...]:
+    """Every link between GPU and CPU: `pcie`, and those of the catalog that are no PCIe."""
+    return ("pcie", *catalog()["cpu_links"])
+
+
+@functools.cache
+def gpu(key: str) -> Gpu:
+    """The GPU of that key; KeyError if the catalog has none."""
+    row = _numbers("gpus", key)
+    capability = row.pop("compute_capability", None)
+    generation = row.pop("nvlink_generation", None)
+    return Gpu(
+        key=key,
+        compute_capability=tuple(capability) if capability else None,
+        nvlink_generation=generation,
+        nvlink_bytes_per_s=row["nvlink_links"] * nvlink_bytes_per_s(generation) if generation else 0.0,
+        pcie_bytes_per_s=pcie_bytes_per_s(row["pcie_generation"]),
+        **row,
+    )
+
+
+@functools.cache
+def nic(key: str) -> Nic:
+    """The NIC of that key; KeyError if the catalog has none."""
+    return Nic(key=key, **_numbers("nics", key))
+
+
+@functools.cache
+def cpu_link(key: str, *, pcie_generation: int, gpus_per_host: int) -> CpuLink:
+    """The link of that key; `pcie` is a x16 slot of the generation, of a host whose memory its GPUs share."""
+    if key != "pcie":
+        return CpuLink(key=key, **_numbers("cpu_links", key))
+    memory = host_memory(pcie_generation) / gpus_per_host
+    rate, achieved = pcie_bytes_per_s(pcie_generation), fabric("pcie")["achieved"]
+    return CpuLink(key, f"pcie{pcie_generation}", rate, achieved, 0, memory)
+
+
+def nvlink_bytes_per_s(generation: int) -> float:
+    """One NVLink of that generation, one direction."""
+    return catalog()["nvlink"][str(generation)]["bytes_per_s"]
+
+
+def nvswitch(nvlink_generation: int) -> Mapping[str, Any] | None:
+    """The NVSwitch that speaks that NVLink: generation, ports, whether it reduces and multicasts. None before it."""
+    found = [row for row in catalog()["nvswitch"].values() if row["nvlink_generation"] == nvlink_generation]
+    return found[0] if found else None
+
+
+def cube_mesh(nvlink_generation: int) -> list[list[int]] | None:
+    """Links between each two GPUs of an 8-GPU host without a switch, where these are not all the same; else None."""
+    row = catalog()["cube_mesh"].get(str(nvlink_generation))
+    return row["links"] if row else None
+
+
+def pcie_bytes_per_s(generation: int, lanes: int = 16) -> float:
+    """A slot, one direction."""
+    return catalog()["pcie_bytes_per_s"][str(generation)] * lanes / 16
+
+
+def host_memory(pcie_generation: int) -> float:
+    """Bytes per second of a two-socket host's memory, by the generation of its slots; reads and writes together."""
+    return catalog()["host_memory_bytes_per_s"][str(pcie_generation)]
+
+
+def reserved() -> Mapping[str, int]:
+    """What a GPU's memory holds beside a program, in bytes and numbers of channels: context, NCCL, cuDNN, allocator."""
+    return {name: value for name, value in catalog()["reserved"].items() if name != "sources"}
+
+
+def fabric(name: str) -> Mapping[str, float]:
+    """What a fabric has beyond its GPUs or NICs: latencies, sustained share: `nvlink`, `pcie`, `host_memory`, ..."""
+    return catalog()["fabrics"][name]
+
+
+def _numbers(table: str, key: str) -> dict[str, Any]:
+    """A row without its sources."""
+    return {name: value for name, value in catalog()[table][key].items() if name != "sources"}
+
+
+@functools.cache
+def matmul_rates() -> tuple[Mapping[str, str], ...]:
+    """The rows of matmul_rates.csv: generation, batch, m, n, k, and TFLOP/s by precision."""
+    text = resources.files("meshkit.config").joinpath("matmul_rates.csv").read_text(encoding="utf-8")
+    return tuple(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+
+
+def kernels() -> Mapping[str, Any]:
+    """What holds for kernels of every GPU: the charts of fused attention, what NCCL takes, how GPUs differ."""
+    return catalog()["kernels"]

@@ -1,0 +1,267 @@
+"""Key locator: where in a TOML text each key stands.
+
+`tomllib` parses values and gives no positions, so this scanner reads the same text for positions only. It trusts that
+the text is valid TOML (tomllib has said so); on invalid text it stops quietly at the first thing it does not know.
+A path is the keys from the root, with indices into arrays: `("rules", "override", "0", "path")`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+Path = tuple[str, ...]
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_SPACE = re.compile(r"[ \t]*")
+_SPACE_AND_LINES = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
+_SCALAR = re.compile(r"[^,\]}#\n]*")
+_STRINGS = (
+    re.compile(r'"""(?:[^\\]|\\.)*?"{3,5}', re.DOTALL),
+    re.compile(r"'''.*?'{3,5}", re.DOTALL),
+    re.compile(r'"(?:[^"\\\n]|\\.)*"'),
+    re.compile(r"'[^'\n]*'"),
+)
+_DEEPEST_KEY = 64  # of a longer dotted key only the first parts are positions: nobody asks for the others
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a key stands.
+
+    Attributes:
+        line, column: of the key (of the value, for an element of an array), counted from 1.
+        source_line: the whole line.
+        value: the text of the value; None for a table header or an implied table.
+    """
+
+    line: int
+    column: int
+    source_line: str
+    value: str | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key as it was met in the text; `defines` unless it only passes through (the `a` of `a.b = 1`)."""
+
+    path: Path
+    start: int
+    value: str | None
+    defines: bool
+
+
+class _Unexpected(Exception):
+    """The text is not what TOML allows here."""
+
+
+def locate(text: str, key: str | Path) -> Position | None:
+    """The position of a key (dotted text or a path) in a TOML text; None where it is not written."""
+    path = split_key(key) if isinstance(key, str) else key
+    return _positions(text).get(path)
+
+
+def find_duplicate(text: str) -> tuple[Path, int, int] | None:
+    """The first key that is defined twice, with both lines; tables count, elements of arrays do not."""
+    lines, seen = _line_starts(text), dict[Path, int]()
+    for entry in entries(text):
+        if not entry.defines:
+            continue
+        if entry.path in seen:
+            return entry.path, _line(lines, seen[entry.path]), _line(lines, entry.start)
+        seen[entry.path] = entry.start
+    return None
+
+
+def split_key(text: str) -> Path:
+    """The parts of a dotted key, which may be quoted: `a."b c".d`.
+
+    Raises:
+        ValueError: it is no key.
+    """
+    scanner = _Scanner(text)
+    try:
+        path = scanner.key()
+    except _Unexpected:
+        raise ValueError(f"'{text}' is not a key") from None
+    if scanner.position != len(text):
+        raise ValueError(f"'{text}' is not a key")
+    return path
+
+
+def entries(text: str) -> list[Entry]:
+    """Every key of the text in the order it is written."""
+    found: list[Entry] = []
+    try:
+        for entry in _Scanner(text).document():
+            found.append(entry)
+    except (_Unexpected, RecursionError):  # what was found before is still right
+        pass
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _positions(text: str) -> Mapping[Path, Position]:
+    starts, source = _line_starts(text), text.split("\n")
+    positions: dict[Path, Position] = {}
+    for entry in entries(text):
+        line = _line(starts, entry.start)
+        column = entry.start - starts[line - 1] + 1
+        positions.setdefault(entry.path, Position(line, column, source[line - 1], entry.value))
+    return positions
+
+
+def _line_starts(text: str) -> list[int]:
+    return [0, *(match.end() for match in re.finditer("\n", text))]
+
+
+def _line(starts: list[int], offset: int) -> int:
+    return bisect.bisect_right(starts, offset)
+
+
+class _Scanner:
+    """Walks over a TOML text and yields its keys."""
+
+    def __init__(self, text: str):
+        self.text, self.position = text, 0
+        self._table: Path = ()
+        self._arrays: dict[Path, int] = {}  # array of tables -> index of its last table
+
+    def document(self) -> Iterator[Entry]:
+        """Every key of the document."""
+        self._skip(_SPACE_AND_LINES)
+        while self.position < len(self.text):
+            if self._peek() == "[":
+                yield from self._header()
+            else:
+                yield from self._key_value(self._table)
+            self._skip(_SPACE_AND_LINES)
+
+    def key(self) -> Path:
+        """A dotted key at the cursor."""
+        parts = [self._key_part()]
+        while True:
+            after = self.position
+            self._skip(_SPACE)
+            if self._peek() != ".":
+                self.position = after
+                return tuple(parts)
+            self.position += 1
+            self._skip(_SPACE)
+            parts.append(self._key_part())
+
+    def _header(self) -> Iterator[Entry]:
+        start, brackets = self.position, 2 if self.text.startswith("[[", self.position) else 1
+        self.position += brackets
+        self._skip(_SPACE)
+        parts = self.key()
+        self._skip(_SPACE)
+        self._expect("]" * brackets)
+        path = self._inside_arrays(parts[:-1])
+        yield from self._passing(path, start)
+        path = (*path, parts[-1])
+        if brackets == 2:
+            self._arrays[path] = self._arrays.get(path, -1) + 1
+            yield Entry(path, start, None, defines=False)
+            path = (*path, str(self._arrays[path]))
+        self._table = path
+        yield Entry(path, start, None, defines=True)
+
+    def _inside_arrays(self, parts: Path) -> Path:
+        path: Path = ()
+        for part in parts:
+            path = (*path, part)
+            if path in self._arrays:
+                path = (*path, str(self._arrays[path]))
+        return path
+
+    def _passing(self, path: Path, start: int, skip: int = 0) -> Iterator[Entry]:
+        for length in range(skip + 1, min(len(path), _DEEPEST_KEY) + 1):
+            yield Entry(path[:length], start, None, defines=False)
+
+    def _key_value(self, table: Path) -> Iterator[Entry]:
+        start = self.position
+        path = (*table, *self.key())
+        self._skip(_SPACE)
+        self._expect("=")
+        self._skip(_SPACE)
+        yield from self._passing(path[:-1], start, skip=len(table))
+        yield from self._value(path, start, defines=True)
+
+    def _value(self, path: Path, start: int, *, defines: bool) -> Iterator[Entry]:
+        begin, opening = self.position, self._peek()
+        inner: list[Entry] = []
+        if opening == "[":
+            inner = list(self._array(path))
+        elif opening == "{":
+            inner = list(self._inline_table(path))
+        elif opening in ('"', "'"):
+            self._string()
+        else:
+            self._skip(_SCALAR)
+        yield Entry(path, start, self.text[begin : self.position].rstrip(), defines)
+        yield from inner
+
+    def _array(self, path: Path) -> Iterator[Entry]:
+        self.position += 1
+        for index in self._until("]"):
+            yield from self._value((*path, str(index)), self.position, defines=False)
+
+    def _inline_table(self, path: Path) -> Iterator[Entry]:
+        self.position += 1
+        for _ in self._until("}"):
+            yield from self._key_value(path)
+
+    def _until(self, closing: str) -> Iterator[int]:
+        """Stands before each element of a comma list, and after its closing bracket at the end."""
+        index = 0
+        while True:
+            self._skip(_SPACE_AND_LINES)
+            if self._peek() == closing:
+                self.position += 1
+                return
+            yield index
+            index += 1
+            self._skip(_SPACE_AND_LINES)
+            if self._peek() == ",":
+                self.position += 1
+            elif self._peek() != closing:
+                raise _Unexpected
+
+    def _key_part(self) -> str:
+        if self._peek() in ('"', "'"):
+            raw = self._string()
+            try:
+                return tomllib.loads(f"key = {raw}")["key"]
+            except tomllib.TOMLDecodeError:
+                raise _Unexpected from None
+        match = _BARE_KEY.match(self.text, self.position)
+        if match is None:
+            raise _Unexpected
+        self.position = match.end()
+        return match.group()
+
+    def _string(self) -> str:
+        for pattern in _STRINGS:
+            match = pattern.match(self.text, self.position)
+            if match is not None:
+                self.position = match.end()
+                return match.group()
+        raise _Unexpected
+
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        match = pattern.match(self.text, self.position)
+        assert match is not None  # every pattern given here matches the empty text
+        self.position = match.end()
+
+    def _expect(self, text: str) -> None:
+        if not self.text.startswith(text, self.position):
+            raise _Unexpected
+        self.position += len(text)
+
+    def _peek(self) -> str:
+        return self.text[self.position : self.position + 1]

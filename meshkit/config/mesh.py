@@ -1,0 +1,306 @@
+"""MeshSpec: named axes over the links of a cluster, and the order of GPUs that follows.
+
+An axis of size `nvlink * infiniband` has index `ib_index * nvlink + nvlink_index`: neighbours share a domain. Axes are
+outermost first, in the same order inside a domain and across domains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshkit.config.emit import inline
+from meshkit.config.problems import SpecError, did_you_mean, kind
+from meshkit.errors import ConfigError
+
+if TYPE_CHECKING:  # numpy takes longer to import than an experiment to load
+    import numpy as np
+
+    from meshkit.config.cluster import Cluster
+
+Factor = int | Literal["fill"]
+LINKS = ("nvlink", "infiniband")
+RESERVED = "replicated"
+_LINK_NAMES = {"nvlink": "NVLink", "infiniband": "InfiniBand"}
+_LARGEST_FACTOR = 2**31
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """A mesh axis: how many ways inside an NVLink domain times how many domains; `fill` = what is left."""
+
+    name: str
+    nvlink: Factor = 1
+    infiniband: Factor = 1
+
+    @property
+    def size(self) -> int:
+        """Ways along the axis.
+
+        Raises:
+            ConfigError: a factor is still `fill`.
+        """
+        return self.number("nvlink") * self.number("infiniband")
+
+    def number(self, link: str) -> int:
+        """Ways along the axis on one link.
+
+        Raises:
+            ConfigError: it is still `fill`.
+        """
+        factor = self.factor(link)
+        if isinstance(factor, str):
+            raise ConfigError(
+                f"axis '{self.name}' has no size before `fill` is resolved.", hint="spec.resolve(cluster)"
+            )
+        return factor
+
+    def factor(self, link: str) -> Factor:
+        """Ways along the axis on one link, or `fill`."""
+        return self.nvlink if link == "nvlink" else self.infiniband
+
+    def to_plain(self) -> Any:
+        """The shortest TOML value that says the same."""
+        if self.infiniband == 1:
+            return self.nvlink
+        return (
+            {"infiniband": self.infiniband}
+            if self.nvlink == 1
+            else {
+                "nvlink": self.nvlink,
+                "infiniband": self.infiniband,
+            }
+        )
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """Mesh axes, outermost first."""
+
+    axes: tuple[MeshAxis, ...]
+
+    @classmethod
+    def parse(cls, mapping: Mapping[str, Any]) -> MeshSpec:
+        """The axes of a `[mesh]` table.
+
+        Raises:
+            ConfigError: a value that is no axis, two `fill` on one link, or the reserved name.
+        """
+        if not isinstance(mapping, Mapping):
+            raise SpecError(f"[mesh] must be a table, not {kind(mapping)}.", key=("mesh",), value=mapping)
+        if not mapping:
+            raise SpecError("[mesh] has no axes.", key=("mesh",), hint='data = "fill" below [mesh]')
+        spec = cls(tuple(_parse_axis(name, value) for name, value in mapping.items()))
+        for link in LINKS:
+            _check_one_fill(spec, link)
+        return spec
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names, outermost first."""
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes, outermost first."""
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Devices in the mesh."""
+        return math.prod(self.shape)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The `[mesh]` table that `parse` reads back."""
+        return {axis.name: axis.to_plain() for axis in self.axes}
+
+    def resolve(self, cluster: Cluster) -> MeshSpec:
+        """The same axes with every `fill` replaced.
+
+        Raises:
+            ConfigError: the factors of a link do not multiply to the GPUs of a domain, or to the number of domains.
+        """
+        totals = {"nvlink": cluster.gpus_used_per_domain, "infiniband": cluster.num_nvlink_domains}
+        filled = {link: _resolve_link(self, link, total) for link, total in totals.items()}
+        factors = zip(self.axes, filled["nvlink"], filled["infiniband"])
+        return MeshSpec(tuple(MeshAxis(axis.name, inside, across) for axis, inside, across in factors))
+
+    def device_order(self, cluster: Cluster) -> np.ndarray:
+        """GPU indices of the cluster, in the shape of the mesh.
+
+        With `d` the domain (row-major over the InfiniBand factors) and `l` the place inside it (row-major over the
+        NVLink factors), the GPU is `d * gpus_used_per_domain + l`. Innermost axes thus stay inside a host where a
+        domain spans several; and GPUs that differ in the domain alone have the same `l`, hence the same rail.
+        """
+        import numpy as np
+
+        spec = self.resolve(cluster)
+        across = [axis.number("infiniband") for axis in spec.axes]
+        inside = [axis.number("nvlink") for axis in spec.axes]
+        by_link = np.arange(cluster.num_gpus).reshape(*across, *inside)
+        count = len(spec.axes)
+        interleaved = [axis for pair in zip(range(count), range(count, 2 * count)) for axis in pair]
+        return by_link.transpose(interleaved).reshape(spec.shape)
+
+    def placement(self, cluster: Cluster) -> Placement:
+        """Which GPU, domain and host each partition of the mesh is on."""
+        spec = self.resolve(cluster)
+        gpus = spec.device_order(cluster).reshape(-1)
+        per_domain = cluster.gpus_used_per_domain
+        domains = gpus // per_domain
+        places = domains * cluster.nvlink_domain_size + gpus % per_domain  # among all GPUs, used or not
+        hosts, local = places // cluster.gpus_per_host, places % cluster.gpus_per_host
+        rails = local * cluster.nics_per_host // cluster.gpus_per_host if cluster.nics_per_host else None
+        fabric = {"nvlink": cluster.link("nvlink").fabric}
+        if cluster.num_nvlink_domains > 1:
+            fabric["infiniband"] = cluster.link("infiniband").fabric
+        return Placement(spec.axis_names, spec.shape, gpus, domains, hosts, fabric, rails)
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where each partition of a program runs; a partition's id is its row-major position in the mesh.
+
+    Attributes:
+        axis_names: of the mesh, outermost first.
+        shape: of the mesh.
+        gpus: [partitions] GPU index in the cluster.
+        domains: [partitions] NVLink domain.
+        hosts: [partitions] host.
+        fabric: what each link is made of.
+        rails: [partitions] port of the host that the GPU sends through; GPUs with the same place in their NVLink domain
+            have the same one wherever domains are whole hosts, so that what goes across domains stays on its rail. None
+            without ports, or where the cluster is not known.
+    """
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    gpus: np.ndarray
+    domains: np.ndarray
+    hosts: np.ndarray
+    fabric: Mapping[str, str]
+    rails: np.ndarray | None = None
+
+    @property
+    def num_partitions(self) -> int:
+        """Partitions of the program, one per device."""
+        return math.prod(self.shape)
+
+    @classmethod
+    def from_shape(
+        cls, axis_names: Sequence[str], shape: Sequence[int], *, gpus_per_domain: int | None = None
+    ) -> Placement:
+        """Devices in order, `gpus_per_domain` to a domain (default all) and a domain to a host, of unknown fabric."""
+        import numpy as np
+
+        gpus = np.arange(math.prod(shape))
+        domains = gpus // (gpus_per_domain or max(len(gpus), 1))
+        return cls(tuple(axis_names), tuple(shape), gpus, domains, domains.copy(), {})
+
+
+def _parse_axis(name: str, value: Any) -> MeshAxis:
+    key = ("mesh", name)
+    if name == RESERVED or not name:
+        raise SpecError(
+            f"'{name}' cannot name a mesh axis: it is reserved." if name else "a mesh axis needs a name.",
+            key=key,
+            value=value,
+            hint="another name, such as data",
+        )
+    if not isinstance(value, Mapping):
+        return MeshAxis(name, nvlink=_parse_factor(key, value))
+    for link in value:
+        if link not in LINKS:
+            raise SpecError(
+                f"axis '{name}' has no link '{link}'.",
+                key=(*key, str(link)),
+                value=value[link],
+                hint=did_you_mean(str(link), LINKS),
+            )
+    if not value:
+        raise SpecError(f"axis '{name}' names no link.", key=key, value=value, hint=f"mesh.{name} = {{ nvlink = 2 }}")
+    inside = _parse_factor((*key, "nvlink"), value.get("nvlink", 1))
+    across = _parse_factor((*key, "infiniband"), value.get("infiniband", 1))
+    return MeshAxis(name, inside, across)
+
+
+def _parse_factor(key: tuple[str, ...], value: Any) -> Factor:
+    if value == "fill":
+        return "fill"
+    forms = 'a positive integer, "fill"' + (", or a table of nvlink and infiniband" if len(key) == 2 else "")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SpecError(
+            f"{'.'.join(key)} must be {forms}; not {kind(value)}.", key=key, value=value, hint=f"{key[-1]} = 2"
+        )
+    if not 1 <= value <= _LARGEST_FACTOR:
+        raise SpecError(f"{'.'.join(key)} must be {forms}; not {value}.", key=key, value=value, hint=f"{key[-1]} = 1")
+    return value
+
+
+def _check_one_fill(spec: MeshSpec, link: str) -> None:
+    names = [axis.name for axis in spec.axes if axis.factor(link) == "fill"]
+    if len(names) > 1:
+        raise SpecError(
+            f'axes {_names(names)} both say "fill" on {_LINK_NAMES[link]}; it may stand once per link.',
+            key=("mesh", names[1]),
+            hint=f"a number for {_names(names[:1])} or {_names(names[1:2])}",
+        )
+
+
+def _resolve_link(spec: MeshSpec, link: str, total: int) -> list[int]:
+    """The factors of one link, in the order of the axes, which multiply to `total`."""
+    for axis in spec.axes:
+        _check_axis_fits(axis, link, total)
+    factors = [axis.factor(link) for axis in spec.axes]
+    given = [factor for factor in factors if not isinstance(factor, str)]
+    product = math.prod(given)
+    has_fill = len(given) < len(factors)
+    if total % product if has_fill else total != product:
+        raise _wrong_product(spec, link, product, total)
+    return [total // product if isinstance(factor, str) else factor for factor in factors]
+
+
+def _check_axis_fits(axis: MeshAxis, link: str, total: int) -> None:
+    ways = axis.factor(link)
+    if isinstance(ways, str) or ways <= total:
+        return
+    key = ("mesh", axis.name)
+    if link == "nvlink":
+        message = f"axis '{axis.name}' asks for {ways} GPUs on NVLink, but an NVLink domain has {total}."
+        hint = f"mesh.{axis.name} = {total}"
+        if ways % total == 0 and axis.infiniband == 1:
+            hint += f", or split it: mesh.{axis.name} = {{ nvlink = {total}, infiniband = {ways // total} }}"
+    else:
+        message = f"axis '{axis.name}' asks for {ways} NVLink domains, but the cluster has {total}."
+        hint = f"mesh.{axis.name} = {inline(MeshAxis(axis.name, axis.nvlink, total).to_plain())}, or more hosts"
+    raise SpecError(message, key=key, value=axis.to_plain(), hint=hint)
+
+
+def _wrong_product(spec: MeshSpec, link: str, product: int, total: int) -> SpecError:
+    parts = [f"{axis.name} {axis.factor(link)}" for axis in spec.axes if axis.factor(link) not in (1, "fill")]
+    shown = f"{product} ({' x '.join(parts)})" if len(parts) > 1 else str(product)
+    if link == "nvlink":
+        there = f"an NVLink domain uses {total} GPUs"
+    else:
+        there = f"the cluster has {total} NVLink domain{'s' if total > 1 else ''}"
+    has_fill = any(axis.factor(link) == "fill" for axis in spec.axes)
+    verdict = ", which it does not divide" if has_fill else ""
+    message = f"the {_LINK_NAMES[link]} factors of the mesh multiply to {shown}, but {there}{verdict}."
+    return SpecError(message, key=("mesh",), hint=_mend(spec, link, total))
+
+
+def _mend(spec: MeshSpec, link: str, total: int) -> str:
+    """A change of one axis that makes the product right: the outermost one that can, used axes first."""
+    for axis in sorted(spec.axes, key=lambda axis: axis.factor(link) == 1):
+        others = [other.factor(link) for other in spec.axes if other is not axis]
+        rest = math.prod(factor for factor in others if not isinstance(factor, str))
+        if axis.factor(link) != "fill" and total % rest == 0:
+            mended = replace(axis, **{link: total // rest})
+            return f"mesh.{axis.name} = {inline(mended.to_plain())}"
+    return f"factors that multiply to {total}"
+
+
+def _names(names: Sequence[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)

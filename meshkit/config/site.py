@@ -1,0 +1,138 @@
+"""What an administrator allows experiment files to name: folders of models, and of files.
+
+    /etc/meshkit/site.toml, MESHKIT_MODEL_ROOTS, MESHKIT_FILE_ROOTS -> Site -> load_object, load
+
+    model_roots = ["/opt/models", "/home/shared/experiments"]    # code that `pkg.mod:Name` may come from
+    file_roots  = ["/data"]                                      # files and folders that an experiment may name
+
+Without them an experiment may name any. An experiment file has no key for it, so it cannot widen what is declared; the
+variables can only narrow what the site's file says. This protects whoever runs somebody else's experiment; it does not
+confine code once it runs, nor a user who writes their own.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshkit.config.problems import Key, SpecError, did_you_mean, dotted
+from meshkit.errors import ConfigError
+
+SITE_FILE = Path("/etc/meshkit/site.toml")
+_VARIABLES = {"model_roots": "MESHKIT_MODEL_ROOTS", "file_roots": "MESHKIT_FILE_ROOTS"}
+_PATHS: tuple[Key, ...] = (
+    ("cluster",),
+    ("cluster", "file"),
+    ("cluster", "calibration"),
+    ("checkpoint", "initial"),
+    ("data", "source"),
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The declared folders, resolved; None where nothing is declared and any will do.
+
+    Attributes:
+        model_roots: that models, losses, data and metrics functions may come from.
+        file_roots: that files and folders named by an experiment may lie in.
+    """
+
+    model_roots: tuple[Path, ...] | None = None
+    file_roots: tuple[Path, ...] | None = None
+
+
+def read_site(environment: Mapping[str, str] | None = None) -> Site:
+    """The site's file, narrowed by the variables.
+
+    Raises:
+        ConfigError: the file can be changed by others, or says something else; a root is not absolute, or a variable
+            names one that the file does not allow.
+    """
+    env = os.environ if environment is None else environment
+    declared = _read_file(SITE_FILE)
+    found: dict[str, tuple[Path, ...] | None] = {}
+    for key, variable in _VARIABLES.items():
+        allowed = declared.get(key)
+        wanted = _roots(env[variable].split(os.pathsep), variable) if env.get(variable) else None
+        if wanted is not None and allowed is not None:
+            for root in wanted:
+                if not is_under(root, allowed):
+                    raise ConfigError(
+                        f"{variable} names {root}, which {SITE_FILE} does not allow.",
+                        at="environment",
+                        hint=f"a folder in {listed(allowed)}",
+                    )
+        found[key] = allowed if wanted is None else wanted
+    return Site(found["model_roots"], found["file_roots"])
+
+
+def is_under(path: str | Path, roots: Sequence[Path]) -> bool:
+    """Whether a path, with `..` and links resolved, is one of the roots or lies in one."""
+    real = Path(os.path.realpath(path))
+    return any(real == root or root in real.parents for root in roots)
+
+
+def listed(roots: Sequence[Path]) -> str:
+    """The roots in words."""
+    return ", ".join(map(str, roots)) or "no folder at all"
+
+
+def check_files(table: Mapping[str, Any]) -> None:
+    """Stops where an experiment names a file outside of the declared folders; its paths are absolute by now.
+
+    Raises:
+        ConfigError: which key, and where it may lie.
+    """
+    roots = read_site().file_roots
+    if roots is None:
+        return
+    for key in _PATHS:
+        value: Any = table
+        for name in key:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        # what is no path: the name of a cluster, a function, the standard library
+        if isinstance(value, str) and os.path.isabs(value) and not is_under(value, roots):
+            raise SpecError(
+                f"{dotted(key)} is outside of the folders that this site allows.",
+                key=key,
+                value=value,
+                hint=f"a path in {listed(roots)}",
+            )
+
+
+def _read_file(path: Path) -> dict[str, tuple[Path, ...]]:
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != 0 or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ConfigError(
+                    f"{path} could be changed by others than the administrator (uid {found.st_uid}, mode "
+                    f"{stat.S_IMODE(found.st_mode):04o}).",
+                    hint=f"chown root {path} && chmod 644 {path}",
+                )
+            table = tomllib.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:  # not TOML, not UTF-8
+        hint = "model_roots and file_roots, each a list of folders"
+        raise ConfigError(f"the site's file cannot be read: {error}.", at=str(path), hint=hint) from None
+    for key, value in table.items():
+        if key not in _VARIABLES:
+            hint = did_you_mean(key, _VARIABLES)
+            raise ConfigError(f"the site's file has an unknown key '{key}'.", at=str(path), hint=hint)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{key} is not a list of folders.", at=str(path), hint=f'{key} = ["/opt/models"]')
+    return {key: _roots(value, str(path)) for key, value in table.items()}
+
+
+def _roots(texts: Sequence[str], at: str) -> tuple[Path, ...]:
+    for text in texts:
+        if not os.path.isabs(text):
+            raise ConfigError(f"'{text}' is not an absolute path.", at=at, hint="folders from / on")
+    return tuple(Path(os.path.realpath(text)) for text in texts)

@@ -1,0 +1,157 @@
+"""Strict validation of plain TOML tables with pydantic, and its errors in our words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from meshkit.config.problems import Key, SpecError, did_you_mean, dotted, kind, show
+
+_LARGEST_INTEGER = 2**63  # TOML promises 64-bit integers; tomllib reads any
+_DEEPEST_TABLE = 16
+_EXAMPLES = {  # of values that a validator of ours refuses
+    "train.remat": 'remat = "full", remat = ["gate", "up"], or remat = { keep = ["key"], offload = ["gate"] }'
+}
+_WANTED = {
+    "int": "an integer",
+    "float": "a number",
+    "string": "a string",
+    "bool": "true or false",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a table",
+    "model": "a table",
+}
+
+
+class Table(BaseModel):
+    """Base of every table of the experiment file: strict types, no unknown keys, no inf or nan."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+def check_plain(table: Mapping[str, Any]) -> None:
+    """Refuse what TOML allows and no key of ours does: non-finite numbers, integers beyond 64 bits, deep nesting."""
+    pending: list[tuple[Key, Any]] = [((), table)]
+    while pending:  # a loop, not recursion: dotted keys can nest deeper than the interpreter's stack
+        path, value = pending.pop()
+        if len(path) > _DEEPEST_TABLE:
+            raise SpecError(
+                f"tables are nested more than {_DEEPEST_TABLE} deep.",
+                key=path[:1],
+                hint="fewer levels: no key of an experiment is that deep",
+            )
+        if isinstance(value, Mapping):
+            pending.extend(((*path, str(key)), item) for key, item in value.items())
+        elif isinstance(value, list):
+            pending.extend(((*path, str(index)), item) for index, item in enumerate(value))
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise SpecError(f"{dotted(path)} is not a finite number.", key=path, value=value, hint="a finite number")
+        elif isinstance(value, int) and not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER:
+            raise SpecError(f"{dotted(path)} is beyond 64 bits.", key=path, hint="a smaller number")
+
+
+def validate[T: Table](model: type[T], table: Any, *, within: Sequence[str] = ()) -> T:
+    """The table as `model`; the first thing that is wrong with it as a SpecError under the path `within`."""
+    if not isinstance(table, Mapping):
+        raise SpecError(
+            f"{_section(within)} must be a table, not {kind(table)}.",
+            key=within,
+            value=table,
+            hint=f"a section [{dotted(within)}] with its keys below it",
+        )
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        raise _translate(model, table, error, tuple(within)) from None
+
+
+def _translate(model: type[Table], table: Mapping[str, Any], error: ValidationError, within: Key) -> SpecError:
+    # An unknown key is often the misspelt form of a missing one, so it is what to say first.
+    problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+    problem = problems[0]
+    path = tuple(str(part) for part in problem["loc"])
+    owner = _model_at(model, path[:-1])
+    if problem["type"] == "extra_forbidden":
+        return _unknown(owner, path, within, problem["input"])
+    if problem["type"] == "missing":
+        return _missing(path, within)
+    message, hint = _wrong_value((*within, *path), problem)
+    return SpecError(message, key=(*within, *path), value=problem["input"], hint=hint)
+
+
+def _unknown(owner: type[Table], path: Key, within: Key, value: Any) -> SpecError:
+    names = [field.alias or name for name, field in owner.model_fields.items()]
+    return SpecError(
+        f"unknown key '{path[-1]}' in {_section((*within, *path[:-1]))}.",
+        key=(*within, *path),
+        value=value,
+        hint=did_you_mean(path[-1], names, what="one of its keys"),
+    )
+
+
+def _missing(path: Key, within: Key) -> SpecError:
+    section = (*within, *path[:-1])
+    return SpecError(
+        f"{_section(section)} has no '{path[-1]}', which it needs.",
+        key=section,
+        hint=f"a line {path[-1]} = ..." + (f" below [{dotted(section)}]" if section else " at the top of the file"),
+    )
+
+
+def _wrong_value(key: Key, problem: Any) -> tuple[str, str]:
+    name, given, code, context = dotted(key), problem["input"], problem["type"], problem.get("ctx", {})
+    if code.endswith("_type") or code in ("int_from_float", "dataclass_type"):
+        wanted = _WANTED.get(code.removesuffix("_type"), "another type")
+        return f"{name} must be {wanted}, not {kind(given)}.", _example(name, wanted)
+    if code == "literal_error":
+        choices = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+        return f"{name} must be one of {', '.join(choices)}; not {show(given)}.", did_you_mean(str(given), choices)
+    for bound, words in (("gt", "greater than"), ("ge", "at least"), ("lt", "less than"), ("le", "at most")):
+        if bound in context:
+            return f"{name} must be {words} {context[bound]}, not {show(given)}.", f"{name} {words} {context[bound]}"
+    if code in ("too_short", "too_long"):
+        return f"{name} must have {_length(context)} entries, not {len(given)}.", f"{_length(context)} entries"
+    if code == "value_error":
+        return f"{name} {context['error']}.", _EXAMPLES.get(name, "the form that the message describes")
+    if code == "string_pattern_mismatch":
+        return f"{name} is {show(given)}, which has not the form it needs.", f"text like {_pattern(context)}"
+    return f"{name}: {problem['msg']}.", "a value of the right form"
+
+
+def _pattern(context: Mapping[str, Any]) -> str:
+    return {FUNCTION_PATTERN: "package.module:name", NAME_PATTERN: "a_single_word"}.get(
+        context["pattern"], str(context["pattern"])
+    )
+
+
+FUNCTION_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
+NAME_PATTERN = r"^[A-Za-z_][\w-]*$"
+
+
+def _length(context: Mapping[str, Any]) -> int:
+    return context.get("min_length") or context.get("max_length") or 0
+
+
+def _example(name: str, wanted: str) -> str:
+    short = name.rsplit(".", 1)[-1]
+    example = {"an integer": "1", "a number": "1.0", "a string": '"text"', "true or false": "true", "a list": "[0, 1]"}
+    return f"{short} = {example[wanted]}" if wanted in example else f"{wanted} for {short}"
+
+
+def _section(key: Sequence[str]) -> str:
+    return f"[{dotted(key)}]" if key else "the experiment file"
+
+
+def _model_at(model: type[Table], path: Key) -> type[Table]:
+    """The table model that a path of keys leads to."""
+    for part in path:
+        by_alias = {field.alias or name: field for name, field in model.model_fields.items()}
+        annotation = by_alias[part].annotation if part in by_alias else None
+        candidates = [annotation, *get_args(annotation)]
+        below = [c for c in candidates if isinstance(c, type) and issubclass(c, Table)]
+        model = below[0] if below else model
+    return model

@@ -1,0 +1,62 @@
+"""Bounded reading of files that others wrote: sizes, text, numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from meshkit.errors import ConfigError, TraceError
+
+LARGEST_FILE_BYTES = 4 * 2**20
+_SHORT_INTEGER = re.compile(r"[0-9]{1,12}", re.ASCII)
+
+
+def read_bounded(path: Path, what: str, largest: int = LARGEST_FILE_BYTES) -> bytes:
+    """The bytes of a file that is not larger than `largest`.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be read.
+        TraceError: it is too large to be what it should be.
+    """
+    try:
+        if path.is_dir():
+            raise ConfigError(f"the {what} is a folder.", at=str(path), hint=f"the {what} in it")
+        with path.open("rb") as file:
+            data = file.read(largest + 1)  # bounded: the path may be a device
+    except FileNotFoundError:
+        raise ConfigError(f"there is no such {what}.", at=str(path), hint="a path that exists") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"the {what} cannot be read: {reason}.", at=str(path), hint="a readable file") from None
+    if len(data) > largest:
+        raise TraceError(
+            f"the {what} is larger than {largest // 2**20} MiB.", at=str(path), hint=f"a {what}: a few pages of text"
+        )
+    return data
+
+
+def decode(data: bytes, what: str, at: str) -> str:
+    """UTF-8 text.
+
+    Raises:
+        TraceError: it is something else.
+    """
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise TraceError(
+            f"the {what} is not UTF-8 text (byte 0x{data[error.start]:02x}).", at=f"{at}:{line}", hint="a text file"
+        ) from None
+
+
+def integer(text: str | None) -> int | None:
+    """A non-negative integer of plain digits; None for anything else, such as `N/A`, or nothing."""
+    text = (text or "").strip()
+    return int(text) if _SHORT_INTEGER.fullmatch(text) else None
+
+
+def short(text: str, length: int = 60) -> str:
+    """A piece of a file, printable and on one line, for an error message."""
+    line = "".join(char if char.isprintable() else " " for char in text).strip()
+    return line if len(line) <= length else line[: length - 3] + "..."

@@ -1,0 +1,115 @@
+"""Which NVLink domain each device of a job is in, told by the machines themselves.
+
+Every process publishes one record (text) with the identities of its own GPUs; all processes read all records. GPUs with
+the same identity share a domain. Nothing is guessed from processes or ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from meshkit.discover.damage import integer
+from meshkit.discover.machine import discover
+from meshkit.discover.nvml import check_snapshot
+from meshkit.discover.probe import Probe
+from meshkit.errors import ConfigError
+
+_LONGEST_RECORD = 2**20
+
+
+def local_identities(probe: Probe, *, host: str, visible: str | None = None) -> tuple[str, ...]:
+    """Identity of the NVLink domain of each GPU that CUDA shows to this process, by CUDA ordinal.
+
+    Args:
+        probe: this machine, or a recorded one.
+        host: what no other host of the job calls itself (a boot id).
+        visible: CUDA_VISIBLE_DEVICES, if it is set.
+
+    Raises:
+        ConfigError: no GPU can be asked, or CUDA_VISIBLE_DEVICES names one that is not there.
+    """
+    found = discover(probe, network=False)
+    if not found.gpus:
+        raise ConfigError(
+            f"the NVLink domain of the attached GPUs cannot be read: {found.nothing_here}.",
+            hint="pip install nvidia-ml-py, on a machine with the NVIDIA driver",
+        )
+    inside = {gpu: domain for domain in found.domains for gpu in domain.gpus}
+    identities = []
+    for gpu in found.gpus:
+        domain = inside.get(gpu.id)
+        if domain is not None:
+            identities.append(domain.identity if domain.spans_hosts else f"{host}.{domain.identity}")
+        else:  # no NVLink at all: the host is the domain; alone among others: a domain of its own
+            identities.append(f"{host}.{gpu.id}" if found.domains else f"{host}.host")
+    return tuple(identities[i] for i in _visible(probe, len(found.gpus), visible))
+
+
+def _visible(probe: Probe, count: int, visible: str | None) -> list[int]:
+    """NVML indices by CUDA ordinal; CUDA stops at the first entry that it does not know."""
+    if visible is None:
+        return list(range(count))
+    answers = probe.nvml()
+    snapshot = check_snapshot(answers, at=probe.name) if isinstance(answers, Mapping) else None
+    uuids = [(gpu.uuid or "").lower() for gpu in snapshot.gpus] if snapshot else []
+    order = []
+    for entry in (part.strip() for part in visible.split(",")):
+        named = [
+            i for i, uuid in enumerate(uuids) if entry.lower().startswith("gpu-") and uuid.startswith(entry.lower())
+        ]
+        if entry.isascii() and entry.isdigit() and int(entry) < count:
+            order.append(int(entry))
+        elif len(named) == 1:
+            order.append(named[0])
+        elif entry.upper().startswith("MIG"):
+            raise ConfigError("a slice of a GPU (MIG) has no NVLink domain.", at=f"CUDA_VISIBLE_DEVICES={visible}")
+        else:
+            break
+    return order
+
+
+def identity_record(identities: Mapping[int, str]) -> str:
+    """What a process publishes: the identities of its own devices, by the job's device id."""
+    return json.dumps({str(device): identity for device, identity in sorted(identities.items())})
+
+
+def domain_identities(records: Iterable[str], *, devices: Iterable[int] | None = None) -> dict[int, str]:
+    """Device id -> identity of its NVLink domain, from the records of all processes.
+
+    Args:
+        records: one per process, as `identity_record` writes them.
+        devices: the ids that must be there; any, where it is not given.
+
+    Raises:
+        ConfigError: a damaged record, a device in two records, a device in none.
+    """
+    found: dict[int, str] = {}
+    for process, text in enumerate(records):
+        for device, identity in _read_record(text, process).items():
+            if device in found:
+                raise ConfigError(
+                    f"device {device} is published by process {process} and by another one.",
+                    hint="one process for each device; is a process started twice?",
+                )
+            found[device] = identity
+    missing = sorted(set(devices) - set(found)) if devices is not None else []
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} devices have no NVLink identity, the first is {missing[0]}.",
+            hint="the same version of meshkit in every process",
+        )
+    return found
+
+
+def _read_record(text: str, process: int) -> dict[int, str]:
+    try:
+        value = json.loads(text) if len(text) <= _LONGEST_RECORD else None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or not all(integer(k) is not None and isinstance(v, str) for k, v in value.items()):
+        raise ConfigError(
+            f"the NVLink identities that process {process} published cannot be read.",
+            hint="the same version of meshkit in every process",
+        )
+    return {int(name): item for name, item in value.items()}

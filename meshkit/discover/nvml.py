@@ -1,0 +1,230 @@
+"""What NVML says of the GPUs, as plain data that a bundle can hold.
+
+`read_nvml` asks the driver through the optional module pynvml (distribution nvidia-ml-py); `Snapshot` is the form in
+which its answers are recorded, replayed and checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from meshkit.discover.damage import short
+from meshkit.errors import TraceError
+
+_SWITCH, _GPU, _IBM = 2, 0, 1  # NVML_NVLINK_DEVICE_TYPE_*
+_P2P_NVLINK, _P2P_PCI = 2, 4  # NVML_P2P_CAPS_INDEX_*
+_ANCESTORS = {10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # NVML_TOPOLOGY_*, as `topo -m` names them
+_FABRIC_STATES = {0: "not_supported", 1: "not_started", 2: "in_progress", 3: "completed"}
+_MIB = 2**20
+
+Small = Annotated[int, Field(ge=0, le=4096)]
+Text = Annotated[str, Field(max_length=200)]
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class NvLinkState(_Plain):
+    """One NVLink of a GPU."""
+
+    active: bool
+    version: Small | None = None
+    remote: Literal["gpu", "switch", "cpu"] | None = None
+    remote_bus: Text | None = None
+
+
+class FabricState(_Plain):
+    """nvmlDeviceGetGpuFabricInfoV: which NVLink domain a GPU registered with; the uuid is zero inside a single host."""
+
+    state: Literal["not_supported", "not_started", "in_progress", "completed"]
+    cluster_uuid: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    clique_id: Annotated[int, Field(ge=0, le=2**32)]
+    status: Annotated[int, Field(ge=0, le=2**32)] = 0
+    health_mask: Annotated[int, Field(ge=0, le=2**32)] = 0
+
+    @property
+    def identity(self) -> str | None:
+        """`clusterUuid.cliqueId`, the identity of an NVLink domain; None where NVLink ends at the host."""
+        return f"{self.cluster_uuid}.{self.clique_id}" if self.cluster_uuid.strip("0") else None
+
+
+class PcieState(_Plain):
+    """The slot of a GPU; `max` is of GPU and slot together."""
+
+    generation: Small | None = None
+    width: Small | None = None
+    max_generation: Small | None = None
+    max_width: Small | None = None
+
+
+class Peer(_Plain):
+    """What lies between this GPU and another of the machine."""
+
+    index: Small
+    nvlink: bool | None = None
+    pci: bool | None = None
+    ancestor: Literal["PIX", "PXB", "PHB", "NODE", "SYS"] | None = None
+
+
+class GpuState(_Plain):
+    """One GPU."""
+
+    index: Small
+    name: Text
+    bus: Text
+    uuid: Text | None = None
+    memory_bytes: Annotated[int, Field(ge=0, le=2**50)] | None = None
+    compute_capability: tuple[Small, Small] | None = None
+    performance_state: Small | None = None
+    pcie: PcieState = PcieState()
+    nvlinks: Annotated[tuple[NvLinkState, ...], Field(max_length=64)] = ()
+    fabric: FabricState | None = None
+    peers: Annotated[tuple[Peer, ...], Field(max_length=64)] = ()
+
+
+class Snapshot(_Plain):
+    """All GPUs of a machine."""
+
+    driver: Text | None = None
+    gpus: Annotated[tuple[GpuState, ...], Field(max_length=64)] = ()
+
+
+def check_snapshot(value: Any, *, at: str) -> Snapshot:
+    """Recorded answers of NVML as a Snapshot.
+
+    Raises:
+        TraceError: they are damaged.
+    """
+    try:
+        snapshot = Snapshot.model_validate(value)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"])) or "the whole"
+        raise TraceError(
+            f"the recorded NVML answers are damaged: {short(where)}: {short(problem['msg'])}.",
+            at=at,
+            hint="a bundle of `meshkit topo record`",
+        ) from None
+    indices = [gpu.index for gpu in snapshot.gpus]
+    if len(set(indices)) < len(indices):
+        raise TraceError("the recorded NVML answers name a GPU twice.", at=at, hint="a bundle of `meshkit topo record`")
+    return snapshot
+
+
+def read_nvml() -> Mapping[str, Any] | str:
+    """What the driver answers, as plain data; or why there is no answer, in a few words."""
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return "the NVML binding is not installed (pip install nvidia-ml-py)"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return f"no NVIDIA driver ({error})"
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        gpus = [_read_gpu(pynvml, i, handle, handles) for i, handle in enumerate(handles)]
+        return {"driver": _ask(pynvml, "nvmlSystemGetDriverVersion"), "gpus": gpus}
+    except pynvml.NVMLError as error:
+        return f"the NVIDIA driver does not answer ({error})"
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
+    """An answer of NVML; None where this GPU, driver or binding does not know the question."""
+    try:
+        answer = getattr(nvml, question)(*arguments)
+    except (nvml.NVMLError, AttributeError):  # AttributeError: a binding from before the question
+        return None
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+
+def _read_gpu(nvml: Any, index: int, handle: Any, handles: list) -> dict[str, Any]:
+    pci = nvml.nvmlDeviceGetPciInfo(handle)
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    bus = pci.busId.decode() if isinstance(pci.busId, bytes) else pci.busId
+    return {
+        "index": index,
+        "name": _ask(nvml, "nvmlDeviceGetName", handle) or "unknown",
+        "bus": short_bus(bus),
+        "uuid": _ask(nvml, "nvmlDeviceGetUUID", handle),
+        "memory_bytes": memory.total if memory is not None else None,
+        "compute_capability": _ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle),
+        "performance_state": _ask(nvml, "nvmlDeviceGetPerformanceState", handle),
+        "pcie": {
+            "generation": _ask(nvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
+            "width": _ask(nvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
+            "max_generation": _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
+            "max_width": _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
+        },
+        "nvlinks": _read_nvlinks(nvml, handle),
+        "fabric": _read_fabric(nvml, handle),
+        "peers": [_read_peer(nvml, handle, other, i) for i, other in enumerate(handles) if i != index],
+    }
+
+
+def _read_nvlinks(nvml: Any, handle: Any) -> list[dict[str, Any]]:
+    links = []
+    for number in range(nvml.NVML_NVLINK_MAX_LINKS):
+        state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, number)
+        if state is None:  # this GPU has no link of that number
+            continue
+        link: dict[str, Any] = {"active": bool(state)}
+        if state:
+            kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
+            remote = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
+            bus = getattr(remote, "busId", None)
+            link |= {
+                "version": _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, number),
+                "remote": {_SWITCH: "switch", _GPU: "gpu", _IBM: "cpu"}.get(kind),
+                "remote_bus": short_bus(bus.decode() if isinstance(bus, bytes) else bus) if bus else None,
+            }
+        links.append(link)
+    return links
+
+
+def _read_fabric(nvml: Any, handle: Any) -> dict[str, Any] | None:
+    structure = getattr(nvml, "c_nvmlGpuFabricInfo_v3_t", None) or getattr(nvml, "c_nvmlGpuFabricInfoV_t", None)
+    if structure is None:  # a binding from before multi-host NVLink
+        return None
+    for kind in dict.fromkeys((structure, getattr(nvml, "c_nvmlGpuFabricInfo_v2_t", structure))):
+        info = kind()
+        if _ask(nvml, "nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info)) is None:
+            continue  # a driver that knows an older form of the structure, or none
+        return {
+            "state": _FABRIC_STATES.get(int(info.state), "not_supported"),
+            "cluster_uuid": bytes(info.clusterUuid).hex(),
+            "clique_id": int(info.cliqueId),
+            "status": int(info.status),
+            "health_mask": int(info.healthMask),
+        }
+    return None
+
+
+def _read_peer(nvml: Any, handle: Any, other: Any, index: int) -> dict[str, Any]:
+    status = {
+        name: _ask(nvml, "nvmlDeviceGetP2PStatus", handle, other, kind)
+        for name, kind in (("nvlink", _P2P_NVLINK), ("pci", _P2P_PCI))
+    }
+    ancestor = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handle, other)
+    known = {name: None if answer is None else answer == 0 for name, answer in status.items()}
+    return {"index": index, **known, "ancestor": _ANCESTORS.get(ancestor) if ancestor is not None else None}
+
+
+def short_bus(bus: str) -> str:
+    """A PCI address as Linux writes it: four digits of domain, lower case (NVML writes eight)."""
+    domain, _, rest = bus.strip().lower().partition(":")
+    return f"{domain[-4:]}:{rest}" if rest else domain
+
+
+def smi_bytes(mebibytes: int | None) -> int | None:
+    """Bytes of a figure that nvidia-smi prints in MiB."""
+    return None if mebibytes is None else mebibytes * _MIB

@@ -1,0 +1,349 @@
+"""What one HLO instruction does: matmul FLOP, attention FLOP, bytes of device memory.
+
+Counts, not seconds: `timeline.kernels` prices them for a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshkit.hlo.custom_calls import FREE_CALLS, STREAMING_CALLS
+from meshkit.hlo.shapes import Shape, shape_of
+from meshkit.hlo.sorting import sort_passes
+
+SLICES = {"dynamic-slice", "slice", "gather"}
+_VIEWS = {"bitcast", "reshape", "get-tuple-element"}
+_HOST_MEMORY = ":S(5)"
+_NO_TF32 = re.compile(r'operand_precision=\{highest|"operand_precision":\s*\["HIGHEST|algorithm=dot_f32_f32_f32')
+_GEMM = re.compile(r"__cublas\$(?!triangular)|__cudnn\$.*[Gg]emm")
+# A complex multiply-add is four of its parts.
+_PARTS_OF = {"c64": "f32", "c128": "f64"}
+_SORTED = re.compile(r"dimensions=\{(\d+)\}")
+_CALL_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+_CALL_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\]]*)\]')
+_DOT_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_DOT_BATCH = re.compile(r"lhs_batch_dims=\{([\d,]*)\}")
+_SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One matmul on one GPU: `batch` products of [m, k] by [k, n], operands of XLA's element type `dtype`."""
+
+    dtype: str
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        """2 per multiply-add."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of one instruction on one GPU.
+
+    Attributes:
+        matmul_flops: dtype of the operands -> FLOP (2 per multiply-add).
+        attention_flops: FLOP of fused attention that is executed (half of the square when causal).
+        attention_backward: whether that is a backward pass.
+        bytes_accessed: device memory read and written, slices counted as slices.
+        host_bytes: bytes that cross to or from host memory.
+        priced_by: `roofline`, or `bytes` where only memory traffic is known (an opaque custom call).
+        matmuls: shapes of those among `matmul_flops` that have one (a convolution has none).
+        attention_queries: of all sequences and heads; 0 where unknown.
+        attention_length: keys that a query sees without a mask; 0 where unknown.
+        attention_head_dim: of the fused attention; 0 where unknown.
+        attention_causal: whether half of the square is skipped.
+        launches: kernels that it is.
+    """
+
+    matmul_flops: Mapping[str, float] = field(default_factory=dict)
+    attention_flops: float = 0.0
+    attention_backward: bool = False
+    bytes_accessed: float = 0.0
+    host_bytes: float = 0.0
+    priced_by: str = "roofline"
+    matmuls: tuple[Matmul, ...] = ()
+    attention_queries: int = 0
+    attention_length: int = 0
+    attention_head_dim: int = 0
+    attention_causal: bool = False
+    launches: int = 1
+
+
+def opcode(instruction: Any) -> str:
+    """`kAllGather` as HLO text spells it: `all-gather`."""
+    name = instruction.opcode.name
+    return _OPCODES.get(name) or _OPCODES.setdefault(name, re.sub(r"(?<!^)(?=[A-Z])", "-", name[1:]).lower())
+
+
+_OPCODES: dict[str, str] = {"kAllToAll": "all-to-all", "kRaggedAllToAll": "ragged-all-to-all", "kTopK": "topk"}
+
+
+class CostModel:
+    """Costs of the instructions of one module.
+
+    Args:
+        computations: name -> computation, of the whole module.
+        called: instruction -> names of the computations it calls.
+    """
+
+    def __init__(self, computations: Mapping[str, Any], called: Any):
+        self._computations, self._called = computations, called
+        self._matmuls: dict[str, tuple[Counter, tuple[Matmul, ...]]] = {}
+
+    def cost(self, instruction: Any) -> Cost:
+        """Work of one scheduled instruction (not of control flow, which its body's instructions carry)."""
+        op = opcode(instruction)
+        if op == "fusion":
+            return self._fusion(instruction)
+        if op == "custom-call":
+            return self._custom_call(instruction)
+        if op == "copy":
+            return self.copy(instruction)
+        passes, again = _sort_of(instruction)
+        moved = _plain_bytes(instruction, op) + again
+        return Cost(
+            self._flops_of(instruction), bytes_accessed=moved, matmuls=_matmuls_of(instruction), launches=passes
+        )
+
+    def copy(self, instruction: Any) -> Cost:
+        """Work of a copy: on the device read and write, to or from host memory (space 5) once over the host link."""
+        (source, *_) = instruction.operands()
+        size = float(shape_of(source).bytes)
+        if _HOST_MEMORY in instruction.to_string() or _HOST_MEMORY in source.to_string():
+            return Cost(host_bytes=size)
+        return Cost(bytes_accessed=2.0 * size)
+
+    def asynchronous(self, start: Any, root: Any) -> Cost:
+        """Work of an asynchronous operation, given its start and what that wraps; a slice copy may go to the host."""
+        cost = self.cost(root)
+        if _HOST_MEMORY in start.to_string() and not cost.matmul_flops:
+            return Cost(host_bytes=cost.bytes_accessed / 2)
+        return cost
+
+    def _fusion(self, instruction: Any) -> Cost:
+        (name,) = self._called(instruction)[:1] or (None,)
+        if name is None:
+            return Cost(bytes_accessed=_plain_bytes(instruction, "fusion"))
+        body = list(self._computations[name].instructions())
+        inner = [self._custom_call(i) for i in body if opcode(i) == "custom-call"]
+        flops, matmuls = self._matmuls_in(name)
+        moved = sum(_parameter_bytes(i) for i in body if opcode(i) == "parameter") + _root_bytes(instruction, body)
+        attention = next((c for c in inner if c.attention_flops), Cost())
+        sorts = [_sort_of(i) for i in body if opcode(i) == "sort"]
+        return replace(
+            attention,
+            matmul_flops=flops,
+            attention_flops=sum(c.attention_flops for c in inner),
+            bytes_accessed=moved + sum(again for _, again in sorts),
+            matmuls=matmuls,
+            priced_by="bytes" if any(c.priced_by == "bytes" for c in inner) else "roofline",
+            launches=sum(passes for passes, _ in sorts) or 1,
+        )
+
+    def _matmuls_in(self, name: str) -> tuple[Counter, tuple[Matmul, ...]]:
+        """FLOP by dtype of every matmul in a computation and in those it calls, and the matmuls that have a shape."""
+        if name not in self._matmuls:
+            total: Counter = Counter()
+            shapes: list[Matmul] = []
+            for i in self._computations[name].instructions():
+                total.update(self._flops_of(i))
+                shapes += _matmuls_of(i)
+                for inner in self._called(i):
+                    flops, matmuls = self._matmuls_in(inner)
+                    total.update(flops)
+                    shapes += matmuls
+            self._matmuls[name] = total, tuple(shapes)
+        return self._matmuls[name]
+
+    def _flops_of(self, instruction: Any) -> dict[str, float]:
+        op = opcode(instruction)
+        if op == "convolution":
+            return _convolution(instruction)
+        if op == "custom-call":
+            return dict(self._custom_call(instruction).matmul_flops)
+        return {m.dtype: m.flops for m in _matmuls_of(instruction)}
+
+    def _custom_call(self, instruction: Any) -> Cost:
+        text = instruction.to_string()
+        target = custom_call_target(text)
+        moved = sum(shape_of(o).bytes for o in instruction.operands()) + _result_bytes(shape_of(instruction))
+        if "fmha" in target:
+            return replace(_attention(instruction, text, target), bytes_accessed=moved)
+        matmuls = _matmuls_of(instruction)
+        if matmuls:
+            return Cost({m.dtype: m.flops for m in matmuls}, bytes_accessed=moved, matmuls=matmuls)
+        if target.startswith("__cudnn$conv"):
+            return Cost(_cudnn_convolution(instruction, text, target), bytes_accessed=moved)
+        known = target in STREAMING_CALLS or target in FREE_CALLS
+        return Cost(bytes_accessed=moved, priced_by="roofline" if known else "bytes")
+
+
+def custom_call_target(text: str) -> str:
+    """`custom_call_target` of a printed instruction; empty if it has none."""
+    found = re.search(r'custom_call_target="([^"]*)"', text)
+    return found[1] if found else ""
+
+
+def _matmuls_of(instruction: Any) -> tuple[Matmul, ...]:
+    """The matmul that an instruction itself is: a dot, or a call of cuBLAS or cuDNN; none otherwise."""
+    op = opcode(instruction)
+    if op in ("dot", "scaled-dot", "ragged-dot"):
+        text = instruction.to_string()
+        contracted, batch = _dims(_DOT_CONTRACTED, text), _dims(_DOT_BATCH, text)
+        out = shape_of(instruction)
+    elif op == "custom-call" and _GEMM.search(custom_call_target(text := instruction.to_string())):
+        contracted, batch = _dims(_CALL_CONTRACTED, text), _dims(_CALL_BATCH, text)
+        result = shape_of(instruction)
+        out = result.parts[0] if result.parts else result
+    else:
+        return ()
+    lhs = shape_of(instruction.operands()[0])
+    k = math.prod(lhs.dims[d] for d in contracted)
+    batches = math.prod(lhs.dims[d] for d in batch)
+    m = math.prod(lhs.dims) // max(1, k * batches)
+    n = math.prod(out.dims) // max(1, batches * m)
+    if lhs.dtype in _PARTS_OF:
+        return (Matmul(_matmul_dtype(_PARTS_OF[lhs.dtype], text), 4 * batches, m, n, k),)
+    return (Matmul(_matmul_dtype(lhs.dtype, text), batches, m, n, k),)
+
+
+def _sort_of(instruction: Any) -> tuple[int, float]:
+    """Of a sort: its kernels, and the bytes that all but the first read and write again; of anything else (1, 0)."""
+    if opcode(instruction) != "sort":
+        return 1, 0.0
+    operands = [shape_of(o) for o in instruction.operands()]
+    dim = _SORTED.search(instruction.to_string())
+    passes = sort_passes(operands, int(dim[1]) if dim else 0)
+    return passes, 2.0 * (passes - 1) * sum(s.bytes for s in operands)
+
+
+def _dims(pattern: re.Pattern[str], text: str) -> list[int]:
+    found = pattern.search(text)
+    return [int(d.strip(' "')) for d in found[1].split(",") if d.strip(' "')] if found else []
+
+
+def _attention(instruction: Any, text: str, target: str) -> Cost:
+    """A cuDNN fused attention, without its bytes.
+
+    Forward is two matmuls over the [batch, heads, length, length] scores: 4 b h s^2 d; backward five, so 2.5 times;
+    a causal mask skips half (FlashAttention-2, section 3.1 and its FLOP formula in section 4.1).
+    """
+    backward = "Backward" in target
+    scores = _dims(_SCORES, text)
+    head_dim = shape_of(instruction.operands()[0]).dims[-1]
+    causal = bool(re.search(r'"mask_type":\s*"[A-Z_]*CAUSAL', text))
+    flops = 4.0 * (math.prod(scores) if scores else 0) * head_dim * (0.5 if causal else 1.0)
+    return Cost(
+        attention_flops=flops * (2.5 if backward else 1.0),
+        attention_backward=backward,
+        attention_queries=math.prod(scores[:-1]),
+        attention_length=scores[-1] if scores else 0,
+        attention_head_dim=head_dim,
+        attention_causal=causal,
+    )
+
+
+def _matmul_dtype(name: str, text: str) -> str:
+    """Operand type of a matmul; `f32_highest` where the program forbids TF32."""
+    return "f32_highest" if name == "f32" and _NO_TF32.search(text) else name
+
+
+def _convolution(instruction: Any) -> dict[str, float]:
+    kernel = shape_of(instruction.operands()[1])
+    flops = _convolution_flops(shape_of(instruction), kernel, instruction.to_string())
+    return {_matmul_dtype(kernel.dtype, instruction.to_string()): flops}
+
+
+def _convolution_flops(output: Shape, kernel: Shape, text: str) -> float:
+    """2 x outputs x (kernel window x input features): the kernel's elements per output feature."""
+    labels = re.search(r"dim_labels=\w+_(\w+)->", text)
+    position = labels[1].index("o") if labels else len(kernel.dims) - 1
+    return 2.0 * math.prod(output.dims) * math.prod(kernel.dims) / max(1, kernel.dims[position])
+
+
+def _cudnn_convolution(instruction: Any, text: str, target: str) -> dict[str, float]:
+    """The same multiply-adds in all three directions: those of the forward convolution of output and kernel."""
+    first, second = (shape_of(o) for o in instruction.operands()[:2])
+    result = shape_of(instruction)
+    result = result.parts[0] if result.parts else result
+    if "BackwardInput" in target:
+        output, kernel = first, second
+    elif "BackwardFilter" in target:
+        output, kernel = second, result
+    else:
+        output, kernel = result, second
+    return {_matmul_dtype(first.dtype, text): _convolution_flops(output, kernel, text)}
+
+
+def _plain_bytes(instruction: Any, op: str) -> float:
+    operands = instruction.operands()
+    if op in SLICES:
+        return 2.0 * shape_of(instruction).bytes
+    if op == "dynamic-update-slice":
+        return 2.0 * shape_of(operands[1]).bytes
+    if op == "scatter":
+        return 3.0 * shape_of(operands[-1]).bytes
+    return float(shape_of(instruction).bytes + sum(shape_of(o).bytes for o in operands))
+
+
+def _result_bytes(shape: Shape) -> int:
+    """Bytes of results, without a custom call's scratch space (a trailing s8 or u8 vector of several results)."""
+    last = shape.parts[-1] if len(shape.parts) > 1 else None
+    return shape.bytes - last.bytes if last and last.dtype in ("s8", "u8") else shape.bytes
+
+
+def _parameter_bytes(parameter: Any) -> float:
+    """Bytes that a fusion reads of one parameter.
+
+    Read through slices: the slices. Updated in place: nothing. Any other use: the whole array, once.
+    """
+    uses: list[tuple[Any, Any]] = []
+    stack = [parameter]
+    while stack:
+        value = stack.pop()
+        for user in value.users():
+            if opcode(user) in _VIEWS:
+                stack.append(user)
+            else:
+                uses.append((user, value))
+    total = 0.0
+    for user, value in uses:
+        of_this = user.operands()[0].name == value.name
+        if opcode(user) in SLICES and of_this:
+            total += shape_of(user).bytes
+        elif not (opcode(user) == "dynamic-update-slice" and of_this):
+            return float(shape_of(parameter).bytes)
+    return total if uses else float(shape_of(parameter).bytes)
+
+
+def _root_bytes(instruction: Any, body: list[Any]) -> float:
+    """Bytes that a fusion writes: of an in-place update, the update."""
+    users = {i.name for i in body if i.users()}
+    roots = [i for i in body if i.name not in users]
+    if len(roots) != 1:
+        return float(_result_bytes(shape_of(instruction)))
+    return _written(roots[0])
+
+
+def _written(value: Any) -> float:
+    op = opcode(value)
+    if op == "tuple":
+        return sum(_written(o) for o in value.operands())
+    if op in ("bitcast", "reshape"):
+        return _written(value.operands()[0])
+    if op == "dynamic-update-slice":
+        return float(shape_of(value.operands()[1]).bytes)
+    if op == "parameter":
+        return 0.0
+    return float(_result_bytes(shape_of(value)))

@@ -1,0 +1,154 @@
+"""Replica groups of a collective -> mesh axes and link.
+
+XLA keeps groups in four forms, several of them in one module, and often loses the user's axis names. So every form is
+turned into explicit partition ids, and the ids alone decide which axes and which link a group spans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshkit.config.mesh import Placement
+from meshkit.errors import ProgramError
+from meshkit.hlo.attributes import Attributes
+from meshkit.hlo.wire import Fields, integer, ints, messages, read_fields
+
+# Fields of HloInstructionProto (xla/service/hlo.proto).
+_EXPLICIT, _PAIRS, _DEVICE_LIST, _IOTA_LIST, _MESH_LIST = 49, 52, 87, 92, 93
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """What the groups of one collective have in common.
+
+    Attributes:
+        axes: mesh axes along which members of a group differ.
+        axes_complete: whether a group spans these axes entirely.
+        link: `infiniband` if any group crosses NVLink domains.
+        group_size, num_groups: members of a group; groups.
+        gpus_per_domain: members of one group that share a domain (the fewest, where groups differ).
+    """
+
+    axes: tuple[str, ...]
+    axes_complete: bool
+    link: str
+    group_size: int
+    num_groups: int
+    gpus_per_domain: int
+
+
+def read_groups(attributes: Attributes, num_partitions: int) -> np.ndarray:
+    """Groups of a collective as partition ids, shape [num_groups, group_size]; [pairs, 2] for a permute.
+
+    Args:
+        attributes: of the instruction that communicates.
+        num_partitions: devices of the program; no groups at all means all of them.
+
+    Raises:
+        ProgramError: groups of unequal size.
+    """
+    fields = attributes.fields
+    for message in messages(fields, _MESH_LIST):
+        return _mesh_groups(read_fields(message))
+    lists = [read_fields(m) for m in messages(fields, _DEVICE_LIST)]
+    for message in (*messages(fields, _IOTA_LIST), *(m for device_list in lists for m in messages(device_list, 2))):
+        return _iota(read_fields(message))
+    groups = [_pair(read_fields(m)) for m in messages(fields, _PAIRS)]
+    explicit = (*messages(fields, _EXPLICIT), *(m for device_list in lists for m in messages(device_list, 1)))
+    groups = groups or [ints(read_fields(m), 1) for m in explicit]
+    if len({len(g) for g in groups}) > 1:
+        sizes = sorted({len(g) for g in groups})
+        raise ProgramError(f"the collective {attributes.name} has groups of unequal size: {sizes}.")
+    return np.array(groups) if groups and groups[0] else np.arange(num_partitions)[None]
+
+
+def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = False) -> GroupShape:
+    """Axes, link and sizes of groups of partition ids on a placed mesh.
+
+    Args:
+        groups: [num_groups, group_size] partition ids, or [pairs, 2] for a permute.
+        placement: the mesh, and the NVLink domain of each partition.
+        permute: groups are (source, target) pairs; the group is then everything along the axes they move on.
+    """
+    coords = np.stack(np.unravel_index(groups, placement.shape))  # [axis, group, member]
+    differ = (coords != coords[:, :, :1]).any(axis=(1, 2))
+    axes = tuple(name for name, d in zip(placement.axis_names, differ) if d)
+    span = math.prod(size for size, d in zip(placement.shape, differ) if d)
+    domains = np.sort(placement.domains[groups], axis=1)
+    crossing = np.count_nonzero(np.diff(domains, axis=1), axis=1)  # domains of each group, less one
+    link = "infiniband" if crossing.any() else "nvlink"
+    size = span if permute else groups.shape[1]
+    count = placement.num_partitions // span if permute else groups.shape[0]
+    if permute:
+        local = size // _domains_along(differ, placement)
+    else:
+        local = size // (int(crossing.max()) + 1)
+    return GroupShape(axes, size == span, link, size, count, max(1, local))
+
+
+def _domains_along(differ: np.ndarray, placement: Placement) -> int:
+    """NVLink domains that the first line of the mesh along some axes spans."""
+    table = placement.domains.reshape(placement.shape)
+    return len(np.unique(table[tuple(slice(None) if d else 0 for d in differ)]))
+
+
+def _pair(message: Fields) -> list[int]:
+    """`SourceTarget`; a zero is left out of the message."""
+    return [integer(message, 1), integer(message, 2)]
+
+
+def _iota(message: Fields) -> np.ndarray:
+    """`[groups,size]<=[dims]T(order)`: ids counted through dims, transposed, cut into groups."""
+    shape = (integer(message, 1), integer(message, 2))
+    dims, order = ints(message, 3), ints(message, 4)
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return (ids.transpose(order) if order else ids).reshape(shape)
+
+
+def _mesh_groups(message: Fields) -> np.ndarray:
+    """`mesh['x'=2,'y'=4] {'y'}`: groups along the selected axes; a sub-axis `'y':(1)2` selects part of one."""
+    mesh = read_fields(next(messages(message, 1), b""))
+    axes = [read_fields(m) for m in messages(mesh, 1)]
+    ids = _device_ids(mesh, [integer(a, 2) for a in axes])
+    dims: list[int] = []
+    places: dict[tuple[int, int], int] = {}
+    chosen = [_axis_part(read_fields(m), axes) for m in messages(message, 2)]
+    for axis, described in enumerate(axes):
+        size = integer(described, 2)
+        begin = 1
+        for before, part in sorted((b, p) for a, b, p in chosen if a == axis):
+            if before > begin:
+                dims.append(before // begin)
+            places[axis, before] = len(dims)
+            dims.append(part)
+            begin = before * part
+        if begin < size or not dims:
+            dims.append(size // begin)
+    selected = [places[a, b] for a, b, _ in chosen]
+    rest = [i for i in range(len(dims)) if i not in selected]
+    ids = ids.reshape(dims).transpose(rest + selected)
+    return ids.reshape(-1, math.prod(dims[i] for i in selected))
+
+
+def _axis_part(reference: Fields, axes: Sequence[Fields]) -> tuple[int, int, int]:
+    """(axis, size of what is before the part, size of the part) of an `AxisRefProto`; a whole axis is one part."""
+    axis = integer(reference, 1)
+    for part in messages(reference, 2):
+        fields = read_fields(part)
+        return axis, integer(fields, 1), integer(fields, 2)
+    return axis, 1, integer(axes[axis], 2)
+
+
+def _device_ids(mesh: Fields, shape: Sequence[int]) -> np.ndarray:
+    """Ids of a `MeshProto` in its order: listed, or counted through dims and transposed, or simply counted."""
+    listed = ints(mesh, 2)
+    if listed:
+        return np.array(listed)
+    for message in messages(mesh, 3):
+        fields = read_fields(message)
+        return np.arange(math.prod(shape)).reshape(ints(fields, 1)).transpose(ints(fields, 2)).reshape(-1)
+    return np.arange(math.prod(shape))

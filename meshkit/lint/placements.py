@@ -1,0 +1,346 @@
+"""The lint of placements: what is legal and probably not meant.
+
+It reads where the rules put parameters and activations. What only the compiled program can show is found by
+`meshkit.lint.contract`, in the same form.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshkit.config.mesh import MeshSpec
+from meshkit.config.rules import AutoRule, ShardingRules, path_pattern
+from meshkit.lint.findings import Finding, sort_findings
+from meshkit.sharding.constrain import Activation
+from meshkit.sharding.resolve import Placed
+from meshkit.sharding.roles import AxisRoles
+from meshkit.units import format_bytes
+
+# A parameter of this many bytes that no axis cuts is worth a finding: below it, gathering costs more than it saves
+# (one NCCL ring step's latency buys about 1 MB at NVLink speed: 3.4 us x 360 GB/s).
+SMALL_BYTES = 2**20
+# And of this share of what a GPU holds of all parameters: norms of a large model are meant to be whole.
+_WORTH = 1e-3
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the lint reads.
+
+    Attributes:
+        parameters: of the model, as placed by the rules.
+        activations: as the model constrained them, each once.
+        rules, spec: of the experiment; the mesh resolved on its cluster.
+        others: the model's other arrays (batch statistics and the like): overrides may be about them.
+        deferred: axes of the batch that the step cuts itself, outside of the model.
+        state_bytes: of parameters, optimizer state and whatever else a step carries, on one GPU.
+        pool_bytes: what a program may take of a GPU's memory; None where there are no GPUs.
+        written: the `[rules]` table of the file, which says what of `rules` a preset gave; None if nothing.
+    """
+
+    parameters: Sequence[Placed]
+    activations: Sequence[Activation]
+    rules: ShardingRules
+    spec: MeshSpec
+    others: Sequence[Placed] = ()
+    deferred: frozenset[str] = frozenset()
+    state_bytes: int = 0
+    pool_bytes: int | None = None
+    written: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis -> size."""
+        return dict(zip(self.spec.axis_names, self.spec.shape))
+
+    @cached_property
+    def roles(self) -> AxisRoles:
+        """What each mesh axis is for."""
+        return AxisRoles.of(self.rules)
+
+    @cached_property
+    def cut_by(self) -> frozenset[str]:
+        """Mesh axes that cut some parameter."""
+        return frozenset(a for p in self.parameters for axes in p.spec for a in axes)
+
+    def pieces(self, axes: Iterable[str]) -> int:
+        """Number of pieces that axes cut a dim into."""
+        return math.prod(self.sizes[a] for a in axes)
+
+    def bytes_per_gpu(self, p: Placed) -> int:
+        """Of one parameter."""
+        return placed_bytes(p) // self.pieces(a for axes in p.spec for a in axes)
+
+
+def lint(subject: Subject) -> list[Finding]:
+    """Every finding about rules, parameters and activations, errors first."""
+    checks = (
+        _too_large, _unmatched, _replicated, _uneven, _never_used, _duplicates, _crossing, _idle, _unconstrained
+    )  # fmt: skip
+    return sort_findings(f for check in checks for f in check(subject))
+
+
+def placed_bytes(p: Placed) -> int:
+    """Bytes of the whole array."""
+    return math.prod(p.shape) * jnp.dtype(p.dtype).itemsize
+
+
+def _too_large(s: Subject) -> Iterator[Finding]:
+    """A state that no step can run with, before anything is compiled."""
+    if s.pool_bytes is None or s.state_bytes <= s.pool_bytes:
+        return
+    free = [a for a, size in s.sizes.items() if size > 1 and a not in s.cut_by]
+    more = f"rules that cut the parameters over {_names(free)} too" if free else "more GPUs"
+    yield Finding(
+        "state_too_large",
+        "error",
+        "state",
+        f"parameters, optimizer state and the like take {format_bytes(s.state_bytes)} on each GPU, more than the "
+        f"{format_bytes(s.pool_bytes)} that the step may have",
+        f'{more}, or [optimizer] memory = "host"',
+    )
+
+
+def _unmatched(s: Subject) -> Iterator[Finding]:
+    """Arrays without names that no override and no automatic rule is about."""
+    if math.prod(s.spec.shape) == 1:
+        return
+    for p in s.parameters:
+        if p.rule != "none" or math.prod(p.shape) <= 1:
+            continue
+        yield Finding(
+            "unmatched_parameter",
+            "warning" if s.cut_by else "note",
+            p.path,
+            f"{p.path} {list(p.shape)} has no dim names and no rule is about it, so every GPU holds all of it "
+            f"({format_bytes(placed_bytes(p))})",
+            _override_hint(s, p),
+        )
+
+
+def _replicated(s: Subject) -> Iterator[Finding]:
+    """Large parameters that an axis which cuts the others does not cut."""
+    held = sum(s.bytes_per_gpu(p) for p in s.parameters)
+    for p in s.parameters:
+        own = {a for axes in p.spec for a in axes}
+        each = s.bytes_per_gpu(p)
+        if p.rule == "none" or each < max(SMALL_BYTES, _WORTH * held):
+            continue
+        # An axis that cuts the batch repeats a parameter for nothing; tensor and expert axes are for some of them.
+        missing = {a for a in s.cut_by - own if s.sizes[a] > 1}
+        if own - s.roles.expert:
+            missing &= s.roles.batch - s.roles.expert
+        if not missing or (own and not any(s.sizes[a] > 1 for a in own)):
+            continue
+        best = _best_cut(s, p, sorted(missing, key=lambda a: -s.sizes[a]))
+        saved = each - each // (s.sizes[best[0]] if best else s.pieces(missing))
+        what = "is whole on every GPU" if not own else f"is not cut by {_names(missing)}, which cuts others"
+        yield Finding(
+            "replicated_parameter",
+            "warning",
+            p.path,
+            f"{p.path} {list(p.shape)} {what}: {format_bytes(each)} each, of which {format_bytes(saved)} are wasted"
+            + (f"; mesh axis '{best[0]}' ({s.sizes[best[0]]}) divides dim {best[1]}" if best else ""),
+            _override_hint(s, p),
+        )
+
+
+def _uneven(s: Subject) -> Iterator[Finding]:
+    """Dims of activations that their axes do not divide: what padding them would cost, and what leaving them out."""
+    for a in s.activations:
+        if not a.dropped:
+            continue
+        wanted = s.rules.spec_for(a.logical_axes, kind="activations")
+        cuts = s.pieces(x for axes in a.spec for x in axes)
+        each = math.prod(a.shape) * jnp.dtype(a.dtype).itemsize / cuts
+        for dim, (axes, kept) in enumerate(zip(wanted, a.spec)):
+            if axes == kept:
+                continue
+            size, ways = a.shape[dim], s.pieces(axes)
+            padded = -(-size // ways) * ways
+            costs = each * s.pieces(kept) / size * (padded - size) / ways
+            name = a.logical_axes[dim]
+            yield Finding(
+                "axis_left_out",
+                "warning",
+                str(name),
+                f"dim {dim} ('{name}') of activation {list(a.shape)} has size {size}, which the {ways} GPUs of mesh "
+                f"axis {_names(axes)} do not divide, so {_names(x for x in axes if x not in kept)} is left out and "
+                f"each GPU holds {format_bytes(int(each))}; padding to {padded} would cost "
+                f"{format_bytes(int(costs))} a GPU",
+                f"a size that {ways} divides ({padded}), or {name} = {_plain(kept)} in [rules.logical]",
+            )
+
+
+def _never_used(s: Subject) -> Iterator[Finding]:
+    """Rules that the user wrote and that are about nothing in the model."""
+    of_parameters = {n for p in (*s.parameters, *s.others) for n in p.logical_axes or ()}
+    used = of_parameters | {n for a in s.activations for n in a.logical_axes}
+    tables = [("logical", name) for name in s.rules.logical if name in s.rules.explicit]
+    tables += [
+        (kind, name) for kind in ("compute", "gradients", "optimizer") for name in getattr(s.rules, kind)
+        if s.written is None or name in (s.written.get(kind) or {})
+    ]  # fmt: skip
+    for kind, name in tables:
+        known = used if kind == "logical" else of_parameters
+        if name in known or (name.startswith("act_") and not s.activations):
+            continue
+        near = difflib.get_close_matches(name, [str(n) for n in known if n], n=1)
+        yield Finding(
+            "rule_never_used",
+            "warning",
+            name,
+            f"the rule for '{name}' in [rules.{kind}] matches no dim of the model",
+            f"did you mean '{near[0]}'? Else remove the row" if near else f"remove {name} from [rules.{kind}]",
+        )
+    paths = [p.path for p in (*s.parameters, *s.others)]
+    for pattern, _ in s.rules.overrides:
+        if not any(path_pattern(pattern).fullmatch(path) for path in paths):
+            near = difflib.get_close_matches(pattern, paths, n=1, cutoff=0.5)
+            yield Finding(
+                "rule_never_used",
+                "warning",
+                pattern,
+                f"the override for path '{pattern}' matches none of the model's {len(paths)} arrays",
+                f'path = "{near[0]}"' if near else "remove the override",
+            )
+    if isinstance(s.rules.auto, AutoRule) and not any(p.rule == "auto" for p in (*s.parameters, *s.others)):
+        message = (
+            "[rules.auto] is about arrays without dim names, and every array of the model has names or an override"
+        )
+        yield Finding("rule_never_used", "warning", "auto", message, "remove [rules.auto]")
+
+
+def _duplicates(s: Subject) -> Iterator[Finding]:
+    """Rules that another one has already said, or that can never be reached."""
+    paths = [p.path for p in (*s.parameters, *s.others)]
+    taken: dict[str, str] = {}
+    for pattern, _ in s.rules.overrides:
+        matched = [path for path in paths if path_pattern(pattern).fullmatch(path)]
+        if matched and all(path in taken for path in matched):
+            first = taken[matched[0]]
+            yield Finding(
+                "duplicate_rule",
+                "warning",
+                pattern,
+                f"the override for path '{pattern}' never applies: '{first}', which comes first, matches "
+                f"{'it' if len(matched) == 1 else f'all {len(matched)} arrays that it matches'}",
+                f"remove it, or put it before '{first}'",
+            )
+        for path in matched:
+            taken.setdefault(path, pattern)
+    for kind in ("compute", "optimizer"):  # in [rules.gradients] a row says when to reduce, also where it is equal
+        for name, axes in getattr(s.rules, kind).items():
+            if name in s.rules.logical and axes == s.rules.logical[name]:
+                yield Finding(
+                    "duplicate_rule",
+                    "warning",
+                    name,
+                    f"[rules.{kind}] {name} = {_plain(axes)} repeats [rules.logical]",
+                    f"remove {name} from [rules.{kind}]",
+                )
+
+
+def _crossing(s: Subject) -> Iterator[Finding]:
+    """Axes that communicate in every layer and leave the NVLink domain."""
+    domain = math.prod(axis.number("nvlink") for axis in s.spec.axes)
+    for axis in s.spec.axes:
+        across = axis.number("infiniband")
+        role = "tensor" if axis.name in s.roles.tensor else "expert" if axis.name in s.roles.expert else None
+        if across == 1 or role is None:
+            continue
+        what = "every layer's activations" if role == "tensor" else "every routed token, twice a layer,"
+        fits = math.gcd(axis.size, domain)
+        yield Finding(
+            "axis_crosses_domain",
+            "warning",
+            axis.name,
+            f"{role} axis '{axis.name}' of size {axis.size} crosses {across} NVLink domains of {domain} GPUs: {what} "
+            f"go over InfiniBand",
+            f"[mesh] {axis.name} = {fits}, with the {across} domains on an axis that cuts the batch"
+            if fits == axis.size
+            else f"[mesh] {axis.name} = {fits}, the most that divides it in a domain, and another axis for the rest",
+        )
+
+
+def _idle(s: Subject) -> Iterator[Finding]:
+    """Mesh axes that cut nothing at all."""
+    names = {n for p in s.parameters for n in p.logical_axes or ()}
+    states = {
+        a for kind in ("compute", "gradients", "optimizer") for n, axes in getattr(s.rules, kind).items()
+        if n in names for a in axes
+    }  # fmt: skip
+    cut = s.cut_by | states | {x for a in s.activations for axes in a.spec for x in axes}
+    cut = cut | s.deferred
+    if not s.activations:  # the step cuts the batch without being asked
+        cut = cut | s.roles.batch
+    idle = [axis for axis, size in s.sizes.items() if size > 1 and axis not in cut]
+    batch = [a for a in s.spec.axis_names if a in s.roles.batch or a in idle]
+    for axis in idle:
+        message = f"mesh axis '{axis}' of size {s.sizes[axis]} shards nothing: its GPUs repeat work"
+        hint = f"[rules.logical] act_batch = {_plain(batch)}, or another preset"
+        if axis in s.roles.batch:
+            hint = 'meshkit.constrain(x, "act_batch", ...) in the model, and a batch that the axis divides'
+        yield Finding("idle_axis", "warning", axis, message, hint)
+
+
+def _unconstrained(s: Subject) -> Iterator[Finding]:
+    """The propagation trap: the partitioner is left to guess every activation from the weights' shards."""
+    batch = [a for a in s.spec.axis_names if a in s.roles.batch - s.deferred and s.sizes[a] > 1]
+    if not batch or any(set(batch) <= {x for axes in a.spec for x in axes} for a in s.activations):
+        return
+    what = "constrains no activation" if not s.activations else "constrains none of its activations over the batch"
+    trapped = s.cut_by & set(batch)
+    why = (
+        f"the parameters are cut by {_names(sorted(trapped))} too, so XLA may follow them and gather the batch on "
+        "every GPU (a 4-layer decoder took 5.7 times as long and 4 times the memory)"
+        if trapped
+        else "XLA has only the batch itself to follow"
+    )
+    yield Finding(
+        "unconstrained_activations",
+        "warning" if trapped else "note",
+        "activations",
+        f"act_batch is cut by {_names(batch)} but the model {what}: {why}",
+        'x = meshkit.constrain(x, "act_batch", None, ...) after the embedding and after each block',
+    )
+
+
+def _best_cut(s: Subject, p: Placed, axes: Sequence[str]) -> tuple[str, int] | None:
+    """A mesh axis and the largest dim of p that it can still cut."""
+    for axis in axes:
+        own = [s.pieces(cuts) for cuts in p.spec]
+        fits = [d for d, n in enumerate(p.shape) if n % (own[d] * s.sizes[axis]) == 0]
+        if fits:
+            return axis, max(fits, key=lambda d: (p.shape[d] // own[d], -d))
+    return None
+
+
+def _override_hint(s: Subject, p: Placed) -> str | None:
+    """An override that cuts p, ready to be put below [rules]."""
+    own = {a for axes in p.spec for a in axes}
+    candidates = [a for a in s.spec.axis_names if s.sizes[a] > 1 and a not in own]
+    # An axis that cuts other parameters already is gathered anyway; else one that cuts the batch.
+    ranked = sorted(candidates, key=lambda a: (a in s.roles.tensor, a not in s.cut_by, -s.sizes[a]))
+    best = _best_cut(s, p, ranked)
+    if best is None:
+        return None
+    spec = [(*axes, best[0]) if d == best[1] else axes for d, axes in enumerate(p.spec)]
+    return f'override = [{{ path = "{p.path}", spec = [{", ".join(_plain(axes) for axes in spec)}] }}] below [rules]'
+
+
+def _plain(axes: Iterable[str]) -> str:
+    """Mesh axes as TOML."""
+    names = [f'"{a}"' for a in axes]
+    return '"replicated"' if not names else names[0] if len(names) == 1 else f"[{', '.join(names)}]"
+
+
+def _names(axes: Iterable[str]) -> str:
+    return " x ".join(repr(a) for a in axes)

@@ -1,0 +1,159 @@
+"""How parameters and batch lie inside a pipeline: which axes are manual, what is gathered, what is reduced.
+
+The pipeline's axis and those that cut the batch are *manual* (`jax.shard_map`): left to the partitioner, their
+reductions would run in every tick. All others (tensor) stay with the partitioner. FSDP is a manual axis in a
+parameter's spec: gathered once before the first tick, its gradient reduce-scattered once after the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshkit.errors import ConfigError
+from meshkit.parallel.pipeline.sums import psum, psum_scatter
+from meshkit.sharding.mesh import AnyMesh
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The manual axes of a pipeline, and what they mean for an array.
+
+    Attributes:
+        mesh: attached or described.
+        axis: of the pipeline.
+        batch: PartitionSpec of a batch's arrays [microbatches, batch, ...].
+        kept: axes of batch over which parameters stay cut inside a stage, which communicates over them itself
+            (experts).
+    """
+
+    mesh: AnyMesh
+    axis: str
+    batch: PartitionSpec
+    kept: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in (self.axis, *self.data, *self.kept):
+            if name not in self.mesh.axis_names:
+                raise ConfigError(
+                    f"the pipeline is laid out over mesh axis '{name}', which the mesh ({_shape(self.mesh)}) lacks."
+                )
+        if self.axis in self.data:
+            raise ConfigError(
+                f"mesh axis '{self.axis}' cuts the batch and cannot be that of the pipeline as well.",
+                hint="rules that leave it to `layers`",
+            )
+
+    @property
+    def stages(self) -> int:
+        """S."""
+        return self.mesh.shape[self.axis]
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The axes that cut the batch."""
+        return tuple(a for entry in self.batch for a in _axes(entry))
+
+    @property
+    def shards(self) -> int:
+        """Parts of a microbatch."""
+        return math.prod(self.mesh.shape[a] for a in self.data)
+
+    @property
+    def manual(self) -> frozenset[str]:
+        """Of the shard_map."""
+        return frozenset((self.axis, *self.data))
+
+    def inside(self, spec: PartitionSpec) -> PartitionSpec:
+        """What a shard_map's in_specs and out_specs may say of a spec: its manual axes."""
+        return PartitionSpec(*(_spelled(a for a in _axes(entry) if a in self.manual) for entry in spec))
+
+    def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """x inside the shard_map, cut over the axes of its spec that the partitioner has."""
+        rest = [_spelled(a for a in _axes(entry) if a not in self.manual) for entry in spec]
+        if not any(rest):
+            return x
+        return lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*rest)))
+
+    def check_stages(self, spec: PartitionSpec, path: str) -> None:
+        """Refuses a stage's parameter whose layers the axis does not cut.
+
+        Raises:
+            ConfigError: naming the parameter.
+        """
+        if not spec or _axes(spec[0])[:1] != (self.axis,):
+            raise ConfigError(
+                f"the pipeline's mesh axis '{self.axis}' must cut the layers of {path} first, but its sharding is "
+                f"{tuple(spec)}.",
+                hint=f'[rules.logical] layers = "{self.axis}"',
+            )
+
+    def gather(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """x, made whole over the axes of data in its spec (all-gather of FSDP)."""
+
+        def local(x):
+            for dim, axes in self._gathered(spec):
+                x = lax.all_gather(x, axes, axis=dim, tiled=True)
+            return x
+
+        return self._fully_manual(local, spec)(x) if self._gathered(spec) else x
+
+    def reduce(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """The sum of what the devices have of a gradient, laid out as its parameter is.
+
+        Reduce-scatter over the axes that cut the parameter, then all-reduce of the piece over those that do not.
+        """
+        cut = {a for entry in spec for a in _axes(entry)}
+        left = tuple(a for a in (self.axis, *self.data) if a not in cut)
+
+        def local(gradient):
+            for dim, axes in self._gathered(spec):
+                gradient = psum_scatter(gradient, axes, dim, self.mesh)
+            return psum(gradient, left, self.mesh) if left else gradient
+
+        return self._fully_manual(local, spec)(gradient)
+
+    def _fully_manual(self, fn: Callable, spec: PartitionSpec) -> Callable:
+        """fn inside the shard_map, manual over the partitioner's axes too: it would gather those of a collective."""
+        rest = PartitionSpec(*(_spelled(a for a in _axes(entry) if a not in self.manual) for entry in spec))
+        names = frozenset(a for entry in rest for a in _axes(entry))
+        if not names:
+            return fn
+        mesh = jax.sharding.get_abstract_mesh()
+        return jax.shard_map(fn, mesh=mesh, in_specs=rest, out_specs=rest, axis_names=names, check_vma=False)
+
+    def _gathered(self, spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
+        """(dim, axes) to gather; they must be the innermost of their dim, or parts would come together wrongly."""
+        found = []
+        for dim, entry in enumerate(spec):
+            axes = tuple(a for a in _axes(entry) if a in self.data and a not in self.kept)
+            inner = tuple(a for a in _axes(entry) if a in self.manual)[-len(axes) :] if axes else ()
+            if axes != inner:
+                raise ConfigError(
+                    f"dim {dim} of a parameter is cut over {' x '.join(_axes(entry))}: a pipeline gathers "
+                    f"{' x '.join(axes)}, which must come last.",
+                )
+            if axes:
+                found.append((dim, axes))
+        return found
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _spelled(axes: Any) -> Any:
+    names = tuple(axes)
+    return None if not names else names[0] if len(names) == 1 else names
+
+
+def _shape(mesh: AnyMesh) -> str:
+    return " x ".join(f"{name} {size}" for name, size in mesh.shape.items())

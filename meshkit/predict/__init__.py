@@ -1,0 +1,5 @@
+"""Seconds: of a collective, of a kernel, of a whole step that is simulated. Imports no jax.
+
+Enters: a Schedule and a cluster. Leaves: a simulated Timeline, and what was assumed.
+May be imported by compile, trace, report and the verbs.
+"""

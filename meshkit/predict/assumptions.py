@@ -1,0 +1,63 @@
+"""What a simulation takes into account, each part on or off: the ingredients of the model.
+
+Everything is on by default. `benchmarks/ablation.py` switches one off at a time and prints what that costs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshkit.config import catalog
+
+_IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_LEAST_RATE = 0.25  # a normal distribution has no end, a GPU that is in use does
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """The ingredients of the model of a step.
+
+    Attributes:
+        shapes: matmuls are as fast as their shape allows; False: all as fast as a large one.
+        sustained: at the rate that the power cap leaves; False: at that of a short burst.
+        attention: fused attention at its measured rates; False: as fast as a matmul.
+        contention: a collective takes multiprocessors and memory bandwidth from what computes beside it.
+        slowest: all GPUs wait for the slowest of them, see `slowest_of`; False: all are alike.
+        separate_links: collectives inside an NVLink domain and between domains run on streams of their own, as XLA
+            does it when `xla_gpu_experimental_parallel_collective_overlap_limit` is above 1; False: one after the
+            other, in order of their starts.
+        single_queue: one hardware queue feeds the GPU (`CUDA_DEVICE_MAX_CONNECTIONS=1`): a collective that must wait
+            for another one holds up the kernels behind it.
+    """
+
+    shapes: bool = True
+    sustained: bool = True
+    attention: bool = True
+    contention: bool = True
+    slowest: bool = True
+    separate_links: bool = False
+    single_queue: bool = False
+
+
+def assumptions_for(options: Mapping[str, object]) -> Assumptions:
+    """The assumptions under a program's XLA options: `separate_links` where several collectives may be in flight."""
+    return Assumptions(separate_links=str(options.get(_IN_FLIGHT, "1")).strip() not in ("", "0", "1"))
+
+
+def slowest_of(gpus: int, spread: float | None = None) -> float:
+    """Seconds of compute on the slowest of so many GPUs, over those on an average one.
+
+    In a synchronous step every GPU waits for the slowest. Compute rates are normally distributed; the lowest of n draws
+    lies at Blom's quantile (n - 0.375) / (n + 0.25).
+
+    Args:
+        gpus: of the job.
+        spread: standard deviation of their rates, relative; None for that of published fleets (catalog, `gpu_spread`).
+    """
+    if gpus <= 1:
+        return 1.0
+    deviation = float(catalog.kernels()["gpu_spread"]) if spread is None else spread
+    lowest = statistics.NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25)) * deviation
+    return 1.0 / max(_LEAST_RATE, 1.0 - lowest)

@@ -1,0 +1,210 @@
+"""Seconds of one kernel on one GPU: a roofline.
+
+time = max(FLOP / (dense peak x sustained share), bytes / (memory bandwidth x sustained share)). The shares are measured
+ones and live in config/catalog.toml with their sources; the rates of a calibration that the cluster names come first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshkit.config import calibration, catalog
+from meshkit.config.calibration import Rates
+from meshkit.config.cluster import Cluster, Gpu
+from meshkit.hlo.costs import Cost
+from meshkit.predict.assumptions import Assumptions
+from meshkit.predict.matmuls import shape_share
+from meshkit.units import format_count, format_rate
+
+# Precisions of `[train]` -> element types that their matmuls have.
+COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn"}
+# XLA's element types -> precisions of the catalog. fp32 matmuls run as TF32 where the GPU has it: XLA's default.
+_PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32", "f64": "fp32"}
+
+
+_NOT_MEASURED = Rates()
+_ALL = Assumptions()
+
+
+def peak_flops(gpu: Gpu, dtype: str) -> float:
+    """Dense peak of a matmul on operands of an XLA element type, FLOP/s; the next wider type where the GPU lacks it."""
+    return gpu.peak_flops[precision_of(gpu, dtype)]
+
+
+def precision_of(gpu: Gpu, dtype: str) -> str:
+    """The precision, as the catalog calls it, in which the GPU multiplies operands of an XLA element type."""
+    wanted = "fp8" if dtype.startswith("f8") else _PRECISION.get(dtype, "bf16")
+    for precision in (wanted, "bf16", "fp16", "fp32"):
+        if precision in gpu.peak_flops and (precision == wanted or wanted != "tf32"):
+            return precision
+    return "fp32"
+
+
+def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
+    """Dense peak that MFU refers to for a precision of `[train]`, FLOP/s: of what its matmuls run as (fp32 as TF32).
+
+    None for a CPU, whose virtual devices have none.
+    """
+    return peak_flops(gpu, COMPUTE_DTYPE[precision]) if gpu.peak_flops else None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one kernel needs of each part of a GPU, as seconds of that part alone; they run at the same time.
+
+    Attributes:
+        arithmetic_s: of tensor cores.
+        memory_s: of device memory.
+        host_s: of the link to the host.
+    """
+
+    arithmetic_s: float = 0.0
+    memory_s: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def alone_s(self) -> float:
+        """The kernel with nothing beside it, without its launch."""
+        return max(self.arithmetic_s, self.memory_s, self.host_s)
+
+
+def kernel_time_s(
+    cost: Cost, gpu: Gpu, rates: Rates = _NOT_MEASURED, *, host_bytes_per_s: float | None = None
+) -> float:
+    """Seconds of a kernel that does this work alone on the GPU, without its launch; see `kernel_work`."""
+    return kernel_work(cost, gpu, rates, host_bytes_per_s=host_bytes_per_s).alone_s
+
+
+def kernel_work(
+    cost: Cost,
+    gpu: Gpu,
+    rates: Rates = _NOT_MEASURED,
+    *,
+    host_bytes_per_s: float | None = None,
+    assumptions: Assumptions = _ALL,
+) -> Work:
+    """What a kernel that does this work needs of a GPU.
+
+    Args:
+        cost: the work.
+        gpu: its peaks, and the sustained shares of them for whatever was not measured.
+        rates: measured ones, see `measured_rates`.
+        host_bytes_per_s: sustained, between the GPU and its host's memory; default the peak of its slot.
+        assumptions: what to take into account.
+    """
+    matmul = _matmul_s(cost, gpu, rates, assumptions)
+    attention = cost.attention_flops / _attention_flops_per_s(cost, gpu, rates, assumptions)
+    memory = cost.bytes_accessed / memory_bytes_per_s(gpu, rates)
+    host = cost.host_bytes / (host_bytes_per_s or gpu.pcie_bytes_per_s) if cost.host_bytes else 0.0
+    return Work(matmul + attention, memory, host)
+
+
+def measured_rates(cluster: Cluster) -> Rates:
+    """The rates of the calibration that a cluster names; empty without one, and where it is of another GPU.
+
+    Raises:
+        ConfigError: the calibration cannot be read.
+    """
+    if cluster.calibration is None:
+        return _NOT_MEASURED
+    found = calibration.load_cached(cluster.calibration)
+    return found.rates if _is_of(found, cluster) else _NOT_MEASURED
+
+
+def calibration_note(cluster: Cluster) -> str | None:
+    """What a plan takes from the calibration that its cluster names, in one sentence; None without one.
+
+    Raises:
+        ConfigError: the calibration cannot be read.
+    """
+    if cluster.calibration is None:
+        return None
+    found = calibration.load_cached(cluster.calibration)
+    machine = found.measured_on
+    where = f", measured on {machine.devices} x {machine.gpu} on {machine.date[:10]}" if machine else ""
+    used = [f"{len(found.fits)} fits of collectives"] if found.fits else []
+    rates = measured_rates(cluster)
+    used += [f"{name} matmuls at {format_count(x)}FLOP/s" for name, x in rates.matmul_flops_per_s.items()]
+    used += [f"attention {name} at {format_count(x)}FLOP/s" for name, x in rates.attention_flops_per_s.items()]
+    used += [f"memory at {format_rate(rates.memory_bytes_per_s)}"] if rates.memory_bytes_per_s else []
+    other = "" if _is_of(found, cluster) else f"; its rates are not of a {cluster.gpu.key}, so the catalog's serve"
+    return f"calibrated by {cluster.calibration}{where}: {', '.join(used) or 'nothing of it'}{other}"
+
+
+def _is_of(found: calibration.Calibration, cluster: Cluster) -> bool:
+    """Whether a calibration is of the cluster's GPU, or does not say of which."""
+    return found.measured_on is None or found.measured_on.gpu in (cluster.gpu.key, cluster.gpu.name)
+
+
+def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions) -> float:
+    """Of all matmuls; FLOP that have no shape (convolutions) run as fast as a large one."""
+    seconds, shaped = 0.0, dict.fromkeys(cost.matmul_flops, 0.0)
+    for matmul in cost.matmuls if assumptions.shapes else ():
+        rate = _matmul_flops_per_s(gpu, matmul.dtype, rates, assumptions)
+        seconds += matmul.flops / (rate * shape_share(matmul, gpu, precision_of(gpu, matmul.dtype)))
+        shaped[matmul.dtype] = shaped.get(matmul.dtype, 0.0) + matmul.flops
+    for dtype, flops in cost.matmul_flops.items():
+        seconds += max(0.0, flops - shaped[dtype]) / _matmul_flops_per_s(gpu, dtype, rates, assumptions)
+    return seconds
+
+
+def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumptions) -> float:
+    """Of a large matmul."""
+    precision = precision_of(gpu, dtype)
+    peak, kind = gpu.peak_flops[precision], "matmul" if assumptions.sustained else "burst"
+    share = gpu.achieved.get(f"{kind}_{precision}", gpu.achieved.get(kind, gpu.achieved["matmul"]))
+    return min(peak, rates.matmul_flops_per_s.get(precision, peak * share))
+
+
+def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions) -> float:
+    """Of fused attention: by length and mask, less where there are too few queries to fill the GPU.
+
+    A backward pass does less well than a forward pass.
+    """
+    peak = peak_flops(gpu, "bf16")
+    if not assumptions.attention:
+        return _matmul_flops_per_s(gpu, "bf16", rates, assumptions)
+    sustained = peak * gpu.achieved["attention"]
+    sustained *= gpu.achieved.get("attention_backward", 1.0) if cost.attention_backward else 1.0
+    measured = rates.attention_flops_per_s.get("backward" if cost.attention_backward else "forward", sustained)
+    return min(peak, measured * attention_share(cost, gpu))
+
+
+def matmul_share(cost: Cost, gpu: Gpu) -> float:
+    """Rate of a kernel's matmuls over that of large ones, at most 1; 1 where none has a shape."""
+    flops = sum(m.flops for m in cost.matmuls)
+    as_large = sum(m.flops / shape_share(m, gpu, precision_of(gpu, m.dtype)) for m in cost.matmuls)
+    return flops / as_large if as_large else 1.0
+
+
+def attention_share(cost: Cost, gpu: Gpu) -> float:
+    """Rate of attention of this length and mask over that of a causal pass at 4k tokens, from published charts.
+
+    Blocks of queries are handed to the multiprocessors one by one, and the last of them leave most idle: as if there
+    were one more wave (SimuMax's measurements of 4 to 64 heads on an A100 fall that way).
+    """
+    if not cost.attention_length:
+        return 1.0
+    k = catalog.kernels()
+    lengths = np.log(k["attention_lengths"])
+    forward = k["attention_causal_forward"]
+    if cost.attention_causal:
+        chart = forward
+    else:
+        chart = k["attention_full_backward" if cost.attention_backward else "attention_full_forward"]
+    if cost.attention_causal and cost.attention_backward:  # a mask costs both passes the same share
+        masked = np.divide(forward, k["attention_full_forward"])
+        at_4k = k["attention_lengths"].index(4096)
+        chart = k["attention_full_backward"] * masked / (k["attention_full_backward"][at_4k] * masked[at_4k])
+    by_length = float(np.interp(math.log(cost.attention_length), lengths, chart))
+    blocks = cost.attention_queries / k["attention_queries_per_block"]
+    charted = k["attention_blocks"] / (k["attention_blocks"] + catalog.gpu("h100_sxm").sms)
+    return by_length * blocks / (blocks + gpu.sms) / charted if blocks else by_length
+
+
+def memory_bytes_per_s(gpu: Gpu, rates: Rates = _NOT_MEASURED) -> float:
+    """Sustained rate of device memory, reads and writes together."""
+    return min(gpu.memory_bytes_per_s, rates.memory_bytes_per_s or gpu.memory_bytes_per_s * gpu.achieved["memory"])

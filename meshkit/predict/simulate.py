@@ -1,0 +1,254 @@
+"""Schedule x cluster -> Timeline: when each instruction would run.
+
+One GPU stands for all (SPMD). Kernels run on one stream in schedule order; asynchronous collectives on another, in
+order of their starts; asynchronous copies on a third, and those over the host link on a fourth. A `done` waits for its
+start. While a collective runs, kernels beside it are slower (contention.py). XLA lets no start outlive its loop body
+(what it pipelines over iterations starts and ends in the one before, and travels in the loop's state), so the
+iterations of a loop are alike: one is simulated and repeated, after those that a collective from before the loop is
+still in flight beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.module import Instruction, Schedule
+from meshkit.predict.assumptions import Assumptions
+from meshkit.predict.contention import Load
+from meshkit.predict.kernels import Work
+from meshkit.predict.network import nccl_constants
+from meshkit.predict.pricing import Pricer, host_bytes_per_s
+from meshkit.predict.segments import Segment
+from meshkit.timeline import Collective, DeviceStep, Timeline
+
+# Iterations that are simulated one by one for what is in flight beside them; beyond, it slows nothing.
+_MOST_BESIDE = 256
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated step.
+
+    Attributes:
+        timeline: one step of one GPU.
+        all_overlapped_s: the step if every collective hid under compute and took nothing from it.
+        all_exposed_s: the step if none did.
+        flops: dtype of the operands -> matmul and attention FLOP that one GPU executes.
+        notes: assumptions made about single instructions, by kind.
+        host_bytes: what crosses the link between one GPU and its host's memory.
+        host_transfer_s: seconds that this takes, both ways one after the other.
+        contention_s: seconds by which collectives slow the kernels beside them.
+        noted_s: control flow in the notes -> its seconds in the step: of a conditional those of its longest branch, of
+            a loop of unknown length those of one iteration.
+    """
+
+    timeline: Timeline
+    all_overlapped_s: float
+    all_exposed_s: float
+    flops: dict[str, float]
+    notes: dict[str, list[str]]
+    host_bytes: float = 0.0
+    host_transfer_s: float = 0.0
+    contention_s: float = 0.0
+    noted_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def simulate(
+    schedule: Schedule,
+    cluster: Cluster,
+    *,
+    seconds: Callable[[Instruction], float] | None = None,
+    assumptions: Assumptions | None = None,
+    gpus: int | None = None,
+) -> Simulation:
+    """The step that a schedule describes, on a cluster.
+
+    Args:
+        schedule: of the compiled program.
+        cluster: GPUs and links.
+        seconds: duration of a kernel alone, a collective or a copy; None prices it by roofline and network model.
+        assumptions: what to take into account. Default: everything; of given `seconds` only the order.
+        gpus: of the whole job, which wait for each other; default the cluster's.
+    """
+    chosen = assumptions or (Assumptions() if seconds is None else Assumptions(contention=False, slowest=False))
+    pricer = Pricer(cluster, chosen, seconds, gpus=gpus)
+    run = _Simulator(schedule, pricer, chosen)
+    segment = run.computation(schedule.entry)
+    free = _Simulator(schedule, pricer, chosen, network=False).computation(schedule.entry)
+    blocking = _Simulator(schedule, pricer, chosen, overlap=False).computation(schedule.entry)
+    step = DeviceStep(
+        device=0,
+        step=0,
+        window=(0.0, segment.duration_s),
+        compute=segment.spans("compute"),
+        compute_op=segment.labels("compute"),
+        communication=segment.spans("communication"),
+        collective=segment.labels("communication"),
+        copies=segment.spans("copy"),
+    )
+    timeline = Timeline((step,), tuple(run.collectives), tuple(run.op_names))
+    return Simulation(
+        timeline,
+        free.duration_s,
+        blocking.duration_s,
+        dict(segment.flops),
+        {**schedule.notes, **run.notes},
+        segment.host_bytes,
+        segment.host_bytes / host_bytes_per_s(cluster),
+        segment.contention_s,
+        dict(segment.noted_s),
+    )
+
+
+@dataclass
+class _Streams:
+    """Where each stream is, in seconds from the start of a computation.
+
+    Attributes:
+        now: the compute stream.
+        network: when the stream of each link is free again.
+        copy: when those of asynchronous copies are: over the host link, and on the device. XLA spreads them over four
+            streams in turn; which of them share one is not in the module, and they are taken as apart.
+        flying: (start_s, end_s, what it leaves) of collectives that may still run.
+        pending: name of a start -> when it is done.
+    """
+
+    now: float
+    network: dict[str, float]
+    copy: dict[bool, float]
+    flying: list[tuple[float, float, Load]]
+    pending: dict[str, float]
+
+    def end(self) -> float:
+        return max(self.now, *self.copy.values(), *self.network.values())
+
+
+class _Simulator:
+    """Runs a schedule.
+
+    Args:
+        overlap: False makes every collective block where it starts.
+        network: False makes collectives take no time.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        pricer: Pricer,
+        assumptions: Assumptions,
+        *,
+        overlap: bool = True,
+        network: bool = True,
+    ):
+        self._schedule, self._pricer, self._assumptions = schedule, pricer, assumptions
+        self._overlap, self._network = overlap, network
+        self._done: dict[str, Segment] = {}
+        self.collectives: list[Collective] = []
+        self.op_names: list[str] = []
+        self.notes: dict[str, list[str]] = {}
+        self._gap = nccl_constants()["kernel"]["gap_s"]
+
+    def computation(self, name: str) -> Segment:
+        """The run of a computation from time 0, every stream drained at its end."""
+        if name not in self._done:
+            self._done[name] = self._run(self._schedule.computations[name])
+        return self._done[name]
+
+    def _run(self, instructions: tuple[Instruction, ...]) -> Segment:
+        out, streams = Segment(), _Streams(0.0, {"": 0.0}, {False: 0.0, True: 0.0}, [], {})
+        self._follow(instructions, out, streams)
+        out.duration_s = streams.end()
+        return out
+
+    def _follow(self, instructions: tuple[Instruction, ...], out: Segment, streams: _Streams) -> None:
+        for i in instructions:
+            if i.kind == "free" or i.kind == "host":
+                continue
+            if i.bodies:
+                self._nested(i, out, streams)
+            elif i.kind == "done":
+                streams.now = max(streams.now, streams.pending.pop(i.starts or "", streams.now))
+            elif i.collective is not None:
+                self._communicate(i, out, streams)
+            elif i.kind == "start":
+                self._copy(i, out, streams)
+            else:
+                self._kernel(i, out, streams)
+
+    def _nested(self, i: Instruction, out: Segment, streams: _Streams) -> None:
+        """A loop, a branch or a call. A body is simulated once for all of its iterations, but for those that something
+        started before is still in flight beside: it slows their kernels, and their collectives queue behind it."""
+        name = max(i.bodies, key=lambda body: self.computation(body).duration_s)
+        times, began = 1 if i.trip_count is None else i.trip_count, streams.now
+        for _ in range(min(times, _MOST_BESIDE)):
+            if not any(end > streams.now for _, end, _ in streams.flying):
+                break
+            self._follow(self._schedule.computations[name], out, streams)
+            times -= 1
+        inner = self.computation(name)
+        out.repeat(inner, streams.now, times)
+        streams.now += inner.duration_s * times
+        if times:
+            streams.network = {link: max(free, streams.now) for link, free in streams.network.items()}
+            streams.copy = {over_host: max(free, streams.now) for over_host, free in streams.copy.items()}
+        if i.kind != "while" or i.trip_count is None:
+            out.note(i.name, streams.now - began)
+
+    def _kernel(self, i: Instruction, out: Segment, streams: _Streams) -> None:
+        work = self._pricer.work(i)
+        start = streams.now + self._gap
+        launches = self._gap * (i.cost.launches - 1) if i.cost else 0.0
+        end = self._until(work, start, streams) + launches
+        self.op_names.append(i.name)
+        out.add("compute", start, end, len(self.op_names) - 1)
+        out.contention_s += end - start - work.alone_s - launches
+        streams.now = end
+        if i.cost:
+            out.host_bytes += i.cost.host_bytes
+            out.flops.update(dict(i.cost.matmul_flops))
+            out.flops.update({"bf16": i.cost.attention_flops} if i.cost.attention_flops else {})
+
+    def _until(self, work: Work, start: float, streams: _Streams) -> float:
+        """When a kernel that starts now is done, slowed by what is in flight beside it.
+
+        What is in flight is known: a collective that the schedule starts later waits for this kernel.
+        """
+        streams.flying = [f for f in streams.flying if f[1] > start]
+        now, left = start, 1.0
+        cuts = sorted({t for a, b, _ in streams.flying for t in (a, b) if t > start})
+        for cut in (*cuts, float("inf")):
+            beside = [load for a, b, load in streams.flying if a <= now < b]
+            seconds = work.alone_s * max((load.slowdown(work) for load in beside), default=1.0)
+            if seconds * left <= cut - now:
+                return now + seconds * left
+            left -= (cut - now) / seconds
+            now = cut
+        return now
+
+    def _communicate(self, i: Instruction, out: Segment, streams: _Streams) -> None:
+        assert i.collective is not None
+        link = i.collective.link if self._assumptions.separate_links else ""
+        free = streams.network.get(link, 0.0)
+        start = max(streams.now, free)
+        duration = self._pricer.collective_s(i) if self._network else 0.0
+        end = start + duration
+        self.collectives.append(i.collective)
+        out.add("communication", start, end, len(self.collectives) - 1)
+        streams.network[link] = end
+        if i.kind == "start" and self._overlap:
+            streams.pending[i.name] = end
+            streams.flying.append((start, end, self._pricer.load(i.collective, duration)))
+            if self._assumptions.single_queue:
+                streams.now = start
+        else:
+            streams.now = end
+
+    def _copy(self, i: Instruction, out: Segment, streams: _Streams) -> None:
+        over_host = bool(i.cost and i.cost.host_bytes)
+        start = max(streams.now, streams.copy[over_host])
+        end = start + self._pricer.work(i).alone_s
+        streams.copy[over_host] = streams.pending[i.name] = end
+        out.host_bytes += i.cost.host_bytes if i.cost else 0.0
+        out.add("copy", start, end, 0)

@@ -1,0 +1,194 @@
+"""An annotated trace beside the report: the steps as Perfetto and chrome://tracing show them.
+
+Chrome's JSON trace format (Trace Event Format), gzip-compressed; ui.perfetto.dev opens it as it is. Each GPU is a
+process. Its threads are tracks: the steps, compute, exposed communication, each axis's communication, copies. A
+collective says what it is: axes, link, group, bytes, the model code that caused it.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (the format)
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshkit.hlo.collective import Collective
+from meshkit.report.views.words import axes_text
+from meshkit.timeline import DeviceStep, Timeline, exposed_spans
+
+TRACE_FILE = "trace.json.gz"
+MAX_EVENTS = 200_000  # 4 MB compressed, written and opened in seconds
+_COMPUTE, _EXPOSED = "compute", "exposed communication"
+
+
+def write_perfetto(
+    timeline: Timeline,
+    path: str | Path,
+    *,
+    title: str = "meshkit",
+    sources: Mapping[str, str] | None = None,
+    max_events: int = MAX_EVENTS,
+) -> Path | None:
+    """Writes the trace and returns its path; None (and no file) for a timeline without steps.
+
+    Steps of a device stand one after the other, as they were measured; the first one starts at 0. Whole device steps
+    are left out beyond `max_events`, and the file says how many.
+
+    Args:
+        timeline: measured or simulated.
+        path: the file, or the folder for `trace.json.gz`.
+        title: what the trace is of.
+        sources: name of an instruction -> model code that caused it.
+        max_events: spans that are written at most.
+    """
+    path = Path(path)
+    file = path / TRACE_FILE if path.suffix != ".gz" else path
+    if not timeline.steps:
+        return None
+    chosen = _within(timeline, max_events)
+    events = list(_events(timeline, chosen, sources or {}))
+    left_out = len(timeline.steps) - len(chosen)
+    other = {"title": title, "tool": "meshkit", "device_steps": len(chosen), "device_steps_left_out": left_out}
+    document = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # no time stamp inside: the same timeline makes the same file
+    file.write_bytes(gzip.compress(json.dumps(document, separators=(",", ":")).encode(), 6, mtime=0))
+    return file
+
+
+def _within(timeline: Timeline, max_events: int) -> list[DeviceStep]:
+    """Device steps in step order, so that what is left out are the last steps (of all devices) first."""
+    chosen, events = [], 0
+    for step in sorted(timeline.steps, key=lambda s: (s.step, s.device)):
+        events += len(step.compute) + len(step.communication) + len(step.copies)
+        if chosen and events > max_events:
+            break
+        chosen.append(step)
+    return chosen
+
+
+def _events(timeline: Timeline, steps: Sequence[DeviceStep], sources: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    kinds = [_track(c) for c in timeline.collectives] + [axes_text(())]
+    details = [_details(c) for c in timeline.collectives] + [{}]
+    for device in sorted({s.device for s in steps}):
+        tracks = _Tracks(device)
+        offset_ns = 0
+        for step in (s for s in steps if s.device == device):
+            start_s, end_s = step.window
+            length_ns = _ns(end_s - start_s)
+            yield tracks.event("steps", f"step {step.step}", offset_ns, offset_ns + length_ns, {"step": step.step})
+            yield from _compute(timeline, step, tracks, offset_ns, sources)
+            for span in exposed_spans(step):
+                yield tracks.event(_EXPOSED, "exposed", *_interval(span, 0.0, offset_ns), {"step": step.step})
+            for i in np.argsort(step.communication[:, 0], kind="stable").tolist():
+                span = step.communication[i]
+                at = int(step.collective[i])
+                name = timeline.collectives[at].name if at >= 0 else "unmapped communication"
+                more: dict[str, Any] = {"step": step.step, **details[at]}
+                if step.transfer_s is not None:
+                    more |= _split(float(span[1] - span[0]), float(step.transfer_s[i]))
+                yield tracks.event(kinds[at], name, *_interval(span, start_s, offset_ns), more)
+            for span in step.copies:
+                yield tracks.event("copies", "copy", *_interval(span, start_s, offset_ns), {"step": step.step})
+            offset_ns += length_ns
+        yield from tracks.names()
+
+
+def _compute(
+    timeline: Timeline, step: DeviceStep, tracks: _Tracks, offset_ns: int, sources: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    order = np.argsort(step.compute[:, 0], kind="stable")
+    for i in order.tolist():
+        name = timeline.op_names[int(step.compute_op[i])] if timeline.op_names else _COMPUTE
+        more = {"step": step.step} | ({"source": sources[name]} if sources.get(name) else {})
+        yield tracks.event(_COMPUTE, name, *_interval(step.compute[i], step.window[0], offset_ns), more)
+
+
+def _track(c: Collective) -> str:
+    return f"{axes_text(c.axes)} · {c.link}"
+
+
+def _details(c: Collective) -> dict[str, Any]:
+    known = {
+        "collective": c.collective,
+        "axes": list(c.axes),
+        "link": c.link,
+        "fabric": c.fabric,
+        "dtype": c.dtype,
+        "group_size": c.group_size,
+        "payload_bytes": c.payload_bytes,
+        "source": c.source,
+    }
+    return {key: value for key, value in known.items() if value not in (None, "")}
+
+
+def _split(busy_s: float, transfer_s: float) -> dict[str, float]:
+    return {"transfer_us": round(transfer_s * 1e6, 3), "wait_us": round(max(0.0, busy_s - transfer_s) * 1e6, 3)}
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _interval(span: np.ndarray, start_s: float, offset_ns: int) -> tuple[int, int]:
+    """A span as whole nanoseconds of the trace, so that rounding moves neighbours alike."""
+    return offset_ns + _ns(float(span[0]) - start_s), offset_ns + _ns(float(span[1]) - start_s)
+
+
+class _Tracks:
+    """The threads of one process of the trace.
+
+    Events of one thread must not overlap unless one lies inside the other: what would, goes to a further thread of the
+    same name.
+    """
+
+    _ORDER = ("steps", _COMPUTE, _EXPOSED)
+
+    def __init__(self, device: int):
+        self._device = device
+        self._ids: dict[tuple[str, int], int] = {}
+        self._ends: dict[str, list[int]] = {}
+
+    def event(self, track: str, name: str, start_ns: int, end_ns: int, details: Mapping[str, Any]) -> dict[str, Any]:
+        """A complete event (phase X), times in microseconds."""
+        ends = self._ends.setdefault(track, [])
+        lane = next((i for i, end in enumerate(ends) if end <= start_ns), len(ends))
+        if lane == len(ends):
+            ends.append(0)
+        ends[lane] = max(end_ns, start_ns)
+        thread = self._ids.setdefault((track, lane), len(self._ids) + 1)
+        return {
+            "ph": "X",
+            "pid": self._device,
+            "tid": thread,
+            "name": name,
+            "cat": track,
+            "ts": start_ns / 1e3,
+            "dur": max(0, end_ns - start_ns) / 1e3,
+            "args": dict(details),
+        }
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        """The metadata events that name the process and its threads, and put them in order."""
+        yield self._metadata("process_name", None, {"name": f"GPU {self._device}"})
+        yield self._metadata("process_sort_index", None, {"sort_index": self._device})
+        ranked = sorted(self._ids, key=lambda key: (self._rank(key[0]), key))
+        for rank, (track, lane) in enumerate(ranked):
+            thread = self._ids[track, lane]
+            shown = track if lane == 0 else f"{track} ({lane + 1})"
+            yield self._metadata("thread_name", thread, {"name": shown})
+            yield self._metadata("thread_sort_index", thread, {"sort_index": rank})
+
+    def _rank(self, track: str) -> int:
+        if track in self._ORDER:
+            return self._ORDER.index(track)
+        return len(self._ORDER) + (track == "copies")
+
+    def _metadata(self, name: str, thread: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
+        where = {} if thread is None else {"tid": thread}
+        return {"ph": "M", "pid": self._device, **where, "name": name, "args": dict(values)}

@@ -1,0 +1,296 @@
+"""What a report says in words: the texts and orders that the terminal and the HTML page share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshkit.predict.flops import NOT_PREDICTED
+from meshkit.report.schema import CommunicationPart, OpPart, Report
+from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_rate, format_seconds
+
+WORD = {"plan": "predicted", "rehearse": "rehearsed", "profile": "measured"}
+
+
+@dataclass(frozen=True)
+class Share:
+    """One part of a bar."""
+
+    key: str
+    label: str
+    value: float | None
+
+
+def step_shares(report: Report) -> list[Share]:
+    """What the step's time is made of; the parts add up to it."""
+    step = report.step
+    return [
+        Share("compute", "compute", step.compute_s),
+        Share("exposed", "exposed communication", step.exposed_s),
+        Share("other", "memory copies", step.other_s),
+        Share("idle", "idle", step.idle_s),
+    ]
+
+
+def memory_shares(report: Report) -> list[Share]:
+    """What a GPU's memory holds at the peak, as far as known, then the rest of the peak and what is reserved."""
+    m = report.memory
+    named = [
+        Share("parameters", "parameters", m.parameters_bytes),
+        Share("optimizer", "optimizer", m.optimizer_bytes),
+        Share("gradients", "gradients", m.gradients_bytes),
+        Share("activations", "activations", m.activations_bytes),
+        Share("temporary", "temporary", m.temporary_bytes),
+    ]
+    known = [share for share in named if share.value]
+    rest = (m.peak_bytes or 0) - sum(share.value or 0 for share in known)
+    if rest > 0:
+        known.append(Share("rest", "other" if known else "peak", rest))
+    beside = [
+        Share("cudnn", "cuDNN workspace", m.cudnn_workspace_bytes),
+        Share("fragmentation", "fragmentation", m.fragmentation_bytes),
+        Share("context", "CUDA context", m.context_bytes),
+        Share("nccl", f"NCCL, {m.nccl_communicators or '?'} communicators", m.nccl_bytes),
+    ]
+    known += [share for share in beside if share.value]
+    rest = (m.reserved_bytes or 0) - sum(share.value or 0 for share in beside)
+    if rest > 0:
+        known.append(Share("reserved", "reserved outside the pool", rest))
+    return known
+
+
+def plural(n: int, word: str) -> str:
+    """`1 step`, `3 steps`."""
+    return f"{n} {word}{'' if n == 1 else 's'}"
+
+
+def machines(report: Report) -> str:
+    """`16 x h100_sxm: 2 hosts x 8, NVLink domains of 8`."""
+    c = report.cluster
+    gpus = f"{c.num_gpus or '?'} x {c.gpu or 'unknown device'}"
+    if c.hosts is None:
+        return gpus
+    fabric = f", {c.fabric}" if c.fabric else ""
+    hosts = f"{c.hosts} host{'s' if c.hosts != 1 else ''}"
+    return f"{gpus}: {hosts} x {c.gpus_per_host}, {c.scale_up} domains of {c.nvlink_domain_size}{fabric}"
+
+
+def mesh_text(report: Report) -> str:
+    """`data 2 (infiniband) x fsdp 8 (nvlink 2 x infiniband 4) x tensor 4`; inside a domain, just the size."""
+    parts = []
+    for axis in report.mesh:
+        across = axis.infiniband or 1
+        where = "" if across == 1 else f" (nvlink {axis.nvlink} x infiniband {across})"
+        where = " (infiniband)" if across == axis.size and across > 1 else where
+        parts.append(f"{axis.axis} {axis.size}{where}")
+    return " x ".join(parts) or "-"
+
+
+def facts(report: Report) -> list[tuple[str, str]]:
+    """The headline as (label, text); what is unknown reads `-`."""
+    step, window = report.step, report.window
+    found = [
+        ("cluster", machines(report)),
+        ("mesh", mesh_text(report)),
+        ("step", step_text(report)),
+        ("MFU", format_percent(step.mfu) + _utilization(report)),
+        ("throughput", _throughput(report)),
+        ("memory", memory_text(report)),
+    ]
+    if report.training.hours is not None:
+        found.append(("training", training_text(report)))
+    if report.training.checkpoint_s is not None:
+        found.append(("checkpoint", f"{format_seconds(report.training.checkpoint_s)} to write"))
+    if report.source != "plan":
+        found.append(
+            ("mean over", f"{plural(window.steps, 'step')}, {plural(window.devices, 'device')}{_processes(report)}")
+        )
+    return found
+
+
+def step_text(report: Report) -> str:
+    """The step time between its bounds; of a program that was not all read, that it is no prediction."""
+    if any(w.code == NOT_PREDICTED for w in report.warnings):
+        return f"no prediction (more than {format_seconds(report.step.time_s)}): see the first warnings"
+    return format_seconds(report.step.time_s) + _bounds(report)
+
+
+def memory_text(report: Report) -> str:
+    """`61.3 GiB of 79.6 GiB per GPU: fits, 12.0 GiB to spare`."""
+    m = report.memory
+    if m.peak_bytes is None:
+        return "-"
+    limit = m.pool_bytes if m.pool_bytes is not None else m.capacity_bytes
+    text = f"{format_bytes(m.peak_bytes)} of {format_bytes(limit)} per GPU"
+    if m.fits is None:
+        return text
+    if m.margin_bytes is None:
+        return f"{text}: {'fits' if m.fits else 'does not fit'}"
+    spare = format_bytes(abs(m.margin_bytes))
+    return f"{text}: fits, {spare} to spare" if m.fits else f"{text}: does not fit, {spare} too much"
+
+
+def training_text(report: Report) -> str:
+    """`12 days 3 h for 100000 steps: 37.2 k GPU hours, 92.1 k at the cluster's price`."""
+    t = report.training
+    hours = t.hours or 0.0
+    length = f"{hours / 24:.1f} days" if hours >= 48 else format_seconds(hours * 3600)
+    cost = "" if t.cost is None else f", cost {format_count(t.cost).strip()}"
+    return f"{length} for {t.steps or 0:,} steps: {format_count(t.gpu_hours).strip()} GPU hours{cost}"
+
+
+def link_text(row: CommunicationPart) -> str:
+    """The link with what it is made of: `infiniband (roce_400)`."""
+    if row.link is None:
+        return "-"
+    return row.link if not row.fabric or row.fabric.startswith(row.link) else f"{row.link} ({row.fabric})"
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """`data + fsdp`; what maps to no axis says so."""
+    return " + ".join(axes) or "no axis"
+
+
+def group_text(row: CommunicationPart) -> str:
+    """`8 x 16 GPUs, 8 per domain`: eight groups, each with eight of its GPUs in every NVLink domain it crosses."""
+    if row.group_size is None:
+        return ""
+    inside = "" if row.link != "infiniband" else f", {row.gpus_per_domain} per domain"
+    part = "" if row.axes_complete is not False else ", part of the axis"
+    return f"{row.num_groups} x {row.group_size} GPUs{inside}{part}"
+
+
+def row_cells(row: CommunicationPart) -> tuple[str, ...]:
+    """Count, payload, time, overlapped, exposed and bus bandwidth of a row."""
+    return (
+        f"{row.count:g}",
+        format_bytes(row.payload_bytes),
+        format_seconds(row.time_s),
+        format_seconds(row.overlapped_s),
+        format_seconds(row.exposed_s),
+        format_rate(row.bus_bandwidth_bytes_per_s),
+    )
+
+
+def row_name(row: CommunicationPart) -> str:
+    """`all-gather bf16`."""
+    return " ".join(part for part in (row.collective or "unknown", row.dtype) if part)
+
+
+def short_source(source: str | None, longest: int = 120) -> str:
+    """An op_name path without what every one of them starts with; of a combined operation, each path once."""
+    if not source:
+        return ""
+    text = re.sub(r"^jit\([^)]*\)/", "", source).replace("/eval_jaxpr", "").replace("while/body/", "loop/")
+    if text.startswith("(") and text.endswith(")") and ":" in text:
+        parts = dict.fromkeys(text[1:-1].split(":"))
+        text = f"({' : '.join(parts)})"
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def grouped_rows(report: Report) -> list[list[CommunicationPart]]:
+    """Rows over the same axes, link and shape of group together, the group with the most exposed time first."""
+    groups: dict[tuple, list[CommunicationPart]] = {}
+    for row in report.communication:
+        key = (row.axes, row.link, row.fabric, row.group_size, row.num_groups, row.gpus_per_domain, row.axes_complete)
+        groups.setdefault(key, []).append(row)
+    return sorted(groups.values(), key=lambda rows: -sum(r.exposed_s or 0 for r in rows))
+
+
+def most_exposed(report: Report, number: int) -> list[tuple[CommunicationPart, OpPart]]:
+    """The single collectives with the most exposed seconds, the longest first; those that hide are left out."""
+    ops = [(row, op) for row in report.communication for op in row.ops if op.exposed_s]
+    return sorted(ops, key=lambda item: -(item[1].exposed_s or 0.0))[:number]
+
+
+def spread_text(report: Report) -> str:
+    """How the step time varies over devices and steps; empty where it does not."""
+    s = report.spread.time_s
+    if s.median is None or s.min == s.max:
+        return ""
+    of = f"{format_seconds(s.min)} to {format_seconds(s.max)} (GPU {s.worst_device}, step {s.worst_step})"
+    return f"one GPU's step: {of}, median {format_seconds(s.median)}, p90 {format_seconds(s.p90)}"
+
+
+def waiting_lines(report: Report) -> list[str]:
+    """How much of communication is waiting for peers, and for whom; empty where unknown."""
+    rows = [r for r in report.communication if r.wait_s is not None and r.busy_s]
+    if not rows:
+        return []
+    wait_s, busy_s = sum(r.wait_s or 0.0 for r in rows), sum(r.busy_s or 0.0 for r in rows)
+    how = {"clocked": "by start times", "clock_free": "by the shortest instance of each"}
+    method = report.quality.wait_method if report.quality else None
+    told = f" ({how[method]})" if method else ""
+    lines = [
+        f"{format_seconds(wait_s)} of {format_seconds(busy_s)} in collectives, {format_percent(wait_s / busy_s)}{told}"
+    ]
+    for d in (report.stragglers.devices if report.stragglers else ())[:3]:
+        if d.caused_wait_s:
+            where = "" if d.host is None else f" on {d.host}"
+            late = "" if d.last_share is None else f", last in {format_percent(d.last_share)} of collectives"
+            lines.append(f"GPU {d.device}{where}: others waited {format_seconds(d.caused_wait_s)} a step{late}")
+    return lines
+
+
+def quality_text(report: Report) -> str:
+    """The main points of data quality in one sentence; empty for a prediction."""
+    q = report.quality
+    if q is None:
+        return ""
+    parts = [
+        f"{q.events:,} operations" if q.events is not None else "",
+        f"{format_percent(q.mapped_share)} of communication mapped" if q.mapped_share is not None else "",
+        f"{format_percent(q.kernels_mapped_share)} of compute" if q.kernels_mapped_share is not None else "",
+        f"{q.clocks} clocks within {format_seconds(q.clock_residual_s)}" if q.clock_residual_s is not None else "",
+        f"capture added {format_seconds(q.overhead_s)} a step" if q.overhead_s is not None else "",
+        f"{q.dropped_events:,} events lost" if q.dropped_events else "",
+        "rows by axis withheld" if q.axes_withheld else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+_TREND = {"step_time_s": "step time", "tokens_per_s": "tokens/s", "mfu": "MFU", "loss": "loss", "exposed_s": "exposed"}
+
+
+def trend_text(report: Report) -> str:
+    """`From the first third of the steps to the last: step time +1.2 %, loss -31.0 %.`; empty where unknown."""
+    trend = report.history.trend if report.history else {}
+    parts = [
+        f"{label} {change:+.1%}".replace("%", " %")
+        for key, label in _TREND.items()
+        if (change := trend.get(key)) is not None
+    ]
+    return f"From the first third of the steps to the last: {', '.join(parts)}." if parts else ""
+
+
+def _bounds(report: Report) -> str:
+    low, high = report.step.all_overlapped_s, report.step.all_exposed_s
+    if low is None or high is None:
+        return ""
+    return f" ({format_seconds(low)} if all communication hid, {format_seconds(high)} if none did)"
+
+
+def _utilization(report: Report) -> str:
+    step = report.step
+    extra = [
+        f"{label} {format_percent(value)}"
+        for label, value in (("causal", step.mfu_causal), ("HFU", step.hfu))
+        if value is not None
+    ]
+    return f" ({', '.join(extra)})" if extra else ""
+
+
+def _throughput(report: Report) -> str:
+    tokens, flops = report.step.tokens_per_s_per_gpu, report.step.model_flops
+    parts = []
+    if tokens is not None:
+        parts.append(f"{format_count(tokens).strip()} tokens/s per GPU")
+    if flops is not None:
+        parts.append(f"{format_flops(flops)} of the model a step")
+    return ", ".join(parts) or "-"
+
+
+def _processes(report: Report) -> str:
+    seen, expected = report.window.processes_seen, report.window.processes_expected
+    return "" if seen == expected == 1 else f", {seen} of {expected} processes"

@@ -1,0 +1,93 @@
+"""`metrics.jsonl`: one JSON object a step, and never a broken or repeated one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class MetricsLog:
+    """Appends to a run's metrics.jsonl.
+
+    Opening it drops what an earlier attempt wrote after `resumed_step` (those steps will be done again), and a last
+    line that a crash cut short. The file is replaced as a whole, so that a crash while opening loses nothing either.
+
+    Args:
+        path: the file; made if missing. None writes nothing: of several processes one keeps the log.
+        resumed_step: the last step whose line is kept.
+    """
+
+    def __init__(self, path: Path | None, resumed_step: int):
+        self._path = path
+        self._file: TextIO | None = None
+        self._lock = threading.Lock()  # a capture is measured in another thread, which then amends its steps
+        if path is None:
+            return
+        self._replace([r for r in read_metrics(path) if r["step"] <= resumed_step])
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Adds one line. JSON has no NaN: a number that is not finite is written as null."""
+        with self._lock:
+            if self._file:
+                self._file.write(_line(record))
+
+    def amend(self, values: Mapping[int, Mapping[str, Any]]) -> None:
+        """Adds to the lines of steps that were written before; a step without a line gets one.
+
+        Args:
+            values: step -> what is known of it now.
+        """
+        with self._lock:
+            if self._file is None or self._path is None:
+                return
+            self._file.flush()
+            records = {r["step"]: r for r in read_metrics(self._path)}
+            for step, more in values.items():
+                records[step] = {**records.get(step, {"step": step}), **more}
+            self._replace([records[step] for step in sorted(records)])
+
+    def _replace(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the file anew, beside it first, and opens it to append; where that fails, nothing has changed."""
+        assert self._path is not None
+        partial = self._path.with_suffix(".tmp")
+        partial.write_text("".join(map(_line, records)))
+        os.replace(partial, self._path)
+        old, self._file = self._file, open(self._path, "a", buffering=1)  # noqa: SIM115  (closed by close)
+        if old:
+            old.close()
+
+    def close(self) -> None:
+        """Flushes to disk."""
+        with self._lock:
+            if self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                self._file = None
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps({k: finite(v) for k, v in record.items()}) + "\n"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The complete records of a metrics.jsonl; empty for no file. A line cut short by a crash is left out."""
+    records = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
+
+
+def finite(value: Any) -> Any:
+    """The value, or None for a number that JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

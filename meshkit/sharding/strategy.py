@@ -1,0 +1,386 @@
+"""What an experiment's strategy may communicate: one term per reason, each with its closed form.
+
+    rules, placements, [train] -> Strategy -> terms(axes) -> the contract that `contract.py` holds a program against
+
+A term says which collective over which mesh axes it explains, how many elements one of them may move (those of a weight
+or of an activation, cut as declared), and how many bytes a step all of them together. Elements, not bytes, decide: a
+dtype may differ (a norm is gathered in fp32), the elements of a 4096 x 14336 kernel do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshkit.sharding.constrain import Activation
+from meshkit.sharding.resolve import Placed
+from meshkit.sharding.roles import AxisRoles
+from meshkit.sharding.stages import Stages
+
+# A collective of at most this payload is a scalar, a count or a norm: nobody's strategy names those.
+SCALAR_BYTES = 4096
+# Forward, recomputed forward, backward: how often a step may gather the weights of a layer.
+GATHERS_A_STEP = 3
+# Gradients up to this size are all-reduced although they are kept in shards: XLA combines them with other sums.
+_SMALL_BYTES = 2**20
+# What XLA may put into one flat array with the gradients: sums of the loss and of metrics, in elements.
+_SCALARS = SCALAR_BYTES // 4
+_KINDS = ("parameters", "compute", "gradients", "optimizer")
+_LONGEST_TOP_K = 16
+
+ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all-gather", "all-reduce", "reduce-scatter"
+ALL_TO_ALL, RAGGED, PERMUTE = "all-to-all", "ragged-all-to-all", "collective-permute"
+
+Axes = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, and the mesh axes that cut it in each state.
+
+    Attributes:
+        cuts: kind of state (`parameters`, `compute`, `gradients`, `optimizer`) -> mesh axes.
+        stays: axes over which it is never gathered: tensor axes, and those that cut its experts.
+        stack: layers in one array, 1 if it is not stacked.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    cuts: Mapping[str, Axes]
+    stays: Axes
+    stack: int
+
+    @property
+    def size(self) -> int:
+        """Elements, globally."""
+        return math.prod(self.shape)
+
+    @property
+    def everywhere(self) -> Axes:
+        """Axes that cut it in any state."""
+        return frozenset().union(*self.cuts.values())
+
+
+@dataclass(frozen=True)
+class Part:
+    """One array of a collective: elements and bytes on one GPU (of an all-gather those of the result), and its op."""
+
+    collective: str
+    dtype: str
+    elements: int
+    rank: int
+    bytes: int
+    source: str = ""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds numbers that a model computes with."""
+        return self.dtype.startswith(("f", "bf"))
+
+
+@dataclass(frozen=True)
+class Term:
+    """One reason to communicate.
+
+    Attributes:
+        words: the reason.
+        kinds: HLO opcodes it explains.
+        fits: whether an array may be what this term is about.
+        bound_bytes: of all of it in a step; None where there is no closed form.
+    """
+
+    words: str
+    kinds: frozenset[str]
+    fits: Callable[[Part], bool]
+    bound_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What the contract is derived from; see the module.
+
+    Attributes:
+        sizes: mesh axis -> size.
+        roles: what each axis is for.
+        weights: parameters; `statistics`: the model's other arrays.
+        activations: as the model constrained them.
+        tokens: elements of the global batch, batch x length.
+        accumulate: micro-batches a step.
+        steps_per_call: training steps that one run of the program makes.
+        deferred: axes over which gradients are reduced, and weights gathered, once a step.
+        compute_bytes, reduce_bytes: of an element of a weight and of a gradient on the wire.
+        local_sgd, compression: the axis each is about; None where it is off.
+        compressed_bytes: of an element on that wire.
+        stages: of the pipeline; None without one. Activations then are those of one microbatch.
+    """
+
+    sizes: Mapping[str, int]
+    roles: AxisRoles
+    weights: Sequence[Weight]
+    statistics: Sequence[Weight]
+    activations: Sequence[Activation]
+    tokens: int
+    accumulate: int = 1
+    steps_per_call: int = 1
+    deferred: Axes = frozenset()
+    compute_bytes: int = 4
+    reduce_bytes: int = 4
+    local_sgd: str | None = None
+    compression: str | None = None
+    compressed_bytes: int = 1
+    stages: Stages | None = None
+
+    def terms(self, over: Axes) -> Iterator[Term]:
+        """Every reason to communicate over these axes, the most specific first."""
+        if self.local_sgd and over == {self.local_sgd}:
+            yield self._outer_step(over)
+        if self.compression and over == {self.compression}:
+            yield self._compressed(over)
+        if self.stages and self.stages.axis in over and over <= self._within_stages | {self.stages.axis}:
+            yield from self._between_stages(over)
+        yield from self._gathers(over)
+        yield from self._reductions(over)
+        if over <= self.roles.batch | self.roles.length | self.roles.residual | self.roles.expert:
+            yield self._token_ids(over)
+        if over <= self.roles.length:
+            if any(over & w.cuts["gradients"] for w in self.weights):
+                yield self._rows_for_columns(over, where="embed")
+            yield from self._context(over)
+        if over <= self.roles.tensor | self.roles.residual:
+            yield from self._tensor(over)
+        if over <= self.roles.expert:
+            yield from self._experts(over)
+        if over <= self.roles.batch | self.roles.length:
+            yield self._rows_for_columns(over)
+
+    def weight_of(self, part: Part, over: Axes) -> Weight | None:
+        """A weight whose elements, whole over these axes, are those of the part."""
+        whole = (w for w in self.weights if part.elements in (w.size, w.size // w.stack))
+        exact = (w for w in self.weights if part.elements in self._whole(w, over, _KINDS))
+        return next(exact, None) or next(whole, None)
+
+    def gathers_whole(self, part: Part, over: Axes) -> bool:
+        """Whether a reduction moves a gradient whole although it is kept in shards."""
+        return any(part.elements in self._whole(w, over, _KINDS) and over & w.cuts["gradients"] for w in self.weights)
+
+    # -- weights and gradients
+
+    def _gathers(self, over: Axes) -> Iterator[Term]:
+        of = [w for w in self.weights if over <= w.everywhere - w.stays - self._pipeline]
+        if not of:
+            return
+        stored = [w for w in of if over <= w.cuts["parameters"]]
+        if not stored:
+            words, uses, item = f"updated weights, gathered over {_names(over)} after the optimizer", 1, 4
+        elif over & self.deferred or all(over.isdisjoint(w.cuts["compute"]) for w in stored):
+            words, uses, item = f"weights, gathered over {_names(over)} once a step", 1, self.compute_bytes
+        else:
+            words = f"weights, gathered over {_names(over)} in the forward pass and again in the backward pass"
+            uses, item = GATHERS_A_STEP * self.accumulate, self.compute_bytes
+        bound = uses * sum(self._elements(w, over, "parameters") * (4 if w.size == max(w.shape, default=1) * w.stack
+                           else item) for w in of)  # fmt: skip
+        counts = {n for w in of for n in self._whole(w, over, _KINDS)}
+        yield Term(words, frozenset({ALL_GATHER, PERMUTE}), lambda p: p.is_float and p.elements in counts, bound)
+
+    def _reductions(self, over: Axes) -> Iterator[Term]:
+        summed = self.roles.batch | self.roles.length | self.roles.residual | self.roles.expert | self._pipeline
+        if not over <= summed or (self.local_sgd and over == {self.local_sgd}):
+            return
+        of = [
+            w for w in (*self.weights, *self.statistics) if over.isdisjoint((w.stays | self._pipeline) & w.everywhere)
+        ]
+        once = self.deferred | self._pipeline
+        uses = 1 if over <= once else self.accumulate
+        # Other axes are reduced over before the deferred ones, in accumulators that those do not cut.
+        # Inside of stages each run of a layer adds its part, so that the axis of the pipeline cuts none of them.
+        whole = over if over <= once else over | once
+        each = [self._elements(w, whole, "gradients") for w in of]
+        item = [max(self.reduce_bytes, 4 if "vocab" in w.names or len(w.shape) <= 2 else 0) for w in of]
+        counts = {n for w in of for n in (*self._whole(w, over, _KINDS), *self._whole(w, whole, _KINDS))}
+        kept = {n for w in of if over & w.cuts["gradients"] for n in self._whole(w, over, _KINDS)}
+        total = sum(each)
+
+        def fits(p: Part) -> bool:
+            if p.collective == ALL_REDUCE and p.elements in kept and p.bytes > _SMALL_BYTES:
+                return False  # twice the bytes of the reduce-scatter that the strategy declares
+            combined = p.rank == 1 and p.collective == ALL_REDUCE  # XLA flattens what it combines
+            return p.is_float and (p.elements in counts or (combined and p.elements <= total + _SCALARS))
+
+        often = over <= once or (self.accumulate == 1 and not self.stages)
+        words = f"gradients, reduced over {_names(over)} {'once a step' if often else 'with every micro-batch'}"
+        bound = uses * sum(n * b * (1 if often else self._runs(w)) for w, n, b in zip(of, each, item))
+        yield Term(words, frozenset({ALL_REDUCE, REDUCE_SCATTER}), fits, bound)
+
+    def _outer_step(self, over: Axes) -> Term:
+        total = sum(self._elements(w, over, "parameters") for w in self.weights)
+        words = f"local SGD: weights averaged over {_names(over)} by the outer step"
+        # The fp32 differences, once a round.
+        return Term(words, frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER}),
+                    lambda p: p.is_float and p.elements <= total + _SCALARS,
+                    4 * total / self.steps_per_call)  # fmt: skip
+
+    def _compressed(self, over: Axes) -> Term:
+        total = sum(self._elements(w, over, "gradients") for w in self.weights)
+        words = f"compressed gradients over {_names(over)}: chunks exchanged, their sums gathered"
+        # Each of the two moves every element once, and fp32 scales of blocks (at most one for 16 elements).
+        bound = total * (self.compressed_bytes + 0.25)
+        return Term(words, frozenset({ALL_TO_ALL, ALL_GATHER, ALL_REDUCE}), lambda p: p.elements <= 2 * total, bound)
+
+    def _elements(self, w: Weight, over: Axes, kind: str) -> int:
+        """Elements of a weight on one GPU, whole over some axes."""
+        return w.size // self._ways(w.cuts[kind] - over)
+
+    def _whole(self, w: Weight, over: Axes, kinds: Iterable[str]) -> set[int]:
+        """Element counts under which a weight, or one layer of it, shows in a collective over these axes."""
+        found = {self._elements(w, over, kind) for kind in kinds}
+        return found | {n // w.stack for n in found}
+
+    # -- activations
+
+    def _tensor(self, over: Axes) -> Iterator[Term]:
+        whole = self._largest(over, lambda a: over.isdisjoint(_cut(a)))
+        limit = max(whole, self._largest(over, lambda a: bool(over & _cut(a))))
+        kernels = max(1, sum(w.stack * self._runs(w) for w in self.weights if over & w.everywhere))
+        # A kernel that the axis cuts needs one sum: a row-parallel one of its output (once more where that is
+        # recomputed), a column-parallel one of its input's gradient. With sequence parallelism a gather stands beside
+        # each scatter, in fp32 where XLA gathers before it casts.
+        moved = 2 * self.accumulate * kernels * whole
+        bound = moved * self.compute_bytes if math.isfinite(moved) else None
+        bound_fp32 = moved * 4 if math.isfinite(moved) else None
+        few = 4 * self.tokens
+
+        of_weights = {n for w in self.weights for n in (w.size, *self._whole(w, over, _KINDS))}
+        exact = {math.prod(a.shape) // self._ways(_cut(a) - over) for a in self.activations}
+
+        def within(largest: float) -> Callable[[Part], bool]:
+            return lambda p: p.elements <= largest
+
+        def gathered(p: Part) -> bool:
+            return p.elements <= whole and (p.elements in exact or p.elements not in of_weights)
+
+        names = _names(over)
+        yield Term(f"vocabulary over {names}: maximum, sum and target of the logits", frozenset({ALL_REDUCE}),
+                   lambda p: p.elements <= min(few, self._rows * 4), bound)  # fmt: skip
+        yield Term(f"tensor parallelism over {names}: sums of row-parallel outputs and of input gradients",
+                   frozenset({ALL_REDUCE}), lambda p: p.elements <= whole * self._combined(p), bound)  # fmt: skip
+        if over & self.roles.residual:
+            yield Term(f"sequence parallelism over {names}: gathered before a block's matmuls, scattered after them",
+                       frozenset({ALL_GATHER}), gathered, bound_fp32)  # fmt: skip
+            yield Term(f"sequence parallelism over {names}: gathered before a block's matmuls, scattered after them",
+                       frozenset({REDUCE_SCATTER, PERMUTE, ALL_TO_ALL}), within(limit), bound_fp32)  # fmt: skip
+        else:
+            yield Term(
+                f"collective matmul over {names}", frozenset({PERMUTE, REDUCE_SCATTER}), within(limit), bound_fp32
+            )
+
+    def _between_stages(self, over: Axes) -> Iterator[Term]:
+        assert self.stages is not None
+        names, axis, inside = _names(over), self.stages.axis, over - {self.stages.axis}
+        rows = self._largest(self._within_stages, lambda a: "act_embed" in a.logical_axes)
+        stream = self._largest(frozenset(), lambda a: "act_residual_length" in a.logical_axes, default=rows)
+        if not inside:
+            words = f"activations and their gradients, passed on between the stages of {axis}"
+            bound = 2 * self.stages.ticks * stream * self.compute_bytes if math.isfinite(rows) else None
+            yield Term(words, frozenset({PERMUTE}), lambda p: p.is_float and p.elements <= rows, bound)
+        sums = 4 * self.tokens / self.stages.microbatches / self._ways(self.roles.batch)  # maximum, sum, target
+        yield Term(f"vocabulary over {names}: maximum, sum and target of the logits", frozenset({ALL_REDUCE}),
+                   lambda p: p.is_float and p.elements <= sums)  # fmt: skip
+        # Each way once: rows that a stage looked up, and what leaves the last stage, to and from all of them.
+        shared = 4 * self.stages.outer_ticks * stream * self.compute_bytes if math.isfinite(rows) else None
+        yield Term(f"embedding and head of all stages over {names}: rows of the table, activations of the last stage",
+                   frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER}),
+                   lambda p: p.is_float and p.elements <= rows * self._combined(p), shared)  # fmt: skip
+
+    def _context(self, over: Axes) -> Iterator[Term]:
+        keys = self._largest(over, lambda a: "act_kv_heads" in a.logical_axes)
+        queries = max(keys, self._largest(over, lambda a: "act_heads" in a.logical_axes))
+        rows = max(queries, self._largest(over, lambda a: "act_embed" in a.logical_axes))
+        keys, pieces, names = keys or queries, self._ways(over), _names(over)
+        # Keys travel with values in one array; what goes around or is exchanged is one GPU's block of it, backward with
+        # its fp32 gradient as 16-bit words.
+        yield Term(f"keys and values over {names}", frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE}),
+                   lambda p: p.is_float and p.elements <= 2 * keys)  # fmt: skip
+        yield Term(f"ring attention over {names}: blocks passed on, and exchanged for causal balance",
+                   frozenset({PERMUTE}), lambda p: p.elements <= max(2 * rows, 6 * keys) / pieces)  # fmt: skip
+        yield Term(f"Ulysses over {names}: heads exchanged for positions", frozenset({ALL_TO_ALL}),
+                   lambda p: p.elements <= 2 * queries / pieces)  # fmt: skip
+
+    def _experts(self, over: Axes) -> Iterator[Term]:
+        names = _names(over)
+        yield Term(f"token dispatch and combine over {names}", frozenset({ALL_TO_ALL, RAGGED}), lambda p: True)
+        held = self._largest(over, lambda a: "act_experts" in a.logical_axes, default=0)
+        yield Term(f"token dispatch and combine over {names}, dense",
+                   frozenset({ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER}),
+                   lambda p: p.elements <= (held if p.is_float else _LONGEST_TOP_K * self.tokens))  # fmt: skip
+
+    def _rows_for_columns(self, over: Axes, where: str = "") -> Term:
+        """The gradient of a table; `where` must be in the op's path, if something else may look the same."""
+        named = any("act_embed" in a.logical_axes for a in self.activations)
+        rows = self._largest(frozenset(), lambda a: not named or "act_embed" in a.logical_axes)
+        words = f"gradient of the embedding over {_names(over)}: its rows exchanged for columns"
+        return Term(words, frozenset({ALL_TO_ALL}), lambda p: p.elements <= rows and where in p.source,
+                    2 * self.accumulate * rows * 4 if math.isfinite(rows) else None)  # fmt: skip
+
+    def _token_ids(self, over: Axes) -> Term:
+        return Term(f"token ids over {_names(over)}", frozenset({ALL_GATHER, ALL_TO_ALL, PERMUTE, ALL_REDUCE}),
+                    lambda p: not p.is_float and p.elements <= 2 * self.tokens)  # fmt: skip
+
+    def _largest(self, over: Axes, wanted: Callable[[Activation], bool], *, default: float | None = None) -> float:
+        """Elements of the largest wanted activation on one GPU, whole over some axes; unlimited if none is known."""
+        found = [math.prod(a.shape) / self._ways(_cut(a) - over) for a in self.activations if wanted(a)]
+        if not found:
+            return default if default is not None else 0 if self.activations else math.inf
+        return max(found)
+
+    @property
+    def _pipeline(self) -> Axes:
+        return frozenset({self.stages.axis} if self.stages else ())
+
+    @property
+    def _within_stages(self) -> Axes:
+        """Axes that cut activations inside of stages, beside the batch."""
+        return self.roles.tensor | self.roles.residual
+
+    def _combined(self, p: Part) -> int:
+        """Arrays that one may be made of: XLA puts the sums around the layers of a tick into one flat array."""
+        return 4 if self.stages and p.rank == 1 else 1
+
+    def _runs(self, w: Weight) -> float:
+        """How often a pass over one micro-batch, or a pipeline's over all, runs a weight, of a stack the mean."""
+        if self.stages is None:
+            return 1
+        return self.stages.layer_runs if w.stack > 1 else self.stages.outer_ticks
+
+    @cached_property
+    def _rows(self) -> float:
+        """Tokens of one GPU in a step."""
+        batch = [a for a in self.activations if "act_batch" in a.logical_axes]
+        ways = self._ways((self.roles.batch | self.roles.length) - self.deferred) if batch else 1
+        return self.tokens / ways
+
+    def _ways(self, axes: Iterable[str]) -> int:
+        return math.prod(self.sizes[a] for a in axes)
+
+
+def make_weights(placed: Mapping[str, Sequence[Placed]], roles: AxisRoles) -> list[Weight]:
+    """Weights of a model from its placements in each kind of state, all in the same order."""
+    made = []
+    for states in zip(*(placed[kind] for kind in _KINDS)):
+        p, names = states[0], states[0].logical_axes or (None,) * len(states[0].shape)
+        by_dim = [frozenset().union(*(s.spec[dim] for s in states)) for dim in range(len(p.shape))]
+        experts = {a for name, axes in zip(names, by_dim) if name == "experts" for a in axes}
+        stacked = len(p.shape) > 1 and (names[0] == "layers" or not any(names))
+        cuts = {kind: frozenset(a for axes in s.spec for a in axes) for kind, s in zip(_KINDS, states)}
+        made.append(Weight(p.path, p.shape, names, cuts, roles.tensor | experts, p.shape[0] if stacked else 1))
+    return made
+
+
+def _cut(a: Activation) -> Axes:
+    return frozenset(x for axes in a.spec for x in axes)
+
+
+def _names(axes: Iterable[str]) -> str:
+    return " x ".join(sorted(axes))

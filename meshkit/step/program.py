@@ -1,0 +1,97 @@
+"""TrainProgram: all that is needed to compile, run and describe a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+
+from meshkit.config.experiment import Experiment
+from meshkit.config.rules import ShardingRules
+from meshkit.config.user_code import user_code
+from meshkit.parallel.pipeline import Pipeline
+from meshkit.sharding.mesh import AnyMesh
+from meshkit.step.arrange import Arrangement
+from meshkit.step.model_flops import count_model_flops
+from meshkit.step.state import ModelDescription, TrainState
+
+
+@dataclass(frozen=True)
+class TrainProgram:
+    """A training step for one mesh, with all that is needed to compile, run and describe it.
+
+    Attributes:
+        step: jitted (state, batch) -> (state, metrics); donates the state. Metrics are scalars: `loss` (nats per
+            token), `grad_norm`, `learning_rate`, `weight`, and the loss function's own.
+        gradients: jitted (state, batch) -> (loss, gradients), exactly those that `step` applies before clipping; of a
+            pipeline as `arrangement` has the parameters.
+        evaluate: jitted (state, batch) -> {"loss_sum", "weight"}.
+        init: jitted () -> state, born sharded.
+        abstract_state, abstract_batch: ShapeDtypeStructs with their shardings: arguments to lower `step` with.
+        abstract_step_batch: of one step, which `evaluate` and `gradients` take: `abstract_batch`, unless `step` makes
+            several.
+        steps_per_call: training steps that one call of `step` makes. With `[local_sgd]` a round of them: every array of
+            the batch, and every metric, then has them as its first dim.
+        stack: jitted, the batches of that many steps -> the batch of a call; None where that is one.
+        xla_options: of the GPU compiler, which this step wants and the experiment's own override.
+        mesh, rules: what it was built for.
+        deferred: mesh axes over which the step itself cuts the batch, outside of the model. Gradients are reduced, and
+            weights gathered, over them once a step; over the axis of `[local_sgd]` weights meet once a round.
+        work: of one step over all GPUs: `model_flops`, `model_flops_causal`, `tokens`, `examples`,
+            `matmul_parameters`, `parameters`, `flops_source`.
+        gradients_bytes: of the gradients on one GPU, as micro-batches add them up in fp32.
+        model: the model as the step takes it; with a pipeline its layers are arranged in stages.
+        pipeline: the pipeline of `[pipeline]`, whose `report(microbatches)` tells its bubble; None without one.
+        arrangement: how its state lies in memory and on disk; None without a pipeline.
+        notes: what the user asked for and this model cannot honour, one sentence each.
+    """
+
+    step: Any
+    gradients: Any
+    evaluate: Any
+    init: Any
+    abstract_state: TrainState
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
+    abstract_step_batch: dict[str, jax.ShapeDtypeStruct]
+    mesh: AnyMesh
+    rules: ShardingRules
+    work: dict[str, Any]
+    gradients_bytes: int
+    model: ModelDescription
+    deferred: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    steps_per_call: int = 1
+    stack: Any = None
+    xla_options: Mapping[str, object] = field(default_factory=dict)
+    pipeline: Pipeline | None = None
+    arrangement: Arrangement | None = None
+
+
+def describe_work(experiment: Experiment, model: ModelDescription) -> dict[str, Any]:
+    """`TrainProgram.work` of an experiment whose model this is, as without a pipeline."""
+    train = experiment.train
+    tokens = train.global_batch * train.sequence_length
+    name, params = experiment.model.class_path, nnx.to_pure_dict(model.params)
+    with user_code(experiment, "model.class", f"matmul_parameters or attention_shape of {name}"):
+        flops = count_model_flops(model.abstract_model(), params, tokens, train.sequence_length)
+    return {
+        "model_flops": flops.model_flops,
+        "model_flops_causal": flops.model_flops_causal,
+        "tokens": tokens,
+        "examples": train.global_batch,
+        "matmul_parameters": flops.matmul_parameters,
+        "parameters": sum(p.size for p in jax.tree.leaves(params)),
+        "flops_source": flops.source,
+    }
+
+
+def find_notes(experiment: Experiment, model: ModelDescription) -> tuple[str, ...]:
+    """`TrainProgram.notes`."""
+    train = experiment.train
+    if train.precision == "bf16" and train.reduce_precision == "fp32" and not model.takes_dtype:
+        name = experiment.model.class_path
+        return (f"{name} takes no `dtype`: its weights are cast to bf16 for it, so its gradients are reduced in bf16.",)
+    return ()

@@ -1,0 +1,166 @@
+"""`[local_sgd]`: the training step of one replica -> a program of H steps and one outer step.
+
+    state.params              the anchor, the same for all replicas: what is evaluated, and where every round starts
+    state.opt_state           the inner optimizer's, one per replica: [R, ...] cut over the axis
+    state.extra["outer"]      the outer optimizer's momentum, and the pending outer gradients of staleness = 1
+
+The model's other variables (batch statistics) start a round alike and are averaged over the replicas at its end. Each
+replica draws from a random stream of its own. The definition of a round is in meshkit/parallel/local_sgd.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshkit.config.experiment import Experiment
+from meshkit.parallel.local_sgd import LocalSgd
+from meshkit.sharding.mesh import AnyMesh
+from meshkit.step.state import Layout, TrainState, replace
+
+_SUMMED = ("weight",)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A training step turned into rounds.
+
+    Attributes:
+        local: the algorithm.
+        step: one replica's (state, batch, beside) -> (state, metrics), built for the mesh without the axis; `beside` is
+            what is exchanged during the step, or None.
+        batch_axes: mesh axes that cut the global batch, the axis among them.
+    """
+
+    local: LocalSgd
+    step: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
+    batch_axes: tuple[str, ...]
+
+    @property
+    def xla_options(self) -> dict[str, object]:
+        """A stale exchange hides best where the scheduler may run it beside the collectives of the inner steps."""
+        return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2} if self.local.staleness else {}
+
+    def run(self, state: TrainState, batches: Mapping[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The state after a round over batches [H, B, ...], and metrics [H]: means over the replicas, by weight."""
+        local = self.local
+        alike = {"step": state.step, "variables": state.variables}
+        carry = {"opt_state": state.opt_state, "rng": self._keys(state.rng), **local.replicate(alike)}
+
+        def inner(params, carry, batch, beside):
+            after, metrics = self.step(TrainState(params=params, **carry), batch, beside)
+            return after.params, {name: getattr(after, name) for name in carry}, metrics
+
+        anchor, outer, carry, metrics = local.round(
+            inner, state.params, state.extra["outer"], carry, self.split(batches)
+        )
+        after = replace(
+            state,
+            step=state.step + local.every,
+            params=anchor,
+            opt_state=carry["opt_state"],
+            variables=jax.tree.map(_agree, carry["variables"]),
+            extra={"outer": outer},
+        )
+        return after, self._combine(metrics)
+
+    def extend(self, state: TrainState) -> TrainState:
+        """The state before the first round, from that of the inner step."""
+        opt_state = self.local.replicate(state.opt_state)
+        return replace(state, opt_state=opt_state, extra={"outer": self.local.init(state.params)})
+
+    def shardings(self, shards: TrainState, abstract_params: Any) -> TrainState:
+        """NamedShardings of a state that rounds carry, from those of the inner step."""
+
+        def lead(s: NamedSharding) -> NamedSharding:
+            spec = PartitionSpec(self.local.axis, *s.spec)
+            return NamedSharding(s.mesh, spec, memory_kind=s.memory_kind)
+
+        opt_state = jax.tree.map(lead, shards.opt_state)
+        return replace(shards, opt_state=opt_state, extra={"outer": self.local.outer_shardings(abstract_params)})
+
+    def stack(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+        """The abstract batches of a round [H, B, ...]."""
+
+        def one(x):
+            sharding = NamedSharding(x.sharding.mesh, PartitionSpec(None, *x.sharding.spec))
+            return jax.ShapeDtypeStruct((self.local.every, *x.shape), x.dtype, sharding=sharding)
+
+        return {name: one(x) for name, x in batch.items()}
+
+    def split(self, batches: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Each [H, B, ...] as [H, R, B / R, ...]; every row stays on its GPU, whatever the order of the axes."""
+        mesh, axis, index = self.local.mesh, self.local.axis, self.batch_axes.index(self.local.axis)
+        before, after = self.batch_axes[:index], self.batch_axes[index + 1 :]
+        pieces = 1
+        for name in before:
+            pieces *= mesh.shape[name]
+        cut = NamedSharding(mesh, PartitionSpec(None, before or None, axis, after or None))
+        kept = NamedSharding(mesh, PartitionSpec(None, axis, (*before, *after) or None))
+
+        def one(x):
+            rest = x.shape[2:]
+            x = x.reshape(x.shape[0], pieces, self.local.replicas, -1, *rest)
+            x = jnp.moveaxis(jax.lax.with_sharding_constraint(x, cut), 2, 1)
+            return jax.lax.with_sharding_constraint(x.reshape(*x.shape[:2], -1, *rest), kept)
+
+        return {name: one(x) for name, x in batches.items()}
+
+    def _keys(self, rng: jax.Array) -> jax.Array:
+        """Key data of every replica."""
+        key = jax.random.wrap_key_data(rng)
+        fold = jax.vmap(lambda r: jax.random.key_data(jax.random.fold_in(key, r)))
+        return fold(jnp.arange(self.local.replicas))
+
+    def _combine(self, metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """[H, R] as [H]: weights added, everything else a mean by weight."""
+        weight = metrics["weight"]
+        share = weight / jnp.sum(weight, axis=1, keepdims=True)
+        return {name: jnp.sum(value if name in _SUMMED else value * share, axis=1) for name, value in metrics.items()}
+
+
+def find_local_sgd(experiment: Experiment, mesh: AnyMesh, layout: Layout) -> LocalSgd | None:
+    """The `[local_sgd]` of an experiment; None if it has none.
+
+    Raises:
+        ConfigError: the axis cuts the parameters or what belongs to them.
+    """
+    spec = experiment.local_sgd
+    if spec.axis is None:
+        return None
+    check_replicas(experiment, "local_sgd.axis", spec.axis, layout)
+    return LocalSgd(
+        mesh=mesh,
+        axis=spec.axis,
+        every=spec.every,
+        specs=jax.tree.map(lambda s: s.spec, layout.params),
+        learning_rate=spec.learning_rate,
+        momentum=spec.momentum,
+        nesterov=spec.nesterov,
+        staleness=spec.staleness,
+    )
+
+
+def check_replicas(experiment: Experiment, key: str, axis: str, layout: Layout) -> None:
+    """Raises ConfigError where the axis does not hold whole replicas: where it cuts an array of the state."""
+    for what, tree in (
+        ("parameters", layout.params),
+        ("gradients", layout.gradients),
+        ("optimizer state", layout.reduced),
+    ):
+        for sharding in jax.tree.leaves(tree):
+            if any(axis in (axes if isinstance(axes, tuple) else (axes,)) for axes in sharding.spec):
+                message = (
+                    f"{key} = '{axis}', but the rules cut the {what} over '{axis}', so it holds no whole replicas."
+                )
+                raise experiment.error(key, message, hint="an axis that cuts the batch alone, such as data in HSDP")
+
+
+def _agree(x: jax.Array) -> jax.Array:
+    """[R, ...] as one value for all replicas: the mean, or the first where there is no mean (counters, keys)."""
+    return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]

@@ -1,0 +1,303 @@
+"""Experiment -> the model it names, its abstract state, and where every array of it lives.
+
+Nothing here allocates an array: shapes come from tracing, so a 405B model is described in seconds on a laptop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen, nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshkit.config.experiment import Experiment
+from meshkit.config.rules import ShardingRules
+from meshkit.config.sections import RematMix
+from meshkit.config.user_code import load_object, raised_by_user, user_code
+from meshkit.errors import ConfigError
+from meshkit.parallel.pipeline import Stack
+from meshkit.sharding import shardings
+from meshkit.sharding.mesh import AnyMesh
+from meshkit.step.linen import LINEN_FIELDS, is_linen, linen_options, wrap_linen
+
+LAYERS = "layers"  # a model's attribute, and the key of its parameters, that a pipeline cuts into stages
+HOST_MEMORY = "pinned_host"  # as jax calls memory of the host that the GPU reaches by itself
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.bfloat16}  # of activations
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class TrainState:
+    """All that a training step carries over to the next one.
+
+    Attributes:
+        step: int32 scalar, number of steps done.
+        params: nested dict of fp32 arrays, `{"layers": {"attention": ...}}`.
+        opt_state: of optax.
+        variables: the model's other state (batch statistics and the like); empty for a Llama.
+        rng: key data (uint32) that each step folds its number into.
+        extra: of `[compression]` (`residuals`) and `[local_sgd]` (`outer`); else empty.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    variables: Any
+    rng: Any
+    extra: Any = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model without its arrays.
+
+    Attributes:
+        graph: nnx graph definition.
+        params, variables: abstract nnx states; the variables in them carry the logical axes.
+        takes_dtype: the model was given the compute dtype and does its own casts.
+        takes_remat: the model was given the remat policy.
+    """
+
+    graph: Any
+    params: nnx.State
+    variables: nnx.State
+    takes_dtype: bool
+    takes_remat: bool
+
+    def abstract_model(self) -> nnx.Module:
+        """The module with abstract arrays, to ask it about itself."""
+        return nnx.merge(self.graph, self.params, self.variables)
+
+    def merge(self, params: Any, variables: Any) -> nnx.Module:
+        """The module around arrays given as nested dicts."""
+        return nnx.merge(self.graph, nnx.State(params), nnx.State(variables))
+
+
+def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
+    """The experiment's model: `make(preset=..., rngs=..., **options)`; a linen module is wrapped as an nnx module.
+
+    What takes `dtype`, `fp8` or `remat` is given the `[train]` precision and remat policy, unless the options say
+    otherwise.
+
+    Raises:
+        ConfigError: the class is missing, is no model, does not take an option, or raises.
+    """
+    make, name = _model_class(experiment), experiment.model.class_path
+    accepted = _parameters(make)
+    options = _model_options(experiment, accepted)
+    short = name.partition(":")[2]
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    for key in options:
+        if key not in accepted and not open_ended:
+            known = ", ".join(k for k in accepted if k != "rngs")
+            raise experiment.error(f"model.{key}", f"{short} takes no option '{key}'.", hint=f"one of: {known}")
+    for key in _required(accepted):
+        if key not in options and key != "rngs":
+            raise experiment.error("model", f"{name} needs the option '{key}'.", hint=f"model.{key} = ...")
+    linen_class = is_linen(make)
+    takes_rngs = not linen_class and ("rngs" in accepted or open_ended)
+    if linen_class:
+        options = linen_options(options)
+    elif takes_rngs:
+        options["rngs"] = rngs
+    elif inspect.isclass(make):
+        raise _takes_no_rngs(experiment)
+    with user_code(experiment, "model.class", name), nnx.use_eager_sharding(False):
+        try:
+            model = make(**options)
+            if isinstance(model, linen.Module):
+                return wrap_linen(experiment, model, rngs)
+        except ValueError as error:
+            if (place := raised_by_user(error)) is None:
+                raise
+            message = f"{short} refuses its options: {str(error).rstrip('.')} ({place})."
+            raise experiment.error("model", message) from error
+    if not isinstance(model, nnx.Module):
+        made = type(model).__name__
+        raise experiment.error("model.class", f"{name} makes a {made}, which is not a flax.nnx.Module.")
+    if not takes_rngs:
+        raise _takes_no_rngs(experiment)
+    return model
+
+
+def _model_options(experiment: Experiment, accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """`[model]` with what `[train]` says of precision and recomputation."""
+    train, options = experiment.train, dict(experiment.model.options)
+    if experiment.model.preset is not None:
+        options["preset"] = experiment.model.preset
+    if "dtype" in accepted:
+        options.setdefault("dtype", DTYPES[train.precision])
+    if train.precision == "fp8":
+        if "fp8" not in accepted:
+            message = (
+                f"{experiment.model.class_path} takes no `fp8` argument, so its linear layers cannot compute in fp8."
+            )
+            raise experiment.error("train.precision", message, hint='precision = "bf16"')
+        options.setdefault("fp8", True)
+    if "remat" in accepted:
+        remat = train.remat
+        options.setdefault("remat", remat.to_dict() if isinstance(remat, RematMix) else remat)
+    return options
+
+
+def _takes_no_rngs(experiment: Experiment) -> ConfigError:
+    hint = "a keyword argument `rngs`, from which flax.nnx draws the initial weights"
+    return experiment.error("model.class", f"{experiment.model.class_path} takes no `rngs`.", hint=hint)
+
+
+def describe_model(experiment: Experiment) -> ModelDescription:
+    """The experiment's model without arrays. Raises as `build_model` does."""
+    with user_code(experiment, "model.class", experiment.model.class_path):
+        abstract = nnx.eval_shape(lambda: build_model(experiment, nnx.Rngs(experiment.train.seed)))
+        graph, params, variables = nnx.split(abstract, nnx.Param, ...)
+    accepted = _parameters(_model_class(experiment))
+    return ModelDescription(graph, params, variables, "dtype" in accepted, "remat" in accepted)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """NamedShardings of everything a step touches; each a nested dict shaped like the parameters, save `opt_state`.
+
+    Attributes:
+        gradients: of the accumulators over micro-batches.
+        reduced: of the gradients that the optimizer gets: cut as its state is.
+        compute: of the weights as the model sees them, or None where `[rules.compute]` changes nothing.
+        opt_state: of the optimizer's state between steps.
+        opt_on_device: of that state while the optimizer runs, or None where it is on the device all the time.
+    """
+
+    params: Any
+    gradients: Any
+    reduced: Any
+    compute: Any | None
+    opt_state: Any
+    variables: Any
+    replicated: NamedSharding
+    opt_on_device: Any | None = None
+
+
+def lay_out(
+    model: ModelDescription,
+    optimizer: optax.GradientTransformation,
+    mesh: AnyMesh,
+    rules: ShardingRules,
+    *,
+    memory: str = "device",
+) -> Layout:
+    """The Layout that the rules give a model's state.
+
+    Args:
+        model: its parameters carry the logical axes.
+        optimizer: whose state it is.
+        mesh: attached or described.
+        rules: logical axis -> mesh axes.
+        memory: where moments are between steps, `device` or `host`; counters stay on the device.
+
+    Raises:
+        ConfigError: as `meshkit.shardings` does.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def place(kind):
+        return nnx.to_pure_dict(shardings(model.params, mesh, rules, kind=kind))
+
+    params, moments, compute = place("parameters"), place("optimizer"), place("compute")
+    abstract_opt_state = jax.eval_shape(optimizer.init, nnx.to_pure_dict(model.params))
+
+    def of_moments(kind: str | None):
+        return optax.tree.map_params(
+            optimizer,
+            lambda _, s: s if kind is None else s.with_memory_kind(kind),
+            abstract_opt_state,
+            moments,
+            transform_non_params=lambda _: replicated,
+        )
+
+    same = jax.tree.leaves(compute) == jax.tree.leaves(params)
+    return Layout(
+        params=params,
+        gradients=place("gradients"),
+        reduced=moments,
+        compute=None if same else compute,
+        opt_state=of_moments(HOST_MEMORY if memory == "host" else None),
+        variables=nnx.to_pure_dict(shardings(model.variables, mesh, rules)),
+        replicated=replicated,
+        opt_on_device=of_moments("device") if memory == "host" else None,
+    )
+
+
+def state_shardings(layout: Layout) -> TrainState:
+    """A TrainState of NamedShardings."""
+    one = layout.replicated
+    return TrainState(one, layout.params, layout.opt_state, layout.variables, one)
+
+
+def init_state(
+    experiment: Experiment, optimizer: optax.GradientTransformation, stack: Stack | None = None
+) -> TrainState:
+    """The state before the first step; to be jitted with `out_shardings`, so that it is born sharded.
+
+    Args:
+        experiment: names the model and the seed.
+        optimizer: whose state it holds.
+        stack: of a pipeline, in whose order the layers are to lie.
+    """
+    model = build_model(experiment, nnx.Rngs(experiment.train.seed))
+    _, params, variables = nnx.split(model, nnx.Param, ...)
+    params = nnx.to_pure_dict(params)
+    if stack is not None:
+        params = {**params, LAYERS: stack.arrange(params[LAYERS])}
+    rng = jax.random.key_data(jax.random.key(experiment.train.seed))
+    return TrainState(jnp.int32(0), params, optimizer.init(params), nnx.to_pure_dict(variables), rng)
+
+
+def split_rng(state: TrainState) -> jax.Array:
+    """This step's random key."""
+    return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in another dtype, if it is floating point."""
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def replace(state: TrainState, **changes: Any) -> TrainState:
+    """The state with some fields replaced."""
+    return dataclasses.replace(state, **changes)
+
+
+def _model_class(experiment: Experiment) -> Any:
+    at = experiment.error("model.class", "").at
+    name, hint = experiment.model.class_path, "a subclass of flax.nnx.Module or flax.linen.Module"
+    make = load_object(name, experiment.search_paths, at=at)
+    if isinstance(make, linen.Module):
+        made = f'model.class = "{name.partition(":")[0]}:{type(make).__name__}", its fields as further keys of [model]'
+        raise ConfigError(f"{name} is a linen module already made, not a class.", at=at, hint=made)
+    if not callable(make):
+        raise ConfigError(f"{name} is a {type(make).__name__}, not a class.", at=at, hint=hint)
+    if inspect.isclass(make) and not issubclass(make, nnx.Module | linen.Module):
+        raise ConfigError(f"{name} is a class that is not a flax.nnx.Module.", at=at, hint=hint)
+    return make
+
+
+def _parameters(make: Any) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a class or function; nnx's metaclass hides those of a class from `inspect.signature`."""
+    if isinstance(make, functools.partial):
+        return {n: p for n, p in _parameters(make.func).items() if n not in make.keywords}
+    parameters = inspect.signature(make.__init__ if inspect.isclass(make) else make).parameters
+    hidden = ("self", *LINEN_FIELDS) if is_linen(make) else ("self",)
+    return {name: p for name, p in parameters.items() if name not in hidden}
+
+
+def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Names of those that have no default."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variadic]

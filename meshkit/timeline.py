@@ -1,0 +1,331 @@
+"""Spans of work on devices, and the sweep that says what overlapped what.
+
+plan simulates a Timeline, profile reads one.
+All times are seconds on one clock; a span is a row `(start_s, end_s)` of a float64 array of shape [n, 2].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from meshkit.errors import ConfigError
+from meshkit.hlo.collective import Collective
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """What one device did in one step.
+
+    Attributes:
+        device: global device id (partition id in a simulation).
+        step: step number.
+        window: (start_s, end_s) of the step on this device.
+        compute: [n, 2] spans of kernels that compute.
+        compute_op: [n] indices into `Timeline.op_names`.
+        communication: [m, 2] spans of collectives.
+        collective: [m] indices into `Timeline.collectives`; -1 for communication that maps to no instruction.
+        copies: [k, 2] spans of memory copies.
+        transfer_s: [m] seconds of each communication span that moved data; None where waiting is unknown.
+        bubble_s: seconds inside compute that a masked pipeline slot wasted; None where unknown (a trace does not say).
+    """
+
+    device: int
+    step: int
+    window: tuple[float, float]
+    compute: np.ndarray
+    compute_op: np.ndarray
+    communication: np.ndarray
+    collective: np.ndarray
+    copies: np.ndarray
+    transfer_s: np.ndarray | None = None
+    bubble_s: float | None = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Steps of devices, and the tables their indices point into."""
+
+    steps: tuple[DeviceStep, ...]
+    collectives: tuple[Collective, ...]
+    op_names: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Seconds of one window, split by what ran: `compute_s + exposed_s + other_s + idle_s == window_s`.
+
+    Attributes:
+        window_s: length of the window.
+        compute_s: union of the compute spans.
+        communication_s: union of the communication spans; `overlapped_s + exposed_s` of it.
+        overlapped_s: communication under compute.
+        exposed_s: communication with no compute at the same time.
+        other_s: memory copies under neither compute nor communication.
+        idle_s: nothing ran.
+    """
+
+    window_s: float
+    compute_s: float
+    communication_s: float
+    overlapped_s: float
+    exposed_s: float
+    other_s: float
+    idle_s: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One device step taken apart: its totals, and what each collective had of them.
+
+    The arrays have one entry per collective of the timeline, and a last one for unmapped communication. `share_s` and
+    `exposed_share_s` divide every instant equally among the rows active in it, and a row's part equally among its
+    instances, so they add up to `total.communication_s` and `total.exposed_s`. `busy_s` does not add up.
+
+    Attributes:
+        total: the window split by what ran.
+        share_s, exposed_share_s: additive parts of communication, and of exposed communication.
+        sole_exposed_s: the row of this collective was the only thing that ran.
+        busy_s: sum of the instances' own durations, inside the window.
+        transfer_s: sum of the instances' seconds that moved data; None where unknown.
+        count: instances.
+    """
+
+    total: Overlap
+    share_s: np.ndarray
+    exposed_share_s: np.ndarray
+    sole_exposed_s: np.ndarray
+    busy_s: np.ndarray
+    transfer_s: np.ndarray | None
+    count: np.ndarray
+
+    def each_of(self, steps: int) -> Sweep:
+        """The mean of the training steps that one execution of a program makes."""
+
+        def share(value: Any) -> Any:
+            return None if value is None else value / steps
+
+        total = Overlap(**{f.name: share(getattr(self.total, f.name)) for f in fields(self.total)})
+        arrays = {f.name: share(getattr(self, f.name)) for f in fields(self) if f.name != "total"}
+        return Sweep(total, **arrays)
+
+
+def overlap(compute, communication, window, *, copies=None) -> Overlap:
+    """The union-based split of a window into compute, overlapped and exposed communication, copies and idle time.
+
+    overlapped = |U(compute) ∩ U(communication)|: spans that overlap each other count once.
+
+    Args:
+        compute: float array [n, 2] of (start_s, end_s).
+        communication: the same for collectives.
+        window: (start_s, end_s); what lies outside is cut off.
+        copies: the same for memory copies, if they are known.
+
+    Raises:
+        ConfigError: an array of another shape, a span that ends before it starts, or a value that is not finite.
+    """
+    bounds = _checked_spans([window], "window")
+    if bounds.shape != (1, 2):
+        raise ConfigError(f"`window` is one (start_s, end_s), not {window!r}.")
+    named = {"compute": compute, "communication": communication, "copies": () if copies is None else copies}
+    spans = [_clipped(_checked_spans(value, name), bounds[0]) for name, value in named.items()]
+    return _split(*(_Cover(s) for s in spans), length_s=float(bounds[0, 1] - bounds[0, 0]))
+
+
+def sweep(step: DeviceStep, num_collectives: int, rows: np.ndarray | None = None) -> Sweep:
+    """Splits one device step, in O(n log n) over its spans.
+
+    Args:
+        step: spans on one device.
+        num_collectives: length of the timeline's table of collectives.
+        rows: [num_collectives + 1] row that each collective (last: unmapped communication) belongs to when an instant
+            is shared; None makes each its own row.
+    """
+    compute, communication, copies = (
+        _clipped(np.asarray(s, np.float64).reshape(-1, 2), step.window)
+        for s in (step.compute, step.communication, step.copies)
+    )
+    owner = np.where(step.collective < 0, num_collectives, step.collective).astype(np.intp)
+    row = owner if rows is None else np.asarray(rows)[owner]
+    covered = _Cover(compute)
+    segments = _Segments(communication, row, covered)
+    inside = communication[:, 1] > communication[:, 0]
+
+    def per_collective(values: np.ndarray) -> np.ndarray:
+        return np.bincount(owner, weights=values, minlength=num_collectives + 1)
+
+    share, exposed_share, sole = (per_collective(v) for v in segments.instance_shares())
+    length_s = float(step.window[1] - step.window[0])
+    return Sweep(
+        total=_split(covered, _Cover(communication), _Cover(copies), length_s=length_s),
+        share_s=share,
+        exposed_share_s=exposed_share,
+        sole_exposed_s=sole,
+        busy_s=per_collective(communication[:, 1] - communication[:, 0]),
+        transfer_s=None if step.transfer_s is None else per_collective(np.asarray(step.transfer_s)),
+        count=per_collective(inside.astype(np.float64)),
+    )
+
+
+def exposed_spans(step: DeviceStep) -> np.ndarray:
+    """[n, 2] intervals of a step in which a collective runs and nothing computes, in seconds from its start."""
+    compute, communication = (
+        _Cover(_clipped(np.asarray(s, np.float64).reshape(-1, 2), step.window))
+        for s in (step.compute, step.communication)
+    )
+    cuts = np.unique(np.concatenate([compute.starts, compute.ends, communication.starts, communication.ends]))
+    # between two cuts all is covered or nothing: half of it tells them apart whatever the running sums round to
+    half = 0.5 * np.diff(cuts)
+    covered, communicating = np.diff(compute.until(cuts)) > half, np.diff(communication.until(cuts)) > half
+    exposed = np.r_[False, communicating & ~covered, False]
+    starts, ends = np.flatnonzero(~exposed[:-1] & exposed[1:]), np.flatnonzero(exposed[:-1] & ~exposed[1:])
+    return np.stack([cuts[starts], cuts[ends]], axis=1) if len(starts) else np.zeros((0, 2))
+
+
+def shares_by_op(step: DeviceStep, num_ops: int) -> np.ndarray:
+    """[num_ops] seconds of the compute of a step by operation: of k that run at once each has 1/k of the time."""
+    spans = _clipped(np.asarray(step.compute, np.float64).reshape(-1, 2), step.window)
+    if (spans[1:, 0] >= spans[:-1, 1]).all():  # one stream: a share is a duration
+        return np.bincount(step.compute_op, weights=spans[:, 1] - spans[:, 0], minlength=num_ops)
+    segments = _Segments(spans, step.compute_op, _Cover(np.zeros((0, 2))))
+    return np.bincount(step.compute_op, weights=segments.instance_shares()[0], minlength=num_ops)
+
+
+class _Cover:
+    """The union of spans: disjoint intervals in time, and how much of them lies before any instant.
+
+    Args:
+        spans: [n, 2], in any order.
+    """
+
+    def __init__(self, spans: np.ndarray):
+        if len(spans) and (np.diff(spans[:, 0]) < 0).any():
+            spans = spans[np.argsort(spans[:, 0], kind="stable")]
+        reach = np.maximum.accumulate(spans[:, 1])
+        opens = np.r_[True, spans[1:, 0] > reach[:-1]] if len(spans) else np.zeros(0, bool)
+        first = np.flatnonzero(opens)
+        self.starts = spans[first, 0]
+        self.ends = reach[np.r_[first[1:] - 1, len(spans) - 1]] if len(spans) else np.zeros(0)
+        self._before = np.r_[0.0, np.cumsum(self.ends - self.starts)]
+        self.seconds = float(self._before[-1])
+
+    def until(self, at: np.ndarray) -> np.ndarray:
+        """[n] seconds of the union before each instant."""
+        i = np.searchsorted(self.starts, at, "right")
+        last_end = np.r_[0.0, self.ends][i]
+        return self._before[i] - np.where(i > 0, np.maximum(0.0, last_end - at), 0.0)
+
+    def common_s(self, other: _Cover) -> float:
+        """Seconds in both unions."""
+        few, many = (self, other) if len(self.starts) < len(other.starts) else (other, self)
+        return float((many.until(few.ends) - many.until(few.starts)).sum())
+
+    def spans(self) -> np.ndarray:
+        """[n, 2] the disjoint intervals."""
+        return np.stack([self.starts, self.ends], axis=1)
+
+
+def _split(compute: _Cover, communication: _Cover, copies: _Cover, *, length_s: float) -> Overlap:
+    """The window split by what ran.
+
+    Raises:
+        AssertionError: the parts do not add up (a bug of ours).
+    """
+    overlapped = compute.common_s(communication)
+    busy = _Cover(np.concatenate([compute.spans(), communication.spans()]))
+    other = max(0.0, copies.seconds - copies.common_s(busy))
+    exposed = max(0.0, communication.seconds - overlapped)
+    idle = max(0.0, length_s - busy.seconds - other)
+    parts = compute.seconds + exposed + other + idle
+    assert abs(parts - length_s) <= 1e-9 * length_s, f"the parts of a window of {length_s} s add up to {parts} s"
+    return Overlap(
+        window_s=length_s,
+        compute_s=compute.seconds,
+        communication_s=communication.seconds,
+        overlapped_s=overlapped,
+        exposed_s=exposed,
+        other_s=other,
+        idle_s=idle,
+    )
+
+
+class _Segments:
+    """Time cut at every boundary of a communication span: between two cuts the same rows are active.
+
+    Args:
+        communication: [m, 2] spans, clipped to the window, seconds from its start.
+        row: [m] row of each.
+        compute: what they can hide under.
+    """
+
+    def __init__(self, communication: np.ndarray, row: np.ndarray, compute: _Cover):
+        self.row = row
+        self.times, at = np.unique(communication.ravel(), return_inverse=True)
+        self.at = at.reshape(-1, 2)
+        self.seconds = np.diff(self.times)
+        self.exposed = np.clip(self.seconds - np.diff(compute.until(self.times)), 0.0, self.seconds)
+        self._merge_rows()
+
+    def _active(self, at: np.ndarray) -> np.ndarray:
+        """How many of the spans cover each segment."""
+        n = len(self.times)
+        return np.cumsum(np.bincount(at[:, 0], minlength=n) - np.bincount(at[:, 1], minlength=n))[:-1]
+
+    def _merge_rows(self) -> None:
+        """Walks the boundaries row by row, in time; fills `active_rows`, the rows active per segment."""
+        m = len(self.at)
+        boundary, sign = self.at.T.ravel(), np.repeat([1, -1], m)
+        order = np.lexsort((sign, boundary, np.tile(self.row, 2)))
+        self.boundary = boundary[order]
+        self.instances = np.cumsum(sign[order])  # of the row, after this boundary; 0 again at the end of each row
+        self.position = np.empty(2 * m, np.intp)
+        self.position[order] = np.arange(2 * m)
+        before = np.r_[0, self.instances[:-1]] if m else self.instances
+        opens, closes = (before == 0) & (self.instances == 1), (before == 1) & (self.instances == 0)
+        self.active_rows = self._active(np.stack([self.boundary[opens], self.boundary[closes]], axis=1))
+
+    def instance_shares(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[m] share, exposed share and sole exposed seconds of each communication span."""
+        rows = np.maximum(self.active_rows, 1)
+        return (
+            self._integral(np.where(self.active_rows > 0, self.seconds / rows, 0.0)),
+            self._integral(np.where(self.active_rows > 0, self.exposed / rows, 0.0)),
+            self._integral(np.where(self.active_rows == 1, self.exposed, 0.0)),
+        )
+
+    def _integral(self, row_seconds: np.ndarray) -> np.ndarray:
+        """[m] what each span gets of `row_seconds` (per segment), its row's instances sharing equally.
+
+        Two running sums do it: one over segments gives the seconds between neighbouring boundaries of a row, one over
+        those, each divided by the instances active, gives a span its part as a difference of two values.
+        """
+        until = np.r_[0.0, np.cumsum(row_seconds)][self.boundary]
+        between = np.diff(until, append=until[-1:])
+        part = np.divide(between, self.instances, out=np.zeros_like(between), where=self.instances > 0)
+        running = np.r_[0.0, np.cumsum(part)][self.position].reshape(2, -1)
+        return np.maximum(running[1] - running[0], 0.0)
+
+
+def _checked_spans(spans, name: str) -> np.ndarray:
+    try:
+        array = np.asarray(spans, np.float64)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"`{name}` is not an array of numbers: {e}.") from None
+    if array.size == 0:
+        return np.zeros((0, 2))
+    if array.ndim != 2 or array.shape[1] != 2:
+        raise ConfigError(f"`{name}` has shape {array.shape}, but spans are [n, 2] rows of (start_s, end_s).")
+    if not np.isfinite(array).all():
+        raise ConfigError(f"`{name}` has {int((~np.isfinite(array)).sum())} values that are not finite.")
+    backwards = np.flatnonzero(array[:, 1] < array[:, 0])
+    if backwards.size:
+        i = int(backwards[0])
+        raise ConfigError(f"`{name}` row {i} ends at {array[i, 1]} s, before it starts at {array[i, 0]} s.")
+    return array
+
+
+def _clipped(spans: np.ndarray, window) -> np.ndarray:
+    """Spans cut to the window, in seconds from its start (so that an epoch's magnitude costs no precision)."""
+    return np.clip(spans - window[0], 0.0, window[1] - window[0])

@@ -1,0 +1,305 @@
+"""Capture of real steps: a profiler trace, and beside it what the trace does not say.
+
+    trace/plugins/profile/p0/HOST.xplane.pb   what ran (TensorBoard and XProf open `trace/` as well)
+    trace/program-p0.hlo.pb.gz                the compiled program: what each operation communicates
+    trace/capture-p0.json                     mesh, devices, links, cluster, steps, work, options, versions, cost
+
+Each process writes its own files; of a large job some are enough. The trace itself is not looked at here:
+`meshkit.verbs.profile.profiler` reads the files, on any machine.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import MeshSpec, Placement
+from meshkit.errors import ConfigError
+from meshkit.redaction import recorded_environment
+from meshkit.trace.capture_record import (
+    CapturedCost,
+    CapturedDevice,
+    CapturedMemory,
+    CapturedMesh,
+    CapturedTrace,
+    CapturedWork,
+    CaptureRecord,
+)
+
+TRACE_FOLDER = "trace"
+_HOST_TRACER_LEVEL = 1  # the lowest level at which XLA:CPU's operations are traced; GPU kernels need none
+
+
+class Capture:
+    """Traces the steps from `first` to `last` of a training loop, both included.
+
+    The loop calls `before(step, state)` and `after(step, outputs)` around every step; all but two of the calls are one
+    comparison. Before the first step, and after the last, it waits until the device has nothing left to do.
+
+        capture = Capture(run / "trace", program=compiled, mesh=mesh, steps=(10, 13))
+        for step in range(steps):
+            capture.before(step, state)
+            state, metrics = compiled(state, batch)
+            capture.after(step, (state, metrics))
+
+    Args:
+        folder: where the files go; what an earlier capture of this process left there is removed.
+        program: the compiled step (`jitted.lower(...).compile()`), or anything with the method `runtime_executable`.
+        mesh: the mesh it was compiled for.
+        steps: (first, last).
+        cluster, mesh_spec: what the mesh was built from, if it was.
+        work: fields of `CapturedWork`.
+        partitioner, options: for the report; the options the program was compiled with.
+        processes: which processes capture; None for all. In the others nothing happens.
+
+    Attributes:
+        untraced_step_s: set it before the first step: a step's median without a trace, to tell the overhead.
+
+    Raises:
+        ConfigError: `last` before `first`, or a program that holds no compiled module.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        program: Any,
+        mesh: jax.sharding.Mesh,
+        steps: tuple[int, int],
+        cluster: Cluster | None = None,
+        mesh_spec: MeshSpec | None = None,
+        work: Mapping[str, Any] | None = None,
+        partitioner: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        processes: Sequence[int] | None = None,
+    ):
+        self.folder = Path(folder)
+        self.first, self.last = steps
+        if self.last < self.first:
+            raise ConfigError(f"[profile] steps = [{self.first}, {self.last}] ends before it starts.")
+        self._module = _compiled_module(program)
+        self._mesh, self._cluster, self._mesh_spec = mesh, cluster, mesh_spec
+        self._known = {
+            "partitioner": partitioner,
+            "options": dict(options) if options else None,
+            "options_hash": _hash(options) if options else None,
+            "work": CapturedWork(**(work or {})),
+            "captured_processes": None if processes is None else tuple(sorted(set(processes))),
+        }
+        self._takes_part = processes is None or jax.process_index() in processes
+        self._done = 0
+        self._start_s = self._began = 0.0
+        self.untraced_step_s: float | None = None
+        self.active = False
+
+    def before(self, step: int, pending: Any = None) -> None:
+        """Starts the trace if this is the first step to capture, once `pending` arrays are ready."""
+        if step == self.first and not self.active:
+            self.start(pending)
+
+    def after(self, step: int, pending: Any = None) -> None:
+        """Counts a step, and stops the trace after the last one, once `pending` arrays are ready."""
+        if self.active:
+            self._done += 1
+            if step >= self.last:
+                self.stop(pending)
+
+    def start(self, pending: Any = None) -> None:
+        """Starts the trace."""
+        if not self._takes_part:
+            return
+        jax.block_until_ready(jax.live_arrays() if pending is None else pending)
+        began = time.perf_counter()
+        self._clean()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        options.host_tracer_level = _HOST_TRACER_LEVEL
+        options.enable_hlo_proto = False  # recorded beside it, in a form that can be read without the trace
+        options.session_id = f"p{jax.process_index()}"  # processes on one host would overwrite each other's file
+        jax.profiler.start_trace(str(self.folder), profiler_options=options)
+        self.active, self._done = True, 0
+        self._began = time.perf_counter()
+        self._start_s = self._began - began
+
+    def stop(self, pending: Any = None, *, num_steps: int | None = None) -> None:
+        """Stops the trace and writes the files beside it.
+
+        Args:
+            pending: arrays to wait for; None waits for every array of this process.
+            num_steps: steps in the trace, where `after` did not count them.
+        """
+        if not self.active:
+            return
+        jax.block_until_ready(jax.live_arrays() if pending is None else pending)
+        ended = time.perf_counter()
+        steps = self._done if num_steps is None else num_steps
+        jax.profiler.stop_trace()
+        self.active = False
+        cost = CapturedCost(
+            start_s=self._start_s,
+            stop_s=time.perf_counter() - ended,
+            traced_step_s=(ended - self._began) / steps / self._known["work"].steps_per_execution if steps else None,
+            untraced_step_s=self.untraced_step_s,
+        )
+        self._write(steps, cost)
+
+    def abandon(self) -> None:
+        """Stops the trace and keeps nothing: the steps failed."""
+        if self.active:
+            self.active = False
+            jax.profiler.stop_trace()
+            self._clean()
+
+    def _clean(self) -> None:
+        process = jax.process_index()
+        shutil.rmtree(self.folder / "plugins" / "profile" / f"p{process}", ignore_errors=True)
+        for name in (f"capture-p{process}.json", f"program-p{process}.hlo.pb.gz"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def _write(self, num_steps: int, cost: CapturedCost) -> None:
+        process = jax.process_index()
+        program_file = f"program-p{process}.hlo.pb.gz"
+        serialized = self._module.as_serialized_hlo_module_proto()
+        (self.folder / program_file).write_bytes(gzip.compress(serialized, compresslevel=6))
+        mesh = self._mesh
+        record = CaptureRecord(
+            process=process,
+            processes=jax.process_count(),
+            host=socket.gethostname(),
+            platform=mesh.devices.flat[0].platform,
+            device_kind=next((d.device_kind for d in mesh.local_devices), None),
+            devices=tuple(CapturedDevice(id=d.id, ordinal=_ordinal(d)) for d in mesh.local_devices),
+            mesh=CapturedMesh(
+                axes=mesh.axis_names,
+                shape=mesh.devices.shape,
+                device_ids=tuple(d.id for d in mesh.devices.flat),
+            ),
+            mesh_spec=self._mesh_spec.to_dict() if self._mesh_spec else None,
+            cluster=self._cluster.to_dict() if self._cluster else None,
+            module=self._module.name,
+            program_file=program_file,
+            first_step=self.first,
+            num_steps=num_steps,
+            memory=_memory(mesh.local_devices),
+            **self._links(),
+            xla_flags=recorded_environment().get("XLA_FLAGS"),
+            trace=_written_trace(self.folder, process),
+            cost=cost,
+            jax=jax.__version__,
+            jaxlib=metadata.version("jaxlib"),
+            runtime=mesh.devices.flat[0].client.platform_version,
+            **self._known,
+        )
+        # last, and complete: a reader that finds this file finds the others
+        (self.folder / f"capture-p{process}.json").write_text(record.model_dump_json(indent=1))
+
+    def _links(self) -> dict[str, Any]:
+        """NVLink domain of each device of the mesh, and the slowest link along each of its axes."""
+        if self._cluster is None:
+            return {}
+        placement = mesh_placement(self._mesh.axis_names, self._mesh.devices.shape,
+                                   [d.id for d in self._mesh.devices.flat], self._cluster, self._mesh_spec)  # fmt: skip
+        domains = placement.domains.reshape(placement.shape)
+        crosses = {
+            name: bool((np.diff(np.sort(domains, axis=i), axis=i) > 0).any())
+            for i, name in enumerate(placement.axis_names)
+        }
+        links = {name: "infiniband" if far else "nvlink" for name, far in crosses.items()}
+        return {"domains": tuple(placement.domains.tolist()), "links": links}
+
+
+def mesh_placement(
+    axes: Sequence[str],
+    shape: Sequence[int],
+    device_ids: Sequence[int],
+    cluster: Cluster | None,
+    mesh_spec: MeshSpec | None = None,
+) -> Placement:
+    """Where the devices of a mesh are: as its spec says, else by id, in the order of the cluster's GPU index."""
+    if mesh_spec is not None and cluster is not None:
+        return mesh_spec.resolve(cluster).placement(cluster)
+    gpus = np.argsort(np.argsort(device_ids))  # rank of each id
+    if cluster is None or cluster.num_gpus != gpus.size:
+        return Placement.from_shape(tuple(axes), tuple(shape))
+    domains = np.array([cluster.domain_of(int(g)) for g in gpus])
+    hosts = np.array([cluster.host_of(int(g)) for g in gpus])
+    links = ["nvlink"] if cluster.num_nvlink_domains == 1 else ["nvlink", "infiniband"]
+    fabric = {name: cluster.link(name).fabric for name in links}
+    return Placement(tuple(axes), tuple(shape), gpus, domains, hosts, fabric)
+
+
+def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tuple[int, ...] | None:
+    """The processes that capture: None all, a number that many evenly over the job, a list those.
+
+    Raises:
+        ConfigError: a process that the job does not have.
+    """
+    if choice is None:
+        return None
+    if isinstance(choice, int):
+        count = min(choice, processes)
+        return tuple(sorted({i * processes // count for i in range(count)}))
+    if beyond := [p for p in choice if not 0 <= p < processes]:
+        raise ConfigError(
+            f"[profile] processes names process {beyond[0]}, but the job has {processes}.",
+            hint=f"processes below {processes}, or a number of processes",
+        )
+    return tuple(sorted(set(choice)))
+
+
+def digest(file: Path) -> str:
+    """blake2b of a file."""
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "blake2b").hexdigest()[:32]
+
+
+def _written_trace(folder: Path, process: int) -> CapturedTrace | None:
+    found = sorted((folder / "plugins" / "profile" / f"p{process}").glob("*.xplane.pb"))
+    if not found:
+        return None
+    file = found[0]
+    return CapturedTrace(file=str(file.relative_to(folder)), bytes=file.stat().st_size, blake2b=digest(file))
+
+
+def _hash(options: Mapping[str, Any]) -> str:
+    text = json.dumps(dict(options), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _compiled_module(program: Any) -> Any:
+    try:
+        modules = program.runtime_executable().hlo_modules()
+    except AttributeError:
+        raise ConfigError(
+            f"`program` is a {type(program).__name__}, but a capture needs the compiled program it traces.",
+            hint="jitted.lower(*args).compile(), and calling what that returns",
+        ) from None
+    return modules[0]
+
+
+def _ordinal(device: Any) -> int:
+    """XLA:CPU traces use global ids, the CUDA profiler the process's own numbering."""
+    if device.platform == "cpu":
+        return device.id
+    return device.id if device.local_hardware_id is None else device.local_hardware_id
+
+
+def _memory(devices: Any) -> CapturedMemory:
+    found = [stats for d in devices if (stats := d.memory_stats())]
+    if not found:
+        return CapturedMemory()
+    fullest = max(found, key=lambda stats: stats.get("peak_bytes_in_use", 0))
+    return CapturedMemory(pool_bytes=fullest.get("bytes_limit"), peak_bytes=fullest.get("peak_bytes_in_use"))

@@ -1,0 +1,298 @@
+"""One process's trace file -> the operations that ran on its devices, as columns.
+
+Operations that have the same kernel name, HLO instruction and module share a `Label`, so that whatever must be decided
+about them by name is decided once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from meshkit.errors import TraceError
+from meshkit.trace.events import NO_VALUE, Events
+from meshkit.trace.xspace import Line, Plane, XSpace, read_xspace
+
+_GPU_PLANE = re.compile(r"^/device:GPU:(\d+)$")
+_DROPPED = re.compile(r"(\d+)[^.;\n]*\bdropped\b|\bdropped\b\D*(\d+)", re.IGNORECASE)
+_GPU_STATS = ("hlo_op", "hlo_module", "memcpy_details", "cuda_graph_id", "run_id", "program_id")
+_CPU_STATS = ("hlo_op", "hlo_module", "run_id", "program_id", "device_ordinal", "_pt", "_p", "_ct", "_c")
+_PS_PER_NS = 1000
+_LONGEST_TRACE_NS = 86_400 * 10**9  # a day; a time further from the start is no time of this trace
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """One process's XSpace file.
+
+    Attributes:
+        path: the `.xplane.pb` file.
+        devices: ordinal in the file -> global device id; operations of other devices are ignored.
+        process: which process of the job wrote it.
+    """
+
+    path: Path
+    devices: Mapping[int, int]
+    process: int = 0
+
+
+@dataclass(frozen=True)
+class Label:
+    """What operations of the same kind have in common.
+
+    Attributes:
+        name: of the kernel, or of the thunk on a CPU.
+        op, module: the HLO instruction and its module; empty where the trace has lost them.
+        copy: a memory copy or a memset.
+        graph: ran as a node of a CUDA graph.
+        program: the runtime's id of the program; -1 where the trace has none.
+    """
+
+    name: str
+    op: str
+    module: str
+    copy: bool
+    graph: bool
+    program: int = -1
+
+
+@dataclass(frozen=True)
+class DeviceOperations:
+    """Operations of one device, sorted by start; times in ps on the clock of the process.
+
+    Attributes:
+        start_ps, end_ps: [n] from the start of the profile.
+        label: [n] indices into `Operations.labels`.
+        run: [n] the runtime's id of the execution; -1 where the trace has none.
+    """
+
+    start_ps: np.ndarray
+    end_ps: np.ndarray
+    label: np.ndarray
+    run: np.ndarray
+
+
+@dataclass
+class Operations:
+    """What one file holds about the devices of interest.
+
+    Attributes:
+        labels: the kinds of operations.
+        devices: global device id -> its operations.
+        clock_ns: time since the epoch at which this process's clock reads zero; None if unknown.
+        problems: what the profiler reports about itself.
+        dropped: events that it says it lost; None if it does not say.
+        discarded: events with impossible times, left out.
+    """
+
+    labels: list[Label] = field(default_factory=list)
+    devices: dict[int, DeviceOperations] = field(default_factory=dict)
+    clock_ns: int | None = None
+    problems: list[str] = field(default_factory=list)
+    dropped: int | None = None
+    discarded: int = 0
+
+    @property
+    def events(self) -> int:
+        """Operations read."""
+        return sum(len(d.start_ps) for d in self.devices.values())
+
+
+def read_operations(file: TraceFile) -> Operations:
+    """Reads one file.
+
+    Raises:
+        TraceError: it cannot be read, or is no trace.
+    """
+    space = read_xspace(file.path)
+    found = Operations(problems=[*space.errors, *space.warnings])
+    found.dropped = _dropped(found.problems)
+    reader = _Reader(found, _duration_ns(space, found))
+    gpus = [(int(m[1]), plane) for plane in space.planes if (m := _GPU_PLANE.match(plane.name))]
+    for ordinal, plane in gpus:
+        if ordinal in file.devices:
+            reader.gpu_plane(space, plane, file.devices[ordinal])
+    if not gpus:
+        for plane in space.planes:
+            if plane.name == "/host:CPU":
+                reader.cpu_plane(space, plane, file.devices)
+    if not space.planes:
+        raise TraceError("the trace holds no planes at all.", at=str(file.path), hint="capturing again")
+    return found
+
+
+def _dropped(problems: Sequence[str]) -> int | None:
+    counts = [int(m[1] or m[2]) for text in problems for m in _DROPPED.finditer(text)]
+    return sum(counts) if counts else None
+
+
+def _duration_ns(space: XSpace, found: Operations) -> int:
+    """How long the profile ran, with a second to spare; notes its beginning."""
+    for plane in space.planes:
+        if plane.name == "Task Environment":
+            start, stop = plane.stats.get("profile_start_time"), plane.stats.get("profile_stop_time")
+            if isinstance(start, int) and start > 0:
+                found.clock_ns = start
+                if isinstance(stop, int) and stop > start:
+                    return stop - start + 10**9
+    return _LONGEST_TRACE_NS
+
+
+class _Reader:
+    """Gathers the operations of planes into one table of labels."""
+
+    def __init__(self, found: Operations, duration_ns: int):
+        self.found, self.duration_ns = found, duration_ns
+        self.known: dict[tuple[str, str, str, int, int], int] = {}
+
+    def gpu_plane(self, space: XSpace, plane: Plane, device: int) -> None:
+        """Raw files hold stream lines only; lines such as "XLA Ops" are derived by viewers, and would count twice."""
+        lines = [line for line in plane.lines if line.name.startswith("Stream #")]
+        events, start = _joined([(self._since_ns(line), space.events(plane, line, _GPU_STATS)) for line in lines])
+        if not len(start):
+            return
+        run = np.where(events.stats["run_id"] == NO_VALUE, -1, events.stats["run_id"])
+        self._add(plane, device, start, start + events.duration_ps, events, run)
+
+    def cpu_plane(self, space: XSpace, plane: Plane, devices: Mapping[int, int]) -> None:
+        """XLA:CPU's thunks, whatever thread they ran on.
+
+        The event of a thunk that hands its work to a thread pool ends at the hand-over; the `end: ` marker that
+        carries its id says when the work was done.
+        """
+        lines = plane.lines
+        events, start = _joined([(self._since_ns(line), space.events(plane, line, _CPU_STATS)) for line in lines])
+        if not len(start):
+            return
+        is_end = np.array(list(plane.event_names.ids(beginning="end: ")), np.int64)
+        marker = np.isin(events.metadata, is_end)
+        end = _done(events, start, marker)
+        ordinal = events.stats["device_ordinal"]
+        mine = (events.stats["hlo_op"] != NO_VALUE) & ~marker
+        for number in np.unique(ordinal[mine]).tolist():
+            if number in devices:
+                rows = np.flatnonzero(mine & (ordinal == number))
+                run = events.stats["run_id"][rows]
+                run = np.where(run == NO_VALUE, -1, run)
+                self._add(plane, devices[number], start[rows], end[rows], _rows(events, rows), run)
+
+    def _since_ns(self, line: Line) -> int:
+        """Time of a line since the profile began; some writers count from the epoch."""
+        since = line.timestamp_ns
+        if since > _LONGEST_TRACE_NS and self.found.clock_ns:
+            since -= self.found.clock_ns
+        return min(max(since, -_LONGEST_TRACE_NS), 2 * _LONGEST_TRACE_NS)
+
+    def _add(self, plane: Plane, device: int, start, end, events: Events, run) -> None:
+        limit = self.duration_ns * _PS_PER_NS
+        good = (end >= start) & (start >= -limit) & (end <= limit)
+        if not good.all():
+            self.found.discarded += int((~good).sum())
+            rows = np.flatnonzero(good)
+            start, end, events, run = start[rows], end[rows], _rows(events, rows), run[rows]
+        if not len(start):
+            return
+        label = self._labels(plane, events)
+        order = np.argsort(start, kind="stable")
+        if device in self.found.devices:
+            raise TraceError(f"the trace has two planes of device {device}.")
+        self.found.devices[device] = DeviceOperations(start[order], end[order], label[order], run[order])
+
+    def _labels(self, plane: Plane, events: Events) -> np.ndarray:
+        """[n] index of each event's label."""
+        none = np.full(len(events.metadata), NO_VALUE)
+        copy = events.stats.get("memcpy_details", none) != NO_VALUE
+        graph = events.stats.get("cuda_graph_id", none)
+        flags = copy + 2 * ((graph != NO_VALUE) & (graph != 0))
+        stats = events.stats
+        columns = (stats["hlo_op"], stats["hlo_module"], events.metadata, flags, stats["program_id"])
+        inverse, first = _distinct(columns)
+        index = np.empty(len(first), np.int32)
+        rows = [column[first].tolist() for column in columns]
+        ops, modules = ({id_: plane.text(id_) for id_ in set(column)} for column in rows[:2])
+        names = {id_: plane.event_names.get(id_) for id_ in set(rows[2])}
+        for i, (op, module, metadata, flag, program) in enumerate(zip(*rows)):
+            key = (names[metadata], ops[op], modules[module], flag, program)
+            number = self.known.get(key)
+            if number is None:
+                number = self.known[key] = len(self.known)
+                copies = bool(flag & 1) or key[0][:6].lower() in ("memcpy", "memset")
+                self.found.labels.append(
+                    Label(*key[:3], copies, bool(flag & 2), -1 if program == NO_VALUE else program)
+                )
+            index[i] = number
+        return index[inverse]
+
+
+def _joined(parts: Sequence[tuple[int, Events]]) -> tuple[Events, np.ndarray]:
+    """The events of several lines, and when each starts, in ps."""
+    events = [e for _, e in parts]
+    if not events:
+        none = np.zeros(0, np.int64)
+        return Events(none, none, none, {}), none
+    limit = 2 * _LONGEST_TRACE_NS * _PS_PER_NS  # of what 64 bits hold; times beyond are discarded later
+    start = [np.clip(e.offset_ps, -limit, limit) + ns * _PS_PER_NS for ns, e in parts]
+    stats = {name: np.concatenate([e.stats[name] for e in events]) for name in events[0].stats}
+    metadata, offset = (np.concatenate([getattr(e, name) for e in events]) for name in ("metadata", "offset_ps"))
+    duration = np.concatenate([e.duration_ps for e in events])
+    return Events(metadata, offset, duration, stats), np.concatenate(start)
+
+
+def _rows(events: Events, rows: np.ndarray) -> Events:
+    stats = {name: values[rows] for name, values in events.stats.items()}
+    return Events(events.metadata[rows], events.offset_ps[rows], events.duration_ps[rows], stats)
+
+
+def _done(events: Events, start: np.ndarray, marker: np.ndarray) -> np.ndarray:
+    """[n] when each event's work was done: at its end marker, found by the id both carry, else at its own end."""
+    end = start + events.duration_ps
+    stats = events.stats
+    if not marker.any():
+        return end
+    closed = _flow(stats["_ct"][marker], stats["_c"][marker])
+    order = np.argsort(closed, kind="stable")
+    closed, at = closed[order], start[marker][order]
+    flow = _flow(stats["_pt"], stats["_p"])
+    i = np.minimum(np.searchsorted(closed, flow), len(closed) - 1)
+    found = (closed[i] == flow) & (stats["_p"] != NO_VALUE)
+    return np.where(found, np.maximum(start, at[i]), end)
+
+
+def _flow(kind: np.ndarray, id_: np.ndarray) -> np.ndarray:
+    """A number for a flow: its id, with its kind in the top bits."""
+    return id_ ^ (np.where(kind == NO_VALUE, 0, kind) << 58)
+
+
+def _distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """[n] number of each row among the distinct rows of some columns, and one row of each.
+
+    The first column (the instruction) nearly always determines the others: rows that agree with the one row that was
+    picked for their instruction need no sorting.
+    """
+    leader = columns[0]
+    code = np.where(leader == NO_VALUE, leader.max(initial=0) + 1, leader)
+    code = code - code.min()
+    if code.max() > 4 * len(code) + 1024:  # ids far apart: a table of them would be larger than the events
+        code = np.unique(code, return_inverse=True)[1]
+    pick = np.full(int(code.max()) + 1, -1, np.int64)
+    pick[code] = np.arange(len(code))
+    chosen = pick[code]
+    same = np.ones(len(code), bool)
+    for column in columns[1:]:
+        same &= column == column[chosen]
+    used = np.flatnonzero(pick >= 0)
+    number = np.zeros(len(pick), np.int64)
+    number[used] = np.arange(len(used))
+    inverse, first = number[code], pick[used]
+    rest = np.flatnonzero(~same)
+    if len(rest):
+        _, index, again = np.unique(
+            np.stack([c[rest] for c in columns]), axis=1, return_index=True, return_inverse=True
+        )
+        inverse[rest] = len(first) + again.ravel()
+        first = np.concatenate([first, rest[index]])
+    return inverse, first

@@ -1,0 +1,351 @@
+"""Waiting for a late peer, told from moving data; who is waited for.
+
+An instance is one collective, in one step, its k-th time, over one group of devices. All of its members leave it
+together, so whoever is in it longer than the one that spends the least time has waited. Two ways to tell how long:
+
+    clock-free   wait = duration - the shortest duration of any member              (needs no common clock)
+    clocked      wait = from the own start to the last member's start               (one process, or aligned clocks)
+
+Clock-free calls the slowness of everybody but one a wait; clocked does not, and is used where clocks are good enough.
+Of an instance that was not seen on every member neither is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshkit.hlo.collective import Collective
+from meshkit.timeline import DeviceStep
+from meshkit.trace.checks import clocks_are_good
+from meshkit.trace.clocks import Clocks, align
+
+_PERMUTE = "collective-permute"
+
+
+class Instances:
+    """The communication of every device step, in order: which collective, its k-th time, from when to when."""
+
+    def __init__(self) -> None:
+        self._columns: list[tuple[np.ndarray, ...]] = []
+        self._bounds = [0]
+        self._clock_ns: dict[int, int | None] = {}
+        self._current = 0
+        self._process: list[int] = []
+
+    def process(self, number: int, clock_ns: int | None) -> float:
+        """Begins a process; returns when its clock reads zero, in seconds after the first process's does."""
+        self._clock_ns[number] = clock_ns
+        self._current = number
+        first = next(iter(self._clock_ns.values()))
+        return (clock_ns - first) * 1e-9 if clock_ns is not None and first is not None else 0.0
+
+    def add(self, entry: int, step: DeviceStep, own: np.ndarray, starts_at_s: float) -> None:
+        """Adds the communication of one device step.
+
+        Args:
+            entry: number of the device step.
+            step: its spans.
+            own: [m] whether a communication span began in this step, and not in the one before.
+            starts_at_s: start of the step's window.
+        """
+        start, end = step.communication[:, 0], step.communication[:, 1]
+        inside = np.clip(end, *step.window) - np.clip(start, *step.window)
+        occurrence = np.where(own & (step.collective >= 0), _occurrence(step.collective, start, own), -1)
+        entries = np.full(len(start), entry, np.int32)
+        self._columns.append((entries, step.collective.astype(np.int32), occurrence.astype(np.int32),
+                              start + starts_at_s, end + starts_at_s, inside))  # fmt: skip
+        self._bounds.append(self._bounds[-1] + len(start))
+        self._process.append(self._current)
+
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """Entry, collective, occurrence (-1: none), start_s, end_s, and seconds inside the step's window."""
+        if not self._columns:
+            return tuple(np.zeros(0, t) for t in (np.int32, np.int32, np.int32, float, float, float))
+        if len(self._columns) > 1:
+            self._columns = [tuple(np.concatenate(c) for c in zip(*self._columns))]
+        return self._columns[0]
+
+    def slice_of(self, entry: int) -> slice:
+        """Where the instances of one device step are."""
+        return slice(self._bounds[entry], self._bounds[entry + 1])
+
+    def collective_of(self, entry: int) -> np.ndarray:
+        """[m] collective of each communication span of one device step; -1 for unmapped ones."""
+        return self.columns()[1][self.slice_of(entry)]
+
+    def process_of(self) -> np.ndarray:
+        """[entries] the process of each device step."""
+        return np.array(self._process, np.int64)
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return len(self._clock_ns)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A device that others waited for; seconds are sums over all steps.
+
+    Attributes:
+        device, process: which.
+        caused_wait_s: what the other members of its groups waited for it, all added up.
+        waited_s: what it waited itself.
+        last_share: share of its instances that it was the last to reach.
+    """
+
+    device: int
+    process: int
+    caused_wait_s: float
+    waited_s: float
+    last_share: float
+
+
+@dataclass(frozen=True)
+class Skew:
+    """Wait and transfer of every instance whose members were all seen.
+
+    Attributes:
+        method: how waiting was told; None where nothing is known.
+        clocks: of the processes, where there are several.
+        instances: how many were judged.
+        median_wait_s: of the instances' members that waited, clock-free.
+        wait_clock_free_s, wait_clocked_s: all added up.
+        stragglers: the device that caused the most waiting first.
+    """
+
+    method: str | None = None
+    clocks: Clocks | None = None
+    instances: int = 0
+    median_wait_s: float | None = None
+    wait_clock_free_s: float | None = None
+    wait_clocked_s: float | None = None
+    stragglers: tuple[Straggler, ...] = ()
+    transfer_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    _slices: tuple[slice, ...] = ()
+
+    def transfer_of(self, entry: int) -> np.ndarray | None:
+        """[m] seconds of each communication span of a device step that moved data, NaN where unknown; None for all."""
+        if not len(self.transfer_s):
+            return None
+        return self.transfer_s[self._slices[entry]]
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Rows of the instance table that form whole instances.
+
+    Attributes:
+        row: [n] rows of the table.
+        instance: [n] number of the instance each belongs to.
+        count: instances.
+    """
+
+    row: np.ndarray
+    instance: np.ndarray
+    count: int
+
+
+def measure_skew(
+    instances: Instances,
+    collectives: Sequence[Collective],
+    groups: Mapping[str, np.ndarray],
+    steps: Sequence[DeviceStep],
+    numbers: np.ndarray,
+    keep: np.ndarray,
+) -> Skew:
+    """Wait and transfer of the communication of all device steps.
+
+    Args:
+        instances: of all device steps.
+        collectives: of the timeline.
+        groups: collective's name -> [groups, members] device ids, or [pairs, 2] of a collective-permute.
+        steps: the device steps.
+        numbers: [entries] which execution each is.
+        keep: [entries] which take part.
+    """
+    entry, collective, occurrence, start, end, inside = instances.columns()
+    if not len(entry) or not groups:
+        return Skew()
+    device = np.array([step.device for step in steps])[entry]
+    usable = (occurrence >= 0) & keep[entry]
+    judged, permutes = _group(collectives, groups, collective, device, numbers[entry], occurrence, usable)
+    free, clocked = np.full(len(entry), np.nan), np.full(len(entry), np.nan)
+    duration = end - start
+    process = instances.process_of()[entry]
+    clocks = align(judged.instance, process[judged.row], end[judged.row]) if instances.processes > 1 else None
+    if clocks is not None:
+        start = start - clocks.ahead_s(process, start)
+    for rows, peers in ((judged.row, judged.instance), *permutes):
+        n = int(peers.max(initial=-1)) + 1
+        shortest = _extreme(np.minimum, duration[rows], peers, n, np.inf)
+        last = _extreme(np.maximum, start[rows], peers, n, -np.inf)
+        # a permute's instance is a device and its neighbours: each device has its own, and is its first member
+        own = _first_of_each(peers, n) if rows is not judged.row else np.arange(len(rows))
+        mine, which = rows[own], peers[own]
+        free[mine] = np.maximum(0.0, duration[mine] - shortest[which])
+        clocked[mine] = np.clip(last[which] - start[mine], 0.0, duration[mine])
+    known = ~np.isnan(free)
+    if not known.any():
+        return Skew(clocks=clocks)
+    waits = free[known & (free > 0)]
+    median = float(np.median(waits)) if len(waits) else 0.0
+    residual = None if clocks is None else clocks.residual_s
+    good = residual is not None and clocks_are_good(residual, median, float(np.median(duration[known])))
+    method = "clocked" if clocks is None or good else "clock_free"
+    wait = clocked if method == "clocked" else free
+    share = np.divide(inside, duration, out=np.zeros_like(inside), where=duration > 0)
+    transfer = np.where(known, (duration - wait) * share, np.nan)
+    late = -duration if method == "clock_free" else start
+    return Skew(
+        method=method,
+        clocks=clocks,
+        instances=judged.count + sum(len(set(peers.tolist())) for _, peers in permutes),
+        median_wait_s=median,
+        wait_clock_free_s=float(free[known].sum()),
+        wait_clocked_s=float(clocked[known].sum()),
+        stragglers=_stragglers(judged, device, process, wait, late),
+        transfer_s=transfer,
+        _slices=tuple(instances.slice_of(i) for i in range(len(steps))),
+    )
+
+
+def _occurrence(collective: np.ndarray, start: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """[m] how many spans of the same collective began earlier in this step."""
+    order = np.lexsort((start, collective, ~own))
+    sorted_ = collective[order]
+    first = np.r_[True, sorted_[1:] != sorted_[:-1]] if len(order) else np.zeros(0, bool)
+    counted = np.arange(len(order)) - np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
+    occurrence = np.empty(len(order), np.int64)
+    occurrence[order] = counted
+    return occurrence
+
+
+def _group(
+    collectives: Sequence[Collective], groups: Mapping[str, np.ndarray], collective, device, step, occurrence, usable
+) -> tuple[_Judged, list[tuple[np.ndarray, np.ndarray]]]:
+    """Rows by instance; and of each collective-permute rows by device, with its neighbours."""
+    rows: list[np.ndarray] = []
+    numbers: list[np.ndarray] = []
+    permutes: list[tuple[np.ndarray, np.ndarray]] = []
+    count, times = 0, int(occurrence.max(initial=0)) + 1
+    moment = step * times + occurrence
+    for i, mine in _rows_by_collective(collective, usable):
+        members = groups.get(collectives[i].name)
+        if members is None or collectives[i].group_size < 2:
+            continue
+        if collectives[i].collective == _PERMUTE:
+            mine = mine[_complete(step[mine], device[mine], occurrence[mine], 0)]
+            permutes.append(_neighbours(members, device[mine], moment[mine], mine))
+            continue
+        group = _group_of(members, device[mine])
+        mine, group = mine[group >= 0], group[group >= 0]
+        # where a member lost an event, its k-th time is another's k+1-th: none of that step's can be told apart
+        whole = _complete(step[mine] * len(members) + group, device[mine], occurrence[mine], members.shape[1])
+        mine, group = mine[whole], group[whole]
+        _, number, size = np.unique(moment[mine] * len(members) + group, return_inverse=True, return_counts=True)
+        whole = (size == members.shape[1])[number]
+        _, number = np.unique(number[whole], return_inverse=True)
+        rows.append(mine[whole])
+        numbers.append(number + count)
+        count += int(number.max(initial=-1)) + 1
+    empty = np.zeros(0, np.int64)
+    joined = _Judged(np.concatenate(rows or [empty]), np.concatenate(numbers or [empty]), count)
+    return joined, [p for p in permutes if len(p[0])]
+
+
+def _complete(where: np.ndarray, device: np.ndarray, occurrence: np.ndarray, members: int) -> np.ndarray:
+    """[n] whether the devices of a step's group all ran a collective equally often.
+
+    Args:
+        where: number of the step's group.
+        device: which device.
+        occurrence: which time, from 0 on each device.
+        members: devices of a group; 0 to judge each device by the others.
+    """
+    if not len(where):
+        return np.zeros(0, bool)
+    _, number, size = np.unique(where, return_inverse=True, return_counts=True)
+    most = np.zeros(len(size), np.int64)
+    np.maximum.at(most, number, occurrence + 1)
+    if members:
+        return (size == members * most)[number]
+    _, own, runs = np.unique(number * (int(device.max()) + 1) + device, return_inverse=True, return_counts=True)
+    return runs[own] == most[number]
+
+
+def _rows_by_collective(collective: np.ndarray, usable: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    rows = np.flatnonzero(usable)
+    rows = rows[np.argsort(collective[rows], kind="stable")]
+    found, begin = np.unique(collective[rows], return_index=True)
+    yield from zip(found.tolist(), np.split(rows, begin[1:]))
+
+
+def _group_of(members: np.ndarray, device: np.ndarray) -> np.ndarray:
+    """[n] which group each device is in; -1 for none."""
+    flat = members.ravel()
+    order = np.argsort(flat, kind="stable")
+    at = np.minimum(np.searchsorted(flat[order], device), len(flat) - 1)
+    return np.where(flat[order][at] == device, order[at] // members.shape[1], -1)
+
+
+def _neighbours(pairs: np.ndarray, device, moment, rows) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of each device of a permute and of those it exchanges with, and a number for each such set.
+
+    A device's own row stands first in its set. A set with a neighbour that was not seen is left out.
+    """
+    if not len(rows):
+        return rows, rows
+    sets: list[np.ndarray] = []
+    numbers: list[np.ndarray] = []
+    moments, at = np.unique(moment, return_inverse=True)
+    table = {int(d): np.full(len(moments), -1, np.int64) for d in set(device.tolist()) | set(pairs.ravel().tolist())}
+    for d, known in table.items():
+        known[at[device == d]] = rows[device == d]
+    count = 0
+    for d in set(device.tolist()):
+        near = sorted(({*pairs[(pairs == d).any(axis=1)].ravel().tolist()}) - {d})
+        together = np.stack([table[d], *(table[n] for n in near)])
+        together = together[:, (together >= 0).all(axis=0)]
+        sets.append(together.T.ravel())
+        numbers.append(np.repeat(np.arange(together.shape[1]) + count, len(together)))
+        count += together.shape[1]
+    return np.concatenate(sets), np.concatenate(numbers)
+
+
+def _first_of_each(number: np.ndarray, n: int) -> np.ndarray:
+    first = np.full(n, -1, np.int64)
+    first[number[::-1]] = np.arange(len(number))[::-1]
+    return first
+
+
+def _extreme(ufunc, values: np.ndarray, number: np.ndarray, n: int, start: float) -> np.ndarray:
+    result = np.full(n, start)
+    ufunc.at(result, number, values)
+    return result
+
+
+def _stragglers(judged: _Judged, device, process, wait, late) -> tuple[Straggler, ...]:
+    """Devices by the wait they cause: that of each instance goes to the member that came last."""
+    if not judged.count:
+        return ()
+    rows, number = judged.row, judged.instance
+    order = np.lexsort((-late[rows], number))
+    last = rows[order[np.r_[True, np.diff(number[order]) > 0]]]
+    caused = np.bincount(number, weights=wait[rows], minlength=judged.count)
+    found = []
+    for d in np.unique(device[rows]).tolist():
+        mine, of_mine = rows[device[rows] == d], device[last] == d
+        found.append(
+            Straggler(
+                device=d,
+                process=int(process[mine[0]]),
+                caused_wait_s=float((caused[of_mine] - wait[last[of_mine]]).sum()),
+                waited_s=float(wait[mine].sum()),
+                last_share=float(of_mine.sum() / len(mine)),
+            )
+        )
+    return tuple(sorted(found, key=lambda s: -s.caused_wait_s))

@@ -1,4 +1,0 @@
-"""Search over variants of an experiment: what they are, what bounds them, who compiles them, what came out. Layer 8.
-
-space.py -> bounds.py -> search.py <-> workers.py (worker.py in other processes) -> views.py, page.py
-"""

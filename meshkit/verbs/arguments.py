@@ -1,0 +1,39 @@
+"""Arguments and options that several verbs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshkit.console import stdout
+
+ExperimentArg = Annotated[
+    Path, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).", show_default=False)
+]
+RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder with a trace.", show_default=False)]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file; repeatable.")
+]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Where to write report.json and report.html.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+NoCacheOption = Annotated[
+    bool, typer.Option("--no-cache", help="Compile even what was compiled before, and keep nothing.")
+]
+
+JobsOption = Annotated[
+    int | None, typer.Option("--jobs", metavar="N", min=1, help="Plans at a time; one for each CPU by default.")
+]
+
+
+def show_report(report: Any, as_json: bool, title: str) -> None:
+    """Prints a report on stdout: its JSON, or its tables."""
+    if as_json:
+        print(report.to_json())
+        return
+    from meshkit.report.views.terminal import render
+
+    stdout().print(render(report, title=title))

@@ -1,0 +1,1 @@
+"""`meshkit bench`: collectives and rates of the devices present."""

@@ -1,0 +1,296 @@
+"""`meshkit bench`: measures collectives over every axis of a mesh, and rates of a device.
+
+    experiment -> mesh -> [ size x axis x collective: verify, time ] -> fit -> BenchReport, calibration.toml
+
+In a job of several processes (the environment of `meshkit.distributed.join`, or jax.distributed initialized) all of
+them call `bench`, and the first writes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import jax
+import jaxlib
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from meshkit.config import calibration
+from meshkit.config.experiment import Experiment
+from meshkit.config.mesh import MeshAxis
+from meshkit.distributed.join import join_gang
+from meshkit.errors import ConfigError
+from meshkit.report.schema import LinkName, MeshAxisPart
+from meshkit.report.summarize import cluster_part
+from meshkit.sharding import build_mesh, prepare_platform
+from meshkit.units import KIB, format_bytes, format_percent, format_seconds
+from meshkit.verbs.bench import fit as fitting
+from meshkit.verbs.bench.bench_page import write_html
+from meshkit.verbs.bench.bench_report import BenchFit, BenchReport, BenchRow, BenchWarning, DevicesPart, RatesPart
+from meshkit.verbs.bench.bench_views import render
+from meshkit.verbs.bench.collectives import COPY_KIND, kinds
+from meshkit.verbs.bench.measure import DTYPE, Case, Measurement, gather, largest_size_bytes, make_case, measure
+from meshkit.verbs.bench.rates import measure_rates
+
+__all__ = ["bench", "render"]
+
+HTML_FILE = "bench.html"
+SMALLEST_BYTES, FACTOR = KIB, 4
+_GOOD_FIT = 0.3
+_FEWEST_PROGRAMS = 5  # that a case runs: for its result, to be warm, and three for its time
+
+
+def bench(
+    experiment: Experiment,
+    out: str | Path | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    budget_s: float = 300.0,
+    case_budget_s: float = 0.25,
+    rates: bool = True,
+    console: Console | None = None,
+) -> BenchReport:
+    """Measures the experiment's mesh on the attached devices.
+
+    Args:
+        experiment: its cluster and mesh count; the model does not.
+        out: folder for `bench.json`, `bench.html` and `calibration.toml`; None writes nothing.
+        sizes: bytes; 1 KiB, 4 KiB, ... up to what fits by default.
+        budget_s: the larger sizes are left out, with a warning, once this time is spent.
+        case_budget_s: seconds of timed runs for one size of one collective; three runs at least, 21 at most.
+        rates: whether to measure matmul, attention and memory rates too.
+        console: where progress goes; stderr by default.
+
+    Raises:
+        ConfigError: the attached devices are not those of the experiment, no size is given, or the environment of a job
+            of several processes is wrong.
+        RunError: the other processes cannot be reached.
+    """
+    if not jax.distributed.is_initialized() and join_gang()[1] > 1:
+        prepare_platform(experiment.cluster)  # each process has its part of virtual CPU devices
+    began = time.perf_counter()
+    mesh = _mesh(experiment)
+    chosen = _sizes(sizes, mesh)
+    run = _Bench(experiment, mesh, chosen, budget_s, case_budget_s, began)
+    run.execute(console or Console(stderr=True, markup=False))
+    measured = measure_rates(jax.local_devices(backend=mesh.devices.flat[0].platform)[0]) if rates else RatesPart()
+    report = run.report(measured)
+    if out is not None and jax.process_index() == 0:
+        folder = Path(out)
+        report.write(folder)
+        calibration.write(folder / calibration.CALIBRATION_FILE, report.calibration())
+        write_html(report, folder / HTML_FILE, title=experiment.name)
+    return report
+
+
+def _mesh(experiment: Experiment) -> jax.sharding.Mesh:
+    """The experiment's mesh on attached devices, of which every process of the job has some."""
+    if jax.distributed.is_initialized():
+        jax.devices()  # with as many CPU devices as the launcher gave this process, not as many as the cluster has
+    mesh = cast(jax.sharding.Mesh, build_mesh(experiment.mesh, experiment.cluster))
+    idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
+    if idle:
+        raise ConfigError(
+            f"cluster '{experiment.cluster.name}' has {mesh.size} devices, none of which are of process "
+            f"{', '.join(map(str, sorted(idle)))}.",
+            hint=f"a cluster of {len(jax.devices())} devices, or fewer processes",
+        )
+    return mesh
+
+
+def _sizes(sizes: Sequence[int] | None, mesh: jax.sharding.Mesh) -> list[int]:
+    if sizes is not None:
+        if not sizes or min(sizes) < 1:
+            raise ConfigError("bench needs sizes of 1 byte at least.", hint="--sizes 1024,1048576, or none for a sweep")
+        return sorted(set(sizes))
+    largest, chosen = largest_size_bytes(mesh, _available_bytes()), [SMALLEST_BYTES]
+    while chosen[-1] * FACTOR <= largest:
+        chosen.append(chosen[-1] * FACTOR)
+    return chosen
+
+
+def _available_bytes() -> int | None:
+    """Memory of this machine that programs may take, file cache included; None where it cannot be told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * KIB if found else None
+
+
+@dataclass
+class _Bench:
+    """One benchmark: what is measured in which order, and what came of it."""
+
+    experiment: Experiment
+    mesh: jax.sharding.Mesh
+    sizes: list[int]
+    budget_s: float
+    case_budget_s: float
+    began: float
+    rows: list[BenchRow] = field(default_factory=list)
+    warnings: list[BenchWarning] = field(default_factory=list)
+
+    def execute(self, console: Console) -> None:
+        """Small sizes first, so that what the budget cuts off is the same for all: the largest."""
+        cases = list(self._cases())
+        columns = (TextColumn("bench"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+        show = console.is_terminal and jax.process_index() == 0
+        next_s: dict[tuple[str | None, str], float] = {}  # of the next size
+        left_out: set[int] = set()
+        with Progress(
+            *columns, TextColumn("{task.description}"), TimeElapsedColumn(), console=console, disable=not show
+        ) as bar:
+            task = bar.add_task("", total=len(cases))
+            for size, axis, case in cases:
+                name = axis.name if axis else None
+                bar.update(task, advance=1, description=f"{format_bytes(size)} {name or ''} {case.kind.name}")
+                if self._is_spent(next_s.get((name, case.kind.name), 0.0)):
+                    left_out.add(size)
+                    continue
+                self.rows.append(self._row(case, axis, measure(self.mesh, case, budget_s=self.case_budget_s)))
+                next_s[name, case.kind.name] = _FEWEST_PROGRAMS * FACTOR * self.rows[-1].time_s
+        if left_out:
+            text = f"some or all of {', '.join(format_bytes(s) for s in sorted(left_out))} were left out: the time"
+            self._warn("budget", f"{text} budget of {format_seconds(self.budget_s)} was spent.")
+
+    def _cases(self) -> Iterator[tuple[int, MeshAxis | None, Case]]:
+        platform = self.mesh.devices.flat[0].platform
+        axes = [axis for axis in self.experiment.mesh.axes if axis.size > 1]
+        for size in self.sizes:
+            yield size, None, make_case(COPY_KIND, None, 1, size)
+            for axis in axes:
+                for kind in kinds(platform):
+                    if not kind.is_barrier or size == self.sizes[0]:
+                        yield size, axis, make_case(kind, axis.name, axis.size, size)
+
+    def _is_spent(self, next_s: float) -> bool:
+        """Whether the next case would go beyond the budget, as the first process says."""
+        elapsed = time.perf_counter() - self.began
+        return bool(gather([float(elapsed + next_s > self.budget_s)])[0, 0])
+
+    def _row(self, case: Case, axis: MeshAxis | None, found: Measurement) -> BenchRow:
+        link = _link(axis)
+        factor = case.kind.bus_factor(case.group_size)
+        algorithm = case.size_bytes / found.time_s if factor is not None else None
+        return BenchRow(
+            axes=(axis.name,) if axis else (),
+            link=link,
+            fabric=self.experiment.cluster.link(link).fabric if link else None,
+            gpus_per_domain=axis.number("nvlink") if axis else 1,
+            domains=axis.number("infiniband") if axis else 1,
+            group_size=case.group_size,
+            num_groups=self.mesh.size // case.group_size,
+            collective=case.kind.name,
+            emulated=case.kind.emulated,
+            size_bytes=case.size_bytes,
+            count=case.count,
+            dtype=DTYPE,
+            time_s=found.time_s,
+            algorithm_bandwidth_bytes_per_s=algorithm,
+            bus_bandwidth_bytes_per_s=algorithm * factor if algorithm is not None and factor is not None else None,
+            wire_bytes=case.size_bytes * factor if factor is not None and axis else None,
+            runs=found.runs,
+            wrong=found.wrong,
+            checked=found.checked,
+        )
+
+    def report(self, rates: RatesPart) -> BenchReport:
+        """Everything, with the fits."""
+        fits, rows = fit_rows(self.rows)
+        errors = [abs(r.fitted_time_s / r.time_s - 1) for r in rows if r.fitted_time_s is not None]
+        median, p90 = (float(q) for q in np.quantile(errors, [0.5, 0.9])) if errors else (None, None)
+        wrong = sum(row.wrong for row in rows)
+        if wrong:
+            kinds_ = sorted({f"{row.collective} over {row.axes[0] if row.axes else '-'}" for row in rows if row.wrong})
+            self._warn("wrong", f"{wrong} elements differ from numpy's: {', '.join(kinds_)}.")
+        if median is not None and median > _GOOD_FIT:
+            text = f"latency and bandwidth miss what was measured by {format_percent(median)} at the median"
+            self._warn("fit", f"{text}; a plan with this calibration is no better.")
+        device = self.mesh.devices.flat[0]
+        if device.platform == "cpu":
+            self._warn("cpu", "virtual CPU devices share cores and memory: the numbers are of this machine under load.")
+        return BenchReport(
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            cluster=cluster_part(self.experiment.cluster),
+            mesh=tuple(_axis_part(axis) for axis in self.experiment.mesh.axes),
+            devices=DevicesPart(
+                platform="cpu" if device.platform == "cpu" else "gpu",
+                kind=device.device_kind,
+                count=self.mesh.size,
+                processes=jax.process_count(),
+                jax=jax.__version__,
+                jaxlib=jaxlib.__version__,
+            ),
+            rows=tuple(rows),
+            fits=tuple(fits),
+            rates=rates,
+            wrong=wrong,
+            residual_median=median,
+            residual_p90=p90,
+            wall_s=time.perf_counter() - self.began,
+            warnings=tuple(self.warnings),
+        )
+
+    def _warn(self, code: str, message: str) -> None:
+        self.warnings.append(BenchWarning(code=code, message=message))
+
+
+def fit_rows(rows: Sequence[BenchRow]) -> tuple[list[BenchFit], list[BenchRow]]:
+    """A fit per link, collective and group shape, over all axes of that shape; and the rows with their fitted times."""
+    groups: dict[tuple, list[BenchRow]] = {}
+    for row in rows:
+        if row.link is not None and row.wire_bytes is not None:
+            groups.setdefault(_fit_key(row), []).append(row)
+    fits: dict[tuple, tuple[BenchFit, fitting.Line]] = {}
+    for key, members in groups.items():
+        line = fitting.fit_line([r.wire_bytes or 0.0 for r in members], [r.time_s for r in members])
+        if line is not None:
+            fits[key] = _fit_part(members, line), line
+    fitted = []
+    for row in rows:
+        found = fits.get(_fit_key(row)) if row.wire_bytes is not None else None
+        time_s = found[1].time_s(row.wire_bytes or 0.0) if found else None
+        fitted.append(row.model_copy(update={"fitted_time_s": time_s}))
+    return [part for part, _ in fits.values()], fitted
+
+
+def _fit_key(row: BenchRow) -> tuple:
+    return row.link, row.collective, row.gpus_per_domain, row.domains
+
+
+def _fit_part(rows: Sequence[BenchRow], line: fitting.Line) -> BenchFit:
+    first = rows[0]
+    return BenchFit(
+        link=cast(LinkName, first.link),
+        fabric=first.fabric or "",
+        collective=first.collective,
+        emulated=first.emulated,
+        axes=tuple(dict.fromkeys(axis for row in rows for axis in row.axes)),
+        gpus_per_domain=first.gpus_per_domain,
+        domains=first.domains,
+        latency_s=line.latency_s,
+        bytes_per_s=line.bytes_per_s,
+        residual_median=line.residual_median,
+        residual_p90=line.residual_p90,
+        points=line.points,
+    )
+
+
+def _link(axis: MeshAxis | None) -> LinkName | None:
+    """The slowest link that a group along the axis crosses."""
+    if axis is None:
+        return None
+    return "infiniband" if axis.number("infiniband") > 1 else "nvlink"
+
+
+def _axis_part(axis: MeshAxis) -> MeshAxisPart:
+    inside, across = axis.number("nvlink"), axis.number("infiniband")
+    return MeshAxisPart(axis=axis.name, size=axis.size, nvlink=inside, infiniband=across)

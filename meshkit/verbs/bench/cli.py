@@ -1,0 +1,67 @@
+"""`meshkit bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshkit.console import run_folder, say, stderr, stdout
+from meshkit.errors import ConfigError, RunError
+from meshkit.verbs.arguments import (
+    ExperimentArg,
+    JsonOption,
+    SetOption,
+)
+
+
+def bench(
+    experiment: ExperimentArg,
+    set_: SetOption = [],  # noqa: B006
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where to write bench.json, bench.html, calibration.toml."),
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="BYTES,...", help="Sizes to measure; 1 KiB, 4 KiB, ... by default.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure collectives on the devices present.
+
+    Over each mesh axis, with nccl-tests' columns and every result checked; writes a calibration file that plan reads.
+    Started in several processes (MESHKIT_COORDINATOR, MESHKIT_NUM_PROCESSES, MESHKIT_PROCESS_ID), it measures over all
+    of them, and the first one writes.
+    """
+    from meshkit.config.experiment import load
+    from meshkit.sharding.devices import prepare_platform
+
+    loaded = load(experiment, set_)
+    prepare_platform(loaded.cluster)
+    from meshkit.distributed.join import is_first_process, keep_stdout
+    from meshkit.verbs.bench.bench_views import render
+    from meshkit.verbs.bench.bencher import bench as run_bench
+
+    keep_stdout()
+    report = run_bench(loaded, run_folder(out) if out else None, sizes=byte_sizes(sizes), console=stderr())
+    if is_first_process():
+        print(report.to_json()) if as_json else stdout().print(render(report, title=loaded.name))
+    if report.wrong:
+        raise RunError(f"{report.wrong} elements of results differ from numpy's.", hint="the rows with a #wrong count")
+    if out is not None and is_first_process():
+        say(f"wrote {out / 'bench.json'}, {out / 'bench.html'} and {out / 'calibration.toml'}")
+
+
+def byte_sizes(text: str | None) -> list[int] | None:
+    """`1024,4096` as numbers; None as it is.
+
+    Raises:
+        ConfigError: not positive whole numbers.
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"'{text}' is no list of sizes in bytes.", at="--sizes", hint="--sizes 1024,65536,1048576")
+    return [int(part) for part in parts]

@@ -1,0 +1,121 @@
+"""checkpoint list, verify, export: what a run's checkpoints are, whether they are intact, their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError, TraceError
+from meshkit.sharding.devices import use_no_accelerator
+from meshkit.verbs.checkpoint.manifest import find_corruption, read_manifest
+from meshkit.verbs.checkpoint.retention import step_folder
+from meshkit.verbs.checkpoint.saving import STATE
+from meshkit.weights.files import write_weights
+from meshkit.weights.pretrained import layout_of
+
+_FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint of a run.
+
+    Attributes:
+        step: after which it was saved.
+        folder: where it is.
+        size_bytes: of its files.
+        arrays: how many it holds; None where its manifest cannot be read.
+        problem: what is wrong with it; None if nothing was found.
+        set_aside: whether a run has found it corrupt and passed it over.
+    """
+
+    step: int
+    folder: Path
+    size_bytes: int
+    arrays: int | None
+    problem: str | None
+    set_aside: bool
+
+
+def find(run: Path, *, contents: bool = False) -> list[Saved]:
+    """The checkpoints of a run folder, oldest first.
+
+    Args:
+        run: the run folder, or its folder of checkpoints.
+        contents: read every file and compare it with its sha256, not only names and sizes.
+
+    Raises:
+        ConfigError: there is no such folder, or none in it.
+    """
+    folder = run / _FOLDER if (run / _FOLDER).is_dir() else run
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {run}.", hint="a run folder of meshkit train")
+    found = []
+    for path in folder.iterdir():
+        if (named := step_folder(path)) is not None:
+            found.append(_describe(path, named[0], aside=named[1], contents=contents))
+    if not found:
+        raise ConfigError(f"{folder} has no checkpoint.", hint="[checkpoint] every = N in the experiment saves some")
+    return sorted(found, key=lambda s: (s.step, not s.set_aside))
+
+
+def export(
+    run: Path, out: Path, *, step: int | None = None, dtype: str = "fp32", max_shard_bytes: int = 5 << 30
+) -> int:
+    """Writes the parameters of a checkpoint as a folder of safetensors, in the layout of the model's `hf_layout()`.
+
+    Args:
+        run: the run folder, with its experiment.toml.
+        out: must not exist yet, or be empty.
+        step: of the checkpoint; the newest by default.
+        dtype: `fp32` or `bf16`.
+        max_shard_bytes: of one file.
+
+    Returns:
+        The step.
+
+    Raises:
+        ConfigError: no such checkpoint, or a model without `hf_layout()`.
+        TraceError: the checkpoint is corrupt.
+    """
+    if not (run / "experiment.toml").is_file():
+        raise ConfigError(f"{run} has no experiment.toml, which says what the model is.", hint="a run folder")
+    saved = [s for s in find(run) if not s.set_aside and step in (None, s.step)]
+    if not saved:
+        raise ConfigError(f"{run} has no checkpoint of step {step}.", hint="meshkit checkpoint list RUN")
+    newest = saved[-1]
+    problem = find_corruption(newest.folder)
+    if problem is not None:
+        raise TraceError(f"checkpoint {newest.step} is corrupt: {problem}.", at=str(newest.folder), hint="--step")
+    use_no_accelerator()
+    layout = layout_of(load(run / "experiment.toml"))
+    write_weights(_read_params(newest.folder / STATE), out, layout, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    return newest.step
+
+
+def _describe(path: Path, step: int, *, aside: bool, contents: bool) -> Saved:
+    files = [p for p in path.rglob("*") if p.is_file()]
+    try:
+        arrays = len(read_manifest(path).arrays)
+    except ValueError:
+        arrays = None
+    size = sum(p.stat().st_size for p in files)
+    return Saved(step, path, size, arrays, find_corruption(path, contents=contents), aside)
+
+
+def _read_params(folder: Path) -> Any:
+    """The parameters of a saved state as numpy arrays, nested as the model has them; nothing else is read."""
+    handler, at = ocp.PyTreeCheckpointHandler(), epath.Path(folder)
+    metadata = handler.metadata(at)
+    tree = getattr(metadata, "tree", metadata)["params"]
+    item = {"params": jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), tree)}
+    how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+    restored = handler.restore(at, args=ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True))
+    return restored["params"]

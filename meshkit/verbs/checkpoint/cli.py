@@ -1,0 +1,74 @@
+"""`meshkit checkpoint`: one function per verb."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshkit.console import say
+from meshkit.errors import ConditionError, ConfigError
+from meshkit.units import format_bytes
+
+checkpoint_app = typer.Typer(
+    help="What a run's checkpoints are, whether they are intact, and their weights as safetensors.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    epilog="Example: meshkit checkpoint verify runs/first",
+)
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
+StepOption = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Of the checkpoint.")]
+
+
+@checkpoint_app.command("list", epilog="Example: meshkit checkpoint list runs/first")
+def list_(run: RunFolder) -> None:
+    """The checkpoints of a run: step, size, and whether all their files are there in full size."""
+    from meshkit.verbs.checkpoint.checkpoints import find
+
+    _show(find(run))
+
+
+@checkpoint_app.command(epilog="Example: meshkit checkpoint verify runs/first")
+def verify(run: RunFolder, step: StepOption = None) -> None:
+    """Read every file and compare it with the manifest. Exit code 3 if a checkpoint is corrupt."""
+    from meshkit.verbs.checkpoint.checkpoints import find
+
+    found = [s for s in find(run, contents=True) if step in (None, s.step)]
+    if not found:
+        raise ConfigError(f"{run} has no checkpoint of step {step}.", hint="meshkit checkpoint list RUN")
+    _show(found)
+    bad = [s for s in found if s.problem]
+    if bad:
+        raise ConditionError(
+            f"{len(bad)} of {len(found)} checkpoints are corrupt: {', '.join(s.folder.name for s in bad)}."
+        )
+
+
+@checkpoint_app.command(epilog="Example: meshkit checkpoint export runs/first --out weights")
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that is new or empty.")],
+    step: StepOption = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="fp32 or bf16.")] = "fp32",
+) -> None:
+    """Write the parameters as safetensors with config.json, as Hugging Face's from_pretrained loads them."""
+    from meshkit.verbs.checkpoint.checkpoints import export as write
+
+    done = write(run, out, step=step, dtype=dtype)
+    say(f"wrote the weights of step {done} to {out}")
+
+
+def _show(found: list) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("step", "size", "arrays"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state")
+    for s in found:
+        state = "intact" if s.problem is None else f"corrupt: {s.problem}"
+        state += "; set aside" if s.set_aside else ""
+        table.add_row(str(s.step), format_bytes(s.size_bytes), "-" if s.arrays is None else str(s.arrays), state)
+    Console(stderr=True, markup=False).print(table)

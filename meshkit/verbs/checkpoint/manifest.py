@@ -1,0 +1,221 @@
+"""The manifest of a checkpoint: what it holds, and the sha256 of every file, its own included.
+
+    each process: the files it wrote -> fingerprints -> process 0: all of them -> meshkit.json, last and as a whole
+    meshkit.json -> read_manifest -> find_corruption: all files, or one process's share of them
+
+orbax stores no checksum of its arrays: without a manifest a flipped bit is restored as a wrong value.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from meshkit.config.bounded import inside
+
+MANIFEST = "meshkit.json"
+_SCHEMA = "meshkit.checkpoint/2"
+_SEAL = '"sha256": "'
+_THREADS = 4  # hashing leaves the interpreter's lock; more of them than disks read at once gain nothing
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        record: the manifest as JSON has it: `schema`, `step`, `arrays`, `mesh`, `processes`, `versions`, `files` and
+            what the run added (`experiment`, `data`).
+        seal: sha256 of the manifest itself.
+    """
+
+    record: Mapping[str, Any]
+    seal: str
+
+    @property
+    def step(self) -> int:
+        """The training step after which it was saved."""
+        return int(self.record["step"])
+
+    @property
+    def arrays(self) -> Mapping[str, str]:
+        """Path -> `float32[128, 256]` of every array."""
+        return self.record["arrays"]
+
+    @property
+    def files(self) -> dict[str, tuple[int, str]]:
+        """Name -> size in bytes and sha256 of every file but the manifest."""
+        return {name: (int(size), str(digest)) for name, (size, digest) in self.record["files"].items()}
+
+
+def fingerprints(folder: Path, paths: Iterable[Path], *, sync: bool = False) -> dict[str, tuple[int, str]]:
+    """Name below the folder -> size in bytes and sha256, of several files at a time.
+
+    Args:
+        folder: of the checkpoint.
+        paths: of files in it.
+        sync: have the system write each of them to disk, before it counts as written.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        listed = list(paths)
+        found = pool.map(lambda path: fingerprint(path, sync=sync), listed)
+        return {path.relative_to(folder).as_posix(): each for path, each in zip(listed, found)}
+
+
+def fingerprint(path: Path, *, sync: bool = False) -> tuple[int, str]:
+    """Size in bytes and sha256 of a file."""
+    with open(path, "rb") as f:
+        if sync:
+            _sync(f.fileno())
+        return os.fstat(f.fileno()).st_size, hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
+    """Writes the manifest, sealed with its own sha256, and has it and the names of all files on disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    body = json.dumps({"schema": _SCHEMA, **record, "versions": _versions()}, indent=1)[: -len("\n}")] + ",\n "
+    partial = folder / f"{MANIFEST}.tmp"
+    with open(partial, "w", encoding="utf-8") as f:
+        f.write(body + _tail(body))
+        f.flush()
+        _sync(f.fileno())
+    os.replace(partial, folder / MANIFEST)
+    for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+        sync_folder(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Has the names in a folder on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint's folder.
+
+    Raises:
+        ValueError: there is none, it was changed, or another version wrote it; the message is for people.
+    """
+    try:
+        text = (checkpoint / MANIFEST).read_bytes().decode()  # with its line ends as they are
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"no readable manifest: {MANIFEST}: {_reason(error)}") from None
+    at = text.rfind(_SEAL)
+    if at < 0 or text[at:] != _tail(text[:at]):
+        raise ValueError(f"no readable manifest: {MANIFEST} {_unsealed(text)}")
+    record = json.loads(text)
+    if record.get("schema") != _SCHEMA:
+        raise ValueError(f"no readable manifest: {MANIFEST} is of schema {record.get('schema')}, not {_SCHEMA}")
+    manifest = Manifest(record, text[at + len(_SEAL) :].partition('"')[0])
+    try:
+        outside = next((name for name in manifest.files if not _is_inside(name)), None)
+        whole = manifest.step >= 0 and bool(manifest.files) and isinstance(manifest.arrays, dict)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        outside, whole = None, False
+    if outside is not None or not whole:
+        problem = f"names {outside}, which is not in the checkpoint" if outside is not None else "lists no files"
+        raise ValueError(f"no readable manifest: {MANIFEST} {problem}")
+    return manifest
+
+
+def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:
+    """What differs between a checkpoint folder and its manifest, or None.
+
+    Args:
+        checkpoint: the folder of one step, or of one set aside.
+        contents: compare sha256 too, not only names and sizes.
+        share: (i, n): of the contents only the i-th of n parts; together they are all of them.
+    """
+    try:
+        manifest = read_manifest(checkpoint)
+    except ValueError as error:
+        return str(error)
+    number = checkpoint.name.partition(".")[0]
+    if number != str(manifest.step):
+        return f"{MANIFEST} is of step {manifest.step}, but the folder is called {checkpoint.name}"
+    try:
+        for name, (size, _) in manifest.files.items():
+            path = inside(checkpoint, name)
+            if path is None:
+                return f"{MANIFEST} names {name!r}, which is not in the folder"
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        return _find_changed(checkpoint, manifest, share) if contents else None
+    except OSError as error:
+        return f"{error.filename or 'a file'} cannot be read: {_reason(error)}"
+
+
+def share_of_files(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
+    """The i-th of n parts of the files, of about equally many bytes; every file is in exactly one of them."""
+    loads, mine = [0] * count, []
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[name] + 1  # empty files are spread as well
+        if least == index:
+            mine.append(name)
+    return mine
+
+
+def _sync(descriptor: int) -> None:
+    """fsync; some network file systems know none for a folder, or for a file that is open to read."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+
+
+def _find_changed(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) -> str | None:
+    files = manifest.files
+    names = share_of_files({name: size for name, (size, _) in files.items()}, *share)
+    found = fingerprints(checkpoint, [checkpoint / name for name in names])
+    changed = next((name for name in names if found[name] != files[name]), None)
+    return None if changed is None else f"{changed} has other contents than were written"
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name stays below the folder: a seal says that nothing has changed, not who wrote it."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _tail(body: str) -> str:
+    """The end of a manifest: the sha256 of all that is before it."""
+    return f'{_SEAL}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
+
+
+def _unsealed(text: str) -> str:
+    """Why a manifest is not as it was written."""
+    try:
+        schema = json.loads(text)["schema"]
+        if schema != _SCHEMA:
+            return f"is of schema {schema}, not {_SCHEMA}"
+    except (ValueError, KeyError, TypeError):
+        pass
+    return "has other contents than were written"
+
+
+def _versions() -> dict[str, str]:
+    names = ("meshkit", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -1,0 +1,212 @@
+"""One checkpoint on its way to disk, in a thread of its own.
+
+    state -> [copied to host memory] -> training goes on
+          -> this process's shards, their sha256 -> process 0: merge, manifest, rename -> the same outcome on all
+
+orbax writes the arrays. That a save is whole, or has failed, is agreed here: with orbax's own manager a process whose
+disk is full leaves all others waiting in a barrier, and a save that failed in the background counts as there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from meshkit.distributed.agreement import Agreement
+from meshkit.step.state import TrainState
+from meshkit.verbs.checkpoint.manifest import fingerprints, sync_folder, write_manifest
+from meshkit.verbs.checkpoint.retention import remove_step
+
+STATE = "state"
+_REMOVE_S = 5.0  # what is left then goes at the next start
+_VISIBLE_S = 90.0  # clients of NFS keep the names in a folder for up to a minute
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended, the same on every process.
+
+    Attributes:
+        step: of the state.
+        seconds: from the call to the end, on this process.
+        error: why there is no checkpoint of this step; None if there is.
+        notes: what else there is to say.
+    """
+
+    step: int
+    seconds: float
+    error: str | None
+    notes: tuple[str, ...] = ()
+
+
+class Saving:
+    """A checkpoint being written; made by every process of the job at the same step.
+
+    Args:
+        folder: of all checkpoints.
+        number: of this save, counted by every process.
+        record: what the manifest says besides its files: `step`, `arrays` and more.
+        agreement: of the job's processes.
+        limit_s: for all processes to write their part.
+        superseded: steps whose checkpoints go, once this one is whole.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        record: Mapping[str, Any],
+        agreement: Agreement,
+        *,
+        limit_s: float,
+        superseded: Sequence[int] = (),
+    ):
+        self.superseded = tuple(superseded)
+        self.step = int(record["step"])
+        self._target, self._partial = folder / str(self.step), folder / f"{self.step}.partial-{number}"
+        self._number, self._record, self._agreement, self._limit_s = number, record, agreement, limit_s
+        self._handler = ocp.StandardCheckpointHandler()
+        self._copied = threading.Event()
+        self._outcome: Outcome | None = None
+        self._thread = threading.Thread(target=self._run, name=f"meshkit-save-{self.step}", daemon=True)
+
+    def start(self, state: TrainState) -> None:
+        """Begins; returns when the state is in host memory, so that the next step may change it."""
+        self._state, self._began = state, time.monotonic()
+        self._thread.start()
+        self._copied.wait()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the outcome is known."""
+        return self._outcome is not None
+
+    def wait(self, timeout_s: float | None = None) -> Outcome | None:
+        """The outcome, once it is known; None when the time is over first."""
+        self._thread.join(timeout_s)
+        return self._outcome
+
+    def _run(self) -> None:
+        """Never raises: what goes wrong, here or on another process, is the outcome."""
+        try:
+            mine = self._write()
+            error = self._agreement.reach(f"save/{self._number}", mine, self._commit, timeout_s=self._limit_s)
+        except BaseException as problem:
+            error = str(problem) or type(problem).__name__
+        notes = self._remove_superseded() if error is None and self._agreement.rank == 0 else []
+        self._outcome = Outcome(self.step, time.monotonic() - self._began, error, tuple(notes))
+
+    def _write(self) -> dict[str, Any]:
+        """This process's part: `files`, or `error`."""
+        into = self._partial / STATE
+        try:
+            into.mkdir(parents=True, exist_ok=True)
+            args = ocp.args.StandardSave(self._state)
+            futures = asyncio.run(self._handler.async_save(epath.Path(into), args=args))
+            self._state = None
+            self._copied.set()
+            _wait_for_all(futures or ())
+            shards = into / f"ocdbt.process_{self._agreement.rank}"  # nobody else writes there, also not the merge
+            return {"files": fingerprints(self._partial, _files(shards), sync=True)}
+        except BaseException as problem:
+            return {"error": explain(problem)}
+        finally:
+            self._copied.set()
+
+    def _commit(self, parts: list[dict[str, Any]]) -> str | None:
+        """On process 0: makes the checkpoint whole, or removes it; why it failed, if it did."""
+        error = next((_of_process(rank, p["error"], len(parts)) for rank, p in enumerate(parts) if "error" in p), None)
+        try:
+            if error is None:
+                self._finish({name: found for part in parts for name, found in part["files"].items()})
+        except BaseException as problem:
+            error = explain(problem)
+        if error is not None:  # what it takes of a full disk is needed for the next one
+            _remove(self._partial)
+        return error
+
+    def _remove_superseded(self) -> list[str]:
+        notes = []
+        for step in self.superseded:
+            try:
+                remove_step(self._target.parent, step)
+            except OSError as problem:
+                notes.append(f"warning: the old checkpoint {step} cannot be removed: {explain(problem)}.")
+        return notes
+
+    def _finish(self, hashed: Mapping[str, tuple[int, str]]) -> None:
+        self._see(hashed)
+        self._handler.finalize(epath.Path(self._partial / STATE))
+        every = {path.relative_to(self._partial).as_posix(): path for path in _files(self._partial)}
+        rest = fingerprints(self._partial, [path for name, path in every.items() if name not in hashed], sync=True)
+        write_manifest(self._partial, {**self._record, "files": {**hashed, **rest}})
+        os.replace(self._partial, self._target)
+        sync_folder(self._target.parent)
+
+    def _see(self, hashed: Mapping[str, tuple[int, str]]) -> None:
+        """Waits until this process sees what the others wrote: orbax would leave out what it does not see."""
+        ends = time.monotonic() + _VISIBLE_S
+        while unseen := [name for name, (size, _) in hashed.items() if _size(self._partial / name) != size]:
+            if time.monotonic() > ends:
+                raise OSError(f"{unseen[0]} was written, but process 0 does not see it: no file system that all share?")
+            time.sleep(0.1)
+
+
+def _wait_for_all(futures: Sequence[Any]) -> None:
+    """The first error, once no other array is being written any more."""
+    problems = []
+    for future in futures:
+        try:
+            future.result()
+        except BaseException as problem:
+            problems.append(problem)
+    if problems:
+        raise problems[0]
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder in which threads of a failed save may still make files for a moment."""
+    ends = time.monotonic() + _REMOVE_S
+    while folder.exists() and time.monotonic() < ends:
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            time.sleep(0.05)
+
+
+def explain(problem: BaseException) -> str:
+    """What went wrong with a file, in one line: the system's words, without the calls that met it."""
+    for error in (problem, problem.__cause__, problem.__context__):
+        if isinstance(error, OSError) and error.strerror:
+            return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    text = str(problem)
+    if found := _OS_ERROR.search(text):  # as tensorstore ends a message of a dozen lines
+        return os.strerror(int(found[1]))
+    lines = [line for line in text.splitlines() if line.strip()]
+    return (lines[0] if lines else type(problem).__name__)[:300]
+
+
+def _of_process(rank: int, error: str, size: int) -> str:
+    return error if size == 1 else f"process {rank}: {error}"
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,374 @@
+"""Checkpoints of a run: asynchronous, verified, and resumed exactly.
+
+    checkpoints/120/state/...         orbax, each process its own shards
+    checkpoints/120/meshkit.json      manifest: sha256 of every file, shapes, dtypes, mesh, experiment, versions
+
+    save    -> saving.py: background thread -> manifest, rename -> retention.py: which older ones go
+    restore -> newest manifest -> every process its share of the files -> all agree: intact, or the one before
+
+A folder has the name of its step only when all is on disk, and every wait of one process for another has a limit. A
+save that fails is said and costs that checkpoint; the training goes on to the next one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import NamedSharding
+
+from meshkit.config.experiment import Experiment
+from meshkit.distributed.agreement import Agreement
+from meshkit.errors import ConfigError, RunError, TraceError
+from meshkit.sharding.resolve import path_name
+from meshkit.step.arrange import Arrangement
+from meshkit.step.data import Data
+from meshkit.step.state import TrainState
+from meshkit.verbs.checkpoint.manifest import MANIFEST, find_corruption, read_manifest
+from meshkit.verbs.checkpoint.orbax_noise import silence_orbax
+from meshkit.verbs.checkpoint.retention import kept_steps, remove_unfinished, set_aside, steps_aside, whole_steps
+from meshkit.verbs.checkpoint.saving import STATE, Outcome, Saving, explain
+
+_stores = itertools.count()  # made in the same order by every process
+# For all processes to write and hash their part, or to read and hash it: storage that is slow, not one that is gone.
+_WRITE_S = _READ_S = 3600.0
+_ABANDON_S = 5.0  # to let a save of several processes end after one of them has failed
+_SAID_AFTER_S = 1.0  # of waiting for an earlier save
+
+
+class CheckpointStore:
+    """The checkpoints of one run folder. Every process of the job makes one, and calls it at the same steps.
+
+    Args:
+        folder: made if missing.
+        keep: how many of the newest to keep.
+        keep_every: keep those of every so many steps as well; 0 keeps none beside the newest.
+        verify: before restoring, compare contents with the manifest: `full`, every process all files; `own`, every
+            process its share of them; `off`, only names and sizes.
+        arrangement: of a pipeline's state, which is written in the order that it has without one.
+        facts: what the manifest says of the run besides its arrays, JSON. A resumed run with other `data` is warned.
+        must_write: the run saves checkpoints: a folder that cannot be written is an error now.
+        say: prints one line.
+        write_limit_s: for all processes to write their part of one checkpoint.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to, and has to be.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        keep_every: int = 0,
+        verify: str = "own",
+        arrangement: Arrangement | None = None,
+        facts: Mapping[str, Any] | None = None,
+        must_write: bool = False,
+        say: Callable[[str], None] | None = None,
+        write_limit_s: float = _WRITE_S,
+    ):
+        self.folder, self.keep, self.keep_every, self.verify = Path(folder).absolute(), keep, keep_every, verify
+        self.arrangement, self._facts = arrangement, dict(facts or {})
+        self._say, self._write_limit_s = say or _warn, write_limit_s
+        self._numbers, self._saving, self._failed = itertools.count(), None, None
+        self._news: dict[str, Any] = {}
+        self._said_slow = False
+        silence_orbax()
+        self._agreement = Agreement(f"checkpoints/{next(_stores)}")
+        self._steps, unwritable = self._agreement.reach("open", None, lambda _: self._open(), timeout_s=_READ_S)
+        if must_write and unwritable:
+            raise ConfigError(
+                f"the folder of checkpoints cannot be written: {unwritable}.",
+                at=str(self.folder),
+                hint="another --out, or checkpoint.every = 0 for a run without checkpoints",
+            )
+
+    def _open(self) -> tuple[list[int], str | None]:
+        """On process 0: the steps that have a checkpoint, and why the folder cannot be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(self.folder)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            return whole_steps(self.folder), error.strerror or str(error)
+        return whole_steps(self.folder), None
+
+    def save(self, state: TrainState) -> None:
+        """Starts writing the state; returns when it is copied to host memory. Waits for an earlier save to end."""
+        self._settle()
+        step, number = int(state.step), next(self._numbers)
+        if step in self._steps:
+            return
+        if self.arrangement:
+            state = self.arrangement.to_saved(state)
+        record = {
+            "step": step,
+            "arrays": _describe(state),
+            "mesh": _mesh_of(state),
+            "processes": self._agreement.size,
+            **self._facts,
+        }
+        kept = kept_steps([step, *self._steps], keep=self.keep, keep_every=self.keep_every)
+        self._saving = Saving(
+            self.folder,
+            number,
+            record,
+            self._agreement,
+            limit_s=self._write_limit_s,
+            superseded=[s for s in self._steps if s not in kept],
+        )
+        self._saving.start(state)
+
+    def check(self) -> None:
+        """Says what became of a save in the background, once it has ended; cheap enough for every step."""
+        if self._saving is not None and self._saving.ended:
+            self._settle()
+
+    def wait(self) -> None:
+        """Returns when nothing is being written.
+
+        Raises:
+            RunError: the last save failed.
+        """
+        self._settle(tell=False)
+        if self._failed is not None:
+            newest = f"the newest checkpoint is {self._steps[0]}" if self._steps else "there is no checkpoint"
+            raise RunError(
+                f"saving checkpoint {self._failed.step} failed: {self._failed.error}; {newest}.",
+                at=str(self.folder),
+                hint="the same command, which resumes, once the folder can be written",
+            )
+
+    def close(self) -> None:
+        """Lets a save in the background end. After a failure the others may be gone, so several processes wait little.
+
+        Never raises: a run that ends well has called `wait`.
+        """
+        if self._saving is not None and self._saving.wait(_ABANDON_S if self._agreement.size > 1 else None):
+            self._settle()
+
+    def news(self) -> dict[str, Any]:
+        """What happened since the last call, for the metrics: `checkpoint_step` and `checkpoint_s` of a save, or
+        `checkpoint_error`; `checkpoint_wait_s` that training waited for one; `checkpoint_corrupt` that was passed over.
+        """
+        news, self._news = self._news, {}
+        return news
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, newest first."""
+        return list(self._steps)
+
+    def restore_latest(self, abstract: TrainState) -> TrainState | None:
+        """The newest state that is intact, on the shardings of `abstract`; None when there is no checkpoint.
+
+        All processes restore the same step. A corrupt checkpoint is passed over with a warning, and set aside
+        (`120.corrupt`) once one before it is restored. Where none is intact nothing is touched, and every further
+        attempt is refused as well.
+
+        Args:
+            abstract: ShapeDtypeStructs with shardings; the mesh, the number of processes, and a pipeline's stages may
+                differ from those that saved.
+
+        Raises:
+            ConfigError: an array was saved with another shape or dtype: the model is not the same.
+            TraceError: there are checkpoints, but none is intact.
+        """
+        corrupt: list[int] = []
+        for step in self._steps:
+            problem, state = self._try(step, abstract)
+            if problem is None:
+                self._set_aside(corrupt)
+                assert state is not None
+                return self.arrangement.from_saved(state) if self.arrangement else state
+            before = "trying the one before it" if step != self._steps[-1] else "there is none before it"
+            warnings.warn(f"checkpoint {step} is corrupt ({problem}); {before}.", stacklevel=2)
+            self._news["checkpoint_corrupt"] = f"checkpoint {step}: {problem}"
+            corrupt.append(step)
+        aside = self._agree("aside", None, lambda _: len(steps_aside(self.folder)))
+        if corrupt or aside:
+            raise TraceError(
+                f"none of the {len(corrupt) + aside} checkpoints is intact.",
+                at=str(self.folder),
+                hint="meshkit checkpoint verify RUN, which says what is wrong with each; another --out to start over",
+            )
+        return None
+
+    def _try(self, step: int, abstract: TrainState) -> tuple[str | None, TrainState | None]:
+        """What is wrong with a checkpoint, the same on every process, and its state where nothing is."""
+        checkpoint, mine = self.folder / str(step), (self._agreement.rank, self._agreement.size)
+        share = mine if self.verify == "own" else (0, 1)
+        problem = find_corruption(checkpoint, contents=self.verify != "off", share=share)
+        seal = read_manifest(checkpoint).seal if problem is None else None
+        if problem := self._agree(f"verify/{step}", {"problem": problem, "seal": seal}, _first_problem):
+            return problem, None
+        saved = self.arrangement.saved if self.arrangement else abstract
+        self._check_fits(step, saved)
+        state, problem = _read(checkpoint, saved, step)
+        problem = self._agree(f"restore/{step}", {"problem": problem, "seal": None}, _first_problem)
+        return problem, state
+
+    def _check_fits(self, step: int, abstract: TrainState) -> None:
+        """Stops where the checkpoint is of another run: orbax would cast a dtype without a word."""
+        manifest, at = read_manifest(self.folder / str(step)), str(self.folder / str(step))
+        saved, wanted = manifest.arrays, _describe(abstract)
+        for path in [*wanted, *(p for p in saved if p not in wanted)]:
+            if saved.get(path) != wanted.get(path):
+                was, now = saved.get(path, "not there"), wanted.get(path, "not there")
+                raise ConfigError(
+                    f"checkpoint {step} does not fit the experiment: {path} was {was} and is now {now}.",
+                    at=at,
+                    hint="the model and optimizer of the run's experiment.toml, or another --out",
+                )
+        was, now = manifest.record.get("data"), self._facts.get("data")
+        if was is not None and now is not None and was != json.loads(json.dumps(now)):
+            warnings.warn(
+                f"checkpoint {step} was trained on other data ({_text(was)}) than there is now ({_text(now)}): the run "
+                "goes on, but not with the examples that it was to see.",
+                stacklevel=4,
+            )
+
+    def _set_aside(self, steps: list[int]) -> None:
+        """Renames corrupt checkpoints, on process 0; the others wait, so that none of them saves that step before."""
+
+        def rename(_: Any) -> list[str]:
+            return [problem for step in steps if (problem := _try_set_aside(self.folder, step))]
+
+        if not steps:
+            return
+        for problem in self._agree("aside/rename", None, rename):
+            warnings.warn(problem, stacklevel=3)
+        self._steps = [step for step in self._steps if step not in steps]
+
+    def _agree(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        return self._agreement.reach(f"{topic}/{next(self._numbers)}", mine, decide, timeout_s=_READ_S)
+
+    def _settle(self, *, tell: bool = True) -> None:
+        """Waits for the save in the background, and takes in its outcome; says so if it failed."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        began = time.monotonic()
+        outcome = saving.wait()
+        assert outcome is not None
+        waits_s = time.monotonic() - began
+        self._failed = outcome if outcome.error is not None else None
+        if outcome.error is None:
+            self._steps = sorted({*self._steps, outcome.step} - {*saving.superseded}, reverse=True)
+            self._news |= {"checkpoint_step": outcome.step, "checkpoint_s": outcome.seconds}
+            for note in outcome.notes:
+                self._tell(note)
+        else:
+            self._news["checkpoint_error"] = f"checkpoint {outcome.step}: {outcome.error}"
+            if tell:
+                self._tell(_failure(outcome, self._steps))
+        if waits_s > _SAID_AFTER_S:
+            self._news["checkpoint_wait_s"] = waits_s
+            self._tell_slow(outcome, waits_s)
+
+    def _tell(self, line: str) -> None:
+        if self._agreement.rank == 0:
+            self._say(line)
+
+    def _tell_slow(self, outcome: Outcome, waits_s: float) -> None:
+        if not self._said_slow:
+            self._said_slow = True
+            self._tell(
+                f"warning: training waited {waits_s:.1f} s for checkpoint {outcome.step}, which took "
+                f"{outcome.seconds:.1f} s to write: a larger checkpoint.every, or faster storage."
+            )
+
+
+def open_store(
+    experiment: Experiment, folder: Path, *, arrangement: Arrangement | None, data: Data, say: Callable[[str], None]
+) -> CheckpointStore:
+    """The checkpoints of an experiment's run folder, as its `[checkpoint]` says.
+
+    Raises:
+        ConfigError: it saves checkpoints, and their folder cannot be written.
+    """
+    spec = experiment.checkpoint
+    order = {
+        "examples": len(data.train),
+        "examples a step": experiment.train.global_batch,
+        "seed": experiment.data.seed,
+    }
+    return CheckpointStore(
+        folder / "checkpoints",
+        keep=spec.keep,
+        keep_every=spec.keep_every,
+        verify=spec.verify,
+        arrangement=arrangement,
+        facts={"experiment": experiment.to_toml(), "data": order},
+        must_write=spec.every > 0,
+        say=say,
+    )
+
+
+def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | None, str | None]:
+    """The state in a checkpoint, or why it cannot be read."""
+    try:
+        handler = ocp.StandardCheckpointHandler()
+        state = handler.restore(epath.Path(checkpoint / STATE), args=ocp.args.StandardRestore(saved))
+        if int(state.step) != step:
+            return None, f"its state is of step {int(state.step)}"
+    except Exception as error:  # whatever orbax and tensorstore raise for files that they cannot read
+        return None, explain(error)
+    return state, None
+
+
+def _first_problem(every: list[dict[str, Any]]) -> str | None:
+    """Of what each process says: the first problem, or that they read different manifests."""
+    for rank, found in enumerate(every):
+        if found["problem"]:
+            return found["problem"] if len(every) == 1 else f"{found['problem']}, found by process {rank}"
+        if found["seal"] != every[0]["seal"]:
+            return f"{MANIFEST} is another one on process {rank} than on process 0"
+    return None
+
+
+def _failure(outcome: Outcome, steps: list[int]) -> str:
+    newest = f"; the newest is {steps[0]}" if steps else ", and there is none before it"
+    return f"warning: checkpoint {outcome.step} could not be saved{newest}: {outcome.error}. Training goes on."
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line.removeprefix("warning: "), stacklevel=4)
+
+
+def _try_set_aside(folder: Path, step: int) -> str | None:
+    try:
+        set_aside(folder, step)
+    except OSError as error:
+        return f"checkpoint {step} is corrupt and cannot be set aside: {explain(error)}."
+    return None
+
+
+def _describe(state: TrainState) -> dict[str, str]:
+    """Path -> `float32[128, 256]` of every array."""
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+
+
+def _mesh_of(state: TrainState) -> dict[str, int]:
+    """Axis -> size of the mesh that the arrays lie on; empty for one device."""
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf.sharding, NamedSharding):
+            return {str(name): int(size) for name, size in leaf.sharding.mesh.shape.items()}
+    return {}
+
+
+def _text(facts: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{value:,} {name}" if isinstance(value, int) else f"{name} {value}" for name, value in facts.items()
+    )

@@ -1,0 +1,1 @@
+"""`meshkit compare`: two reports side by side."""

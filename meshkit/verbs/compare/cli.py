@@ -1,0 +1,47 @@
+"""`meshkit compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshkit.console import run_folder, stdout
+from meshkit.errors import ConditionError
+from meshkit.verbs.arguments import (
+    JsonOption,
+)
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(show_default=False, help="Run folder or report.json.")],
+    b: Annotated[Path, typer.Argument(show_default=False, help="Run folder or report.json.")],
+    fail_if: Annotated[
+        list[str],
+        typer.Option(metavar="CONDITION", help="Exit with 3 if B against A meets it; may be given several times."),
+    ] = [],  # noqa: B006
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the comparison as a page.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Two reports side by side, with ratios; a regression check for CI."""
+    from meshkit.report.compare import compare as compare_reports
+    from meshkit.report.schema import read_report
+    from meshkit.report.views.compare_terminal import render as render_comparison
+    from meshkit.report.views.html import write_html
+    from meshkit.verbs.compare.condition import condition_text, judge
+
+    first, second = read_report(a), read_report(b)
+    comparison = compare_reports(first, second)
+    judged = tuple(judge(comparison, condition) for condition in fail_if)
+    comparison = comparison.model_copy(update={"conditions": judged})
+    if html is not None:
+        run_folder(html.parent)
+        write_html(first, html, other=second, title=f"{a.name} and {b.name}")
+    if as_json:
+        print(comparison.to_json())
+    else:
+        stdout().print(render_comparison(comparison))
+    met = [condition_text(c) for c in judged if c.met]
+    if met:
+        raise ConditionError(f"{b} against {a} meets {len(met)} of {len(judged)} conditions: {'; '.join(met)}.")

@@ -1,0 +1,43 @@
+"""`meshkit doctor`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from meshkit.errors import ConditionError
+from meshkit.verbs.arguments import JsonOption, SetOption
+
+
+def doctor(
+    experiment: Annotated[
+        Path | None, typer.Argument(metavar="[EXPERIMENT]", help="What shall run here.", show_default=False)
+    ] = None,
+    set_: SetOption = [],  # noqa: B006
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where it would write.")] = Path("runs"),
+    gang: Annotated[
+        bool, typer.Option("--gang", help="Meet the other processes of the job; name who is missing.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="For the others to come.")] = 60,
+    json_: JsonOption = False,
+) -> None:
+    """Check the installation and this machine: packages, GPUs, variables, limits, disk; with --gang the whole job.
+
+    Every finding comes with a way out. Exit code 3 if a job would fail or hang here.
+    """
+    from meshkit.config.experiment import load
+    from meshkit.verbs.doctor.checkup import examine, show
+
+    loaded = load(experiment, set_) if experiment else None
+    diagnosis = examine(loaded, folder=out, gang_timeout_s=timeout if gang else None)
+    if json_:
+        print(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        show(diagnosis, Console(stderr=True, soft_wrap=False, markup=False))
+    if diagnosis.errors:
+        names = ", ".join(dict.fromkeys(c.check for c in diagnosis.errors))
+        raise ConditionError(f"a job would fail or hang on {diagnosis.host}: {names}.")

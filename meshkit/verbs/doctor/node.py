@@ -1,0 +1,178 @@
+"""What the machine has: packages, GPUs and NICs, limits, shared memory, disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from meshkit.compile.preflight import check_compiler, version_of
+from meshkit.discover.machine import discover
+from meshkit.discover.probe import Probe
+from meshkit.errors import MeshkitError
+from meshkit.units import format_bytes, format_rate
+from meshkit.verbs.doctor.diagnosis import Result, error, ok, warning
+
+# Docker's default /dev/shm. NCCL's channels between processes, and data loaders, want far more (NVIDIA/nccl issue 525).
+_SMALL_SHM_BYTES, _GOOD_SHM_BYTES = 64 << 20, 1 << 30
+# A process holds a socket for each channel to each peer; login shells often give 1024.
+_FEW_FILES, _GOOD_FILES = 1024, 65536
+_WRITTEN_BYTES = 64 << 20
+_SLOW_BYTES_PER_S = 100e6
+_LEAST_FREE_BYTES = 1 << 30
+# Of this user, or of the container: jax, NCCL and the checkpoint writer start some hundred threads a process.
+_FEW_THREADS = 4096
+_PIDS_FILES = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
+_SHOWN = ("flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def check_packages(*, has_gpus: bool = False) -> list[Result]:
+    """Versions of jax and its parts, and whether its plugin fits and this installation compiles for GPUs.
+
+    Args:
+        has_gpus: whether GPUs are here: without a plugin that fits, jax does not see them.
+    """
+    jax, jaxlib = version_of("jax"), version_of("jaxlib")
+    if jax is None or jaxlib is None:
+        return [error("packages", "jax or jaxlib is not installed.", "pip install meshkit")]
+    others = ", ".join(f"{name} {version}" for name in _SHOWN if (version := version_of(name)))
+    found = [ok("packages", f"Python {sys.version.split()[0]}, jax {jax}, jaxlib {jaxlib}, {others}")]
+    if jaxlib.split(".")[:3] != jax.split(".")[:3]:
+        message = f"jax is {jax} and jaxlib {jaxlib}; they are released together."
+        found.append(warning("packages", message, f"pip install 'jaxlib=={jax}'"))
+    try:
+        check_compiler()
+        found.append(ok("compiler", "can compile for GPUs, present or absent"))
+    except MeshkitError as e:
+        graded = error if has_gpus else warning
+        found.append(
+            graded("compiler", f"cannot compile for GPUs: {e.message}", e.hint or "pip install 'meshkit[plan]'")
+        )
+    return found
+
+
+def check_hardware(probe: Probe, gpus_expected: int | None = None, nics_expected: int | None = None) -> list[Result]:
+    """GPUs and network adapters.
+
+    Args:
+        probe: the machine.
+        gpus_expected: of a host of the experiment's cluster; None if it is not known, 0 for a CPU.
+        nics_expected: of that host; None if it is not known, or one host needs none.
+    """
+    try:
+        topology = discover(probe)
+    except MeshkitError as e:
+        return [error("gpus", e.message, e.hint or "nvidia-smi, and what it says")]
+    names = [gpu.name or "a GPU without a name" for gpu in topology.gpus]
+    found = []
+    if gpus_expected is not None and gpus_expected != len(names) and gpus_expected:
+        why = f" ({topology.nothing_here})" if topology.nothing_here else ""
+        message = f"{len(names)} GPUs here{why}, but a host of the experiment's cluster has {gpus_expected}."
+        found.append(error("gpus", message, "the host that lacks them, or cluster.gpus_per_host"))
+    elif names:
+        found.append(ok("gpus", f"{len(names)} x {names[0]}" if len(set(names)) == 1 else ", ".join(names)))
+    else:
+        found.append(ok("gpus", f"none ({topology.nothing_here}); training runs on virtual CPU devices"))
+    found += [warning("hardware", text, "meshkit topo shows all of it") for text in topology.warnings]
+    down = [nic.id for nic in topology.nics if nic.active is False]
+    if down:
+        message = f"{len(down)} of {len(topology.nics)} network adapters are down: {', '.join(down)}."
+        found.append(warning("nics", message, "the cable, the switch, and `ibstat`"))
+    elif topology.nics:
+        found.append(ok("nics", f"{len(topology.nics)} network adapters are up"))
+    up = len(topology.nics) - len(down)
+    if nics_expected and topology.nics_listed and up < nics_expected:
+        message = f"{up} network adapters are up here, but a host of the experiment's cluster has {nics_expected}."
+        found.append(
+            warning("nics", message, "cluster.nics_per_host, or `ibstat` and /dev/infiniband in the container")
+        )
+    return found
+
+
+def check_limits(*, has_gpus: bool, shm: Path = Path("/dev/shm")) -> list[Result]:
+    """Shared memory and the limits of a process."""
+    found = []
+    if shm.is_dir():
+        size = shutil.disk_usage(shm).total
+        if size <= _SMALL_SHM_BYTES:
+            hint = "docker run --shm-size=16g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
+            found.append(error("shared_memory", f"/dev/shm has {format_bytes(size)}; NCCL runs out of it.", hint))
+        elif size < _GOOD_SHM_BYTES:
+            message = f"/dev/shm has {format_bytes(size)}; jobs with many GPUs want {format_bytes(_GOOD_SHM_BYTES)}."
+            found.append(warning("shared_memory", message, "a larger /dev/shm"))
+        else:
+            found.append(ok("shared_memory", f"/dev/shm has {format_bytes(size)}"))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < _GOOD_FILES:
+        text = f"{files} open files for a process; hundreds of GPUs want {_GOOD_FILES}."
+        found.append(_graded("open_files", text, f"ulimit -n {_GOOD_FILES}", bad=files < _FEW_FILES, odd=has_gpus))
+    else:
+        found.append(ok("open_files", "enough open files for a process"))
+    found.append(_threads())
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if has_gpus and locked != resource.RLIM_INFINITY:
+        message = f"a process may lock {format_bytes(locked)}; InfiniBand registers GPU buffers as locked memory."
+        found.append(warning("locked_memory", message, "ulimit -l unlimited; in a container --ulimit memlock=-1"))
+    return found
+
+
+def check_disk(folder: Path, needed_bytes: int | None = None) -> list[Result]:
+    """Whether checkpoints can be written to a folder, how much room it has, and how fast it takes 64 MiB.
+
+    Args:
+        folder: the run folder; where it is not there yet, its nearest parent that is.
+        needed_bytes: of the checkpoints that the experiment keeps, and one more while it is written.
+    """
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    probe = there / f".meshkit-doctor-{socket.gethostname()}-{os.getpid()}"
+    try:
+        free = shutil.disk_usage(there).free
+        if free < max(_LEAST_FREE_BYTES, needed_bytes or 0):
+            wants = f"; the checkpoints of this experiment take {format_bytes(needed_bytes)}" if needed_bytes else ""
+            message = f"{there} has {format_bytes(free)} free{wants}."
+            return [error("disk", message, "another --out, or a smaller checkpoint.keep")]
+        rate = _write_rate(probe)
+    except OSError as e:
+        return [error("disk", f"{there} cannot be written: {e.strerror}.", "another --out")]
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+    text = f"{there} takes {format_rate(rate)} and has {format_bytes(free)} free"
+    if rate < _SLOW_BYTES_PER_S:
+        return [warning("disk", f"{text}.", "faster storage: a checkpoint holds up the run while it is written")]
+    return [ok("disk", text)]
+
+
+def _threads() -> Result:
+    """The smallest of what a user and a container may start; a thread counts as a process."""
+    limits = {"ulimit -u": resource.getrlimit(resource.RLIMIT_NPROC)[0]}
+    for name in _PIDS_FILES:
+        with suppress(OSError, ValueError):  # "max", or no cgroup
+            limits["pids.max of the container"] = int(Path(name).read_text())
+    finite = {name: value for name, value in limits.items() if value != resource.RLIM_INFINITY}
+    if finite and (least := min(finite.values())) < _FEW_THREADS:
+        name = min(finite, key=lambda name: finite[name])
+        message = f"{least} threads ({name}); a process of a large job starts hundreds, and fails where it cannot."
+        return warning("threads", message, f"{name} {_FEW_THREADS} or more")
+    return ok("threads", "enough threads for a process")
+
+
+def _graded(check: str, text: str, hint: str, *, bad: bool = False, odd: bool = False) -> Result:
+    return error(check, text, hint) if bad else warning(check, text, hint) if odd else ok(check, text)
+
+
+def _write_rate(path: Path) -> float:
+    """Bytes per second of 64 MiB with fsync."""
+    block = os.urandom(1 << 20)
+    began = time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(_WRITTEN_BYTES >> 20):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return _WRITTEN_BYTES / (time.perf_counter() - began)

@@ -1,0 +1,1 @@
+"""`meshkit explain`: where every parameter and activation goes, and why."""

@@ -1,0 +1,60 @@
+"""`meshkit explain`."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from meshkit.console import say, status, stdout
+from meshkit.errors import ConfigError
+from meshkit.verbs.arguments import (
+    ExperimentArg,
+    JsonOption,
+    SetOption,
+)
+
+
+def explain(
+    experiment: ExperimentArg,
+    set_: SetOption = [],  # noqa: B006
+    as_json: JsonOption = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when there is a warning.")] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile the step, to check its collectives.")
+    ] = True,
+    propose: Annotated[
+        bool, typer.Option("--propose", help="Say which link each axis belongs on, by its traffic; the default.")
+    ] = False,
+    rules: Annotated[bool, typer.Option("--rules", help="Print the resolved [rules] table as TOML and exit.")] = False,
+) -> None:
+    """Where every parameter and activation goes.
+
+    Logical axes, mesh axes and bytes per GPU; findings: what is legal and probably not meant; why each collective of
+    the compiled step is there, and the best placement of the axes on links. Needs no GPU.
+    """
+    from meshkit.config.experiment import load
+    from meshkit.verbs.explain.explainer import explain as explain_experiment
+    from meshkit.verbs.explain.explainer import render, rules_toml
+
+    start = time.perf_counter()
+    loaded = load(experiment, set_)
+    if rules:
+        print(rules_toml(loaded), end="")
+        return
+    if propose and not compile_:
+        raise ConfigError("--propose compiles the step, and --no-compile forbids it.", hint="one of the two")
+    with status(f"checking {loaded.name}"):
+        explanation = explain_experiment(loaded, compile=compile_)
+    if as_json:
+        print(explanation.model_dump_json(by_alias=True))
+    else:
+        stdout().print(render(explanation))
+        say(f"explained in {time.perf_counter() - start:.1f} s")
+    if propose and explanation.placement is None:
+        raise ConfigError(f"there is no placement to propose: {explanation.collectives_note}.")
+    if strict:
+        from meshkit.lint.findings import check_strict
+
+        check_strict(explanation.findings)

@@ -1,0 +1,335 @@
+"""explain: where every parameter and activation goes, and what looks wrong about it.
+
+Rules and placements need no compiler. Where it is installed and the cluster has GPUs, the step is compiled as `plan`
+does, to hold its collectives against the strategy and to say which link each mesh axis belongs on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from pydantic import Field
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from meshkit.compile.preflight import check_compiler
+from meshkit.config.emit import to_toml
+from meshkit.config.experiment import Experiment
+from meshkit.errors import ConfigError
+from meshkit.lint.contract import SCALARS, Explained
+from meshkit.lint.examine import examine
+from meshkit.lint.findings import SEVERITY_COLOURS, Finding, finding_lines
+from meshkit.lint.placements import placed_bytes
+from meshkit.report.schema import Part
+from meshkit.sharding.constrain import Activation
+from meshkit.sharding.devices import describe_devices, use_no_accelerator
+from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.sharding.resolve import Placed
+from meshkit.step.state import HOST_MEMORY
+from meshkit.step.train_step import make_train_step
+from meshkit.units import format_bytes
+from meshkit.verbs.plan.planner import Plan, local_bytes, mesh_rows, plan_experiment
+from meshkit.verbs.plan.proposer import propose
+
+
+class PlacedPart(Part):
+    """One array: its dims, the mesh axes that cut them, and what one GPU holds."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    logical_axes: tuple[str | None, ...] | None
+    spec: tuple[tuple[str, ...], ...]
+    rule: str
+    shards: int
+    bytes: int
+    bytes_per_gpu: int
+
+
+class FindingPart(Part):
+    """Something that is legal and probably not meant; `reason` says why the experiment allows it, if it does."""
+
+    code: str
+    severity: Literal["error", "warning", "note"]
+    path: str
+    message: str
+    hint: str | None
+    allowed: bool
+    reason: str | None
+
+
+class CollectivePart(Part):
+    """Collectives of one kind over the same axes for the same reason, in one step on one GPU."""
+
+    collective: str
+    axes: tuple[str, ...]
+    count: float
+    payload_bytes: float
+    explanation: str | None
+    bound_bytes: float | None
+    sources: tuple[str, ...]
+
+
+class PlacementPart(Part):
+    """The best assignment of the mesh's axes to links: what to `--set`, empty where the mesh is best as it is."""
+
+    reason: str
+    settings: tuple[str, ...]
+    communication_now_s: float
+    communication_proposed_s: float
+
+
+class Explanation(Part):
+    """The object that `meshkit explain --json` prints; `collectives` and `placement` are null if nothing compiled."""
+
+    schema_: Literal["meshkit.explain/1"] = Field(default="meshkit.explain/1", alias="schema")
+    experiment: str
+    mesh: tuple[dict, ...]
+    rules: dict[str, Any]
+    parameters: tuple[PlacedPart, ...]
+    activations: tuple[PlacedPart, ...]
+    parameters_bytes_per_gpu: int
+    optimizer_bytes_per_gpu: int
+    findings: tuple[FindingPart, ...]
+    allowed: tuple[FindingPart, ...]
+    collectives: tuple[CollectivePart, ...] | None
+    collectives_note: str | None
+    placement: PlacementPart | None
+
+    @property
+    def failing(self) -> tuple[FindingPart, ...]:
+        """Findings that `--strict` does not pass."""
+        return tuple(f for f in self.findings if f.severity != "note")
+
+
+def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
+    """Resolves the experiment's rules against its model, lints them, and checks the compiled step's collectives.
+
+    Args:
+        experiment: loaded from a file.
+        compile: False leaves the compiler out; so does an experiment or an installation that cannot compile.
+
+    Raises:
+        ConfigError: rules that do not fit the model or the mesh.
+        ProgramError: XLA refuses the step.
+    """
+    note = why_not_compiled(experiment) if compile else "--no-compile"
+    use_no_accelerator()
+    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
+    assert isinstance(mesh, DescribedMesh)
+    program = make_train_step(experiment, mesh)
+    made = plan_experiment(experiment) if note is None else None
+    if made is not None and made.examined is not None and made.lint is not None:
+        examined, lint = made.examined, made.lint
+    else:
+        examined = examine(experiment, program, mesh)
+        lint = examined.lint()
+    state = program.abstract_state
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.sharding.memory_kind != HOST_MEMORY]
+    rows = lint.collectives
+    return Explanation(
+        experiment=experiment.name,
+        mesh=tuple(mesh_rows(mesh)),
+        rules=experiment.rules.to_dict(),
+        parameters=tuple(_parameter(p, mesh) for p in examined.parameters),
+        activations=tuple(_activation(a, mesh) for a in examined.activations),
+        parameters_bytes_per_gpu=local_bytes(state.params),
+        optimizer_bytes_per_gpu=local_bytes(moments),
+        findings=tuple(map(_finding, lint.findings)),
+        allowed=tuple(map(_finding, lint.allowed)),
+        collectives=None if rows is None else tuple(map(_collective, rows)),
+        collectives_note=None if note is None else f"collectives were not checked: {note}",
+        placement=_placement(made, experiment) if made is not None else None,
+    )
+
+
+def why_not_compiled(experiment: Experiment) -> str | None:
+    """Why the step of an experiment cannot be compiled here; None if it can."""
+    if experiment.cluster.is_cpu:
+        return f"cluster '{experiment.cluster.name}' has no GPUs"
+    try:
+        check_compiler()
+    except ConfigError as e:
+        return f"{str(e).rstrip('.')}" + (f" ({e.hint})" if e.hint else "")
+    return None
+
+
+def rules_toml(experiment: Experiment) -> str:
+    """The resolved [rules] table of an experiment: what its preset and its own rows come to."""
+    return to_toml({"rules": experiment.rules.to_dict()})
+
+
+def _finding(f: Finding) -> FindingPart:
+    return FindingPart(
+        code=f.code,
+        severity=f.severity,
+        path=f.path,
+        message=f.message,
+        hint=f.hint,
+        allowed=f.allowed,
+        reason=f.reason,
+    )
+
+
+def _collective(row: Explained) -> CollectivePart:
+    ranked = sorted(row.sources, key=lambda source: -row.sources[source])
+    return CollectivePart(
+        collective=row.collective,
+        axes=row.axes,
+        count=row.count,
+        payload_bytes=row.payload_bytes,
+        explanation=row.explanation,
+        bound_bytes=row.bound_bytes,
+        sources=tuple(source for source in ranked if source)[:5],
+    )
+
+
+def _placement(made: Plan, experiment: Experiment) -> PlacementPart:
+    best = propose(made.report, experiment.mesh, experiment.cluster)
+    return PlacementPart(
+        reason=best.reason,
+        settings=best.settings,
+        communication_now_s=best.seconds_now,
+        communication_proposed_s=best.seconds_proposed,
+    )
+
+
+def _parameter(p: Placed, mesh: DescribedMesh) -> PlacedPart:
+    total, shards = placed_bytes(p), p.shards(mesh)
+    return PlacedPart(
+        path=p.path,
+        shape=p.shape,
+        dtype=p.dtype,
+        logical_axes=p.logical_axes,
+        spec=p.spec,
+        rule=p.rule,
+        shards=shards,
+        bytes=total,
+        bytes_per_gpu=total // shards,
+    )
+
+
+def _activation(a: Activation, mesh: DescribedMesh) -> PlacedPart:
+    total = int(np.prod(a.shape, dtype=np.int64)) * jax.numpy.dtype(a.dtype).itemsize
+    shards = math.prod(mesh.shape[x] for axes in a.spec for x in axes)
+    return PlacedPart(
+        path=" ".join(x or "-" for x in a.logical_axes),
+        shape=a.shape,
+        dtype=a.dtype,
+        logical_axes=a.logical_axes,
+        spec=a.spec,
+        rule="logical",
+        shards=shards,
+        bytes=total,
+        bytes_per_gpu=total // shards,
+    )
+
+
+def render(explanation: Explanation) -> RenderableType:
+    """What is wrong first, then tables of at most 80 columns."""
+    parts: list[RenderableType] = [_headline(explanation)]
+    parts += [line for f in explanation.findings for line in finding_lines(f)]
+    parts += [Text(f"allowed {f.code} at {f.path}: {f.reason}", "dim") for f in explanation.allowed]
+    parts += ["", _parameters_table(explanation.parameters), _held(explanation)]
+    parts += ["", _activations_table(explanation.activations)]
+    if explanation.collectives is not None:
+        parts += ["", _collectives_table(explanation.collectives)]
+    if explanation.placement is not None:
+        parts += ["", *_placement_lines(explanation.placement)]
+    if explanation.collectives_note is not None:
+        parts += ["", Text(explanation.collectives_note, "dim")]
+    return Group(*parts)
+
+
+def _headline(explanation: Explanation) -> Text:
+    axes = [
+        f"{row['axis']} {row['size']}"
+        + (f" (nvlink {row['nvlink']} x infiniband {row['infiniband']})" if row["infiniband"] > 1 else "")
+        for row in explanation.mesh
+    ]
+    counts = {severity: sum(f.severity == severity for f in explanation.findings) for severity in SEVERITY_COLOURS}
+    found = ", ".join(f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items() if n)
+    checked = f"{len(explanation.parameters)} parameters, {len(explanation.activations)} activations"
+    if explanation.collectives is not None:
+        checked += f", {len(explanation.collectives)} kinds of collectives"
+    verdict = (found, "yellow") if found else ("nothing looks wrong", "green")
+    return Text.assemble(f"{explanation.experiment} on {' x '.join(axes) or 'one GPU'}\n", verdict, f" in {checked}")
+
+
+def _held(explanation: Explanation) -> str:
+    parameters, optimizer = explanation.parameters_bytes_per_gpu, explanation.optimizer_bytes_per_gpu
+    return f"one GPU holds {format_bytes(parameters)} of parameters and {format_bytes(optimizer)} of optimizer state"
+
+
+def _placement_lines(placement: PlacementPart) -> Iterator[RenderableType]:
+    """The answer, and why."""
+    yield Text(f"placement on links: {'better with' if placement.settings else 'best as it is'}")
+    yield from (Text(f"  --set '{s}'") for s in placement.settings)
+    yield Padding(Text(placement.reason), (0, 0, 0, 2))
+
+
+def _collectives_table(rows: tuple[CollectivePart, ...]) -> Table:
+    """Most bytes first; scalars and norms, of whatever axes, in one row."""
+    table = _table("Collectives of a step")
+    table.add_column("collective", overflow="fold")
+    table.add_column("count", justify="right", no_wrap=True)
+    table.add_column("a GPU", justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold", ratio=1)
+    small = [row for row in rows if row.explanation == SCALARS]
+    for row in rows:
+        if row in small:
+            continue
+        axes = " x ".join(row.axes)
+        why = Text((row.explanation or "").replace(f" over {axes}", "", 1))
+        if row.explanation is None:
+            why = Text("unexplained", "yellow")
+        table.add_row(f"{row.collective} {axes}", f"{row.count:.3g}", format_bytes(int(row.payload_bytes)), why)
+    if small:
+        count, size = sum(row.count for row in small), sum(row.payload_bytes for row in small)
+        table.add_row("others", f"{count:.3g}", format_bytes(int(size)), SCALARS)
+    return table
+
+
+def _parameters_table(rows: tuple[PlacedPart, ...]) -> Table:
+    return _placed_table("Parameters", rows, lambda row: (row.path, _dims(map(str, row.shape), row)))
+
+
+def _activations_table(rows: tuple[PlacedPart, ...]) -> Table:
+    def cells(row: PlacedPart) -> tuple[str]:
+        names = row.logical_axes or (None,) * len(row.shape)
+        return (_dims((f"{name} {n}" if name else str(n) for name, n in zip(names, row.shape)), row),)
+
+    return _placed_table("Activations", rows, cells)
+
+
+def _placed_table(title: str, rows: tuple[PlacedPart, ...], cells: Callable[[PlacedPart], tuple[str, ...]]) -> Table:
+    """What `cells` says of each array, into how many pieces it is cut, and what one GPU holds.
+
+    The dtype that most arrays have is said once, in the title.
+    """
+    usual = Counter(row.dtype for row in rows).most_common(1)[0][0] if rows else "none"
+    table = _table(f"{title}, {usual}")
+    for header in ("array", "shape: axes")[-len(cells(rows[0])) :] if rows else ():
+        table.add_column(header, overflow="fold")
+    table.add_column("cut in", justify="right", no_wrap=True)
+    table.add_column("a GPU", justify="right", no_wrap=True)
+    for row in rows:
+        *first, dims = cells(row)
+        dims += "" if row.dtype == usual else f" {row.dtype}"
+        table.add_row(*map(Text, (*first, dims, str(row.shards), format_bytes(row.bytes_per_gpu))))
+    return table
+
+
+def _dims(names: Iterable[str], row: PlacedPart) -> str:
+    return ", ".join(f"{name}:{'+'.join(axes)}" if axes else name for name, axes in zip(names, row.spec)) or "scalar"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -1,0 +1,302 @@
+"""`meshkit launch`: one function per launcher."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshkit.console import run_folder, say
+from meshkit.distributed.environment import Gang, read_gang
+from meshkit.errors import ConfigError, RunError
+from meshkit.verbs.arguments import ExperimentArg, SetOption
+
+launch_app = typer.Typer(
+    help="Start a job of several processes: here, or by SLURM, Kubernetes or MPI.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    epilog="Example: meshkit launch local --processes 2 --devices 4 configs/experiments/llama_debug_cpu.toml",
+)
+
+OutOption = Annotated[
+    str | None, typer.Option("--out", metavar="DIR", help="Run folder, on a file system that all hosts share.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")]
+RestartsOption = Annotated[int, typer.Option("--max-restarts", metavar="K", min=0, help="Restarts after a failure.")]
+PerHostOption = Annotated[
+    int, typer.Option("--processes-per-host", metavar="N", min=1, help="1, or one for each GPU of a host.")
+]
+PythonOption = Annotated[str, typer.Option("--python", metavar="PATH", help="The interpreter on the hosts.")]
+MtlsOption = Annotated[
+    bool, typer.Option("--mtls", help="Certificates made for this run: nobody else can join it or read the meeting.")
+]
+
+
+@launch_app.command(
+    epilog="Example: meshkit launch local --processes 2 --devices 4 configs/experiments/llama_debug_cpu.toml"
+)
+def local(
+    experiment: ExperimentArg,
+    processes: Annotated[int, typer.Option(metavar="N", min=1, help="Processes on this machine.")],
+    devices: Annotated[int, typer.Option(metavar="M", min=1, help="Devices of each: GPUs, or virtual CPU devices.")],
+    set_: SetOption = [],  # noqa: B006
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Run folder; an existing one resumes.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option("--max-restarts", metavar="K", min=0, help="Restarts after a failure; 3, of one host alone."),
+    ] = None,
+    grace: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="To save a checkpoint after SIGTERM.")] = 120,
+    stall_timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="A process that stays longer in one step is stuck; 0 never."),
+    ] = 600,
+    hosts: Annotated[int, typer.Option(metavar="H", min=1, help="Machines that each run this command.")] = 1,
+    host_index: Annotated[int, typer.Option(metavar="I", min=0, help="Of this machine, from 0.")] = 0,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Of the first machine, where there are several.")
+    ] = None,
+    attempt: Annotated[
+        int | None, typer.Option(metavar="K", min=0, help="Restarts so far, by what restarts all machines.")
+    ] = None,
+    mtls: MtlsOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """A gang on this machine, watched: the first failure is shown, all are stopped, and all start again.
+
+    What each process prints is in logs/ of the run folder; what the first one prints is shown as well. No restart after
+    exit code 2 (what you gave is wrong), nor once two attempts in a row have reached no new step.
+    """
+    from meshkit.config.experiment import load
+    from meshkit.distributed.environment import check_address
+    from meshkit.verbs.launch.certificates import certificates_for
+    from meshkit.verbs.launch.job import Job, job_name
+    from meshkit.verbs.launch.local import LocalPart, check_devices, supervise, this_python
+    from meshkit.verbs.launch.supervisor import Policy
+    from meshkit.verbs.launch.watchdog import Limits
+
+    loaded = load(experiment, set_)
+    if coordinator is not None:
+        check_address(coordinator, at="--coordinator", name="--coordinator")
+    if hosts > 1 and max_restarts:
+        raise ConfigError("one of several hosts cannot restart the job alone.", hint="--max-restarts 0")
+    if hosts > 1 and mtls:
+        made = "meshkit launch certificates DIR --host NAME, and MESHKIT_MTLS=DIR on every host"
+        raise ConfigError("several hosts cannot each make certificates of their own.", at="--mtls", hint=made)
+    folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    secrets = folder / "mtls" if mtls else None
+    known_as = coordinator.rsplit(":", 1)[0] if coordinator else "127.0.0.1"
+    part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, str(secrets) if secrets else None)
+    check_devices(part, loaded)
+    job = Job(job_name(loaded.name), str(experiment), tuple(set_), str(folder), hosts, processes * devices, processes)
+    command = job.train_command(this_python())
+    if dry_run:
+        if secrets:
+            print(
+                shlex.join(
+                    [*this_python(), "-m", "meshkit", "launch", "certificates", str(secrets), "--host", known_as]
+                )
+            )
+        for environment in part.environments(attempt or 0, virtual=loaded.cluster.is_cpu, base={}):
+            print(shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *command]))
+        return
+    run_folder(folder)
+    restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 else 0
+    policy = Policy(max_restarts=restarts, save_grace_s=grace, limits=Limits(stall_timeout))
+    with ExitStack() as stack:
+        if secrets:
+            stack.enter_context(certificates_for(secrets, [known_as]))
+        code = supervise(part, loaded, command, folder, policy, say)
+    if code:
+        raise typer.Exit(code)
+
+
+@launch_app.command(
+    epilog="Example: meshkit launch slurm configs/experiments/llama3_70b.toml --sbatch partition=gpu --dry-run"
+)
+def slurm(
+    experiment: ExperimentArg,
+    set_: SetOption = [],  # noqa: B006
+    out: OutOption = None,
+    processes_per_host: PerHostOption = 1,
+    max_restarts: RestartsOption = 3,
+    sbatch: Annotated[
+        list[str], typer.Option(metavar="OPTION=VALUE", help="Of sbatch, as partition=gpu; repeatable.")
+    ] = [],  # noqa: B006
+    container_image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Of pyxis.")] = None,
+    container_mount: Annotated[list[str], typer.Option(metavar="SRC:DST", help="Of pyxis; repeatable.")] = [],  # noqa: B006
+    container_workdir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Of pyxis: the folder in the image that has the experiment.")
+    ] = None,
+    python: PythonOption = "python3",
+    mtls: MtlsOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """An sbatch script: one allocation, restarts in it, and back into the queue when preempted."""
+    from meshkit.verbs.launch.batch import Slurm, slurm_script
+    from meshkit.verbs.launch.submit import submit
+
+    job = _job(experiment, set_, out, processes_per_host, max_restarts)
+    site = Slurm(_pairs(sbatch, "--sbatch"), container_image, tuple(container_mount), container_workdir, python, mtls)
+    text = slurm_script(job, site)
+    print(text, end="") if dry_run else say(submit(["sbatch"], text))
+
+
+@launch_app.command(
+    epilog="Example: meshkit launch jobset configs/experiments/llama3_70b.toml --image REGISTRY/IMAGE:TAG --dry-run"
+)
+def jobset(
+    experiment: ExperimentArg,
+    image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Container image with meshkit, the model and the experiment.")
+    ],
+    set_: SetOption = [],  # noqa: B006
+    out: OutOption = None,
+    processes_per_host: PerHostOption = 1,
+    max_restarts: RestartsOption = 3,
+    namespace: Annotated[str | None, typer.Option(metavar="NAME", help="Kubernetes namespace.")] = None,
+    claim: Annotated[
+        list[str], typer.Option(metavar="NAME=PATH", help="Persistent volume claim and where to mount it; repeatable.")
+    ] = [],  # noqa: B006
+    resource: Annotated[
+        list[str], typer.Option(metavar="NAME=COUNT", help="Of a pod beside its GPUs, as rdma/ib=8; repeatable.")
+    ] = [],  # noqa: B006
+    shm: Annotated[str, typer.Option(metavar="SIZE", help="Of /dev/shm.")] = "64Gi",
+    workdir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder in the image that has the experiment.")
+    ] = None,
+    python: PythonOption = "python3",
+    mtls: MtlsOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """A Kubernetes JobSet: one pod a host, and all pods start again together."""
+    from meshkit.verbs.launch.jobset import Kubernetes, jobset_yaml
+    from meshkit.verbs.launch.submit import submit, submit_jobset
+
+    job = _job(experiment, set_, out, processes_per_host, max_restarts)
+    claims, resources = _pairs(claim, "--claim"), _pairs(resource, "--resource")
+    site = Kubernetes(image, namespace, claims, resources, shm, workdir, python, mtls)
+    text = jobset_yaml(job, site)
+    if dry_run:
+        print(text, end="")
+    else:
+        say(submit_jobset(job, site) if mtls else submit(["kubectl", "create", "-f", "-"], text))
+
+
+@launch_app.command(epilog="Example: meshkit launch mpi configs/experiments/llama3_70b.toml --hostfile hosts --dry-run")
+def mpi(
+    experiment: ExperimentArg,
+    hostfile: Annotated[str, typer.Option(metavar="FILE", help="Hosts, one a line; process 0 runs on the first.")],
+    set_: SetOption = [],  # noqa: B006
+    out: OutOption = None,
+    processes_per_host: PerHostOption = 1,
+    max_restarts: RestartsOption = 3,
+    python: PythonOption = "python3",
+    mtls: MtlsOption = False,
+    dry_run: DryRunOption = False,
+) -> None:
+    """A script around OpenMPI's mpirun, which runs until the job is done."""
+    from meshkit.verbs.launch.batch import mpi_script
+
+    job = _job(experiment, set_, out, processes_per_host, max_restarts)
+    text = mpi_script(job, hostfile, python=python, mtls=mtls)
+    if dry_run:
+        print(text, end="")
+        return
+    code = subprocess.run(["bash", "-c", text], env=dict(os.environ), check=False).returncode
+    if code:
+        raise typer.Exit(code)
+
+
+@launch_app.command(epilog="Example: meshkit launch certificates runs/first-mtls --host gpu7")
+def certificates(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of its own, for this user alone.")],
+    host: Annotated[
+        list[str], typer.Option(metavar="NAME", help="Name or address of the coordinator's host; repeatable.")
+    ],
+    days: Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="For which they are valid.")] = 365,
+) -> None:
+    """Certificates for one run, for a launcher of your own: MESHKIT_MTLS=DIR in every process then uses them.
+
+    The other launchers make them with --mtls.
+    """
+    from meshkit.verbs.launch.certificates import make_certificates, write_certificates
+
+    write_certificates(folder, make_certificates(host, days=days))
+    say(f"certificates of {', '.join(host)} for {days} days are in {folder}")
+
+
+def leave_gang(code: int) -> None:
+    """Ends this process at once if it failed and is one of several; otherwise does nothing.
+
+    Python's own way out waits for the others at jax's last barrier, and they wait for this process in a collective.
+    """
+    if code in (0, 75) or _gang_of_several() is None:  # with these, all processes end together
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def say_lost_process(error: Exception) -> int:
+    """Says that another process of the job is gone, where that is what jax's error means.
+
+    Returns:
+        The exit code 4, which a supervisor restarts; 0 where the error means something else, and nothing is said.
+    """
+    signs = ("Gloo", "NCCL", "coordination service", "heartbeat", "Connection reset", "Socket closed", "UNAVAILABLE")
+    gang = _gang_of_several()
+    if gang is None or type(error).__name__ != "JaxRuntimeError" or not any(sign in str(error) for sign in signs):
+        return 0
+    lost = RunError(
+        f"process {gang.process_id} of {gang.num_processes} has lost another one: {str(error).splitlines()[0]}",
+        hint="the logs of the others, one of which failed first; `meshkit launch` restarts them all",
+    )
+    say(f"meshkit: {lost.render()}")
+    return lost.exit_code
+
+
+def _gang_of_several() -> Gang | None:
+    """The job that this process is part of; None where it is alone, or cannot tell."""
+    try:
+        gang = read_gang()
+    except ConfigError:
+        return None
+    return gang if gang is not None and gang.num_processes > 1 else None
+
+
+def _job(experiment: Path, overrides: list[str], out: str | None, processes_per_host: int, max_restarts: int):
+    from meshkit.config.experiment import load
+    from meshkit.verbs.launch.job import make_job
+
+    return make_job(
+        load(experiment, overrides),
+        experiment,
+        overrides,
+        out=out,
+        processes_per_host=processes_per_host,
+        max_restarts=max_restarts,
+    )
+
+
+def _pairs(texts: list[str], at: str) -> dict[str, str]:
+    """`NAME=VALUE` words as a table; a name alone is a flag.
+
+    Raises:
+        ConfigError: a name is missing or given twice.
+    """
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not name or name in pairs:
+            raise ConfigError(f"'{text[:80]}' has no name, or one that was given already.", at=at, hint="NAME=VALUE")
+        pairs[name] = value
+    return pairs

@@ -1,0 +1,175 @@
+"""`meshkit launch local`: the gang of an experiment on this machine.
+
+experiment, N processes, M devices -> environment of each process and attempt -> Supervisor
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshkit.config.experiment import Experiment
+from meshkit.distributed.environment import JOIN_TIMEOUT, Gang
+from meshkit.distributed.launchers import FIRST_PORT, NUM_PORTS, without_launchers
+from meshkit.errors import ConfigError, RunError
+from meshkit.verbs.launch.supervisor import Policy, Supervisor
+
+_LOOPBACK = "127.0.0.1"
+_JOIN_S = "120"
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """The processes of a job that this machine runs.
+
+    Attributes:
+        processes: on this machine.
+        devices: of each process.
+        hosts: machines of the job; each runs this many processes.
+        host_index: of this machine, from 0.
+        coordinator: host:port of the first process; None for a port of this machine, new for every attempt.
+        attempt: restarts of the whole job before this, where something else restarts it.
+        mtls: folder of certificates; None for what the environment says.
+    """
+
+    processes: int
+    devices: int
+    hosts: int = 1
+    host_index: int = 0
+    coordinator: str | None = None
+    attempt: int | None = None
+    mtls: str | None = None
+
+    @property
+    def first_rank(self) -> int:
+        return self.host_index * self.processes
+
+    def environments(
+        self, attempt: int, *, virtual: bool, base: Mapping[str, str] | None = None
+    ) -> list[dict[str, str]]:
+        """The environment of every process here.
+
+        Args:
+            attempt: its number.
+            virtual: whether the devices are virtual ones of the CPU.
+            base: what they inherit; this process's environment by default.
+        """
+        inherited = without_launchers(os.environ if base is None else base)
+        inherited["PYTHONUNBUFFERED"] = "1"  # the log of a process that is killed is whole
+        if self.hosts == 1:  # whoever ends is seen here; on a busy machine one may be late
+            inherited.setdefault(JOIN_TIMEOUT, _JOIN_S)
+        if virtual:
+            inherited |= _virtual_devices(inherited, self.devices)
+        coordinator = self.coordinator or f"{_LOOPBACK}:{free_port()}"
+        return [inherited | self._gang(i, coordinator, attempt, virtual).emit() for i in range(self.processes)]
+
+    def _gang(self, index: int, coordinator: str, attempt: int, virtual: bool) -> Gang:
+        """Of GPUs, every process sees all (they reach each other through CUDA IPC) and drives its own."""
+        ids = None if virtual else tuple(range(index * self.devices, (index + 1) * self.devices))
+        number = attempt if self.attempt is None else self.attempt
+        return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number, self.mtls)
+
+
+def check_devices(part: LocalPart, experiment: Experiment) -> None:
+    """Stops unless the processes have as many devices together as the experiment's cluster.
+
+    Raises:
+        ConfigError: they have more or fewer, or the part is none of the job.
+    """
+    if min(part.processes, part.devices, part.hosts) < 1 or not 0 <= part.host_index < part.hosts:
+        raise ConfigError(
+            f"host {part.host_index} of {part.hosts} with {part.processes} processes x {part.devices} devices is no "
+            "part of a job.",
+            at="launch local",
+            hint="--processes 1 or more, --devices 1 or more, --host-index from 0 to --hosts less 1",
+        )
+    if part.hosts > 1 and part.coordinator is None:
+        raise ConfigError(
+            f"{part.hosts} hosts need one coordinator that all of them reach.",
+            at="--hosts",
+            hint="--coordinator HOST:PORT, with the name of the first host",
+        )
+    cluster, started = experiment.cluster, part.hosts * part.processes * part.devices
+    if started != cluster.num_gpus:
+        whole = f"{part.hosts} hosts x " if part.hosts > 1 else ""
+        raise ConfigError(
+            f"{whole}{part.processes} processes x {part.devices} devices are {started}, but cluster '{cluster.name}' "
+            f"has {cluster.num_gpus}.",
+            at="--processes, --devices",
+            hint=f"{_even_share(cluster.num_gpus, part)}, or a cluster of {started}",
+        )
+
+
+def supervise(
+    part: LocalPart,
+    experiment: Experiment,
+    train_command: Sequence[str],
+    folder: Path,
+    policy: Policy,
+    show: Callable[[str], None],
+) -> int:
+    """Runs the job's processes of this machine to their end.
+
+    Returns:
+        The exit code: see `Supervisor.run`.
+
+    Raises:
+        ConfigError: the devices are not the cluster's.
+        RunError: the job failed for good.
+    """
+    check_devices(part, experiment)
+    virtual = experiment.cluster.is_cpu
+    return Supervisor(
+        train_command,
+        lambda attempt: part.environments(attempt, virtual=virtual),
+        folder,
+        policy,
+        show,
+        logs=None if part.hosts == 1 else folder / "logs" / f"host{part.host_index}",
+        first_rank=part.first_rank,
+    ).run()
+
+
+def this_python() -> tuple[str, ...]:
+    """The interpreter that runs this, by its whole path."""
+    return (sys.executable,)
+
+
+def free_port(host: str = _LOOPBACK) -> int:
+    """A random port that nothing listens on, outside the range from which connections get theirs.
+
+    Raises:
+        RunError: none was found.
+    """
+    for _ in range(100):
+        port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise RunError(f"no port from {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1} is free on {host}.")
+
+
+def _virtual_devices(env: Mapping[str, str], devices: int) -> dict[str, str]:
+    """XLA's count of CPU devices, instead of whatever count the environment has."""
+    flags = [flag for flag in env.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _DEVICE_COUNT_FLAG]
+    return {
+        "XLA_FLAGS": " ".join([*flags, f"{_DEVICE_COUNT_FLAG}={devices}"]),
+        "JAX_NUM_CPU_DEVICES": "-1",  # jax's default: as XLA_FLAGS say
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+def _even_share(devices: int, part: LocalPart) -> str:
+    processes = part.hosts * part.processes
+    if devices % processes:
+        return f"a number of processes that divides {devices}"
+    return f"--processes {part.processes} --devices {devices // processes}"

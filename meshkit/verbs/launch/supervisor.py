@@ -1,0 +1,309 @@
+"""Keeps a gang on this machine going: watches an attempt, tells what failed first, and decides what follows.
+
+    attempt -> LocalGang -> first failure -> whole gang killed -> Verdict: done | stop with a code | restart
+
+One process that fails leaves the others waiting in a collective for ever, and one that comes back alone cannot join
+them. So an attempt ends as a whole, and the next one is a new gang with a new coordinator port.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshkit.errors import ConfigError, RunError
+from meshkit.verbs.launch.exits import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, Ending
+from meshkit.verbs.launch.processes import LocalGang, Member
+from meshkit.verbs.launch.tail import Follower, last_lines, last_words
+from meshkit.verbs.launch.watchdog import PULSE_VARIABLE, Limits, Watchdog
+
+_POLL_S, _SHOWN_LINES = 0.02, 15
+_NEVER = float("inf")
+# Two attempts in a row that reach no new step will not get there by a third.
+_FRUITLESS_ATTEMPTS = 2
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the supervisor may do.
+
+    Attributes:
+        max_restarts: attempts after the first one.
+        save_grace_s: seconds that the processes get to save a checkpoint and end, once told to stop.
+        failure_grace_s: seconds that the others get once one has failed. They cannot save: that takes all of them.
+        pause_s: seconds between two attempts.
+        limits: when a process that is alive counts as stuck.
+    """
+
+    max_restarts: int = 3
+    save_grace_s: float = 120.0
+    failure_grace_s: float = 5.0
+    pause_s: float = 1.0
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one attempt came to.
+
+    Attributes:
+        number: restarts before it.
+        failed: the process that failed first, or is stuck; None if none is.
+        stuck: why it was called stuck; None where it ended by itself.
+        where: what that process did.
+        unbegun: whether none had reached the training loop, so that there was nothing to save.
+        told: SIGTERM or SIGINT, where the supervisor was told to stop.
+        endings: how every process ended, those included that were killed with the rest.
+    """
+
+    number: int
+    failed: Member | None
+    told: signal.Signals | None
+    endings: tuple[Ending, ...]
+    stuck: str | None = None
+    where: str = ""
+    unbegun: bool = False
+
+
+class Supervisor:
+    """Runs a command as a gang until it is done, or nothing more can be done.
+
+    Args:
+        command: what every process runs.
+        environments: attempt number -> the environment of each process; called for every attempt, so that each has
+            a coordinator port of its own.
+        folder: the run folder, whose `metrics.jsonl` tells progress.
+        policy: restarts and graces.
+        show: takes a line for the person who waits.
+        logs: where `attempt0/rank0.log`, ... go; `logs` of the run folder by default.
+        first_rank: of the processes here.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Callable[[int], Sequence[Mapping[str, str]]],
+        folder: Path,
+        policy: Policy,
+        show: Callable[[str], None],
+        *,
+        logs: Path | None = None,
+        first_rank: int = 0,
+    ):
+        self._command, self._environments, self._folder = command, environments, folder
+        self._policy, self._print, self._first_rank = policy, show, first_rank
+        self._logs = logs or folder / "logs"
+        self._told: list[signal.Signals] = []
+
+    def run(self) -> int:
+        """Attempts until the end.
+
+        Returns:
+            0 done; 2 or 3 as a process said; 75 preempted with a checkpoint saved; 130 interrupted.
+
+        Raises:
+            RunError: it failed for good: no restarts are left, or restarts bring no progress.
+        """
+        first = next_attempt(self._logs)
+        best, fruitless = last_step(self._folder), 0
+        with self._signals():
+            for number in range(first, first + self._policy.max_restarts + 1):
+                attempt = self._attempt(number)
+                if attempt.told is not None or attempt.failed is None:
+                    return _stopped(attempt)
+                self._tell(attempt.failed, attempt)
+                ending = attempt.failed.ending
+                assert ending is not None
+                if not ending.is_restartable and attempt.stuck is None:
+                    return ending.code
+                reached = last_step(self._folder)
+                best, fruitless = (reached, 0) if reached > best else (best, fruitless + 1)
+                if fruitless >= _FRUITLESS_ATTEMPTS:
+                    raise _failed(attempt, f"and {fruitless} attempts in a row have reached no step after {best}")
+                if number == first + self._policy.max_restarts:
+                    raise _failed(attempt, f"and its {self._policy.max_restarts} restarts are used up")
+                self._show(f"restart {number + 1 - first} of {self._policy.max_restarts}; step {reached} was reached")
+                if (told := self._pause()) is not None:
+                    return INTERRUPTED if told == signal.SIGINT else PREEMPTED
+        raise AssertionError("the last attempt returns or raises")
+
+    def _attempt(self, number: int) -> Attempt:
+        logs = self._logs / f"attempt{number}"
+        environments = self._environments(number)
+        pulses = [logs / f"rank{self._first_rank + i}.pulse" for i in range(len(environments))]
+        environments = [{**e, PULSE_VARIABLE: str(p.absolute())} for e, p in zip(environments, pulses)]
+        watchdog, stuck = Watchdog(pulses, self._policy.limits), None
+        with LocalGang(self._command, environments, logs, self._first_rank) as gang:
+            follower = Follower(gang.members[0].log)
+            try:
+                failed, told, stuck = self._watch(gang, follower, watchdog)
+                if stuck is not None:
+                    watchdog.stacks(gang)  # and then no grace: what is stuck does not end by itself
+                elif failed is not None:
+                    gang.stop(self._policy.failure_grace_s)
+            finally:
+                gang.kill()
+                self._follow(gang, follower, last=True)
+                where = watchdog.where(failed, gang) if failed is not None else ""
+                unbegun = watchdog.before_steps(gang)
+                watchdog.forget()
+        endings = tuple(m.ending for m in gang.members if m.ending is not None)
+        return Attempt(number, failed, told, endings, stuck, where, unbegun)
+
+    def _watch(
+        self, gang: LocalGang, follower: Follower, watchdog: Watchdog
+    ) -> tuple[Member | None, signal.Signals | None, str | None]:
+        """Until all are done, one has failed or is stuck (and why), or the grace after a signal is over."""
+        forwarded, saved, deadline, tell_at = 0, False, _NEVER, _NEVER
+        while True:
+            ended = gang.poll()
+            self._follow(gang, follower)
+            now = time.monotonic()
+            if len(self._told) > forwarded:
+                if forwarded:  # told twice: now
+                    return None, self._told[0], None
+                forwarded, deadline = len(self._told), now + self._policy.save_grace_s
+                gang.signal(self._told[0])
+                self._show(f"{self._told[0].name}: passed on; up to {self._policy.save_grace_s:g} s to save and end")
+            codes = {m.rank: m.ending.code for m in ended if m.ending is not None}
+            if PREEMPTED in codes.values() and not saved:  # it has saved, together with the others, which now end too
+                saved, deadline = True, min(deadline, now + self._policy.save_grace_s)
+                tell_at = now + self._policy.failure_grace_s
+            failures = [m for m in ended if codes.get(m.rank) not in (0, PREEMPTED)]
+            if failures and not forwarded and not saved:
+                return min(failures, key=_is_a_consequence), None, None
+            if any(codes[m.rank] != INTERRUPTED for m in failures):  # the others cannot save without it
+                deadline = min(deadline, now + self._policy.failure_grace_s)
+            if not gang.running or now > deadline:
+                return None, self._told[0] if forwarded else None, None
+            if now > tell_at:
+                deadline, tell_at = min(deadline, self._tell_others(gang, watchdog, now)), _NEVER
+            if not forwarded and not saved and (stuck := watchdog.look(gang)) is not None:
+                return stuck.member, None, stuck.why
+            time.sleep(_POLL_S)
+
+    def _tell_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
+        """After one was told alone and has ended: the others. It ends at once before the training loop, and they wait.
+
+        Returns:
+            When they have to be gone; one that writes a checkpoint has the whole grace.
+        """
+        gang.signal(signal.SIGTERM)
+        return _NEVER if watchdog.finishing(gang) else now + self._policy.failure_grace_s
+
+    def _follow(self, gang: LocalGang, follower: Follower, *, last: bool = False) -> None:
+        for line in follower.new_lines(last=last):
+            self._show(f"[{gang.members[0].rank}] {line}")
+
+    def _show(self, line: str) -> None:
+        """A terminal that is gone is no reason to stop; the logs have it all."""
+        with suppress(OSError):
+            self._print(line)
+
+    def _pause(self) -> signal.Signals | None:
+        deadline = time.monotonic() + self._policy.pause_s
+        while time.monotonic() < deadline and not self._told:
+            time.sleep(_POLL_S)
+        return self._told[0] if self._told else None
+
+    def _tell(self, failed: Member, attempt: Attempt) -> None:
+        if attempt.stuck is not None:
+            self._show(
+                f"process {failed.rank} is stuck in attempt {attempt.number}: it {attempt.stuck}; all are stopped"
+            )
+        else:
+            when = f"{failed.ended_s:.1f} s into attempt {attempt.number}"
+            killed = failed.ending is not None and failed.ending.code < 0  # else its pulse tells of its way out
+            where = f", {attempt.where}" if killed else ""
+            self._show(f"process {failed.rank} ended first: {failed.ending}, {when}{where}")
+        for line in last_words(failed.log, _SHOWN_LINES):
+            self._show(f"  | {line}")
+        self._show(f"  its whole log: {failed.log}")
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Notes SIGINT and SIGTERM, which the loop then passes on; the processes have sessions of their own.
+
+        A closed terminal (SIGHUP) counts as SIGTERM, unless nohup or the like has it ignored.
+        """
+        meanings = {n: n for n in (signal.SIGINT, signal.SIGTERM)}
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            meanings[signal.SIGHUP] = signal.SIGTERM
+        note = lambda number, _: self._told.append(meanings[signal.Signals(number)])
+        before = {number: signal.signal(number, note) for number in meanings}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def last_step(folder: Path) -> int:
+    """The last step that the run's metrics.jsonl has; 0 where it has none."""
+    for line in reversed(last_lines(folder / "metrics.jsonl", 5)):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # cut short by a crash
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            return record["step"]
+    return 0
+
+
+def next_attempt(logs: Path) -> int:
+    """The number of the next attempt: one after the last whose logs are there.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
+    try:
+        names = [p.name.removeprefix("attempt") for p in logs.glob("attempt*")]
+    except OSError as e:
+        raise ConfigError(f"the folder of logs cannot be read: {e}.", at=str(logs)) from None
+    return max((int(name) + 1 for name in names if name.isdigit()), default=0)
+
+
+def _is_a_consequence(member: Member) -> tuple[int, float]:
+    """Sorts failures seen at one look, the cause first.
+
+    When a process is gone, jax aborts the others (SIGABRT), or they lose their connection to it (exit code 4).
+    """
+    assert member.ending is not None
+    return {-signal.SIGABRT: 2, RUN_FAILED: 1}.get(member.ending.code, 0), member.ended_s
+
+
+def _stopped(attempt: Attempt) -> int:
+    """The exit code of an attempt that no process has failed, or that was told to stop.
+
+    Raises:
+        RunError: a process ended otherwise than it was told to.
+    """
+    if attempt.told == signal.SIGINT:
+        return INTERRUPTED
+    codes = {ending.code for ending in attempt.endings}
+    if PREEMPTED in codes:  # a checkpoint is whole, or nobody says so
+        return PREEMPTED
+    if codes == {0}:
+        return DONE
+    if attempt.told is not None and attempt.unbegun:  # nothing was made since the last checkpoint
+        return PREEMPTED
+    bad = next(ending for ending in attempt.endings if ending.code != 0)
+    raise RunError(
+        f"told to stop by SIGTERM, but a process did not save and end: {bad}.",
+        hint="the same command, which resumes from the last checkpoint; a longer --grace if saving takes longer",
+    )
+
+
+def _failed(attempt: Attempt, why: str) -> RunError:
+    failed = attempt.failed
+    assert failed is not None
+    return RunError(
+        f"process {failed.rank} failed ({failed.ending}) in attempt {attempt.number}, {why}.",
+        at=str(failed.log),
+        hint="the last lines of that log; the same command then resumes",
+    )

@@ -1,0 +1,1 @@
+"""`meshkit new`: a commented experiment file."""

@@ -1,0 +1,1 @@
+"""`meshkit plan` and `mk.plan`: a step on GPUs that are not there; variants planned in parallel."""

@@ -1,0 +1,409 @@
+"""What no variant can beat, in closed form: what it must hold, move and multiply.
+
+    memory   parameters + moments + max(gradients, what the layers keep for the backward pass)
+    link     every weight gathered once and every gradient reduced once, in one collective each, at the model's rates
+    compute  the model's matmuls at the GPU's peak
+
+Each is below what the compiled step will need, so that what they rule out is lost to nobody. `estimate_s` is a guess
+of the step from the same numbers, which only decides what is compiled first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from meshkit.config.experiment import Experiment
+from meshkit.config.mesh import MeshSpec
+from meshkit.config.rules import ShardingRules
+from meshkit.errors import ConfigError
+from meshkit.predict.kernels import compute_peak_flops, memory_bytes_per_s
+from meshkit.predict.network import collective_time_s
+from meshkit.sharding.resolve import Placed, placements
+from meshkit.step.arrange import arrange_description
+from meshkit.step.gradients import deferred_axes
+from meshkit.step.model_flops import count_model_flops
+from meshkit.step.pipelined import find_stack
+from meshkit.step.stages import check_model
+from meshkit.step.state import ModelDescription, describe_model
+from meshkit.verbs.plan.fate import Fate
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # of activations and gathered weights
+_RESIDUAL = "embed"
+# For the order of compiling alone: what of a weight's gather usually shows, in one micro-batch and in a loop of them;
+# what of an activation's exchange; what layers keep beside projections where they keep all. Of plans of llama3_70b on
+# 64 H100.
+_WEIGHTS_SHOW, _WEIGHTS_SHOW_IN_LOOP, _ACTIVATIONS_SHOW = 0.05, 0.8, 0.9
+_GATHERED_TWICE = 1.5  # of a gather and a reduction: forward and backward pass gather each
+_LARGE_TOKENS, _SMALLER_MATMULS = 16_384, 0.03  # slower each time that a micro-batch of one GPU halves
+_KEPT_OF_ALL = 2.5
+_LAYERS_IN_FLIGHT = 2  # whose values are on the way to host memory or back
+# Bytes of memory traffic for one weight in a micro-batch: gathered and read in bf16 forward and backward (8), its
+# gradient written, read (4), and added to an fp32 sum (8).
+_WEIGHT_TRAFFIC = 20
+
+_PLACES_KEPT = 8
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Of one variant; see the module.
+
+    Attributes:
+        state_bytes: parameters and moments on one GPU.
+        needed_bytes: with the lesser of what must be there beside them.
+        host_bytes: of host memory for one GPU, at least.
+        compute_s, link_s, host_s: below which no step is; host_s is what is offloaded, one way over the host link.
+        estimate_s: a guess of the step.
+        estimate_bytes: a guess of its memory.
+    """
+
+    state_bytes: int
+    needed_bytes: int
+    compute_s: float
+    link_s: float
+    estimate_s: float
+    estimate_bytes: float
+    host_bytes: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def time_s(self) -> float:
+        """Below which the step is not."""
+        return max(self.compute_s, self.link_s, self.host_s)
+
+
+class Bounds:
+    """Closed forms of one model on one cluster; the model is described once.
+
+    Args:
+        experiment: any of its variants.
+    """
+
+    def __init__(self, experiment: Experiment):
+        self._experiment = experiment
+        self.model: ModelDescription = describe_model(experiment)
+        self._layers, self._model_flops = _work(self.model, experiment)
+        cluster, precision = experiment.cluster, experiment.train.precision
+        self._peak = compute_peak_flops(cluster.gpu, precision) or math.inf
+        self._sustained = self._peak * cluster.gpu.achieved["matmul"]
+        self._cluster = cluster
+        host = cluster.offload_link()
+        self._host_bytes_per_s = host.bytes_per_s * host.achieved
+        self._priced: dict[tuple, float] = {}
+        self._placed: deque[tuple[tuple, Mapping[str, Sequence[Placed]]]] = deque(maxlen=_PLACES_KEPT)
+
+    @property
+    def logical_axes(self) -> set[str]:
+        """Logical axes of the model's parameters."""
+        one = AbstractMesh((1,), ("one",))
+        found = placements(self.model.params, one, ShardingRules({}))  # pyright: ignore[reportArgumentType]
+        return {name for leaf in found for name in leaf.logical_axes or () if name}
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether the layers can become stages of a pipeline, with all else that the experiment asks for."""
+        experiment = self._experiment
+        if experiment.pipeline.axis is not None:
+            return True
+        if experiment.local_sgd.axis or experiment.compression.axis or experiment.train.loss:
+            return False
+        with contextlib.suppress(ConfigError):
+            check_model(experiment, self.model)
+            return True
+        return False
+
+    def remats(self, policies: Sequence[Any]) -> list[Any]:
+        """Those that the model takes."""
+        if not self.model.takes_remat:
+            return []
+        found = []
+        for policy in policies:
+            with contextlib.suppress(ConfigError):
+                describe_model(replace(self._experiment, train=replace(self._experiment.train, remat=policy)))
+                found.append(policy)
+        return found
+
+    def of(self, variant: Experiment) -> Bound:
+        """The bounds of a variant.
+
+        Raises:
+            ConfigError: a dim that its mesh axes do not divide, or one mesh axis on two dims.
+        """
+        mesh = _abstract(variant.mesh)
+        places = self._places(variant, mesh)
+        sizes = dict(zip(variant.mesh.axis_names, variant.mesh.shape))
+        deferred = deferred_axes(variant.rules, mesh) if variant.train.accumulate > 1 else ()
+        token_axes = _token_axes(variant)
+        tokens = variant.train.global_batch * variant.train.sequence_length
+        tokens /= math.prod(sizes[a] for a in token_axes)
+        pieces = variant.train.accumulate * (variant.pipeline.microbatches if variant.pipeline.axis else 1)
+        state = _state_bytes(places, sizes, variant)
+        held = _gradient_bytes(places, sizes, variant, deferred)
+        whole = _whole_weights_bytes(places["compute"], sizes, variant, deferred)
+        kept = self._kept(places["compute"], sizes, variant, tokens / pieces)
+        moved = self._moved(places, variant, token_axes, tokens)
+        stages = sizes.get(variant.pipeline.axis or "", 1)
+        bubble = (stages - 1) / (variant.pipeline.microbatches * variant.pipeline.virtual_stages)
+        flops = self._model_flops / self._cluster.num_gpus * (1 + bubble)
+        logits = 2 * 4 * tokens / pieces * _vocabulary(places["compute"], sizes)
+        recompute = (1 + kept.recomputed_share / 3) * self._places_over_layers(stages, variant.pipeline.virtual_stages)
+        smaller = max(0.0, math.log2(_LARGE_TOKENS * pieces / tokens))
+        work_s = flops / self._sustained * recompute * (1 + _SMALLER_MATMULS * smaller)
+        host_s = kept.host_bytes / self._host_bytes_per_s  # of one micro-batch
+        return Bound(
+            state_bytes=int(state),
+            needed_bytes=int(state + whole + max(held, kept.least_bytes)),
+            compute_s=flops / self._peak,
+            link_s=self._slowest_link_s(moved, variant.mesh),
+            estimate_s=work_s
+            + pieces * _host_shows_s(host_s, flops / self._sustained / 3 / pieces, work_s / pieces)
+            + (
+                pieces * host_s if moved["activations"] else 0.0
+            )  # layers that wait are not double-buffered: one way shows
+            + self._communication_guess_s(moved, variant, deferred)
+            + pieces * self._weights_pass_s(places["compute"], sizes, token_axes),
+            estimate_bytes=state + whole + held + kept.guess_bytes + logits,
+            host_bytes=kept.host_bytes,
+            host_s=pieces * host_s,
+        )
+
+    def _places_over_layers(self, stages: int, chunks: int) -> float:
+        """How many layers a pipeline computes for each that there is: chunks are alike, with empty places in some."""
+        places = stages * chunks
+        return places * -(-self._layers // places) / self._layers if self._layers else 1.0
+
+    def _weights_pass_s(self, leaves: Sequence[Placed], sizes: Mapping[str, int], token_axes: Sequence[str]) -> float:
+        """Seconds in which the memory passes the weights of one micro-batch and their gradients, which are added up."""
+        elements = sum(_local(leaf, sizes, token_axes) for leaf in leaves)
+        return _WEIGHT_TRAFFIC * elements / memory_bytes_per_s(self._cluster.gpu)
+
+    def _slowest_link_s(self, moved: Mapping[str, Sequence[_Payload]], mesh: MeshSpec) -> float:
+        """Seconds of the busier link, if both could run at once."""
+        links = {"nvlink": 0.0, "infiniband": 0.0}
+        for payload in (*moved["weights"], *moved["activations"]):
+            link = "infiniband" if self._shape(payload.axes, mesh)[1] > 1 else "nvlink"
+            links[link] += self._price(payload, mesh)
+        return max(links.values())
+
+    def _communication_guess_s(
+        self, moved: Mapping[str, Sequence[_Payload]], variant: Experiment, deferred: Sequence[str]
+    ) -> float:
+        """What of the communication probably shows."""
+        seconds = _ACTIVATIONS_SHOW * sum(self._price(payload, variant.mesh) for payload in moved["activations"])
+        for payload in moved["weights"]:
+            times = 1 if set(payload.axes) <= set(deferred) else variant.train.accumulate
+            shows = _WEIGHTS_SHOW if times == 1 else _WEIGHTS_SHOW_IN_LOOP
+            if variant.pipeline.axis is not None:  # once, before the first micro-batch and after the last
+                shows = 1.0
+            seconds += _GATHERED_TWICE * self._price(payload, variant.mesh) * times * shows
+        return seconds
+
+    def _places(self, variant: Experiment, mesh: Any) -> Mapping[str, Sequence[Placed]]:
+        """Where the parameters go, by what of them it is; of the last few meshes, rules and stages kept."""
+        stages = variant.pipeline
+        key = variant.mesh, variant.rules, stages.axis, stages.virtual_stages, stages.layout
+        found = next((placed for known, placed in self._placed if known == key), None)
+        if found is None:
+            stack = find_stack(variant, mesh, self.model)
+            params = (arrange_description(self.model, stack) if stack else self.model).params
+            kinds = ("parameters", "optimizer", "compute", "gradients")
+            found = {kind: placements(params, mesh, variant.rules, kind=kind) for kind in kinds}
+            self._placed.append((key, found))
+        return found
+
+    def _kept(self, leaves: Sequence[Placed], sizes: Mapping[str, int], variant: Experiment, tokens: float) -> _Kept:
+        """What scanned layers keep of one micro-batch for the backward pass, those of a pipeline of all in flight."""
+        remat, stages = variant.train.remat, variant.pipeline
+        fate = Fate.of(remat)
+        if not self._layers:
+            return _Kept(0.0, 0.0, 0.0 if remat == "none" else 1.0)
+        width, inner, outer, work, kept_work = 0.0, 0.0, 0.0, 0.0, 0.0
+        away, away_outer = 0.0, 0  # of host memory
+        for leaf in leaves:
+            names = leaf.logical_axes or ()
+            if "layers" not in names or len(names) < 3 or _RESIDUAL not in names:
+                continue
+            width = leaf.shape[names.index(_RESIDUAL)]
+            work += math.prod(leaf.shape)
+            if (where := fate.where(leaf.path)) == "drop":
+                continue
+            kept_work += math.prod(leaf.shape)
+            first, *rest = [i for i, name in enumerate(names) if name != "layers"]
+            if names[first] == _RESIDUAL:
+                made = math.prod(leaf.shape[i] / math.prod(sizes[a] for a in leaf.spec[i]) for i in rest)
+                inner, away = (inner, away + made) if where == "offload" else (inner + made, away)
+            else:  # back into the residual stream, as wide as that
+                outer, away_outer = (outer, away_outer + 1) if where == "offload" else (outer + 1, away_outer)
+        (residual,) = variant.rules.spec_for(("act_residual_length",), kind="activations")
+        (length,) = variant.rules.spec_for(("act_length",), kind="activations")
+        width /= math.prod(sizes[a] for a in residual if a not in length)
+        each = tokens * self._layers * _BYTES[variant.train.precision]
+        everything = _KEPT_OF_ALL if remat in ("none", "everything_saveable") else 1.0
+        # the gradient of the residual stream needs no output that ends in it: those are no part of the bound
+        stays = 0 if fate.input_leaves else 1
+        host = each * (away + width * (away_outer + 1 - stays))
+        guess = each * (width * (stays + outer) + inner) * everything + _LAYERS_IN_FLIGHT * host / self._layers
+        again = 1 - kept_work / work if work else 1.0
+        if stages.axis is None:
+            return _Kept(each * (width * stays + inner), guess, again, host)
+        ways, chunks = sizes[stages.axis], stages.virtual_stages
+        flying = min((chunks + 1) * ways - 1, 2 * chunks * stages.microbatches) / (ways * chunks)
+        if stages.residuals == "recompute":  # inputs of chunks, and all of the one that is run again
+            return _Kept(0.0, each / self._layers * width * flying * ways * chunks + guess / (ways * chunks), 1 + again)
+        return _Kept(0.0, guess * flying, again)
+
+    def _moved(
+        self, places: Mapping[str, Sequence[Placed]], variant: Experiment, token_axes: Sequence[str], tokens: float
+    ) -> dict[str, list[_Payload]]:
+        """What a step moves at least: gathers and reductions of weights, and of activations over other axes."""
+        sizes = dict(zip(variant.mesh.axis_names, variant.mesh.shape))
+        bytes_each = _BYTES[variant.train.precision]
+        reduce_bytes = _BYTES[variant.train.reduce_precision]
+        gathered: dict[tuple[str, ...], float] = defaultdict(float)
+        scattered: dict[tuple[str, ...], float] = defaultdict(float)
+        reduced: dict[tuple[str, ...], float] = defaultdict(float)
+        other: set[str] = set()
+        for leaf in places["parameters"]:
+            names = leaf.logical_axes or (None,) * len(leaf.shape)
+            axes = [a for name, dim in zip(names, leaf.spec) for a in dim if name != "experts"]
+            own = {a for name, dim in zip(names, leaf.spec) for a in dim if name == "experts"}
+            cut = tuple(a for a in axes if a in token_axes)
+            rest = math.prod(sizes[a] for a in (*axes, *own) if a not in cut)
+            other |= {a for a in axes if a not in token_axes and len(leaf.shape) > 1 and a != variant.pipeline.axis}
+            elements = math.prod(leaf.shape) / rest
+            if math.prod(sizes[a] for a in cut) > 1:
+                gathered[cut] += elements * bytes_each
+                scattered[cut] += elements * reduce_bytes
+            whole = tuple(a for a in token_axes if a not in cut and a not in own)
+            if math.prod(sizes[a] for a in whole) > 1:
+                shards = math.prod(sizes[a] for a in cut)
+                reduced[whole] += elements * reduce_bytes / shards
+        weights = [_Payload("all-gather", axes, payload) for axes, payload in gathered.items()]
+        weights += [_Payload("reduce-scatter", axes, payload) for axes, payload in scattered.items()]
+        weights += [_Payload("all-reduce", axes, payload) for axes, payload in reduced.items()]
+        activations = []
+        axes = tuple(a for a in variant.mesh.axis_names if a in other and sizes[a] > 1)
+        width = next((leaf.shape[leaf.logical_axes.index(_RESIDUAL)] for leaf in places["parameters"]
+                      if leaf.logical_axes and _RESIDUAL in leaf.logical_axes), 0)  # fmt: skip
+        if axes and self._layers and width:
+            # Megatron's two sums of a layer forward and two backward, each a gather and a scatter
+            layers = self._layers / sizes.get(variant.pipeline.axis or "", 1)
+            activations.append(_Payload("all-reduce", axes, 4 * layers * tokens * width * bytes_each))
+        return {"weights": weights, "activations": activations}
+
+    def _price(self, payload: _Payload, mesh: MeshSpec) -> float:
+        shape = self._shape(payload.axes, mesh)
+        key = (payload, shape)
+        if key not in self._priced:
+            self._priced[key] = collective_time_s(
+                payload.collective,
+                payload_bytes=payload.bytes,
+                gpus_per_domain=shape[0],
+                domains=shape[1],
+                cluster=self._cluster,
+            )
+        return self._priced[key]
+
+    def _shape(self, axes: Sequence[str], mesh: MeshSpec) -> Shape:
+        found = [axis for axis in mesh.axes if axis.name in axes]
+        inside = math.prod(axis.number("nvlink") for axis in found)
+        return inside, math.prod(axis.number("infiniband") for axis in found)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes that layers keep at least, a guess of them, and the share of their matmuls that runs twice."""
+
+    least_bytes: float
+    guess_bytes: float
+    recomputed_share: float
+    host_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Payload:
+    collective: str
+    axes: tuple[str, ...]
+    bytes: float
+
+
+def _abstract(mesh: MeshSpec) -> Any:
+    return AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
+
+
+def _work(model: ModelDescription, experiment: Experiment) -> tuple[int, float]:
+    """Layers that the model describes, and its FLOP of a step, attention's square halved."""
+    tokens = experiment.train.global_batch * experiment.train.sequence_length
+    made = model.abstract_model()
+    params = [leaf for leaf in jax.tree.leaves(model.params) if hasattr(leaf, "shape")]
+    flops = count_model_flops(made, params, tokens, experiment.train.sequence_length)
+    layers = made.attention_shape()[0] if hasattr(made, "attention_shape") else 0  # pyright: ignore
+    return layers, flops.model_flops_causal
+
+
+def _token_axes(variant: Experiment) -> tuple[str, ...]:
+    """Mesh axes that share out the tokens."""
+    (batch,) = variant.rules.spec_for(("act_batch",), kind="activations")
+    (length,) = variant.rules.spec_for(("act_length",), kind="activations")
+    return (*batch, *length)
+
+
+def _local(leaf: Placed, sizes: Mapping[str, int], without: Sequence[str] = ()) -> float:
+    return math.prod(leaf.shape) / math.prod(sizes[a] for axes in leaf.spec for a in axes if a not in without)
+
+
+def _state_bytes(places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int], variant: Experiment) -> float:
+    optimizer = variant.optimizer
+    moments = 0 if optimizer.memory == "host" else 4 + _BYTES[optimizer.dtype]
+    state = 4 * sum(_local(leaf, sizes) for leaf in places["parameters"])
+    return state + moments * sum(_local(leaf, sizes) for leaf in places["optimizer"])
+
+
+def _gradient_bytes(
+    places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int], variant: Experiment, deferred: Sequence[str]
+) -> float:
+    """fp32 accumulators of micro-batches; of a single batch in the dtype in which they are reduced."""
+    if variant.train.accumulate == 1:
+        each = _BYTES[variant.train.reduce_precision]
+        return each * sum(_local(leaf, sizes) for leaf in places["optimizer"])
+    return 4 * sum(_local(leaf, sizes, deferred) for leaf in places["gradients"])
+
+
+def _whole_weights_bytes(
+    leaves: Sequence[Placed], sizes: Mapping[str, int], variant: Experiment, deferred: Sequence[str]
+) -> float:
+    """The gathered copy of weights that accumulation over deferred axes holds all through the step."""
+    cut = [leaf for leaf in leaves if any(a in deferred for axes in leaf.spec for a in axes)]
+    return _BYTES[variant.train.precision] * sum(_local(leaf, sizes, deferred) for leaf in cut)
+
+
+def _vocabulary(leaves: Sequence[Placed], sizes: Mapping[str, int]) -> float:
+    """Width of one GPU's logits; 0 where no parameter has a vocabulary."""
+    dims = (dim for leaf in leaves for dim in zip(leaf.logical_axes or (), leaf.shape, leaf.spec))
+    return max((size / math.prod(sizes[a] for a in axes) for name, size, axes in dims if name == "vocab"), default=0.0)
+
+
+def _host_shows_s(host_s: float, forward_s: float, all_s: float) -> float:
+    """What of the copies to host memory and back probably shows: the excess over what computes beside each."""
+    return max(0.0, host_s - forward_s) + max(0.0, host_s - (all_s - forward_s))
+
+
+def pool_bytes(experiment: Experiment) -> int:
+    """What the program may take of a GPU's memory."""
+    return int(experiment.cluster.gpu.memory_bytes * experiment.train.memory_fraction)
+
+
+def host_pool_bytes(experiment: Experiment) -> float | None:
+    """One GPU's part of its host's memory; None where that is unknown."""
+    cluster = experiment.cluster
+    return cluster.host_memory_bytes and cluster.host_memory_bytes * cluster.hosts / cluster.num_gpus

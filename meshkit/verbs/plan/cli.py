@@ -1,0 +1,150 @@
+"""`meshkit plan`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshkit.console import run_folder, say, status, stdout
+from meshkit.errors import ConditionError, ConfigError
+from meshkit.verbs.arguments import (
+    ExperimentArg,
+    JobsOption,
+    JsonOption,
+    NoCacheOption,
+    OutOption,
+    SetOption,
+    show_report,
+)
+
+
+def plan(
+    experiment: ExperimentArg,
+    set_: SetOption = [],  # noqa: B006  (typer reads the default, nobody writes it)
+    out: OutOption = None,
+    as_json: JsonOption = False,
+    propose: Annotated[
+        bool, typer.Option("--propose", help="Say which link each axis belongs on, by its traffic.")
+    ] = False,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="hosts=1,2,4", help="Plan at several sizes: scaling over hosts, or gpus=...")
+    ] = None,
+    scaling: Annotated[
+        str, typer.Option(metavar="weak|strong", help="Of --sweep: the batch grows with the GPUs, or stays.")
+    ] = "weak",
+    remedies: Annotated[
+        bool, typer.Option("--remedies/--no-remedies", help="Where it does not fit, compile changes until some do.")
+    ] = True,
+    require_fit: Annotated[bool, typer.Option("--require-fit", help="Exit with 3 when the step does not fit.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when the lint warns of anything.")] = False,
+    jobs: JobsOption = None,
+    no_cache: NoCacheOption = False,
+) -> None:
+    """Predict a step on GPUs that are not there.
+
+    Compiles the real training step with XLA:GPU and predicts step time, MFU, memory, and communication per axis, link
+    and collective, overlapped and exposed. Where it does not fit, the cheapest changes with which it does.
+    """
+    from meshkit.compile.cache import cache_off
+    from meshkit.config.experiment import load
+    from meshkit.report.folder import write_folder
+    from meshkit.verbs.plan.planner import plan_experiment
+    from meshkit.verbs.plan.remedies import remedies_table
+
+    start = time.perf_counter()
+    if out is not None:
+        run_folder(out)
+    if sweep is not None:
+        with cache_off(when=no_cache):
+            _sweep(experiment, set_, sweep, scaling, out, as_json, jobs)
+        return
+    loaded = load(experiment, set_)
+    title = f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"
+    with status(title), cache_off(when=no_cache):
+        made = plan_experiment(loaded)
+    report = made.report
+    if remedies and report.memory.fits is False:
+        with cache_off(when=no_cache):
+            report = _with_remedies(report, experiment, set_, jobs)
+    if out is not None:
+        write_folder(report, out, made.timeline, title=loaded.name)
+    show_report(report, as_json, loaded.name)
+    if report.memory.remedies and not as_json:
+        stdout().print(remedies_table(report))
+    seconds = time.perf_counter() - start
+    say(f"planned in {seconds:.1f} s; peak memory {memory_text(made.compiled.peak_rss_bytes)}{wrote_text(out)}")
+    if propose:
+        say_proposal(report, loaded)
+    if require_fit and report.memory.fits is False:
+        raise ConditionError("the step does not fit, and --require-fit asks that it does.")
+    if strict and made.lint is not None:
+        from meshkit.lint.findings import check_strict
+
+        check_strict(made.lint.findings)
+
+
+def _with_remedies(report: Any, experiment: Path, set_: list[str], jobs: int | None) -> Any:
+    from meshkit.verbs.plan.remedies import TRIES, find_remedies, with_remedies
+
+    done = 0
+
+    def told(outcome: Any) -> None:
+        nonlocal done
+        done += 1
+
+    with status(f"the step does not fit: compiling up to {TRIES} changes with which it may"):
+        found = find_remedies(experiment, set_, jobs=jobs, done=told)
+    if not found:
+        say(f"none of {done} changes that were compiled makes the step fit; `meshkit tune` looks further.")
+    return with_remedies(report, found)
+
+
+def _sweep(
+    experiment: Path, set_: list[str], sweep: str, scaling: str, out: Path | None, as_json: bool, jobs: int | None
+) -> None:
+    from meshkit.verbs.plan.scaling import SCALING_FILE, scale
+    from meshkit.verbs.plan.scaling_views import render, write_scaling_html
+    from meshkit.verbs.plan.workers import default_jobs
+
+    if scaling not in ("weak", "strong"):
+        raise ConfigError(f"there is no scaling '{scaling}'.", at="--scaling", hint="weak or strong")
+    start = time.perf_counter()
+    with status(f"planning at every size of {sweep}"):
+        report = scale(experiment, set_, sweep, scaling, jobs=jobs or default_jobs())
+    if out is not None:
+        (out / SCALING_FILE).write_text(report.to_json() + "\n", encoding="utf-8")
+        write_scaling_html(report, out / "scaling.html")
+    if as_json:
+        print(report.to_json())
+    else:
+        stdout().print(render(report))
+    wrote = f"; wrote {out / SCALING_FILE} and {out / 'scaling.html'}" if out else ""
+    say(f"planned {len(report.points)} sizes in {time.perf_counter() - start:.1f} s{wrote}")
+
+
+def say_proposal(report: Any, experiment: Any) -> None:
+    """Prints the best assignment of axes to links on stderr: stdout may hold JSON."""
+    from meshkit.verbs.plan.proposer import propose
+
+    proposal = propose(report, experiment.mesh, experiment.cluster)
+    say(f"placement: {proposal.reason}")
+    if proposal.changed:
+        say("  try " + " ".join(f"--set '{setting}'" for setting in proposal.settings))
+
+
+def memory_text(child_bytes: int) -> str:
+    """Peak memory of this process and of the compiler's."""
+    import resource
+
+    from meshkit.units import format_bytes
+
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return f"{format_bytes(own)} here, {format_bytes(child_bytes)} in the compiler"
+
+
+def wrote_text(out: Path | None) -> str:
+    """What a plan left in its run folder."""
+    return f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""

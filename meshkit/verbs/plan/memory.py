@@ -1,0 +1,191 @@
+"""What of a GPU's memory a compiled step takes, and whether it fits.
+
+    inside the pool    arguments + outputs + temporaries (the compiler's peak) + cuDNN's workspace + fragmentation
+    outside            CUDA context + NCCL's buffers
+
+The pool is `memory_fraction` of the memory, taken by the client as one piece; what is outside must find place in the
+rest. The compiler sees the first part alone. The numbers behind the others, with their sources: catalog.toml,
+[reserved].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from meshkit.compile.live import CARRIED, FORWARD, OTHER
+from meshkit.compile.program import CompiledProgram
+from meshkit.config.catalog import reserved
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.collective import Collective
+from meshkit.hlo.costs import custom_call_target, opcode
+from meshkit.hlo.module import Schedule
+from meshkit.hlo.shapes import shape_of
+from meshkit.report.schema import MemoryPart
+
+_POINT_TO_POINT = ("all-to-all", "ragged-all-to-all", "collective-permute")
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Bytes on one GPU that no compiler counts.
+
+    Attributes:
+        context: CUDA's context, with the kernels it has loaded.
+        nccl: buffers of NCCL's communicators; `communicators` is how many there are.
+        cudnn_workspace: of the largest fused attention.
+        fragmentation: that the client's allocator may leave unused beside the program's largest block.
+    """
+
+    context: int
+    nccl: int
+    communicators: int
+    cudnn_workspace: int
+    fragmentation: int
+
+    @property
+    def inside_pool(self) -> int:
+        """What the client's own allocator must find."""
+        return self.cudnn_workspace + self.fragmentation
+
+    @property
+    def outside_pool(self) -> int:
+        """What must find place beside the pool."""
+        return self.context + self.nccl
+
+
+def reserved_memory(module: Any, schedule: Schedule, cluster: Cluster, temporary_bytes: int) -> Reserved:
+    """What a compiled module takes beside what its compiler counts; `temporary_bytes` is its largest block."""
+    numbers = reserved()
+    used = [i.collective for instructions in schedule.computations.values() for i in instructions if i.collective]
+    communicators = _communicators(used)
+    return Reserved(
+        context=numbers["cuda_context_bytes"],
+        nccl=sum(nccl_bytes(members, cluster) for members in communicators),
+        communicators=len(communicators),
+        cudnn_workspace=_cudnn_workspace(module),
+        fragmentation=min(numbers["fragmentation_bytes"], temporary_bytes),
+    )
+
+
+def nccl_bytes(members: Iterable[Collective], cluster: Cluster) -> int:
+    """Buffers on one GPU of the communicator that these collectives share.
+
+    Each connection has a buffer at its receiving end for every protocol, and a small one at the sending end. A ring has
+    one connection a channel; the trees of an all-reduce add two; all-to-all and permutes have some to every peer, and
+    across domains one shared pool; where the switch reduces, its buffers come on top (16 channels x 2 x 1 MiB a rank).
+    """
+    numbers = reserved()
+    members = list(members)
+    first = members[0]
+    kinds = {c.collective for c in members}
+    across = first.group_size > first.gpus_per_domain
+    connection = numbers["nccl_receive_bytes"] + numbers["nccl_send_bytes"]
+    channels = numbers["nccl_channels_infiniband" if across else "nccl_channels_nvlink"]
+    total = 0
+    if kinds - set(_POINT_TO_POINT):
+        total += channels * connection
+    if "all-reduce" in kinds:
+        total += 2 * channels * connection
+    if kinds & {"all-to-all", "ragged-all-to-all"}:
+        total += (first.gpus_per_domain - 1) * numbers["nccl_peer_channels_nvlink"] * connection
+    elif "collective-permute" in kinds and not across:
+        total += numbers["nccl_peer_channels_nvlink"] * connection
+    if kinds & set(_POINT_TO_POINT) and across:
+        total += numbers["nccl_shared_network_bytes"]
+    switched = cluster.has_nvswitch and (cluster.gpu.nvlink_generation or 0) >= 4
+    if switched and kinds - set(_POINT_TO_POINT) and first.gpus_per_domain > 1:
+        total += numbers["nccl_nvls_rank_bytes"] * first.gpus_per_domain
+    return total
+
+
+def memory_part(
+    compiled: CompiledProgram,
+    module: Any,
+    schedule: Schedule,
+    cluster: Cluster,
+    *,
+    memory_fraction: float,
+    parameters_bytes: int | None = None,
+    optimizer_bytes: int | None = None,
+    gradients_bytes: int | None = None,
+) -> MemoryPart:
+    """The verdict, and what the peak is made of. The parts of a training step add up to it: what is none of the others
+    is temporary.
+
+    Args:
+        compiled: the program.
+        module: of it.
+        schedule: of it.
+        cluster: the GPU, and what connects it.
+        memory_fraction: share of the GPU's memory that the client may take.
+        parameters_bytes, optimizer_bytes: in a GPU's memory, where known.
+        gradients_bytes: as micro-batches add them up, where known.
+    """
+    capacity = int(cluster.gpu.memory_bytes)
+    pool = int(capacity * memory_fraction)
+    beside = reserved_memory(module, schedule, cluster, compiled.memory["temp"])
+    room = min(pool, capacity - beside.outside_pool)
+    margin = room - compiled.peak_bytes - beside.inside_pool
+    gradients, activations = _split(compiled, gradients_bytes)
+    named = sum(part or 0 for part in (gradients, activations))
+    temporary = compiled.memory["temp"] - named
+    if parameters_bytes is not None:  # what else is an argument (the batch) is nobody's
+        temporary = compiled.peak_bytes - named - parameters_bytes - (optimizer_bytes or 0)
+    return MemoryPart(
+        capacity_bytes=capacity,
+        pool_bytes=pool,
+        peak_bytes=compiled.peak_bytes,
+        reserved_bytes=beside.inside_pool + beside.outside_pool,
+        context_bytes=beside.context,
+        nccl_bytes=beside.nccl,
+        nccl_communicators=beside.communicators,
+        cudnn_workspace_bytes=beside.cudnn_workspace,
+        fragmentation_bytes=beside.fragmentation,
+        margin_bytes=margin,
+        fits=margin >= 0,
+        parameters_bytes=parameters_bytes,
+        optimizer_bytes=optimizer_bytes,
+        gradients_bytes=gradients,
+        activations_bytes=activations,
+        temporary_bytes=max(0, temporary),
+    )
+
+
+def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None, int | None]:
+    """Gradients and activations among the temporaries at the peak.
+
+    What is alive at the peak says what made it. Activations are what the forward pass made: what it keeps for the
+    backward pass. Gradients are told apart where their closed form fits into what neither pass made by itself (loops
+    carry them); what was recomputed or gathered, and what packing loses, stays temporary.
+    """
+    temp, live = compiled.memory["temp"], compiled.live
+    if live is None:
+        return (gradients if (gradients or 0) <= temp else None), None
+    sums = live[CARRIED] + live[OTHER]
+    known = min(gradients, sums, temp) if gradients is not None else None
+    return known, min(live[FORWARD], temp - (known or 0))
+
+
+def _communicators(used: Iterable[Collective]) -> list[list[Collective]]:
+    """Collectives by the communicator that they share: one for each way to group the GPUs."""
+    groups: dict[tuple, list[Collective]] = {}
+    for c in used:
+        if c.group_size > 1:
+            groups.setdefault((c.axes, c.group_size, c.num_groups, c.gpus_per_domain), []).append(c)
+    return list(groups.values())
+
+
+def _cudnn_workspace(module: Any) -> int:
+    """The largest workspace of a fused attention: its backward pass sums the queries' gradient in fp32."""
+    largest = 0
+    for computation in module.computations():
+        for i in computation.instructions():
+            if opcode(i) == "custom-call" and "fmha" in (target := custom_call_target(i.to_string())):
+                if "Backward" not in target:
+                    continue
+                queries = shape_of(i.operands()[0])
+                largest = max(largest, reserved()["cudnn_workspace_bytes_per_query_element"] * math.prod(queries.dims))
+    return largest

@@ -1,0 +1,223 @@
+"""`tune/1` and what it is made of: the outcome of every variant that was compiled.
+
+One outcome is also one line of `candidates.jsonl`, by which a search resumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from meshkit.report.schema import LinkName, Part, Report
+
+TUNE_SCHEMA = "meshkit.tune/1"
+_EXCEEDED = "host_memory_exceeded"  # of plan_warnings.py
+Status = Literal["fits", "does_not_fit", "error"]
+
+
+class OutcomeRow(Part):
+    """Communication of one kind over the same axes, link and shape of group: what of the step it is."""
+
+    axes: tuple[str, ...]
+    link: LinkName | None = None
+    collective: str | None = None
+    dtype: str | None = None
+    group_size: int | None = None
+    count: float
+    payload_bytes: float | None = None
+    time_s: float | None = None
+    exposed_s: float | None = None
+
+
+class Outcome(Part):
+    """What a plan of one variant of an experiment said.
+
+    Attributes:
+        settings: what to give to `--set`, in order, to have the variant; empty for the experiment as it is.
+        status: `fits`, `does_not_fit` (its times are those if it did), or `error`.
+        mesh: axis -> its value in `[mesh]`, as TOML.
+        stage: why it was compiled: `base`, `estimate` (the closed forms put it first), `neighbour` (one choice away
+            from the best so far).
+        peak_bytes: of the program.
+        host_bytes: of host memory for one GPU; None where nothing is there.
+        estimate_s: what the closed forms expected of the step.
+        rows: communication.
+        error: of a variant that could not be planned.
+    """
+
+    settings: tuple[str, ...]
+    status: Status
+    mesh: dict[str, str] = {}
+    stage: str | None = None
+    num_gpus: int | None = None
+    time_s: float | None = None
+    compute_s: float | None = None
+    communication_s: float | None = None
+    exposed_s: float | None = None
+    idle_s: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    peak_bytes: int | None = None
+    margin_bytes: int | None = None
+    host_bytes: int | None = None
+    pool_bytes: int | None = None
+    fingerprint: str | None = None
+    lower_s: float | None = None
+    compile_s: float | None = None
+    wall_s: float | None = None
+    estimate_s: float | None = None
+    rows: tuple[OutcomeRow, ...] = ()
+    error: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can run."""
+        return self.status == "fits"
+
+
+class PrunedPart(Part):
+    """Variants that one closed form ruled out, and an example of why."""
+
+    rule: str
+    count: int
+    example: str | None = None
+
+
+class DifferencePart(Part):
+    """A quantity of the experiment as it is and of the winner, in seconds a step, and what was saved of it."""
+
+    name: str
+    base_s: float | None
+    winner_s: float | None
+    saved_s: float
+
+
+class TuneReport(Part):
+    """What a search found.
+
+    Attributes:
+        num_gpus: of the experiment; an outcome of another size has its own.
+        objective: of the winner, `time` (at the experiment's size) or `gpu_hours` (of any size).
+        base: the experiment as it is.
+        winner: the best that fits; None where none does.
+        why: one sentence each: what the winner has gained, and where.
+        differences: compute, and every row of communication, the largest saving first.
+        pareto: indices into `outcomes`: no other fits that is faster with no more memory and no more GPUs.
+        space: variants before pruning.
+        compiled: variants compiled, in this and in earlier sittings; `reused` of them in earlier ones.
+        left: variants that nothing ruled out, and that were not compiled.
+        wall_s: of this sitting.
+    """
+
+    schema_: Literal["meshkit.tune/1"] = Field(default=TUNE_SCHEMA, alias="schema")
+    experiment: str
+    gpu: str
+    num_gpus: int
+    global_batch: int
+    objective: str = "time"
+    base: Outcome
+    winner: Outcome | None
+    winner_is_base: bool
+    why: tuple[str, ...]
+    differences: tuple[DifferencePart, ...]
+    outcomes: tuple[Outcome, ...]
+    pareto: tuple[int, ...]
+    space: int
+    pruned: tuple[PrunedPart, ...]
+    compiled: int
+    reused: int
+    left: int
+    wall_s: float
+    jobs: int
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The text that `meshkit tune --json` prints."""
+        return self.model_dump_json(indent=indent)
+
+
+@dataclass(frozen=True)
+class Told:
+    """Who is told how a search goes.
+
+    Attributes:
+        pruning: number of variants looked at so far.
+        started: candidates that were not ruled out, and how many variants will be compiled.
+        done: an outcome, whether an earlier sitting had it, and the best so far.
+    """
+
+    pruning: Callable[[int], None]
+    started: Callable[[int, int], None]
+    done: Callable[[Outcome, bool, Outcome | None], None]
+
+
+SILENT = Told(lambda _: None, lambda *_: None, lambda *_: None)
+
+
+def tune_json_schema() -> dict:
+    """JSON Schema of `tune/1`."""
+    return TuneReport.model_json_schema(mode="serialization")
+
+
+def outcome_of(
+    report: Report, settings: tuple[str, ...], mesh: dict[str, str], wall_s: float, host_bytes: int = 0
+) -> Outcome:
+    """The outcome that a plan's report holds."""
+    step, memory = report.step, report.memory
+    fits = memory.fits is not False and not any(w.code == _EXCEEDED for w in report.warnings)
+    return Outcome(
+        settings=settings,
+        status="fits" if fits else "does_not_fit",
+        mesh=mesh,
+        num_gpus=report.cluster.num_gpus,
+        time_s=step.time_s,
+        compute_s=step.compute_s,
+        communication_s=step.communication_s,
+        exposed_s=step.exposed_s,
+        idle_s=step.idle_s,
+        mfu=step.mfu,
+        hfu=step.hfu,
+        tokens_per_s_per_gpu=step.tokens_per_s_per_gpu,
+        peak_bytes=memory.peak_bytes,
+        margin_bytes=memory.margin_bytes,
+        host_bytes=host_bytes or None,
+        pool_bytes=memory.pool_bytes,
+        fingerprint=report.program.fingerprint,
+        lower_s=report.compile.lower_s,
+        compile_s=report.compile.compile_s,
+        wall_s=wall_s,
+        rows=tuple(
+            OutcomeRow(
+                axes=row.axes,
+                link=row.link,
+                collective=row.collective,
+                dtype=row.dtype,
+                group_size=row.group_size,
+                count=row.count,
+                payload_bytes=row.payload_bytes,
+                time_s=row.time_s,
+                exposed_s=row.exposed_s,
+            )
+            for row in report.communication
+        ),
+    )
+
+
+def mesh_text(outcome: Outcome) -> str:
+    """`fsdp 4x8 tensor 2`: GPUs in a domain x domains, of each axis."""
+    words = []
+    for name, value in outcome.mesh.items():
+        numbers = {"nvlink": "1", "infiniband": "1"}
+        if value.startswith("{"):
+            for part in value.strip("{} ").split(","):
+                link, _, number = part.partition("=")
+                numbers[link.strip()] = number.strip()
+        else:
+            numbers["nvlink"] = value
+        if (numbers["nvlink"], numbers["infiniband"]) != ("1", "1"):
+            across = numbers["infiniband"]
+            words.append(f"{name} {numbers['nvlink']}" + (f"x{across}" if across != "1" else ""))
+    return " ".join(words) or "one GPU"

@@ -1,0 +1,188 @@
+"""What a reader of a plan must know beside its numbers, as warnings of the report.
+
+compiled program, simulation, memory, findings of the lint -> plan_warnings -> report.warnings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshkit.compile.derived import LIMIT, NO_LIMIT
+from meshkit.compile.program import CompiledProgram
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.schedule import Schedule
+from meshkit.lint.findings import Finding
+from meshkit.predict.flops import flop_note
+from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_of
+from meshkit.predict.launches import short_kernels
+from meshkit.predict.rematerialized import CODE as REMATERIALIZED
+from meshkit.predict.rematerialized import rematerialized
+from meshkit.predict.simulate import Simulation
+from meshkit.predict.unpriced import kernel_seconds_by_name, unpriced_seconds
+from meshkit.report.schema import MemoryPart, Warning_
+from meshkit.units import format_bytes, format_rate, format_seconds
+
+
+def plan_warnings(
+    compiled: CompiledProgram,
+    schedule: Schedule,
+    simulation: Simulation,
+    memory: MemoryPart,
+    cluster: Cluster,
+    findings: Sequence[Finding],
+    *,
+    steps: int = 1,
+    precision: str | None = None,
+) -> list[Warning_]:
+    """Everything there is to warn of, what changes the meaning of all numbers first.
+
+    Args:
+        compiled, schedule, simulation: of the step.
+        memory: of its report.
+        cluster: it is planned for.
+        findings: of the lint.
+        steps: training steps that one call of the program makes.
+        precision: of `[train]`, where the program is a training step.
+    """
+    return [
+        *_precision_warning(precision, cluster),
+        *_calibration_warning(cluster),
+        *_flop_warning(compiled, schedule, simulation, cluster, steps),
+        *_rematerialization_warning(compiled, simulation, memory, steps),
+        *_warnings(compiled, simulation, memory, steps),
+        *_launch_warning(simulation, steps),
+        *_host_warning(compiled, simulation, cluster, steps),
+        *map(_finding_warning, findings),
+    ]
+
+
+HOST_MEMORY_EXCEEDED = "host_memory_exceeded"
+# Of the step: below, the least that kernels take changes no number that anybody acts on.
+_NOTABLE = 0.05
+_NOTES = {
+    "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
+    "conditional": "a conditional is counted as its longest branch",
+    "opaque custom call": "a custom call whose FLOP are unknown takes longer than its memory traffic, its price",
+    "side stream": "a computation on a stream of its own is counted as if it ran on the main one",
+}
+
+
+def _finding_warning(finding: Finding) -> Warning_:
+    hint = f"; {finding.hint}" if finding.hint else ""
+    return Warning_(code=finding.code, message=f"{finding.severity}: {finding.message}{hint}")
+
+
+def _precision_warning(precision: str | None, cluster: Cluster) -> list[Warning_]:
+    """That the GPU does not multiply in the precision that was asked for."""
+    if precision is None or cluster.gpu.compute_capability is None:
+        return []
+    runs_as = precision_of(cluster.gpu, COMPUTE_DTYPE[precision])
+    if precision != "fp8" or runs_as == "fp8":
+        return []
+    instead = "bf16" if runs_as == "bf16" else "fp32"
+    message = (
+        f"{cluster.gpu.name} has no fp8 matmuls: they run in {runs_as}, and the casts to fp8 come on top; "
+        f'train.precision = "{instead}" saves them, and MFU refers to the peak of {runs_as}'
+    )
+    return [Warning_(code="precision", message=message)]
+
+
+def _calibration_warning(cluster: Cluster) -> list[Warning_]:
+    """What of this plan is measured, as a reader must know it before the numbers."""
+    note = calibration_note(cluster)
+    return [Warning_(code="calibration", message=note)] if note else []
+
+
+def _flop_warning(
+    compiled: CompiledProgram, schedule: Schedule, simulation: Simulation, cluster: Cluster, steps: int
+) -> list[Warning_]:
+    """That the compiled program does other work than the traced one, where it does, and what more of it takes."""
+    start, end = simulation.timeline.steps[0].window
+    note = flop_note(
+        schedule,
+        compiled.traced_flops,
+        cluster.num_gpus,
+        step_s=end - start,
+        peak_flops=max(cluster.gpu.peak_flops.values()),
+        recomputed=rematerialized(simulation, compiled.log).kernels > 0,
+    )
+    if note is None:
+        return []
+    seconds = kernel_seconds_by_name(simulation) if note.names else {}
+    known = note.share * sum(seconds.get(name, 0.0) for name in set(note.names)) / steps
+    return [Warning_(code=note.code, message=note.message, seconds=known or None)]
+
+
+def _rematerialization_warning(
+    compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, steps: int
+) -> list[Warning_]:
+    """What XLA computes twice because it counts more memory than the step may take, and what to try."""
+    found = rematerialized(simulation, compiled.log)
+    if not found.kernels:
+        return []
+    seconds = found.seconds / steps
+    counted = "" if found.counted_bytes is None else f" (it counts {format_bytes(found.counted_bytes)})"
+    message = (
+        f"XLA recomputes {found.kernels} kernels, {format_seconds(seconds)} a step, to keep within the "
+        f"memory{counted}; the compiled step needs {format_bytes(memory.peak_bytes)}"
+    )
+    tried = any(o.name == LIMIT and o.why != "[xla]" for o in compiled.chosen)
+    if memory.fits and not tried:
+        way = f"it may fit without: try the XLA option {LIMIT} = {NO_LIMIT}"
+    else:
+        way = "try more recomputation in the layers (train.remat), where it costs less, or more micro-batches"
+    return [Warning_(code=REMATERIALIZED, message=f"{message}; {way}", seconds=seconds)]
+
+
+def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:
+    """That the step is mostly kernels too small for their price to hold."""
+    found = short_kernels(simulation)
+    start, end = simulation.timeline.steps[0].window
+    if found.seconds < _NOTABLE * (end - start):
+        return []
+    seconds = found.seconds / steps
+    message = (
+        f"{found.kernels // steps} kernels a step are priced below what any kernel takes: the step is bound by "
+        f"launches, and on a GPU up to {format_seconds(seconds)} longer"
+    )
+    return [Warning_(code="launch_bound", message=message, seconds=seconds)]
+
+
+def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster, steps: int) -> list[Warning_]:
+    """What lies in host memory (offloaded activations, optimizer state), and what fetching it costs a step."""
+    if not simulation.host_bytes:
+        return []
+    link, seconds = cluster.offload_link(), simulation.host_transfer_s / steps
+    needed = compiled.host_peak_bytes * cluster.num_gpus / cluster.hosts
+    there = cluster.host_memory_bytes
+    of = "" if there is None else f" of {format_bytes(there)}"
+    message = (
+        f"{format_bytes(compiled.host_peak_bytes)} per GPU lie in host memory, {format_bytes(needed)}{of} a host; "
+        f"{format_bytes(simulation.host_bytes / steps)} a step cross {link.fabric}, "
+        f"{format_seconds(seconds)} at {format_rate(link.bytes_per_s * link.achieved)}, one direction after the other"
+    )
+    found = [Warning_(code="host_memory", message=message, seconds=seconds)]
+    if there is not None and needed > there:
+        too_much = f"what is offloaded needs {format_bytes(needed)} of a host, which has {format_bytes(there)}"
+        found.append(Warning_(code=HOST_MEMORY_EXCEEDED, message=f"{too_much}: offload less, or fewer GPUs a host"))
+    return found
+
+
+def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, each: int) -> list[Warning_]:
+    seconds = unpriced_seconds(simulation, steps=each)
+    found = [
+        Warning_(code=kind.replace(" ", "_"), message=f"{_NOTES.get(kind, kind)}: {', '.join(names[:5])}"
+                 + (f" and {len(names) - 5} more" if len(names) > 5 else ""), seconds=seconds.get(kind))
+        for kind, names in simulation.notes.items()
+    ]  # fmt: skip
+    found += [Warning_(code="compiler", message=line) for line in compiled.log]
+    if memory.fits is False:
+        missing, reserved = format_bytes(-(memory.margin_bytes or 0)), format_bytes(memory.reserved_bytes)
+        found.append(
+            Warning_(
+                code="does_not_fit",
+                message=f"the step needs {format_bytes(memory.peak_bytes)} a GPU, and {reserved} is taken beside it: "
+                f"{missing} more than there is",
+            )
+        )
+    return found

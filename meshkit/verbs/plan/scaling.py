@@ -1,0 +1,256 @@
+"""How a step changes with the number of hosts or GPUs: the same experiment planned at several sizes.
+
+Weak scaling gives every GPU the same part of a batch that grows; strong scaling divides the experiment's batch among
+more GPUs. Efficiency is tokens per second per GPU relative to the smallest size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from meshkit.config.cluster import Cluster
+from meshkit.config.emit import inline
+from meshkit.config.experiment import Experiment, load
+from meshkit.config.mesh import MeshAxis
+from meshkit.errors import ConfigError
+from meshkit.report.schema import Part
+from meshkit.verbs.plan.outcome import Outcome
+from meshkit.verbs.plan.workers import open_workers
+
+SCALING_SCHEMA = "meshkit.verbs.plan.scaling/1"
+SCALING_FILE = "scaling.json"
+Kind = Literal["weak", "strong"]
+
+
+class ScalingPoint(Part):
+    """The experiment at one size.
+
+    Attributes:
+        efficiency: tokens per second per GPU, relative to the smallest size that could be planned.
+        speedup: tokens per second, relative to it.
+        exposed_share: of the step.
+    """
+
+    hosts: int
+    num_gpus: int
+    global_batch: int
+    efficiency: float | None = None
+    speedup: float | None = None
+    exposed_share: float | None = None
+    outcome: Outcome
+
+
+class ScalingReport(Part):
+    """The sizes, the smallest first.
+
+    Attributes:
+        axis: the mesh axis that grows.
+    """
+
+    schema_: Literal["meshkit.verbs.plan.scaling/1"] = Field(default=SCALING_SCHEMA, alias="schema")
+    experiment: str
+    gpu: str
+    kind: Kind
+    axis: str
+    points: tuple[ScalingPoint, ...]
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The text that `meshkit plan --sweep --json` prints."""
+        return self.model_dump_json(indent=indent)
+
+
+def scaling_json_schema() -> dict:
+    """JSON Schema of `scaling/1`."""
+    return ScalingReport.model_json_schema(mode="serialization")
+
+
+@dataclass(frozen=True)
+class Size:
+    """One size of a sweep."""
+
+    hosts: int
+    num_gpus: int
+    global_batch: int
+    settings: tuple[str, ...]
+
+
+def parse_sweep(text: str) -> tuple[str, tuple[int, ...]]:
+    """`hosts=1,2,4` as ("hosts", (1, 2, 4)), in ascending order.
+
+    Raises:
+        ConfigError: another form.
+    """
+    name, _, values = text.partition("=")
+    parts = [part.strip() for part in values.split(",")]
+    if name not in ("hosts", "gpus") or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        hint = "--sweep hosts=1,2,4,8, or --sweep gpus=1,2,4,8,16 to begin inside a host"
+        raise ConfigError(f"'{text}' is no sweep.", at="--sweep", hint=hint)
+    return name, tuple(sorted({int(part) for part in parts}))
+
+
+def sizes_of(experiment: Experiment, what: str, numbers: Sequence[int], kind: Kind) -> tuple[str, tuple[Size, ...]]:
+    """The axis that grows, and the sizes of a sweep.
+
+    The axis whose factor is `"fill"` grows; without one, the outermost that crosses domains; on a cluster of one
+    domain, the outermost that cuts the batch.
+
+    Raises:
+        ConfigError: no axis can grow, or a size that the cluster, the mesh or the batch cannot have.
+    """
+    axis = growing_axis(experiment)
+    return axis.name, tuple(_size(experiment, axis, what, number, kind) for number in numbers)
+
+
+def growing_axis(experiment: Experiment) -> MeshAxis:
+    """The axis of a mesh that a sweep changes.
+
+    Raises:
+        ConfigError: no axis says how to grow.
+    """
+    table = experiment.document.table.get("mesh", {}) if experiment.document else {}
+    axes = {axis.name: axis for axis in experiment.mesh.axes}
+    filled = [
+        name for name, value in table.items() if "fill" in (value.values() if isinstance(value, dict) else [value])
+    ]
+    if len(filled) == 1:
+        return axes[filled[0]]
+    if filled:
+        across = [name for name in filled if isinstance(table[name], dict) and table[name].get("infiniband") == "fill"]
+        return axes[(across or filled)[0]]
+    crossing = [axis for axis in experiment.mesh.axes if axis.number("infiniband") > 1]
+    if crossing:
+        return crossing[0]
+    (batch,) = experiment.rules.spec_for(("act_batch",), kind="activations")
+    cutting = [axis for axis in experiment.mesh.axes if axis.name in batch]
+    if cutting:
+        return cutting[0]
+    raise experiment.error(
+        "mesh",
+        f"a sweep does not know which axis of the mesh grows: none of {', '.join(axes)} crosses domains or cuts the "
+        "batch.",
+        hint='one axis with infiniband = "fill"',
+    )
+
+
+def _size(experiment: Experiment, axis: MeshAxis, what: str, number: int, kind: Kind) -> Size:
+    cluster = experiment.cluster
+    target = _cluster_of(cluster, what, number)
+    inside = _grown(experiment, axis, "nvlink", target.gpus_used_per_domain)
+    across = _grown(experiment, axis, "infiniband", target.num_nvlink_domains)
+    axes = [MeshAxis(axis.name, inside, across) if a.name == axis.name else a for a in experiment.mesh.axes]
+    mesh = {a.name: a.to_plain() for a in axes}
+    batch = experiment.train.global_batch
+    if kind == "weak":
+        batch, rest = divmod(batch * target.num_gpus, cluster.num_gpus)
+        if rest:
+            raise experiment.error(
+                "train.global_batch",
+                f"{experiment.train.global_batch} sequences on {cluster.num_gpus} GPUs make no whole number on "
+                f"{target.num_gpus}.",
+                hint="a global_batch that the GPUs divide, or --scaling strong",
+            )
+    settings = [f"cluster.hosts={target.hosts}", f"mesh={inline(mesh)}", f"train.global_batch={batch}"]
+    if target.gpus_used_per_domain != cluster.gpus_used_per_domain:
+        settings.append(f"cluster.gpus_used_per_domain={target.gpus_used_per_domain}")
+    if target.nvlink_domain_size != cluster.nvlink_domain_size:
+        settings.append(f"cluster.nvlink_domain_size={target.nvlink_domain_size}")
+    return Size(target.hosts, target.num_gpus, batch, tuple(settings))
+
+
+def _cluster_of(cluster: Cluster, what: str, number: int) -> Cluster:
+    """The cluster with that many hosts, or GPUs: fewer than a domain's are the first of one."""
+    hosts_per_domain = max(1, cluster.nvlink_domain_size // cluster.gpus_per_host)
+    used = cluster.gpus_used_per_domain
+    domains, rest = divmod(number, used if what == "gpus" else hosts_per_domain)
+    table = cluster.to_dict()
+    if domains and not rest:
+        return Cluster.load(table, hosts=domains * hosts_per_domain)
+    gpus = number if what == "gpus" else number * cluster.gpus_per_host
+    if domains or gpus > used:
+        unit = f"{used} GPUs" if what == "gpus" else f"{hosts_per_domain} hosts"
+        raise ConfigError(f"{number} {what} are no whole NVLink domains of {unit}.", at="--sweep")
+    return Cluster.load(table, hosts=hosts_per_domain, gpus_used_per_domain=gpus)
+
+
+def _grown(experiment: Experiment, axis: MeshAxis, link: str, total: int) -> int:
+    """The axis's factor on a link whose factors multiply to `total`; the other axes keep theirs."""
+    others = 1
+    for other in experiment.mesh.axes:
+        others *= other.number(link) if other.name != axis.name else 1
+    if total % others == 0:
+        return total // others
+    kept = ", ".join(f"{a.name} {a.number(link)}" for a in experiment.mesh.axes if a.name != axis.name)
+    there = f"{total} GPUs of a domain" if link == "nvlink" else f"{total} NVLink domains"
+    raise experiment.error(
+        f"mesh.{axis.name}",
+        f"axis '{axis.name}' grows in a sweep and the others stay ({kept}), but {others} do not divide {there}.",
+        hint="larger sizes in --sweep, or smaller factors of the other axes",
+    )
+
+
+def scale(
+    path: str | Path,
+    overrides: Sequence[str],
+    sweep: str,
+    kind: Kind,
+    *,
+    jobs: int,
+    done: Callable[[Outcome], None] = lambda _: None,
+) -> ScalingReport:
+    """The plans of an experiment at several sizes.
+
+    Args:
+        path, overrides: the experiment.
+        sweep: `hosts=1,2,4` or `gpus=1,2,4`.
+        kind: `weak`: the batch grows with the GPUs; `strong`: it stays.
+        jobs: planning processes at a time.
+        done: told of every size.
+
+    Raises:
+        ConfigError: no such sweep, or a size that cannot be.
+    """
+    experiment = load(path, overrides)
+    if experiment.cluster.is_cpu:
+        raise ConfigError(f"cluster '{experiment.cluster.name}' has no GPUs, and a sweep predicts GPUs.")
+    what, numbers = parse_sweep(sweep)
+    axis, sizes = sizes_of(experiment, what, numbers, kind)
+    for size in sizes:
+        load(path, (*overrides, *size.settings))  # what cannot be is said before anything is compiled
+    with open_workers(min(jobs, len(sizes))) as workers:
+        for size in sizes:
+            workers.submit(str(path), tuple(overrides), size.settings)
+        found: dict[tuple[str, ...], Outcome] = {}
+        for _ in sizes:
+            outcome = workers.next()
+            found[outcome.settings] = outcome
+            done(outcome)
+    points = _points(sizes, found)
+    gpu = experiment.cluster.gpu.key
+    return ScalingReport(experiment=experiment.name, gpu=gpu, kind=kind, axis=axis, points=points)
+
+
+def _points(sizes: Sequence[Size], found: dict[tuple[str, ...], Outcome]) -> tuple[ScalingPoint, ...]:
+    rates = {s: found[s.settings].tokens_per_s_per_gpu for s in sizes}
+    first = next(((s, rate) for s in sizes if (rate := rates[s])), None)
+    points = []
+    for size in sizes:
+        outcome, rate = found[size.settings], rates[size]
+        efficiency = rate / first[1] if rate and first else None
+        share = outcome.exposed_s / outcome.time_s if outcome.exposed_s is not None and outcome.time_s else None
+        points.append(
+            ScalingPoint(
+                hosts=size.hosts,
+                num_gpus=size.num_gpus,
+                global_batch=size.global_batch,
+                efficiency=efficiency,
+                speedup=efficiency * size.num_gpus / first[0].num_gpus if efficiency and first else None,
+                exposed_share=share,
+                outcome=outcome,
+            )
+        )
+    return tuple(points)

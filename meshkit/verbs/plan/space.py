@@ -1,0 +1,334 @@
+"""The variants of an experiment that a search may try, as settings over its file.
+
+A variant keeps machines, model and global batch, so that step times compare. It chooses the mesh (sizes of the axes and
+their places on the links), how often the step accumulates, the schedule of a pipeline and its microbatches, what the
+backward pass recomputes, and options of XLA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshkit.config.emit import inline
+from meshkit.config.experiment import Experiment
+from meshkit.config.mesh import MeshAxis, MeshSpec
+from meshkit.config.presets import PRESETS
+from meshkit.config.rules import preset_rules
+from meshkit.config.sections import PGLE_OPTION, PREDICTED, RematMix
+from meshkit.errors import ConfigError
+
+# Presets that cut parameters over `fsdp` (or nothing) and tensors over `tensor`: "all" says the same with more axes.
+_EXTENDED = ("data", "zero3", "fsdp", "hsdp", "fsdp_tensor", "fsdp_tensor_sequence", "fsdp_context", "fsdp_expert")
+_WIDEST = "all"
+_PIPELINE = "pipeline"  # of an experiment that has none: asked for by name
+_CANONICAL = (_PIPELINE, "data", "fsdp", "expert", "context", "tensor")
+# From this length on a sequence is worth cutting.
+LONG_SEQUENCE = 16_384
+# What layers may keep, from all to nothing; a model takes those whose names it knows. The output of `down` is nowhere:
+# it ends in the next layer's input, which is kept anyway.
+REMATS: tuple[Any, ...] = (
+    "none",
+    "dots",
+    ("query", "key", "value", "gate", "up"),
+    ("query", "key", "value", "output"),
+    ("query", "key", "value"),
+    ("key", "value"),
+    "full",
+    RematMix(("key", "value"), ("gate", "up")),
+    RematMix((), ("gate", "up")),
+    RematMix(("key", "value"), ("query", "output", "gate", "up")),
+    RematMix(("key", "value"), ("query", "gate", "up")),
+    RematMix(("query", "key", "value"), ("gate", "up", "layer_input")),
+    RematMix(("query", "key", "value"), ("gate", "layer_input")),
+    RematMix(("query", "key", "value", "output"), ("layer_input",)),
+    RematMix(("query", "key", "value"), ("up", "layer_input")),
+    RematMix((), ("up",)),
+)
+
+# What a stage may keep from forward to backward: its input, or all that `train.remat` keeps.
+_RESIDUALS = ("recompute", "stash")
+
+Options = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a pipeline runs: `[pipeline]` but for its axis, head and layout."""
+
+    microbatches: int
+    schedule: str
+    virtual_stages: int = 1
+    residuals: str = "recompute"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One choice for everything that a search varies.
+
+    Attributes:
+        mesh: resolved.
+        accumulate: micro-batches of a step.
+        each_micro_batch: whether gradients are reduced (and weights gathered) with every micro-batch, which takes less
+            memory than once a step.
+        remat: as `train.remat`.
+        options: of XLA and of how it schedules, beyond those of the experiment: keys of its file.
+        stages: of a pipeline; None without one.
+    """
+
+    mesh: MeshSpec
+    accumulate: int
+    each_micro_batch: bool
+    remat: Any
+    options: Options = ()
+    stages: Stages | None = None
+
+    def differences(self, other: Variant) -> int:
+        """How many choices differ."""
+        return sum(getattr(self, f.name) != getattr(other, f.name) for f in dataclasses.fields(self))
+
+
+@dataclass(frozen=True)
+class Space:
+    """What each choice may be.
+
+    Attributes:
+        base: the experiment as it is.
+        preset: its preset of rules; None where every rule is written out.
+        vary_reduction: whether gradients may be reduced with every micro-batch: no rule of the experiment says when.
+        pipeline: the mesh axis of pipelines; None without.
+        virtual_stages: chunks of layers that a stage of an interleaved pipeline may have.
+        hosts: of the cluster, where it is not the experiment's own size.
+    """
+
+    base: Variant
+    preset: str | None
+    meshes: tuple[MeshSpec, ...]
+    accumulates: tuple[int, ...]
+    remats: tuple[Any, ...]
+    options: tuple[Options, ...]
+    vary_reduction: bool = False
+    pipeline: str | None = None
+    virtual_stages: tuple[int, ...] = ()
+    hosts: int | None = None
+
+    def variants(self) -> Iterator[Variant]:
+        """Every combination, the base among them or not."""
+        for mesh, each in itertools.product(self.meshes, (False, True)):
+            if stages := list(self._stages(mesh)):
+                for stage, options in itertools.product([] if each else stages, self.options):
+                    for remat in self._remats_within(stage):
+                        yield Variant(mesh, 1, False, remat, options, stage)
+                continue
+            if each and not (self.vary_reduction and "fsdp" in mesh.axis_names):
+                continue
+            accumulates = [n for n in self.accumulates if n > 1 or not each]
+            for accumulate, remat, options in itertools.product(accumulates, self.remats, self.options):
+                yield Variant(mesh, accumulate, each, remat, options)
+
+    def _stages(self, mesh: MeshSpec) -> Iterator[Stages]:
+        """Ways to run a pipeline over a mesh: none where it has no axis for it."""
+        ways = next((axis.size for axis in mesh.axes if axis.name == self.pipeline), 1)
+        if ways == 1:
+            return
+        for microbatches, residuals in itertools.product((2 * ways, 4 * ways, 8 * ways, 16 * ways), _RESIDUALS):
+            yield Stages(microbatches, "1f1b", 1, residuals)
+            for chunks in self.virtual_stages:
+                yield Stages(microbatches, "interleaved_1f1b", chunks, residuals)
+
+    def _remats_within(self, stage: Stages) -> Sequence[Any]:
+        """What layers of a stage may keep: of one that runs again as a whole, all; else it would run a third time."""
+        if stage.residuals == "stash":  # only a scan over layers moves what it offloads under other layers
+            return [remat for remat in self.remats if not isinstance(remat, RematMix)]
+        return ("none",) if "none" in self.remats else (self.base.remat,)
+
+    def changed(self, experiment: Experiment, variant: Variant) -> Experiment:
+        """An experiment that was loaded with a variant's mesh, with its other choices: what `settings` would load.
+
+        Raises:
+            ConfigError: the batch does not divide.
+        """
+        train, rules = experiment.train, experiment.rules
+        ways = math.prod(
+            axis.size
+            for axis in variant.mesh.axes
+            if axis.name in rules.spec_for(("act_batch",), kind="activations")[0]
+        )
+        pieces = variant.stages.microbatches if variant.stages else variant.accumulate
+        if train.global_batch % (ways * pieces):
+            raise ConfigError(
+                f"train.global_batch = {train.global_batch} does not divide by {ways * pieces} ({ways} of the mesh x "
+                f"{pieces} micro-batches)."
+            )
+        if variant.each_micro_batch:
+            rules = dataclasses.replace(rules, gradients={"embed": "fsdp"})
+        train = dataclasses.replace(train, accumulate=variant.accumulate, remat=variant.remat)
+        pipeline = experiment.pipeline
+        if variant.stages:
+            pipeline = dataclasses.replace(pipeline, **dataclasses.asdict(variant.stages))
+        return dataclasses.replace(experiment, train=train, rules=rules, pipeline=pipeline)
+
+    def settings(self, variant: Variant) -> tuple[str, ...]:
+        """What to give to `--set` to have a variant: nothing for what is as in the experiment."""
+        base, found = self.base, []
+        if self.hosts is not None:
+            found.append(f"cluster.hosts={self.hosts}")
+        if self.hosts is not None or variant.mesh != base.mesh:
+            found.append(f"mesh={inline(variant.mesh.to_dict())}")
+        known = {*base.mesh.axis_names, *(axes_of(self.preset) if self.preset else ()), self.pipeline}
+        if self.preset and not set(variant.mesh.axis_names) <= known:
+            found.append(f"rules.preset={_WIDEST}")
+        if variant.each_micro_batch != base.each_micro_batch:
+            found.append('rules.gradients.embed="fsdp"')
+        found += self._pipeline_settings(variant)
+        if variant.accumulate != base.accumulate:
+            found.append(f"train.accumulate={variant.accumulate}")
+        if variant.remat != base.remat:
+            found.append(f"train.remat={inline(_plain(variant.remat))}")
+        before = dict(base.options)
+        return (*found, *(f"{name}={inline(v)}" for name, v in variant.options if before.get(name) != v))
+
+    def _pipeline_settings(self, variant: Variant) -> list[str]:
+        """What turns a pipeline on, changes it, or turns it off."""
+        now, before = variant.stages, self.base.stages
+        if now == before:
+            return []
+        if now is None:
+            return ["pipeline="]
+        axis = [f"pipeline.axis={inline(self.pipeline)}"] if before is None else []
+        return [*axis, *(f"pipeline.{name}={inline(value)}" for name, value in dataclasses.asdict(now).items())]
+
+
+def make_space(
+    experiment: Experiment,
+    *,
+    axes: Sequence[str] | None,
+    logical_axes: set[str],
+    remats: Sequence[Any],
+    may_be_cut: bool = False,
+    hosts: int | None = None,
+) -> Space:
+    """The space around an experiment.
+
+    Args:
+        experiment: as it is.
+        axes: names of mesh axes that may have a size; None for those that its rules know.
+        logical_axes: of the model's parameters.
+        remats: policies that the model takes.
+        may_be_cut: whether the model can be cut into the stages of a pipeline.
+        hosts: of the experiment, where its file has others.
+
+    Raises:
+        ConfigError: an axis that no rule knows.
+    """
+    preset = _preset(experiment)
+    names = _axis_names(experiment, preset, axes, logical_axes, may_be_cut)
+    train = experiment.train
+    pipeline, stages = experiment.pipeline, None
+    if pipeline.axis is not None:
+        stages = Stages(pipeline.microbatches, pipeline.schedule, pipeline.virtual_stages, pipeline.residuals)
+    base = Variant(experiment.mesh, train.accumulate, False, train.remat, stages=stages)
+    accumulates = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= train.global_batch]
+    return Space(
+        base=base,
+        preset=preset,
+        meshes=tuple(_meshes(experiment, names)),
+        accumulates=tuple(sorted({train.accumulate, *accumulates})),
+        remats=tuple(dict.fromkeys((train.remat, *remats))),
+        options=((), *_option_sets(experiment)),
+        vary_reduction=preset is not None and not experiment.rules.gradients,
+        pipeline=pipeline.axis or (_PIPELINE if _PIPELINE in names else None),
+        virtual_stages=(2, 4, 5),
+        hosts=hosts,
+    )
+
+
+# What changes the program and is not decided by the plan itself: whose latencies XLA schedules by, and how far it may
+# run collectives side by side.
+BY_PRICES: Options = (("train.pgle", PREDICTED),)
+TWO_AT_A_TIME: Options = (("xla.xla_gpu_experimental_parallel_collective_overlap_limit", 2),)
+OPTION_SETS: tuple[Options, ...] = (TWO_AT_A_TIME, BY_PRICES, (*BY_PRICES, *TWO_AT_A_TIME))
+
+
+@functools.cache
+def axes_of(preset: str) -> frozenset[str]:
+    """The mesh axes that a preset names."""
+    return frozenset(axis for table in preset_rules(preset).values() for axes in table.values() for axis in axes)
+
+
+def _option_sets(experiment: Experiment) -> list[Options]:
+    """Those that change the experiment: it may go by prices already, or by a profile."""
+    given = experiment.train.pgle == PREDICTED or PGLE_OPTION in experiment.xla
+    return [some for some in OPTION_SETS if not (given and BY_PRICES[0] in some)]
+
+
+def _preset(experiment: Experiment) -> str | None:
+    rules = experiment.document.table.get("rules", {}) if experiment.document else {}
+    name = rules.get("preset") if isinstance(rules, Mapping) else None
+    return name if isinstance(name, str) and name in PRESETS else None
+
+
+def _axis_names(
+    experiment: Experiment,
+    preset: str | None,
+    axes: Sequence[str] | None,
+    logical_axes: set[str],
+    may_be_cut: bool,
+) -> tuple[str, ...]:
+    """Names of the axes that may have a size, outermost first: in the file's order, others where they belong."""
+    present = experiment.mesh.axis_names
+    known = set(present) | (axes_of(preset) if preset else set())
+    if preset in _EXTENDED or preset == _WIDEST:
+        known |= {"data", "fsdp", "tensor"}
+        known |= {"expert"} if "experts" in logical_axes else set()
+        known |= {"context"} if experiment.train.sequence_length >= LONG_SEQUENCE else set()
+        known |= {_PIPELINE} if may_be_cut else set()
+    if "experts" not in logical_axes:
+        known -= {"expert"} - set(present)
+    if preset and experiment.train.sequence_length < LONG_SEQUENCE and "context" not in present:
+        known -= {"context"}
+    if axes is not None:
+        widest = axes_of(_WIDEST) | {_PIPELINE} if preset in _EXTENDED or preset == _WIDEST else known
+        for name in axes:
+            if name not in known | widest:
+                hint = f"of {', '.join(sorted(known | widest))}"
+                raise ConfigError(f"no rule of the experiment knows a mesh axis '{name}'.", at="--axes", hint=hint)
+        known = set(axes)
+    chosen = [name for name in present if name in known or name in present]
+    for name in (n for n in _CANONICAL if n in known and n not in present):
+        later = [other for other in _CANONICAL[_CANONICAL.index(name) + 1 :] if other in chosen]
+        chosen.insert(chosen.index(later[0]) if later else len(chosen), name)
+    return tuple(chosen)
+
+
+def _meshes(experiment: Experiment, names: Sequence[str]) -> Iterator[MeshSpec]:
+    """Every way to share the GPUs of a domain, and the domains, among the axes.
+
+    An axis of one GPU is left out unless the file has it, whose rules may name it.
+    """
+    cluster, present = experiment.cluster, experiment.mesh.axis_names
+    for inside in factorizations(cluster.gpus_used_per_domain, len(names)):
+        for across in factorizations(cluster.num_nvlink_domains, len(names)):
+            axes = [MeshAxis(*axis) for axis in zip(names, inside, across)]
+            yield MeshSpec(tuple(axis for axis in axes if axis.size > 1 or axis.name in present))
+
+
+def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every ordered way to write n as a product of that many factors."""
+    if parts == 1:
+        yield (n,)
+        return
+    for first in (d for d in range(1, n + 1) if n % d == 0):
+        for rest in factorizations(n // first, parts - 1):
+            yield first, *rest
+
+
+def _plain(remat: Any) -> Any:
+    if isinstance(remat, RematMix):
+        return remat.to_dict()
+    return list(remat) if isinstance(remat, tuple) else remat

@@ -1,0 +1,1 @@
+"""`meshkit profile` and `mk.profile`: a captured run, measured."""

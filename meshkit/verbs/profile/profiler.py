@@ -1,0 +1,267 @@
+"""A captured run -> the measured report.
+
+trace + compiled program + mesh   (meshkit.trace.capture wrote them)
+  -> what each operation communicates, over which axes and link
+  -> Timeline -> Report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshkit.config.calibration import CALIBRATION_FILE
+from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import MeshSpec, Placement
+from meshkit.hlo.instructions import read_instructions
+from meshkit.report.folder import write_folder
+from meshkit.report.parts import StragglersPart
+from meshkit.report.pipeline_part import with_pipeline
+from meshkit.report.quality import feedback_part, quality_part, stragglers_part, withhold_axes
+from meshkit.report.rows import group_rows
+from meshkit.report.schema import MemoryPart, MeshAxisPart, ProgramPart, Report, Warning_
+from meshkit.report.summarize import Work, summarize, training_cost
+from meshkit.timeline import Timeline
+from meshkit.trace.capture import TRACE_FOLDER, Capture, chosen_processes
+from meshkit.trace.capture_record import CaptureRecord
+from meshkit.trace.captured import Captured, collectives_of, notes_of_capture, open_capture, read_captured
+from meshkit.trace.reader import Note, Trace
+from meshkit.verbs.profile.feedback import PGLE_FILE, measured_costs, write_calibration, write_pgle
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The measured report, the timeline it summarizes (which the HTML page draws), and where both come from."""
+
+    report: Report
+    timeline: Timeline
+    captured: Captured
+    trace: Trace
+
+
+class ProfileCapture:
+    """What `mk.profile` yields: `.report` and `.timeline` once the block is left."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._measurement: Measurement | None = None
+
+    def _measured(self) -> Measurement:
+        if self._measurement is None:
+            self._measurement = measure_run(self.folder)
+            self._measurement.report.write(self.folder)
+        return self._measurement
+
+    @property
+    def report(self) -> Report:
+        """The measured report; reading it writes `report.json` into the folder.
+
+        Raises:
+            TraceError: the block is still running, or ran no step of the program.
+        """
+        return self._measured().report
+
+    @property
+    def timeline(self) -> Timeline:
+        """The measured steps."""
+        return self._measured().timeline
+
+
+@contextmanager
+def profile(
+    folder: str | Path,
+    *,
+    program: Any,
+    mesh: jax.sharding.Mesh,
+    cluster: Cluster | None = None,
+    mesh_spec: MeshSpec | None = None,
+    model_flops: float | None = None,
+    tokens: float | None = None,
+    processes: int | Sequence[int] | None = None,
+) -> Iterator[ProfileCapture]:
+    """Traces what runs inside the block, and measures the executions of one compiled program in it.
+
+        with mk.profile("runs/mine", program=compiled, mesh=mesh, cluster=cluster) as capture:
+            for batch in batches:
+                state, loss = compiled(state, batch)
+        print(capture.report.step.exposed_s)
+
+    Args:
+        folder: the run folder; the trace goes to `trace/` in it.
+        program: the compiled step that the block calls (`jitted.lower(...).compile()`).
+        mesh: the mesh it was compiled for.
+        cluster: where the devices are; without it the link of each collective is that of one domain.
+        mesh_spec: the spec the mesh was built from, if it was.
+        model_flops, tokens: of one step over all devices, for MFU and tokens per second.
+        processes: which processes of the job capture, or how many; None for all.
+
+    Raises:
+        ConfigError: `program` is not compiled, or a process that the job does not have.
+    """
+    folder = Path(folder)
+    capture = Capture(
+        folder / TRACE_FOLDER,
+        program=program,
+        mesh=mesh,
+        steps=(0, 0),
+        cluster=cluster,
+        mesh_spec=mesh_spec,
+        work={"model_flops": model_flops, "tokens": tokens},
+        processes=chosen_processes(processes, jax.process_count()),
+    )
+    capture.start()
+    try:
+        yield ProfileCapture(folder)
+    except BaseException:
+        capture.abandon()
+        raise
+    capture.stop()
+
+
+def profile_run(run: str | Path, *, predicted: Report | None = None) -> Report:
+    """The measured report of a run folder that holds a capture; writes its files into the folder (see `report.folder`).
+
+    Beside them `calibration.toml`, which a cluster may name for later plans, where the run had messages and kernels
+    large enough to measure one; and `pgle.pbtxt`, by which XLA schedules a recompile
+    (`[xla] xla_gpu_pgle_profile_file_or_directory_path`).
+
+    Args:
+        run: the folder, or the `report.json` in it.
+        predicted: a plan's report, which the page shows beside the measurement; None looks for one in the folder.
+
+    Raises:
+        TraceError: there is no capture, or it cannot be read.
+    """
+    folder = Path(run).parent if Path(run).suffix == ".json" else Path(run)
+    measured = measure_run(folder)
+    write_calibration(folder / CALIBRATION_FILE, measured.captured, measured.trace)
+    write_pgle(folder / PGLE_FILE, measured_costs(measured.trace, measured.captured.schedule))
+    return write_folder(measured.report, folder, measured.timeline, predicted=predicted)
+
+
+def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurement:
+    """The measured report of a run folder, and its timeline.
+
+    Args:
+        run: the folder.
+        only_process: reads the trace of this process alone; None reads those of all.
+
+    Raises:
+        TraceError: there is no capture, or it cannot be read.
+    """
+    captured = open_capture(run, only_process=only_process)
+    record, each = captured.record, captured.record.work.steps_per_execution
+    collectives = tuple(dict.fromkeys(collectives_of(captured).values()))
+    trace = read_captured(captured, group_rows(collectives)[0])
+    instructions = read_instructions(captured.module)
+    report = summarize(
+        trace.steps,
+        sweeps=trace.sweeps,
+        kernels=trace.kernels,
+        source="profile",
+        cluster=captured.cluster,
+        mesh=captured.mesh_spec,
+        mesh_axes=mesh_axes_of(captured.placement),
+        processes_seen=len(captured.records) - len(trace.facts.damaged),
+        processes_expected=len(captured.expected),
+        work=_work(record),
+        steps_per_execution=each,
+        instructions=instructions,
+        memory=_memory(captured.records, captured.cluster),
+        program=ProgramPart(
+            fingerprint=captured.schedule.fingerprint if captured.schedule else None,
+            options_hash=record.options_hash,
+            jax=record.jax,
+            jaxlib=record.jaxlib,
+            partitioner=record.partitioner,
+        ),
+        quality=quality_part(
+            trace, missing=captured.missing, overhead_s=_overhead_s(captured), steps_per_execution=each
+        ),
+        stragglers=_stragglers(captured, trace),
+        warnings=[_warning(note) for note in (*notes_of_capture(captured), *trace.notes)],
+    )
+    if record.work.pipeline is not None:
+        names = trace.steps.op_names
+        report = with_pipeline(
+            report, record.work.pipeline, names, trace.kernels, instructions, steps_per_execution=each
+        )
+    report = _with_training(withhold_axes(report, trace), record, captured.cluster)
+    report = report.model_copy(update={"feedback": feedback_part(record.options)})
+    return Measurement(report, trace.timeline, captured, trace)
+
+
+def mesh_axes_of(placement: Placement) -> list[dict[str, Any]]:
+    """The mesh of a placement with each axis's factors: the domains that a line along it crosses, and the rest."""
+    domains = placement.domains.reshape(placement.shape)
+    axes = []
+    for i, (name, size) in enumerate(zip(placement.axis_names, placement.shape)):
+        lines = np.moveaxis(domains, i, -1).reshape(-1, size)
+        across = max(len(set(line)) for line in lines.tolist())
+        axes.append(MeshAxisPart(axis=name, size=size, nvlink=size // across, infiniband=across).model_dump())
+    return axes
+
+
+def _work(record: CaptureRecord) -> Work:
+    w = record.work
+    return Work(
+        model_flops=w.model_flops,
+        model_flops_causal=w.model_flops_causal,
+        hardware_flops_per_gpu=w.hardware_flops_per_gpu,
+        tokens=w.tokens,
+        peak_flops_per_gpu=w.peak_flops_per_gpu,
+        num_gpus=len(record.mesh.device_ids),
+    )
+
+
+def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> MemoryPart:
+    """What the allocator counted on the fullest GPU; CPU devices count nothing."""
+    peaks = [r.memory for r in records if r.memory.peak_bytes is not None]
+    if not peaks:
+        return MemoryPart()
+    fullest = max(peaks, key=lambda m: m.peak_bytes or 0)
+    pool, peak = fullest.pool_bytes, fullest.peak_bytes
+    return MemoryPart(
+        capacity_bytes=cluster.gpu.memory_bytes if cluster else None,
+        pool_bytes=pool,
+        peak_bytes=peak,
+        margin_bytes=pool - peak if pool is not None and peak is not None else None,
+        fits=True,
+    )
+
+
+def _with_training(report: Report, record: CaptureRecord, cluster: Cluster | None) -> Report:
+    price = cluster.price_per_gpu_hour if cluster else None
+    num_gpus = len(record.mesh.device_ids)
+    part = training_cost(report.step.time_s, record.work.training_steps, num_gpus, price)
+    return report.model_copy(update={"training": part})
+
+
+def _overhead_s(captured: Captured) -> float | None:
+    """What a step took longer with the trace than without: of the process that lost the most."""
+    costs = [r.cost for r in captured.records if r.cost is not None]
+    found = [c.traced_step_s - c.untraced_step_s for c in costs if c.traced_step_s and c.untraced_step_s]
+    return max(found) if found else None
+
+
+def _stragglers(captured: Captured, trace: Trace) -> StragglersPart | None:
+    if not trace.skew.instances:
+        return None
+    each = captured.record.work.steps_per_execution
+    by_device: dict[int, list[float]] = {}
+    for step, swept in zip(trace.steps.steps, trace.sweeps):
+        by_device.setdefault(step.device, []).append(swept.total.compute_s / each)
+    compute_s = {device: sum(values) / len(values) for device, values in by_device.items()}
+    hosts = {r.process: r.host for r in captured.records}
+    steps = len({step.step for step in trace.steps.steps}) * each
+    return stragglers_part(trace.skew, hosts, compute_s, steps)
+
+
+def _warning(note: Note) -> Warning_:
+    return Warning_(code=note.code, message=note.message, seconds=note.seconds)

@@ -1,0 +1,1 @@
+"""`meshkit rehearse`: one GPU's part of a step, on one real GPU."""

@@ -1,0 +1,54 @@
+"""`meshkit rehearse`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshkit.console import run_folder, say, status
+from meshkit.errors import ConfigError
+from meshkit.verbs.arguments import (
+    ExperimentArg,
+    JsonOption,
+    SetOption,
+    show_report,
+)
+
+
+def rehearse(
+    experiment: ExperimentArg,
+    set_: SetOption = [],  # noqa: B006
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Run folder; runs/NAME-rehearsal by default.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps to capture.")] = 5,
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Run nothing: read what a rehearsal left in --out. Needs no GPU.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run one GPU's part of a step on one real GPU.
+
+    One process runs its program of the whole job with NCCL mocked: real kernel times and the allocator's real peak;
+    communication is predicted, as in a plan. Writes a calibration that later plans read.
+    """
+    from meshkit.config.experiment import load
+    from meshkit.report.folder import write_folder
+    from meshkit.verbs.rehearse.rehearsal import check_gpu, measure, run
+
+    loaded = load(experiment, set_)
+    if recorded and out is None:
+        raise ConfigError("--recorded reads a rehearsal's run folder, and none is named.", hint="--out DIR")
+    if not recorded:
+        check_gpu()
+    folder = run_folder(out or Path("runs") / f"{loaded.name}-rehearsal")
+    if not recorded:
+        with status(f"running {loaded.name} as one of {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"):
+            run(loaded, folder, steps=steps)
+    with status("reading what was captured"):
+        rehearsed = measure(loaded, folder)
+    write_folder(rehearsed.report, folder, rehearsed.timeline, title=loaded.name)
+    show_report(rehearsed.report, as_json, loaded.name)
+    say(f"wrote {folder / 'report.json'}, {folder / 'report.html'} and {rehearsed.calibration}")

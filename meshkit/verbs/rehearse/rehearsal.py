@@ -1,0 +1,381 @@
+"""rehearse: one real GPU runs one process's program of a job that is not there.
+
+experiment -> (rehearsal_gpu.py, another process: NCCL and the topology mocked) -> capture: kernel times, allocator peak
+  -> plan's simulation, with measured kernels and the network model for what was mocked -> Timeline -> Report
+
+Whatever a capture holds can be read again, on any machine: only `run` needs the GPU.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshkit.compile.absent import compile_planned
+from meshkit.compile.derived import derive_options
+from meshkit.config import calibration, catalog
+from meshkit.config.calibration import Calibration, MeasuredOn, Rates
+from meshkit.config.cluster import Cluster
+from meshkit.config.experiment import Experiment
+from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
+from meshkit.hlo.instructions import read_instructions
+from meshkit.hlo.module import Schedule
+from meshkit.predict.assumptions import assumptions_for
+from meshkit.predict.kernels import compute_peak_flops
+from meshkit.predict.simulate import Simulation, simulate
+from meshkit.report.kernel_rows import totals_of
+from meshkit.report.pipeline_part import useful_flops, with_pipeline
+from meshkit.report.schema import MemoryPart, ProgramPart, Report, Warning_
+from meshkit.report.summarize import Work, summarize, training_cost
+from meshkit.sharding.devices import describe_devices, use_no_accelerator
+from meshkit.sharding.mesh import build_mesh
+from meshkit.timeline import Timeline
+from meshkit.trace.captured import Captured, notes_of_capture, open_capture, read_captured
+from meshkit.trace.measured import MeasuredKernels, collectives_of_schedule, kernel_seconds, rates_of
+from meshkit.units import format_bytes, format_percent
+from meshkit.verbs.plan.memory import Reserved, reserved_memory
+
+CALIBRATION_FILE = "calibration.toml"
+LOG_FILE = "logs/rehearsal.log"
+COMMAND = ("-m", "meshkit.verbs.rehearse.rehearsal_gpu")  # beyond the interpreter
+# Below this share of the kernels' seconds, what the trace does not name is not worth a warning.
+_NOTABLE = 0.01
+# What a trace is noted for that a rehearsal always is: of one process, whose collectives run no kernel.
+_EXPECTED = ("process_subset", "collective_counts")
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A rehearsal, read.
+
+    Attributes:
+        report: with source `rehearse`.
+        timeline: the simulated step, for pictures.
+        calibration: the file with the rates of its kernels.
+    """
+
+    report: Report
+    timeline: Timeline
+    calibration: Path
+
+
+def check_gpu() -> None:
+    """Stops where there is no GPU to rehearse on.
+
+    Raises:
+        ConfigError: no NVIDIA driver finds a GPU.
+    """
+    if not gpus_here():
+        raise ConfigError(
+            "a rehearsal runs on one real NVIDIA GPU, and there is none here.",
+            hint="`meshkit plan`, which needs no GPU; or --recorded, to read what a rehearsal has captured",
+        )
+
+
+def gpus_here() -> int:
+    """NVIDIA GPUs that this machine's driver knows; 0 without one."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return 0
+    return int(count)
+
+
+def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
+    """Runs one process's part of an experiment on this machine's first GPU, and captures it into a run folder.
+
+    Args:
+        experiment: its cluster is mocked but for one GPU.
+        folder: the run folder; an earlier capture in it is replaced.
+        steps: to capture, after two that warm up.
+
+    Raises:
+        ConfigError: a cluster of CPUs, or no GPU here.
+        RunError: the process died, as for want of memory.
+    """
+    if experiment.cluster.is_cpu:
+        raise ConfigError(
+            f"cluster '{experiment.cluster.name}' has no GPUs to rehearse.", hint="--set cluster=dgx_h100"
+        )
+    check_gpu()
+    (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
+    log = folder / LOG_FILE
+    log.parent.mkdir(parents=True, exist_ok=True)
+    request = {"experiment": str(folder / "experiment.toml"), "folder": str(folder), "steps": steps}
+    search = [str(p) for p in experiment.search_paths]
+    environment = dict(os.environ) | gpu_environment(experiment, os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([*search, *(p for p in sys.path if p)])
+    with log.open("wb") as stderr:
+        command = [sys.executable, *COMMAND, json.dumps(request)]
+        done = subprocess.run(command, env=environment, stdout=stderr, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        marks = ("RESOURCE_EXHAUSTED", "Error", "out of memory")
+        said = next((line for line in reversed(lines) if any(m in line for m in marks)), (lines or ["nothing"])[-1])
+        hint = "`meshkit plan`, which says what makes it fit" if "RESOURCE_EXHAUSTED" in said else None
+        raise RunError(f"the rehearsal failed (exit code {done.returncode}): {said[:300]}", at=str(log), hint=hint)
+
+
+def gpu_environment(experiment: Experiment, environment: Mapping[str, str]) -> dict[str, str]:
+    """What the process on the GPU must find in its environment before it loads jax.
+
+    One GPU of the machine is visible. Kernels must not run inside CUDA graphs, where a trace names no instruction.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    flags = [f for f in environment.get("XLA_FLAGS", "").split() if "enable_command_buffer" not in f]
+    return {
+        "CUDA_VISIBLE_DEVICES": visible,
+        "JAX_MOCK_GPU_TOPOLOGY": mock_topology(experiment.cluster),
+        "JAX_PLATFORMS": "cuda",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{experiment.train.memory_fraction:g}",
+        "XLA_FLAGS": " ".join([*flags, "--xla_gpu_enable_command_buffer="]),
+    }
+
+
+def mock_topology(cluster: Cluster) -> str:
+    """`domains x processes x 1` as jax_mock_gpu_topology spells it: one process for each GPU, as only one is real."""
+    return f"{cluster.num_nvlink_domains}x{cluster.gpus_used_per_domain}x1"
+
+
+def measure(experiment: Experiment, folder: Path) -> Rehearsed:
+    """The report of a rehearsal's capture; writes the rates of its kernels as a calibration.
+
+    Args:
+        experiment: the one that was rehearsed.
+        folder: the run folder.
+
+    Raises:
+        TraceError: there is no capture, it cannot be read, or it is of another mesh.
+    """
+    captured = open_capture(folder)
+    _check_same(experiment, captured)
+    trace = read_captured(captured)
+    if captured.schedule is None:
+        raise TraceError("this version does not know a form of HLO in the captured program.", at=str(captured.folder))
+    times = kernel_seconds(trace, captured.schedule)
+    price = MeasuredKernels(times, experiment.cluster)
+    assumptions = replace(assumptions_for(experiment.xla), contention=False, slowest=False)
+    simulation = simulate(captured.schedule, experiment.cluster, seconds=price, assumptions=assumptions)
+    beside = reserved_memory(captured.module, captured.schedule, experiment.cluster, 0)
+    rates = rates_of(captured.schedule, times, experiment.cluster)
+    file = calibration.write(folder / CALIBRATION_FILE, _calibration(rates, captured, experiment.cluster))
+    warnings = [
+        *_other_gpu(captured, experiment.cluster),
+        *_not_real(experiment, beside),
+        *_unnamed(price),
+        *_collectives_warning(experiment, captured),
+    ]
+    notes = [n for n in (*notes_of_capture(captured), *trace.notes) if n.code not in _EXPECTED]
+    warnings += [Warning_(code=n.code, message=n.message, seconds=n.seconds) for n in notes]
+    return Rehearsed(_report(experiment, captured, simulation, beside, warnings), simulation.timeline, file)
+
+
+def _check_same(experiment: Experiment, captured: Captured) -> None:
+    axes, shape = captured.record.mesh.axes, captured.record.mesh.shape
+    if (axes, shape) != (experiment.mesh.axis_names, experiment.mesh.shape):
+        raise TraceError(
+            f"the capture is of a mesh {dict(zip(axes, shape))}, and the experiment has "
+            f"{dict(zip(experiment.mesh.axis_names, experiment.mesh.shape))}.",
+            at=str(captured.folder),
+            hint="the experiment that was rehearsed, or rehearsing again",
+        )
+
+
+def _calibration(rates: Rates, captured: Captured, cluster: Cluster) -> Calibration:
+    record = captured.record
+    file = captured.folder / f"capture-p{record.process}.json"
+    date = datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
+    gpu = _gpu_of(captured) or cluster.gpu.key
+    measured = MeasuredOn(
+        gpu=gpu, scale_up=cluster.scale_up, devices=1, date=date, jax=record.jax, jaxlib=record.jaxlib
+    )
+    return Calibration((), measured, rates)
+
+
+def _report(
+    experiment: Experiment, captured: Captured, simulation: Simulation, beside: Reserved, warnings: list[Warning_]
+) -> Report:
+    record, cluster, train = captured.record, experiment.cluster, experiment.train
+    each, pipeline = record.work.steps_per_execution, record.work.pipeline
+    assert captured.schedule is not None
+    executed = useful_flops(captured.schedule, pipeline) if pipeline else sum(simulation.flops.values())
+    work = Work(
+        model_flops=record.work.model_flops,
+        model_flops_causal=record.work.model_flops_causal,
+        hardware_flops_per_gpu=executed / each,
+        tokens=record.work.tokens,
+        peak_flops_per_gpu=compute_peak_flops(cluster.gpu, train.precision),
+        num_gpus=cluster.num_gpus,
+    )
+    tokens = record.work.tokens
+    steps = -(-train.tokens_total // int(tokens)) if train.tokens_total and tokens else train.steps
+    instructions = read_instructions(captured.module)
+    report = summarize(
+        simulation.timeline,
+        source="rehearse",
+        cluster=cluster,
+        mesh=experiment.mesh,
+        processes_seen=1,
+        processes_expected=cluster.num_gpus,
+        work=work,
+        memory=_memory(experiment, captured, beside),
+        program=ProgramPart(
+            fingerprint=captured.schedule.fingerprint,
+            options_hash=record.options_hash,
+            jax=record.jax,
+            jaxlib=record.jaxlib,
+            partitioner=record.partitioner,
+        ),
+        training=training_cost(
+            simulation.timeline.steps[0].window[1] / each, steps, cluster.num_gpus, cluster.price_per_gpu_hour
+        ),
+        step_bounds=(simulation.all_overlapped_s / each, simulation.all_exposed_s / each),
+        steps_per_execution=each,
+        instructions=instructions,
+        warnings=warnings,
+    )
+    if pipeline is None:
+        return report
+    names, totals = simulation.timeline.op_names, totals_of(simulation.timeline)
+    return with_pipeline(report, pipeline, names, totals, instructions, steps_per_execution=each)
+
+
+def _memory(experiment: Experiment, captured: Captured, beside: Reserved) -> MemoryPart:
+    """The allocator's peak, judged by the cluster's memory; it holds cuDNN's workspace and what was lost to packing."""
+    capacity = int(experiment.cluster.gpu.memory_bytes)
+    pool = int(capacity * experiment.train.memory_fraction)
+    peak = captured.record.memory.peak_bytes
+    margin = None if peak is None else min(pool, capacity - beside.outside_pool) - peak
+    return MemoryPart(
+        capacity_bytes=capacity,
+        pool_bytes=pool,
+        peak_bytes=peak,
+        reserved_bytes=beside.outside_pool,
+        context_bytes=beside.context,
+        nccl_bytes=beside.nccl,
+        nccl_communicators=beside.communicators,
+        margin_bytes=margin,
+        fits=None if margin is None else margin >= 0,
+    )
+
+
+def _gpu_of(captured: Captured) -> str | None:
+    """The catalog's key of the GPU that a capture was made on, or the vendor's name of one that it lacks."""
+    kind = captured.record.device_kind
+    return next((key for key in catalog.gpu_keys() if catalog.gpu(key).name == kind), kind)
+
+
+def _other_gpu(captured: Captured, cluster: Cluster) -> list[Warning_]:
+    """That the kernels ran on another GPU than the cluster has."""
+    gpu = _gpu_of(captured)
+    if gpu is None or captured.record.platform == "cpu" or gpu == cluster.gpu.key:
+        return []
+    message = (
+        f"the kernels ran on a {captured.record.device_kind}, and the cluster has {cluster.gpu.name}: their times, and "
+        f"the calibration, are those of a {gpu}"
+    )
+    return [Warning_(code="rehearsal_other_gpu", message=message)]
+
+
+def _not_real(experiment: Experiment, beside: Reserved) -> list[Warning_]:
+    """What a reader must not take for measured."""
+    found = [
+        Warning_(
+            code="rehearsal",
+            message="measured: kernels of one GPU and its allocator's peak; from the network model: every collective",
+        ),
+        Warning_(
+            code="rehearsal_values",
+            message="mocked collectives move nothing, so the values are not those of a training: losses mean nothing, "
+            "and power (hence clocks) may differ a little",
+        ),
+        Warning_(
+            code="rehearsal_contention",
+            message="no collective ran beside the kernels, so they are faster than where NCCL takes multiprocessors "
+            "and memory bandwidth; stragglers are none",
+        ),
+        Warning_(
+            code="rehearsal_nccl_memory",
+            message=f"NCCL allocated nothing; {format_bytes(beside.nccl)} for {beside.communicators} communicators is "
+            "the memory model's",
+        ),
+    ]
+    if _has_experts(experiment):
+        found.append(
+            Warning_(
+                code="rehearsal_routing",
+                message="tokens that other GPUs would send are not there, so the experts' load is what mocked "
+                "buffers give, not a trained router's: their kernels count as balanced",
+            )
+        )
+    return found
+
+
+def _has_experts(experiment: Experiment) -> bool:
+    mapping = experiment.rules.mapping("parameters")
+    sizes = dict(zip(experiment.mesh.axis_names, experiment.mesh.shape))
+    return any(sizes.get(axis, 1) > 1 for axis in mapping.get("experts", ()))
+
+
+def _unnamed(price: MeasuredKernels) -> list[Warning_]:
+    missing, known = sum(price.missing.values()), price.known_s
+    if not missing or missing < _NOTABLE * (missing + known):
+        return []
+    names = ", ".join(sorted(price.missing, key=lambda n: -price.missing[n])[:5])
+    share = format_percent(missing / (missing + known))
+    message = f"{len(price.missing)} kernels ({share} of their seconds) are not in the trace and are priced: {names}"
+    return [Warning_(code="rehearsal_unnamed", message=message, seconds=missing)]
+
+
+def _collectives_warning(experiment: Experiment, captured: Captured) -> list[Warning_]:
+    """Whether the rehearsed program communicates what the planned one does."""
+    assert captured.schedule is not None
+    try:
+        planned = collectives_of_schedule(planned_schedule(experiment))
+    except MeshkitError as e:
+        message = f"the rehearsed program could not be held against the planned one: {e.message}"
+        return [Warning_(code="rehearsal_unchecked", message=message)]
+    rehearsed = collectives_of_schedule(captured.schedule)
+    if planned == rehearsed:
+        message = f"the rehearsed program communicates exactly what the planned one does: {sum(planned.values())} times"
+        return [Warning_(code="rehearsal_collectives", message=message)]
+    lost, new = planned - rehearsed, rehearsed - planned
+    words = [f"{count} fewer {_words(key)}" for key, count in lost.most_common(3)]
+    words += [f"{count} more {_words(key)}" for key, count in new.most_common(3)]
+    message = f"the rehearsed program communicates something else than the planned one: {'; '.join(words)}"
+    return [Warning_(code="rehearsal_collectives_differ", message=message)]
+
+
+def _words(key: tuple[str, tuple[str, ...], str, int]) -> str:
+    collective, axes, dtype, payload = key
+    return f"{collective} {dtype} over {' + '.join(axes) or 'no axis'} of {format_bytes(payload)}"
+
+
+def planned_schedule(experiment: Experiment) -> Schedule:
+    """The schedule of the experiment's own step, compiled for GPUs that are not there, as plan does it."""
+    from meshkit.step.train_step import make_train_step
+
+    use_no_accelerator()
+    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
+    program = make_train_step(experiment, mesh)
+    return compile_planned(
+        program.step,
+        (program.abstract_state, program.abstract_batch),
+        mesh=mesh,  # pyright: ignore[reportArgumentType]
+        placement=experiment.mesh.placement(experiment.cluster),
+        cluster=experiment.cluster,
+        options={**program.xla_options, **experiment.xla},
+        derived=derive_options(experiment, program, mesh),
+        pool_bytes=experiment.cluster.gpu.memory_bytes * experiment.train.memory_fraction,
+        pgle=experiment.train.pgle,
+    ).schedule

@@ -1,0 +1,101 @@
+"""The process of a rehearsal that owns the GPU: `python -m meshkit.verbs.rehearse.rehearsal_gpu REQUEST`.
+
+jax is told of a topology in which this process's GPU is one of many (`jax_mock_gpu_topology`), and of an NCCL that does
+nothing. The program is then that of process 0 of the whole job; it runs on data of the right shapes, and is captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshkit.compile.attached import compile_step
+from meshkit.config.experiment import Experiment, load
+from meshkit.sharding.mesh import build_mesh
+from meshkit.step.train_step import make_train_step
+from meshkit.trace.capture import TRACE_FOLDER, Capture
+
+WARM_UP = 2
+# Values repeat after so many: drawing gigabytes of random numbers would take longer than the rehearsal.
+_BLOCK = 1 << 20
+_SCALE = 0.02  # of weights, as models draw them: zeros would keep the GPU cooler than it will be
+_SMALLEST_VOCABULARY = 256
+
+
+def main(request: dict[str, Any]) -> None:
+    """Compiles, runs and captures the experiment of a request."""
+    experiment = load(request["experiment"])
+    devices = sorted(jax.devices(), key=lambda d: d.id)
+    rehearse(experiment, devices, Path(request["folder"]), request["steps"])
+
+
+def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: int) -> None:
+    """Runs the experiment's step on what of the devices is this process's, and captures `steps` of it.
+
+    Args:
+        experiment: the job.
+        devices: of the whole job, by GPU index; mocked but for those of this process.
+        folder: the run folder.
+        steps: to capture, after WARM_UP others.
+    """
+    mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)
+    program = make_train_step(experiment, mesh)
+    compiled = compile_step(program, experiment)
+    random = np.random.default_rng(0)
+    state = jax.tree.map(lambda leaf: _filled(leaf, random), program.abstract_state)
+    batch = jax.tree.map(lambda leaf: _filled(leaf, random), program.abstract_batch)
+    pipe = program.pipeline
+    work = {
+        "model_flops": program.work["model_flops"],
+        "model_flops_causal": program.work["model_flops_causal"],
+        "tokens": program.work["tokens"],
+        "training_steps": experiment.train.steps,
+        "steps_per_execution": program.steps_per_call,
+        "pipeline": pipe and dataclasses.asdict(pipe.report(experiment.pipeline.microbatches)),
+    }
+    capture = Capture(
+        folder / TRACE_FOLDER,
+        program=compiled.program,
+        mesh=mesh,
+        steps=(WARM_UP, WARM_UP + steps - 1),
+        cluster=experiment.cluster,
+        mesh_spec=experiment.mesh,
+        work=work,
+        partitioner="shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
+        options=compiled.options,
+        processes=(jax.process_index(),),
+    )
+    for step in range(WARM_UP + steps):
+        capture.before(step, state)
+        state, metrics = compiled.program(state, batch)
+        capture.after(step, (state, metrics))
+
+
+def _filled(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> jax.Array:
+    """An array of the leaf's shape and layout, of which only this process's shards hold anything.
+
+    Weights are normally distributed; integers are tokens of any vocabulary; second moments must not be negative, so no
+    float is.
+    """
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert leaf.sharding is not None
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        size = int(np.prod(shape, dtype=np.int64))
+        if np.issubdtype(leaf.dtype, np.integer):
+            block = random.integers(0, _SMALLEST_VOCABULARY, min(size, _BLOCK))
+        else:
+            block = np.abs(random.standard_normal(min(size, _BLOCK), dtype=np.float32)) * _SCALE
+        return np.resize(block, shape).astype(leaf.dtype)
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

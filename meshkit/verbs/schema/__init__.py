@@ -1,0 +1,1 @@
+"""`meshkit schema`: JSON Schemas of outputs and of the experiment file."""

@@ -1,0 +1,1 @@
+"""`meshkit train`: a training on attached devices, into a run folder."""

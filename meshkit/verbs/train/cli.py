@@ -1,0 +1,58 @@
+"""`meshkit train`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshkit.console import run_folder, say, stderr
+from meshkit.verbs.arguments import (
+    ExperimentArg,
+    JsonOption,
+    SetOption,
+)
+
+
+def train(
+    experiment: ExperimentArg,
+    set_: SetOption = [],  # noqa: B006
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Run folder; an existing one resumes.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train, evaluate, checkpoint, resume.
+
+    With [profile] steps in the experiment it also captures a trace of them.
+    """
+    from meshkit.config.experiment import load
+    from meshkit.distributed.join import keep_stdout
+    from meshkit.sharding.devices import prepare_platform
+
+    keep_stdout()
+    loaded = load(experiment, set_)
+    prepare_platform(loaded.cluster)
+    from meshkit.verbs.train.trainer import train as run_training
+
+    folder = run_folder(out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    result = run_training(loaded, folder, console=stderr())
+    if as_json:
+        print(json.dumps(result.to_dict()))
+    say(training_summary(result))
+
+
+def training_summary(result: Any) -> str:
+    """The last lines of a training: where its time went, and what it reached, beside what frequencies alone would."""
+    from meshkit.report.goodput_part import goodput_summary
+
+    loss = "" if result.loss is None else f": loss {result.loss:.3f}"
+    held_out = "" if result.evaluation_loss is None else f", held-out {result.evaluation_loss:.3f}"
+    entropy = result.unigram_entropy_nats
+    beside = "" if entropy is None else f" nats per token (unigram entropy of the data: {entropy:.3f})"
+    reached = f"step {result.step} after {result.wall_s:.0f} s{loss}{held_out}{beside}; run folder {result.folder}"
+    went_to = goodput_summary(result.goodput)
+    return f"{went_to}\n{reached}" if went_to else reached

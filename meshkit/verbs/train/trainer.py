@@ -1,0 +1,390 @@
+"""`meshkit train`: runs the step of an experiment on attached devices, into a run folder.
+
+    experiment -> mesh -> compiled step -> [ batch -> step -> metrics, evaluation, checkpoint, capture ] -> TrainResult
+
+The run folder holds `experiment.toml` (resolved), `metrics.jsonl`, `checkpoints/` and `trace/`. The same one resumes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from meshkit.compile.attached import CompiledStep, compile_step
+from meshkit.compile.compile_cache import compile_cache
+from meshkit.config.experiment import Experiment
+from meshkit.distributed.join import is_first_process, join_gang
+from meshkit.errors import RunError
+from meshkit.lint.examine import announce_findings
+from meshkit.predict.kernels import compute_peak_flops
+from meshkit.runs.goodput import GoodputLog, read_goodput
+from meshkit.runs.metrics import MetricsLog, finite, read_metrics
+from meshkit.runs.phases import Phases
+from meshkit.runs.recipe import check_experiment_file, write_experiment_file
+from meshkit.runs.sinks import check_sinks
+from meshkit.sharding import build_mesh
+from meshkit.step.data import Batches, Data, check_tokens, open_data
+from meshkit.step.state import TrainState
+from meshkit.step.train_step import TrainProgram, make_train_step
+from meshkit.trace.capture import TRACE_FOLDER, Capture, chosen_processes
+from meshkit.verbs.checkpoint.store import CheckpointStore, open_store
+from meshkit.verbs.train.progress import StepProgress
+from meshkit.verbs.train.replicas import ReplicaCheck
+from meshkit.verbs.train.run_log import RunLog
+from meshkit.verbs.train.signals import Preempted, StopRequest
+from meshkit.weights.pretrained import first_state
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        folder: the run folder.
+        step: steps done, of all attempts.
+        resumed_step: where this attempt began.
+        loss: of the last step, nats per token.
+        evaluation_loss: the last one, on held-out data; None if never evaluated.
+        unigram_entropy_nats: of the corpus; a model below it has learned more than frequencies.
+        step_time_s: median of this attempt's steps.
+        tokens_per_s, mfu: at that step time; mfu is None where no peak is known.
+        compile_s, wall_s: of this attempt.
+        compile_cached: whether an earlier attempt had compiled the step; None where nothing is kept.
+        goodput: of all attempts: `share` of the wall time in steps that count, and `seconds` by phase.
+    """
+
+    folder: str
+    step: int
+    resumed_step: int
+    loss: float | None
+    evaluation_loss: float | None
+    unigram_entropy_nats: float | None
+    step_time_s: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    compile_s: float
+    wall_s: float
+    compile_cached: bool | None = None
+    goodput: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `meshkit train --json` prints it."""
+        return {"schema": "meshkit.train/1", **{name: finite(value) for name, value in asdict(self).items()}}
+
+
+def train(
+    experiment: Experiment, out: str | Path, *, console: Console | None = None, show_progress: bool = True
+) -> TrainResult:
+    """Trains the experiment in the folder `out`; resumes what is there.
+
+    Args:
+        experiment: loaded from a file.
+        out: the run folder.
+        console: where progress goes; stderr by default.
+        show_progress: False prints nothing.
+
+    Raises:
+        ConfigError: the folder belongs to another model, or the experiment does not fit the attached devices.
+        RunError: a checkpoint could not be written, or replicas of the state differ.
+        Preempted: SIGTERM came; a checkpoint is saved.
+        KeyboardInterrupt: SIGINT came; a checkpoint is saved if the experiment writes any.
+    """
+    started = time.perf_counter()
+    folder = Path(out)
+    console = console or Console(stderr=True, markup=False)
+    with Phases() as phases, StopRequest() as stop, ExitStack() as around:
+        changes = check_experiment_file(experiment, folder)
+        join_gang()  # of the processes that the environment names, if it names any
+        goodput = around.enter_context(GoodputLog(folder if is_first_process() else None, phases))
+        mesh = build_mesh(experiment.mesh, experiment.cluster)
+        tell = lambda text: console.print(f"note: {text}", style="yellow", markup=False)
+        cache = around.enter_context(compile_cache(tell))
+        program = make_train_step(experiment, mesh)
+        announce_findings(experiment, program, console)
+        data = open_data(experiment)
+        check_tokens(experiment, data)
+        check_sinks(experiment)
+        for note in (*program.notes, *changes):
+            tell(note)
+        phases.enter("compile")
+        missed = cache.misses if cache else None
+        compiled = compile_step(program, experiment)
+        compile_cached = cache.misses == missed if cache else None
+        progress = StepProgress(console, experiment.train.steps, enabled=show_progress)
+        run = _Run(experiment, folder, program, compiled, data, stop, progress, phases, goodput)
+        with run.progress:
+            run.execute()
+    result = run.result(compiled.seconds, time.perf_counter() - started)
+    return dataclasses.replace(result, compile_cached=compile_cached)
+
+
+@dataclass
+class _Run:
+    """One attempt at a run: the loop, and what it gathers."""
+
+    experiment: Experiment
+    folder: Path
+    program: TrainProgram
+    compiled: CompiledStep
+    data: Data
+    stop: StopRequest
+    progress: StepProgress
+    phases: Phases
+    goodput: GoodputLog
+    resumed_step: int = 0
+    step_times_s: list[float] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)
+    evaluation_loss: float | None = None
+    clock: float = 0.0
+    running: Mapping[str, jax.Array] = field(default_factory=dict)
+    news: Callable[[], dict[str, Any]] = dict
+    waited_s: dict[str, float] = field(default_factory=lambda: {"data_wait_s": 0.0, "device_wait_s": 0.0})
+
+    def execute(self) -> None:
+        """Restores or initialises, then steps to the end or to a signal."""
+        arrangement, say = self.program.arrangement, self.progress.say
+        store = open_store(self.experiment, self.folder, arrangement=arrangement, data=self.data, say=say)
+        self.news = store.news
+        try:
+            self.phases.enter("restore")
+            saved = store.restore_latest(self.program.abstract_state)
+            self.resumed_step = int(saved.step) if saved is not None else 0
+            self.goodput.resumed(self.resumed_step)
+            if saved is None:
+                self.phases.enter("init")
+            state = saved if saved is not None else first_state(self.experiment, self.program)
+            write_experiment_file(self.experiment, self.folder)
+            self._greet(saved)
+            log = RunLog(self.experiment, self.folder, self.resumed_step, self.progress.say)
+            self.stop.arm()
+            try:
+                self._loop(state, store, log)
+                store.wait()  # the last state is on disk, or the run has failed
+            finally:
+                self.phases.enter("end")
+                log.close()
+        finally:
+            self.phases.enter("save")  # what is still being written keeps the process from ending
+            store.close()
+            self.phases.enter("end")
+
+    def _loop(self, state: TrainState, store: CheckpointStore, log: RunLog) -> None:
+        train, every = self.experiment.train, self.experiment.checkpoint.every
+        batches = Batches(self.data.train, self.program.abstract_step_batch, self.experiment.data.seed)
+        capture = self._capture()
+        replicas = ReplicaCheck(cast(jax.sharding.Mesh, self.program.mesh), self.program.abstract_state)
+        self.clock = time.perf_counter()
+        pending: tuple[int, Mapping[str, jax.Array]] | None = None
+        for step, batch in self._calls(batches):
+            if capture and step == capture.first:
+                capture.untraced_step_s = statistics.median(self.step_times_s) if self.step_times_s else None
+                self.phases.enter("trace")
+                capture.before(step, state)
+                self.phases.enter("step")
+                self.clock = time.perf_counter()
+            state, metrics = self.compiled.program(state, batch)
+            self.running = metrics
+            if pending:
+                self._record(*pending, log)
+            pending = (step, metrics)
+            evaluates = self._is_due(train.evaluate_every, step)
+            checks = self._is_due(train.replica_check_every, step)
+            saves = self._is_due(every, step) or (every > 0 and step == train.steps)
+            traces = capture is not None and step in (capture.first - self.program.steps_per_call, capture.last)
+            stops = self.stop.agreed(step - self.program.steps_per_call + 1, step)
+            # Metrics of a step are read while the next one runs, so that devices never wait for the host. Virtual CPU
+            # devices do: two programs in flight would fight for the same cores.
+            if evaluates or checks or saves or traces or stops or step == train.steps or self.experiment.cluster.is_cpu:
+                self._record(*pending, log, state if evaluates else None)
+                pending = None
+            store.check()
+            if capture and capture.active:
+                self.phases.enter("trace")
+                capture.after(step, (state, metrics))
+                self.phases.enter("step")
+                if not capture.active:
+                    log.measure_capture()
+            if checks:  # before a checkpoint of this state replaces a good one
+                self.phases.enter("check", step)
+                replicas.check(state, step)
+            if saves:
+                self.phases.enter("save", step)
+                self.goodput.mark(step)
+                store.save(state)
+            if saves or traces or checks:  # none of it is part of a step's time
+                self.clock = time.perf_counter()
+            if stops:
+                self._leave(state, store)
+
+    def _calls(self, batches: Batches) -> Iterator[tuple[int, Mapping[str, jax.Array]]]:
+        """The last step of every call of the program, and what it is called with: a batch, or those of a round."""
+        each, per_call = batches.iterate(self.resumed_step, self.experiment.train.steps), self.program.steps_per_call
+        for step in range(self.resumed_step + per_call, self.experiment.train.steps + 1, per_call):
+            self.phases.enter("data", step)
+            began = time.perf_counter()
+            batch = self.program.stack([next(each) for _ in range(per_call)]) if self.program.stack else next(each)
+            self.waited_s["data_wait_s"] += time.perf_counter() - began
+            if not all(cast(Any, value).is_ready() for value in self.running.values()):
+                self.phases.count_as("step")  # devices have had work all the while
+            self.phases.enter("step", step)
+            yield step, batch
+
+    def _is_due(self, interval: int, step: int) -> bool:
+        """Whether something done every `interval` steps (0: never) falls on a step of the call that ends with this."""
+        return interval > 0 and step // interval > (step - self.program.steps_per_call) // interval
+
+    def _record(self, step: int, metrics: Mapping[str, jax.Array], log: MetricsLog, evaluate: Any = None) -> None:
+        """Waits for the metrics of a call and writes down each of its steps, the last with an evaluation of the state.
+
+        Args:
+            step: the last step of the call.
+        """
+        per_call = self.program.steps_per_call
+        began = time.perf_counter()
+        values = {name: np.asarray(value, np.float64).reshape(per_call).tolist() for name, value in metrics.items()}
+        self.waited_s["device_wait_s"] += time.perf_counter() - began
+        elapsed_s = (time.perf_counter() - self.clock) / per_call
+        waits = {name: seconds / per_call for name, seconds in self.waited_s.items()}
+        waits["host_s"] = max(0.0, elapsed_s - sum(waits.values()))  # Python and dispatch
+        self.waited_s = dict.fromkeys(self.waited_s, 0.0)
+        for i in range(per_call):
+            number = step - per_call + 1 + i
+            of_step = waits | {name: value[i] for name, value in values.items()}
+            self._record_step(number, of_step, elapsed_s, log, evaluate if number == step else None)
+
+    def _record_step(
+        self, step: int, values: dict[str, float], elapsed_s: float, log: MetricsLog, evaluate: Any = None
+    ) -> None:
+        """Writes down one step."""
+        self.step_times_s.append(elapsed_s)
+        loss = values.pop("loss")
+        record = values | {"step": step, "loss": loss, "step_time_s": elapsed_s, **self._rate(elapsed_s)}
+        if evaluate is not None:
+            record |= self._evaluate(evaluate)
+        if (share := self.goodput.share()) is not None:
+            record["goodput"] = share
+        train = self.experiment.train
+        if step % train.log_every == 0 or step == train.steps or evaluate is not None:
+            log.write(record | self.news())
+        self.progress.update(record)
+        self.last, self.clock = record, time.perf_counter()
+        self.goodput.made(step)
+        norm = values.get("grad_norm", 0.0)
+        if not math.isfinite(loss) or not math.isfinite(norm):  # before a checkpoint of this state replaces a good one
+            raise RunError(
+                f"the loss is {loss} and the gradient norm {norm} at step {step}.",
+                at=str(self.folder),
+                hint="a lower optimizer.learning_rate, a longer warm-up, or clip; the last good checkpoint is kept",
+            )
+
+    def _rate(self, step_time_s: float) -> dict[str, float | None]:
+        """Tokens per second and MFU at a step time."""
+        work, peak = self.program.work, peak_flops_per_gpu(self.experiment)
+        capacity = peak * self.program.mesh.size * step_time_s if peak else None
+        return {
+            "tokens_per_s": work["tokens"] / step_time_s,
+            "mfu": work["model_flops"] / capacity if capacity else None,
+        }
+
+    def _evaluate(self, state: TrainState) -> dict[str, float]:
+        """Mean loss over the first `evaluate_batches` held-out batches, always the same ones."""
+        began = time.perf_counter()
+        self.phases.enter("evaluate")
+        batches = Batches(self.data.validation, self.program.abstract_step_batch, None)
+        sums = [self.program.evaluate(state, b) for b in batches.iterate(0, self.experiment.train.evaluate_batches)]
+        loss_sum, weight = (sum(float(s[k]) for s in sums) for k in ("loss_sum", "weight"))
+        self.evaluation_loss = loss_sum / weight
+        self.phases.enter("step")
+        return {"evaluation_loss": self.evaluation_loss, "evaluation_s": time.perf_counter() - began}
+
+    def _capture(self) -> Capture | None:
+        steps = self.experiment.profile.steps
+        if steps is None or steps[1] <= self.resumed_step:
+            return None
+        work, pipe = self.program.work, self.program.pipeline
+        known = {
+            "model_flops": work["model_flops"],
+            "model_flops_causal": work["model_flops_causal"],
+            "tokens": work["tokens"],
+            "peak_flops_per_gpu": peak_flops_per_gpu(self.experiment),
+            "training_steps": training_steps(self.experiment),
+            "steps_per_execution": self.program.steps_per_call,
+            "pipeline": pipe and dataclasses.asdict(pipe.report(self.experiment.pipeline.microbatches)),
+        }
+        return Capture(
+            self.folder / TRACE_FOLDER,
+            program=self.compiled.program,
+            mesh=cast(jax.sharding.Mesh, self.program.mesh),
+            steps=(max(steps[0], self.resumed_step + 1) + self.program.steps_per_call - 1, steps[1]),
+            cluster=self.experiment.cluster,
+            mesh_spec=self.experiment.mesh,
+            work=known,
+            options=self.compiled.options,
+            processes=chosen_processes(self.experiment.profile.processes, jax.process_count()),
+        )
+
+    def _leave(self, state: TrainState, store: CheckpointStore) -> None:
+        """Saves, and raises what the signal asks for."""
+        step = int(state.step)
+        self.phases.enter("save", step)
+        # Of several processes one may have been interrupted and the others told to end: a save takes all of them.
+        if self.stop.preempted or self.experiment.checkpoint.every or jax.process_count() > 1:
+            store.save(state)
+            store.wait()
+        if self.stop.preempted:
+            raise Preempted(f"stopped by SIGTERM after step {step}; a checkpoint is saved.", at=str(self.folder))
+        raise KeyboardInterrupt
+
+    def _greet(self, state: TrainState | None) -> None:
+        if state is not None:
+            self.progress.say(f"resuming {self.folder} after step {self.resumed_step}")
+        elif read_metrics(self.folder / "metrics.jsonl"):
+            self.progress.say(f"{self.folder} has metrics but no checkpoint: starting from the first step again")
+        if self.data.unigram_entropy_nats is not None:
+            self.progress.say(f"unigram entropy of the data: {self.data.unigram_entropy_nats:.3f} nats per token")
+        self.progress.start(self.resumed_step)
+
+    def result(self, compile_s: float, wall_s: float) -> TrainResult:
+        """The TrainResult of this attempt; of the last recorded step when there was nothing left to do."""
+        recorded = read_metrics(self.folder / "metrics.jsonl")
+        last = self.last or (recorded[-1] if recorded else {})
+        median_s = statistics.median(self.step_times_s) if self.step_times_s else None
+        rate = self._rate(median_s) if median_s else {"tokens_per_s": None, "mfu": None}
+        return TrainResult(
+            folder=str(self.folder),
+            step=last.get("step", self.resumed_step),
+            resumed_step=self.resumed_step,
+            loss=last.get("loss"),
+            evaluation_loss=self.evaluation_loss,
+            unigram_entropy_nats=self.data.unigram_entropy_nats,
+            step_time_s=median_s,
+            compile_s=compile_s,
+            wall_s=wall_s,
+            goodput=goodput.to_dict() if (goodput := read_goodput(self.folder)) else None,
+            tokens_per_s=rate["tokens_per_s"],
+            mfu=rate["mfu"],
+        )
+
+
+def peak_flops_per_gpu(experiment: Experiment) -> float | None:
+    """Dense peak of the compute precision, FLOP/s; None for a CPU, whose virtual devices have none."""
+    return compute_peak_flops(experiment.cluster.gpu, experiment.train.precision)
+
+
+def training_steps(experiment: Experiment) -> int:
+    """Steps of the whole training: `tokens_total` where given, else `steps`."""
+    train = experiment.train
+    if train.tokens_total is None:
+        return train.steps
+    return -(-train.tokens_total // (train.global_batch * train.sequence_length))

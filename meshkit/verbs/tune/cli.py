@@ -1,0 +1,72 @@
+"""`meshkit tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshkit.console import run_folder, say, stderr, stdout
+from meshkit.verbs.arguments import (
+    ExperimentArg,
+    JobsOption,
+    JsonOption,
+    SetOption,
+)
+
+
+def tune(
+    experiment: ExperimentArg,
+    set_: SetOption = [],  # noqa: B006
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where the search is kept; an existing one resumes. runs/NAME-tune."),
+    ] = None,
+    candidates: Annotated[int, typer.Option(metavar="N", min=1, help="Variants to compile at most.")] = 64,
+    axes: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Mesh axes that may have a size; those of the rules.")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Further sizes of the cluster; the global batch stays.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(metavar="WHAT", help="time: fastest at the experiment's size; gpu_hours: of any size.")
+    ] = "time",
+    jobs: JobsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Search the mesh, recomputation and micro-batches of an experiment.
+
+    Rules out by closed forms, compiles the most promising variants, and writes the fastest that fits as winner.toml,
+    with what it gained over the experiment as it is. The global batch stays. Killed, it resumes where it was.
+    """
+    from meshkit.config.experiment import load
+    from meshkit.verbs.tune.sizes import parse_hosts
+    from meshkit.verbs.tune.tune_page import write_tune_html
+    from meshkit.verbs.tune.tune_progress import progress_bar
+    from meshkit.verbs.tune.tune_views import render
+    from meshkit.verbs.tune.tuner import WINNER_FILE
+    from meshkit.verbs.tune.tuner import tune as run_search
+
+    folder = run_folder(out or Path("runs") / f"{load(experiment, set_).name}-tune")
+    names = [name.strip() for name in axes.split(",")] if axes else None
+    with progress_bar(stderr()) as told:
+        report = run_search(
+            experiment,
+            set_,
+            out=folder,
+            budget=candidates,
+            jobs=jobs,
+            axes=names,
+            hosts=parse_hosts(hosts),
+            objective=objective,
+            progress=told,
+        )
+    write_tune_html(report, folder / "tune.html")
+    if as_json:
+        print(report.to_json())
+    else:
+        stdout().print(render(report))
+    files = ["tune.json", "tune.html", *([WINNER_FILE] if report.winner else [])]
+    say(f"searched in {report.wall_s:.0f} s; wrote {', '.join(str(folder / name) for name in files)}")

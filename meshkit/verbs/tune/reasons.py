@@ -1,0 +1,128 @@
+"""Why the winner wins: what of the step it saved, in seconds, and which exposed collective went away.
+
+outcomes of the experiment as it is and of the winner -> differences -> sentences
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshkit.report.views.words import axes_text
+from meshkit.units import format_bytes, format_percent, format_seconds
+from meshkit.verbs.plan.outcome import DifferencePart, Outcome, OutcomeRow
+
+# Differences below this share of the step are left out of what says why, but for the largest.
+_NOTABLE = 0.005
+# A collective of which less than this share is still exposed went away.
+_GONE = 0.1
+# A collective that is exposed for less than this share of the step is no reason.
+_WORTH_NAMING = 1e-4
+
+
+def differences(base: Outcome, winner: Outcome) -> tuple[DifferencePart, ...]:
+    """Seconds of compute and of each row's exposed communication, the largest saving first."""
+
+    def seconds(outcome: Outcome) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for row in outcome.rows:
+            found[_row_name(row)] = found.get(_row_name(row), 0.0) + (row.exposed_s or 0.0)
+        return found
+
+    pairs: dict[str, tuple[float | None, float | None]] = {"compute": (base.compute_s, winner.compute_s)}
+    pairs["idle and copies"] = (_rest(base), _rest(winner))
+    before, after = seconds(base), seconds(winner)
+    for name in dict.fromkeys((*before, *after)):
+        pairs[name] = (before.get(name), after.get(name))
+    parts = [
+        DifferencePart(name=name, base_s=b, winner_s=w, saved_s=(b or 0.0) - (w or 0.0))
+        for name, (b, w) in pairs.items()
+    ]
+    return tuple(sorted(parts, key=lambda part: -part.saved_s))
+
+
+def why(base: Outcome, winner: Outcome | None, parts: Sequence[DifferencePart]) -> tuple[str, ...]:
+    """One sentence each: what the winner has gained, and where."""
+    if winner is None:
+        return ("no variant that was compiled fits.",)
+    if not winner.settings:
+        return ("no variant that was compiled is faster than the experiment as it is.",)
+    said = []
+    if base.time_s is None:
+        said.append(f"the experiment as it is could not be planned: {base.error}")
+    elif base.status == "does_not_fit":
+        missing = format_bytes(-(base.margin_bytes or 0))
+        said.append(f"the experiment as it is does not fit: {missing} too much.")
+    step = winner.time_s or 0.0
+    if base.time_s:
+        share = format_percent(step / base.time_s - 1)
+        said.append(f"a step takes {format_seconds(step)} instead of {format_seconds(base.time_s)} ({share}).")
+    if winner.num_gpus != base.num_gpus:
+        said.append(_gpus(base, winner))
+    said += _recomputation(base, winner)
+    largest = max((abs(part.saved_s) for part in parts), default=0.0)
+    for part in parts:
+        if base.time_s is not None and part.saved_s and _is_reason(part, step, largest):
+            said.append(_sentence(part))
+    named = any(part.saved_s > 0 and _is_gone(part) for part in parts if _is_reason(part, step, largest))
+    return (*said, *_collectives(base, winner, named))
+
+
+def _is_reason(part: DifferencePart, step: float, largest: float) -> bool:
+    """Whether a difference is large, or an exposed collective that went away."""
+    if abs(part.saved_s) >= min(_NOTABLE * step, largest):
+        return True
+    return _is_gone(part) and part.saved_s > _WORTH_NAMING * step
+
+
+def _is_gone(part: DifferencePart) -> bool:
+    return part.name.startswith("exposed") and (part.winner_s or 0.0) < _GONE * (part.base_s or 0.0)
+
+
+def _gpus(base: Outcome, winner: Outcome) -> str:
+    seconds = [(o.time_s or 0.0) * (o.num_gpus or 0) for o in (winner, base)]
+    return (
+        f"{winner.num_gpus} GPUs instead of {base.num_gpus}: a step takes {seconds[0]:,.0f} GPU seconds instead of "
+        f"{seconds[1]:,.0f}."
+    )
+
+
+def _recomputation(base: Outcome, winner: Outcome) -> list[str]:
+    """What is no longer computed beyond the model: of the FLOP that run, which HFU counts; the model's are the same."""
+    if base.num_gpus != winner.num_gpus or not (base.hfu and winner.hfu and base.time_s and winner.time_s):
+        return []
+    fewer = 1 - winner.hfu * winner.time_s / (base.hfu * base.time_s)
+    if fewer < _NOTABLE:
+        return []
+    where = f"; {format_bytes(winner.host_bytes)} of each GPU wait in host memory instead" if winner.host_bytes else ""
+    return [f"{format_percent(fewer)} of the matmul FLOP, which the model itself does not need, no longer run{where}."]
+
+
+def _collectives(base: Outcome, winner: Outcome, named: bool) -> list[str]:
+    """That no exposed collective went away, where none did."""
+    if named or base.exposed_s is None or winner.exposed_s is None:
+        return []
+    before, after = format_seconds(base.exposed_s), format_seconds(winner.exposed_s)
+    return [f"no exposed collective went away: {before} of them were exposed in all, and {after} are."]
+
+
+def _row_name(row: OutcomeRow) -> str:
+    words = [word for word in (row.collective, row.dtype) if word]
+    return f"exposed {' '.join(words)} over {axes_text(row.axes)} on {row.link or '-'}"
+
+
+def _rest(outcome: Outcome) -> float | None:
+    if outcome.time_s is None or outcome.compute_s is None or outcome.exposed_s is None:
+        return None
+    return outcome.time_s - outcome.compute_s - outcome.exposed_s
+
+
+def _sentence(part: DifferencePart) -> str:
+    before, after = format_seconds(part.base_s or 0.0), format_seconds(part.winner_s or 0.0)
+    if not part.winner_s:
+        return f"{part.name} went away: {before}."
+    if not part.base_s:
+        return f"{part.name} is new: {after}."
+    if _is_gone(part):
+        return f"{part.name} went away but for {after}: {before} before."
+    verb = "fell" if part.saved_s > 0 else "rose"
+    return f"{part.name} {verb} from {before} to {after}."

@@ -1,0 +1,318 @@
+"""Weights of a model in and out of safetensors, through a `Layout`.
+
+    folder -> every file and config.json checked -> arrays born sharded, each device's part read from the memory map
+    arrays -> a tensor at a time, one layer of a stack -> shards of at most `max_shard_bytes`, index, config.json
+
+No host holds a whole model: reading takes what the host's own devices hold of one array, writing takes one tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from meshkit.errors import ConfigError, RunError
+from meshkit.sharding.resolve import path_name
+from meshkit.weights.layout import Layout, Row
+from meshkit.weights.safetensors import DTYPES, INDEX, SINGLE, SafetensorsFile, open_folder, shown, write_file
+
+CONFIG = "config.json"
+MAX_SHARD_BYTES = 5_000_000_000
+_WRITTEN = {"fp32": "F32", "bf16": "BF16"}
+_TORCH_DTYPE = {"fp32": "float32", "bf16": "bfloat16"}
+_LONGEST_CONFIG = 10_000_000  # bytes
+
+Files = Mapping[str, SafetensorsFile]
+
+
+def read_weights(folder: str | os.PathLike[str], layout: Layout, abstract: Any) -> Any:
+    """The parameters that a folder of safetensors holds, as sharded arrays.
+
+    Each process reads what its own devices hold, an array at a time, and casts it to the parameter's dtype.
+
+    Args:
+        folder: holds config.json and model.safetensors, or shards with model.safetensors.index.json.
+        layout: how its tensors correspond to the parameters.
+        abstract: nested dict of ShapeDtypeStructs with NamedShardings, as `TrainProgram.abstract_state.params`.
+
+    Returns:
+        The nested dict with a jax.Array for each of `abstract`.
+
+    Raises:
+        ConfigError: config.json describes another model, or a tensor is missing, surplus, of another shape or dtype, or
+            a file is damaged. Nothing is read before all of it is checked.
+    """
+    folder = Path(folder)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    wanted = {path_name(path): leaf for path, leaf in leaves}
+    _check_parameters(layout, {path: leaf.shape for path, leaf in wanted.items()})
+    files = open_folder(folder)
+    _check_config(folder, layout)
+    rows = {row.path: row for row in layout.rows_for(files)}
+    _check_tensors(folder, layout, rows.values(), files)
+    arrays = [_read_array(rows[path], layout.sizes, files, leaf) for path, leaf in wanted.items()]
+    return jax.tree_util.tree_unflatten(structure, arrays)
+
+
+def write_weights(
+    params: Any,
+    folder: str | os.PathLike[str],
+    layout: Layout,
+    *,
+    dtype: str = "fp32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes the parameters as a folder of safetensors with its config.json, which exists as a whole or not at all.
+
+    All processes of a job call it; the first one writes.
+
+    Args:
+        params: nested dict of arrays, sharded in any way.
+        folder: must not exist yet, or be empty.
+        layout: how the parameters correspond to tensors.
+        dtype: `fp32`, which keeps every bit of fp32 parameters, or `bf16`, which rounds to nearest even.
+        max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
+
+    Raises:
+        ConfigError: parameters that are not those of the layout, another dtype, or a folder that is not empty.
+        RunError: the files could not be written.
+    """
+    folder = Path(folder).absolute()
+    if dtype not in _WRITTEN:
+        raise ConfigError(f"dtype = {dtype!r} is not one that weights are written in.", hint="'fp32' or 'bf16'")
+    arrays = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+    _check_parameters(layout, {path: x.shape for path, x in arrays.items()})
+    _check_free(folder)
+    tensors = [(row, index, name) for row in layout.rows for index, name in row.names(layout.sizes)]
+    values = (
+        row.to_file(_fetch(arrays[row.path], index), layout.sizes).astype(DTYPES[_WRITTEN[dtype]])
+        for row, index, _ in tensors
+    )
+    shapes = [(name, row.file_shape(layout.sizes)) for row, _, name in tensors]
+    if jax.process_index() == 0:
+        _write_folder(
+            folder, {**layout.config, "torch_dtype": _TORCH_DTYPE[dtype]}, shapes, values, dtype, max_shard_bytes
+        )
+    else:
+        for _ in values:  # every process takes part in gathering each tensor
+            pass
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("meshkit.write_weights")
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config.json of a folder.
+
+    Raises:
+        ConfigError: it is missing, or no JSON object.
+    """
+    path = Path(folder) / CONFIG
+    try:
+        if (size := path.stat().st_size) > _LONGEST_CONFIG:
+            raise ValueError(f"it has {size} bytes, more than {_LONGEST_CONFIG}")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it is a JSON {type(config).__name__}, not an object")
+    except OSError as error:
+        hint = "the config.json that belongs to the weights: without it nobody knows how they are meant"
+        raise ConfigError(f"{CONFIG} cannot be read: {error.strerror}.", at=str(path), hint=hint) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{CONFIG} is not JSON: {shown(str(error))}.", at=str(path), hint="an intact copy") from None
+    return config
+
+
+def _check_parameters(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """The parameters are those of the layout."""
+    known = {row.path: row.shape(layout.sizes) for row in layout.rows}
+    for path in [*shapes, *known]:
+        if shapes.get(path) != known.get(path):
+            has, says = (list(s[path]) if path in s else "not there" for s in (shapes, known))
+            hint = "the layout of this very model: model.hf_layout()"
+            raise ConfigError(f"the parameter {path} is {has} in the model and {says} in the layout.", hint=hint)
+
+
+def _check_config(folder: Path, layout: Layout) -> None:
+    """config.json amounts to the model's own options: sizes, but also what no shape shows, such as rope_theta."""
+    at = str(folder / CONFIG)
+    try:
+        theirs = layout.read_config(read_config(folder))
+    except ConfigError as error:
+        raise ConfigError(error.message, at=error.at or at, hint=error.hint) from None
+    for option, value in theirs.items():
+        if value != layout.options[option]:
+            message = (
+                f"the weights have {option} = {shown(value)} ({layout.keys.get(option, option)} in {CONFIG}),"
+                f" but the model has {option} = {layout.options[option]}."
+            )
+            raise ConfigError(message, at=at, hint=f"model.{option} = {shown(value)}")
+
+
+def _check_tensors(folder: Path, layout: Layout, rows: Any, files: Files) -> None:
+    """All tensors of the rows are there as they should be, and no others."""
+    known = set()
+    for row in rows:
+        shape = row.file_shape(layout.sizes)
+        for _, name in row.names(layout.sizes):
+            known.add(name)
+            if name not in files:
+                hint = "weights of the same architecture, and all of their files"
+                raise ConfigError(f"the tensor {name} is missing; {row.path} needs it.", at=str(folder), hint=hint)
+            _check_tensor(files[name], name, row, shape)
+    for name, file in files.items():
+        if name in layout.copies:
+            _check_copy(files, name, layout.copies[name])
+        elif name not in known and not (layout.computed and re.fullmatch(layout.computed, name)):
+            message = f"the model has no parameter for {shown(name)}, {shown(file.tensors[name].shape)}."
+            raise ConfigError(message, at=str(file.path), hint="a model of the same architecture and number of layers")
+
+
+def _check_tensor(file: SafetensorsFile, name: str, row: Row, shape: tuple[int, ...]) -> None:
+    tensor = file.tensors[name]
+    if tensor.dtype not in DTYPES:
+        message = f"{name} is {tensor.dtype}, which is not one of {', '.join(DTYPES)}."
+        raise ConfigError(
+            message, at=str(file.path), hint="weights that are not quantized, or converted to F32 or BF16"
+        )
+    if tensor.shape != shape:
+        differ = {d for g, a, b in zip(row.groups, tensor.shape, shape) if a != b for d in g} or set(row.ours.split())
+        named = [dim for group in row.groups for dim in group if dim in differ and dim != "part"]
+        message = f"{name} is {shown(tensor.shape)} in the file, but the model wants {row.file} = {shape}."
+        raise ConfigError(
+            message, at=str(file.path), hint=f"{' and '.join(f'model.{d}' for d in named)} as in the file"
+        )
+
+
+def _check_copy(files: Files, name: str, original: str) -> None:
+    """A tensor that repeats another, such as the head of a tied model, says the same."""
+    file, first, second = files[name], files[original].tensors[original], files[name].tensors[name]
+    same = (first.dtype, first.shape) == (second.dtype, second.shape)
+    if not same or not _equal_bytes(file.view(name), files[original].view(original)):
+        message = f"{name} must repeat {original}, since the model is tied, but differs from it."
+        raise ConfigError(message, at=str(file.path), hint="model.tied = false, and a config.json that says the same")
+
+
+def _equal_bytes(a: np.ndarray, b: np.ndarray, step: int = 1 << 26) -> bool:
+    a, b = (x.reshape(-1).view(np.uint8) for x in (a, b))
+    return all(np.array_equal(a[i : i + step], b[i : i + step]) for i in range(0, a.size, step))
+
+
+def _read_array(row: Row, sizes: Mapping[str, int], files: Files, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """One parameter; replicas on this host share what is read."""
+    pieces: dict[tuple[range, ...], np.ndarray] = {}
+
+    def piece(index: Any) -> np.ndarray:
+        ranges = tuple(range(*s.indices(n)) for s, n in zip(index, like.shape, strict=True))
+        if ranges not in pieces:
+            pieces[ranges] = read_slice(row, sizes, files, ranges, np.dtype(like.dtype))
+        return pieces[ranges]
+
+    assert like.sharding is not None
+    return jax.make_array_from_callback(like.shape, like.sharding, piece)
+
+
+def read_slice(
+    row: Row, sizes: Mapping[str, int], files: Files, ranges: tuple[range, ...], dtype: np.dtype
+) -> np.ndarray:
+    """A block of a parameter, read from the tensors it touches and from no others.
+
+    Args:
+        ranges: of indices, one per dim of the parameter.
+        dtype: of the result.
+    """
+    out = np.empty([len(r) for r in ranges], dtype)
+    stacked = len(row.stacked)
+    inner = tuple(slice(r.start, r.stop) for r in ranges[stacked:])
+    for at in itertools.product(*(range(len(r)) for r in ranges[:stacked])):
+        name = row.name_at(tuple(r[i] for r, i in zip(ranges, at)))
+        out[at] = row.to_ours(files[name].view(name), sizes)[inner]
+    return out
+
+
+def _check_free(folder: Path) -> None:
+    """On every process, what the first one sees: nothing is in the way."""
+    taken = jax.process_index() == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir())))
+    if jax.process_count() > 1:
+        taken = bool(multihost_utils.broadcast_one_to_all(taken))
+    if taken:
+        raise ConfigError(f"{folder} exists already.", at=str(folder), hint="another folder; nothing is overwritten")
+
+
+def _write_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: list[tuple[str, tuple[int, ...]]],
+    values: Iterator[np.ndarray],
+    dtype: str,
+    max_shard_bytes: int,
+) -> None:
+    """Writes beside the folder, then renames."""
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        try:
+            _write_shards(partial, tensors, values, _WRITTEN[dtype], max_shard_bytes)
+            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise RunError(f"the weights could not be written: {error}.", at=str(folder)) from error
+
+
+def _write_shards(
+    folder: Path, tensors: list[tuple[str, tuple[int, ...]]], values: Iterator[np.ndarray], dtype: str, most: int
+) -> None:
+    shards = _cut(tensors, DTYPES[dtype].itemsize, most)
+    if len(shards) == 1:
+        write_file(folder / SINGLE, shards[0], dtype, values)
+        return
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        index |= {name: file for name, _ in shard}
+        write_file(folder / file, shard, dtype, itertools.islice(values, len(shard)))
+    total = sum(math.prod(shape) for _, shape in tensors) * DTYPES[dtype].itemsize
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+    (folder / INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def _cut(tensors: list[tuple[str, tuple[int, ...]]], itemsize: int, most: int) -> list[list[tuple[str, tuple]]]:
+    """The tensors in order, in files of at most `most` bytes, each with one tensor at least."""
+    shards, room = [], 0
+    for name, shape in tensors:
+        size = math.prod(shape) * itemsize
+        if not shards or size > room:
+            shards.append([])
+            room = most
+        shards[-1].append((name, shape))
+        room -= size
+    return shards
+
+
+@jax.jit
+def _take(x: jax.Array, index: tuple[Any, ...]) -> jax.Array:
+    for i in index:
+        x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    return x
+
+
+def _fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
+    """x[index] on the host; of an array that spans processes, on every host."""
+    if isinstance(x, np.ndarray):
+        return x[index]
+    piece = _take(x, index) if index else x
+    if piece.is_fully_addressable:
+        return np.asarray(piece)
+    return np.asarray(multihost_utils.process_allgather(piece, tiled=True))

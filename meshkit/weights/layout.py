@@ -1,0 +1,125 @@
+"""How a model's parameters correspond to the tensors of a file: names, and how dims are split, merged and turned.
+
+A layout is a table of rows that can be read in both directions. A row's dims carry names, so that what has to be done
+is not written down but follows:
+
+    Row("layers/attention/query/kernel", "model.layers.{layers}.self_attn.q_proj.weight",
+        file="(heads head_dim) embed", ours="layers embed heads head_dim")
+
+says that each layer has a tensor of its own, that its first dim is to be split in two, and that `embed` goes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter, the tensors that hold it, and how their dims correspond.
+
+    Attributes:
+        path: of the parameter.
+        name: of the tensors, with a placeholder for each dim that is taken apart into tensors of their own.
+        file: dims of such a tensor, those that are one dim there in parentheses.
+        ours: dims of the parameter, those of the placeholders first.
+        part: (i, n): the file's dim `part` has n entries, of which the parameter is the i-th.
+    """
+
+    path: str
+    name: str
+    file: str
+    ours: str
+    part: tuple[int, int] | None = None
+
+    @property
+    def stacked(self) -> list[str]:
+        """The dims that are placeholders."""
+        return re.findall(r"\{(\w+)\}", self.name)
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The file's dims, each a list of named ones."""
+        return [(merged or single).split() for merged, single in re.findall(r"\(([^)]*)\)|(\S+)", self.file)]
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Of the parameter."""
+        return tuple(sizes[dim] for dim in self.ours.split())
+
+    def file_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Of each tensor."""
+        return tuple(math.prod(self._size(dim, sizes) for dim in group) for group in self.groups)
+
+    def names(self, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[int, ...], str]]:
+        """(indices of the placeholders, name) of every tensor."""
+        for index in itertools.product(*(range(sizes[dim]) for dim in self.stacked)):
+            yield index, self.name_at(index)
+
+    def name_at(self, index: tuple[int, ...]) -> str:
+        """Name of the tensor at some indices of the placeholders."""
+        return self.name.format(**dict(zip(self.stacked, index, strict=True)))
+
+    def to_ours(self, tensor: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+        """A view of a tensor with the parameter's dims, less those of the placeholders."""
+        flat = self._flat
+        split = tensor.reshape([self._size(dim, sizes) for dim in flat])
+        if self.part:
+            split = np.moveaxis(split, flat.index("part"), 0)[self.part[0]]
+            flat.remove("part")
+        return split.transpose([flat.index(dim) for dim in self._inner])
+
+    def to_file(self, value: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+        """The inverse of `to_ours`, of a row without `part`."""
+        return value.transpose([self._inner.index(dim) for dim in self._flat]).reshape(self.file_shape(sizes))
+
+    @property
+    def _flat(self) -> list[str]:
+        return [dim for group in self.groups for dim in group]
+
+    @property
+    def _inner(self) -> list[str]:
+        return self.ours.split()[len(self.stacked) :]
+
+    def _size(self, dim: str, sizes: Mapping[str, int]) -> int:
+        return self.part[1] if self.part and dim == "part" else sizes[dim]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The weights of one model as another library names them.
+
+    Attributes:
+        rows: one per parameter; what is written, and what is read if the files have these names.
+        sizes: of each dim that the rows name.
+        config: contents of config.json, as written.
+        options: what a config.json must amount to for the weights to mean the same, by the model's own names.
+        read_config: config.json -> options; raises ConfigError for what the model cannot do.
+        keys: option -> the key of config.json that says it, for messages.
+        others: tables to read by, if the files have no tensor of some row of `rows`.
+        copies: tensors that may be there as well -> the tensor that they must be equal to.
+        computed: pattern of names that may be there and are not read, since they follow from the config.
+    """
+
+    rows: tuple[Row, ...]
+    sizes: Mapping[str, int]
+    config: Mapping[str, Any]
+    options: Mapping[str, Any]
+    read_config: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    keys: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[tuple[Row, ...], ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    computed: str | None = None
+
+    def rows_for(self, names: Mapping[str, Any]) -> tuple[Row, ...]:
+        """The table that fits the names of some files best: the first whose tensors are all there, else `rows`."""
+        for rows in (self.rows, *self.others):
+            if all(name in names for row in rows for _, name in row.names(self.sizes)):
+                return rows
+        return self.rows

@@ -1,0 +1,53 @@
+"""`checkpoint.initial`: the first state of a new run, with the weights of a folder in place of random ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshkit.config.experiment import Experiment
+from meshkit.config.user_code import user_code
+from meshkit.step.state import TrainState, describe_model, replace
+from meshkit.step.train_step import TrainProgram
+from meshkit.weights.files import read_weights
+from meshkit.weights.layout import Layout
+
+
+def first_state(experiment: Experiment, program: TrainProgram) -> TrainState:
+    """The state before the first step, on the program's shardings: initialized, or as `checkpoint.initial` has it.
+
+    Only the parameters come from the folder. Optimizer state starts at zero either way, and does not depend on them.
+
+    Raises:
+        ConfigError: the model does not say how its parameters correspond to files, or the files do not fit it.
+    """
+    state = program.init()
+    folder = experiment.checkpoint.initial
+    if folder is None:
+        return state
+    layout = layout_of(experiment)
+    state = replace(state, params=None)  # lets go of the random weights before others take their place
+    arrangement = program.arrangement
+    if arrangement is None:
+        return replace(state, params=read_weights(Path(folder), layout, program.abstract_state.params))
+    params = read_weights(Path(folder), layout, arrangement.saved.params)
+    return replace(state, params=arrangement.params_from_saved(params))
+
+
+def layout_of(experiment: Experiment) -> Layout:
+    """What the experiment's model answers to `hf_layout()`.
+
+    Raises:
+        ConfigError: it has no such method.
+    """
+    name = experiment.model.class_path
+    model = describe_model(experiment).abstract_model()
+    method = getattr(model, "hf_layout", None)
+    if method is None:
+        message = f"{name} has no method hf_layout(), which says what its weights are called in a file."
+        raise experiment.error("checkpoint.initial", message, hint="models.llama:Llama or models.moe:Moe, or write one")
+    with user_code(experiment, "model.class", f"hf_layout of {name}"):
+        layout = method()
+    if not isinstance(layout, Layout):
+        message = f"hf_layout of {name} gives a {type(layout).__name__}, not a `weight_layout.Layout`."
+        raise experiment.error("model.class", message)
+    return layout

@@ -1,0 +1,42 @@
+"""Models of the Flax repository itself, unedited: each script of benchmarks/third_party shards one.
+
+Needs a checkout of https://github.com/google/flax, named by MESHKIT_FLAX_REPO.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "third_party"
+CHECKOUT = os.environ.get("MESHKIT_FLAX_REPO")
+# The largest difference of a gradient, of the largest entry of its leaf. lm1b: sums of at most 2048 terms (mlp), 40 of
+# them one after the other: sqrt(40 * 2048) 2^-24 = 1.7e-5. ResNet-50 divides by the deviation of batches of few pixels
+# 53 times over, which multiplies rounding errors: its bound is 200 times what was measured.
+LARGEST = {"lm1b_transformer": 1.7e-5, "imagenet_resnet50": 1e-3}
+
+QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_a_script_has_under_15_lines_of_code(name):
+    lines = (SCRIPTS / f"{name}.py").read_text().splitlines()
+    assert len([line for line in lines if line and not line.startswith(("#", '"""'))]) < 15
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHECKOUT, reason="needs a checkout of the Flax repository: MESHKIT_FLAX_REPO=PATH")
+@pytest.mark.parametrize(("name", "largest"), LARGEST.items(), ids=LARGEST)
+def test_the_sharded_model_equals_the_whole_one_in_an_eighth_of_the_memory(name, largest):
+    command = [sys.executable, str(SCRIPTS / f"{name}.py"), str(CHECKOUT)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_COMPILE}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    before, after = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:bytes before|after\n)", result.stdout))
+    assert after < before / 7
+    assert float(re.findall(r"largest difference (\S+)", result.stdout)[0]) < largest

@@ -1,0 +1,255 @@
+"""Programs kept on disk: what makes a key, what an entry survives, what goes first, and who may read."""
+
+import os
+import stat
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import meshkit as mk
+from meshkit.compile import cache
+from meshkit.compile.lowering import export_for_cuda
+from meshkit.compile.own_stack import on_own_stack
+from meshkit.compile.program import compile_absent
+
+REQUEST = {"target_config": "sms: 132", "mesh_shape": [8], "compiler_options": {"xla_a": True}}
+ENTRY = cache.Entry({"memory": {"temp": 3}, "compile_s": 2.5}, "a line\n", b"\x00module" * 1000)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path))
+    monkeypatch.delenv("MESHKIT_CACHE_BYTES", raising=False)
+    found = cache.cache_folder()
+    assert found is not None
+    return found
+
+
+def file_of(folder, key="k"):
+    return folder / f"{key}.program"
+
+
+def test_an_entry_comes_back_as_it_was(folder):
+    assert cache.load(folder, "k") is None
+    cache.store(folder, "k", ENTRY)
+    assert cache.load(folder, "k") == ENTRY
+    assert [p.name for p in folder.iterdir()] == ["k.program"]  # no temporary file stays
+
+
+def test_only_the_owner_can_read(folder):
+    cache.store(folder, "k", ENTRY)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file_of(folder).stat().st_mode) == 0o600
+
+
+def test_a_folder_open_to_others_is_closed(folder):
+    folder.chmod(0o777)
+    assert cache.cache_folder() == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:-1],
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:],
+        lambda content: b"another format" + content,
+        lambda content: content + b"more",
+    ],
+    ids=["empty", "one byte short", "half", "one bit", "another format", "longer"],
+)
+def test_a_damaged_entry_is_a_miss_and_is_removed(folder, damage):
+    cache.store(folder, "k", ENTRY)
+    content = file_of(folder).read_bytes()
+    file_of(folder).write_bytes(damage(content))
+    with pytest.raises(cache.DamagedEntry, match=r"k\.program .* was damaged"):
+        cache.load(folder, "k")
+    assert cache.load(folder, "k") is None
+
+
+def test_the_entries_used_longest_ago_go_first(folder, monkeypatch):
+    for age, key in enumerate(["d", "c", "b", "a"]):
+        cache.store(folder, key, ENTRY)
+        os.utime(file_of(folder, key), times=(time.time() - 1000 + age,) * 2)
+    cache.load(folder, "d")  # the oldest, but just used
+    size = file_of(folder, "a").stat().st_size
+    monkeypatch.setenv("MESHKIT_CACHE_BYTES", str(3 * size))
+    cache.store(folder, "e", ENTRY)
+    assert sorted(p.stem for p in folder.iterdir()) == ["a", "d", "e"]
+
+
+def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(folder):
+    left, written = folder / "1-x.tmp", folder / "2-y.tmp"
+    left.write_bytes(b"half")
+    os.utime(left, times=(time.time() - 7200,) * 2)
+    written.write_bytes(b"half")
+    cache.store(folder, "k", ENTRY)
+    assert sorted(p.name for p in folder.iterdir()) == ["2-y.tmp", "k.program"]
+
+
+def test_a_full_disk_costs_the_entry_alone(folder, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.os, "fsync", full)
+    cache.store(folder, "k", ENTRY)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "0", "none", ""])
+def test_it_can_be_off(monkeypatch, word):
+    monkeypatch.setenv("MESHKIT_CACHE", word)
+    assert cache.cache_folder() is None
+
+
+def test_the_default_is_the_users_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("MESHKIT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.cache_folder() == tmp_path / "meshkit" / "programs"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache.cache_folder() == tmp_path / "home" / ".cache" / "meshkit" / "programs"
+
+
+def test_a_home_that_cannot_be_written_keeps_nothing_and_says_nothing(monkeypatch, tmp_path):
+    monkeypatch.delenv("MESHKIT_CACHE", raising=False)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cache.cache_folder() is None
+
+
+def test_a_named_folder_that_cannot_serve_is_an_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(mk.ConfigError, match=r"MESHKIT_CACHE names cannot be used"):
+        cache.cache_folder()
+
+
+def test_a_bound_that_is_no_number_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path))
+    monkeypatch.setenv("MESHKIT_CACHE_BYTES", "2GB")
+    with pytest.raises(mk.ConfigError, match=r"MESHKIT_CACHE_BYTES is '2GB'"):
+        cache.cache_folder()
+
+
+CHANGES = {
+    "program": lambda: cache.program_key(b"other", REQUEST, {}),
+    "target": lambda: cache.program_key(b"program", REQUEST | {"target_config": "sms: 108"}, {}),
+    "option": lambda: cache.program_key(b"program", REQUEST | {"compiler_options": {"xla_a": False}}, {}),
+    "option of another type": lambda: cache.program_key(b"program", REQUEST | {"compiler_options": {"xla_a": 1}}, {}),
+    "environment": lambda: cache.program_key(b"program", REQUEST, {"JAX_USE_SHARDY_PARTITIONER": "0"}),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES.values()), ids=list(CHANGES))
+def test_whatever_reaches_the_compiler_changes_the_key(change):
+    assert change() != cache.program_key(b"program", REQUEST, {})
+
+
+@pytest.mark.parametrize("name", ["jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"])
+def test_another_version_is_another_key(monkeypatch, name):
+    before = cache.program_key(b"program", REQUEST, {})
+    version = cache.version_of
+    monkeypatch.setattr(cache, "version_of", lambda n: "0.0.1" if n == name else version(n))
+    assert cache.program_key(b"program", REQUEST, {}) != before
+
+
+def test_what_does_not_reach_it_does_not():
+    assert cache.program_key(b"program", REQUEST, {"TERM": "dumb"}) == cache.program_key(b"program", REQUEST, {})
+
+
+def small(rows=64):
+    cluster = mk.Cluster.load("dgx_h100", hosts=1)
+    mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), cluster, devices=mk.describe_devices(cluster))
+    x = jax.ShapeDtypeStruct((rows, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    return mesh, cluster, (x,)
+
+
+@pytest.mark.deviceless
+def test_a_second_compile_reads_what_the_first_kept(folder):
+    mesh, cluster, args = small()
+
+    def compiled(step):
+        return compile_absent(step, args, mesh=mesh, cluster=cluster)
+
+    def total(x):
+        return x.sum()
+
+    # From one place: where in the source a step is planned from is part of its program, as are its own lines.
+    first, second, third = (compile_and_damage(compiled, total, folder, n) for n in range(3))
+    assert (first.cached, second.cached) == (False, True)
+    same = ("module", "memory", "host_memory", "options", "log", "rematerializations", "partitioner")
+    assert {n: getattr(first, n) for n in same} == {n: getattr(second, n) for n in same}
+    assert not third.cached
+    assert third.module == first.module
+    (said,) = third.log
+    assert "was damaged; it was compiled anew" in said
+    reports = [mk.plan(total, args, mesh=mesh, cluster=cluster) for _ in range(2)]
+    assert reports[1].compile.cached
+    assert reports[0].step == reports[1].step
+
+
+def compile_and_damage(compiled, step, folder, attempt):
+    """The attempt's program; before the third one the entry loses its end."""
+    if attempt == 2:
+        (entry,) = folder.iterdir()
+        entry.write_bytes(entry.read_bytes()[:-3])
+    return compiled(step)
+
+
+PROGRAM = """
+import hashlib, sys
+import jax, jax.numpy as jnp
+import meshkit as mk
+from jax.sharding import NamedSharding, PartitionSpec
+from meshkit.compile.lowering import export_for_cuda
+cluster = mk.Cluster.load("dgx_h100", hosts=1)
+mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), cluster, devices=mk.describe_devices(cluster))
+x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+def step(x):
+    return {name: jax.nn.softmax(x * i) for i, name in enumerate(["a", "b", "c"])}
+print(hashlib.sha256(export_for_cuda(step, (x,), mesh, cluster).program).hexdigest())
+"""
+
+
+def test_another_process_gives_the_same_program():
+    """Hash seeds differ between processes; the program, with its lines of source, does not."""
+
+    def run(seed):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+        command = [sys.executable, "-c", PROGRAM]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+
+    assert run("1") == run("2")
+
+
+def test_on_a_stack_of_its_own_a_program_does_not_depend_on_who_asks():
+    """jax puts the lines of callers into a program; two callers get the same one."""
+    cluster = mk.Cluster.load("dgx_h100", hosts=1)
+    mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), cluster, devices=mk.describe_devices(cluster))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+
+    def exported():
+        def step(x):
+            return x * 2.0
+
+        return export_for_cuda(step, (x,), mesh, cluster).program
+
+    def one_caller():
+        return on_own_stack(exported), exported()
+
+    own, on_callers = one_caller()
+    assert on_own_stack(exported) == own
+    assert exported() != on_callers
+
+
+def test_what_the_work_raises_is_raised_where_it_was_asked_for():
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        on_own_stack(lambda: 1 // 0)

@@ -1,0 +1,175 @@
+"""How a program is compiled, without XLA: the compiler process is played by a function."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import meshkit as mk
+from meshkit.compile import program
+from meshkit.compile.compiling import compile_for_gpus
+from meshkit.compile.options import Option
+
+GIB = 2**30
+COSTLY = Option("xla_costly", True, "it hides something", costs_memory=True)
+CHEAP = Option("xla_cheap", True, "it is free")
+LIMIT = Option("xla_limit", 10_000, "it fits", tight=(115, "it does not"))
+
+
+def taken(options):
+    """Bytes of the played compiler's program: 30 GiB, 60 without a limit, the costly option's 60 on top."""
+    return (30 + 60 * ("xla_costly" in options) + 30 * (options.get("xla_limit") == 10_000)) * GIB
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Compiles for H100s, of 80 GB."""
+    asked = []
+
+    def play(folder, environment, timeout_s):
+        request = json.loads((folder / "request.json").read_text())
+        asked.append(request["compiler_options"])
+        sizes = dict.fromkeys(("argument", "output", "alias", "generated_code"), 0)
+        temp = taken(request["compiler_options"])
+        left_out = {n: "this XLA has no such option" for n in request["compiler_options"] if n == "xla_unknown"}
+        result = {
+            "left_out": left_out,
+            "lower_s": 0.1,
+            "compile_s": 1.0,
+            "peak_rss_bytes": 1,
+            "partitioner": "shardy",
+            "memory": sizes | {"temp": temp},
+            "host_memory": sizes | {"temp": 0},
+        }
+        (folder / "module.pb").write_bytes(b"module")
+        (folder / "result.json").write_text(json.dumps(result))
+        return ""
+
+    monkeypatch.setattr(program, "_run_child", play)
+    monkeypatch.setattr(program, "check_compiler", lambda: None)
+    monkeypatch.setenv("MESHKIT_CACHE", "off")
+    cluster = mk.Cluster.load("dgx_h100", hosts=1)
+    mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), cluster, devices=mk.describe_devices(cluster))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+
+    def run(**options):
+        lowered = program.lower_absent(lambda x: x.sum(), (x,), mesh=mesh, cluster=cluster)
+        return lowered.compile(**options), asked
+
+    return run
+
+
+def test_options_that_do_not_fit_are_left_out_and_said(compiled):
+    made, asked = compiled(derived=(CHEAP, COSTLY), pool_bytes=73 * GIB)
+    assert [("xla_costly" in a, "xla_cheap" in a) for a in asked] == [(True, True), (False, True)]
+    assert "xla_costly" not in made.options
+    assert made.options["xla_cheap"] is True
+    (said,) = made.log
+    assert "they need 90.0 GiB of GPU memory" in said
+    assert "without them it needs 30.0 GiB" in said
+
+
+def test_they_stay_where_they_fit_or_where_nothing_would(compiled):
+    fits, asked = compiled(derived=(COSTLY,), pool_bytes=100 * GIB)
+    assert "xla_costly" in fits.options
+    assert len(asked) == 1
+    neither, _ = compiled(derived=(COSTLY,), pool_bytes=20 * GIB)
+    assert "xla_costly" in neither.options
+    assert neither.log == ()
+
+
+def test_options_that_cost_no_memory_are_not_tried_without(compiled):
+    _, asked = compiled(derived=(CHEAP,), pool_bytes=1 * GIB)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("pool", "limits", "costly"),
+    [
+        (130, [10_000], True),  # 120 GiB and 2 % to spare
+        (121, [10_000, 115], True),  # not enough to spare
+        (95, [10_000, 115], True),
+        (80, [10_000, 115, 115], False),
+        (20, [10_000, 115, 115], True),  # nothing fits: as it was wanted
+    ],
+)
+def test_xlas_limit_is_out_of_reach_of_a_step_that_fits(compiled, pool, limits, costly):
+    made, asked = compiled(derived=(LIMIT, COSTLY), pool_bytes=pool * GIB)
+    assert [a["xla_limit"] for a in asked] == limits
+    assert made.options["xla_limit"] == limits[-1]
+    assert ("xla_costly" in made.options) == costly
+    gpus = OnGpus()
+    compile_for_gpus(gpus, mk.Cluster.load("dgx_h100", hosts=1).gpu, {}, (LIMIT, COSTLY), pool * GIB)
+    assert [a["xla_limit"] for a in gpus.asked] == limits
+
+
+def test_a_limit_of_the_users_is_kept(compiled):
+    _, asked = compiled(derived=(LIMIT,), options={"xla_limit": 95}, pool_bytes=1 * GIB)
+    assert [a["xla_limit"] for a in asked] == [95]
+
+
+def test_what_xla_refuses_is_not_among_the_options_and_is_said(compiled):
+    made, _ = compiled(derived=(Option("xla_unknown", 1, "it helps"),))
+    assert "xla_unknown" not in made.options
+    assert made.log == ("xla_unknown is left out: this XLA has no such option; meshkit sets it because it helps",)
+
+
+def test_the_hash_is_of_the_options(compiled):
+    plain, _ = compiled()
+    same, _ = compiled()
+    other, _ = compiled(options={"xla_mine": 1})
+    assert plain.options_hash == same.options_hash != other.options_hash
+    assert [o.why for o in other.chosen if o.name == "xla_mine"] == ["[xla]"]
+
+
+class OnGpus:
+    """A lowered program on real GPUs, whose executable says what it needs."""
+
+    def __init__(self):
+        self.asked = []
+
+    def compile(self, compiler_options):
+        self.asked.append(compiler_options)
+        return self
+
+    def memory_analysis(self):
+        temp = taken(self.asked[-1])
+        fields = ("argument", "output", "alias", "generated_code")
+        return type("Stats", (), {f"{n}_size_in_bytes": 0 for n in fields} | {"temp_size_in_bytes": temp})()
+
+
+def test_train_decides_as_plan_does():
+    gpu = mk.Cluster.load("dgx_h100", hosts=1).gpu
+    lowered = OnGpus()
+    *_, lines = compile_for_gpus(lowered, gpu, {"xla_mine": 1}, (CHEAP, COSTLY), 73 * GIB)
+    assert [("xla_costly" in a, "xla_cheap" in a, a["xla_mine"]) for a in lowered.asked] == [
+        (True, True, 1),
+        (False, True, 1),
+    ]
+    assert len(lines) == 1
+    *_, lines = compile_for_gpus(OnGpus(), gpu, {}, (CHEAP, COSTLY), 100 * GIB)
+    assert lines == []
+
+
+def test_the_compiler_process_says_what_plan_reads(monkeypatch):
+    """XLA's warnings come from its log, its buffers from a dump that jax's own cache has not got."""
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    environment = program._child_environment()
+    assert environment["TF_CPP_MIN_LOG_LEVEL"] == "1"
+    assert environment["JAX_ENABLE_COMPILATION_CACHE"] == "false"
+    assert "XLA_FLAGS" not in environment
+
+
+def test_xlas_last_words_are_no_note_of_its_loading():
+    """jaxlib 0.11 says on every machine without a GPU that it found no driver."""
+    note = (
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+        "I0000 00:00:1795312420.499266   32520 cudart_stub.cc:31] Could not find cuda drivers on your machine.\n"
+    )
+    assert program._last_words(note) == "it said nothing"
+    fatal = "F0000 00:00:1795312420.499266   32520 spmd_partitioner_util.cc:2374] Check failed: 4 == 8\n"
+    assert program._last_words(fatal + "*** Check failure stack trace: ***\n" + note) == "Check failed: 4 == 8"

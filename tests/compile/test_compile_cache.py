@@ -1,0 +1,209 @@
+"""Executables kept on disk: found by the next attempt, whole or not at all, and only in a folder that is private."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import compiler
+
+from meshkit.compile.compile_cache import CompileCache, compile_cache, private_folder
+from meshkit.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+X = np.arange(4.0, dtype=np.float32)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A folder for the cache, named by the user; jax's own is not set."""
+    monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("MESHKIT_CACHE_BYTES", raising=False)
+    return tmp_path / "cache"
+
+
+def compile_once(x, scale):
+    """What a program gives, as numpy has it; a new function each time, which jax's own caches do not know."""
+    return np.asarray(jax.jit(lambda v: jnp.sin(v) * scale).lower(x).compile()(x))
+
+
+def attempts(scales):
+    """Hits and misses of attempts that compile one program each. All are made from one line: it is part of the key."""
+    found = []
+    for scale in scales:
+        with compile_cache(print) as cache:
+            values = compile_once(X, scale)
+            found.append((cache.hits, cache.misses))
+        np.testing.assert_allclose(values, np.sin(X) * scale, rtol=1e-6)  # a few roundings of fp32
+    return found
+
+
+def test_what_was_compiled_is_found_again(root):
+    assert attempts([3.0, 3.0, 4.0, 4.0]) == [(0, 1), (1, 0), (0, 1), (1, 0)]
+    (folder,) = (root / "compiled").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {p.stat().st_mode & 0o777 for p in folder.iterdir()} == {0o600}
+
+
+def test_jax_is_left_as_it_was(root):
+    write = compiler._cache_write
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
+             "jax_compilation_cache_include_metadata_in_key")  # fmt: skip
+    before = [getattr(jax.config, name) for name in names]
+    with pytest.raises(ValueError, match="from inside"), compile_cache(print):
+        raise ValueError("from inside")
+    assert [getattr(jax.config, name) for name in names] == before
+    assert compiler._cache_write is write
+    compile_once(np.arange(5.0, dtype=np.float32), 2.0)
+    assert [p for p in root.rglob("*") if p.is_file()] == []
+
+
+def test_the_function_of_jax_that_is_replaced_is_as_expected():
+    """Else processes beyond the first would compile again on CPUs, silently."""
+    from meshkit.compile.compile_cache import _WRITE_ARGUMENTS
+
+    with compile_cache(print):
+        assert compiler._cache_write.__module__ == "meshkit.compile.compile_cache"
+    assert compiler._cache_write.__module__ == "jax._src.compiler"
+    assert len(_WRITE_ARGUMENTS) == 5
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_a_damaged_entry_is_compiled_again(root, damage):
+    def scales():
+        yield 5.0
+        (entry,) = (p for p in root.rglob("*") if p.is_file())
+        content = entry.read_bytes()
+        flipped = content[:40] + bytes([content[40] ^ 1]) + content[41:]
+        entry.write_bytes({"flip": flipped, "cut": content[: len(content) // 2], "empty": b""}[damage])
+        yield 5.0
+        yield 5.0
+
+    assert attempts(scales()) == [(0, 1), (0, 1), (1, 0)]
+
+
+def test_entries_used_longest_ago_go_first(tmp_path):
+    cache = CompileCache(tmp_path, 3 * 132)
+    for i, key in enumerate("abc"):
+        cache.put(key, bytes(100))
+        os.utime(tmp_path / key, (i, i))
+    assert cache.get("a") == bytes(100)  # now the youngest
+    cache.put("d", bytes(100))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "c", "d"]
+
+
+def test_a_full_disk_costs_the_entry_alone(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    cache = CompileCache(tmp_path, 1000)
+    monkeypatch.setattr(Path, "replace", full)
+    cache.put("a", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701, 0o777])
+def test_a_folder_that_others_may_enter_is_refused(tmp_path, mode):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(mode)
+    assert f"others may enter it (mode {mode:04o}, not 0700)" in private_folder(folder)
+
+
+def test_a_link_a_file_and_a_folder_in_a_shared_one_are_refused(tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert private_folder(tmp_path / "link") == "it is a link"
+    (tmp_path / "file").write_text("")
+    assert private_folder(tmp_path / "file")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    assert f"others can write {shared}" in private_folder(shared / "mine")
+    shared.chmod(0o1777)  # as /tmp is: nobody can rename what is not theirs
+    assert private_folder(shared / "mine") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder to another user takes root")
+def test_a_folder_of_another_user_is_refused(tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, -1)
+    assert private_folder(folder) == "it belongs to another user (uid 12345)"
+    os.chown(folder, 0, -1)
+    os.chown(tmp_path, 12345, -1)
+    assert f"uid 12345 owns {tmp_path}" in private_folder(folder)
+
+
+def test_a_named_folder_that_is_not_private_is_an_error(root, monkeypatch):
+    (root / "compiled").mkdir(parents=True)
+    (root / "compiled").chmod(0o755)
+    with (
+        pytest.raises(ConfigError, match=r"MESHKIT_CACHE names: others may enter it \(mode 0755"),
+        compile_cache(print),
+    ):
+        pass
+
+
+def test_a_default_folder_that_is_not_private_is_said_and_not_used(tmp_path, monkeypatch):
+    monkeypatch.delenv("MESHKIT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "meshkit" / "compiled").mkdir(parents=True)
+    (tmp_path / "meshkit" / "compiled").chmod(0o755)
+    said = []
+    with compile_cache(said.append) as cache:
+        assert cache is None
+        compile_once(np.arange(6.0, dtype=np.float32), 2.0)
+    assert len(said) == 1
+    assert "a restart compiles again" in said[0]
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def test_it_can_be_off(monkeypatch):
+    monkeypatch.setenv("MESHKIT_CACHE", "off")
+    with compile_cache(print) as cache:
+        assert cache is None
+
+
+def test_jax_cache_of_the_users_own_must_be_private_too(tmp_path):
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    folder.chmod(0o755)
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        with pytest.raises(ConfigError, match="holds code that would be run"), compile_cache(print):
+            pass
+        folder.chmod(0o700)
+        with compile_cache(print) as cache:
+            assert cache is None
+            assert jax.config.jax_compilation_cache_dir == str(folder)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_second_attempt_of_two_processes_compiles_nothing(tmp_path):
+    """Every process would keep what it compiles: the second run adds no entry, and every entry was used."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"MESHKIT_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "meshkit", "launch", "local", "--processes", "2", "--devices", "4"]
+    command += [str(ROOT / "configs/experiments/llama_debug_cpu.toml"), "--set", "profile="]
+    command += ["--set", "train.steps=2", "--set", "train.evaluate_every=2", "--set", "train.sequence_length=32"]
+    losses, entries = [], []
+    for run in ("first", "second"):
+        subprocess.run([*command, "--out", str(tmp_path / run)], env=environment, cwd=ROOT, check=True, timeout=600)
+        found = {p.name: p.stat().st_mtime for p in (tmp_path / "cache" / "compiled").rglob("*") if p.is_file()}
+        entries.append(found)
+        losses.append((tmp_path / run / "metrics.jsonl").read_text().count('"loss"'))
+    first, second = entries
+    assert second.keys() == first.keys()
+    assert any(name.startswith("jit_train_step") for name in first)
+    assert [name for name in first if second[name] <= first[name]] == []
+    assert losses == [2, 2]

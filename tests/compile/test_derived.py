@@ -1,0 +1,132 @@
+"""Options derived from a step: what it gathers in its loop, over which links, and from what size on it pays."""
+
+from pathlib import Path
+
+import pytest
+
+import meshkit as mk
+from meshkit.compile.derived import (
+    LoopTraffic,
+    derive_options,
+    half_bandwidth_bytes,
+    loop_traffic,
+    memory_option,
+    options_for,
+)
+from meshkit.config.experiment import load
+from meshkit.config.sections import RematMix, TrainSpec
+from meshkit.predict.network import collective_time_s
+from meshkit.sharding.devices import describe_devices
+from meshkit.sharding.mesh import build_mesh
+from meshkit.step.train_step import make_train_step
+
+EXPERIMENTS = Path(__file__).parent.parent.parent / "configs" / "experiments"
+MIB = 2**20
+# Of a Llama 3 layer with hidden 4096, MLP 14336, 32 heads and 8 KV heads of 128: elements of its weights.
+LAYER_8B = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+PIPELINED = {"xla_gpu_pipeline_all_gather", "xla_gpu_pipeline_reduce_scatter", "xla_gpu_pipeline_all_reduce"}
+BUFFERED = {"xla_gpu_enable_while_loop_double_buffering"}
+MEMORY = {"xla_gpu_memory_limit_slop_factor"}
+COMBINED = {f"xla_gpu_{k}_combine_threshold_bytes" for k in ("all_gather", "reduce_scatter", "all_reduce")}
+
+
+def made(*overrides, experiment="llama3_8b"):
+    found = load(EXPERIMENTS / f"{experiment}.toml", ["train.sequence_length=512", *overrides])
+    mesh = build_mesh(found.mesh, found.cluster, devices=describe_devices(found.cluster))
+    return found, make_train_step(found, mesh), mesh
+
+
+FSDP = ["mesh={fsdp={nvlink=8,infiniband=2}}", 'rules.preset="fsdp"', "model.layers=2"]
+
+
+def test_a_loop_gathers_the_weights_of_a_layer_in_the_compute_precision():
+    traffic = loop_traffic(*made(*FSDP))
+    assert traffic == LoopTraffic(("fsdp",), 2 * LAYER_8B, gpus_per_domain=8, domains=2)
+
+
+def test_what_tensor_parallelism_cuts_stays_cut():
+    """Half of every matrix over tensor = 2; the two norms (2 x 4096) are whole."""
+    traffic = loop_traffic(*made("model.layers=2"))
+    assert traffic is not None
+    assert traffic.gathered_bytes == 2 * ((LAYER_8B - 2 * 4096) / 2 + 2 * 4096)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (['rules.preset="zero1"'], "weights are whole for compute"),
+        (["train.accumulate=2", "train.global_batch=32"], "weights are gathered once a step, outside of the loop"),
+        (['rules.preset="fsdp_tensor"', "mesh={fsdp={nvlink=4,infiniband=2},tensor=2}"], "collectives of its own"),
+    ],
+    ids=["zero1", "accumulate", "tensor"],
+)
+def test_no_options_where_nothing_is_gathered_or_others_would_wait(overrides, why):
+    assert {o.name for o in derive_options(*made(*FSDP, *overrides))} == MEMORY, why
+
+
+def test_a_fully_sharded_loop_is_pipelined_buffered_and_combined():
+    options = derive_options(*made(*FSDP))
+    assert {o.name for o in options} == PIPELINED | BUFFERED | COMBINED | MEMORY
+    assert all(o.why for o in options)
+
+
+@pytest.mark.parametrize(("domains", "hosts"), [(1, 1), (2, 2), (64, 64)])
+def test_the_threshold_is_the_smallest_size_with_half_of_the_bandwidth(domains, hosts):
+    cluster = mk.Cluster.load("dgx_h100", hosts=hosts)
+    traffic = LoopTraffic(("fsdp",), 2**34, gpus_per_domain=8, domains=domains)
+    size = half_bandwidth_bytes("all-gather", traffic, cluster)
+
+    def rate(size):
+        seconds = collective_time_s(
+            "all-gather", payload_bytes=size, gpus_per_domain=8, domains=domains, cluster=cluster
+        )
+        return size / seconds
+
+    assert rate(size) >= 0.5 * rate(2**33)
+    assert size == 30 * MIB or rate(size / 2) < 0.5 * rate(2**33)
+
+
+def test_more_gpus_need_larger_messages_but_none_beyond_a_layer():
+    layer = 2.0 * LAYER_8B
+    sizes = [
+        half_bandwidth_bytes(
+            "all-gather", LoopTraffic(("fsdp",), layer, 8, hosts), mk.Cluster.load("dgx_h100", hosts=hosts)
+        )
+        for hosts in (1, 8, 64, 512)
+    ]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 30 * MIB
+    assert sizes[-1] < 2 * layer
+
+
+def test_a_reduce_scatters_limit_is_of_what_it_leaves_on_a_gpu():
+    cluster = mk.Cluster.load("dgx_h100", hosts=8)
+    traffic = LoopTraffic(("fsdp",), 2**34, 8, 8)
+    values = {o.name: o.value for o in options_for(traffic, cluster)}
+    whole = half_bandwidth_bytes("reduce-scatter", traffic, cluster)
+    assert values["xla_gpu_reduce_scatter_combine_threshold_bytes"] == whole // 64
+
+
+@pytest.mark.parametrize(("fraction", "percent"), [(0.92, 115), (0.8, 100), (0.76, 95), (0.5, 62)])
+def test_xla_may_use_what_the_client_may_take(fraction, percent):
+    """No limit for a step that fits; for any other XLA limits itself to 0.8 of the memory times a percentage."""
+    option = memory_option(fraction)
+    assert option.value == 10_000
+    assert option.tight is not None
+    assert option.tight[0] == percent
+    assert not option.costs_memory
+
+
+def test_xla_need_not_make_room_for_what_waits_in_host_memory():
+    """It counts host memory as the GPU's: its limit is beyond any machine's, 100 times what 80 % of an H100 are."""
+    option = memory_option(0.92, offloads=True)
+    assert (option.value, option.tight) == (10_000, None)
+    for remat in ("offload", "offload_dots", RematMix((), ("gate",))):
+        assert TrainSpec(1, remat=remat).offloads
+    for remat in ("none", "full", ("gate",)):
+        assert not TrainSpec(1, remat=remat).offloads
+
+
+def test_a_cpu_has_none():
+    found = load(EXPERIMENTS / "llama_debug_cpu.toml")
+    assert derive_options(found, None, None) == ()  # pyright: ignore[reportArgumentType]

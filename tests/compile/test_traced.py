@@ -1,0 +1,100 @@
+"""FLOP of traced programs against closed forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshkit.compile.lowering import lowering_for
+from meshkit.compile.traced import traced_flops
+
+import meshkit as mk  # isort: skip
+
+A, B = jnp.zeros((8, 16)), jnp.zeros((16, 32))
+ONE = 2.0 * 8 * 16 * 32
+
+
+def flops(fn, *args):
+    return traced_flops(jax.make_jaxpr(fn)(*args))
+
+
+def test_a_matmul_and_its_gradients():
+    assert flops(jnp.dot, A, B) == ONE
+    assert flops(jax.value_and_grad(lambda a, b: jnp.dot(a, b).sum(), argnums=(0, 1)), A, B) == 3 * ONE
+
+
+def test_what_is_recomputed_counts_again():
+    def loss(a, b):
+        return jnp.sin(jax.checkpoint(lambda a: jnp.sin(jnp.dot(a, b)))(a)).sum()
+
+    assert flops(jax.grad(loss), A, B) == 3 * ONE  # forward, again, and the gradient of a
+
+
+def test_what_nobody_uses_does_not_count():
+    """Of the backward pass of a first layer, the gradient of its input."""
+
+    @jax.custom_vjp
+    def dot(a, b):
+        return jnp.dot(a, b)
+
+    dot.defvjp(lambda a, b: (dot(a, b), (a, b)), lambda r, g: (g @ r[1].T, r[0].T @ g))
+    assert flops(jax.value_and_grad(lambda b: dot(A, b).sum()), B) == 2 * ONE
+
+
+def test_a_complex_multiply_add_is_four_real_ones():
+    assert flops(jnp.dot, A.astype(jnp.complex64), B.astype(jnp.complex64)) == 4 * ONE
+
+
+def test_a_scan_counts_its_iterations_and_a_conditional_its_longest_branch():
+    assert flops(lambda a, b: lax.scan(lambda c, _: (c, jnp.dot(a, b)), 0.0, None, length=5)[1], A, B) == 5 * ONE
+    assert flops(lambda a, b: lax.cond(a[0, 0] > 0, lambda: jnp.dot(a, b), lambda: jnp.zeros((8, 32))), A, B) == ONE
+
+
+def test_jit_and_custom_derivatives_count_once():
+    @jax.custom_vjp
+    def dot(a, b):
+        return jnp.dot(a, b)
+
+    dot.defvjp(lambda a, b: (dot(a, b), (a, b)), lambda r, g: (g @ r[1].T, r[0].T @ g))
+    assert flops(jax.jit(dot), A, B) == ONE
+    assert flops(jax.jit(jax.value_and_grad(lambda a, b: dot(a, b).sum(), argnums=(0, 1))), A, B) == 3 * ONE
+
+
+def test_inside_a_shard_map_every_device_counts():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    assert flops(mapped, A, B) == ONE
+    replicated = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    assert flops(replicated, A, B) == 8 * ONE
+
+
+def test_a_convolution_is_its_window_times_its_outputs():
+    x, kernel = jnp.zeros((4, 10, 10, 3)), jnp.zeros((3, 3, 3, 16))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    found = flops(lambda x, k: lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers), x, kernel)
+    assert found == 2.0 * (4 * 10 * 10 * 16) * (3 * 3 * 3)
+
+
+@pytest.mark.parametrize(("causal", "share"), [(True, 0.5), (False, 1.0)])
+def test_fused_attention_forward_and_backward(causal, share):
+    q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+
+    def attend(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn").astype(jnp.float32).sum()
+
+    with lowering_for(mk.Cluster.load("dgx_h100")):
+        forward, both = flops(attend, q, q, q), flops(jax.grad(attend, argnums=(0, 1, 2)), q, q, q)
+    square = 4.0 * 2 * 4 * 256 * 256 * 64 * share
+    assert forward == square
+    assert both == 3.5 * square
+
+
+def test_a_loop_of_unknown_length_around_a_matmul_is_not_counted():
+    def until(a):
+        return lax.while_loop(lambda c: c.sum() < 1, lambda c: jnp.dot(c, c), a)
+
+    square = np.zeros((8, 8), np.float32)
+    assert flops(until, square) is None
+    assert flops(lambda a: lax.while_loop(lambda c: c.sum() < 1, lambda c: c + 1, a), square) == 0.0

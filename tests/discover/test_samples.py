@@ -1,0 +1,271 @@
+"""Every recorded sample (tests/data/topo, sources beside them) becomes the machine that it was recorded on."""
+
+from pathlib import Path
+
+import pytest
+
+from meshkit.config.cluster import Cluster
+from meshkit.discover import parse_matrices, read_matrix, read_xml, to_cluster
+from meshkit.errors import ConfigError
+from meshkit.verbs.topo import topo as run
+
+DATA = Path(__file__).parents[1] / "data/topo"
+NVLINK8 = {"hosts": 1, "gpus_per_host": 8, "nvlink_domain_size": 8, "scale_up": "nvlink"}
+
+# Sample -> cluster -> evidence: a part of a warning where the GPU, or how GPUs are connected, is told by more than the
+# file's own devices; None where the file says it all. NIC keys where the file, or the machine that it names, has them.
+XML = {
+    "aws-ofi-nccl/topology_g5.48xl-topo.xml": (
+        {"gpu": "a10g", "gpus_per_host": 8, "scale_up": "pcie", "nvlink_domain_size": 8},
+        "known of AWS g5.48xlarge: eight A10G without NVLink",
+    ),
+    "aws-ofi-nccl/topology_p4d-24xl-topo.xml": (
+        NVLINK8 | {"gpu": "a100_40gb", "nic": "efa_100", "nics_per_host": 4},
+        "does not say scale_up = nvlink; known of AWS p4d.24xlarge",  # GPUs and ports by their PCI ids
+    ),
+    "aws-ofi-nccl/topology_p4de-24xl-topo.xml": (
+        NVLINK8 | {"gpu": "a100_80gb", "nic": "efa_100", "nics_per_host": 4},
+        "does not say scale_up = nvlink; known of AWS p4de.24xlarge",
+    ),
+    "azhpc-images/topology_ndv2-topo.xml": (
+        NVLINK8 | {"gpu": "v100_32gb", "nic": "ib_edr", "nics_per_host": 1},
+        "does not say gpu = v100_32gb, nic = ib_edr, scale_up = nvlink; known of Azure ND40rs v2",
+    ),
+    "azhpc-images/topology_ndv4-topo.xml": (
+        NVLINK8 | {"gpu": "a100_40gb", "nic": "ib_hdr", "nics_per_host": 8},
+        "does not say gpu = a100_40gb, nic = ib_hdr, scale_up = nvlink; known of Azure ND A100 v4",
+    ),
+    "azhpc-images/topology_ndv5-topo.xml": (
+        NVLINK8 | {"gpu": "h100_sxm", "nic": "ib_ndr", "nics_per_host": 8},
+        "does not say gpu = h100_sxm, nic = ib_ndr, scale_up = nvlink; known of Azure ND H100 v5",
+    ),
+    "azhpc-images/topology_ncv4-topo.xml": (
+        {
+            "gpu": "a100_80gb",
+            "gpus_per_host": 4,
+            "scale_up": "pcie",
+            "nic": "tcp_100",
+            "nics_per_host": 1,
+            "gpudirect_rdma": False,
+        },
+        "NVIDIA A100 80GB PCIe is the PCIe card",  # by their PCI ids
+    ),
+    "azhpc-images/topology_ncv4-graph.xml": (
+        {"gpu": "a100_80gb", "gpus_per_host": 4, "scale_up": "pcie"},
+        "does not say gpu = a100_80gb; known of Azure NC A100 v4",
+    ),
+}
+# file, line of the matrix -> the same
+TEXT = {
+    ("ml-engineering_network_topo.txt", 21): (
+        {"gpu": "rtx_pro_6000", "gpus_per_host": 2, "scale_up": "pcie"},
+        "nothing says what the GPUs are; from no NVLink between them, rtx_pro_6000 is assumed (rtx_6000_ada, a10g",
+    ),
+    ("ml-engineering_network_topo.txt", 51): (
+        NVLINK8 | {"gpu": "a100_80gb"},
+        "only the text above says what the GPUs are, A100; from their 12 NVLinks, a100_80gb is assumed (a100_40gb",
+    ),
+    ("ml-engineering_network_topo.txt", 66): (
+        NVLINK8 | {"gpu": "h100_sxm"},
+        "only the text above says what the GPUs are, H100; from their 18 NVLinks, h100_sxm is assumed.",
+    ),
+    ("ml-engineering_perf_topo.txt", 8): (
+        NVLINK8 | {"gpu": "h100_sxm"},
+        "nothing says what the GPUs are; from their 18 NVLinks, h100_sxm is assumed (h200, b200,",
+    ),
+    ("stelline_asus-esc8000a-e12.txt", 2): (
+        {"gpu": "rtx_6000_ada", "gpus_per_host": 4, "scale_up": "pcie"},
+        "the text beside the matrix calls the GPUs NVIDIA RTX 6000 Ada Generation",
+    ),
+    ("stelline_puget-threadripper-pro-wrx90.txt", 2): (
+        {"gpu": "rtx_6000_ada", "gpus_per_host": 2, "scale_up": "pcie"},
+        "the text beside the matrix calls the GPUs NVIDIA RTX 6000 Ada Generation",
+    ),
+}
+
+
+def assert_cluster(found, expected, **options):
+    table = to_cluster(found, **options)
+    assert {key: table.get(key) for key in expected} == expected
+    cluster = Cluster.load(table)
+    assert Cluster.load(cluster.to_dict()) == cluster
+
+
+@pytest.mark.parametrize("name", XML)
+def test_nccl_xml(name):
+    expected, evidence = XML[name]
+    found = read_xml(DATA / name)
+    assert_cluster(found, expected)
+    assert any(evidence in warning for warning in found.warnings)
+
+
+@pytest.mark.parametrize(("name", "line"), TEXT)
+def test_matrix(name, line):
+    expected, evidence = TEXT[name, line]
+    found = {int(t.source.rpartition(":")[2]) if ":" in t.source else 0: t for t in read_matrix(DATA / "text" / name)}
+    (found,) = [t for at, t in found.items() if at in (line, 0)]
+    assert_cluster(found, expected)
+    assert any(evidence in warning for warning in found.warnings)  # an assumption is told
+
+
+@pytest.mark.parametrize("name", [f"text/{name}" for name, _ in TEXT] + list(XML))
+def test_what_was_assumed_is_in_the_output_and_in_the_cluster_file(name, tmp_path):
+    source = {"xml" if name.endswith(".xml") else "matrix": DATA / name}
+    first = read_matrix(DATA / name)[0] if "matrix" in source else read_xml(DATA / name)
+    report = run(**source, gpu="v100" if first.gpus[0].key is None else None, out=tmp_path / "mine.toml")
+    text = (tmp_path / "mine.toml").read_text()
+    assert first.warnings
+    for warning in first.warnings:
+        assert warning in report.warnings
+        assert f"# {' '.join(warning.split())}\n" in text
+    assert Cluster.load(tmp_path / "mine.toml").gpu.key == report.cluster["gpu"]
+
+
+def test_every_sample_is_read():
+    files = {str(path.relative_to(DATA)) for path in DATA.rglob("*") if path.is_file()}
+    texts = {f"text/{name}" for name, _ in TEXT}
+    others = {"topograph_nvl72_model.yaml", "SOURCES.txt"}
+    assert files == set(XML) | texts | others
+
+
+def test_two_cards_with_two_bridged_links_need_a_name():
+    """Two links are a bridge of Turing cards, or a part of a V100's six: nothing is guessed."""
+    found = read_matrix(DATA / "text/ml-engineering_network_topo.txt")[0]
+    assert (found.scale_up, found.domains[0].gpus) == ("nvlink", ("gpu0", "gpu1"))
+    with pytest.raises(ConfigError, match="nothing says what the GPUs are") as error:
+        to_cluster(found)
+    assert "--gpu" in (error.value.hint or "")
+    assert_cluster(found, {"gpus_per_host": 2, "nvlink_domain_size": 2, "scale_up": "nvlink"}, gpu="v100")
+
+
+def test_a_host_of_cards_knows_their_sockets():
+    found = read_xml(DATA / "aws-ofi-nccl/topology_g5.48xl-topo.xml")
+    assert [gpu.numa for gpu in found.gpus] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert_cluster(found, {"gpu": "rtx_pro_6000", "scale_up": "pcie"}, gpu="rtx_pro_6000")
+
+
+MATRIX2 = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tPHB\t0-9\t0\nGPU1\tPHB\t X \t0-9\t0\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu", "name"),
+    [
+        (MATRIX2 + "\nGPU 0: NVIDIA A10G (UUID: GPU-1)\nGPU 1: NVIDIA A10G (UUID: GPU-2)\n", "a10g", "NVIDIA A10G"),
+        (MATRIX2 + "\n Device 0: NVIDIA RTX 6000 Ada Generation\n", "rtx_6000_ada", "NVIDIA RTX 6000 Ada Generation"),
+        (MATRIX2 + "\nGPU 0: NVIDIA A10G (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n", "rtx_pro_6000", None),
+        ("Two H100 as they come\n" + MATRIX2, "rtx_pro_6000", None),  # H100 of the catalog have NVLink: prose loses
+    ],
+)
+def test_names_in_the_text_around_a_matrix(text, gpu, name, tmp_path):
+    (tmp_path / "topo.txt").write_text(text)
+    (found,) = read_matrix(tmp_path / "topo.txt")
+    assert {g.name for g in found.gpus} == {name}
+    assert_cluster(found, {"gpu": gpu, "scale_up": "pcie"})
+
+
+def test_a_named_gpu_that_the_catalog_lacks_needs_a_key(tmp_path):
+    (tmp_path / "topo.txt").write_text(MATRIX2 + "\nGPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-1)\n")
+    (found,) = read_matrix(tmp_path / "topo.txt")
+    with pytest.raises(ConfigError, match="'NVIDIA GeForce RTX 4090' is not in the catalog"):
+        to_cluster(found)
+
+
+def test_a_rack_model_has_domains_that_span_hosts():
+    (found,) = read_matrix(DATA / "topograph_nvl72_model.yaml")
+    assert [len(domain.gpus) for domain in found.domains] == [72] * 4
+    assert_cluster(found, {"gpu": "gb200", "hosts": 72, "gpus_per_host": 4, "nvlink_domain_size": 72, "nic": "ib_ndr"})
+
+
+def test_gpus_are_beside_their_nics():
+    found = read_xml(DATA / "aws-ofi-nccl/topology_p4d-24xl-topo.xml")
+    near = {gpu.id: [nic.id for nic in found.nearest_nics(gpu.id)[1]] for gpu in found.gpus}
+    assert near == {f"gpu{i}": [f"nic{i // 2}"] for i in range(8)}
+    assert {found.nearest_nics(gpu.id)[0] for gpu in found.gpus} == {"PIX"}
+    assert found.between("gpu0", "nic2").kind == "SYS"
+
+
+def test_numa_and_nics_of_a_matrix():
+    (matrix,) = parse_matrices((DATA / "text/stelline_asus-esc8000a-e12.txt").read_text())
+    assert matrix.nics == ("mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3")
+    assert matrix.numa == {"GPU0": 0, "GPU1": 0, "GPU2": 1, "GPU3": 1}
+    assert matrix.cells["GPU2", "mlx5_3"] == "NODE"
+
+
+V100_CUBE = """
+\tGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tGPU5\tGPU6\tGPU7\tmlx5_0\tCPU Affinity
+GPU0\t X \tNV1\tNV1\tNV2\tNV2\tSOC\tSOC\tSOC\tPIX\t0-19
+GPU1\tNV1\t X \tNV2\tNV1\tSOC\tNV2\tSOC\tSOC\tPIX\t0-19
+GPU2\tNV1\tNV2\t X \tNV2\tSOC\tSOC\tNV1\tSOC\tPHB\t0-19
+GPU3\tNV2\tNV1\tNV2\t X \tSOC\tSOC\tSOC\tNV1\tPHB\t0-19
+GPU4\tNV2\tSOC\tSOC\tSOC\t X \tNV1\tNV1\tNV2\tSOC\t20-39
+GPU5\tSOC\tNV2\tSOC\tSOC\tNV1\t X \tNV2\tNV1\tSOC\t20-39
+GPU6\tSOC\tSOC\tNV1\tSOC\tNV1\tNV2\t X \tNV2\tSOC\t20-39
+GPU7\tSOC\tSOC\tSOC\tNV1\tNV2\tNV1\tNV2\t X \tSOC\t20-39
+mlx5_0\tPIX\tPIX\tPHB\tPHB\tSOC\tSOC\tSOC\tSOC\t X
+"""
+
+
+def test_the_cube_mesh_of_an_old_driver_is_one_domain_of_v100(tmp_path):
+    (tmp_path / "topo.txt").write_text(V100_CUBE)
+    (found,) = read_matrix(tmp_path / "topo.txt")
+    assert [gpu.active_nvlinks for gpu in found.gpus] == [6] * 8
+    assert_cluster(found, NVLINK8 | {"gpu": "v100"})
+
+
+def test_four_gpus_wired_directly_have_no_switch_and_behind_one_have(tmp_path):
+    for cell, switch, gpu in (("NV4", None, "a100_80gb"), ("NV12", True, "a100_80gb"), ("NV6", None, "h100_sxm")):
+        rows = ["\t".join([f"GPU{i}", *("X" if i == j else cell for j in range(4)), "0-9", "0"]) for i in range(4)]
+        header = "\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity"
+        (tmp_path / "topo.txt").write_text("\n".join([header, *rows]))
+        (found,) = read_matrix(tmp_path / "topo.txt")
+        assert_cluster(found, {"gpu": gpu, "gpus_per_host": 4, "scale_up": "nvlink", "nvlink_switch": switch})
+
+
+def test_a_dump_of_nccl_itself(tmp_path):
+    slot = 'link_speed="32.0 GT/s PCIe" link_width="16"'
+    gpu = (
+        f'<pci busid="0000:{{0}}b:00.0" class="0x030200" vendor="0x10de" device="0x2330" {slot}>'
+        '<gpu dev="{0}" sm="90" rank="{0}" gdr="1">'
+        '<nvlink target="fffffff:ffff:ff" count="18" tclass="0x068000"/></gpu></pci>'
+    )
+    nic = (
+        f'<pci busid="0000:{{0}}c:00.0" class="0x020700" vendor="0x15b3" device="0x1021" {slot}><nic>'
+        '<net name="mlx5_{0}" dev="{0}" latency="0.0" speed="400000" port="1" guid="0x1" maxconn="131072" gdr="1"/>'
+        "</nic></pci>"
+    )
+    bridges = "".join(
+        f'<pci busid="0000:{i}a:00.0" class="0x060400" {slot}>{gpu.format(i)}{nic.format(i)}</pci>' for i in range(8)
+    )
+    text = f'<system version="1"><cpu host_hash="0xabc" numaid="0" affinity="ff" arch="x86_64">{bridges}</cpu></system>'
+    (tmp_path / "system.xml").write_text(text)
+    found = read_xml(tmp_path / "system.xml")
+    assert_cluster(found, NVLINK8 | {"gpu": "h100_sxm", "nic": "ib_ndr", "nics_per_host": 8, "gpudirect_rdma": True})
+    assert found.between("gpu0", "gpu7").label == "NV18"
+    assert [nic.id for nic in found.nearest_nics("gpu3")[1]] == ["mlx5_3"]
+    assert not found.warnings
+
+
+@pytest.mark.parametrize(
+    ("affinity", "numa"),
+    [
+        ("\t0-51,104-155\t0\t\tN/A", 0),  # as the tool prints it: two tabs before the last N/A
+        ("\t0,2-17\t1\t\tN/A", 1),  # cores taken out by a control group
+        ("\t\t1\t\tN/A", 1),  # all of them
+        ("\t\t\t\tN/A", None),
+        ("\t0-51\t", None),
+        ("\t0-51\tN/A\t\tN/A", None),
+        ("\t0-51\t0-1\t\tN/A", 0),
+        ("\t0-71\t0\t\t4", 0),  # the memory of a Grace GPU is a node of its own
+    ],
+)
+def test_affinity_columns(affinity, numa):
+    header = "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"
+    rows = [f"GPU0\t X \tNV18\tPIX{affinity}", f"GPU1\tNV18\t X \tNODE{affinity}", "NIC0\tPIX\tNODE\t X \t\t\t"]
+    (matrix,) = parse_matrices("\n".join([header, *rows, "", "NIC Legend:", "", "  NIC0: mlx5_bond_0"]))
+    assert matrix.numa == {"GPU0": numa, "GPU1": numa}
+    assert matrix.cells["GPU0", "mlx5_bond_0"] == "PIX"
+
+
+def test_a_header_whose_leading_space_was_trimmed():
+    (matrix,) = parse_matrices("GPU0 GPU1 CPU Affinity NUMA Affinity\nGPU0 X SYS 0-9 0\nGPU1 SYS X 10-19 1\n")
+    assert matrix.numa == {"GPU0": 0, "GPU1": 1}

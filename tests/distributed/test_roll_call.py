@@ -1,0 +1,218 @@
+"""The roll call over loopback: who is missing, who comes twice, who belongs to another job, and strangers."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from meshkit.distributed import roll_call
+from meshkit.distributed.environment import Gang
+from meshkit.distributed.roll_call import Attendance, call_roll
+from meshkit.errors import ConfigError, RunError
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def roll(members, timeout_s=20.0, before=lambda port: None):
+    """What each (process id, job size) of `members` finds out."""
+    port, found = free_port(), {}
+
+    def one(index, number, size):
+        gang = Gang(f"127.0.0.1:{port}", size, number)
+        try:
+            found[index] = call_roll(gang, timeout_s, bind=f"127.0.0.1:{port}")
+        except RunError as e:
+            found[index] = e
+
+    threads = [threading.Thread(target=one, args=(i, *m)) for i, m in enumerate(members)]
+    for thread in threads:
+        thread.start()
+    before(port)
+    for thread in threads:
+        thread.join(timeout=60)
+    return [found[i] for i in range(len(members))]
+
+
+def test_all_are_there():
+    results = roll([(i, 5) for i in range(5)])
+    assert all(r == results[0] for r in results)
+    assert results[0].problem is None
+    assert set(results[0].hosts) == set(range(5))
+    assert max(map(abs, results[0].clocks_s.values())) < 20  # one machine, one clock; a message under load
+
+
+def test_the_missing_are_named():
+    first, *others = roll([(0, 5), (1, 5), (3, 5)], timeout_s=2.0)
+    assert first.problem == "2 of 5 processes did not come: 2, 4."
+    assert all(o == first for o in others)
+
+
+def test_two_with_one_number():
+    results = roll([(0, 3), (1, 3), (1, 3)])
+    for result in results:
+        assert "2 processes say that they are number 1" in result.problem
+
+
+def test_two_sizes():
+    results = roll([(0, 4), (1, 2)])
+    assert "process 1 says that the job has 2 processes, and process 0 says 4" in results[0].problem
+
+
+def test_nobody_listens():
+    (result,) = roll([(1, 2)], timeout_s=0.5)
+    assert isinstance(result, RunError)
+    assert "did not reach the coordinator" in result.message
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(RunError, match="cannot listen on"):
+            call_roll(Gang(f"127.0.0.1:{port}", 2, 0), 1.0, bind=f"127.0.0.1:{port}")
+
+
+STRANGERS = [b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"x" * 5000, b'{"id": "a"}\n', b"\xff\xfe\n", b""]
+STRANGERS += [b"[" * 1000 + b"\n", b'{"id": 1, "of": 2, "host": "x\\u001b[2J", "time": 0, "token": "a"}\n']
+STRANGERS += [b'{"id": 1, "of": 2, "host": "x", "time": NaN, "token": "a"}\n']
+
+
+@pytest.mark.parametrize("said", STRANGERS)
+def test_strangers_change_nothing(said):
+    def stranger(port):
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+                    connection.sendall(said)
+                return
+            except OSError:
+                time.sleep(0.01)
+
+    found = []
+    gang = lambda number, port: Gang(f"127.0.0.1:{port}", 2, number)
+    port = free_port()
+    listen = threading.Thread(target=lambda: found.append(call_roll(gang(0, port), 20, bind=f"127.0.0.1:{port}")))
+    listen.start()
+    stranger(port)
+    assert call_roll(gang(1, port), 20).problem is None
+    listen.join(timeout=60)
+    assert found[0].problem is None
+
+
+def test_two_that_both_say_they_are_number_0():
+    """The second cannot listen where the first does; it introduces itself, and then both know."""
+    results = roll([(0, 2), (0, 2)])
+    for result in results:
+        assert "2 processes say that they are number 0" in result.problem
+
+
+def test_two_on_different_machines_that_both_say_they_are_number_0(monkeypatch):
+    """The second cannot listen on the coordinator's address, which is not of its machine."""
+    port, found, whole = free_port(), [], roll_call._server
+    elsewhere = lambda gang, bind: whole(gang, bind or f"127.0.0.1:{free_port()}")
+    monkeypatch.setattr(roll_call, "_server", elsewhere)
+    call = lambda bind: found.append(call_roll(Gang(f"127.0.0.1:{port}", 2, 0), 30, bind=bind))
+    both = [threading.Thread(target=call, args=(bind,)) for bind in (f"127.0.0.1:{port}", None)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(timeout=60)
+    assert ["2 processes say that they are number 0" in f.problem for f in found] == [True, True]
+
+
+def test_a_name_that_leads_back_to_process_0_is_no_second_one():
+    """As that of a proxy does: it listens on all interfaces, and asks itself who is there."""
+    port, found = free_port(), []
+    gang = lambda number: Gang(f"127.0.0.1:{port}", 2, number)
+    first = threading.Thread(target=lambda: found.append(call_roll(gang(0), 30)))
+    first.start()
+    time.sleep(0.5)
+    assert call_roll(gang(1), 30).problem is None
+    first.join(timeout=60)
+    assert found[0].problem is None
+
+
+def test_a_connection_that_breaks_is_no_second_process():
+    """Process 1 says who it is, loses the connection, and says it again."""
+    port, found = free_port(), []
+    gang = lambda number: Gang(f"127.0.0.1:{port}", 3, number)
+    first = threading.Thread(target=lambda: found.append(call_roll(gang(0), 20, bind=f"127.0.0.1:{port}")))
+    first.start()
+    line = json.dumps({"id": 1, "of": 3, "host": "a", "time": time.time(), "token": "t"}).encode() + b"\n"
+    connections = []
+    while len(connections) < 2:
+        try:
+            connections.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+        except OSError:
+            time.sleep(0.01)
+            continue
+        connections[-1].sendall(line)
+        assert connections[-1].recv(100) == b"meshkit\n"
+        if len(connections) == 1:
+            connections[0].close()
+    assert call_roll(gang(2), 20).problem is None
+    first.join(timeout=60)
+    assert found[0].problem is None
+    assert b'"expected": 3' in connections[1].recv(10_000)  # the second connection has the answer
+    connections[1].close()
+
+
+@pytest.mark.parametrize("says", [b"", b"220 mail.example.com ESMTP\r\n", b"meshkit\n{}\n", b"\0" * 3000])
+def test_something_else_that_listens_on_the_port(says, monkeypatch):
+    monkeypatch.setattr(roll_call, "_GREETING_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        over = threading.Event()
+
+        def answer():
+            while not over.is_set():
+                try:
+                    connection, _ = server.accept()
+                    connection.sendall(says)
+                    kept.append(connection)
+                except OSError:
+                    continue
+
+        kept = []
+        stranger = threading.Thread(target=answer)
+        stranger.start()
+        try:
+            with pytest.raises(RunError, match=r"did not reach the coordinator .*: what listens there "):
+                call_roll(Gang(f"127.0.0.1:{server.getsockname()[1]}", 2, 1), 1.0)
+        finally:
+            over.set()
+            stranger.join(timeout=30)
+            for connection in kept:
+                connection.close()
+
+
+@pytest.mark.parametrize("off_s", [3600.0, -3600.0])
+def test_a_clock_that_is_off(off_s):
+    found = Attendance(3, {0: "a", 1: "b", 2: "c"}, {0: 0.0, 1: 2.0, 2: off_s}, {}, {})
+    assert found.problem == f"the clock of process 2 (c) is {off_s:+.0f} s off from that of process 0 (a)."
+    assert found.is_final
+
+
+@pytest.mark.parametrize(("in_kubernetes", "seconds"), [(False, 0.2), (True, 0.6)])
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_coordinator_that_nobody_knows(monkeypatch, process, in_kubernetes, seconds):
+    monkeypatch.setattr(roll_call, "_NAME_S", 0.2)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"knows no host by the name of the coordinator no-such-host\.invalid:61000"):
+        call_roll(Gang("no-such-host.invalid:61000", 2, process, in_kubernetes=in_kubernetes), 0.6)
+    assert time.monotonic() - began >= seconds
+
+
+def test_whom_it_waits_for_is_said(monkeypatch):
+    monkeypatch.setattr(roll_call, "_FIRST_WORD_S", 0.3)
+    port, said = free_port(), []
+    found = call_roll(Gang(f"127.0.0.1:{port}", 3, 0), 2.5, bind=f"127.0.0.1:{port}", tell=said.append)
+    assert found.missing == [1, 2]
+    assert said[0].startswith("waiting for 2 of 3 processes: 1, 2 (")
+    assert 1 <= len(said) <= 3  # after 0.3, 0.6 and 1.2 s, at the most

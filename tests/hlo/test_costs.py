@@ -1,0 +1,64 @@
+"""What single instructions cost, counted by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from meshkit.config.mesh import Placement
+from meshkit.hlo.module import parse_hlo, read_schedule
+from meshkit.hlo.shapes import Shape
+from meshkit.hlo.sorting import sort_passes
+
+FILE = Path(__file__).parent.parent / "data" / "hlo" / "costs.hlo"
+
+
+@pytest.fixture(scope="module")
+def schedule():
+    return read_schedule(parse_hlo(FILE.read_text()), Placement.from_shape(("data",), (8,)))
+
+
+@pytest.fixture(scope="module")
+def costs(schedule):
+    return {i.name: i.cost for i in schedule.computations[schedule.entry] if i.cost}
+
+
+@pytest.mark.parametrize(
+    ("length", "bits", "passes"),
+    [
+        (1, 32, 1),
+        (4096, 32, 1),  # all of it is one tile
+        (4097, 32, 3),  # one wide comparison, the rest of the stage, after the tiles
+        (65536, 32, 15),  # 4 stages beyond the tile: (1 + 1) + (2 + 1) + (3 + 1) + (4 + 1), after the tiles
+        (65536, 128, 21),  # 48 KiB hold 3072 of 16 bytes, so a tile is 2048: 5 stages beyond it
+    ],
+)
+def test_a_sort_passes_over_its_arrays_for_each_comparison_that_no_tile_holds(length, bits, passes):
+    dtype = {32: "f32", 128: "c128"}[bits]
+    assert sort_passes([Shape(dtype, (8, length))], 1) == passes
+
+
+def test_each_pass_of_a_sort_is_a_launch_and_reads_and_writes_everything(costs):
+    """Keys and values of 4 bytes: 48 KiB hold 6144 pairs, so a tile is 4096, and 65536 pairs take 15 passes."""
+    both = 65536 * 8
+    for name in ("sorted", "plain"):
+        assert costs[name].launches == 15
+        assert costs[name].bytes_accessed == pytest.approx(15 * 2 * both)
+
+
+def test_what_is_opaque_is_so_inside_a_fusion_too(costs, schedule):
+    assert costs["wrapped"].priced_by == "bytes"
+    named = schedule.notes["opaque custom call"]
+    assert [n.partition(" ")[0] for n in named] == ["wrapped", "solved"]
+
+
+def test_a_triangular_solve_is_no_matmul(costs):
+    assert (costs["solved"].priced_by, costs["solved"].matmul_flops) == ("bytes", {})
+
+
+def test_what_only_streams_its_arrays_is_priced_by_them(costs):
+    assert costs["best"].priced_by == "roofline"
+    assert costs["best"].bytes_accessed == 64 * 64 * 4 + 2 * 64 * 4 * 4
+
+
+def test_a_complex_multiply_add_is_four_of_its_parts(costs):
+    assert costs["complex"].matmul_flops == {"f32": 4 * 2 * 32 * 32 * 16}

@@ -1,0 +1,205 @@
+"""fp8: errors within what its mantissas allow, training beside bf16, and real fp8 matmuls in the compiled program."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from meshkit.config.experiment import load
+from meshkit.sharding import build_mesh
+from meshkit.step.train_step import make_train_step
+from meshkit.verbs.plan.planner import Plan, plan_experiment
+from models import fp8
+from models.layers import Matmuls, project
+from models.llama import Llama
+
+DEBUG = Path(__file__).parents[2] / "configs/experiments/llama_debug_cpu.toml"
+ROWS, INPUTS, OUTPUTS = 512, 256, 192
+
+# Rounding to m mantissa bits is off by at most 2^-(m+1) of the value. Over a binade of evenly spread significands the
+# mean square of that is 2^-2(m+1) / 3 / mean(significand^2) = 2^-2(m+1) / 7. Matmul errors of independent roundings add
+# up as those of the operands do: relative Frobenius error of a product = sqrt(sum of the operands' mean squares).
+# Values below fp8's smallest normal number have fewer bits; with per-tensor scales and normal data that is a share of
+# 2^-6 x 448 / 4.5 sigma ... too small to see. A factor of 1.15 covers the spread of finite samples.
+E4M3, E5M2 = 2.0**-4 / np.sqrt(7), 2.0**-3 / np.sqrt(7)  # 0.024, 0.047
+MARGIN = 1.15
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def relative(found, expected):
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize(("dtype", "bits"), [(fp8.FORWARD, 3), (fp8.BACKWARD, 2)])
+def test_a_tensor_is_off_by_half_a_unit_in_the_last_place(dtype, bits, scale):
+    """Of each normal number; subnormal ones, below 2^-(2^(exponent bits - 1) - 2) of scale, by half of the smallest."""
+    x = normal(0, 1000) * scale
+    found = fp8.quantize(x, dtype)
+    smallest = float(jnp.finfo(dtype).smallest_subnormal) * float(found.scale)
+    error = np.abs(found.values.astype(jnp.float32) * found.scale - x)
+    assert np.all(error <= np.maximum(np.abs(x) * 2.0 ** -(bits + 1), smallest / 2) * (1 + 1e-5))
+    largest = float(jnp.max(jnp.abs(found.values.astype(jnp.float32))))
+    assert largest == float(jnp.finfo(dtype).max)
+
+
+def test_a_projection_and_its_gradients_are_within_the_bound():
+    """Forward: two e4m3 operands. Backward: one of e4m3, and the incoming gradient in e5m2. Against exact fp32."""
+    x, kernel = normal(0, ROWS, INPUTS), normal(1, INPUTS, OUTPUTS)
+    weights = normal(2, ROWS, OUTPUTS)  # the gradient that comes in
+
+    def loss(fn, x, kernel):
+        return jnp.sum(fn(x, kernel, 1, jnp.float32) * weights)
+
+    assert relative(fp8.project(x, kernel, 1, jnp.float32), x @ kernel) <= MARGIN * np.sqrt(2) * E4M3
+    found = jax.grad(loss, (1, 2))(fp8.project, x, kernel)
+    expected = jax.grad(loss, (1, 2))(project, x, kernel)
+    for a, b in zip(found, expected):
+        assert relative(a, b) <= MARGIN * np.hypot(E4M3, E5M2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gradient_of_a_weight_is_of_the_weights_dtype(dtype):
+    x, kernel = normal(0, 8, 16, dtype=jnp.bfloat16), normal(1, 16, 8).astype(dtype)
+    gradient = jax.grad(lambda k: fp8.project(x, k, 1, jnp.bfloat16).astype(jnp.float32).sum())(kernel)
+    assert gradient.dtype == dtype
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_number_that_is_none_shows(bad):
+    """Clipped to 448 it would hide that a run has diverged."""
+    x = normal(0, 4, 8).at[1, 1].set(bad)
+    assert np.all(np.isnan(fp8.project(x, normal(1, 8, 4), 1, jnp.float32)))
+
+
+def test_zeros_stay_zeros():
+    assert not np.any(fp8.project(jnp.zeros((4, 8)), normal(1, 8, 4), 1, jnp.float32))
+
+
+def test_it_goes_for_the_layers_and_not_for_the_head():
+    model = nnx.eval_shape(lambda: Llama(fp8=True, rngs=nnx.Rngs(0)))
+    layers = [model.layers.attention.query, model.layers.attention.output, model.layers.mlp.gate, model.layers.mlp.down]
+    assert all(projection.matmuls.fp8 for projection in layers)
+    assert not model.head.matmuls.fp8
+
+
+def test_fp8_and_collective_matmuls_do_not_go_together():
+    with pytest.raises(ValueError, match="choose one of the two"):
+        Matmuls(fp8=True, collective=True)
+
+
+@pytest.mark.slow
+def test_twenty_steps_stay_beside_bf16():
+    """The loss falls by about 2 nats in 20 steps. Rounding perturbs each gradient by at most a tenth (the bound above,
+    through a handful of layers), unbiased: the path of the loss moves by less than a hundredth of that fall."""
+    losses = {p: losses_of(p) for p in ("bf16", "fp8")}
+    fall = losses["bf16"][0] - losses["bf16"][-1]
+    assert fall > 1
+    np.testing.assert_allclose(losses["fp8"], losses["bf16"], rtol=0, atol=0.01 * fall)
+
+
+def losses_of(precision: str) -> list[float]:
+    sizes = ["train.steps=20", "profile.steps=", "train.global_batch=8", "train.sequence_length=64"]
+    experiment = load(DEBUG, [*sizes, f'train.precision="{precision}"'])
+    program = make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster))
+    state, random = program.init(), np.random.default_rng(0)
+    losses = []
+    for _ in range(20):
+        tokens = random.integers(0, 64, (8, 65), np.int32)
+        values = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 64), np.float32)}
+        batch = {n: jax.device_put(v, program.abstract_batch[n].sharding) for n, v in values.items()}
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB, BATCH, LENGTH, FSDP, TENSOR = 2, 512, 8, 64, 1024, 256, 16, 512, 2, 8
+
+
+@cache
+def planned(precision: str) -> Plan:
+    """2 x 8 H100: tensor and sequence parallelism inside of a host, FSDP across them, full recomputation."""
+    cluster = ["cluster={name='dgx_h100',hosts=2}", "mesh.data=", "mesh.fsdp={infiniband=2}", f"mesh.tensor={TENSOR}"]
+    # Large enough that XLA makes real matmul kernels of all of them.
+    sizes = [f"model.embed={EMBED}", f"model.mlp={MLP}", f"model.head_dim={HEAD_DIM}", f"model.kv_heads={HEADS}"]
+    train = [f"train.sequence_length={LENGTH}", f"train.global_batch={BATCH}", 'train.remat="full"']
+    rules = ['rules.preset="fsdp_tensor_sequence"', f'train.precision="{precision}"']
+    return plan_experiment(load(DEBUG, [*cluster, *sizes, *train, *rules]))
+
+
+def executed(plan: Plan):
+    def walk(name, times):
+        for i in plan.schedule.computations[name]:
+            yield i, times
+            for body in i.bodies:
+                yield from walk(body, times * (i.trip_count or 1))
+
+    return walk(plan.schedule.entry, 1)
+
+
+def matmul_flops(plan: Plan) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for i, times in executed(plan):
+        for dtype, flops in (i.cost.matmul_flops if i.cost else {}).items():
+            kind = "fp8" if dtype.startswith("f8") else dtype
+            found[kind] = found.get(kind, 0) + flops * times
+    return found
+
+
+@pytest.mark.deviceless
+def test_the_program_for_absent_gpus_multiplies_in_fp8():
+    """All of the layers' projections: forward, backward twice that, and forward again but for the last projection of a
+    layer, whose output no gradient needs. The head and nothing else stays in bf16 (or fp32)."""
+    down = EMBED * MLP
+    layer = 4 * EMBED * HEADS * HEAD_DIM + 3 * down
+    tokens, gpus = BATCH * LENGTH, FSDP * TENSOR
+    flops = matmul_flops(planned("fp8"))
+    assert flops["fp8"] == 2 * LAYERS * (4 * layer - down) * tokens / gpus
+    assert sum(flops.values()) - flops["fp8"] == 6 * EMBED * VOCAB * tokens / gpus
+    assert sum(flops.values()) == sum(matmul_flops(planned("bf16")).values())
+
+
+def large(precision: str) -> dict[tuple, int]:
+    """Bytes over 4 KiB an instance by collective and axes."""
+    moved: dict[tuple, int] = {}
+    for row in planned(precision).report.communication:
+        for op in row.ops:
+            if op.payload_bytes > 4096 * op.count:
+                key = (row.collective, tuple(row.axes))
+                moved[key] = moved.get(key, 0) + op.payload_bytes
+    return moved
+
+
+@pytest.mark.deviceless
+def test_scales_cost_the_mesh_scalars_only():
+    """What fp8 adds to bf16's collectives are all-reduces of one number (of several numbers where XLA combines them):
+    nothing over 4 KiB of a new kind, and of no kind more bytes."""
+    rows = {p: planned(p).report.communication for p in ("bf16", "fp8")}
+    assert set(large("fp8")) == set(large("bf16"))
+    assert all(large("fp8")[key] <= size for key, size in large("bf16").items())
+    small = {
+        p: sum(op.payload_bytes for r in found for op in r.ops if op.payload_bytes <= 4096 * op.count)
+        for p, found in rows.items()
+    }
+    # Per layer: an amax for each input and gradient of the four calls of projections (one of them recomputed), and one
+    # for the kernels of each call, 4 bytes each over either axis at most.
+    assert small["fp8"] - small["bf16"] <= LAYERS * 4 * 4 * 4 * 2
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("precision", "bytes_each"), [("bf16", 2), ("fp8", 1)])
+def test_activations_are_gathered_in_the_precision_they_are_multiplied_in(precision, bytes_each):
+    """Per layer the inputs of attention and of the feed-forward: forward, recomputed, and their outputs' gradients. In
+    bf16 in either: the input of the head, and the gradient of the look-up. Nothing in fp32."""
+    activation = BATCH * LENGTH * EMBED // FSDP
+    assert large(precision)["all-gather", ("tensor",)] == (6 * LAYERS * bytes_each + 2 * 2) * activation

@@ -1,0 +1,172 @@
+"""Recomputation policies: the same gradients by each, and what each trades memory and FLOP for."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from meshkit.config import catalog
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError
+from meshkit.hlo.module import load_module
+from meshkit.sharding import build_mesh
+from meshkit.step.state import describe_model
+from meshkit.step.train_step import make_train_step
+from meshkit.verbs.plan.planner import Plan, plan_experiment
+from models.llama import Llama
+from models.remat import check_remat
+
+DEBUG = Path(__file__).parents[2] / "configs/experiments/llama_debug_cpu.toml"
+POLICIES = ["none", "full", "dots", "offload", "offload_dots", ("gate", "up"), "everything_saveable"]
+
+
+def gradients(policy):
+    model = Llama(dtype=jnp.float32, remat=policy, layers=2, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 256)
+
+    def loss(params):
+        return jnp.mean(jnp.square(nnx.merge(graph, params)(tokens)))
+
+    return jax.jit(jax.grad(loss))(params)
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_gradients_do_not_depend_on_the_policy(policy):
+    """The same operations on the same numbers, fused differently: a few fp32 roundings of the largest entry."""
+    for a, b in zip(jax.tree.leaves(gradients(policy)), jax.tree.leaves(cached_gradients()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=32 * 2.0**-24 * float(np.abs(b).max()))
+
+
+@cache
+def cached_gradients():
+    return gradients("none")
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("most", "remat policy 'most' is not one of none, full, dots"),
+        ("gate", r"'gate' is what a list may name, not a policy: to keep it, \['gate'\]"),
+        (["gate", "gates"], r"remat = \['gate', 'gates'\] must name what to keep, each once"),
+        (["gate", "gate"], "each once"),
+        ([], "must name what to keep"),
+        (["attention"], "each once: of query, key, value, output, gate, up, down"),
+        ({"keep": ["gate"]}, r"offloads nothing: what only keeps is a list, remat = \['gate'\]"),
+        ({"offload": ["gate"], "drop": ["up"]}, "may have the keys keep and offload, and no other"),
+        ({"keep": ["gate"], "offload": ["gate", "up"]}, "has gate in keep and in offload"),
+        ({"keep": ["layer_input"], "offload": ["up"]}, r"remat.keep = \['layer_input'\] must name what to keep"),
+        ({"offload": ["ups"]}, "must name what to offload, each once: of query, key, .*, layer_input"),
+    ],
+)
+def test_a_policy_that_is_none_is_refused(policy, message):
+    with pytest.raises(ValueError, match=message):
+        check_remat(policy)
+
+
+@pytest.mark.parametrize("config", ["llama_debug_cpu", "moe_debug_cpu", "vit_cpu"])
+def test_an_experiment_lists_what_is_kept(config):
+    experiment = load(DEBUG.with_name(f"{config}.toml"), ['train.remat=["up", "down"]'])
+    assert describe_model(experiment).abstract_model().remat == ("up", "down")
+
+
+def test_ring_attention_that_is_kept_does_not_go_around_again():
+    """Its output and log-sum-exp by name: the backward pass rotates no more than it does with `none`."""
+    rotations = {}
+    for policy in ('"none"', '["attention"]', '"full"'):
+        mesh = ["mesh.fsdp=", "mesh.tensor=", "mesh.context=4", "rules.preset=data", "rules.logical.act_length=context"]
+        rules = ["rules.logical.act_residual_length=context", "model.context=ring", f"train.remat={policy}"]
+        experiment = load(DEBUG, [*mesh, *rules])
+        program = make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster))
+        jaxpr = program.step.trace(program.abstract_state, program.abstract_batch).jaxpr
+        rotations[policy] = str(jaxpr).count("ppermute[")
+    assert rotations['["attention"]'] == rotations['"none"'] < rotations['"full"']
+
+
+def test_an_experiment_that_lists_what_the_model_has_not_is_refused():
+    experiment = load(DEBUG, ['train.remat=["gates"]'])
+    with pytest.raises(ConfigError, match=r"Llama refuses its options: remat = \['gates'\] must name what to keep"):
+        describe_model(experiment)
+
+
+@cache
+def planned(policy: str) -> Plan:
+    sizes = ["model.embed=512", "model.mlp=2048", "model.head_dim=64", "model.layers=4", "train.sequence_length=1024"]
+    cluster = ["cluster={name='dgx_h100',hosts=1}", "mesh.data=", "mesh.fsdp=8", "mesh.tensor=", 'rules.preset="fsdp"']
+    return plan_experiment(load(DEBUG, [*sizes, *cluster, "train.global_batch=32", f"train.remat={policy}"]))
+
+
+def matmul_flops(plan: Plan) -> float:
+    return plan.report.step.hfu * plan.report.step.time_s
+
+
+def said_of_host_memory(plan: Plan) -> list[str]:
+    return [w.message for w in plan.report.warnings if w.code == "host_memory"]
+
+
+NONE, FULL, DOTS, SOME = '"none"', '"full"', '"dots"', '["gate", "up"]'
+MIX = '{ keep = ["gate"], offload = ["up", "layer_input"] }'
+OFFLOAD, OFFLOAD_DOTS = '"offload"', '"offload_dots"'
+LAYER_INPUTS = 4 * 4 * 1024 * 512 * 2  # bytes: layers, sequences of a GPU, tokens, embed, bf16
+
+
+@pytest.mark.deviceless
+@pytest.mark.slow
+def test_the_inputs_of_layers_wait_in_host_memory():
+    """The FLOP of full recomputation, less GPU memory, and each input goes over the host link and comes back. The scan
+    moves one layer's more each way, which is nothing yet or no longer needed; XLA may drop either."""
+    offload, full = planned(OFFLOAD), planned(FULL)
+    assert matmul_flops(offload) == pytest.approx(matmul_flops(full), rel=1e-6)
+    assert offload.compiled.memory["temp"] < full.compiled.memory["temp"]
+    assert offload.compiled.host_peak_bytes == LAYER_INPUTS
+    assert full.compiled.host_peak_bytes == 0
+    (message,) = said_of_host_memory(offload)
+    assert message.startswith("16.0 MiB per GPU lie in host memory, 128 MiB of 1.82 TiB a host; ")
+    (each,) = re.findall(r"; (\d+\.\d) MiB a step cross pcie5", message)
+    assert 24 <= float(each) <= 32  # of 4 layers, 4 MiB each: three or four each way
+    assert not said_of_host_memory(full)
+
+
+@pytest.mark.deviceless
+@pytest.mark.slow
+def test_a_mix_recomputes_less_and_what_it_offloads_waits_in_pinned_host_memory():
+    """Kept or offloaded, no matmul of `gate` or `up` runs again: the FLOP of the list. In the compiled module (memory
+    space 5 is pinned host memory) wait the inputs of 4 layers and `up`, which is four times as wide."""
+    mix, some = planned(MIX), planned(SOME)
+    assert matmul_flops(mix) == pytest.approx(matmul_flops(some), rel=1e-6)
+    assert mix.compiled.memory["temp"] < some.compiled.memory["temp"]
+    assert mix.compiled.host_peak_bytes == LAYER_INPUTS * (1 + 2048 // 512)
+    text = load_module(mix.compiled.module).to_string()
+    assert set(re.findall(r"bf16\[([\d,]+)\]\{[\d,]+:S\(5\)\}", text)) >= {"4,4,1024,512", "4,4,1024,2048"}
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_what_is_kept_is_not_recomputed():
+    """FLOP: none and dots recompute no matmul of a projection (dots only attention); full all of them; two of seven
+    projections kept is in between. Memory goes the other way."""
+    flops = {p: matmul_flops(planned(p)) for p in (NONE, DOTS, SOME, FULL)}
+    assert flops[NONE] < flops[DOTS] < flops[SOME] < flops[FULL]
+    memory = {p: planned(p).compiled.memory["temp"] for p in (NONE, DOTS, SOME, FULL)}
+    assert memory[FULL] < memory[SOME] < memory[DOTS] < memory[NONE]
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_projections_wait_in_host_memory():
+    """The last layer's values need not come back, so XLA sees that its attention is there already and runs it once: of
+    4 sequences and 8 heads two matmuls of 1024 x 1024 x 64, half of each under the causal mask."""
+    offload, dots = planned(OFFLOAD_DOTS), planned(DOTS)
+    attention = 4 * 8 * 2 * (2 * 1024 * 1024 * 64) / 2
+    peak = catalog.gpu("h100_sxm").peak_flops["bf16"]
+    assert matmul_flops(offload) == pytest.approx(matmul_flops(dots) - attention / peak, rel=1e-6)
+    assert offload.compiled.memory["temp"] < dots.compiled.memory["temp"]
+    assert offload.compiled.host_peak_bytes > LAYER_INPUTS
+    assert said_of_host_memory(offload)

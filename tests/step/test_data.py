@@ -1,0 +1,171 @@
+"""Data: deterministic, resumable from one integer, and every process loads only its rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError
+from meshkit.sharding import build_mesh
+from meshkit.step.corpus import open_tokens, stdlib_files
+from meshkit.step.data import Batches, Windows, abstract_batch, open_data, unigram_entropy_nats
+
+EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
+
+
+def experiment(*overrides: str):
+    return load(EXPERIMENT, ["train.global_batch=8", "train.sequence_length=16", *overrides])
+
+
+def batches_of(spec, tokens, seed=0):
+    mesh = build_mesh(spec.mesh, spec.cluster)
+    windows = Windows(tokens, 16, np.arange((len(tokens) - 1) // 16))
+    return Batches(windows, abstract_batch(spec, mesh, spec.rules), seed)
+
+
+@pytest.fixture
+def tokens():
+    return np.random.default_rng(0).integers(0, 256, 16 * 20 + 1, np.uint8)
+
+
+def test_a_window_predicts_the_token_after_each():
+    window = Windows(np.arange(100, dtype=np.uint8), 16, np.array([0, 3]))[1]
+    np.testing.assert_array_equal(window["tokens"], np.arange(48, 64))
+    np.testing.assert_array_equal(window["targets"], np.arange(49, 65))
+
+
+def test_a_resumed_iterator_continues_exactly(tokens):
+    batches = batches_of(experiment(), tokens)
+    straight = [np.asarray(b["tokens"]) for b in batches.iterate(0, 6)]
+    resumed = [np.asarray(b["tokens"]) for b in batches.iterate(4, 6)]
+    np.testing.assert_array_equal(straight[4:], resumed)
+    np.testing.assert_array_equal(straight[5], batches.at(5)["tokens"])
+
+
+def test_an_epoch_shows_every_window_once_and_the_next_one_in_another_order(tokens):
+    batches = batches_of(experiment(), tokens)  # 20 windows: 40 rows are two epochs
+    rows = np.concatenate([np.asarray(batches.at(step)["tokens"]) for step in range(5)])
+    whole = tokens[:-1].reshape(20, 16)
+    for epoch in (rows[:20], rows[20:]):
+        np.testing.assert_array_equal(np.unique(epoch, axis=0), np.unique(whole, axis=0))
+    assert not np.array_equal(rows[:20], rows[20:])
+
+
+def test_a_process_loads_only_the_rows_of_its_devices(tokens):
+    """A sharding over the first two devices stands for one process of several."""
+    spec = experiment("mesh.data=8", "mesh.fsdp=1", "mesh.tensor=1")
+    batches = batches_of(spec, tokens)
+
+    class TwoDevices:
+        shape, dtype = (8, 16), np.int32
+
+        class sharding:
+            @staticmethod
+            def addressable_devices_indices_map(_shape):
+                return {0: (slice(2, 3), slice(None)), 1: (slice(5, 6), slice(None))}
+
+    local = Batches(batches.examples, {"tokens": TwoDevices}, 0)._load(3)["tokens"]
+    np.testing.assert_array_equal(local, np.asarray(batches.at(3)["tokens"])[[2, 5]])
+
+
+class _OfProcess:
+    """A batch's array as one process of several sees it: the devices of the mesh in equal runs, one run each."""
+
+    def __init__(self, like, process, processes):
+        self.shape, self.dtype, self.sharding = like.shape, like.dtype, self
+        self._whole, self._process, self._processes = like.sharding, process, processes
+
+    def addressable_devices_indices_map(self, shape):
+        every = self._whole.devices_indices_map(shape)
+        mine = len(every) // self._processes
+        chosen = list(self._whole.mesh.devices.flat)[self._process * mine : (self._process + 1) * mine]
+        return {device: every[device] for device in chosen}
+
+
+@pytest.mark.parametrize("mesh", [(8, 1, 1), (4, 1, 2), (2, 2, 2), (1, 8, 1)])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_any_number_of_processes_reads_the_same_examples_in_the_same_order(tokens, mesh, processes):
+    """Each reads the rows of its own devices; put together they are the batch of one process, at every step."""
+    sizes = [f"mesh.{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), mesh)]
+    batches = batches_of(experiment(*sizes), tokens)
+    for step in (0, 3, 1):  # in any order: the step alone says what is read
+        found = {}
+        for process in range(processes):
+            like = {name: _OfProcess(x, process, processes) for name, x in batches.like.items()}
+            reader = Batches(batches.examples, like, batches.seed)
+            rows = reader._load(step)["tokens"]
+            for row, values in zip(reader._local_rows(), rows, strict=True):
+                np.testing.assert_array_equal(found.setdefault(row, values), values)
+        np.testing.assert_array_equal([found[row] for row in range(8)], np.asarray(batches.at(step)["tokens"]))
+        shuffled = np.asarray(batches_of(experiment(), tokens).at(step)["tokens"])
+        np.testing.assert_array_equal([found[row] for row in range(8)], shuffled)  # and those of any mesh
+
+
+def test_batches_lie_as_the_rules_say(tokens):
+    batch = batches_of(experiment(), tokens).at(0)["tokens"]
+    assert {s.data.shape for s in batch.addressable_shards} == {(2, 16)}  # data x fsdp = 4 pieces of 8 rows
+    assert isinstance(batch, jax.Array)
+
+
+def test_the_standard_library_is_real_text_in_a_fixed_order():
+    files = stdlib_files()
+    assert files == stdlib_files()
+    assert {"argparse.py", "json"} <= {f.name for f in files} | {f.parent.name for f in files}
+    assert not any("test" in f.parts for f in files)
+    entropy = open_data(experiment()).unigram_entropy_nats
+    assert entropy is not None
+    assert 3.0 < entropy < 3.4
+
+
+def test_splits_share_no_window():
+    data = open_data(experiment("data.validation_fraction=0.1"))
+    train, held_out = data.train.indices, data.validation.indices
+    assert not np.intersect1d(train, held_out).size
+    assert len(held_out) / (len(train) + len(held_out)) == pytest.approx(0.1, rel=0.01)
+
+
+def test_unigram_entropy_of_a_fair_die():
+    assert unigram_entropy_nats(np.arange(6).repeat(50)) == pytest.approx(np.log(6))
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".bin", ".u8", ".u16", ".u32"])
+def test_token_files_are_mapped(tmp_path, suffix):
+    values = np.arange(200) % 251
+    path = tmp_path / f"tokens{suffix}"
+    if suffix == ".npy":
+        np.save(path, values.astype(np.uint16))
+    else:
+        values.astype({".u8": np.uint8, ".u32": np.uint32}.get(suffix, np.uint16)).tofile(path)
+    tokens = open_tokens(experiment(f"data.source={path}"))
+    np.testing.assert_array_equal(tokens, values)
+    assert isinstance(tokens, np.memmap)
+
+
+def test_a_folder_is_its_text_files_in_order(tmp_path):
+    (tmp_path / "b.txt").write_text("bb")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.md").write_text("aa")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / ".hidden").write_text("no")
+    assert bytes(open_tokens(experiment(f"data.source={tmp_path}"))) == b"aabb"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing", None, "there is no file or folder"),
+        ("tokens.pkl", b"1234", "is not a token file"),
+        ("tokens.u16", b"123", "not whole uint16 tokens"),
+        ("tokens.npy", b"not numpy", "cannot be read as .npy"),
+        ("short.u8", b"12345", "too few to cut"),
+    ],
+)
+def test_bad_sources_are_config_errors(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        open_data(experiment(f"data.source={tmp_path / name}"))

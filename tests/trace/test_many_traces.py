@@ -1,0 +1,65 @@
+"""Many processes' traces, one after the other: memory stays that of a few, numbers those of all."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from meshkit.trace.reader import TraceFile, read_trace
+from tests.trace.trace_files import collective, gpu_op, plane_text, write_planes
+
+REDUCE = collective("all-reduce-start.1", "all-reduce", "data", group_size=64)
+STEPS, KERNELS = 4, 200
+
+
+def one_process(path, late_us):
+    events = []
+    for step in range(STEPS):
+        t = 1000 * step
+        events += [gpu_op(f"fusion.{i}", t + 2 * i, t + 2 * i + 1) for i in range(KERNELS)]
+        events.append(gpu_op(REDUCE.name, t + 500 + late_us, t + 600))
+    return write_planes(path, plane_text("/device:GPU:0", events))
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Two files, of a process that is on time and of one that is late: the others are the same."""
+    folder = tmp_path_factory.mktemp("traces")
+    return one_process(folder / "early.pb", 0), one_process(folder / "late.pb", 40)
+
+
+def read(paths, processes, late, **kwargs):
+    files = [TraceFile(paths[p == late], {0: p}, p) for p in range(processes)]
+    return read_trace(
+        files,
+        module_names={"jit_f"},
+        collectives_by_op={REDUCE.name: REDUCE},
+        groups={REDUCE.name: np.arange(64)[None]},
+        num_steps=STEPS,
+        **kwargs,
+    )
+
+
+def test_sixty_four_processes_are_one_measurement(paths):
+    trace = read(paths, 64, late=17)
+    assert trace.notes == ()
+    assert len(trace.sweeps) == 64 * (STEPS - 1)
+    assert trace.skew.instances == STEPS - 1
+    worst = trace.skew.stragglers[0]
+    assert (worst.device, worst.last_share) == (17, 1)
+    assert worst.caused_wait_s == pytest.approx(63 * 40e-6 * (STEPS - 1))
+
+
+def test_memory_is_that_of_one_file_and_of_what_is_kept(paths):
+    def peak(processes):
+        tracemalloc.start()
+        read(paths, processes, late=0, kept_spans=10 * KERNELS)
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    read(paths, 2, late=0)  # what is loaded once
+    few, many = peak(4), peak(20)
+    # the spans of the 16 others alone would take 3 steps x 200 kernels x 24 bytes each; their totals and the instances
+    # of one collective take some hundred bytes a step
+    assert many - few < 16 * (STEPS - 1) * KERNELS * 24 / 2

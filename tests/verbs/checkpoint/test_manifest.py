@@ -1,0 +1,98 @@
+"""The manifest of a checkpoint: no byte of it can change unseen, and its parts are shared out exactly once."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from meshkit.verbs.checkpoint.manifest import (
+    MANIFEST,
+    find_corruption,
+    fingerprints,
+    read_manifest,
+    share_of_files,
+    write_manifest,
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder of three files with its manifest."""
+    folder = tmp_path / "7"
+    (folder / "state" / "d").mkdir(parents=True)
+    for name, size in (("state/d/a", 300), ("state/b", 20), ("state/empty", 0)):
+        (folder / name).write_bytes(bytes(size))
+    files = fingerprints(folder, [p for p in folder.rglob("*") if p.is_file()], sync=True)
+    write_manifest(folder, {"step": 7, "arrays": {"params/w": "float32[5]"}, "files": files})
+    return folder
+
+
+def test_it_is_json_with_versions_and_a_hash_of_every_file(checkpoint):
+    record = json.loads((checkpoint / MANIFEST).read_text())
+    assert set(record["files"]) == {"state/d/a", "state/b", "state/empty"}
+    assert {"jax", "jaxlib", "orbax-checkpoint", "meshkit", "python"} <= set(record["versions"])
+    assert read_manifest(checkpoint).step == 7
+    assert len(read_manifest(checkpoint).seal) == 64
+    assert find_corruption(checkpoint) is None
+    assert not list(checkpoint.glob("*.tmp"))
+
+
+def test_no_bit_of_the_manifest_changes_unseen(checkpoint):
+    path, whole = checkpoint / MANIFEST, (checkpoint / MANIFEST).read_bytes()
+    for at in [*range(0, len(whole), 7), *range(len(whole) - 90, len(whole))]:  # the seal at its end, byte by byte
+        changed = bytearray(whole)
+        changed[at] ^= 1 << at % 8
+        path.write_bytes(changed)
+        assert MANIFEST in (find_corruption(checkpoint) or ""), at
+    for length in range(0, len(whole), 101):
+        path.write_bytes(whole[:length])
+        assert MANIFEST in (find_corruption(checkpoint) or ""), length
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_found(checkpoint):
+    checkpoint.rename(checkpoint.with_name("9"))
+    assert find_corruption(checkpoint.with_name("9")) == "meshkit.json is of step 7, but the folder is called 9"
+    checkpoint.with_name("9").rename(checkpoint.with_name("7.corrupt-2"))
+    assert find_corruption(checkpoint.with_name("7.corrupt-2")) is None
+
+
+def test_an_older_schema_is_named(checkpoint):
+    (checkpoint / MANIFEST).write_text('{"schema": "meshkit.checkpoint/1", "step": 7, "files": {}}')
+    assert "of schema meshkit.checkpoint/1, not meshkit.checkpoint/2" in (find_corruption(checkpoint) or "")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_every_file_is_in_one_share_and_shares_are_of_like_size(count):
+    sizes = {f"f{i}": (i * 7919) % 1000 for i in range(50)}
+    shares = [share_of_files(sizes, i, count) for i in range(count)]
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    loads = [sum(sizes[name] for name in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes.values())  # greedy: no share is ahead by more than one file
+    assert math.isclose(sum(loads), sum(sizes.values()))
+
+
+def test_a_change_is_found_by_the_process_whose_share_it_is_in(checkpoint):
+    content = bytearray((checkpoint / "state/d/a").read_bytes())
+    content[5] ^= 4
+    (checkpoint / "state/d/a").write_bytes(content)
+    found = [find_corruption(checkpoint, share=(i, 3)) for i in range(3)]
+    assert [f for f in found if f] == ["state/d/a has other contents than were written"]
+    assert find_corruption(checkpoint, contents=False) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"files": {"../../other": (5, "a" * 64)}}, "names ../../other, which is not in the checkpoint"),
+        ({"files": {"/etc/hosts": (5, "a" * 64)}}, "names /etc/hosts, which is not in the checkpoint"),
+        ({"files": {}}, "lists no files"),
+        ({"files": {"state/b": 5}}, "lists no files"),
+        ({"arrays": [1]}, "lists no files"),
+        ({"step": "soon"}, "lists no files"),
+    ],
+)
+def test_a_manifest_that_is_sealed_and_makes_no_sense_is_refused(checkpoint, change, says):
+    write_manifest(checkpoint, {"step": 7, "arrays": {}, "files": {"state/b": (20, "a" * 64)}} | change)
+    assert find_corruption(checkpoint) == f"no readable manifest: meshkit.json {says}"

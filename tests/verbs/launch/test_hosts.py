@@ -1,0 +1,245 @@
+"""Two hosts: network namespaces of this machine, joined by one cable. What crosses the network really does.
+
+Each has its own name, /etc/hosts and ports, and runs its part of the gang, as `meshkit launch local --hosts 2` does.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+ADDRESSES = ["198.18.7.1", "198.18.7.2"]  # of the range that RFC 2544 keeps for tests
+PROCESS = """
+import jax, numpy as np
+from meshkit.distributed.join import join_gang
+rank, count = join_gang()
+from jax.experimental import multihost_utils
+gathered = multihost_utils.process_allgather(np.array([rank + 1]))
+print("gathered", gathered.ravel().tolist(), "of", count, "on", jax.device_count(), "devices", flush=True)
+"""
+LAUNCH = """
+import sys
+from pathlib import Path
+from meshkit.verbs.launch.local import LocalPart
+from meshkit.verbs.launch.supervisor import Policy, Supervisor
+index, folder, process = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+part = LocalPart(1, 2, hosts=2, host_index=index, coordinator="mk-host0:61000", attempt=0)
+command = [sys.executable, "-c", process]
+supervisor = Supervisor(
+    command, lambda n: part.environments(n, virtual=True), folder, Policy(max_restarts=0), print,
+    logs=folder / f"host{index}", first_rank=part.first_rank,
+)
+sys.exit(supervisor.run())
+"""
+
+
+def spaces_are_possible():
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip", "mount"))):
+        return False
+    command = [
+        "unshare",
+        "--net",
+        "--mount",
+        "--uts",
+        "ip",
+        "link",
+        "add",
+        "mk0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "mk1",
+    ]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+class Host:
+    """A network namespace with a name of its own; a sleeping process keeps it."""
+
+    def __init__(self, index):
+        self.index = index
+        self.holder = subprocess.Popen(["unshare", "--net", "--mount", "--uts", "sleep", "600"])
+        deadline = time.monotonic() + 20
+        while os.readlink(f"/proc/{self.holder.pid}/ns/uts") == os.readlink("/proc/self/ns/uts"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def command(self, *words):
+        return ["nsenter", "-t", str(self.holder.pid), "--net", "--mount", "--uts", "--", *words]
+
+    def run(self, *words):
+        subprocess.run(self.command(*words), check=True, capture_output=True, timeout=20)
+
+    def prepare(self, hosts_file):
+        self.run("hostname", f"mk-host{self.index}")
+        self.run("mount", "--bind", str(hosts_file), "/etc/hosts")
+        self.run("ip", "link", "set", "lo", "up")
+        self.run("ip", "address", "add", f"{ADDRESSES[self.index]}/24", "dev", f"mk{self.index}")
+        self.run("ip", "link", "set", f"mk{self.index}", "up")
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    made = []
+    try:
+        made += [Host(0)]
+        made += [Host(1)]
+        pids = [str(host.holder.pid) for host in made]
+        cable = ["ip", "link", "add", "mk0", "netns", pids[0], "type", "veth", "peer", "name", "mk1", "netns", pids[1]]
+        subprocess.run(cable, check=True, capture_output=True, timeout=20)
+        names = tmp_path / "hosts"
+        names.write_text("127.0.0.1 localhost\n" + "".join(f"{a} mk-host{i}\n" for i, a in enumerate(ADDRESSES)))
+        for host in made:
+            host.prepare(names)
+        yield made
+    finally:
+        for host in made:
+            host.holder.kill()
+            host.holder.wait()
+
+
+def launch(host, folder, process=PROCESS):
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MESHKIT_", "XLA_", "JAX_"))}
+    return subprocess.Popen(
+        host.command(sys.executable, "-c", LAUNCH, str(host.index), str(folder), textwrap.dedent(process)),
+        cwd=ROOT,
+        env=inherited,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(started):
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return [process.returncode for process in started], outputs
+
+
+needs_spaces = pytest.mark.skipif(
+    not spaces_are_possible(), reason="needs network namespaces: unshare, nsenter and ip, and the right to use them"
+)
+
+
+@needs_spaces
+@pytest.mark.multiprocess
+def test_a_gang_over_two_hosts(hosts, tmp_path):
+    codes, outputs = finish([launch(host, tmp_path) for host in hosts])
+    assert codes == [0, 0], "\n".join(outputs)
+    for rank, output in enumerate(outputs):
+        assert f"[{rank}] gathered [1, 2] of 2 on 4 devices" in output
+
+
+@needs_spaces
+@pytest.mark.multiprocess
+def test_a_failure_on_one_host_ends_the_other(hosts, tmp_path):
+    """Nothing on the second host can see the first one's process die; the connection to its coordinator tells."""
+    process = PROCESS + "import os, time\nif rank == 0: os.kill(os.getpid(), 9)\ntime.sleep(600)\n"
+    codes, outputs = finish([launch(host, tmp_path, process) for host in hosts])
+    assert all(code not in (0, 2) for code in codes)
+    assert "process 0 ended first: killed by SIGKILL" in outputs[0]
+    assert "process 1 ended first: killed by SIGABRT" in outputs[1]
+
+
+EXPERIMENT = "configs/experiments/llama_debug_cpu.toml"
+STEPS = 6
+SETS = [
+    'cluster={gpu="cpu", hosts=2, gpus_per_host=4, scale_up="shared_memory"}',
+    *("mesh.fsdp=", "mesh.data={infiniband=2}", "mesh.tensor=4", "profile.steps=", "optimizer.warmup_steps=2"),
+    *(f"train.steps={STEPS}", "train.evaluate_every=0", "checkpoint.every=3"),
+]
+
+
+def train(out, *options, before=(), **variables):
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MESHKIT_", "XLA_", "JAX_"))}
+    command = [sys.executable, "-m", "meshkit", "launch", "local", "--devices", "4", *options, EXPERIMENT]
+    command += [word for text in SETS for word in ("--set", text)]
+    return subprocess.Popen(
+        [*before, *command, "--out", str(out)],
+        cwd=ROOT,
+        env=inherited | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def listening(host, port):
+    """IPv4 addresses of a host on which something listens on a port, as the kernel has them: lowest byte first.
+
+    An IPv4 address in the table of IPv6 is the end of a mapped one; all zeros are all interfaces in both.
+    """
+    tables = subprocess.run(host.command("cat", "/proc/net/tcp", "/proc/net/tcp6"), capture_output=True, text=True)
+    rows = [line.split() for line in tables.stdout.splitlines()]
+    return {
+        row[1].split(":")[0][-8:] for row in rows if len(row) > 3 and row[3] == "0A" and row[1].endswith(f":{port:04X}")
+    }
+
+
+def received_bytes(host):
+    shown = subprocess.run(
+        host.command("ip", "-s", "-j", "link", "show", f"mk{host.index}"), capture_output=True, text=True, check=True
+    )
+    return json.loads(shown.stdout)[0]["stats64"]["rx"]["bytes"]
+
+
+@needs_spaces
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("mtls", [False, True])
+def test_a_training_over_two_hosts(hosts, tmp_path, mtls):
+    """It is the training that one machine makes, its gradients cross the cable, and one interface alone is open."""
+    alone = train(tmp_path / "alone", "--processes", "2")
+    said, _ = alone.communicate(timeout=300)
+    assert alone.returncode == 0, said
+
+    variables = {}
+    if mtls:
+        from meshkit.verbs.launch.certificates import make_certificates, write_certificates
+
+        write_certificates(tmp_path / "mtls", make_certificates(["mk-host0"]))
+        variables["MESHKIT_MTLS"] = str(tmp_path / "mtls")
+    part = ["--processes", "1", "--hosts", "2", "--coordinator", "mk-host0:61000", "--attempt", "0"]
+    started = [
+        train(
+            tmp_path / "two",
+            *part,
+            "--host-index",
+            str(host.index),
+            before=[*host.command()[:-1], f"--wd={ROOT}", "--"],
+            **variables,
+        )
+        for host in hosts
+    ]
+    open_at = set()
+    while all(process.poll() is None for process in started):
+        open_at |= listening(hosts[0], 61000)
+        time.sleep(0.1)
+    codes, outputs = finish(started)
+    assert codes == [0, 0], "\n".join(outputs)
+    assert losses(tmp_path / "two") == losses(tmp_path / "alone") != []
+    assert open_at == {"0107" + "12C6"}  # 198.18.7.1: no other interface, not even loopback
+    import jax
+
+    from meshkit.config.experiment import load
+    from meshkit.step.state import describe_model
+
+    # Each host receives its half of the summed gradients and sends the other: fp32 once a step, at the least.
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(describe_model(load(ROOT / EXPERIMENT, SETS)).params))
+    assert min(map(received_bytes, hosts)) > 4 * parameters * STEPS

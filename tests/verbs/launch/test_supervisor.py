@@ -1,0 +1,245 @@
+"""The gang on this machine: first failure, whole gang down, restarts. Children are plain Python, without jax.
+
+Times: a limit in a test is a multiple of what the supervisor promises (it looks every 20 ms), for machines under load.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from meshkit.errors import ConfigError, RunError
+from meshkit.verbs.launch.processes import LocalGang, Member
+from meshkit.verbs.launch.supervisor import Policy, Supervisor, last_step, next_attempt
+from meshkit.verbs.launch.watchdog import Limits, Watchdog
+from tests.verbs.launch.children import FAST, Run, alive
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_all_done(tmp_path):
+    run = Run(tmp_path, "print('hello from', rank); sys.exit(0)")
+    assert run() == 0
+    assert run.shown == ["[0] hello from 0"]  # of the others only the log
+    assert (tmp_path / "logs/attempt0/rank1.log").read_text() == "hello from 1\n"
+
+
+def test_a_failure_is_shown_and_takes_the_gang_down_and_the_next_attempt_finishes(tmp_path):
+    body = """
+        if attempt == 0 and rank == 1:
+            until("ready"); step(3); print("the GPU fell off the bus"); sys.exit(4)
+        if attempt == 0:
+            mark("ready"); wait()
+    """
+    run = Run(tmp_path, body)
+    assert run() == 0
+    assert "process 1 ended first: exit code 4 (the run failed and may be restarted)" in run.text
+    assert "  | the GPU fell off the bus" in run.text
+    assert "restart 1 of 2; step 3 was reached" in run.text
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["attempt0", "attempt1"]
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_what_the_user_must_mend_is_not_restarted(tmp_path, code):
+    run = Run(tmp_path, f"sys.exit({code}) if rank == 1 else wait()")
+    assert run() == code
+    assert next_attempt(tmp_path / "logs") == 1
+
+
+@pytest.mark.parametrize(
+    ("die", "what"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("raise ValueError('no such thing')", r"exit code 1 \(an exception"),
+    ],
+)
+def test_a_death_is_restarted_until_the_budget_is_used_up(tmp_path, die, what):
+    body = f"""
+        if rank == 1:
+            step(attempt + 1); {die}
+        wait()
+    """
+    run = Run(tmp_path, body)
+    with pytest.raises(RunError, match=rf"process 1 failed \({what}.*in attempt 2, and its 2 restarts are used up"):
+        run()
+    assert next_attempt(tmp_path / "logs") == 3
+
+
+def test_no_progress_stops_before_the_budget(tmp_path):
+    run = Run(tmp_path, "step(7); sys.exit(4)", policy=Policy(max_restarts=9, failure_grace_s=0.3, pause_s=0.01))
+    with pytest.raises(RunError, match="2 attempts in a row have reached no step after 7"):
+        run()
+    assert next_attempt(tmp_path / "logs") == 3  # one that got to step 7, and two that got no further
+
+
+def test_the_failure_that_is_the_cause_is_shown(tmp_path):
+    """jax aborts the other processes when one is gone; both ends may be seen at one look."""
+    body = """
+        if rank == 0:
+            mark("zero"); os.kill(os.getpid(), signal.SIGABRT)
+        until("zero"); sys.exit(2)
+    """
+    run = Run(tmp_path, body, policy=Policy(max_restarts=0))
+    gang = LocalGang(run.supervisor._command, run.supervisor._environments(0), tmp_path / "logs")
+    with gang:
+        deadline = time.monotonic() + 20
+        while not all(os.waitid(os.P_PID, m.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for m in gang.members):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        failed, told, stuck = run.supervisor._watch(gang, _NothingNew(), Watchdog([], Limits()))
+    assert (failed.rank, told, stuck) == (1, None, None)
+
+
+class _NothingNew:
+    def new_lines(self, *, last=False):
+        return []
+
+
+def test_stubborn_processes_and_their_children_are_killed(tmp_path):
+    body = """
+        import subprocess
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 0:
+            code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(99)"
+            child = subprocess.Popen([sys.executable, "-c", code])
+            open("child", "w").write(str(child.pid)); open("parent", "w").write(str(os.getpid())); mark("ready")
+            wait()
+        until("ready"); sys.exit(2)
+    """
+    run = Run(tmp_path, body)
+    started = time.monotonic()
+    assert run() == 2
+    assert time.monotonic() - started < 30  # not the 99 s of the child
+    assert not alive(tmp_path / "parent")
+    deadline = time.monotonic() + 10  # the child's end is init's to reap
+    while alive(tmp_path / "child") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(tmp_path / "child")
+
+
+def test_a_stopped_process_is_killed_with_the_rest(tmp_path):
+    body = """
+        if rank == 0:
+            open("stopped", "w").write(str(os.getpid())); mark("ready"); os.kill(os.getpid(), signal.SIGSTOP)
+        until("ready"); time.sleep(0.1); sys.exit(2)
+    """
+    assert Run(tmp_path, body)() == 2
+    assert not alive(tmp_path / "stopped")
+
+
+def test_a_terminal_that_is_gone_changes_nothing(tmp_path):
+    def gone(line):
+        raise BrokenPipeError
+
+    run = Run(tmp_path, "print('a line'); sys.exit(0 if attempt else 4)")
+    run.supervisor._print = gone
+    assert run() == 0
+
+
+def test_a_lost_connection_is_not_named_as_the_cause(tmp_path):
+    """The one whose connection broke may be seen at the same look as the one that was killed."""
+    from meshkit.verbs.launch.exits import Ending
+    from meshkit.verbs.launch.supervisor import _is_a_consequence
+
+    members = [
+        Member(rank, None, tmp_path, Ending(code), seconds)  # pyright: ignore[reportArgumentType]
+        for rank, code, seconds in [(0, 4, 1.0), (1, -9, 1.1), (2, -6, 0.9)]
+    ]
+    assert [m.rank for m in sorted(members, key=_is_a_consequence)] == [1, 0, 2]
+
+
+def test_the_whole_traceback_is_shown(tmp_path):
+    body = """
+        if rank == 1:
+            for i in range(40): print("line", i)
+            def a(n): b(n)
+            def b(n): c(n)
+            def c(n): a(n - 1) if n else d()
+            def d(): raise ValueError("far away")
+            a(4)
+        wait()
+    """
+    run = Run(tmp_path, body, policy=Policy(max_restarts=0, failure_grace_s=0.3))
+    with pytest.raises(RunError, match="exit code 1"):
+        run()
+    words = [line for line in run.shown if line.startswith("  | ")]
+    assert words[0] == "  | Traceback (most recent call last):"  # of more lines than are shown otherwise
+    assert words[-1] == "  | ValueError: far away"
+
+
+def test_an_attempt_leaves_no_pulse(tmp_path):
+    run = Run(tmp_path, 'pulse("step"); os.kill(os.getpid(), 9) if rank and not attempt else sys.exit(0)')
+    assert run() == 0
+    assert "in phase 'step' at step 5" in run.text
+    assert not list(tmp_path.rglob("*.pulse*"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: prctl(PR_SET_PDEATHSIG)")
+def test_nobody_survives_the_supervisor(tmp_path):
+    code = f"""
+        import os, sys; from pathlib import Path
+        from meshkit.verbs.launch.supervisor import Policy, Supervisor
+        child = "import os, time; open('pid' + os.environ['RANK_'], 'w').write(str(os.getpid())); time.sleep(99)"
+        Supervisor([sys.executable, "-c", child], lambda _: [os.environ | {{"RANK_": str(i)}} for i in range(2)],
+                   Path({str(tmp_path)!r}), Policy(), print).run()
+    """
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=env)
+    pids = [tmp_path / "pid0", tmp_path / "pid1"]
+    try:
+        deadline = time.monotonic() + 30
+        while not all(p.exists() and p.read_text() for p in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(alive, pids))
+
+
+def test_a_later_launch_counts_on(tmp_path):
+    (tmp_path / "logs/attempt4").mkdir(parents=True)
+    run = Run(tmp_path, "print('attempt', attempt)")
+    assert run() == 0
+    assert run.shown == ["[0] attempt 5"]
+
+
+def test_a_program_that_is_not_there(tmp_path):
+    supervisor = Supervisor(["no-such-program"], lambda _: [dict(os.environ)], tmp_path, FAST, print)
+    with pytest.raises(ConfigError, match="process 0 cannot be started"):
+        supervisor.run()
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        (None, 0),
+        ("", 0),
+        ('{"step": 1}\n{"step": 2}\n', 2),
+        ('{"step": 1}\n{"step": 2, "lo', 1),
+        ('{"step": 9}\n\x00\x00garbage\n[]\n', 9),
+    ],
+)
+def test_the_last_step(tmp_path, text, step):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert last_step(tmp_path) == step
+
+
+def test_last_step_reads_what_train_writes(tmp_path):
+    from meshkit.runs.metrics import MetricsLog
+
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+    log.write({"step": 12, "loss": float("nan")})
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] is None
+    assert last_step(tmp_path) == 12

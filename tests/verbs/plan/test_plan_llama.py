@@ -1,0 +1,79 @@
+"""plan of a whole training step: the debug Llama on 16 absent H100s, held to the closed form."""
+
+from pathlib import Path
+
+import pytest
+
+from meshkit.config.experiment import load
+from meshkit.verbs.plan.planner import plan_experiment
+
+pytestmark = pytest.mark.deviceless
+
+DEBUG = Path(__file__).parents[3] / "configs/experiments/llama_debug_cpu.toml"
+ON_H100S = ["cluster={name='dgx_h100',hosts=2}", "mesh.data={infiniband=2}", "mesh.fsdp=4", "mesh.tensor=2"]
+BATCH, LENGTH, LAYERS, HEADS, HEAD_DIM, EMBED, MLP, KV_HEADS, VOCAB = 16, 128, 2, 8, 16, 128, 384, 4, 256
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_experiment(load(DEBUG, ON_H100S))
+
+
+def executed(plan):
+    """Instructions with how often they run in a step."""
+
+    def walk(name, times):
+        for i in plan.schedule.computations[name]:
+            yield i, times
+            for body in i.bodies:
+                yield from walk(body, times * (i.trip_count or 1))
+
+    return list(walk(plan.schedule.entry, 1))
+
+
+def test_attention_is_cudnns_and_its_flops_are_the_closed_form(plan):
+    """Per GPU and layer: forward 4 b h s^2 d / 2 (causal), backward 2.5 times that; batch over data x fsdp = 8 GPUs,
+    heads over tensor = 2."""
+    forward = 4 * (BATCH / 8) * (HEADS / 2) * LENGTH**2 * HEAD_DIM / 2
+    found = sum(i.cost.attention_flops * times for i, times in executed(plan) if i.cost)
+    assert found == LAYERS * 3.5 * forward
+
+
+def test_matmul_flops_are_six_times_parameters_times_tokens(plan):
+    """Forward and backward: 6 N FLOP per token, over 16 GPUs, with no recompute; N leaves out norms and the look-up."""
+    attention = EMBED * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)
+    matmul_parameters = LAYERS * (attention + 3 * EMBED * MLP) + EMBED * VOCAB
+    found = sum(sum(i.cost.matmul_flops.values()) * times for i, times in executed(plan) if i.cost)
+    assert found == 6 * matmul_parameters * BATCH * LENGTH / 16
+
+
+def test_every_collective_is_mapped_to_axes_and_links(plan):
+    rows = plan.report.communication
+    assert all(r.axes for r in rows)
+    for r in rows:
+        assert r.link == ("infiniband" if "data" in r.axes else "nvlink")
+        assert r.group_size * r.num_groups == 16
+
+
+def test_gradients_are_reduced_in_fp32_and_weights_gathered_in_bf16(plan):
+    """`reduce_precision` defaults to fp32, precision to bf16. XLA may combine bf16 weights with fp32 norms."""
+    reductions = [
+        r for r in plan.report.communication if "data" in r.axes and r.collective in ("all-reduce", "reduce-scatter")
+    ]
+    assert reductions
+    assert {r.dtype for r in reductions} == {"f32"}
+    gathers = {r.dtype for r in plan.report.communication if r.collective == "all-gather" and r.axes == ("fsdp",)}
+    assert gathers & {"bf16", "mixed"}
+
+
+def test_arguments_are_the_state_and_the_batch(plan):
+    """Bytes of one GPU: parameters fp32 and two moments fp32, as the shardings cut them, within the alignment of
+    256 bytes that XLA gives every buffer, plus the batch (tokens, targets int32 and weights fp32)."""
+    memory = plan.report.memory
+    state = memory.parameters_bytes + memory.optimizer_bytes
+    batch = 3 * 4 * BATCH * LENGTH // 8
+    buffers = 60
+    assert abs(plan.compiled.memory["argument"] - state - batch) <= 256 * buffers
+    assert memory.optimizer_bytes == pytest.approx(2 * memory.parameters_bytes, abs=64)
+    assert memory.peak_bytes <= memory.pool_bytes
+    assert memory.fits

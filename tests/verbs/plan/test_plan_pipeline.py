@@ -1,0 +1,46 @@
+"""plan of a pipelined training step: the debug Llama on 16 absent H100s."""
+
+from pathlib import Path
+
+import pytest
+
+from meshkit.config.experiment import load
+from meshkit.report.views.pipeline_view import pipeline_lines
+from meshkit.verbs.plan.planner import plan_experiment
+
+pytestmark = [pytest.mark.deviceless, pytest.mark.slow]  # half a minute of compiling
+
+CONFIG = Path(__file__).parents[3] / "configs/experiments/llama_pipeline_cpu.toml"
+ON_H100S = ["cluster={name='dgx_h100',hosts=2}", "mesh.pipeline={infiniband=2}", "mesh.fsdp=4"]
+SCHEDULE = "pipeline={axis='pipeline',schedule='interleaved_1f1b',virtual_stages=2,microbatches=4}"
+TICKS = 2 * 4 + 2 - 1  # M v + S - 1
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_experiment(load(CONFIG, [*ON_H100S, SCHEDULE, "model.layers=8", "model.heads=8"]))
+
+
+def test_every_collective_is_explained(plan):
+    assert not [f for f in plan.lint.findings if f.code == "unexplained_collective"]
+
+
+def test_the_report_tells_the_schedule_and_its_permutes(plan):
+    part = plan.report.pipeline
+    assert (part.stages, part.virtual_stages, part.microbatches, part.padding_layers) == (2, 2, 4, 0)
+    assert part.permute_count == 2 * TICKS
+    assert 0 <= part.permute_exposed_s <= part.permute_s
+    assert len(pipeline_lines(plan.report)) == 4
+
+
+def test_the_bubble_is_inside_of_compute(plan):
+    """At most the share of the schedule; less, since embedding, head and optimizer wait for nobody."""
+    step, part = plan.report.step, plan.report.pipeline
+    assert 0 < step.bubble_s < part.bubble_fraction * step.compute_s
+    assert step.bubble_fraction == pytest.approx(step.bubble_s / step.time_s)
+
+
+def test_hfu_counts_no_masked_work(plan):
+    """With everything recomputed once, executed useful FLOP are 4/3 of the model's, but for the head, which is not."""
+    step = plan.report.step
+    assert step.mfu < step.hfu < 4 / 3 * step.mfu * 1.01

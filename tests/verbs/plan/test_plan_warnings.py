@@ -1,0 +1,92 @@
+"""What a plan warns of, from parts made up by hand."""
+
+import csv
+import gzip
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from meshkit.config import catalog
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.module import Schedule
+from meshkit.report.schema import MemoryPart, Report, StepPart, Warning_, WindowPart
+from meshkit.report.views.words import step_text
+from meshkit.verbs.plan.plan_warnings import plan_warnings
+
+TRACE = Path(__file__).parents[2] / "data" / "traces" / "a100x4_fsdp_gpu0.csv.gz"
+EMPTY = Schedule("m", {"main": ()}, "main", "f")
+
+
+def warned(*, compute=(), step_s=1.0, cluster="dgx_h100", precision=None, traced=None, notes=None, noted_s=None):
+    spans = np.array(compute, float).reshape(-1, 2)
+    step = SimpleNamespace(window=(0.0, step_s), compute=spans, compute_op=np.zeros(len(spans), int))
+    simulation = SimpleNamespace(
+        timeline=SimpleNamespace(steps=[step], op_names=("a",)),
+        notes=notes or {},
+        noted_s=noted_s or {},
+        host_bytes=0,
+    )
+    compiled = SimpleNamespace(log=(), traced_flops=traced)
+    found = plan_warnings(
+        compiled,  # pyright: ignore[reportArgumentType]
+        EMPTY,
+        simulation,  # pyright: ignore[reportArgumentType]
+        MemoryPart(fits=True),
+        Cluster.load(cluster),
+        (),
+        precision=precision,
+    )
+    return {w.code: w for w in found}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision", "says"),
+    [
+        ("dgx_h100", "fp8", None),
+        ("dgx_a100", "bf16", None),
+        ("dgx_a100", None, None),
+        ("dgx_a100", "fp8", "no fp8 matmuls: they run in bf16"),
+        ("dgx1_v100", "fp8", "they run in fp16"),
+    ],
+)
+def test_a_precision_that_the_gpu_does_not_multiply_in_is_named(cluster, precision, says):
+    found = warned(cluster=cluster, precision=precision).get("precision")
+    assert (found is None) if says is None else (found is not None and says in found.message)
+
+
+def test_control_flow_has_its_seconds():
+    found = warned(notes={"conditional": ["if.1"], "unknown trip count": ["while.2"]}, noted_s={"if.1": 0.25})
+    assert found["conditional"].seconds == 0.25
+    assert found["unknown_trip_count"].seconds is None
+
+
+def test_a_step_of_kernels_that_are_too_small_is_named():
+    """Two kernels of 0.9 us lack 1 us each of the 1.9 us that a kernel takes, one of 5 us nothing."""
+    compute = [(0, 0.9e-6), (2e-6, 2.9e-6), (4e-6, 9e-6)]
+    found = warned(compute=compute, step_s=1e-5)["launch_bound"]
+    assert found.seconds == pytest.approx(2e-6)
+    assert "2 kernels a step are priced below what any kernel takes" in found.message
+    assert "launch_bound" not in warned(compute=compute, step_s=1e-3)
+
+
+def test_the_least_that_a_kernel_takes_is_that_of_the_recorded_step():
+    """Of 4 A100s: a fifth of the kernels takes about as long, and hardly any less."""
+    with gzip.open(TRACE, "rt") as file:
+        rows = [row for row in csv.DictReader(file) if row["category"] == "compute"]
+    seconds = np.array([int(row["end_ns"]) - int(row["start_ns"]) for row in rows]) * 1e-9
+    least = catalog.kernels()["least_s"]
+    assert np.mean(seconds < 0.9 * least) < 0.05
+    assert np.mean(np.abs(seconds / least - 1) < 0.1) > 0.2
+
+
+def test_of_a_program_that_was_not_all_read_there_is_no_prediction():
+    """A step of 1 s that executes nothing, where the traced program needs 8 x 1e15 FLOP."""
+    found = warned(traced=8e15)
+    assert "the step time is no prediction" in found["flops"].message
+    step, window = StepPart(time_s=1.0, all_overlapped_s=0.9, all_exposed_s=1.1), WindowPart(steps=1, devices=1)
+    report = Report(source="plan", window=window, step=step)
+    assert step_text(report) == "1.00 s (900 ms if all communication hid, 1.10 s if none did)"
+    refused = report.model_copy(update={"warnings": (Warning_(code="flops", message=""),)})
+    assert step_text(refused) == "no prediction (more than 1.00 s): see the first warnings"

@@ -1,0 +1,52 @@
+"""What makes a pipeline fit that does not: changes that keep it, each shown by a compile."""
+
+import pytest
+
+from meshkit.config.experiment import load
+from meshkit.verbs.plan.bounds import Bounds
+from meshkit.verbs.plan.remedies import changes, find_remedies
+
+STAGES = "configs/experiments/llama_pipeline_cpu.toml"
+# Sequences so long and microbatches so few that activations, not the state, are what does not fit.
+TIGHT = (
+    'cluster={ name = "dgx_h100", hosts = 2 }',
+    "mesh={ pipeline = { infiniband = 2 }, data = 2, fsdp = 2, tensor = 2 }",
+    "pipeline.residuals=stash",
+    "train.global_batch=256",
+    "train.sequence_length=2048",
+    'train.remat="none"',
+)
+
+
+def test_every_remedy_of_a_pipeline_keeps_the_pipeline():
+    experiment = load(STAGES, TIGHT)
+    found = list(changes(experiment, Bounds(experiment)))
+    assert found[0].settings == ('pipeline.residuals="recompute"',)
+    assert {"remat", "micro-batches", "fsdp"} <= {change.group for change in found}
+    for change in found:
+        assert load(STAGES, (*TIGHT, *change.settings)).pipeline.axis == "pipeline", change.settings
+
+
+def test_layers_that_do_not_divide_among_the_stages_are_no_reason_to_rule_a_change_out():
+    """Seven layers in four chunks: there is room for eight."""
+    experiment = load(STAGES, TIGHT)
+    bounds = Bounds(experiment)
+    even = load(STAGES, (*TIGHT, "model.layers=8", 'pipeline.layout="2*4"'))
+    assert bounds.of(experiment).state_bytes == Bounds(even).of(even).state_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_three_remedies_of_a_pipeline_are_compiled_and_hold_when_planned_again():
+    """A pool of two thirds of what the step needs; the plan of each remedy needs what was promised, and fits."""
+    from meshkit.verbs.plan.planner import plan_experiment
+
+    whole = plan_experiment(load(STAGES, TIGHT)).report.memory
+    tight = (*TIGHT, f"train.memory_fraction={2 / 3 * whole.peak_bytes / whole.capacity_bytes:.5f}")
+    assert plan_experiment(load(STAGES, tight)).report.memory.fits is False
+    remedies = find_remedies(STAGES, tight, jobs=2)
+    assert len(remedies) == 3
+    for remedy in remedies:
+        memory = plan_experiment(load(STAGES, (*tight, *remedy.settings))).report.memory
+        assert memory.fits
+        assert (memory.peak_bytes, memory.margin_bytes) == (remedy.peak_bytes, remedy.margin_bytes)

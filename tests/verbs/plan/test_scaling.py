@@ -1,0 +1,142 @@
+"""plan --sweep: which axis grows, what every size is, and what the numbers of one beside another mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError
+from meshkit.verbs.plan import scaling
+from meshkit.verbs.plan.outcome import Outcome
+from meshkit.verbs.plan.scaling import growing_axis, parse_sweep, scale, sizes_of
+
+TINY = "configs/experiments/mlp.toml"
+FOUR_HOSTS = 'cluster={ name = "dgx_h100", hosts = 4 }'
+HYBRID = (FOUR_HOSTS, "mesh={ data = { infiniband = 4 }, fsdp = 8 }", 'rules.preset="hsdp"')
+
+
+def sizes(what, numbers, kind="weak", overrides=HYBRID):
+    return sizes_of(load(TINY, overrides), what, numbers, kind)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("hosts=1,2,4", ("hosts", (1, 2, 4))), ("gpus=8,4, 8", ("gpus", (4, 8)))],
+)
+def test_a_sweep_is_read(text, expected):
+    assert parse_sweep(text) == expected
+
+
+@pytest.mark.parametrize("text", ["hosts", "hosts=", "hosts=0", "nodes=1", "hosts=1;2", "hosts=-1"])
+def test_another_sweep_is_refused(text):
+    with pytest.raises(ConfigError, match="is no sweep"):
+        parse_sweep(text)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis"),
+    [
+        ("{ data = { infiniband = 4 }, fsdp = 8 }", "data"),
+        ("{ data = 8, fsdp = { infiniband = 4 } }", "fsdp"),
+        ('{ data = { infiniband = 2 }, fsdp = { nvlink = 8, infiniband = "fill" } }', "fsdp"),
+        ('{ data = { nvlink = "fill" }, fsdp = { infiniband = "fill" } }', "fsdp"),
+    ],
+)
+def test_the_axis_that_grows_is_the_one_marked_or_the_outermost_across_domains(mesh, axis):
+    assert growing_axis(load(TINY, (FOUR_HOSTS, f"mesh={mesh}"))).name == axis
+
+
+def test_on_one_domain_the_outermost_axis_of_the_batch_grows():
+    overrides = ('cluster="dgx_h100"', "mesh={ tensor = 2, fsdp = 4 }", 'rules.preset="fsdp_tensor"')
+    assert growing_axis(load(TINY, overrides)).name == "fsdp"
+
+
+def test_where_no_axis_can_grow_the_error_says_how_to_mark_one():
+    overrides = ('cluster="dgx_h100"', "mesh={ tensor = 8 }", 'rules.preset="tensor"')
+    with pytest.raises(ConfigError, match=r"none of tensor crosses domains or cuts the batch[\s\S]*fill"):
+        growing_axis(load(TINY, overrides))
+
+
+def test_weak_scaling_grows_the_batch_and_strong_scaling_does_not():
+    axis, weak = sizes("hosts", (1, 2, 8))
+    assert axis == "data"
+    assert [(s.hosts, s.num_gpus, s.global_batch) for s in weak] == [(1, 8, 16), (2, 16, 32), (8, 64, 128)]
+    _, strong = sizes("hosts", (1, 8), "strong")
+    assert [s.global_batch for s in strong] == [64, 64]
+    for size in weak:
+        loaded = load(TINY, (*HYBRID, *size.settings))
+        assert loaded.cluster.num_gpus == size.num_gpus == loaded.mesh.size
+
+
+def test_a_sweep_may_begin_inside_a_host():
+    """From 1 to 8 GPUs the axis shrinks on NVLink; beyond, whole hosts join."""
+    overrides = (FOUR_HOSTS, "mesh={ fsdp = { nvlink = 8, infiniband = 4 } }", "train.global_batch=64")
+    _, found = sizes("gpus", (1, 2, 8, 16), overrides=overrides)
+    assert [(s.hosts, s.num_gpus, s.global_batch) for s in found] == [(1, 1, 2), (1, 2, 4), (1, 8, 16), (2, 16, 32)]
+    meshes = [load(TINY, (*overrides, *s.settings)).mesh.to_dict() for s in found]
+    assert meshes == [{"fsdp": 1}, {"fsdp": 2}, {"fsdp": 8}, {"fsdp": {"nvlink": 8, "infiniband": 2}}]
+
+
+@pytest.mark.parametrize(
+    ("what", "numbers", "message"),
+    [
+        ("gpus", (12,), "12 gpus are no whole NVLink domains of 8 GPUs"),
+        ("hosts", (1,), "3 sequences on 32 GPUs make no whole number on 8"),
+        ("gpus", (4,), r"axis 'data' grows in a sweep and the others stay \(fsdp 8\), but 8 do not divide 4 GPUs"),
+    ],
+)
+def test_a_size_that_cannot_be_is_an_error(what, numbers, message):
+    overrides = (*HYBRID[:1], "mesh={ data = { infiniband = 4 }, fsdp = 8 }", 'rules={ logical = { embed = "fsdp" } }')
+    batch = ("train.global_batch=3",) if what == "hosts" else ()
+    with pytest.raises(ConfigError, match=message):
+        sizes(what, numbers, overrides=(*overrides, *batch))
+
+
+def test_efficiency_is_relative_to_the_smallest_size(monkeypatch):
+    """Tokens per second per GPU: 100 at 8 GPUs, 95 at 16, 60 at 32; a quarter, half, ... of each step exposed."""
+    made_up = {8: (100.0, 0.25), 16: (95.0, 0.3), 32: (60.0, 0.5)}
+
+    class Workers:
+        def __init__(self):
+            self.waiting = []
+
+        def submit(self, path, overrides, settings):
+            gpus = load(path, (*overrides, *settings)).cluster.num_gpus
+            rate, exposed = made_up[gpus]
+            outcome = Outcome(
+                settings=settings, status="fits", time_s=1.0, exposed_s=exposed, tokens_per_s_per_gpu=rate
+            )
+            self.waiting.append(outcome)
+
+        def next(self):
+            return self.waiting.pop()  # the largest first
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(scaling, "open_workers", lambda _: Workers())
+    report = scale(TINY, HYBRID, "hosts=1,2,4", "weak", jobs=2)
+    assert [p.num_gpus for p in report.points] == [8, 16, 32]
+    assert [p.efficiency for p in report.points] == pytest.approx([1.0, 0.95, 0.6])
+    assert [p.speedup for p in report.points] == pytest.approx([1.0, 1.9, 2.4])
+    assert [p.exposed_share for p in report.points] == pytest.approx([0.25, 0.3, 0.5])
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_scaling_of_a_small_llama_is_flat_inside_a_host_and_falls_where_infiniband_joins():
+    overrides = (
+        'cluster={ name = "dgx_h100", hosts = 4 }',
+        'model={ class = "models.llama:Llama", preset = "llama_1b", layers = 4 }',
+        "mesh={ fsdp = { nvlink = 8, infiniband = 4 } }",
+        'rules={ preset = "fsdp" }',
+        "train={ global_batch = 32, sequence_length = 2048 }",
+    )
+    report = scale("configs/experiments/llama3_8b.toml", overrides, "gpus=2,8,32", "weak", jobs=2)
+    _, eight, all_32 = report.points
+    assert eight.efficiency > 0.85
+    assert all_32.efficiency < eight.efficiency
+    assert all_32.exposed_share > eight.exposed_share

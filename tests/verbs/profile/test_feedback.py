@@ -1,0 +1,115 @@
+"""Measured costs on their way back: fits that plan reads, and the profile that XLA schedules by."""
+
+import numpy as np
+import pytest
+
+from meshkit.config import calibration
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.costs import Cost
+from meshkit.hlo.module import Instruction, Schedule
+from meshkit.predict.network import wire_factor
+from meshkit.trace.capture_record import CapturedMesh, CaptureRecord
+from meshkit.trace.captured import Captured
+from meshkit.trace.reader import TraceFile, read_trace
+from meshkit.verbs.profile.feedback import fit_line, measured_costs, write_calibration, write_pgle
+from tests.trace.trace_files import collective, gpu_op, plane_text, write_planes
+
+LATENCY_S, BANDWIDTH = 20e-6, 200e9
+GATHERS = [
+    collective(f"all-gather-start.{i}", "all-gather", "fsdp", payload_bytes=size)
+    for i, size in enumerate((2**20, 2**24, 2**28))
+]
+
+
+def seconds(gather):
+    return LATENCY_S + gather.payload_bytes * wire_factor("all-gather", 2) / BANDWIDTH
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """One execution on two GPUs: gathers of three sizes, the second GPU early at each; a matmul, a copy."""
+    planes = []
+    for device, early_us in ((0, 0), (1, 30)):
+        events, t = [gpu_op("gemm_fusion", 0, 1000), gpu_op("loop_fusion", 1000, 2000)], 3000.0
+        for gather in GATHERS:
+            events.append(gpu_op(gather.name, t - early_us, t + 1e6 * seconds(gather)))
+            t += 1e6 * seconds(gather) + 100
+        planes.append(plane_text(f"/device:GPU:{device}", events))
+    return read_trace(
+        [TraceFile(write_planes(tmp_path / "x", *planes), {0: 0, 1: 1})],
+        module_names={"jit_f"},
+        collectives_by_op={g.name: g for g in GATHERS},
+        groups={g.name: np.array([[0, 1]]) for g in GATHERS},
+        num_steps=1,
+    )
+
+
+def test_costs_are_without_the_wait(trace):
+    costs = measured_costs(trace)
+    for gather in GATHERS:
+        assert costs[gather.name] == pytest.approx(seconds(gather), abs=2e-12)  # a trace counts whole ps
+    assert costs["gemm_fusion"] == pytest.approx(1e-3)
+
+
+def test_costs_are_written_as_xla_reads_them(tmp_path):
+    file = write_pgle(tmp_path / "pgle.pbtxt", {"fusion.2": 1.5e-6, "all-gather-start": 2e-3})
+    assert file.read_text() == (
+        'costs { name: "all-gather-start" cost_us: 2000 }\ncosts { name: "fusion.2" cost_us: 1.5 }\n'
+    )
+
+
+def test_a_calibration_is_written_as_plan_reads_it(trace, tmp_path):
+    cluster = Cluster.load("dgx_h100", hosts=1)
+    instructions = (
+        Instruction("gemm_fusion", "fusion", "kernel", cost=Cost({"bf16": 6e11}, bytes_accessed=1e8)),
+        Instruction("loop_fusion", "fusion", "kernel", cost=Cost(bytes_accessed=2.4e9)),
+    )
+    captured = Captured(
+        folder=tmp_path,
+        records=(
+            CaptureRecord(
+                process=0,
+                processes=1,
+                host="h",
+                platform="gpu",
+                devices=(),
+                mesh=CapturedMesh(axes=("fsdp",), shape=(2,), device_ids=(0, 1)),
+                module="jit_f",
+                program_file="p",
+                first_step=1,
+                num_steps=1,
+                jax="0",
+                jaxlib="0",
+            ),
+        ),
+        cluster=cluster,
+        mesh_spec=None,
+        placement=None,
+        module=None,
+        schedule=Schedule("jit_f", {"main": instructions}, "main", ""),
+        broken={},
+    )
+    found = calibration.load(write_calibration(tmp_path / "calibration.toml", captured, trace))
+    (fit,) = found.fits
+    assert (fit.link, fit.collective, fit.gpus_per_domain, fit.domains, fit.points) == ("nvlink", "all-gather", 2, 1, 3)
+    assert (fit.latency_s, fit.bytes_per_s) == pytest.approx((LATENCY_S, BANDWIDTH), rel=1e-6)
+    assert found.measured_on.gpu == "h100_sxm"
+    assert found.rates.matmul_flops_per_s == pytest.approx({"bf16": 6e14})
+    assert found.rates.memory_bytes_per_s == pytest.approx(2.4e12)
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ([(1e6, 1e-3, 1), (2e6, 2e-3, 5)], (0, 1e9)),
+        ([(1e6, 1.1e-3, 1), (2e6, 2.1e-3, 1)], (1e-4, 1e9)),
+        ([(1e6, 1e-3, 1)], (0, 1e9)),  # one size: all of it bandwidth
+        ([(1e6, 2e-3, 1), (2e6, 1e-3, 1)], (0, 1e9)),  # faster when larger: no line, the mean rate
+    ],
+)
+def test_lines(points, line):
+    assert fit_line(points)[:2] == pytest.approx(line, rel=1e-9, abs=1e-12)
+
+
+def test_no_messages_no_line():
+    assert fit_line([(0, 1e-3, 1)]) is None

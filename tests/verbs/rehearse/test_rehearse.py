@@ -1,0 +1,343 @@
+"""rehearse: what runs on the GPU runs on virtual devices here; what reads its capture reads a made-up one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from dataclasses import replace
+from importlib import metadata
+from types import SimpleNamespace
+
+import jax
+import pytest
+from jax.profiler import ProfileData
+
+from meshkit.cli import main
+from meshkit.compile.attached import compile_step
+from meshkit.compile.derived import derive_options
+from meshkit.compile.options import compiler_options
+from meshkit.compile.program import compile_absent
+from meshkit.config import calibration
+from meshkit.config.cluster import Cluster
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError, RunError, TraceError
+from meshkit.hlo.module import load_module, read_schedule
+from meshkit.predict.kernels import kernel_work
+from meshkit.report.summarize import check_invariants
+from meshkit.sharding.devices import describe_devices
+from meshkit.sharding.mesh import build_mesh
+from meshkit.step.train_step import make_train_step
+from meshkit.verbs.rehearse import rehearsal, rehearsal_gpu
+
+TINY = "configs/experiments/mlp.toml"
+ON_16 = ('cluster={ name = "dgx_h100", hosts = 2 }', "mesh={ data = { infiniband = 2 }, fsdp = 8 }")
+STEPS, NS = 2, 1_000_000  # of a made-up trace; nanoseconds of a millisecond
+
+
+@pytest.mark.parametrize(
+    ("cluster", "topology"),
+    [
+        (Cluster.load("dgx_h100", hosts=8), "8x8x1"),
+        (Cluster.load("gb200_nvl72", gpus_used_per_domain=64), "1x64x1"),
+        (Cluster.load("dgx_h100", hosts=2, gpus_used_per_domain=4), "2x4x1"),
+    ],
+)
+def test_every_gpu_of_the_job_is_a_process_of_the_mocked_topology(cluster, topology):
+    assert rehearsal.mock_topology(cluster) == topology
+
+
+def test_the_process_on_the_gpu_sees_one_gpu_and_no_cuda_graphs():
+    experiment = load(TINY, ON_16)
+    given = {"CUDA_VISIBLE_DEVICES": "3,5", "XLA_FLAGS": "--xla_gpu_enable_command_buffer=FUSION --xla_x=1"}
+    found = rehearsal.gpu_environment(experiment, given)
+    assert found["CUDA_VISIBLE_DEVICES"] == "3"
+    assert found["XLA_FLAGS"].split() == ["--xla_x=1", "--xla_gpu_enable_command_buffer="]
+    assert found["JAX_MOCK_GPU_TOPOLOGY"] == "2x8x1"
+    assert float(found["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == experiment.train.memory_fraction
+
+
+def test_without_a_gpu_the_verb_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rehearsal, "gpus_here", lambda: 0)
+    out = tmp_path / "run"
+    assert main(["rehearse", TINY, "--set", ON_16[0], "--set", ON_16[1], "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "a rehearsal runs on one real NVIDIA GPU, and there is none here" in said
+    assert "--recorded" in said
+    assert not out.exists()
+
+
+def test_a_cluster_of_cpus_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no GPUs to rehearse"):
+        rehearsal.run(load("configs/experiments/llama_debug_cpu.toml"), tmp_path, steps=1)
+
+
+def test_a_rehearsal_that_runs_out_of_memory_says_what_helps(tmp_path, monkeypatch):
+    monkeypatch.setattr(rehearsal, "gpus_here", lambda: 1)
+    monkeypatch.setattr(
+        rehearsal, "COMMAND", ("-c", "import sys; print('x\\nRESOURCE_EXHAUSTED: 90 GiB'); sys.exit(1)")
+    )
+    with pytest.raises(RunError, match=r"exit code 1.*RESOURCE_EXHAUSTED: 90 GiB[\s\S]*says what makes it fit"):
+        rehearsal.run(load(TINY, ON_16), tmp_path, steps=1)
+
+
+def test_recorded_needs_a_folder(capsys):
+    assert main(["rehearse", TINY, "--recorded"]) == 2
+    assert "--recorded reads a rehearsal's run folder, and none is named" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_capture_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="there is no captured trace"):
+        rehearsal.measure(load(TINY, ON_16), tmp_path)
+
+
+# ----------------------------------------------------------------------------- a made-up capture of a real H100 program
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """A step compiled for 16 absent H100s, as the one GPU of a rehearsal would compile it."""
+    experiment = load(TINY, ON_16)
+    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
+    program = make_train_step(experiment, mesh)
+    args = (program.abstract_state, program.abstract_batch)
+    options = {**program.xla_options, **experiment.xla}
+    compiled = compile_absent(program.step, args, mesh=mesh, cluster=experiment.cluster, options=options)
+    module = load_module(compiled.module)
+    return experiment, module, compiled.module, read_schedule(module, experiment.mesh.placement(experiment.cluster))
+
+
+def kernels_of(schedule):
+    """Name -> (milliseconds that the made-up trace gives it, runs a step); each kernel its own number."""
+    found = {}
+    for i, times in schedule.walk():
+        if i.kind == "kernel":
+            found[i.name] = (1 + len(found) % 7, times)
+    return found
+
+
+def write_capture(folder, experiment, module, serialized, kernels, *, pipeline=None, kind=None):
+    """The files that a rehearsal leaves: one GPU, STEPS steps, kernels back to back, no collective."""
+    trace = folder / "trace"
+    session = trace / "plugins" / "profile" / "p0"
+    session.mkdir(parents=True)
+    (trace / "program-p0.hlo.pb.gz").write_bytes(gzip.compress(serialized))
+    (session / "host.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(xspace(module.name, kernels)))
+    mesh = experiment.mesh
+    record = {
+        "process": 0,
+        "processes": 16,
+        "host": "made-up",
+        "platform": "gpu",
+        "device_kind": kind,
+        "devices": [{"id": 0, "ordinal": 0}],
+        "mesh": {"axes": mesh.axis_names, "shape": mesh.shape,
+                 "device_ids": mesh.device_order(experiment.cluster).reshape(-1).tolist()},
+        "mesh_spec": mesh.to_dict(),
+        "cluster": experiment.cluster.to_dict(),
+        "module": module.name,
+        "program_file": "program-p0.hlo.pb.gz",
+        "first_step": 2,
+        "num_steps": STEPS,
+        "partitioner": "shardy",
+        "work": {"model_flops": 1e12, "model_flops_causal": 1e12, "tokens": 1024, "training_steps": 10,
+                 "pipeline": pipeline},
+        "memory": {"pool_bytes": 70 * 2**30, "peak_bytes": 2**30},
+        "captured_processes": [0],
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+    }  # fmt: skip
+    (trace / "capture-p0.json").write_text(json.dumps(record))
+
+
+def xspace(module, kernels):
+    """Text of an XSpace as CUPTI's collector writes it: one stream of kernels, numbered by run."""
+    events, names, now = [], list(kernels), 0
+    for run in range(STEPS):
+        for name, (milliseconds, times) in kernels.items():
+            for _ in range(times):
+                stats = (
+                    f'stats{{metadata_id:1 str_value:"{name}"}} stats{{metadata_id:2 str_value:"{module}"}} '
+                    f"stats{{metadata_id:3 int64_value:{run}}}"
+                )
+                offset, length = now * NS * 1000, milliseconds * NS * 1000  # picoseconds
+                metadata_id = names.index(name) + 1
+                events.append(f"events{{metadata_id:{metadata_id} offset_ps:{offset} duration_ps:{length} {stats}}}")
+                now += milliseconds
+        now += 5
+    meta = "".join(f'event_metadata{{key:{i} value{{id:{i} name:"{n}"}}}}' for i, n in enumerate(names, 1))
+    keys = enumerate(("hlo_op", "hlo_module", "run_id"), 1)
+    meta += "".join(f'stat_metadata{{key:{i} value{{id:{i} name:"{n}"}}}}' for i, n in keys)
+    return f'planes{{id:1 name:"/device:GPU:0" lines{{id:1 name:"Stream #7(Kernel)" {"".join(events)}}} {meta}}}'
+
+
+@pytest.mark.deviceless
+def test_measured_kernels_and_modelled_collectives_make_one_step(planned, tmp_path):
+    experiment, module, serialized, schedule = planned
+    kernels = kernels_of(schedule)
+    write_capture(tmp_path, experiment, module, serialized, kernels)
+    found = rehearsal.measure(experiment, tmp_path)
+    report = found.report
+    check_invariants(report)
+    assert report.source == "rehearse"
+    seconds = sum(milliseconds * times for milliseconds, times in kernels.values()) * 1e-3
+    assert report.step.compute_s == pytest.approx(seconds, rel=1e-9)
+    rows = {(r.collective, r.axes): r for r in report.communication}
+    assert rows, "the collectives of the program are in the report although none of them ran"
+    assert all(r.time_s > 0 for r in rows.values())
+    assert report.step.time_s >= seconds
+    assert report.memory.peak_bytes == 2**30
+    assert report.memory.fits
+    assert report.memory.nccl_bytes > 0
+    codes = {w.code for w in report.warnings}
+    assert {"rehearsal_values", "rehearsal_contention", "rehearsal_nccl_memory", "rehearsal_collectives"} <= codes
+    assert "rehearsal_collectives_differ" not in codes
+    assert not {"missing_processes", "process_subset", "collective_counts"} & codes
+
+
+@pytest.fixture
+def as_planned(planned, monkeypatch):
+    """The planned program is the one that was captured: one compile less."""
+    monkeypatch.setattr(rehearsal, "planned_schedule", lambda _: planned[3])
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("as_planned")
+def test_its_rates_are_a_calibration_that_plans_read(planned, tmp_path):
+    experiment, module, serialized, schedule = planned
+    kernels = kernels_of(schedule)
+    write_capture(tmp_path, experiment, module, serialized, kernels)
+    file = rehearsal.measure(experiment, tmp_path).calibration
+    rates = calibration.load(file).rates
+    # held against the kernel model: with these rates it gives all matmuls together the seconds that they took
+    modelled, measured = 0.0, 0.0
+    for instructions in schedule.computations.values():
+        for i in instructions:
+            if i.kind == "kernel" and i.cost.matmul_flops:
+                modelled += kernel_work(i.cost, experiment.cluster.gpu, rates).arithmetic_s
+                measured += kernels[i.name][0] * 1e-3
+    assert modelled == pytest.approx(measured)
+    assert rates.memory_bytes_per_s is not None
+    calibrated = load(TINY, (*ON_16, f'cluster.calibration="{file}"')).cluster
+    assert calibrated.calibration == str(file)
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("as_planned")
+def test_an_instruction_that_is_several_kernels_takes_all_of_them(planned, tmp_path):
+    """As cuDNN's attention backward: a trace shows three kernels of that name each time that it runs."""
+    experiment, module, serialized, schedule = planned
+    kernels = {name: (milliseconds, 3 * times) for name, (milliseconds, times) in kernels_of(schedule).items()}
+    write_capture(tmp_path, experiment, module, serialized, kernels)
+    found = rehearsal.measure(experiment, tmp_path)
+    seconds = sum(milliseconds * times for milliseconds, times in kernels.values()) * 1e-3
+    assert found.report.step.compute_s == pytest.approx(seconds, rel=1e-9)
+    rates = calibration.load(found.calibration).rates
+    every = [i for body in schedule.computations.values() for i in body if i.kind == "kernel" and i.cost.matmul_flops]
+    busy = sum(3e-3 * kernels_of(schedule)[i.name][0] for i in every)
+    modelled = sum(kernel_work(i.cost, experiment.cluster.gpu, rates).arithmetic_s for i in every)
+    assert modelled == pytest.approx(busy)
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("as_planned")
+@pytest.mark.parametrize(
+    ("kind", "key", "warns"),
+    [
+        (None, "h100_sxm", False),
+        ("NVIDIA H100 80GB HBM3", "h100_sxm", False),
+        ("NVIDIA H200", "h200", True),
+        ("NVIDIA X1", "NVIDIA X1", True),
+    ],
+)
+def test_kernels_of_another_gpu_are_named_and_calibrate_that_one(planned, tmp_path, kind, key, warns):
+    experiment, module, serialized, schedule = planned
+    write_capture(tmp_path, experiment, module, serialized, kernels_of(schedule), kind=kind)
+    found = rehearsal.measure(experiment, tmp_path)
+    assert ("rehearsal_other_gpu" in {w.code for w in found.report.warnings}) is warns
+    measured_on = calibration.load(found.calibration).measured_on
+    assert measured_on is not None
+    assert measured_on.gpu == key
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("as_planned")
+def test_of_a_pipeline_the_masked_slots_are_told(planned, tmp_path):
+    """Half of what the layer `up` does counts; what the schedule costs is in the report as a plan has it."""
+    experiment, module, serialized, schedule = planned
+    kernels = kernels_of(schedule)
+    counts = dict.fromkeys(("stages", "virtual_stages", "microbatches", "layers", "padding_layers", "warmup_ticks",
+                            "steady_ticks", "drain_ticks", "slots"), 1)  # fmt: skip
+    pipeline = {**counts, "axis": "data", "schedule": "1f1b", "bubble_fraction": 0.5, "executed_over_useful": 2.0,
+                "picture": [["F0"]], "useful": {"/up/": 0.5}}  # fmt: skip
+    write_capture(tmp_path, experiment, module, serialized, kernels, pipeline=pipeline)
+    report = rehearsal.measure(experiment, tmp_path).report
+    masked = {i.name for i, _ in schedule.walk() if "/up/" in i.source and i.kind == "kernel"}
+    assert masked
+    seconds = sum(milliseconds * times for name, (milliseconds, times) in kernels.items() if name in masked) * 1e-3
+    assert report.step.bubble_s == pytest.approx(seconds / 2)
+    assert report.pipeline is not None
+    assert (report.pipeline.axis, report.pipeline.bubble_fraction) == ("data", 0.5)
+
+
+@pytest.mark.deviceless
+@pytest.mark.usefixtures("as_planned")
+def test_kernels_that_the_trace_lacks_are_priced_and_named(planned, tmp_path, monkeypatch):
+    experiment, module, serialized, schedule = planned
+    kernels = kernels_of(schedule)
+    largest = max(schedule.walk(), key=lambda pair: pair[0].cost.bytes_accessed if pair[0].kind == "kernel" else 0)[0]
+    left = {name: times for name, times in kernels.items() if name != largest.name}
+    write_capture(tmp_path, experiment, module, serialized, left)
+    monkeypatch.setattr(rehearsal, "_NOTABLE", 0.0)  # made-up kernels take milliseconds, and the missing one does not
+    report = rehearsal.measure(experiment, tmp_path).report
+    assert report.step.compute_s > sum(milliseconds * times for milliseconds, times in left.values()) * 1e-3
+    (warning,) = [w for w in report.warnings if w.code == "rehearsal_unnamed"]
+    assert largest.name in warning.message
+
+
+@pytest.mark.deviceless
+def test_another_mesh_and_another_program_are_told(planned, tmp_path):
+    experiment, module, serialized, schedule = planned
+    write_capture(tmp_path, experiment, module, serialized, kernels_of(schedule))
+    with pytest.raises(TraceError, match=r"the capture is of a mesh \{'data': 2, 'fsdp': 8\}"):
+        rehearsal.measure(load(TINY, (ON_16[0], "mesh={ data = { infiniband = 2, nvlink = 2 }, fsdp = 4 }")), tmp_path)
+    wider = load(TINY, (*ON_16, "model.mlp=512"))
+    found = {w.code: w.message for w in rehearsal.measure(wider, tmp_path).report.warnings}
+    assert re.search(r"\d+ (fewer|more) all-gather bf16 over fsdp of", found["rehearsal_collectives_differ"])
+
+
+# ---------------------------------------------------------------------------------- the process of the GPU, on CPUs
+
+
+def test_the_process_of_the_gpu_compiles_with_the_options_of_the_plan():
+    """Those of GPUs, those that follow from the program, and the user's, which win."""
+    experiment = load(TINY, (*ON_16, "xla.xla_gpu_graph_level=0"))
+    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
+    program = make_train_step(experiment, mesh)
+    asked = []
+
+    class Lowered:
+        def compile(self, compiler_options):
+            asked.append(compiler_options)
+            return self
+
+        def memory_analysis(self):
+            return None
+
+    lowered = replace(program, step=SimpleNamespace(lower=lambda *_: Lowered()))
+    made = compile_step(lowered, experiment)
+    derived = derive_options(experiment, program, mesh)
+    assert derived
+    assert asked == [made.options]
+    assert made.options == compiler_options(experiment.cluster.gpu, {"xla_gpu_graph_level": 0}, derived)
+
+
+@pytest.mark.slow
+def test_the_process_of_the_gpu_captures_the_steps_it_is_asked_for(tmp_path):
+    """On eight virtual devices instead of one GPU of many: the same function, all devices its own."""
+    experiment = load("configs/experiments/llama_debug_cpu.toml")
+    rehearsal_gpu.rehearse(experiment, list(jax.devices()), tmp_path, 2)
+    record = json.loads((tmp_path / "trace" / "capture-p0.json").read_text())
+    assert (record["first_step"], record["num_steps"]) == (rehearsal_gpu.WARM_UP, 2)
+    assert len(record["devices"]) == 8
+    assert record["work"]["tokens"] == 16 * 128

@@ -1,0 +1,91 @@
+"""A run folder loses nothing: bad numbers, bad files and changed recipes stop a run before they cost one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError, RunError, TraceError
+from meshkit.runs.metrics import read_metrics
+from meshkit.verbs.train import trainer
+
+EXPERIMENT = Path(__file__).parents[3] / "configs" / "experiments" / "mlp.toml"
+CPU = ["cluster=cpu8", "mesh.fsdp=8", "train.steps=2", "checkpoint.every=1", "train.evaluate_every=0"]
+
+
+def run(out, *overrides, console=None):
+    return trainer.train(load(EXPERIMENT, [*CPU, *overrides]), out, console=console or Console(quiet=True))
+
+
+@pytest.fixture
+def finished(tmp_path):
+    run(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def checkpoints(folder):
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(finished):
+    before = checkpoints(finished)
+    with pytest.raises(RunError, match=r"at step 4.*\n.*\n.*last good checkpoint is kept"):
+        run(finished, "train.steps=6", "optimizer.learning_rate=1e38", "checkpoint.every=10")
+    assert checkpoints(finished) == before
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line, parse_constant=lambda c: pytest.fail(f"{c} is not JSON")) for line in lines)
+
+
+def test_when_no_checkpoint_is_intact_every_attempt_is_refused_and_nothing_is_lost(finished):
+    for manifest in (finished / "checkpoints").glob("*/meshkit.json"):
+        manifest.write_text('{"files": 5}')
+    metrics = (finished / "metrics.jsonl").read_text()
+    before = checkpoints(finished)
+    for _ in range(2):
+        with (
+            pytest.warns(UserWarning, match="is corrupt"),
+            pytest.raises(TraceError, match="none of the 2 checkpoints"),
+        ):
+            run(finished, "train.steps=3")
+    assert (finished / "metrics.jsonl").read_text() == metrics
+    assert checkpoints(finished) == before
+
+
+def test_what_the_order_of_the_data_depends_on_cannot_change(finished):
+    text = (finished / "experiment.toml").read_text()
+    for change in ("train.seed=9", "data.seed=3", "train.global_batch=128"):
+        with pytest.raises(ConfigError, match=change.split("=")[0]):
+            run(finished, change)
+    assert (finished / "experiment.toml").read_text() == text
+
+
+def test_other_changes_of_the_recipe_are_told(finished, tmp_path):
+    with open(tmp_path / "out.txt", "w") as log:
+        run(finished, "train.steps=3", "optimizer.learning_rate=0.5", console=Console(file=log, width=200))
+    told = (tmp_path / "out.txt").read_text()
+    assert "optimizer.learning_rate was" in told
+    assert "is now 0.5" in told
+
+
+@pytest.mark.parametrize("content", [b"", b"not = = toml", b"\xff\xfe"])
+def test_a_damaged_experiment_file_of_a_run_is_an_error_with_a_way_out(finished, content):
+    (finished / "experiment.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"another --out"):
+        run(finished, "train.steps=3")
+
+
+def test_a_bad_line_of_the_metrics_costs_that_line_only(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n{"st\xff\n5\n{"a": 1}\n{"step": 2, "loss": 1.0}\n{"step": 3, "lo')
+    assert [r["step"] for r in read_metrics(path)] == [1, 2]
+
+
+def test_a_run_that_fails_early_leaves_the_experiment_of_the_run_alone(finished):
+    text = (finished / "experiment.toml").read_text()
+    with pytest.raises(ConfigError, match="no GPU is attached"):
+        run(finished, "cluster=dgx_h100", "train.steps=3")
+    assert (finished / "experiment.toml").read_text() == text

@@ -1,0 +1,105 @@
+"""Training end to end on a tiny Llama: learning, resuming, signals, and what a run folder holds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError
+from meshkit.runs.metrics import read_metrics
+from meshkit.verbs.train import trainer
+
+EXPERIMENT = Path(__file__).parents[3] / "configs" / "experiments" / "llama_debug_cpu.toml"
+TINY = [
+    *("model.embed=32", "model.mlp=64", "model.heads=4", "model.kv_heads=2", "model.head_dim=8"),
+    *("train.global_batch=8", "train.sequence_length=32", "profile.steps=[1,1]", "train.evaluate_every=0"),
+    *("optimizer.schedule=constant", "optimizer.warmup_steps=0", "train.evaluate_batches=1"),
+]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    return tmp_path / "corpus"
+
+
+def run(corpus, out, *overrides, **options):
+    spec = load(EXPERIMENT, [*TINY, f"data.source={corpus}", *overrides])
+    return trainer.train(spec, out, console=Console(quiet=True), **options)
+
+
+def losses(out) -> list[float]:
+    return [r["loss"] for r in read_metrics(out / "metrics.jsonl")]
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(corpus, tmp_path):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    whole = run(corpus, straight, "train.steps=7", "checkpoint.every=3")
+    run(corpus, resumed, "train.steps=3", "checkpoint.every=3")
+    result = run(corpus, resumed, "train.steps=7", "checkpoint.every=3")
+    assert result.resumed_step == 3
+    assert losses(resumed) == losses(straight)
+    assert (result.step, result.loss) == (7, whole.loss)
+    assert whole.loss < losses(straight)[0]
+
+    again = run(corpus, resumed, "train.steps=7", "checkpoint.every=3")  # nothing left to do
+    assert (again.step, again.resumed_step, again.loss) == (7, 7, whole.loss)
+    assert len(losses(resumed)) == 7
+
+
+def test_a_run_folder_holds_what_the_contract_says(corpus, tmp_path):
+    out = tmp_path / "run"
+    result = run(corpus, out, "train.steps=4", "train.evaluate_every=2", "profile.steps=[2,3]")
+    assert load(out / "experiment.toml").train.steps == 4
+    records = read_metrics(out / "metrics.jsonl")
+    for record in records:  # the counters that need no trace: where a step's time went on the host
+        parts = (record["data_wait_s"], record["device_wait_s"], record["host_s"])
+        assert min(parts) >= 0
+        assert record["device_wait_s"] <= record["step_time_s"]
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
+    assert {"loss", "step_time_s", "tokens_per_s", "mfu", "grad_norm", "learning_rate", "weight"} <= set(records[0])
+    assert records[0]["weight"] == 8 * 32
+    assert records[0]["mfu"] is None  # a virtual CPU device has no peak
+    assert [r["step"] for r in records if "evaluation_loss" in r] == [2, 4]
+    assert result.evaluation_loss == records[-1]["evaluation_loss"]
+    assert (out / "trace" / "capture-p0.json").is_file()
+    assert result.to_dict()["schema"] == "meshkit.train/1"
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "every", "saved"),
+    [
+        (signal.SIGTERM, trainer.Preempted, 0, True),
+        (signal.SIGINT, KeyboardInterrupt, 100, True),
+        (signal.SIGINT, KeyboardInterrupt, 0, False),
+    ],
+)
+def test_a_signal_stops_after_the_step(corpus, tmp_path, monkeypatch, number, error, every, saved):
+    update = trainer.StepProgress.update
+
+    def send_at_two(self, record):
+        update(self, record)
+        if record["step"] == 2:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(trainer.StepProgress, "update", send_at_two)
+    with pytest.raises(error) as caught:
+        run(corpus, tmp_path / "run", "train.steps=9", f"checkpoint.every={every}")
+    done = losses(tmp_path / "run")
+    assert len(done) < 9
+    assert ([p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [str(len(done))]) == saved
+    if number == signal.SIGTERM:
+        assert caught.value.exit_code == 75
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_folder_of_another_model_is_refused(corpus, tmp_path):
+    run(corpus, tmp_path, "train.steps=1")
+    with pytest.raises(ConfigError, match=r"this run has model.mlp = 64, but the experiment now says 128"):
+        run(corpus, tmp_path, "train.steps=1", "model.mlp=128")

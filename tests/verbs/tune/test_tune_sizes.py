@@ -1,0 +1,120 @@
+"""tune over several sizes of the cluster, what it asks of the winner, and why that wins: with made-up plans."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError
+from meshkit.report.schema import Report, StepPart, Warning_, WindowPart
+from meshkit.verbs.plan import workers as pool
+from meshkit.verbs.plan.outcome import OutcomeRow, outcome_of
+from meshkit.verbs.plan.plan_warnings import HOST_MEMORY_EXCEEDED
+from meshkit.verbs.tune.reasons import differences, why
+from meshkit.verbs.tune.sizes import parse_hosts
+from meshkit.verbs.tune.tuner import tune
+from tests.verbs.tune.test_tune import AXES, ON_16, TINY, MadeUpWorkers, by_length, made_up
+
+
+def by_gpus(settings):
+    """Twice the hosts are 1.6 times as fast: 1 s on 2 hosts; each further choice saves 10 ms."""
+    hosts = next((int(s.partition("=")[2]) for s in settings if s.startswith("cluster.hosts")), 2)
+    return (2 / hosts) ** 0.678 * (1.0 - 0.01 * sum(s.startswith("train.") for s in settings))
+
+
+class SizedWorkers(MadeUpWorkers):
+    def next(self):
+        outcome = super().next()
+        hosts = next((int(s.partition("=")[2]) for s in outcome.settings if s.startswith("cluster.hosts")), 2)
+        return outcome.model_copy(update={"num_gpus": 8 * hosts})
+
+
+@pytest.mark.parametrize(("objective", "gpus"), [("time", 16), ("gpu_hours", 8)])
+def test_other_sizes_get_a_share_and_the_objective_says_whose_winner_it_is(monkeypatch, tmp_path, objective, gpus):
+    workers = SizedWorkers(by_gpus)
+    monkeypatch.setattr(pool, "Workers", lambda *_: workers)
+    batch = (*ON_16, "train.global_batch=32")
+    search = {"out": tmp_path, "budget": 12, "jobs": 2, "axes": ["fsdp"], "hosts": (1, 2, 4), "objective": objective}
+    report = tune(TINY, batch, **search)
+    assert Counter(o.num_gpus for o in report.outcomes) == {16: 8, 8: 2, 32: 2}
+    assert (report.winner.num_gpus, report.base.num_gpus, report.objective) == (gpus, 16, objective)
+    assert {report.outcomes[i].num_gpus for i in report.pareto} == {8, 16, 32}
+    for outcome in report.outcomes[8:]:
+        loaded = load(TINY, (*batch, *outcome.settings))  # the same batch, on a mesh of that size
+        assert (loaded.mesh.size, loaded.train.global_batch) == (loaded.cluster.hosts * 8, 32)
+    assert load(tmp_path / "winner.toml").cluster.num_gpus == gpus
+    said = [text for text in report.why if "GPU seconds" in text]
+    assert said == ([] if objective == "time" else [said[0]])
+    monkeypatch.setattr(pool, "Workers", lambda *_: SizedWorkers(lambda _: 1 / 0))  # a second sitting plans nothing
+    assert tune(TINY, batch, **search).reused == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hosts": (1,), "budget": 2}, "2 variants are too few for 2 sizes"),
+        ({"objective": "cost"}, "'cost' is no objective"),
+        ({"hosts": (0,)}, "no cluster of 0 hosts: .*hosts"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        tune(TINY, ON_16, **options)
+
+
+@pytest.mark.parametrize("text", ["4,x", "0", "4,,8", "-1"])
+def test_hosts_are_a_list_of_numbers(text):
+    assert parse_hosts("8, 4,8") == (4, 8)
+    assert parse_hosts(None) == ()
+    with pytest.raises(ConfigError, match="is no list of hosts"):
+        parse_hosts(text)
+
+
+def test_a_plan_that_needs_more_host_memory_than_there_is_does_not_fit():
+    parts = {"window": WindowPart(steps=1, devices=1), "step": StepPart()}
+    report = Report(source="plan", warnings=(Warning_(code=HOST_MEMORY_EXCEEDED, message="too much"),), **parts)
+    assert outcome_of(report, (), {}, 1.0).status == "does_not_fit"
+    assert outcome_of(report.model_copy(update={"warnings": ()}), (), {}, 1.0).status == "fits"
+
+
+def test_the_reason_names_what_is_no_longer_computed_twice_and_small_collectives_that_went_away():
+    """HFU 60 % of 12 s and 50.4 % of 10 s: 0.7 of the FLOP; 20 ms of a 10 s step are gone, though a mere 0.2 %."""
+
+    def outcome(settings, time_s, hfu, exposed_s, host_bytes=None):
+        row = OutcomeRow(axes=("fsdp",), link="infiniband", collective="all-gather", dtype="bf16", count=1)
+        rows = (row.model_copy(update={"time_s": 1.0, "exposed_s": exposed_s}),)
+        made = made_up(settings, time_s, rows=rows, compute_s=time_s - exposed_s)
+        return made.model_copy(update={"hfu": hfu, "host_bytes": host_bytes})
+
+    base, winner = outcome((), 12.0, 0.6, 0.02), outcome(("a=1",), 10.0, 0.504, 0.0005, 2**30)
+    said = why(base, winner, differences(base, winner))
+    waits = "1.00 GiB of each GPU wait in host memory instead"
+    assert said[1:] == (
+        f"30.0 % of the matmul FLOP, which the model itself does not need, no longer run; {waits}.",
+        "compute fell from 12.0 s to 10.00 s.",
+        "exposed all-gather bf16 over fsdp on infiniband went away but for 500 us: 20.0 ms before.",
+    )
+
+
+def test_the_reason_names_the_collective_that_went_away(monkeypatch):
+    def row(axes, link, exposed):
+        return OutcomeRow(
+            axes=axes, link=link, collective="all-gather", dtype="bf16", count=1, time_s=exposed, exposed_s=exposed
+        )
+
+    class Two(MadeUpWorkers):
+        def next(self):
+            settings = self.waiting.pop(0)
+            slow = row(("fsdp",), "infiniband", 0.5)
+            rows = (row(("fsdp",), "nvlink", 0.1),) if settings else (slow, row(("fsdp",), "nvlink", 0.1))
+            return made_up(settings, 0.6 if settings else 1.1, compute_s=0.5, rows=rows)
+
+    monkeypatch.setattr(pool, "Workers", lambda *_: Two(by_length))
+    report = tune(TINY, ON_16, budget=2, jobs=1, axes=AXES)
+    assert report.why == (
+        "a step takes 600 ms instead of 1.10 s (-45.5 %).",
+        "exposed all-gather bf16 over fsdp on infiniband went away: 500 ms.",
+    )
+    assert sum(d.saved_s for d in report.differences) == pytest.approx(0.5)
