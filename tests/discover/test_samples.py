@@ -7,7 +7,7 @@ import pytest
 from meshkit.config.cluster import Cluster
 from meshkit.discover import parse_matrices, read_matrix, read_xml, to_cluster
 from meshkit.errors import ConfigError
-from meshkit.verbs.topo import topo as run
+from meshkit.verbs.topo.topo import run
 
 DATA = Path(__file__).parents[1] / "data/topo"
 NVLINK8 = {"hosts": 1, "gpus_per_host": 8, "nvlink_domain_size": 8, "scale_up": "nvlink"}

@@ -95,7 +95,7 @@ def write_page(path: str | Path, headline: str, body: Sequence[str], figures: Ma
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
     """
-    frame = Template(resources.files("meshkit.report").joinpath("page.html").read_text(encoding="utf-8"))
+    frame = Template(resources.files("meshkit.report.views").joinpath("page.html").read_text(encoding="utf-8"))
     # "</script>" would end the element that holds the data, "<!--<script>" would keep its own end from being seen
     data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     text = frame.substitute(title=escape(headline), body="\n".join(body), figures=data, plotly=_plotly())

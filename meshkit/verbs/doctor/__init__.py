@@ -2,8 +2,3 @@
 
 environment, files, packages -> checks -> Diagnosis (JSON, terminal); with a gang: one collective over all processes
 """
-
-from meshkit.verbs.doctor.checkup import examine
-from meshkit.verbs.doctor.diagnosis import Diagnosis, Result
-
-__all__ = ["Diagnosis", "Result", "examine"]

@@ -10,8 +10,9 @@ from rich.console import Console
 from meshkit.config.cluster import Cluster
 from meshkit.discover import FixtureProbe, LiveProbe, record
 from meshkit.errors import ConfigError, TraceError
-from meshkit.verbs.topo import TopoReport, render, topo_json_schema
-from meshkit.verbs.topo import topo as run
+from meshkit.verbs.topo.topo import run
+from meshkit.verbs.topo.topo_report import TopoReport, topo_json_schema
+from meshkit.verbs.topo.topo_view import render
 
 DATA = Path(__file__).parents[2] / "data/topo"
 P4D = DATA / "aws-ofi-nccl/topology_p4d-24xl-topo.xml"
