@@ -32,9 +32,9 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _PLAIN_LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _SHAPE = re.compile(r"=\s*(\((?:[^()]|\([^()]*\))*\)|\S+)\s+[\w\-]+\(")
 _LAYOUT = re.compile(r"\{[^}]*\}|/\*[^*]*\*/|\s")
-_NOT_USERS = re.compile(
+_NOT_USERS = re.compile(  # `training` and `xla` are in programs that earlier versions captured
     r"^<|(?:^|/)bin/[^/]*$|/site-packages/|/dist-packages/|/lib/python\d"
-    r"|(?:^|/)meshkit/(?:\w+\.py$|(?:parallel|sharding|training|xla)/)"
+    r"|(?:^|/)meshkit/(?:\w+\.py$|(?:compile|lint|parallel|sharding|step|verbs|training|xla)/)"
 )
 
 
