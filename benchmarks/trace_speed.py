@@ -94,7 +94,7 @@ def measure(file: Path, devices: int, steps: int, layers: int) -> dict[str, floa
         rows=rows,
         num_steps=steps,
     )
-    report = summarize(found.steps, sweeps=found.sweeps, kernels=found.kernels, source="profile")
+    report = summarize(found.steps, swept=found, source="profile")
     seconds = time.process_time() - began
     peak = _memory_bytes("VmHWM") - before
     step = report.step

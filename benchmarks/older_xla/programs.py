@@ -24,7 +24,6 @@ from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
 from meshkit.step.train_step import make_train_step
-from meshkit.verbs.plan.planner import placement_of
 
 # Of jaxlib 0.4.38 (December 2024), the oldest that compiles without a GPU.
 STABLEHLO = "1.8.0"
@@ -99,7 +98,7 @@ def schedule_by(
     child = Path(__file__).with_name("child.py")
     subprocess.run([python, child, folder], check=True, capture_output=True, text=True, timeout=timeout_s)
     (found,) = (folder / "dump").iterdir()
-    return read_schedule(load_module(with_groups(found.read_bytes())), placement_of(mesh, experiment.cluster))
+    return read_schedule(load_module(with_groups(found.read_bytes())), mesh.placement(experiment.cluster))
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from meshkit.hlo.module import Schedule, load_module, read_schedule
 from meshkit.predict.simulate import Simulation, simulate
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
-from meshkit.verbs.plan.planner import placement_of
 
 TIMEOUT_S = 900.0
 
@@ -93,7 +92,7 @@ def get_program(toml: str, folder: Path) -> tuple[Program, bool]:
         cached = True
     facts, module = found
     loaded = load_module(module)
-    schedule = read_schedule(loaded, placement_of(mesh, experiment.cluster))
+    schedule = read_schedule(loaded, mesh.placement(experiment.cluster))
     return Program(experiment, schedule, facts["peak_bytes"], facts["gradients_bytes"], users(loaded)), cached
 
 
@@ -117,5 +116,9 @@ def _compile(experiment: Experiment, mesh: DescribedMesh) -> tuple[dict[str, Any
         options={**program.xla_options, **experiment.xla},
         timeout_s=TIMEOUT_S,
     )
-    facts = {"peak_bytes": compiled.peak_bytes, "gradients_bytes": program.gradients_bytes, "memory": compiled.memory}
+    facts = {
+        "peak_bytes": compiled.peak_bytes,
+        "gradients_bytes": program.facts.gradients_bytes,
+        "memory": compiled.memory,
+    }
     return facts, compiled.module

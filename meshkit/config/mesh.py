@@ -147,16 +147,7 @@ class MeshSpec:
     def placement(self, cluster: Cluster) -> Placement:
         """Which GPU, domain and host each partition of the mesh is on."""
         spec = self.resolve(cluster)
-        gpus = spec.device_order(cluster).reshape(-1)
-        per_domain = cluster.gpus_used_per_domain
-        domains = gpus // per_domain
-        places = domains * cluster.nvlink_domain_size + gpus % per_domain  # among all GPUs, used or not
-        hosts, local = places // cluster.gpus_per_host, places % cluster.gpus_per_host
-        rails = local * cluster.nics_per_host // cluster.gpus_per_host if cluster.nics_per_host else None
-        fabric = {"nvlink": cluster.link("nvlink").fabric}
-        if cluster.num_nvlink_domains > 1:
-            fabric["infiniband"] = cluster.link("infiniband").fabric
-        return Placement(spec.axis_names, spec.shape, gpus, domains, hosts, fabric, rails)
+        return Placement.of_gpus(spec.axis_names, spec.shape, spec.device_order(cluster).reshape(-1), cluster)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +178,27 @@ class Placement:
     def num_partitions(self) -> int:
         """Partitions of the program, one per device."""
         return math.prod(self.shape)
+
+    def domains_along(self) -> dict[str, int]:
+        """Axis -> the most NVLink domains that a line along it crosses."""
+        import numpy as np
+
+        ordered = self.domains.reshape(self.shape)
+        lines = {name: np.diff(np.sort(ordered, axis=i), axis=i) > 0 for i, name in enumerate(self.axis_names)}
+        return {name: 1 + int(new.sum(axis=i).max()) for i, (name, new) in enumerate(lines.items())}
+
+    @classmethod
+    def of_gpus(cls, axis_names: Sequence[str], shape: Sequence[int], gpus: np.ndarray, cluster: Cluster) -> Placement:
+        """Where the GPUs of a cluster are, given their indices in the order of the partitions."""
+        per_domain = cluster.gpus_used_per_domain
+        domains = gpus // per_domain
+        places = domains * cluster.nvlink_domain_size + gpus % per_domain  # among all GPUs, used or not
+        hosts, local = places // cluster.gpus_per_host, places % cluster.gpus_per_host
+        rails = local * cluster.nics_per_host // cluster.gpus_per_host if cluster.nics_per_host else None
+        fabric = {"nvlink": cluster.link("nvlink").fabric}
+        if cluster.num_nvlink_domains > 1:
+            fabric["infiniband"] = cluster.link("infiniband").fabric
+        return cls(tuple(axis_names), tuple(shape), gpus, domains, hosts, fabric, rails)
 
     @classmethod
     def from_shape(

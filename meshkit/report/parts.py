@@ -9,6 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from meshkit.hlo.pipeline_report import ScheduleCost
+
 WaitMethod = Literal["clocked", "clock_free"]
 
 
@@ -23,6 +25,15 @@ class Part(BaseModel):
         protected_namespaces=(),
         json_schema_serialization_defaults_required=True,
     )
+
+
+class PipelinePart(ScheduleCost, Part):
+    """A pipeline's schedule and what it costs; closed forms of the schedule, but for the permutes."""
+
+    permute_count: int | float | None = None  # messages between stages a step and GPU
+    permute_s: float | None = None
+    permute_exposed_s: float | None = None  # the part of them under which nothing computes
+    picture: tuple[tuple[str, ...], ...] | None = None  # null where it would be very large
 
 
 class QualityPart(Part):

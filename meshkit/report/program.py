@@ -7,6 +7,7 @@ from importlib import metadata
 from meshkit.compile.program import CompiledProgram
 from meshkit.hlo.schedule import Schedule
 from meshkit.report.schema import OptionPart, ProgramPart
+from meshkit.trace.capture_record import CaptureRecord
 
 
 def program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
@@ -18,4 +19,15 @@ def program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
         jax=metadata.version("jax"),
         jaxlib=metadata.version("jaxlib"),
         partitioner=compiled.partitioner,
+    )
+
+
+def captured_program(record: CaptureRecord, schedule: Schedule | None) -> ProgramPart:
+    """Of a program that a process captured."""
+    return ProgramPart(
+        fingerprint=schedule.fingerprint if schedule else None,
+        options_hash=record.options_hash,
+        jax=record.jax,
+        jaxlib=record.jaxlib,
+        partitioner=record.partitioner,
     )

@@ -19,11 +19,11 @@ from meshkit.report.parts import (
     HistoryPart,
     KernelsPart,
     Part,
+    PipelinePart,
     QualityPart,
     StepSample,
     StragglersPart,
 )
-from meshkit.report.pipeline_part import PipelinePart
 
 SCHEMA = "meshkit.report/1"
 REPORT_FILE = "report.json"

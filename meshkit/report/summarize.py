@@ -6,23 +6,25 @@ plan hands in a simulated timeline, rehearse and profile a measured one; from he
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from meshkit.config.mesh import Placement
 from meshkit.hlo.instructions import InstructionInfo
+from meshkit.hlo.pipeline_report import PipelineReport, useful_flops
+from meshkit.hlo.schedule import Schedule
+from meshkit.predict.kernels import compute_peak_flops, peak_flops
+from meshkit.predict.network import checkpoint_time_s
 from meshkit.report.kernel_rows import Totals, kernels_part, totals_of
-from meshkit.report.parts import KernelsPart, QualityPart, StepSample, StragglersPart
+from meshkit.report.parts import PipelinePart, StepSample
 from meshkit.report.rows import communication_rows, group_rows
 from meshkit.report.schema import (
     ClusterPart,
     CommunicationPart,
-    CompilePart,
-    MemoryPart,
     MeshAxisPart,
-    ProgramPart,
     Report,
     Source,
     SpreadPart,
@@ -32,105 +34,101 @@ from meshkit.report.schema import (
     Warning_,
     WindowPart,
 )
+from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.timeline import Sweep, Timeline, sweep
 from meshkit.units import format_seconds
 
 if TYPE_CHECKING:
     from meshkit.config.cluster import Cluster
-    from meshkit.config.mesh import MeshSpec
+    from meshkit.predict.simulate import Simulation
 
 _ADDITIVE = ("time_s", "compute_s", "communication_s", "overlapped_s", "exposed_s", "other_s", "idle_s")
+_MOST_CELLS = 200_000  # of a pipeline's picture in report.json; a larger one is left out
 _TOLERANCE = 1e-6  # relative, of the contract: room for the rounding of sums over 1e5 spans, none for a wrong union
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one step computes, to relate its time to; None where unknown.
+class Machines:
+    """Where a program runs, and how much of that was seen."""
 
-    Attributes:
-        model_flops, model_flops_causal: FLOP of the model over all GPUs; the second halves the attention term.
-        hardware_flops_per_gpu: executed matmul FLOP of one GPU, with recompute.
-        tokens: tokens of a step over all GPUs.
-        peak_flops_per_gpu: dense peak of the compute precision, FLOP/s.
-        num_gpus: GPUs that share the work.
-    """
+    placement: Placement | None = None  # of its partitions
+    cluster: Cluster | None = None  # None where no description exists
+    processes_seen: int = 1
+    processes_expected: int = 1
 
-    model_flops: float | None = None
-    model_flops_causal: float | None = None
-    hardware_flops_per_gpu: float | None = None
-    tokens: float | None = None
-    peak_flops_per_gpu: float | None = None
-    num_gpus: int | None = None
+    @property
+    def num_gpus(self) -> int | None:
+        """GPUs that share the work."""
+        return self.placement.num_partitions if self.placement else None
+
+
+class Swept(Protocol):
+    """A timeline that somebody has swept already; its steps then need no spans."""
+
+    @property
+    def sweeps(self) -> Sequence[Sweep]: ...
+    @property
+    def kernels(self) -> Totals: ...
 
 
 def summarize(
     timeline: Timeline,
     *,
     source: Source,
-    cluster: Cluster | None = None,
-    mesh: MeshSpec | None = None,
-    mesh_axes: Sequence[Mapping] | None = None,
-    processes_seen: int = 1,
-    processes_expected: int = 1,
-    work: Work | None = None,
-    memory: MemoryPart | None = None,
-    program: ProgramPart | None = None,
-    compile: CompilePart | None = None,
-    training: TrainingPart | None = None,
-    step_bounds: tuple[float | None, float | None] = (None, None),
-    steps_per_execution: int = 1,
+    machines: Machines = Machines(),
+    facts: StepFacts = NO_FACTS,
     instructions: Mapping[str, InstructionInfo] | None = None,
-    sweeps: Sequence[Sweep] | None = None,
-    kernels: Totals | None = None,
-    quality: QualityPart | None = None,
-    stragglers: StragglersPart | None = None,
+    swept: Swept | None = None,
+    step_bounds: tuple[float | None, float | None] = (None, None),
     warnings: Sequence[Warning_] = (),
 ) -> Report:
     """The report of a timeline; every number is a mean over its device steps.
 
+    Parts that have nothing to do with the timeline (memory, program, compile, quality) are added to it by the caller.
+
     Args:
         timeline: simulated or measured; may have no steps, then times are None.
         source: which verb it comes from.
-        cluster, mesh: what the program runs on, where a description exists.
-        mesh_axes: `{"axis", "size", "nvlink", "infiniband"}` of each axis, where no spec exists.
-        work: to relate the step time to; what is unknown in it is None in the report.
-        memory, program, compile, training, quality, stragglers, warnings: parts that others computed.
-        step_bounds: (all_overlapped_s, all_exposed_s) of a prediction.
+        machines: what the program runs on.
+        facts: to relate the step time to; what is unknown in them is None in the report.
         instructions: name of an instruction -> what it is, for compute by kind and for lines of source.
-        sweeps: of the timeline's steps, where somebody has swept them already (the steps then need no spans).
-        kernels: what each of `timeline.op_names` took, where somebody has added it up already.
-        steps_per_execution: training steps in each step of the timeline, where one execution of the program makes
-            several (a round of local SGD).
+        swept: what is known of the timeline's steps and of its operations already.
+        step_bounds: (all_overlapped_s, all_exposed_s) of a prediction.
+        warnings: that others found.
 
     Raises:
         AssertionError: the result breaks an invariant of the report (a bug of ours).
     """
     row_of, groups = group_rows(timeline.collectives)
-    each = steps_per_execution
-    found = sweeps or [sweep(step, len(timeline.collectives), row_of) for step in timeline.steps]
-    sweeps = [swept.each_of(each) for swept in found]
-    lines = {name: info.line for name, info in (instructions or {}).items()}
-    rows = communication_rows(timeline, sweeps, row_of, groups, lines, cluster)
+    each, known = facts.steps_per_call, instructions or {}
+    found = swept.sweeps if swept else [sweep(step, len(timeline.collectives), row_of) for step in timeline.steps]
+    sweeps = [one.each_of(each) for one in found]
+    rows = communication_rows(
+        timeline, sweeps, row_of, groups, {name: info.line for name, info in known.items()}, machines.cluster
+    )
+    step = _step_part(timeline, sweeps, facts, machines.num_gpus, step_bounds)
+    totals = None
+    if timeline.steps and (known or facts.pipeline):
+        totals = swept.kernels if swept else totals_of(timeline)
+    if facts.pipeline and step.time_s is not None and totals:
+        bubble_s = _bubble_s(facts.pipeline, timeline.op_names, totals, known) / each
+        step = step.model_copy(update={"bubble_s": bubble_s, "bubble_fraction": bubble_s / step.time_s})
     report = Report(
         source=source,
-        cluster=cluster_part(cluster, work),
-        mesh=_mesh_part(mesh, mesh_axes),
+        cluster=cluster_part(machines.cluster, machines.num_gpus),
+        mesh=mesh_part(machines.placement) if machines.placement else (),
         window=WindowPart(
             steps=len({s.step for s in timeline.steps}) * each,
             devices=len({s.device for s in timeline.steps}),
-            processes_seen=processes_seen,
-            processes_expected=processes_expected,
+            processes_seen=machines.processes_seen,
+            processes_expected=machines.processes_expected,
         ),
-        step=_step_part(timeline, sweeps, work or Work(), step_bounds, each),
+        step=step,
         spread=SpreadsPart() if source == "plan" else _spreads(timeline, sweeps, each),
         communication=rows,
-        memory=memory or MemoryPart(),
-        program=program or ProgramPart(),
-        compile=compile or CompilePart(),
-        training=training or TrainingPart(),
-        kernels=_kernels(timeline, kernels, instructions, each),
-        quality=quality,
-        stragglers=stragglers,
+        training=training_cost(step.time_s, facts, machines),
+        pipeline=pipeline_part(facts.pipeline, rows) if facts.pipeline else None,
+        kernels=kernels_part(timeline.op_names, totals, known, steps_per_execution=each) if totals and known else None,
         per_step=None if source == "plan" else step_samples(timeline, sweeps, each),
         warnings=(*warnings, *_unmapped_warning(rows)),
     )
@@ -138,12 +136,36 @@ def summarize(
     return report
 
 
-def _kernels(
-    timeline: Timeline, totals: Totals | None, instructions: Mapping[str, InstructionInfo] | None, each: int
-) -> KernelsPart | None:
-    if not timeline.steps or not instructions:
-        return None
-    return kernels_part(timeline.op_names, totals or totals_of(timeline), instructions, steps_per_execution=each)
+def summarize_simulation(
+    simulation: Simulation,
+    schedule: Schedule,
+    *,
+    source: Source,
+    machines: Machines,
+    facts: StepFacts,
+    instructions: Mapping[str, InstructionInfo],
+    warnings: Sequence[Warning_],
+) -> Report:
+    """The report of a simulated step; see `summarize`.
+
+    MFU refers to the peak of the facts' precision, or of that in which the program has most of its FLOP.
+    """
+    each, flops, cluster = facts.steps_per_call, simulation.flops, machines.cluster
+    assert cluster is not None
+    executed = useful_flops(schedule, facts.pipeline) if facts.pipeline else sum(flops.values())
+    if facts.precision is not None or not flops:
+        peak = compute_peak_flops(cluster.gpu, facts.precision or "bf16")
+    else:
+        peak = peak_flops(cluster.gpu, max(flops, key=lambda dtype: flops[dtype]))
+    return summarize(
+        simulation.timeline,
+        source=source,
+        machines=machines,
+        facts=facts.model_copy(update={"hardware_flops_per_gpu": executed / each, "peak_flops_per_gpu": peak}),
+        instructions=instructions,
+        step_bounds=(simulation.all_overlapped_s / each, simulation.all_exposed_s / each),
+        warnings=warnings,
+    )
 
 
 def check_invariants(report: Report) -> None:
@@ -184,26 +206,23 @@ def check_invariants(report: Report) -> None:
             check(f"{name} ops' exposed_s", [op.exposed_s for op in row.ops], row.exposed_s)
 
 
-def training_cost(
-    step_time_s: float | None,
-    steps: int | None,
-    num_gpus: int | None,
-    price_per_gpu_hour: float | None,
-    checkpoint_s: float | None = None,
-) -> TrainingPart:
-    """Time and cost of `steps` steps at one step time; what cannot be known is None."""
+def training_cost(step_time_s: float | None, facts: StepFacts, machines: Machines) -> TrainingPart:
+    """Time and cost of the whole training at one step time; what cannot be known is None."""
+    steps, cluster = facts.training_steps, machines.cluster
+    checkpoint_s = checkpoint_time_s(facts.state_bytes, cluster) if cluster else None
     if step_time_s is None or steps is None:
         return TrainingPart(steps=steps, checkpoint_s=checkpoint_s)
     hours = step_time_s * steps / 3600
-    gpu_hours = hours * num_gpus if num_gpus else None
-    cost = gpu_hours * price_per_gpu_hour if gpu_hours is not None and price_per_gpu_hour is not None else None
+    gpu_hours = hours * machines.num_gpus if machines.num_gpus else None
+    price = cluster.price_per_gpu_hour if cluster else None
+    cost = gpu_hours * price if gpu_hours is not None and price is not None else None
     return TrainingPart(steps=steps, hours=hours, gpu_hours=gpu_hours, cost=cost, checkpoint_s=checkpoint_s)
 
 
-def cluster_part(cluster: Cluster | None, work: Work | None = None) -> ClusterPart:
+def cluster_part(cluster: Cluster | None, num_gpus: int | None = None) -> ClusterPart:
     """The cluster as a report has it; without a description only the number of GPUs."""
     if cluster is None:
-        return ClusterPart(num_gpus=work.num_gpus if work else None)
+        return ClusterPart(num_gpus=num_gpus)
     return ClusterPart(
         gpu=cluster.gpu.key,
         hosts=cluster.hosts,
@@ -216,17 +235,47 @@ def cluster_part(cluster: Cluster | None, work: Work | None = None) -> ClusterPa
     )
 
 
-def _mesh_part(mesh: MeshSpec | None, mesh_axes: Sequence[Mapping] | None) -> tuple[MeshAxisPart, ...]:
-    if mesh is None:
-        return tuple(MeshAxisPart(**axis) for axis in mesh_axes or ())
+def mesh_part(placement: Placement) -> tuple[MeshAxisPart, ...]:
+    """Each mesh axis with its factors: the domains that a line along it crosses, and the rest."""
+    across = placement.domains_along()
     return tuple(
-        MeshAxisPart(axis=a.name, size=a.size, nvlink=int(a.nvlink), infiniband=int(a.infiniband)) for a in mesh.axes
+        MeshAxisPart(axis=name, size=size, nvlink=size // across[name], infiniband=across[name])
+        for name, size in zip(placement.axis_names, placement.shape)
     )
 
 
-def _step_part(timeline: Timeline, sweeps: Sequence[Sweep], work: Work, bounds, steps_per_execution: int) -> StepPart:
+def pipeline_part(pipeline: PipelineReport, rows: Iterable[CommunicationPart]) -> PipelinePart:
+    """A pipeline's schedule, and what its permutes took of the communication."""
+    permutes = [r for r in rows if r.axes == (pipeline.axis,) and r.collective == "collective-permute"]
+    time_s, exposed_s = ([getattr(r, key) for r in permutes] for key in ("time_s", "exposed_s"))
+    known = pipeline.model_dump(exclude={"useful", "picture"})
+    return PipelinePart(
+        **known,
+        permute_count=sum(r.count for r in permutes),
+        permute_s=_sum(time_s),
+        permute_exposed_s=_sum(exposed_s),
+        picture=pipeline.picture if sum(map(len, pipeline.picture)) <= _MOST_CELLS else None,
+    )
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) if known else None
+
+
+def _bubble_s(
+    pipeline: PipelineReport, op_names: Sequence[str], totals: Totals, instructions: Mapping[str, InstructionInfo]
+) -> float:
+    """Seconds of an execution's compute that did nothing useful."""
+    sources = (instructions[name].source if name in instructions else "" for name in op_names)
+    return sum((1 - pipeline.useful_share(source)) * float(t) for source, t in zip(sources, totals.time_s))
+
+
+def _step_part(
+    timeline: Timeline, sweeps: Sequence[Sweep], facts: StepFacts, num_gpus: int | None, bounds: tuple
+) -> StepPart:
     if not sweeps:
-        return StepPart(model_flops=work.model_flops)
+        return StepPart(model_flops=facts.model_flops)
     totals = [s.total for s in sweeps]
 
     def mean(name: str) -> float:
@@ -235,19 +284,19 @@ def _step_part(timeline: Timeline, sweeps: Sequence[Sweep], work: Work, bounds, 
     time_s = mean("window_s")
     bubbles = [s.bubble_s for s in timeline.steps if s.bubble_s is not None]
     known = len(bubbles) == len(totals)
-    bubble_s = math.fsum(bubbles) / len(totals) / steps_per_execution if known else None
-    peak = work.peak_flops_per_gpu
-    peak_of_all = peak * work.num_gpus if peak and work.num_gpus else None
+    bubble_s = math.fsum(bubbles) / len(totals) / facts.steps_per_call if known else None
+    peak = facts.peak_flops_per_gpu
+    peak_of_all = peak * num_gpus if peak and num_gpus else None
     return StepPart(
         time_s=time_s,
         **{name: mean(name) for name in _ADDITIVE[1:]},
         bubble_s=bubble_s,
         bubble_fraction=_ratio(bubble_s, time_s),
-        model_flops=work.model_flops,
-        mfu=_utilization(work.model_flops, time_s, peak_of_all),
-        mfu_causal=_utilization(work.model_flops_causal, time_s, peak_of_all),
-        hfu=_utilization(work.hardware_flops_per_gpu, time_s, peak),
-        tokens_per_s_per_gpu=_utilization(work.tokens, time_s, work.num_gpus),
+        model_flops=facts.model_flops,
+        mfu=_utilization(facts.model_flops, time_s, peak_of_all),
+        mfu_causal=_utilization(facts.model_flops_causal, time_s, peak_of_all),
+        hfu=_utilization(facts.hardware_flops_per_gpu, time_s, peak),
+        tokens_per_s_per_gpu=_utilization(facts.tokens, time_s, num_gpus),
         all_overlapped_s=bounds[0],
         all_exposed_s=bounds[1],
     )

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.mesh import MeshSpec
+from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import ConfigError
 from meshkit.sharding.devices import DescribedDevice, attached_devices
 
@@ -41,6 +41,11 @@ class DescribedMesh(AbstractMesh):
     def devices(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Object array of `DescribedDevice` with the mesh's shape."""
         return self._devices
+
+    def placement(self, cluster: Cluster) -> Placement:
+        """Partition id -> GPU, NVLink domain and host."""
+        gpus = np.array([d.id for d in self._devices.flat])
+        return Placement.of_gpus(self.axis_names, self._devices.shape, gpus, cluster)
 
     def __repr__(self) -> str:
         shape = ", ".join(f"'{n}': {s}" for n, s in zip(self.axis_names, self.axis_sizes))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from meshkit.config.experiment import Experiment
@@ -15,8 +16,9 @@ from meshkit.config.user_code import user_code
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.arrange import Arrangement
+from meshkit.step.facts import StepFacts, training_steps
 from meshkit.step.model_flops import count_model_flops
-from meshkit.step.state import ModelDescription, TrainState
+from meshkit.step.state import HOST_MEMORY, ModelDescription, TrainState
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,12 @@ class TrainProgram:
         abstract_state, abstract_batch: ShapeDtypeStructs with their shardings: arguments to lower `step` with.
         abstract_step_batch: of one step, which `evaluate` and `gradients` take: `abstract_batch`, unless `step` makes
             several.
-        steps_per_call: training steps that one call of `step` makes. With `[local_sgd]` a round of them: every array of
-            the batch, and every metric, then has them as its first dim.
         stack: jitted, the batches of that many steps -> the batch of a call; None where that is one.
         xla_options: of the GPU compiler, which this step wants and the experiment's own override.
         mesh, rules: what it was built for.
         deferred: mesh axes over which the step itself cuts the batch, outside of the model. Gradients are reduced, and
             weights gathered, over them once a step; over the axis of `[local_sgd]` weights meet once a round.
-        work: of one step over all GPUs: `model_flops`, `model_flops_causal`, `tokens`, `examples`,
-            `matmul_parameters`, `parameters`, `flops_source`.
-        gradients_bytes: of the gradients on one GPU, as micro-batches add them up in fp32.
+        facts: what is known of a step.
         model: the model as the step takes it; with a pipeline its layers are arranged in stages.
         pipeline: the pipeline of `[pipeline]`, whose `report(microbatches)` tells its bubble; None without one.
         arrangement: how its state lies in memory and on disk; None without a pipeline.
@@ -58,34 +56,72 @@ class TrainProgram:
     abstract_step_batch: dict[str, jax.ShapeDtypeStruct]
     mesh: AnyMesh
     rules: ShardingRules
-    work: dict[str, Any]
-    gradients_bytes: int
+    facts: StepFacts
     model: ModelDescription
     deferred: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    steps_per_call: int = 1
     stack: Any = None
     xla_options: Mapping[str, object] = field(default_factory=dict)
     pipeline: Pipeline | None = None
     arrangement: Arrangement | None = None
 
+    @property
+    def steps_per_call(self) -> int:
+        """Training steps that one call of `step` makes.
 
-def describe_work(experiment: Experiment, model: ModelDescription) -> dict[str, Any]:
-    """`TrainProgram.work` of an experiment whose model this is, as without a pipeline."""
+        With `[local_sgd]` a round of them: every array of the batch, and every metric, then has them as its first dim.
+        """
+        return self.facts.steps_per_call
+
+
+def find_facts(
+    experiment: Experiment,
+    model: ModelDescription,
+    state: TrainState,
+    *,
+    gradients_bytes: int,
+    steps_per_call: int = 1,
+    pipeline: Pipeline | None = None,
+) -> StepFacts:
+    """`TrainProgram.facts` of an experiment.
+
+    Args:
+        experiment: names batch, precision and length of the training.
+        model: as without a pipeline.
+        state: abstract, with its shardings.
+        gradients_bytes, steps_per_call, pipeline: of the program.
+    """
     train = experiment.train
     tokens = train.global_batch * train.sequence_length
     name, params = experiment.model.class_path, nnx.to_pure_dict(model.params)
     with user_code(experiment, "model.class", f"matmul_parameters or attention_shape of {name}"):
         flops = count_model_flops(model.abstract_model(), params, tokens, train.sequence_length)
-    return {
-        "model_flops": flops.model_flops,
-        "model_flops_causal": flops.model_flops_causal,
-        "tokens": tokens,
-        "examples": train.global_batch,
-        "matmul_parameters": flops.matmul_parameters,
-        "parameters": sum(p.size for p in jax.tree.leaves(params)),
-        "flops_source": flops.source,
-    }
+    return StepFacts(
+        model_flops=flops.model_flops,
+        model_flops_causal=flops.model_flops_causal,
+        flops_source=flops.source,
+        precision=train.precision,
+        tokens=tokens,
+        examples=train.global_batch,
+        parameters=sum(p.size for p in jax.tree.leaves(params)),
+        matmul_parameters=flops.matmul_parameters,
+        parameters_bytes=local_bytes(state.params),
+        optimizer_bytes=local_bytes(state.opt_state),
+        gradients_bytes=gradients_bytes,
+        state_bytes=sum(int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize for x in jax.tree.leaves(state)),
+        training_steps=training_steps(train),
+        steps_per_call=steps_per_call,
+        pipeline=pipeline and pipeline.report(experiment.pipeline.microbatches),
+    )
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes of one GPU's shards of a tree of abstract arrays, without what lies in host memory."""
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if leaf.sharding is not None and leaf.sharding.memory_kind != HOST_MEMORY
+    )
 
 
 def find_notes(experiment: Experiment, model: ModelDescription) -> tuple[str, ...]:

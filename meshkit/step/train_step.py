@@ -46,7 +46,7 @@ from meshkit.step.gradients import (
 from meshkit.step.loss import Loss, find_loss
 from meshkit.step.optimizer import make_optimizer, make_schedule, update_params
 from meshkit.step.pipelined import Pipelined, find_stack, make_pipelined
-from meshkit.step.program import TrainProgram, describe_work, find_notes
+from meshkit.step.program import TrainProgram, find_facts, find_notes
 from meshkit.step.rounds import Rounds, check_replicas, find_local_sgd
 from meshkit.step.state import (
     DTYPES,
@@ -129,6 +129,15 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shards)
     batch = abstract_batch(experiment, mesh, parts.rules)
     stacked = rounds.stack(batch) if rounds else batch
+    pipeline = parts.pipelined.train if parts.pipelined else None
+    facts = find_facts(
+        experiment,
+        parts.described,
+        state,
+        gradients_bytes=_accumulated_bytes(inner, params),
+        steps_per_call=rounds.local.every if rounds else 1,
+        pipeline=pipeline,
+    )
     return TrainProgram(
         step=jax.jit(train_step, donate_argnums=0, out_shardings=(shards, None)),
         gradients=jax.jit(gradients),
@@ -139,15 +148,13 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
         abstract_step_batch=batch,
         mesh=mesh,
         rules=parts.rules,
-        work=describe_work(experiment, parts.described),
-        gradients_bytes=_accumulated_bytes(inner, params),
+        facts=facts,
         model=parts.model,
         deferred=(*([local.axis] if local else []), *inner.micro.deferred),
         notes=find_notes(experiment, parts.model),
-        steps_per_call=rounds.local.every if rounds else 1,
         xla_options=rounds.xla_options if rounds else parts.pipelined.xla_options if parts.pipelined else {},
         stack=jax.jit(_stack, out_shardings={n: x.sharding for n, x in stacked.items()}) if rounds else None,
-        pipeline=parts.pipelined.train if parts.pipelined else None,
+        pipeline=pipeline,
         arrangement=_arrangement(parts, state),
     )
 

@@ -28,13 +28,13 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import ConfigError
 from meshkit.redaction import recorded_environment
+from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.trace.capture_record import (
     CapturedCost,
     CapturedDevice,
     CapturedMemory,
     CapturedMesh,
     CapturedTrace,
-    CapturedWork,
     CaptureRecord,
 )
 
@@ -60,7 +60,7 @@ class Capture:
         mesh: the mesh it was compiled for.
         steps: (first, last).
         cluster, mesh_spec: what the mesh was built from, if it was.
-        work: fields of `CapturedWork`.
+        work: what is known of a step.
         partitioner, options: for the report; the options the program was compiled with.
         processes: which processes capture; None for all. In the others nothing happens.
 
@@ -80,7 +80,7 @@ class Capture:
         steps: tuple[int, int],
         cluster: Cluster | None = None,
         mesh_spec: MeshSpec | None = None,
-        work: Mapping[str, Any] | None = None,
+        work: StepFacts | None = None,
         partitioner: str | None = None,
         options: Mapping[str, Any] | None = None,
         processes: Sequence[int] | None = None,
@@ -95,7 +95,7 @@ class Capture:
             "partitioner": partitioner,
             "options": dict(options) if options else None,
             "options_hash": _hash(options) if options else None,
-            "work": CapturedWork(**(work or {})),
+            "work": work or NO_FACTS,
             "captured_processes": None if processes is None else tuple(sorted(set(processes))),
         }
         self._takes_part = processes is None or jax.process_index() in processes
@@ -151,7 +151,7 @@ class Capture:
         cost = CapturedCost(
             start_s=self._start_s,
             stop_s=time.perf_counter() - ended,
-            traced_step_s=(ended - self._began) / steps / self._known["work"].steps_per_execution if steps else None,
+            traced_step_s=(ended - self._began) / steps / self._known["work"].steps_per_call if steps else None,
             untraced_step_s=self.untraced_step_s,
         )
         self._write(steps, cost)
@@ -212,12 +212,7 @@ class Capture:
             return {}
         placement = mesh_placement(self._mesh.axis_names, self._mesh.devices.shape,
                                    [d.id for d in self._mesh.devices.flat], self._cluster, self._mesh_spec)  # fmt: skip
-        domains = placement.domains.reshape(placement.shape)
-        crosses = {
-            name: bool((np.diff(np.sort(domains, axis=i), axis=i) > 0).any())
-            for i, name in enumerate(placement.axis_names)
-        }
-        links = {name: "infiniband" if far else "nvlink" for name, far in crosses.items()}
+        links = {name: "infiniband" if across > 1 else "nvlink" for name, across in placement.domains_along().items()}
         return {"domains": tuple(placement.domains.tolist()), "links": links}
 
 
@@ -234,11 +229,7 @@ def mesh_placement(
     gpus = np.argsort(np.argsort(device_ids))  # rank of each id
     if cluster is None or cluster.num_gpus != gpus.size:
         return Placement.from_shape(tuple(axes), tuple(shape))
-    domains = np.array([cluster.domain_of(int(g)) for g in gpus])
-    hosts = np.array([cluster.host_of(int(g)) for g in gpus])
-    links = ["nvlink"] if cluster.num_nvlink_domains == 1 else ["nvlink", "infiniband"]
-    fabric = {name: cluster.link(name).fabric for name in links}
-    return Placement(tuple(axes), tuple(shape), gpus, domains, hosts, fabric)
+    return Placement.of_gpus(axes, shape, gpus, cluster)
 
 
 def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tuple[int, ...] | None:

@@ -8,7 +8,15 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
+
+from meshkit.step.facts import NO_FACTS, StepFacts
+
+# What of a step's facts a sidecar holds.
+_WORK = {
+    *("model_flops", "model_flops_causal", "hardware_flops_per_gpu", "tokens", "peak_flops_per_gpu", "training_steps"),
+    *("steps_per_call", "pipeline"),
+}
 
 
 class _Record(BaseModel):
@@ -35,42 +43,6 @@ class CapturedMemory(_Record):
 
     pool_bytes: int | None = None
     peak_bytes: int | None = None
-
-
-class CapturedPipeline(_Record):
-    """What the schedule of the step's pipeline costs: a `meshkit.parallel.pipeline.PipelineReport`."""
-
-    axis: str
-    schedule: str
-    stages: int
-    virtual_stages: int
-    microbatches: int
-    layers: int
-    padding_layers: int
-    warmup_ticks: int
-    steady_ticks: int
-    drain_ticks: int
-    slots: int
-    bubble_fraction: float
-    executed_over_useful: float
-    picture: tuple[tuple[str, ...], ...]
-    useful: dict[str, float]
-
-
-class CapturedWork(_Record):
-    """What one step computes (see `meshkit.report.summarize.Work`), and the length of the training.
-
-    One execution of the program makes `steps_per_execution` steps.
-    """
-
-    model_flops: float | None = None
-    model_flops_causal: float | None = None
-    hardware_flops_per_gpu: float | None = None
-    tokens: float | None = None
-    peak_flops_per_gpu: float | None = None
-    training_steps: int | None = None
-    steps_per_execution: Annotated[int, Field(ge=1)] = 1
-    pipeline: CapturedPipeline | None = None
 
 
 class CapturedTrace(_Record):
@@ -115,7 +87,7 @@ class CaptureRecord(_Record):
     num_steps: Annotated[int, Field(ge=0)]
     partitioner: str | None = None
     options_hash: str | None = None
-    work: CapturedWork = CapturedWork()
+    work: StepFacts = NO_FACTS
     memory: CapturedMemory = CapturedMemory()
     captured_processes: tuple[int, ...] | None = None
     domains: tuple[int, ...] | None = None
@@ -127,6 +99,10 @@ class CaptureRecord(_Record):
     jax: str
     jaxlib: str
     runtime: str | None = None
+
+    @field_serializer("work")
+    def _recorded(self, work: StepFacts) -> dict[str, Any]:
+        return work.model_dump(include=_WORK, by_alias=True)
 
     @model_validator(mode="after")
     def _mesh_holds_its_devices(self) -> Self:

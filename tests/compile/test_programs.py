@@ -13,7 +13,6 @@ from meshkit.compile.program import compile_absent
 from meshkit.config.catalog import gpu, gpu_keys
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import load_module, read_schedule
-from meshkit.verbs.plan.planner import placement_of
 from tests.releases import BEFORE_0_12
 
 pytestmark = pytest.mark.deviceless
@@ -35,7 +34,7 @@ def compiled(step, shapes, *, cluster="dgx_h100", hosts=1, mesh=None, wants_mesh
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=spec) for shape, dtype in shapes]
     program = compile_absent(step(mesh) if wants_mesh else step, args, mesh=mesh, cluster=cluster, options=xla)
     module = load_module(program.module)
-    return program, module.to_string(), read_schedule(module, placement_of(mesh, cluster))
+    return program, module.to_string(), read_schedule(module, mesh.placement(cluster))
 
 
 def on_each_gpu(function):
@@ -161,7 +160,7 @@ def test_every_layer_counts_once_however_xla_cuts_the_loop(layers, xla):
     x = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16, sharding=rows)
     stack = jax.ShapeDtypeStruct((layers, 1024, 1024), jnp.bfloat16, sharding=cut)
     program = compile_absent(step, (x, stack), mesh=mesh, cluster=cluster, options=xla)
-    schedule = read_schedule(load_module(program.module), placement_of(mesh, cluster))
+    schedule = read_schedule(load_module(program.module), mesh.placement(cluster))
     flops = sum(times * sum(i.cost.matmul_flops.values()) for i, times in schedule.walk() if i.cost)
     gathered = sum(times * i.collective.payload_bytes for i, times in schedule.walk() if i.collective)
     assert flops == pytest.approx(layers * 2 * 256 / 8 * 1024 * 1024)

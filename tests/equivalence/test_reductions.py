@@ -98,4 +98,4 @@ def test_gradients_are_reduced_in_the_precision_asked_for(reduce_precision, dtyp
 def test_zero1_and_zero2_differ_by_their_accumulators(rules, share):
     """Whole on every device, or cut as the optimizer's state is."""
     program = program_for("mesh.fsdp=", "mesh.tensor=", "mesh.data=8", "train.accumulate=2", *rules)
-    assert program.gradients_bytes == 4 * program.work["parameters"] // share
+    assert program.facts.gradients_bytes == 4 * program.facts.parameters // share

@@ -170,8 +170,8 @@ def test_the_shipped_decoder_shards_as_on_one_device():
 
 def test_the_shipped_decoder_counts_its_own_flops():
     program = make_train_step(spec := load(EXPERIMENTS / "linen_cpu.toml", SMALL), mesh_of(spec))
-    assert program.work["flops_source"] == "model"
-    assert program.work["matmul_parameters"] == 2 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 256
+    assert program.facts.flops_source == "model"
+    assert program.facts.matmul_parameters == 2 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 256
 
 
 def test_training_resumes_bit_for_bit_with_statistics_and_random_streams(own, tmp_path):

@@ -168,8 +168,7 @@ def test_the_bytes_across_infiniband_are_the_closed_form(dtype, element):
     Two hosts of 8 H100: R = 2 over InfiniBand, one GPU per domain in each group, so all wire bytes cross it.
     """
     pytest.importorskip("jax_cuda12_plugin", reason="the `plan` extra is not installed")
-    from meshkit.report.summarize import Work
-    from meshkit.verbs.plan.planner import Budget, make_plan
+    from meshkit.verbs.plan.planner import make_plan
 
     cluster = mk.Cluster.load("dgx_h100", hosts=2)
     spec = mk.MeshSpec.parse({"data": {"infiniband": 2}, "fsdp": 8})
@@ -183,7 +182,7 @@ def test_the_bytes_across_infiniband_are_the_closed_form(dtype, element):
 
     given = {name: array(name) for name in shapes}
     step = functools.partial(compressed_sum, mesh=mesh, axis="data", dtype=dtype, specs=specs)
-    made = make_plan(step, (given, given), mesh=mesh, cluster=cluster, work=Work(), budget=Budget())
+    made = make_plan(step, (given, given), mesh=mesh, cluster=cluster)
     rows = made.report.communication
     elements = wire_elements(1024 * 4096 // 8, 2) + wire_elements(100 * 4000, 2)
     assert elements == 1024 * 4096 // 8 + 400384  # 400 000 padded to 2 x 782 blocks

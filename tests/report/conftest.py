@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from meshkit.config.mesh import Placement
 from meshkit.hlo.collective import Collective
 from meshkit.report.schema import CompilePart, MemoryPart, ProgramPart, Warning_
-from meshkit.report.summarize import Work, summarize
+from meshkit.report.summarize import Machines, summarize
+from meshkit.step.facts import StepFacts
 from meshkit.timeline import DeviceStep, Timeline
 
 
@@ -61,12 +63,15 @@ def timeline():
 
 @pytest.fixture
 def report(timeline):
-    return summarize(
+    made = summarize(
         timeline,
         source="profile",
-        mesh_axes=[{"axis": "data", "size": 2, "nvlink": 1, "infiniband": 2}, {"axis": "fsdp", "size": 4}],
-        work=Work(model_flops=8e12, model_flops_causal=6e12, tokens=4096, peak_flops_per_gpu=1e15, num_gpus=8),
-        memory=MemoryPart(
+        machines=Machines(Placement.from_shape(("data", "fsdp"), (2, 4), gpus_per_domain=4)),
+        facts=StepFacts(model_flops=8e12, model_flops_causal=6e12, tokens=4096, peak_flops_per_gpu=1e15),
+        warnings=[Warning_(code="x", message="A <script>alert(1)</script> to escape.")],
+    )
+    parts = {
+        "memory": MemoryPart(
             capacity_bytes=80 * 2**30,
             pool_bytes=70 * 2**30,
             peak_bytes=60 * 2**30,
@@ -74,7 +79,7 @@ def report(timeline):
             parameters_bytes=20 * 2**30,
             fits=True,
         ),
-        program=ProgramPart(fingerprint="abc"),
-        compile=CompilePart(compile_s=1.5),
-        warnings=[Warning_(code="x", message="A <script>alert(1)</script> to escape.")],
-    )
+        "program": ProgramPart(fingerprint="abc"),
+        "compile": CompilePart(compile_s=1.5),
+    }
+    return made.model_copy(update=parts)

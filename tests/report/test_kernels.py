@@ -7,6 +7,7 @@ from meshkit.hlo.instructions import InstructionInfo
 from meshkit.report.compare import compare
 from meshkit.report.kernel_rows import kernels_part, totals_of
 from meshkit.report.summarize import summarize
+from meshkit.step.facts import StepFacts
 from meshkit.timeline import DeviceStep, Timeline
 
 INSTRUCTIONS = {
@@ -54,7 +55,9 @@ def test_kinds_by_hand():
 
 @pytest.mark.parametrize("each", [1, 4])
 def test_kinds_add_up_to_the_compute_of_the_report(each):
-    report = summarize(make_timeline(), source="profile", instructions=INSTRUCTIONS, steps_per_execution=each)
+    report = summarize(
+        make_timeline(), source="profile", instructions=INSTRUCTIONS, facts=StepFacts(steps_per_call=each)
+    )
     assert sum(c.time_s for c in report.kernels.classes) == pytest.approx(report.step.compute_s, rel=1e-12)
     assert report.step.compute_s == ms(8 / each)
 

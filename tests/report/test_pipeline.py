@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.instructions import InstructionInfo
+from meshkit.hlo.pipeline_report import useful_flops
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.parallel.pipeline import Stack, make_report, make_tables
-from meshkit.report.pipeline_part import pipeline_part, useful_flops, with_pipeline
 from meshkit.report.schema import CommunicationPart, Report, StepPart, WindowPart
+from meshkit.report.summarize import pipeline_part, summarize
 from meshkit.report.views.html import write_html
 from meshkit.report.views.pipeline_view import pipeline_lines, schedule_chart
+from meshkit.step.facts import StepFacts
+from meshkit.timeline import DeviceStep, Timeline
 
 S, V, M, LAYERS = 4, 2, 8, 15
 PERMUTES = {"axes": ("pipeline",), "collective": "collective-permute"}
@@ -49,20 +49,24 @@ def test_the_bubble_is_what_masked_work_took(shared_head):
     in 7 ticks of warm-up, 8 steady ones and once before them."""
     busy = {"layer": 4.0, "slice": 1.0, "embedding": 0.5, "head": 2.0, "optimizer": 8.0, "unknown": 1.0}
     instructions = {name: InstructionInfo("matmul", name, source, None) for name, source in SOURCES.items()}
-    totals = SimpleNamespace(time_s=np.array(list(busy.values())))
-    found = with_pipeline(report(time_s=20.0), cost(shared_head=shared_head), list(busy), totals, instructions)
+    ends = np.cumsum(list(busy.values()))
+    nothing = np.zeros((0, 2))
+    compute, names = np.stack([ends - list(busy.values()), ends], axis=1), np.arange(len(busy))
+    step = DeviceStep(0, 0, (0.0, 20.0), compute, names, nothing, np.zeros(0, int), nothing)
+    facts = StepFacts(pipeline=cost(shared_head=shared_head))
+    found = summarize(Timeline((step,), (), tuple(busy)), source="plan", facts=facts, instructions=instructions)
     layers, repeated = M * LAYERS / (19 * 2 * S), 1 if shared_head else S
     wanted = 5.0 * (1 - layers) + 0.5 * (1 - M / 16 / repeated) + 2.0 * (1 - 1 / repeated)
     assert found.step.bubble_s == pytest.approx(wanted)
     assert found.step.bubble_fraction == pytest.approx(wanted / 20)
-    part = found.pipeline
+    part = pipeline_part(facts.pipeline, report().communication)
     assert (part.permute_count, part.permute_s, part.permute_exposed_s) == (38, 0.2, 0.05)
     assert part.executed_over_useful == pytest.approx(1 / layers)
     assert (part.warmup_ticks, part.steady_ticks, part.drain_ticks, part.slots) == (7, 12, 7, 11)
 
 
 def test_a_step_without_a_time_has_no_bubble():
-    found = with_pipeline(report(), cost(), [], SimpleNamespace(time_s=np.zeros(0)), {})
+    found = summarize(Timeline((), ()), source="plan", facts=StepFacts(pipeline=cost()))
     assert found.step.bubble_s is None
     assert found.pipeline.stages == S
 
@@ -96,7 +100,7 @@ def test_cells_are_labelled_where_there_is_room():
 
 
 def test_a_large_picture_is_left_out():
-    assert pipeline_part(dataclasses.replace(cost(), picture=(("",) * 50_001,) * S), ()).picture is None
+    assert pipeline_part(cost().model_copy(update={"picture": (("",) * 50_001,) * S}), ()).picture is None
 
 
 def test_the_page_and_the_terminal_show_it(tmp_path):

@@ -1,16 +1,20 @@
 """Timeline -> report: numbers computed by hand, and the invariants of the contract."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import Placement
 from meshkit.hlo.collective import Collective
 from meshkit.predict.network import wire_factor
 from meshkit.report.rows import infiniband_share, peak_bus_bandwidth_bytes_per_s
 from meshkit.report.schema import StepPart
-from meshkit.report.summarize import check_invariants, summarize, training_cost
+from meshkit.report.summarize import Machines, check_invariants, summarize, training_cost
+from meshkit.step.facts import StepFacts
 from meshkit.timeline import DeviceStep, Timeline
 from tests.report.conftest import make_collective
 
@@ -141,10 +145,14 @@ def test_infiniband_share():
 
 
 def test_training_cost():
-    part = training_cost(2.0, 1800, 16, 3.0)
+    machines = Machines(
+        Placement.from_shape(("data",), (16,)), Cluster.load("dgx_h100", hosts=2, price_per_gpu_hour=3.0)
+    )
+    facts = StepFacts(training_steps=1800)
+    part = training_cost(2.0, facts, machines)
     assert (part.hours, part.gpu_hours, part.cost) == (1.0, 16.0, 48.0)
-    assert training_cost(2.0, 1800, 16, None).cost is None
-    assert training_cost(None, 1800, 16, 3.0).hours is None
+    assert training_cost(2.0, facts, dataclasses.replace(machines, cluster=None)).cost is None
+    assert training_cost(None, facts, machines).hours is None
 
 
 @given(st.data())
@@ -205,7 +213,7 @@ def test_each_captured_step_by_itself(report):
 
 
 def test_executions_of_several_steps_are_numbered_by_their_last(timeline):
-    report = summarize(timeline, source="profile", steps_per_execution=4)
+    report = summarize(timeline, source="profile", facts=StepFacts(steps_per_call=4))
     assert [s.step for s in report.per_step] == [5, 9]
     assert report.per_step[0].time_s == ms(10.5 / 4)
     assert report.spread.time_s.worst_step in (5, 9)

@@ -140,8 +140,12 @@ def test_the_program_says_what_its_pipeline_costs():
     assert report.executed_over_useful == pytest.approx(8 / 7 * (4 + 1 / 2) / 4, rel=1e-6)
     assert set(program.deferred) == {"fsdp"}
     assert "xla_gpu_experimental_parallel_collective_overlap_limit" in program.xla_options
-    assert program.work == program_of(*PLAIN).work
-    assert program_of(*PLAIN).pipeline is None
+    assert program.facts.pipeline is not None
+    plain = program_of(*PLAIN)
+    assert plain.pipeline is None
+    assert plain.facts.pipeline is None
+    same = {"model_flops", "model_flops_causal", "tokens", "examples", "parameters", "matmul_parameters"}
+    assert program.facts.model_dump(include=same) == plain.facts.model_dump(include=same)
 
 
 @pytest.mark.slow

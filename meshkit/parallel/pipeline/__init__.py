@@ -3,10 +3,11 @@
 `pipeline` is the whole of it for one call; `make_pipeline` gives the Pipeline that a training step keeps.
 """
 
+from meshkit.hlo.pipeline_report import PipelineReport
 from meshkit.parallel.pipeline.api import pipeline
 from meshkit.parallel.pipeline.context import StageContext, StageOutput, scan_layers
 from meshkit.parallel.pipeline.engine import XLA_OPTIONS, Pipeline, make_pipeline
-from meshkit.parallel.pipeline.report import PipelineReport, make_report, matmul_flops
+from meshkit.parallel.pipeline.report import make_report, matmul_flops
 from meshkit.parallel.pipeline.schedules import SCHEDULES, Tables, make_tables
 from meshkit.parallel.pipeline.stack import Stack, parse_layout
 

@@ -20,9 +20,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError
+from meshkit.hlo.pipeline_report import PipelineReport
 from meshkit.parallel.pipeline.lockstep import lockstep_gradients
 from meshkit.parallel.pipeline.reference import loop_gradients, loop_sums
-from meshkit.parallel.pipeline.report import PipelineReport, make_report
+from meshkit.parallel.pipeline.report import make_report
 from meshkit.parallel.pipeline.residuals import Residuals, find_policy
 from meshkit.parallel.pipeline.schedules import Tables, check_sizes, make_tables
 from meshkit.parallel.pipeline.shard import Placement

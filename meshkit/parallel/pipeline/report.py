@@ -11,50 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from meshkit.hlo.pipeline_report import PipelineReport
 from meshkit.parallel.pipeline.schedules import Tables
 from meshkit.parallel.pipeline.stack import Stack
 
 # Names of scopes in the program: what runs in a tick, and in it what is before, in and behind the layers.
 TICK, FIRST, STAGE, LAST = "pipeline_tick", "pipeline_first", "pipeline_stage", "pipeline_last"
-
-
-@dataclass(frozen=True)
-class PipelineReport:
-    """A schedule's cost; see the formulas at the top.
-
-    Attributes:
-        axis: mesh axis that cuts the layers.
-        schedule, stages, virtual_stages, microbatches: name, S, v, M.
-        layers, padding_layers: of the model; inactive ones that are computed all the same.
-        warmup_ticks, steady_ticks, drain_ticks: their sum is a step.
-        slots: inputs of chunks that each stage keeps.
-        bubble_fraction: share of the layers' time that does nothing useful, padding included.
-        executed_over_useful: of the layers' FLOP.
-        picture: a row for each stage, a text for each tick, see `make_report`.
-        useful: name of a scope -> share of what runs in it that counts, the mean over stages; the innermost scope of an
-            instruction decides.
-    """
-
-    axis: str
-    schedule: str
-    stages: int
-    virtual_stages: int
-    microbatches: int
-    layers: int
-    padding_layers: int
-    warmup_ticks: int
-    steady_ticks: int
-    drain_ticks: int
-    slots: int
-    bubble_fraction: float
-    executed_over_useful: float
-    picture: tuple[tuple[str, ...], ...]
-    useful: dict[str, float]
 
 
 def make_report(tables: Tables, stack: Stack, *, axis: str = "pipeline", shared_head: bool = False) -> PipelineReport:

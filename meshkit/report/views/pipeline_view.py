@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshkit.report.pipeline_part import PipelinePart
+from meshkit.report.parts import PipelinePart
 from meshkit.report.schema import Report
 from meshkit.report.views.charts import FONT
 from meshkit.report.views.page import Value, cells, chart, legend, section, table

@@ -26,8 +26,8 @@ from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis
 from meshkit.distributed.join import join_gang
 from meshkit.errors import ConfigError
-from meshkit.report.schema import LinkName, MeshAxisPart
-from meshkit.report.summarize import cluster_part
+from meshkit.report.schema import LinkName
+from meshkit.report.summarize import cluster_part, mesh_part
 from meshkit.sharding import build_mesh, prepare_platform
 from meshkit.units import KIB, format_bytes, format_percent, format_seconds
 from meshkit.verbs.bench import fit as fitting
@@ -220,7 +220,7 @@ class _Bench:
         return BenchReport(
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             cluster=cluster_part(self.experiment.cluster),
-            mesh=tuple(_axis_part(axis) for axis in self.experiment.mesh.axes),
+            mesh=mesh_part(self.experiment.mesh.placement(self.experiment.cluster)),
             devices=DevicesPart(
                 platform="cpu" if device.platform == "cpu" else "gpu",
                 kind=device.device_kind,
@@ -289,8 +289,3 @@ def _link(axis: MeshAxis | None) -> LinkName | None:
     if axis is None:
         return None
     return "infiniband" if axis.number("infiniband") > 1 else "nvlink"
-
-
-def _axis_part(axis: MeshAxis) -> MeshAxisPart:
-    inside, across = axis.number("nvlink"), axis.number("infiniband")
-    return MeshAxisPart(axis=axis.name, size=axis.size, nvlink=inside, infiniband=across)

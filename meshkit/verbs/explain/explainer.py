@@ -28,14 +28,14 @@ from meshkit.lint.examine import examine
 from meshkit.lint.findings import SEVERITY_COLOURS, Finding, finding_lines
 from meshkit.lint.placements import placed_bytes
 from meshkit.report.schema import Part
+from meshkit.report.summarize import mesh_part
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
 from meshkit.sharding.resolve import Placed
-from meshkit.step.state import HOST_MEMORY
 from meshkit.step.train_step import make_train_step
 from meshkit.units import format_bytes
-from meshkit.verbs.plan.planner import Plan, local_bytes, mesh_rows, plan_experiment
+from meshkit.verbs.plan.planner import Plan, plan_experiment
 from meshkit.verbs.plan.proposer import propose
 
 
@@ -131,17 +131,18 @@ def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
     else:
         examined = examine(experiment, program, mesh)
         lint = examined.lint()
-    state = program.abstract_state
-    moments = [x for x in jax.tree.leaves(state.opt_state) if x.sharding.memory_kind != HOST_MEMORY]
+    facts = program.facts
+    assert facts.parameters_bytes is not None
+    assert facts.optimizer_bytes is not None
     rows = lint.collectives
     return Explanation(
         experiment=experiment.name,
-        mesh=tuple(mesh_rows(mesh)),
+        mesh=tuple(row.model_dump() for row in mesh_part(mesh.placement(experiment.cluster))),
         rules=experiment.rules.to_dict(),
         parameters=tuple(_parameter(p, mesh) for p in examined.parameters),
         activations=tuple(_activation(a, mesh) for a in examined.activations),
-        parameters_bytes_per_gpu=local_bytes(state.params),
-        optimizer_bytes_per_gpu=local_bytes(moments),
+        parameters_bytes_per_gpu=facts.parameters_bytes,
+        optimizer_bytes_per_gpu=facts.optimizer_bytes,
         findings=tuple(map(_finding, lint.findings)),
         allowed=tuple(map(_finding, lint.allowed)),
         collectives=None if rows is None else tuple(map(_collective, rows)),

@@ -24,6 +24,7 @@ from meshkit.hlo.costs import custom_call_target, opcode
 from meshkit.hlo.module import Schedule
 from meshkit.hlo.shapes import shape_of
 from meshkit.report.schema import MemoryPart
+from meshkit.step.facts import NO_FACTS, StepFacts
 
 _POINT_TO_POINT = ("all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -108,9 +109,7 @@ def memory_part(
     cluster: Cluster,
     *,
     memory_fraction: float,
-    parameters_bytes: int | None = None,
-    optimizer_bytes: int | None = None,
-    gradients_bytes: int | None = None,
+    facts: StepFacts = NO_FACTS,
 ) -> MemoryPart:
     """The verdict, and what the peak is made of. The parts of a training step add up to it: what is none of the others
     is temporary.
@@ -121,15 +120,15 @@ def memory_part(
         schedule: of it.
         cluster: the GPU, and what connects it.
         memory_fraction: share of the GPU's memory that the client may take.
-        parameters_bytes, optimizer_bytes: in a GPU's memory, where known.
-        gradients_bytes: as micro-batches add them up, where known.
+        facts: the bytes of parameters, optimizer and gradients.
     """
     capacity = int(cluster.gpu.memory_bytes)
     pool = int(capacity * memory_fraction)
     beside = reserved_memory(module, schedule, cluster, compiled.memory["temp"])
     room = min(pool, capacity - beside.outside_pool)
     margin = room - compiled.peak_bytes - beside.inside_pool
-    gradients, activations = _split(compiled, gradients_bytes)
+    parameters_bytes, optimizer_bytes = facts.parameters_bytes, facts.optimizer_bytes
+    gradients, activations = _split(compiled, facts.gradients_bytes)
     named = sum(part or 0 for part in (gradients, activations))
     temporary = compiled.memory["temp"] - named
     if parameters_bytes is not None:  # what else is an argument (the batch) is nobody's

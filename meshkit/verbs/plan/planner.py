@@ -14,29 +14,23 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshkit.compile.absent import compile_planned
-from meshkit.compile.derived import derive_options
-from meshkit.compile.options import Option
+from meshkit.compile.absent import PLAIN, CompileChoices, choices_for, compile_planned
 from meshkit.compile.own_stack import on_own_stack
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
-from meshkit.config.mesh import Placement
 from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
 from meshkit.lint.contract import rematerialization_findings
 from meshkit.lint.examine import Examined, Lint, examine
 from meshkit.predict.assumptions import assumptions_for
-from meshkit.predict.kernels import compute_peak_flops, peak_flops
-from meshkit.predict.network import checkpoint_time_s
-from meshkit.predict.simulate import Simulation, simulate
-from meshkit.report.kernel_rows import totals_of
-from meshkit.report.pipeline_part import ScheduleCost, useful_flops, with_pipeline
+from meshkit.predict.simulate import simulate
 from meshkit.report.program import program_part
 from meshkit.report.schema import CompilePart, Report
-from meshkit.report.summarize import Work, summarize, training_cost
+from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.timeline import Timeline
 from meshkit.verbs.plan.memory import memory_part
 from meshkit.verbs.plan.plan_warnings import plan_warnings
@@ -63,30 +57,6 @@ class Plan:
     schedule: Schedule
     examined: Examined | None = None
     lint: Lint | None = None
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What the plan is judged by, beyond the program.
-
-    Attributes:
-        memory_fraction: share of the GPU's memory that the client may take.
-        parameters_bytes, optimizer_bytes: in a GPU's memory, where known.
-        steps: of the whole training, for time and cost.
-        gradients_bytes: per GPU, as they are accumulated, where known.
-        state_bytes: of a checkpoint, over all GPUs and without replicas.
-        precision: of the matmuls, whose peak MFU refers to; None for that of most of the program's FLOP.
-        steps_per_call: training steps that one call of the program makes; the report gives means of them.
-    """
-
-    memory_fraction: float = 0.92
-    parameters_bytes: int | None = None
-    optimizer_bytes: int | None = None
-    steps: int | None = None
-    precision: str | None = None
-    state_bytes: int | None = None
-    gradients_bytes: int | None = None
-    steps_per_call: int = 1
 
 
 def plan(
@@ -120,9 +90,9 @@ def plan(
         ConfigError: a cluster without GPUs, a mesh of another size, or no compiler installed.
         ProgramError: XLA refuses the program.
     """
-    work = Work(model_flops=model_flops, tokens=tokens)
-    budget = Budget(memory_fraction=memory_fraction)
-    return make_plan(step, args, mesh=mesh, cluster=cluster, work=work, options=options, budget=budget).report
+    facts = StepFacts(model_flops=model_flops, tokens=tokens)
+    choices = CompileChoices(options=options or {}, memory_fraction=memory_fraction)
+    return make_plan(step, args, mesh=mesh, cluster=cluster, facts=facts, choices=choices).report
 
 
 def plan_experiment(experiment: Experiment) -> Plan:
@@ -131,46 +101,21 @@ def plan_experiment(experiment: Experiment) -> Plan:
 
 
 def _plan_experiment(experiment: Experiment) -> Plan:
-    from meshkit.step.state import HOST_MEMORY
     from meshkit.step.train_step import make_train_step
 
     _check_has_gpus(experiment.cluster)
     use_no_accelerator()
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     program = make_train_step(experiment, mesh)
-    train = experiment.train
-    tokens = program.work["tokens"]
-    steps = -(-train.tokens_total // int(tokens)) if train.tokens_total else train.steps
-    moments = [x for x in jax.tree.leaves(program.abstract_state.opt_state) if x.sharding.memory_kind != HOST_MEMORY]
-    budget = Budget(
-        train.memory_fraction,
-        local_bytes(program.abstract_state.params),
-        local_bytes(moments),
-        steps,
-        train.precision,
-        global_bytes(program.abstract_state),
-        program.gradients_bytes,
-        program.steps_per_call,
-    )
-    work = Work(
-        model_flops=program.work["model_flops"],
-        model_flops_causal=program.work["model_flops_causal"],
-        tokens=tokens,
-    )
     args = (program.abstract_state, program.abstract_batch)
-    examined = examine(experiment, program, mesh)
     return make_plan(
         program.step,
         args,
         mesh=mesh,
         cluster=experiment.cluster,
-        work=work,
-        options={**program.xla_options, **experiment.xla},
-        derived=derive_options(experiment, program, mesh),
-        budget=budget,
-        examined=examined,
-        pipeline=program.pipeline and program.pipeline.report(experiment.pipeline.microbatches),
-        pgle=train.pgle,
+        facts=program.facts,
+        choices=choices_for(experiment, program, mesh),
+        examined=examine(experiment, program, mesh),
     )
 
 
@@ -180,126 +125,38 @@ def make_plan(
     *,
     mesh: DescribedMesh | jax.sharding.Mesh,
     cluster: Cluster,
-    work: Work,
-    budget: Budget,
-    options: Mapping[str, object] | None = None,
-    derived: Sequence[Option] = (),
+    facts: StepFacts = NO_FACTS,
+    choices: CompileChoices = PLAIN,
     examined: Examined | None = None,
-    pipeline: ScheduleCost | None = None,
-    pgle: str = "off",
 ) -> Plan:
-    """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step.
-
-    `pipeline` is what the schedule of the step's pipeline costs, if it has one; `pgle` is `train.pgle`.
-    """
+    """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step."""
     _check_has_gpus(cluster)
     if not isinstance(args, tuple | list):
         raise ConfigError(f"args must be a tuple of arguments, not {type(args).__name__}.", hint="args=(x,)")
     use_no_accelerator()
     absent = _described(mesh, cluster)
-    planned = compile_planned(
-        step,
-        _on_mesh(args, absent),
-        mesh=absent,
-        placement=placement_of(absent, cluster),
-        cluster=cluster,
-        options=options,
-        derived=derived,
-        pool_bytes=cluster.gpu.memory_bytes * budget.memory_fraction,
-        pgle=pgle,
-    )
+    planned = compile_planned(step, _on_mesh(args, absent), mesh=absent, cluster=cluster, choices=choices)
     compiled, module, schedule = planned.compiled, planned.module, planned.schedule
     simulation = simulate(schedule, cluster, assumptions=assumptions_for(compiled.options))
-    each = budget.steps_per_call
-    executed = useful_flops(schedule, pipeline) if pipeline else sum(simulation.flops.values())
-    full_work = Work(
-        model_flops=work.model_flops,
-        model_flops_causal=work.model_flops_causal,
-        hardware_flops_per_gpu=executed / each,
-        tokens=work.tokens,
-        peak_flops_per_gpu=_peak(simulation, cluster, budget),
-        num_gpus=cluster.num_gpus,
-    )
-    memory = memory_part(
-        compiled,
-        module,
-        schedule,
-        cluster,
-        memory_fraction=budget.memory_fraction,
-        parameters_bytes=budget.parameters_bytes,
-        optimizer_bytes=budget.optimizer_bytes,
-        gradients_bytes=budget.gradients_bytes,
-    )
+    memory = memory_part(compiled, module, schedule, cluster, memory_fraction=choices.memory_fraction, facts=facts)
     lint = examined.lint_compiled(compiled, schedule) if examined else None
     findings = lint.findings if lint else rematerialization_findings(compiled)
-    instructions = read_instructions(module)
-    report = summarize(
-        simulation.timeline,
+    report = summarize_simulation(
+        simulation,
+        schedule,
         source="plan",
-        cluster=cluster,
-        mesh_axes=mesh_rows(absent),
-        processes_seen=0,
-        processes_expected=cluster.hosts,
-        work=full_work,
-        memory=memory,
-        program=program_part(compiled, schedule),
-        compile=CompilePart(lower_s=compiled.lower_s, compile_s=compiled.compile_s, cached=compiled.cached),
-        training=training_cost(
-            simulation.timeline.steps[0].window[1] / each,
-            budget.steps,
-            cluster.num_gpus,
-            cluster.price_per_gpu_hour,
-            checkpoint_time_s(budget.state_bytes, cluster),
-        ),
-        step_bounds=(simulation.all_overlapped_s / each, simulation.all_exposed_s / each),
-        steps_per_execution=each,
-        instructions=instructions,
-        warnings=plan_warnings(
-            compiled, schedule, simulation, memory, cluster, findings, steps=each, precision=budget.precision
-        ),
-    )
-    if pipeline is not None:
-        totals, names = totals_of(simulation.timeline), simulation.timeline.op_names
-        report = with_pipeline(report, pipeline, names, totals, instructions, steps_per_execution=each)
-    return Plan(report, simulation.timeline, compiled, schedule, examined, lint)
-
-
-def placement_of(mesh: DescribedMesh, cluster: Cluster) -> Placement:
-    """Partition id -> GPU, NVLink domain and host of a described mesh."""
-    devices = list(mesh.devices.flat)
-    links = ("nvlink", "infiniband") if cluster.num_nvlink_domains > 1 else ("nvlink",)
-    return Placement(
-        axis_names=tuple(mesh.axis_names),
-        shape=tuple(mesh.devices.shape),
-        gpus=np.array([d.id for d in devices]),
-        domains=np.array([d.domain for d in devices]),
-        hosts=np.array([d.process_index for d in devices]),
-        fabric={name: cluster.link(name).fabric for name in links},
-    )
-
-
-def mesh_rows(mesh: DescribedMesh) -> list[dict[str, object]]:
-    """Each axis with its size and how it divides into NVLink and InfiniBand."""
-    rows: list[dict[str, object]] = []
-    for i, (name, size) in enumerate(zip(mesh.axis_names, mesh.devices.shape)):
-        line = np.moveaxis(mesh.devices, i, -1).reshape(-1, size)[0]
-        domains = len({d.domain for d in line})
-        rows.append({"axis": name, "size": size, "nvlink": size // domains, "infiniband": domains})
-    return rows
-
-
-def local_bytes(tree: Any) -> int:
-    """Bytes of one GPU's shards of a tree of abstract arrays."""
-    return sum(
-        int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-        if hasattr(leaf, "sharding") and leaf.sharding is not None
-    )
-
-
-def global_bytes(tree: Any) -> int:
-    """Bytes of a tree of abstract arrays, each counted once."""
-    return sum(int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        machines=Machines(planned.placement, cluster, processes_seen=0, processes_expected=cluster.hosts),
+        facts=facts,
+        instructions=read_instructions(module),
+        warnings=plan_warnings(compiled, schedule, simulation, memory, cluster, findings,
+                               steps=facts.steps_per_call, precision=facts.precision),
+    )  # fmt: skip
+    parts = {
+        "memory": memory,
+        "program": program_part(compiled, schedule),
+        "compile": CompilePart(lower_s=compiled.lower_s, compile_s=compiled.compile_s, cached=compiled.cached),
+    }
+    return Plan(report.model_copy(update=parts), simulation.timeline, compiled, schedule, examined, lint)
 
 
 def _check_has_gpus(cluster: Cluster) -> None:
@@ -336,10 +193,3 @@ def _on_mesh(args: Sequence[Any], mesh: DescribedMesh) -> tuple[Any, ...]:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return tuple(jax.tree.map(one, tuple(args)))
-
-
-def _peak(simulation: Simulation, cluster: Cluster, budget: Budget) -> float | None:
-    """The peak that MFU refers to, FLOP/s."""
-    if budget.precision is not None or not simulation.flops:
-        return compute_peak_flops(cluster.gpu, budget.precision or "bf16")
-    return peak_flops(cluster.gpu, max(simulation.flops, key=lambda dtype: simulation.flops[dtype]))

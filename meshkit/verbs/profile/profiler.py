@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from meshkit.config.calibration import CALIBRATION_FILE
 from meshkit.config.cluster import Cluster
-from meshkit.config.mesh import MeshSpec, Placement
+from meshkit.config.mesh import MeshSpec
 from meshkit.hlo.instructions import read_instructions
 from meshkit.report.folder import write_folder
 from meshkit.report.parts import StragglersPart
-from meshkit.report.pipeline_part import with_pipeline
+from meshkit.report.program import captured_program
 from meshkit.report.quality import feedback_part, quality_part, stragglers_part, withhold_axes
 from meshkit.report.rows import group_rows
-from meshkit.report.schema import MemoryPart, MeshAxisPart, ProgramPart, Report, Warning_
-from meshkit.report.summarize import Work, summarize, training_cost
+from meshkit.report.schema import MemoryPart, Report, Warning_
+from meshkit.report.summarize import Machines, summarize
+from meshkit.step.facts import StepFacts
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import TRACE_FOLDER, Capture, chosen_processes
 from meshkit.trace.capture_record import CaptureRecord
@@ -112,7 +112,7 @@ def profile(
         steps=(0, 0),
         cluster=cluster,
         mesh_spec=mesh_spec,
-        work={"model_flops": model_flops, "tokens": tokens},
+        work=StepFacts(model_flops=model_flops, tokens=tokens),
         processes=chosen_processes(processes, jax.process_count()),
     )
     capture.start()
@@ -156,68 +156,29 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
         TraceError: there is no capture, or it cannot be read.
     """
     captured = open_capture(run, only_process=only_process)
-    record, each = captured.record, captured.record.work.steps_per_execution
+    record, each = captured.record, captured.record.work.steps_per_call
     collectives = tuple(dict.fromkeys(collectives_of(captured).values()))
     trace = read_captured(captured, group_rows(collectives)[0])
-    instructions = read_instructions(captured.module)
+    seen = len(captured.records) - len(trace.facts.damaged)
     report = summarize(
         trace.steps,
-        sweeps=trace.sweeps,
-        kernels=trace.kernels,
         source="profile",
-        cluster=captured.cluster,
-        mesh=captured.mesh_spec,
-        mesh_axes=mesh_axes_of(captured.placement),
-        processes_seen=len(captured.records) - len(trace.facts.damaged),
-        processes_expected=len(captured.expected),
-        work=_work(record),
-        steps_per_execution=each,
-        instructions=instructions,
-        memory=_memory(captured.records, captured.cluster),
-        program=ProgramPart(
-            fingerprint=captured.schedule.fingerprint if captured.schedule else None,
-            options_hash=record.options_hash,
-            jax=record.jax,
-            jaxlib=record.jaxlib,
-            partitioner=record.partitioner,
-        ),
-        quality=quality_part(
-            trace, missing=captured.missing, overhead_s=_overhead_s(captured), steps_per_execution=each
-        ),
-        stragglers=_stragglers(captured, trace),
+        machines=Machines(captured.placement, captured.cluster, seen, len(captured.expected)),
+        facts=record.work,
+        instructions=read_instructions(captured.module),
+        swept=trace,
         warnings=[_warning(note) for note in (*notes_of_capture(captured), *trace.notes)],
     )
-    if record.work.pipeline is not None:
-        names = trace.steps.op_names
-        report = with_pipeline(
-            report, record.work.pipeline, names, trace.kernels, instructions, steps_per_execution=each
-        )
-    report = _with_training(withhold_axes(report, trace), record, captured.cluster)
-    report = report.model_copy(update={"feedback": feedback_part(record.options)})
+    overhead_s = _overhead_s(captured)
+    parts = {
+        "memory": _memory(captured.records, captured.cluster),
+        "program": captured_program(record, captured.schedule),
+        "quality": quality_part(trace, missing=captured.missing, overhead_s=overhead_s, steps_per_execution=each),
+        "stragglers": _stragglers(captured, trace),
+        "feedback": feedback_part(record.options),
+    }
+    report = withhold_axes(report.model_copy(update=parts), trace)
     return Measurement(report, trace.timeline, captured, trace)
-
-
-def mesh_axes_of(placement: Placement) -> list[dict[str, Any]]:
-    """The mesh of a placement with each axis's factors: the domains that a line along it crosses, and the rest."""
-    domains = placement.domains.reshape(placement.shape)
-    axes = []
-    for i, (name, size) in enumerate(zip(placement.axis_names, placement.shape)):
-        lines = np.moveaxis(domains, i, -1).reshape(-1, size)
-        across = max(len(set(line)) for line in lines.tolist())
-        axes.append(MeshAxisPart(axis=name, size=size, nvlink=size // across, infiniband=across).model_dump())
-    return axes
-
-
-def _work(record: CaptureRecord) -> Work:
-    w = record.work
-    return Work(
-        model_flops=w.model_flops,
-        model_flops_causal=w.model_flops_causal,
-        hardware_flops_per_gpu=w.hardware_flops_per_gpu,
-        tokens=w.tokens,
-        peak_flops_per_gpu=w.peak_flops_per_gpu,
-        num_gpus=len(record.mesh.device_ids),
-    )
 
 
 def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> MemoryPart:
@@ -236,13 +197,6 @@ def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> Memory
     )
 
 
-def _with_training(report: Report, record: CaptureRecord, cluster: Cluster | None) -> Report:
-    price = cluster.price_per_gpu_hour if cluster else None
-    num_gpus = len(record.mesh.device_ids)
-    part = training_cost(report.step.time_s, record.work.training_steps, num_gpus, price)
-    return report.model_copy(update={"training": part})
-
-
 def _overhead_s(captured: Captured) -> float | None:
     """What a step took longer with the trace than without: of the process that lost the most."""
     costs = [r.cost for r in captured.records if r.cost is not None]
@@ -253,7 +207,7 @@ def _overhead_s(captured: Captured) -> float | None:
 def _stragglers(captured: Captured, trace: Trace) -> StragglersPart | None:
     if not trace.skew.instances:
         return None
-    each = captured.record.work.steps_per_execution
+    each = captured.record.work.steps_per_call
     by_device: dict[int, list[float]] = {}
     for step, swept in zip(trace.steps.steps, trace.sweeps):
         by_device.setdefault(step.device, []).append(swept.total.compute_s / each)

@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshkit.compile.absent import compile_planned
-from meshkit.compile.derived import derive_options
+from meshkit.compile.absent import choices_for, compile_planned
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
@@ -27,14 +26,13 @@ from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
 from meshkit.predict.assumptions import assumptions_for
-from meshkit.predict.kernels import compute_peak_flops
 from meshkit.predict.simulate import Simulation, simulate
-from meshkit.report.kernel_rows import totals_of
-from meshkit.report.pipeline_part import useful_flops, with_pipeline
-from meshkit.report.schema import MemoryPart, ProgramPart, Report, Warning_
-from meshkit.report.summarize import Work, summarize, training_cost
+from meshkit.report.program import captured_program
+from meshkit.report.schema import MemoryPart, Report, Warning_
+from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
-from meshkit.sharding.mesh import build_mesh
+from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.step.facts import training_steps
 from meshkit.timeline import Timeline
 from meshkit.trace.captured import Captured, notes_of_capture, open_capture, read_captured
 from meshkit.trace.measured import MeasuredKernels, collectives_of_schedule, kernel_seconds, rates_of
@@ -206,48 +204,18 @@ def _report(
     experiment: Experiment, captured: Captured, simulation: Simulation, beside: Reserved, warnings: list[Warning_]
 ) -> Report:
     record, cluster, train = captured.record, experiment.cluster, experiment.train
-    each, pipeline = record.work.steps_per_execution, record.work.pipeline
     assert captured.schedule is not None
-    executed = useful_flops(captured.schedule, pipeline) if pipeline else sum(simulation.flops.values())
-    work = Work(
-        model_flops=record.work.model_flops,
-        model_flops_causal=record.work.model_flops_causal,
-        hardware_flops_per_gpu=executed / each,
-        tokens=record.work.tokens,
-        peak_flops_per_gpu=compute_peak_flops(cluster.gpu, train.precision),
-        num_gpus=cluster.num_gpus,
-    )
-    tokens = record.work.tokens
-    steps = -(-train.tokens_total // int(tokens)) if train.tokens_total and tokens else train.steps
-    instructions = read_instructions(captured.module)
-    report = summarize(
-        simulation.timeline,
+    report = summarize_simulation(
+        simulation,
+        captured.schedule,
         source="rehearse",
-        cluster=cluster,
-        mesh=experiment.mesh,
-        processes_seen=1,
-        processes_expected=cluster.num_gpus,
-        work=work,
-        memory=_memory(experiment, captured, beside),
-        program=ProgramPart(
-            fingerprint=captured.schedule.fingerprint,
-            options_hash=record.options_hash,
-            jax=record.jax,
-            jaxlib=record.jaxlib,
-            partitioner=record.partitioner,
-        ),
-        training=training_cost(
-            simulation.timeline.steps[0].window[1] / each, steps, cluster.num_gpus, cluster.price_per_gpu_hour
-        ),
-        step_bounds=(simulation.all_overlapped_s / each, simulation.all_exposed_s / each),
-        steps_per_execution=each,
-        instructions=instructions,
+        machines=Machines(captured.placement, cluster, processes_expected=cluster.num_gpus),
+        facts=record.work.model_copy(update={"precision": train.precision, "training_steps": training_steps(train)}),
+        instructions=read_instructions(captured.module),
         warnings=warnings,
     )
-    if pipeline is None:
-        return report
-    names, totals = simulation.timeline.op_names, totals_of(simulation.timeline)
-    return with_pipeline(report, pipeline, names, totals, instructions, steps_per_execution=each)
+    parts = {"memory": _memory(experiment, captured, beside), "program": captured_program(record, captured.schedule)}
+    return report.model_copy(update=parts)
 
 
 def _memory(experiment: Experiment, captured: Captured, beside: Reserved) -> MemoryPart:
@@ -368,14 +336,7 @@ def planned_schedule(experiment: Experiment) -> Schedule:
     use_no_accelerator()
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     program = make_train_step(experiment, mesh)
-    return compile_planned(
-        program.step,
-        (program.abstract_state, program.abstract_batch),
-        mesh=mesh,  # pyright: ignore[reportArgumentType]
-        placement=experiment.mesh.placement(experiment.cluster),
-        cluster=experiment.cluster,
-        options={**program.xla_options, **experiment.xla},
-        derived=derive_options(experiment, program, mesh),
-        pool_bytes=experiment.cluster.gpu.memory_bytes * experiment.train.memory_fraction,
-        pgle=experiment.train.pgle,
-    ).schedule
+    assert isinstance(mesh, DescribedMesh)
+    args = (program.abstract_state, program.abstract_batch)
+    choices = choices_for(experiment, program, mesh)
+    return compile_planned(program.step, args, mesh=mesh, cluster=experiment.cluster, choices=choices).schedule

@@ -6,7 +6,6 @@ nothing. The program is then that of process 0 of the whole job; it runs on data
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -50,15 +49,6 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
     random = np.random.default_rng(0)
     state = jax.tree.map(lambda leaf: _filled(leaf, random), program.abstract_state)
     batch = jax.tree.map(lambda leaf: _filled(leaf, random), program.abstract_batch)
-    pipe = program.pipeline
-    work = {
-        "model_flops": program.work["model_flops"],
-        "model_flops_causal": program.work["model_flops_causal"],
-        "tokens": program.work["tokens"],
-        "training_steps": experiment.train.steps,
-        "steps_per_execution": program.steps_per_call,
-        "pipeline": pipe and dataclasses.asdict(pipe.report(experiment.pipeline.microbatches)),
-    }
     capture = Capture(
         folder / TRACE_FOLDER,
         program=compiled.program,
@@ -66,7 +56,7 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
         steps=(WARM_UP, WARM_UP + steps - 1),
         cluster=experiment.cluster,
         mesh_spec=experiment.mesh,
-        work=work,
+        work=program.facts,
         partitioner="shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
         options=compiled.options,
         processes=(jax.process_index(),),

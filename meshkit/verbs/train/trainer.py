@@ -290,11 +290,13 @@ class _Run:
 
     def _rate(self, step_time_s: float) -> dict[str, float | None]:
         """Tokens per second and MFU at a step time."""
-        work, peak = self.program.work, peak_flops_per_gpu(self.experiment)
+        facts, peak = self.program.facts, peak_flops_per_gpu(self.experiment)
+        assert facts.tokens is not None
+        assert facts.model_flops is not None
         capacity = peak * self.program.mesh.size * step_time_s if peak else None
         return {
-            "tokens_per_s": work["tokens"] / step_time_s,
-            "mfu": work["model_flops"] / capacity if capacity else None,
+            "tokens_per_s": facts.tokens / step_time_s,
+            "mfu": facts.model_flops / capacity if capacity else None,
         }
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:
@@ -312,16 +314,7 @@ class _Run:
         steps = self.experiment.profile.steps
         if steps is None or steps[1] <= self.resumed_step:
             return None
-        work, pipe = self.program.work, self.program.pipeline
-        known = {
-            "model_flops": work["model_flops"],
-            "model_flops_causal": work["model_flops_causal"],
-            "tokens": work["tokens"],
-            "peak_flops_per_gpu": peak_flops_per_gpu(self.experiment),
-            "training_steps": training_steps(self.experiment),
-            "steps_per_execution": self.program.steps_per_call,
-            "pipeline": pipe and dataclasses.asdict(pipe.report(self.experiment.pipeline.microbatches)),
-        }
+        peak = peak_flops_per_gpu(self.experiment)
         return Capture(
             self.folder / TRACE_FOLDER,
             program=self.compiled.program,
@@ -329,7 +322,7 @@ class _Run:
             steps=(max(steps[0], self.resumed_step + 1) + self.program.steps_per_call - 1, steps[1]),
             cluster=self.experiment.cluster,
             mesh_spec=self.experiment.mesh,
-            work=known,
+            work=self.program.facts.model_copy(update={"peak_flops_per_gpu": peak}),
             options=self.compiled.options,
             processes=chosen_processes(self.experiment.profile.processes, jax.process_count()),
         )
@@ -380,11 +373,3 @@ class _Run:
 def peak_flops_per_gpu(experiment: Experiment) -> float | None:
     """Dense peak of the compute precision, FLOP/s; None for a CPU, whose virtual devices have none."""
     return compute_peak_flops(experiment.cluster.gpu, experiment.train.precision)
-
-
-def training_steps(experiment: Experiment) -> int:
-    """Steps of the whole training: `tokens_total` where given, else `steps`."""
-    train = experiment.train
-    if train.tokens_total is None:
-        return train.steps
-    return -(-train.tokens_total // (train.global_batch * train.sequence_length))

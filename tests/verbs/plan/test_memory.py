@@ -10,6 +10,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.hlo.collective import Collective
 from meshkit.hlo.module import Instruction, Schedule
+from meshkit.step.facts import StepFacts
 from meshkit.verbs.plan import remedies
 from meshkit.verbs.plan.bounds import Bounds
 from meshkit.verbs.plan.memory import memory_part, nccl_bytes, reserved_memory
@@ -90,7 +91,7 @@ def compiled(temp, *, live=None, argument=10 * GIB):
 
 
 def verdict(program, *, fraction=0.92, used=(), **known):
-    return memory_part(program, NoModule(), schedule(*used), HOST, memory_fraction=fraction, **known)
+    return memory_part(program, NoModule(), schedule(*used), HOST, memory_fraction=fraction, facts=StepFacts(**known))
 
 
 def test_the_margin_is_what_is_left_in_the_pool():

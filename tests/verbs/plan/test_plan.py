@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
-from meshkit.report.summarize import Work, check_invariants
-from meshkit.verbs.plan.planner import Budget, make_plan
+from meshkit.report.summarize import check_invariants
+from meshkit.verbs.plan.planner import make_plan
 
 pytestmark = pytest.mark.deviceless
 
@@ -106,7 +106,7 @@ def test_matmul_flops_equal_the_closed_form():
     whole, rows = PartitionSpec(), PartitionSpec("fsdp")
     step = mlp_step(mesh, (whole, whole), rows, rows)
     args = arguments(mesh, rows, rows, rows)
-    plan = make_plan(step, args, mesh=mesh, cluster=cluster, work=Work(), budget=Budget())
+    plan = make_plan(step, args, mesh=mesh, cluster=cluster)
     executed = plan.report.step.hfu * plan.report.step.time_s * cluster.gpu.peak_flops["bf16"]
     assert executed == pytest.approx(5 * 2 * ROWS * EMBED * MLP / 16, rel=1e-9)
 

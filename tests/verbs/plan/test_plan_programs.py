@@ -12,8 +12,7 @@ import meshkit as mk
 from meshkit.hlo.costs import Matmul
 from meshkit.predict.assumptions import slowest_of
 from meshkit.predict.matmuls import shape_share
-from meshkit.report.summarize import Work
-from meshkit.verbs.plan.planner import Budget, make_plan
+from meshkit.verbs.plan.planner import make_plan
 
 pytestmark = pytest.mark.deviceless
 
@@ -32,7 +31,7 @@ def mesh(cluster):
 @pytest.fixture
 def plan(cluster, mesh):
     def run(step, *args, **options):
-        return make_plan(step, args, mesh=mesh, cluster=cluster, work=Work(), budget=Budget(), **options)
+        return make_plan(step, args, mesh=mesh, cluster=cluster, **options)
 
     return run
 

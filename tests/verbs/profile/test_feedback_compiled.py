@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
+from meshkit.compile.absent import CompileChoices
 from meshkit.errors import ProgramError
-from meshkit.report.summarize import Work
-from meshkit.verbs.plan.planner import Budget, make_plan
+from meshkit.verbs.plan.planner import make_plan
 from meshkit.verbs.profile.feedback import write_pgle
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.slow]
@@ -31,7 +31,7 @@ def test_the_closed_loop_reaches_the_scheduler(tmp_path):
     args = ([(abstract((EMBED, MLP)), abstract((MLP, EMBED))) for _ in range(3)], abstract((BATCH, EMBED)))
 
     def plan(**options):
-        return make_plan(forward, args, mesh=mesh, cluster=cluster, work=Work(), budget=Budget(), options=options)
+        return make_plan(forward, args, mesh=mesh, cluster=cluster, choices=CompileChoices(options or {}))
 
     first = plan()
     (step,) = first.timeline.steps

@@ -18,6 +18,7 @@ from meshkit.errors import ConfigError, TraceError
 from meshkit.report.quality import feedback_part, withhold_axes
 from meshkit.report.schema import read_report
 from meshkit.report.summarize import check_invariants
+from meshkit.step.facts import StepFacts
 from meshkit.trace.capture import Capture, chosen_processes
 from meshkit.trace.captured import read_records
 
@@ -64,7 +65,7 @@ def run(step, mesh, cluster, tmp_path_factory):
     """A run folder with steps 10 to 13 captured, the way the trainer does it."""
     folder = tmp_path_factory.mktemp("run")
     compiled, weights, x = step
-    work = {"model_flops": 6.0e9, "tokens": 1024.0, "training_steps": 1000}
+    work = StepFacts(model_flops=6.0e9, tokens=1024.0, training_steps=1000)
     capture = Capture(folder / "trace", program=compiled, mesh=mesh, steps=(10, 13), cluster=cluster, work=work)
     for number in range(9, 16):
         capture.before(number, weights)

@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshkit as mk
 from meshkit.hlo.module import load_module
 from meshkit.report.compare import compare
-from meshkit.report.summarize import Work, check_invariants
+from meshkit.report.summarize import check_invariants
 from meshkit.trace.capture_record import CapturedDevice, CapturedMesh, CaptureRecord
-from meshkit.verbs.plan.planner import Budget, make_plan
+from meshkit.verbs.plan.planner import make_plan
 from meshkit.verbs.profile.profiler import measure_run
 from tests.trace.trace_files import clock_text, plane_text, write_planes
 
@@ -54,7 +54,7 @@ def plan(cluster):
         abstract((LAYERS, MLP, EMBED), None, "tensor", "fsdp"),
     )
     args = (weights, abstract((BATCH, EMBED), ("data", "fsdp"), None))
-    return make_plan(step, args, mesh=mesh, cluster=cluster, work=Work(), budget=Budget())
+    return make_plan(step, args, mesh=mesh, cluster=cluster)
 
 
 def write_run(folder, plan, cluster, *, lost=0.0):
