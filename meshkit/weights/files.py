@@ -3,7 +3,7 @@
     folder -> every file and config.json checked -> arrays born sharded, each device's part read from the memory map
     arrays -> a tensor at a time, one layer of a stack -> shards of at most `max_shard_bytes`, index, config.json
 
-No host holds a whole model: reading takes what the host's own devices hold of one array, writing takes one tensor.
+No host holds a whole model: reading takes what the host's own devices hold of one array, writing takes one shard.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from meshkit.errors import ConfigError, RunError
 from meshkit.sharding.resolve import path_name
+from meshkit.weights.folder import CONFIG, DTYPES, INDEX, SINGLE, Tensor, open_folder, read_config, shown
 from meshkit.weights.layout import Layout, Row
-from meshkit.weights.safetensors import DTYPES, INDEX, SINGLE, SafetensorsFile, open_folder, shown, write_file
 
-CONFIG = "config.json"
 MAX_SHARD_BYTES = 5_000_000_000
 _WRITTEN = {"fp32": "F32", "bf16": "BF16"}
 _TORCH_DTYPE = {"fp32": "float32", "bf16": "bfloat16"}
-_LONGEST_CONFIG = 10_000_000  # bytes
+_ROWS = 4096  # compared at a time
 
-Files = Mapping[str, SafetensorsFile]
+Files = Mapping[str, Tensor]
 
 
 def read_weights(folder: str | os.PathLike[str], layout: Layout, abstract: Any) -> Any:
@@ -96,7 +97,7 @@ def write_weights(
     _check_free(folder)
     tensors = [(row, index, name) for row in layout.rows for index, name in row.names(layout.sizes)]
     values = (
-        row.to_file(_fetch(arrays[row.path], index), layout.sizes).astype(DTYPES[_WRITTEN[dtype]])
+        row.to_file(_fetch(arrays[row.path], index), layout.sizes).astype(DTYPES[_WRITTEN[dtype]], order="C")
         for row, index, _ in tensors
     )
     shapes = [(name, row.file_shape(layout.sizes)) for row, _, name in tensors]
@@ -109,27 +110,6 @@ def write_weights(
             pass
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("meshkit.write_weights")
-
-
-def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config.json of a folder.
-
-    Raises:
-        ConfigError: it is missing, or no JSON object.
-    """
-    path = Path(folder) / CONFIG
-    try:
-        if (size := path.stat().st_size) > _LONGEST_CONFIG:
-            raise ValueError(f"it has {size} bytes, more than {_LONGEST_CONFIG}")
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"it is a JSON {type(config).__name__}, not an object")
-    except OSError as error:
-        hint = "the config.json that belongs to the weights: without it nobody knows how they are meant"
-        raise ConfigError(f"{CONFIG} cannot be read: {error.strerror}.", at=str(path), hint=hint) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{CONFIG} is not JSON: {shown(str(error))}.", at=str(path), hint="an intact copy") from None
-    return config
 
 
 def _check_parameters(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -169,42 +149,41 @@ def _check_tensors(folder: Path, layout: Layout, rows: Any, files: Files) -> Non
                 hint = "weights of the same architecture, and all of their files"
                 raise ConfigError(f"the tensor {name} is missing; {row.path} needs it.", at=str(folder), hint=hint)
             _check_tensor(files[name], name, row, shape)
-    for name, file in files.items():
+    for name, tensor in files.items():
         if name in layout.copies:
             _check_copy(files, name, layout.copies[name])
         elif name not in known and not (layout.computed and re.fullmatch(layout.computed, name)):
-            message = f"the model has no parameter for {shown(name)}, {shown(file.tensors[name].shape)}."
-            raise ConfigError(message, at=str(file.path), hint="a model of the same architecture and number of layers")
+            message = f"the model has no parameter for {shown(name)}, {shown(tensor.shape)}."
+            raise ConfigError(
+                message, at=str(tensor.path), hint="a model of the same architecture and number of layers"
+            )
 
 
-def _check_tensor(file: SafetensorsFile, name: str, row: Row, shape: tuple[int, ...]) -> None:
-    tensor = file.tensors[name]
+def _check_tensor(tensor: Tensor, name: str, row: Row, shape: tuple[int, ...]) -> None:
     if tensor.dtype not in DTYPES:
         message = f"{name} is {tensor.dtype}, which is not one of {', '.join(DTYPES)}."
-        raise ConfigError(
-            message, at=str(file.path), hint="weights that are not quantized, or converted to F32 or BF16"
-        )
-    if tensor.shape != shape:
+        hint = "weights that are not quantized, or converted to F32 or BF16"
+    elif tensor.shape != shape:
         differ = {d for g, a, b in zip(row.groups, tensor.shape, shape) if a != b for d in g} or set(row.ours.split())
         named = [dim for group in row.groups for dim in group if dim in differ and dim != "part"]
         message = f"{name} is {shown(tensor.shape)} in the file, but the model wants {row.file} = {shape}."
-        raise ConfigError(
-            message, at=str(file.path), hint=f"{' and '.join(f'model.{d}' for d in named)} as in the file"
-        )
+        hint = f"{' and '.join(f'model.{d}' for d in named)} as in the file"
+    else:
+        return
+    raise ConfigError(message, at=str(tensor.path), hint=hint)
 
 
 def _check_copy(files: Files, name: str, original: str) -> None:
     """A tensor that repeats another, such as the head of a tied model, says the same."""
-    file, first, second = files[name], files[original].tensors[original], files[name].tensors[name]
-    same = (first.dtype, first.shape) == (second.dtype, second.shape)
-    if not same or not _equal_bytes(file.view(name), files[original].view(original)):
+    first, second = files[original], files[name]
+    if (first.dtype, first.shape) != (second.dtype, second.shape) or not _equal_bytes(first, second):
         message = f"{name} must repeat {original}, since the model is tied, but differs from it."
-        raise ConfigError(message, at=str(file.path), hint="model.tied = false, and a config.json that says the same")
+        raise ConfigError(message, at=str(second.path), hint="model.tied = false, and a config.json that says the same")
 
 
-def _equal_bytes(a: np.ndarray, b: np.ndarray, step: int = 1 << 26) -> bool:
-    a, b = (x.reshape(-1).view(np.uint8) for x in (a, b))
-    return all(np.array_equal(a[i : i + step], b[i : i + step]) for i in range(0, a.size, step))
+def _equal_bytes(a: Tensor, b: Tensor) -> bool:
+    blocks = [slice(i, min(i + _ROWS, n)) for n in a.shape[:1] for i in range(0, n, _ROWS)] or [...]
+    return all(a.values[block].tobytes() == b.values[block].tobytes() for block in blocks)
 
 
 def _read_array(row: Row, sizes: Mapping[str, int], files: Files, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -232,10 +211,10 @@ def read_slice(
     """
     out = np.empty([len(r) for r in ranges], dtype)
     stacked = len(row.stacked)
-    inner = tuple(slice(r.start, r.stop) for r in ranges[stacked:])
+    inner = dict(zip(row.ours.split()[stacked:], ranges[stacked:]))
     for at in itertools.product(*(range(len(r)) for r in ranges[:stacked])):
         name = row.name_at(tuple(r[i] for r, i in zip(ranges, at)))
-        out[at] = row.to_ours(files[name].view(name), sizes)[inner]
+        out[at] = row.to_ours(files[name].values, sizes, inner)
     return out
 
 
@@ -261,13 +240,13 @@ def _write_folder(
     try:
         partial.mkdir(parents=True)
         try:
-            _write_shards(partial, tensors, values, _WRITTEN[dtype], max_shard_bytes)
             (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            _write_shards(partial, tensors, values, _WRITTEN[dtype], max_shard_bytes)
             os.replace(partial, folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise RunError(f"the weights could not be written: {error}.", at=str(folder)) from error
 
 
@@ -275,28 +254,34 @@ def _write_shards(
     folder: Path, tensors: list[tuple[str, tuple[int, ...]]], values: Iterator[np.ndarray], dtype: str, most: int
 ) -> None:
     shards = _cut(tensors, DTYPES[dtype].itemsize, most)
-    if len(shards) == 1:
-        write_file(folder / SINGLE, shards[0], dtype, values)
-        return
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        index |= {name: file for name, _ in shard}
-        write_file(folder / file, shard, dtype, itertools.islice(values, len(shard)))
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        index |= dict.fromkeys(shard, file)
+        _write_file(folder / file, {name: next(values) for name in shard})
+    if len(shards) == 1:
+        return
     total = sum(math.prod(shape) for _, shape in tensors) * DTYPES[dtype].itemsize
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
     (folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
-def _cut(tensors: list[tuple[str, tuple[int, ...]]], itemsize: int, most: int) -> list[list[tuple[str, tuple]]]:
-    """The tensors in order, in files of at most `most` bytes, each with one tensor at least."""
+def _write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers refuses a file without it
+    shutil.copymode(path.with_name(CONFIG), path)  # the library makes files that nobody else may read
+    with open(path, "rb") as f:
+        os.fsync(f.fileno())
+
+
+def _cut(tensors: list[tuple[str, tuple[int, ...]]], itemsize: int, most: int) -> list[list[str]]:
+    """The names of the tensors in order, in files of at most `most` bytes, each with one tensor at least."""
     shards, room = [], 0
     for name, shape in tensors:
         size = math.prod(shape) * itemsize
         if not shards or size > room:
             shards.append([])
             room = most
-        shards[-1].append((name, shape))
+        shards[-1].append(name)
         room -= size
     return shards
 

@@ -66,17 +66,33 @@ class Row:
         """Name of the tensor at some indices of the placeholders."""
         return self.name.format(**dict(zip(self.stacked, index, strict=True)))
 
-    def to_ours(self, tensor: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """A view of a tensor with the parameter's dims, less those of the placeholders."""
-        flat = self._flat
-        split = tensor.reshape([self._size(dim, sizes) for dim in flat])
+    def to_ours(self, tensor: Any, sizes: Mapping[str, int], ranges: Mapping[str, range]) -> np.ndarray:
+        """A block of a tensor with the parameter's dims, less those of the placeholders.
+
+        Args:
+            tensor: an array, or what reads the part of one that it is indexed with: no more is asked of it than the
+                block's own share of every dim, or of the outermost one of those that are merged.
+            sizes: of all dims.
+            ranges: of the parameter's dims, those of the placeholders excepted.
+        """
+        flat, part = self._flat, self.part or (0, 0)
+        ranges = {**ranges, "part": range(part[0], part[0] + 1)}
+        lengths = {dim: self._size(dim, sizes) for dim in flat}
+        index = []
+        for outer, *merged in self.groups:
+            each = math.prod(lengths[dim] for dim in merged)
+            index.append(slice(ranges[outer].start * each, ranges[outer].stop * each))
+            lengths[outer] = len(ranges[outer])
+        outermost = {group[0] for group in self.groups}
+        rest = (slice(None) if dim in outermost else slice(ranges[dim].start, ranges[dim].stop) for dim in flat)
+        block = tensor[tuple(index)].reshape([lengths[dim] for dim in flat])[tuple(rest)]
         if self.part:
-            split = np.moveaxis(split, flat.index("part"), 0)[self.part[0]]
+            block = block.squeeze(flat.index("part"))
             flat.remove("part")
-        return split.transpose([flat.index(dim) for dim in self._inner])
+        return block.transpose([flat.index(dim) for dim in self._inner])
 
     def to_file(self, value: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """The inverse of `to_ours`, of a row without `part`."""
+        """A whole tensor of the file: the inverse of `to_ours`, of a row without `part`."""
         return value.transpose([self._inner.index(dim) for dim in self._flat]).reshape(self.file_shape(sizes))
 
     @property

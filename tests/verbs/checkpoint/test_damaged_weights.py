@@ -33,30 +33,39 @@ def folder(tmp_path):
 
 
 HEADERS = {
-    "not JSON": ("{", "header of model.safetensors is not JSON"),
-    "a list": ("[]", "is a JSON list, not an object"),
-    "deep": ("[" * 100_000, "is not JSON"),
-    "a key twice": ('{"a": {}, "a": {}}', "the key a stands twice"),
-    "no offsets": ({"a": {"dtype": "F32", "shape": [1]}}, "not a dtype, a shape and two offsets"),
-    "a negative size": ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, "not a dtype, a shape"),
-    "a size of 2**70": ({"a": {"dtype": "F32", "shape": [2**70], "data_offsets": [0, 4]}}, "not a dtype, a shape"),
-    "a fraction": ({"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, "not a dtype, a shape"),
-    "an unknown dtype": ({"a": {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]}}, "dtype F31, which is unknown"),
-    "another size": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, r"8 bytes, but has offsets 0 to 4"),
-    "beyond the file": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, "has 4 bytes of data"),
-    "far away": ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [2**40, 2**40 + 4]}}, "leaves a gap"),
+    "not JSON": ("{", "invalid JSON in header"),
+    "a list": ("[]", "invalid type: sequence"),
+    "deep": ("[" * 100_000, "invalid JSON in header"),
+    "a key twice": (
+        '{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}, "a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        "the key a stands twice",
+    ),
+    "no offsets": ({"a": {"dtype": "F32", "shape": [1]}}, "missing field `data_offsets`"),
+    "a negative size": ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, "invalid value: integer `-1`"),
+    "a size of 2**70": ({"a": {"dtype": "F32", "shape": [2**70], "data_offsets": [0, 4]}}, "expected usize"),
+    "a fraction": ({"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, "floating point `1.0`"),
+    "an unknown dtype": ({"a": {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]}}, "unknown variant `F31`"),
+    "another size": (
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+        "invalid shape, data type, or offset",
+    ),
+    "beyond the file": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, "file not fully covered"),
+    "far away": (
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [2**40, 2**40 + 4]}},
+        "invalid offset for tensor `a`",
+    ),
     "an overlap": (
         {n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"},
-        "b begins at byte 0 and overlaps",
+        "invalid offset for tensor `[ab]`",
     ),
-    "a remainder": ({"a": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}}, "it is longer than it should be"),
+    "a remainder": ({"a": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}}, "file not fully covered"),
 }
 
 
 @pytest.mark.parametrize(("header", "message"), HEADERS.values(), ids=HEADERS)
 def test_a_header_that_lies_is_refused(folder, header, message):
     raw(folder / "model.safetensors", header, b"\0" * 4)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=f"model.safetensors is no intact safetensors file: .*{message}") as caught:
         read(folder)
     assert caught.value.at == str(folder / "model.safetensors")
     assert len(str(caught.value)) < 1000
@@ -65,14 +74,11 @@ def test_a_header_that_lies_is_refused(folder, header, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "has 0 bytes; the length of its header alone takes 8"),
-        (
-            (2**63).to_bytes(8, "little") + b"{}",
-            "announces a header of 9223372036854775808 bytes, but has 2 bytes left",
-        ),
-        (b"\x05\0\0\0\0\0\0\0{}", "announces a header of 5 bytes"),
-        (b"\x02\0\0\0\0\0\0\0\xff\xfe", "is not JSON"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "announces a header"),
+        (b"", "header too small"),
+        ((2**63).to_bytes(8, "little") + b"{}", "header too large"),
+        (b"\x05\0\0\0\0\0\0\0{}", "invalid header length"),
+        (b"\x02\0\0\0\0\0\0\0\xff\xfe", "invalid UTF-8 in header"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "header too large"),
     ],
 )
 def test_a_file_that_is_none_is_refused(folder, content, message):
@@ -84,7 +90,7 @@ def test_a_file_that_is_none_is_refused(folder, content, message):
 def test_a_truncated_file_is_refused(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"bytes of data, but its header describes \d+: it is truncated"):
+    with pytest.raises(ConfigError, match=r"model.safetensors is no intact safetensors file: .*not fully covered"):
         read(folder)
 
 

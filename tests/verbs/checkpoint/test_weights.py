@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import meshkit as mk
 from meshkit.errors import ConfigError, RunError
 from meshkit.weights import files as weights
 from meshkit.weights.files import read_weights, write_weights
+from meshkit.weights.folder import open_file
 from meshkit.weights.layout import Layout, Row
-from meshkit.weights.safetensors import SafetensorsFile
 from models import hf
 from tests.verbs.checkpoint.weight_files import (
     MOE,
@@ -58,7 +58,7 @@ def test_a_round_trip_keeps_every_bit_on_another_mesh(tmp_path, name, max_shard_
 
 
 def test_the_names_are_those_of_the_published_checkpoints(folder):
-    tensors = SafetensorsFile(folder / "model.safetensors").tensors
+    tensors = load_file(folder / "model.safetensors")
     assert {n: t.shape for n, t in tensors.items() if "layers.1." in n or "layers" not in n} == {
         "model.embed_tokens.weight": (40, 16),
         "model.layers.1.input_layernorm.weight": (16,),
@@ -79,22 +79,22 @@ def test_tensors_are_what_the_layout_says(tmp_path):
     """Against plain numpy: a query kernel [layers, embed, heads, head_dim] is [heads * head_dim, embed] in the file."""
     model, params = make("llama")
     write_weights(params, tmp_path / "out", model.hf_layout())
-    file = SafetensorsFile(tmp_path / "out" / "model.safetensors")
+    file = load_file(tmp_path / "out" / "model.safetensors")
     query = np.asarray(params["layers"]["attention"]["query"]["kernel"])[2]
     output = np.asarray(params["layers"]["attention"]["output"]["kernel"])[2]
-    np.testing.assert_array_equal(file.view("model.layers.2.self_attn.q_proj.weight"), query.reshape(16, 32).T)
-    np.testing.assert_array_equal(file.view("model.layers.2.self_attn.o_proj.weight"), output.reshape(32, 16).T)
+    np.testing.assert_array_equal(file["model.layers.2.self_attn.q_proj.weight"], query.reshape(16, 32).T)
+    np.testing.assert_array_equal(file["model.layers.2.self_attn.o_proj.weight"], output.reshape(32, 16).T)
 
 
 def test_shards_hold_at_most_what_they_may_and_the_index_knows_them(tmp_path):
     model, params = make("llama")
     write_weights(params, tmp_path / "out", model.hf_layout(), max_shard_bytes=4000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    files = {name: SafetensorsFile(tmp_path / "out" / name) for name in set(index["weight_map"].values())}
-    held = [math.prod(t.shape) * 4 for f in files.values() for t in f.tensors.values()]
+    files = {name: load_file(tmp_path / "out" / name) for name in set(index["weight_map"].values())}
+    held = [t.nbytes for f in files.values() for t in f.values()]
     assert index["metadata"]["total_size"] == sum(held)
     for file in files.values():
-        assert sum(math.prod(t.shape) * 4 for t in file.tensors.values()) <= 4000
+        assert sum(t.nbytes for t in file.values()) <= 4000
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         [*files, "config.json", "model.safetensors.index.json"]
     )
@@ -128,8 +128,8 @@ def test_a_slice_touches_no_other_tensors(folder):
     model, params = make("llama")
     layout = model.hf_layout()
     row = next(r for r in layout.rows if r.path == "layers/mlp/down/kernel")
-    file = SafetensorsFile(folder / "model.safetensors")
-    only = {"model.layers.1.mlp.down_proj.weight": file}
+    name = "model.layers.1.mlp.down_proj.weight"
+    only = {name: open_file(folder / "model.safetensors")[name]}
     block = weights.read_slice(row, layout.sizes, only, (range(1, 2), range(6, 12), range(16)), np.dtype(np.float32))
     np.testing.assert_array_equal(block, np.asarray(params["layers"]["mlp"]["down"]["kernel"])[1:2, 6:12])
 
@@ -164,8 +164,7 @@ def test_half_precision_files_are_read_as_the_fp32_they_stand_for(tmp_path, dtyp
 def rewrite(params, folder, model, dtype, name):
     """The folder with all tensors in another dtype."""
     write_weights(params, folder, model.hf_layout())
-    file = SafetensorsFile(folder / "model.safetensors")
-    arrays = {n: np.asarray(file.view(n)).astype(dtype) for n in file.tensors}
+    arrays = {n: x.astype(dtype) for n, x in load_file(folder / "model.safetensors").items()}
     save(folder / "model.safetensors", {n: (name, a.shape, a.tobytes()) for n, a in arrays.items()})
 
 
@@ -173,9 +172,9 @@ def rewrite(params, folder, model, dtype, name):
 def test_data_at_any_alignment_is_read_right(tmp_path, pad):
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     save(tmp_path / "m.safetensors", {"x": ("F32", (2, 3), values.tobytes())}, pad=pad)
-    np.testing.assert_array_equal(SafetensorsFile(tmp_path / "m.safetensors").view("x"), values)
+    np.testing.assert_array_equal(open_file(tmp_path / "m.safetensors")["x"].values[...], values)
     save(tmp_path / "h.safetensors", {"x": ("BF16", (2, 3), values.astype(ml_dtypes.bfloat16).tobytes())}, pad=pad)
-    half = SafetensorsFile(tmp_path / "h.safetensors").view("x")
+    half = open_file(tmp_path / "h.safetensors")["x"].values[...]
     np.testing.assert_array_equal(np.asarray(half).astype(np.float32), values)
 
 
@@ -194,8 +193,7 @@ def test_a_tied_model_may_repeat_its_table(tmp_path):
     model, params = make("tied llama")
     write_weights(params, tmp_path / "out", model.hf_layout())
     path = tmp_path / "out" / "model.safetensors"
-    file = SafetensorsFile(path)
-    tensors = {n: ("F32", t.shape, file.view(n).tobytes()) for n, t in file.tensors.items()}
+    tensors = {n: ("F32", x.shape, x.tobytes()) for n, x in load_file(path).items()}
     inv_freq = ("F32", (4,), bytes(16))  # old versions wrote it; it follows from rope_theta
     more = {"model.layers.0.self_attn.rotary_emb.inv_freq": inv_freq}
     save(path, tensors | more | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
@@ -209,8 +207,7 @@ def test_the_fused_experts_of_newer_files_are_read(tmp_path):
     model, params = make("moe")
     write_weights(params, tmp_path / "out", model.hf_layout())
     path = tmp_path / "out" / "model.safetensors"
-    file = SafetensorsFile(path)
-    arrays = {n: np.asarray(file.view(n)) for n in file.tensors}
+    arrays = load_file(path)
     for layer in range(MOE["layers"]):
         old, new = f"model.layers.{layer}.block_sparse_moe.", f"model.layers.{layer}.mlp."
         w1, w2, w3 = (
@@ -231,10 +228,10 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(folder, monkeypat
     with pytest.raises(ConfigError, match=r"dtype = 'fp16' is not one.*\n.*'fp32' or 'bf16'"):
         write_weights(params, tmp_path / "half", model.hf_layout(), dtype="fp16")
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights, "write_file", full)
+    monkeypatch.setattr(weights, "save_file", full)
     with pytest.raises(RunError, match="No space left on device"):
         write_weights(params, tmp_path / "full", model.hf_layout())
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -262,6 +259,6 @@ def test_a_layout_of_ones_own_needs_no_class_of_ours(tmp_path):
     )
     params = {"w": np.arange(24, dtype=np.float32).reshape(2, 3, 4)}
     write_weights(params, tmp_path / "out", layout)
-    stored = SafetensorsFile(tmp_path / "out" / "model.safetensors").view("block.1.w")
+    stored = load_file(tmp_path / "out" / "model.safetensors")["block.1.w"]
     np.testing.assert_array_equal(stored, params["w"][1].T.reshape(-1))
     assert_same_bits(read_weights(tmp_path / "out", layout, one_device(params)), params)

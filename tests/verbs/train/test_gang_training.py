@@ -15,7 +15,7 @@ from etils import epath
 
 from meshkit.cli import main
 from meshkit.runs.metrics import read_metrics
-from meshkit.weights.safetensors import open_folder
+from meshkit.weights.folder import open_folder
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENT = "configs/experiments/llama_debug_cpu.toml"
@@ -108,5 +108,5 @@ def test_the_verbs_read_what_two_processes_saved(runs, tmp_path, capsys):
         assert main(["checkpoint", verb, str(runs / "two")]) == 0
         assert capsys.readouterr().err.count("intact") == 2
     assert main(["checkpoint", "export", str(runs / "two"), "--out", str(tmp_path / "weights"), "--step", "3"]) == 0
-    written = open_folder(tmp_path / "weights")["model.embed_tokens.weight"].view("model.embed_tokens.weight")
+    written = open_folder(tmp_path / "weights")["model.embed_tokens.weight"].values[...]
     np.testing.assert_array_equal(written, saved_state(runs / "two", 3)["params"]["embedding"])
