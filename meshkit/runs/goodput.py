@@ -35,21 +35,17 @@ _WANTED_PAUSE = ("done", "interrupted", "refused")
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the wall time of a run went.
-
-    Attributes:
-        wall_s: of all attempts and of the restarts between them; the sum of `seconds`.
-        seconds: phase -> seconds: `start`, `compile`, `restore` or `init`, `data` (waiting for a batch), `step`,
-            `evaluate`, `save` (what a checkpoint keeps the loop from doing), `trace`, `check`, `end`, and `lost` and
-            `restart`.
-        attempts: how many there were.
-        lost_steps: that were made and had to be made again, counted each time.
-    """
+    """Where the wall time of a run went."""
 
     wall_s: float
+    """Seconds of all attempts and of the restarts between them; the sum of `seconds`."""
     seconds: dict[str, float]
+    """Phase -> seconds: `start`, `compile`, `restore` or `init`, `data` (waiting for a batch), `step`, `evaluate`,
+    `save` (what a checkpoint keeps the loop from doing), `trace`, `check`, `end`, and `lost` and `restart`."""
     attempts: int
+    """How many there were."""
     lost_steps: int
+    """That were made and had to be made again, counted each time."""
 
     @property
     def share(self) -> float:
@@ -69,23 +65,20 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt's record.
-
-    Attributes:
-        began: when its process was started, in seconds of the system's clock.
-        seconds: phase -> seconds until its last sign.
-        resumed_step: where it began; None if it ended before it knew.
-        last_step: the last one that it made.
-        marks: a step that was saved -> the seconds by phase at that moment.
-        outcome: None where it was killed.
-    """
+    """One attempt's record."""
 
     began: float
+    """When its process was started, in seconds of the system's clock."""
     seconds: Mapping[str, float]
+    """Phase -> seconds until its last sign."""
     resumed_step: int | None = None
+    """Where it began; None if it ended before it knew."""
     last_step: int = 0
+    """The last one that it made."""
     marks: tuple[tuple[int, Mapping[str, float]], ...] = ()
+    """A step that was saved -> the seconds by phase at that moment."""
     outcome: Outcome | None = None
+    """None where it was killed."""
 
     @property
     def wall_s(self) -> float:

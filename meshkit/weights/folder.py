@@ -35,12 +35,12 @@ class Tensor:
     """One tensor of a file; what it is indexed with, slices of step 1, is read from a memory map."""
 
     path: Path
-    """of the file."""
+    """File that holds it."""
     dtype: str
-    """as the format spells it."""
+    """As the format spells it."""
     shape: tuple[int, ...]
     values: Any
-    """the library's slice of it; of the dtypes in `DTYPES` it gives numpy arrays."""
+    """The library's slice of it; of the dtypes in `DTYPES` it gives numpy arrays."""
 
 
 def open_file(path: Path) -> dict[str, Tensor]:

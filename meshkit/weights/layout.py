@@ -23,21 +23,18 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter, the tensors that hold it, and how their dims correspond.
-
-    Attributes:
-        path: of the parameter.
-        name: of the tensors, with a placeholder for each dim that is taken apart into tensors of their own.
-        file: dims of such a tensor, those that are one dim there in parentheses.
-        ours: dims of the parameter, those of the placeholders first.
-        part: (i, n): the file's dim `part` has n entries, of which the parameter is the i-th.
-    """
+    """A parameter, the tensors that hold it, and how their dims correspond."""
 
     path: str
+    """Path of the parameter."""
     name: str
+    """Name of the tensors, with a placeholder for each dim that is taken apart into tensors of their own."""
     file: str
+    """Dims of such a tensor, those that are one dim there in parentheses."""
     ours: str
+    """Dims of the parameter, those of the placeholders first."""
     part: tuple[int, int] | None = None
+    """(i, n): the file's dim `part` has n entries, of which the parameter is the i-th."""
 
     @property
     def stacked(self) -> list[str]:
@@ -50,11 +47,11 @@ class Row:
         return [(merged or single).split() for merged, single in re.findall(r"\(([^)]*)\)|(\S+)", self.file)]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Of the parameter."""
+        """Shape of the parameter."""
         return tuple(sizes[dim] for dim in self.ours.split())
 
     def file_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Of each tensor."""
+        """Shape of each tensor in the file."""
         return tuple(math.prod(self._size(dim, sizes) for dim in group) for group in self.groups)
 
     def names(self, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -109,29 +106,26 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """The weights of one model as another library names them.
-
-    Attributes:
-        rows: one per parameter; what is written, and what is read if the files have these names.
-        sizes: of each dim that the rows name.
-        config: contents of config.json, as written.
-        options: what a config.json must amount to for the weights to mean the same, by the model's own names.
-        read_config: config.json -> options; raises ConfigError for what the model cannot do.
-        keys: option -> the key of config.json that says it, for messages.
-        others: tables to read by, if the files have no tensor of some row of `rows`.
-        copies: tensors that may be there as well -> the tensor that they must be equal to.
-        computed: pattern of names that may be there and are not read, since they follow from the config.
-    """
+    """The weights of one model as another library names them."""
 
     rows: tuple[Row, ...]
+    """One per parameter; what is written, and what is read if the files have these names."""
     sizes: Mapping[str, int]
+    """Size of each dim that the rows name."""
     config: Mapping[str, Any]
+    """Contents of config.json, as written."""
     options: Mapping[str, Any]
+    """What a config.json must amount to for the weights to mean the same, by the model's own names."""
     read_config: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    """Config.json -> options; raises ConfigError for what the model cannot do."""
     keys: Mapping[str, str] = field(default_factory=dict)
+    """Option -> the key of config.json that says it, for messages."""
     others: tuple[tuple[Row, ...], ...] = ()
+    """Tables to read by, if the files have no tensor of some row of `rows`."""
     copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that may be there as well -> the tensor that they must be equal to."""
     computed: str | None = None
+    """Pattern of names that may be there and are not read, since they follow from the config."""
 
     def rows_for(self, names: Mapping[str, Any]) -> tuple[Row, ...]:
         """The table that fits the names of some files best: the first whose tensors are all there, else `rows`."""

@@ -25,23 +25,20 @@ _FOLDER = "checkpoints"
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint of a run.
-
-    Attributes:
-        step: after which it was saved.
-        folder: where it is.
-        size_bytes: of its files.
-        arrays: how many it holds; None where its manifest cannot be read.
-        problem: what is wrong with it; None if nothing was found.
-        set_aside: whether a run has found it corrupt and passed it over.
-    """
+    """One checkpoint of a run."""
 
     step: int
+    """After which it was saved."""
     folder: Path
+    """Where it is."""
     size_bytes: int
+    """Bytes of its files."""
     arrays: int | None
+    """How many it holds; None where its manifest cannot be read."""
     problem: str | None
+    """What is wrong with it; None if nothing was found."""
     set_aside: bool
+    """Whether a run has found it corrupt and passed it over."""
 
 
 def find(run: Path, *, contents: bool = False) -> list[Saved]:

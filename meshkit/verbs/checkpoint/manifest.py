@@ -30,16 +30,13 @@ _THREADS = 4  # hashing leaves the interpreter's lock; more of them than disks r
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        record: the manifest as JSON has it: `schema`, `step`, `arrays`, `mesh`, `processes`, `versions`, `files` and
-            what the run added (`experiment`, `data`).
-        seal: sha256 of the manifest itself.
-    """
+    """What a checkpoint says of itself."""
 
     record: Mapping[str, Any]
+    """The manifest as JSON has it: `schema`, `step`, `arrays`, `mesh`, `processes`, `versions`, `files` and what the
+    run added (`experiment`, `data`)."""
     seal: str
+    """Sha256 of the manifest itself."""
 
     @property
     def step(self) -> int:

@@ -36,19 +36,16 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended, the same on every process.
-
-    Attributes:
-        step: of the state.
-        seconds: from the call to the end, on this process.
-        error: why there is no checkpoint of this step; None if there is.
-        notes: what else there is to say.
-    """
+    """How a save ended, the same on every process."""
 
     step: int
+    """Training step of the state."""
     seconds: float
+    """From the call to the end, on this process."""
     error: str | None
+    """Why there is no checkpoint of this step; None if there is."""
     notes: tuple[str, ...] = ()
+    """What else there is to say."""
 
 
 class Saving:

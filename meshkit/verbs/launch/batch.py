@@ -1,41 +1,43 @@
 """`meshkit launch slurm` and `mpi`: a bash script that starts a job on other machines and restarts it.
 
-Job + what the site wants -> Script -> sbatch | bash
+    Job + what the site wants -> directives, assignments (quoted) + bodies/*.sh (as they are) -> sbatch | bash
+
+What is the job's is quoted, what is meshkit's has no holes in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 
 from meshkit.distributed.mtls import MTLS
 from meshkit.errors import ConfigError
-from meshkit.verbs.launch.job import Job
-from meshkit.verbs.launch.shell import Script, one_line
+from meshkit.verbs.launch.job import SAVE_S, Job
 
-# From SIGTERM to the end of the job: as long as the supervisor of a local gang waits for a checkpoint.
-SAVE_S = 120
+_NAME = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:+@%/=\[\]*-]*", re.ASCII)
+_Value = int | str | tuple[str, ...]  # of a shell variable: a whole number, a word, or an array of words
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """What a SLURM site wants to know.
-
-    Attributes:
-        options: of sbatch, by name: `{"partition": "gpu", "time": "2-00:00:00"}`; they replace what meshkit sets.
-        container_image: of pyxis; None runs on the host.
-        container_mounts: of pyxis: `/data:/data`.
-        container_workdir: of pyxis: the folder with the experiment.
-        python: the interpreter, as the hosts or the image know it.
-        mtls: whether the processes know each other by certificates, which the first host makes.
-    """
+    """What a SLURM site wants to know."""
 
     options: Mapping[str, str] = field(default_factory=dict)
+    """Options of sbatch by name: `{"partition": "gpu", "time": "2-00:00:00"}`; they replace what meshkit sets."""
     container_image: str | None = None
+    """Image that pyxis starts; None runs on the host."""
     container_mounts: tuple[str, ...] = ()
+    """Mounts of the container: `/data:/data`."""
     container_workdir: str | None = None
+    """Folder in the container that has the experiment."""
     python: str = "python3"
+    """The interpreter, as the hosts or the image know it."""
     mtls: bool = False
+    """Whether the processes know each other by certificates, which the first host makes."""
 
 
 def slurm_script(job: Job, site: Slurm) -> str:
@@ -63,9 +65,9 @@ def slurm_script(job: Job, site: Slurm) -> str:
     if site.container_image is None and (site.container_mounts or site.container_workdir):
         raise ConfigError("mounts and a working folder are of a container.", hint="--container-image IMAGE too")
     if site.container_image is not None:
-        options.append(f"--container-image={one_line(site.container_image, '--container-image')}")
+        options.append(f"--container-image={_one_line(site.container_image, '--container-image')}")
     if site.container_mounts:
-        options.append("--container-mounts=" + one_line(",".join(site.container_mounts), "--container-mounts"))
+        options.append("--container-mounts=" + _one_line(",".join(site.container_mounts), "--container-mounts"))
     if site.container_workdir is not None:
         if not job.out.startswith("/"):
             raise ConfigError(
@@ -73,13 +75,10 @@ def slurm_script(job: Job, site: Slurm) -> str:
                 at="--container-workdir",
                 hint=f"--out /SHARED/{job.name}, mounted under the same path",
             )
-        options.append(f"--container-workdir={one_line(site.container_workdir, '--container-workdir')}")
-    return Script(
-        comment=_comment(job, "sbatch < FILE"),
-        directives={**directives, **site.options},
-        assignments={**_assignments(job, site.python, site.mtls), "srun_options": tuple(options)},
-        bodies=("slurm", *(("slurm_mtls", "mtls") if site.mtls else ()), "attempts"),
-    ).render()
+        options.append(f"--container-workdir={_one_line(site.container_workdir, '--container-workdir')}")
+    values = {**_assignments(job, site.python, site.mtls), "srun_options": tuple(options)}
+    bodies = ("slurm", *(("slurm_mtls", "mtls") if site.mtls else ()), "attempts")
+    return _render(_comment(job, "sbatch < FILE"), {**directives, **site.options}, values, bodies)
 
 
 def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool = False) -> str:
@@ -94,27 +93,73 @@ def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool =
     options = ("-np", str(job.num_processes), "--map-by", f"ppr:{job.processes_per_host}:node", "--bind-to", "none")
     if mtls:
         options += ("-x", MTLS)
-    return Script(
-        comment=_comment(job, "bash FILE"),
-        directives={},
-        assignments={**_assignments(job, python, mtls), "hostfile": hostfile, "mpirun_options": options},
-        bodies=("mpi", *(("mpi_mtls", "mtls") if mtls else ()), "attempts"),
-    ).render()
+    values = {**_assignments(job, python, mtls), "hostfile": hostfile, "mpirun_options": options}
+    bodies = ("mpi", *(("mpi_mtls", "mtls") if mtls else ()), "attempts")
+    return _render(_comment(job, "bash FILE"), {}, values, bodies)
 
 
-def _assignments(job: Job, python: str, mtls: bool) -> dict[str, int | str | tuple[str, ...]]:
+def _assignments(job: Job, python: str, mtls: bool) -> dict[str, _Value]:
     several = job.processes_per_host > 1
     make = (python, "-m", "meshkit", "launch", "certificates")
     return {
-        "out": one_line(job.out, "--out"),
+        "out": _one_line(job.out, "--out"),
         "num_processes": job.num_processes,
         "devices_per_process": job.gpus_per_host // job.processes_per_host if several else 0,  # 0: all of the host
         "max_restarts": job.max_restarts,
-        "command": tuple(one_line(word, "the command") for word in job.train_command((python,))),
-        **({"make_certificates": tuple(one_line(word, "--python") for word in make)} if mtls else {}),
+        "command": tuple(_one_line(word, "the command") for word in job.train_command((python,))),
+        **({"make_certificates": tuple(_one_line(word, "--python") for word in make)} if mtls else {}),
     }
 
 
 def _comment(job: Job, use: str) -> tuple[str, ...]:
     gpus = f"{job.hosts} hosts x {job.gpus_per_host} GPUs, {job.processes_per_host} process(es) a host"
     return f"{job.name}: {gpus}. Start it with `{use}`.", "Rendered by `meshkit launch`; ready to be edited."
+
+
+def _render(
+    comment: Sequence[str], directives: Mapping[str, str], values: Mapping[str, _Value], bodies: Sequence[str]
+) -> str:
+    """A bash script.
+
+    Args:
+        comment: its first lines, without `#`.
+        directives: `#SBATCH` options by name; an empty value is a flag.
+        values: shell variables.
+        bodies: names of the fixed parts that follow, without `.sh`.
+
+    Raises:
+        ConfigError: a directive has a character that SLURM might take for something else.
+    """
+    folder = resources.files("meshkit.verbs.launch").joinpath("bodies")
+    lines = ["#!/usr/bin/env bash", *(f"# {line}" for line in comment)]
+    lines += [_directive(name, value) for name, value in directives.items()]
+    lines += ["", *(f"{name}={_value(value)}" for name, value in values.items()), ""]
+    lines += [folder.joinpath(f"{body}.sh").read_text("utf-8") for body in bodies]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _one_line(text: str, at: str) -> str:
+    """The text, for a place that takes no line breaks and control characters.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if not text.isprintable():
+        raise ConfigError(f"{text[:80]!r} has a line break or control character in it.", at=at, hint="one line")
+    return text
+
+
+def _directive(name: str, value: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"'{name[:80]}' is no option of sbatch.", at="--sbatch", hint="--sbatch partition=gpu")
+    if not _PLAIN.fullmatch(value):
+        raise ConfigError(
+            f"'{value[:80]}' has a space or another character that a #SBATCH line cannot hold.", at=f"--sbatch {name}"
+        )
+    return f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}"
+
+
+def _value(value: _Value) -> str:
+    if isinstance(value, tuple):
+        return "(" + " ".join(map(shlex.quote, value)) + ")"
+    return str(value) if isinstance(value, int) else shlex.quote(value)

@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from meshkit.console import run_folder, say
 from meshkit.distributed.environment import Gang, read_gang
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.arguments import ExperimentArg, SetOption
+
+if TYPE_CHECKING:
+    from meshkit.verbs.launch.job import Job
 
 launch_app = typer.Typer(
     help="Start a job of several processes: here, or by SLURM, Kubernetes or MPI.",
@@ -79,7 +82,7 @@ def local(
     from meshkit.distributed.environment import check_address
     from meshkit.verbs.launch.certificates import certificates_for
     from meshkit.verbs.launch.job import Job, job_name
-    from meshkit.verbs.launch.local import LocalPart, check_devices, supervise, this_python
+    from meshkit.verbs.launch.local import LocalPart, check_devices, supervise
     from meshkit.verbs.launch.supervisor import Policy
     from meshkit.verbs.launch.watchdog import Limits
 
@@ -97,14 +100,11 @@ def local(
     part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, str(secrets) if secrets else None)
     check_devices(part, loaded)
     job = Job(job_name(loaded.name), str(experiment), tuple(set_), str(folder), hosts, processes * devices, processes)
-    command = job.train_command(this_python())
+    command = job.train_command((sys.executable,))
     if dry_run:
         if secrets:
-            print(
-                shlex.join(
-                    [*this_python(), "-m", "meshkit", "launch", "certificates", str(secrets), "--host", known_as]
-                )
-            )
+            make = [sys.executable, "-m", "meshkit", "launch", "certificates", str(secrets), "--host", known_as]
+            print(shlex.join(make))
         for environment in part.environments(attempt or 0, virtual=loaded.cluster.is_cpu, base={}):
             print(shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *command]))
         return
@@ -142,7 +142,7 @@ def slurm(
 ) -> None:
     """An sbatch script: one allocation, restarts in it, and back into the queue when preempted."""
     from meshkit.verbs.launch.batch import Slurm, slurm_script
-    from meshkit.verbs.launch.submit import submit
+    from meshkit.verbs.launch.job import submit
 
     job = _job(experiment, set_, out, processes_per_host, max_restarts)
     site = Slurm(_pairs(sbatch, "--sbatch"), container_image, tuple(container_mount), container_workdir, python, mtls)
@@ -178,17 +178,12 @@ def jobset(
     dry_run: DryRunOption = False,
 ) -> None:
     """A Kubernetes JobSet: one pod a host, and all pods start again together."""
-    from meshkit.verbs.launch.jobset import Kubernetes, jobset_yaml
-    from meshkit.verbs.launch.submit import submit, submit_jobset
+    from meshkit.verbs.launch.jobset import Kubernetes, jobset_yaml, submit_jobset
 
     job = _job(experiment, set_, out, processes_per_host, max_restarts)
     claims, resources = _pairs(claim, "--claim"), _pairs(resource, "--resource")
     site = Kubernetes(image, namespace, claims, resources, shm, workdir, python, mtls)
-    text = jobset_yaml(job, site)
-    if dry_run:
-        print(text, end="")
-    else:
-        say(submit_jobset(job, site) if mtls else submit(["kubectl", "create", "-f", "-"], text))
+    print(jobset_yaml(job, site), end="") if dry_run else say(submit_jobset(job, site))
 
 
 @launch_app.command(epilog="Example: meshkit launch mpi configs/experiments/llama3_70b.toml --hostfile hosts --dry-run")
@@ -273,18 +268,12 @@ def _gang_of_several() -> Gang | None:
     return gang if gang is not None and gang.num_processes > 1 else None
 
 
-def _job(experiment: Path, overrides: list[str], out: str | None, processes_per_host: int, max_restarts: int):
+def _job(experiment: Path, overrides: list[str], out: str | None, processes_per_host: int, max_restarts: int) -> Job:
     from meshkit.config.experiment import load
     from meshkit.verbs.launch.job import make_job
 
-    return make_job(
-        load(experiment, overrides),
-        experiment,
-        overrides,
-        out=out,
-        processes_per_host=processes_per_host,
-        max_restarts=max_restarts,
-    )
+    sizes = {"processes_per_host": processes_per_host, "max_restarts": max_restarts}
+    return make_job(load(experiment, overrides), experiment, overrides, out=out, **sizes)
 
 
 def _pairs(texts: list[str], at: str) -> dict[str, str]:

@@ -6,37 +6,38 @@ experiment file + --set -> Job -> local gang, SLURM, JobSet, MPI
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshkit.config.experiment import Experiment
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, RunError
+
+SAVE_S = 120  # from SIGTERM to the end of a job: for a checkpoint
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training run to start.
-
-    Attributes:
-        name: of the job, and of its run folder where none is given: lower-case letters, digits and `-`.
-        experiment: path of the file, as the processes find it.
-        overrides: the `--set` options.
-        out: the run folder, on a file system that all hosts share.
-        hosts: machines.
-        gpus_per_host: GPUs that the job uses of each.
-        processes_per_host: 1, or one for each GPU, or a number in between that divides them.
-        max_restarts: attempts after the first one.
-    """
+    """A training run to start."""
 
     name: str
+    """Name of the job, and of its run folder where none is given: lower-case letters, digits and `-`."""
     experiment: str
+    """Path of the file, as the processes find it."""
     overrides: tuple[str, ...]
+    """The `--set` options."""
     out: str
+    """The run folder, on a file system that all hosts share."""
     hosts: int
+    """Machines."""
     gpus_per_host: int
+    """GPUs that the job uses of each."""
     processes_per_host: int = 1
+    """1, or one for each GPU, or a number in between that divides them."""
     max_restarts: int = 3
+    """Attempts after the first one."""
 
     @property
     def num_processes(self) -> int:
@@ -100,3 +101,25 @@ def job_name(text: str) -> str:
     """A name that SLURM, Kubernetes (a DNS label, with room for `-workers-0-511`) and file systems all take."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
     return name if name[:1].isalpha() else f"job-{name}".strip("-")
+
+
+def submit(command: Sequence[str], text: str) -> str:
+    """Hands a rendered job to the program that starts it: runs the command with the text as its input.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        ConfigError: the program is not on this machine.
+        RunError: it refused.
+    """
+    program = command[0]
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"{program} is not on this machine's PATH.", hint="--dry-run, which prints what would be handed to it"
+        )
+    done = subprocess.run(list(command), input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise RunError(f"{program} ended with {done.returncode}: {said[-1] if said else 'it said nothing'}.")
+    return done.stdout.strip()

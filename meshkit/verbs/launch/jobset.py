@@ -1,16 +1,19 @@
 """`meshkit launch jobset`: a job as a Kubernetes JobSet, one pod a host.
 
-    Job + image, volumes -> JobSet (typed, camelCase outside) -> YAML -> kubectl apply
+    Job + image, volumes -> JobSet as tables, in Kubernetes' own words -> YAML -> kubectl create
 
-A pod needs no rights in the cluster: its number, the coordinator's name and the attempt come as variables. One process
-for each GPU is started inside the pod by `meshkit launch local`: processes in pods of their own would not reach each
-other over NVLink. With mutual TLS the pods read their certificates from a Secret that goes with the JobSet; what is
-rendered names it, and never has a key in it.
+Every value is one that a gang needs: it stops as a whole, restarts as a whole, and never half of it. A pod needs no
+rights in the cluster: its number, the coordinator's name and the attempt come as variables. One process for each GPU is
+started inside the pod by `meshkit launch local`: processes in pods of their own would not reach each other over NVLink.
+With mutual TLS the pods read their certificates from a Secret that goes with the JobSet; what is rendered names it, and
+never has a key in it. Sources: the Kubernetes API (batch/v1, v1) and jobset.x-k8s.io/v1alpha2, whose schema
+tests/data/ has.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,78 +23,42 @@ import yaml
 
 from meshkit.distributed.launchers import ATTEMPT, COORDINATOR, FIRST_PORT, NUM_PROCESSES, PROCESS_ID
 from meshkit.distributed.mtls import FILES, MTLS
-from meshkit.errors import ConfigError
-from meshkit.verbs.launch.exits import CONDITION, INTERRUPTED, PREEMPTED, USER_ERROR
-from meshkit.verbs.launch.job import Job
-from meshkit.verbs.launch.kubernetes import (
-    Affinity,
-    AntiAffinity,
-    Capabilities,
-    Claim,
-    Container,
-    ContainerSecurity,
-    Coordinator,
-    EmptyDir,
-    Env,
-    EnvSource,
-    ExitCodes,
-    FailurePolicy,
-    FailureRule,
-    FieldRef,
-    JobSet,
-    JobSetSpec,
-    JobSpec,
-    JobTemplate,
-    Metadata,
-    Network,
-    Owner,
-    PodCondition,
-    PodFailurePolicy,
-    PodFailureRule,
-    PodSpec,
-    PodTemplate,
-    PodTerm,
-    ReplicatedJob,
-    Resources,
-    Secret,
-    SecretVolume,
-    Selector,
-    Volume,
-    VolumeMount,
-)
+from meshkit.errors import ConfigError, RunError
+from meshkit.verbs.launch.certificates import make_certificates
+from meshkit.verbs.launch.job import SAVE_S, Job, submit
+from meshkit.verbs.launch.processes import CONDITION, INTERRUPTED, PREEMPTED, USER_ERROR
 
+_API_VERSION = "jobset.x-k8s.io/v1alpha2"
 _WORKERS, _CONTAINER = "workers", "main"
-_SAVE_S, _KILL_S = 120, 30
+_KILL_S = 30
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _MTLS_FOLDER = "/etc/meshkit/mtls"
 _QUANTITY = re.compile(r"[0-9]{1,12}([KMGT]i?)?", re.ASCII)
+_REMOVE = "kubectl delete jobset %s, and the same command again"
 
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """What a Kubernetes site wants to know.
-
-    Attributes:
-        image: with meshkit, the model and the experiment in it.
-        namespace: None for kubectl's own.
-        claims: persistent volume claim -> the folder where it is mounted; the run folder must be in one.
-        resources: further resources of a pod beside the GPUs: `{"rdma/ib": "8"}`.
-        shared_memory: size of /dev/shm, which NCCL and data loaders use and which is 64 MB otherwise.
-        workdir: the folder with the experiment; None for the image's own.
-        python: the interpreter in the image.
-        mtls: whether the processes know each other by certificates.
-    """
+    """What a Kubernetes site wants to know."""
 
     image: str
+    """With meshkit, the model and the experiment in it."""
     namespace: str | None = None
+    """None for kubectl's own."""
     claims: Mapping[str, str] = field(default_factory=dict)
+    """Persistent volume claim -> the folder where it is mounted; the run folder must be in one."""
     resources: Mapping[str, str] = field(default_factory=dict)
+    """Further resources of a pod besides the GPUs: `{"rdma/ib": "8"}`."""
     shared_memory: str = "64Gi"
+    """Size of /dev/shm, which NCCL and data loaders use and which is 64 MB otherwise."""
     workdir: str | None = None
+    """The folder with the experiment; None for the image's own."""
     python: str = "python3"
+    """The interpreter in the image."""
     mtls: bool = False
+    """Whether the processes know each other by certificates."""
 
 
 def jobset_yaml(job: Job, site: Kubernetes) -> str:
@@ -104,40 +71,35 @@ def jobset_yaml(job: Job, site: Kubernetes) -> str:
     return "".join(f"# {line}\n" for line in _secret_commands(job, site)) + text if site.mtls else text
 
 
-def coordinator_host(job: Job) -> str:
-    """The name of the first pod."""
-    return f"{job.name}-{_WORKERS}-0-0.{job.name}"
+def submit_jobset(job: Job, site: Kubernetes) -> str:
+    """Creates a JobSet, and with mutual TLS the Secret with the certificates that its pods wait for.
 
+    The private key is on no disk of this machine and on no command line. Kubernetes removes the Secret with the JobSet.
 
-def secret_name(job: Job) -> str:
-    """Of the Secret with the certificates of a job."""
-    return f"{job.name}-mtls"
+    Returns:
+        What was created.
 
-
-def secret_yaml(job: Job, site: Kubernetes, files: Mapping[str, bytes], owner_uid: str) -> str:
-    """The Secret with the certificates, which Kubernetes removes together with the JobSet. Not to be printed.
-
-    Args:
-        job: whose.
-        site: of its namespace.
-        files: as `make_certificates` makes them.
-        owner_uid: of the JobSet, as Kubernetes has made it.
+    Raises:
+        ConfigError: kubectl, or what makes certificates, is not on this machine.
+        RunError: kubectl refused.
     """
-    owner = Owner(api_version="jobset.x-k8s.io/v1alpha2", kind="JobSet", name=job.name, uid=owner_uid)
-    metadata = Metadata(name=secret_name(job), namespace=site.namespace, owner_references=[owner])
-    data = {name: base64.b64encode(content).decode() for name, content in files.items()}
-    return yaml.safe_dump(Secret(metadata=metadata, data=data).tables(), sort_keys=False)
-
-
-def _secret_commands(job: Job, site: Kubernetes) -> list[str]:
-    space = f" --namespace {site.namespace}" if site.namespace else ""
-    files = " ".join(f"--from-file=mtls/{name}" for name in FILES)
-    return [
-        f"The certificates come from the Secret {secret_name(job)}. `meshkit launch jobset --mtls` makes it; by hand:",
-        f"  meshkit launch certificates mtls --host {coordinator_host(job)}",
-        f"  kubectl create secret generic {secret_name(job)}{space} {files}",
-        "  rm -r mtls",
-    ]
+    create, text = ["kubectl", "create", "-f", "-"], jobset_yaml(job, site)
+    if not site.mtls:
+        return submit(create, text)
+    files = make_certificates([_coordinator_host(job)])
+    made = submit([*create, "-o", "json"], text)
+    try:
+        uid = str(json.loads(made)["metadata"]["uid"])
+    except (ValueError, KeyError, TypeError):
+        raise RunError(
+            f"kubectl created JobSet {job.name}, but did not say its number.", hint=_REMOVE % job.name
+        ) from None
+    try:
+        submit(create, _secret_yaml(job, site, files, uid))
+    except RunError as e:
+        message = f"the pods of JobSet {job.name} wait for Secret {_secret_name(job)}, but {e.message}"
+        raise RunError(message, hint=_REMOVE % job.name) from None
+    return f"jobset.jobset.x-k8s.io/{job.name} and secret/{_secret_name(job)} created"
 
 
 def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
@@ -147,91 +109,106 @@ def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
         ConfigError: a name or a quantity is none that Kubernetes takes.
     """
     _check(site)
-    spec = JobSetSpec(
-        network=Network(subdomain=job.name),
-        coordinator=Coordinator(replicated_job=_WORKERS),
-        failure_policy=_failure_policy(job),
-        replicated_jobs=[
-            ReplicatedJob(
-                name=_WORKERS,
-                template=JobTemplate(
-                    spec=JobSpec(
-                        parallelism=job.hosts,
-                        completions=job.hosts,
-                        pod_failure_policy=_pod_failure_policy(),
-                        template=PodTemplate(spec=_pod(job, site)),
-                    )
-                ),
-            )
-        ],
-    )
-    return JobSet(metadata=Metadata(name=job.name, namespace=site.namespace), spec=spec).tables()
+    pods = {
+        "parallelism": job.hosts,
+        "completions": job.hosts,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": _pod_failure_policy(),
+        "template": {"spec": _pod(job, site)},
+    }
+    return {
+        "apiVersion": _API_VERSION,
+        "kind": "JobSet",
+        "metadata": _metadata(job.name, site),
+        "spec": {
+            # names of pods are known before they are ready: they wait for each other
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
+            "coordinator": {"replicatedJob": _WORKERS, "jobIndex": 0, "podIndex": 0},
+            "failurePolicy": _failure_policy(job),
+            "replicatedJobs": [{"name": _WORKERS, "replicas": 1, "template": {"spec": pods}}],
+        },
+    }
 
 
-def _failure_policy(job: Job) -> FailurePolicy:
+def _metadata(name: str, site: Kubernetes) -> dict[str, Any]:
+    return {"name": name, **({"namespace": site.namespace} if site.namespace is not None else {})}
+
+
+def _failure_policy(job: Job) -> dict[str, Any]:
     """What follows the end of the one Job: everything starts again, together, unless a rule says otherwise.
 
-    The messages are those of Kubernetes' job controller for a pod failure policy.
+    It starts again once all pods of the last attempt are gone: a new process must not join an old one. The messages are
+    those of Kubernetes' job controller for a pod failure policy.
     """
-    preempted = FailureRule(
-        name="preempted",
-        action="RestartJobSetAndIgnoreMaxRestarts",
-        on_job_failure_reasons=["PodFailurePolicy"],
-        on_job_failure_message_patterns=[f"exit code {PREEMPTED} matching", "condition DisruptionTarget matching"],
-    )
-    final = FailureRule(name="final", action="FailJobSet", on_job_failure_reasons=["PodFailurePolicy"])
-    return FailurePolicy(max_restarts=job.max_restarts, rules=[preempted, final])
+    preempted = {
+        "name": "preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [f"exit code {PREEMPTED} matching", "condition DisruptionTarget matching"],
+    }
+    final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {"maxRestarts": job.max_restarts, "restartStrategy": "BlockingRecreate", "rules": [preempted, final]}
 
 
-def _pod_failure_policy() -> PodFailurePolicy:
+def _pod_failure_policy() -> dict[str, Any]:
     """Names the ends that are no crash; any other end of a pod fails the Job too, for its backoff limit of 0."""
 
-    def ended_with(*codes: int) -> PodFailureRule:
-        return PodFailureRule(on_exit_codes=ExitCodes(container_name=_CONTAINER, values=sorted(codes)))
+    def ended_with(*codes: int) -> dict[str, Any]:
+        found = {"containerName": _CONTAINER, "operator": "In", "values": sorted(codes)}
+        return {"action": "FailJob", "onExitCodes": found}
 
-    disrupted = PodFailureRule(on_pod_conditions=[PodCondition(type="DisruptionTarget")])
-    return PodFailurePolicy(rules=[ended_with(PREEMPTED), disrupted, ended_with(USER_ERROR, CONDITION, INTERRUPTED)])
+    disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return {"rules": [ended_with(PREEMPTED), disrupted, ended_with(USER_ERROR, CONDITION, INTERRUPTED)]}
 
 
-def _pod(job: Job, site: Kubernetes) -> PodSpec:
-    mounts = [VolumeMount(name="shared-memory", mount_path="/dev/shm")]
-    volumes = [Volume(name="shared-memory", empty_dir=EmptyDir(size_limit=site.shared_memory))]
+def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
+    mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    volumes = [{"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": site.shared_memory}}]
     for claim, path in site.claims.items():
-        mounts.append(VolumeMount(name=claim, mount_path=path))
-        volumes.append(Volume(name=claim, persistent_volume_claim=Claim(claim_name=claim)))
+        mounts.append({"name": claim, "mountPath": path})
+        volumes.append({"name": claim, "persistentVolumeClaim": {"claimName": claim}})
     if site.mtls:
-        mounts.append(VolumeMount(name="mtls", mount_path=_MTLS_FOLDER, read_only=True))
-        volumes.append(Volume(name="mtls", secret=SecretVolume(secret_name=secret_name(job))))
-    container = Container(
-        name=_CONTAINER,
-        image=site.image,
-        command=_command(job, site),
-        working_dir=site.workdir,
-        env=_environment(job, site),
-        resources=Resources(limits={"nvidia.com/gpu": str(job.gpus_per_host), **site.resources}),
-        volume_mounts=mounts,
-        security_context=ContainerSecurity(capabilities=Capabilities(add=["IPC_LOCK"])),  # RDMA pins memory
-    )
-    selector = Selector(match_labels={"jobset.sigs.k8s.io/jobset-name": job.name})
-    apart = AntiAffinity(required_during_scheduling_ignored_during_execution=[PodTerm(label_selector=selector)])
-    return PodSpec(
-        termination_grace_period_seconds=_SAVE_S + _KILL_S,
-        affinity=Affinity(pod_anti_affinity=apart),
-        containers=[container],
-        volumes=volumes,
-    )
+        mounts.append({"name": "mtls", "mountPath": _MTLS_FOLDER, "readOnly": True})
+        # for the container's user and group, and not for everybody
+        volumes.append({"name": "mtls", "secret": {"secretName": _secret_name(job), "defaultMode": 0o440}})
+    container = {
+        "name": _CONTAINER,
+        "image": site.image,
+        "command": _command(job, site),
+        **({"workingDir": site.workdir} if site.workdir is not None else {}),
+        "env": _environment(job, site),
+        "resources": {"limits": {"nvidia.com/gpu": str(job.gpus_per_host), **site.resources}},
+        "volumeMounts": mounts,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"add": ["IPC_LOCK"]},  # RDMA pins memory
+        },
+    }
+    on_one_host = {
+        "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job.name}},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    return {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": SAVE_S + _KILL_S,
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [on_one_host]}},
+        "containers": [container],
+        "volumes": volumes,
+    }
 
 
-def _environment(job: Job, site: Kubernetes) -> list[Env]:
-    coordinator = f"{coordinator_host(job)}:{FIRST_PORT}"  # a pod has all ports for itself
-    mtls = [Env(name=MTLS, value=_MTLS_FOLDER)] if site.mtls else []
-    mine = PROCESS_ID if job.processes_per_host == 1 else "HOST_INDEX"
+def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
+    values = {
+        COORDINATOR: f"{_coordinator_host(job)}:{FIRST_PORT}",  # a pod has all ports for itself
+        NUM_PROCESSES: str(job.num_processes),
+    }
+    fields = {PROCESS_ID if job.processes_per_host == 1 else "HOST_INDEX": _INDEX, ATTEMPT: _RESTARTS}
     return [
-        Env(name=COORDINATOR, value=coordinator),
-        Env(name=NUM_PROCESSES, value=str(job.num_processes)),
-        Env(name=mine, value_from=EnvSource(field_ref=FieldRef(field_path=_INDEX))),
-        Env(name=ATTEMPT, value_from=EnvSource(field_ref=FieldRef(field_path=_RESTARTS))),
-        *mtls,
+        *({"name": name, "value": value} for name, value in values.items()),
+        *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
+        *([{"name": MTLS, "value": _MTLS_FOLDER}] if site.mtls else []),
     ]
 
 
@@ -245,6 +222,40 @@ def _command(job: Job, site: Kubernetes) -> list[str]:
     part = ["--processes", str(job.processes_per_host), "--devices", str(devices), "--hosts", str(job.hosts)]
     part += ["--host-index", "$(HOST_INDEX)", "--coordinator", f"$({COORDINATOR})", "--attempt", f"$({ATTEMPT})"]
     return [python, module, meshkit, "launch", "local", *part, *arguments]
+
+
+def _coordinator_host(job: Job) -> str:
+    """The name of the first pod."""
+    return f"{job.name}-{_WORKERS}-0-0.{job.name}"
+
+
+def _secret_name(job: Job) -> str:
+    return f"{job.name}-mtls"
+
+
+def _secret_yaml(job: Job, site: Kubernetes, files: Mapping[str, bytes], owner_uid: str) -> str:
+    """The Secret with the certificates, which Kubernetes removes together with the JobSet. Not to be printed."""
+    owner = {"apiVersion": _API_VERSION, "kind": "JobSet", "name": job.name, "uid": owner_uid}
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "immutable": True,
+        "metadata": {**_metadata(_secret_name(job), site), "ownerReferences": [owner]},
+        "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
+    }
+    return yaml.safe_dump(secret, sort_keys=False)
+
+
+def _secret_commands(job: Job, site: Kubernetes) -> list[str]:
+    space = f" --namespace {site.namespace}" if site.namespace else ""
+    files = " ".join(f"--from-file=mtls/{name}" for name in FILES)
+    return [
+        f"The certificates come from the Secret {_secret_name(job)}. `meshkit launch jobset --mtls` makes it; by hand:",
+        f"  meshkit launch certificates mtls --host {_coordinator_host(job)}",
+        f"  kubectl create secret generic {_secret_name(job)}{space} {files}",
+        "  rm -r mtls",
+    ]
 
 
 def _check(site: Kubernetes) -> None:

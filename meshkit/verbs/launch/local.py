@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,25 +25,22 @@ _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The processes of a job that this machine runs.
-
-    Attributes:
-        processes: on this machine.
-        devices: of each process.
-        hosts: machines of the job; each runs this many processes.
-        host_index: of this machine, from 0.
-        coordinator: host:port of the first process; None for a port of this machine, new for every attempt.
-        attempt: restarts of the whole job before this, where something else restarts it.
-        mtls: folder of certificates; None for what the environment says.
-    """
+    """The processes of a job that this machine runs."""
 
     processes: int
+    """On this machine."""
     devices: int
+    """Devices of each process."""
     hosts: int = 1
+    """Machines of the job; each runs this many processes."""
     host_index: int = 0
+    """Number of this machine, from 0."""
     coordinator: str | None = None
+    """Host:port of the first process; None for a port of this machine, new for every attempt."""
     attempt: int | None = None
+    """Restarts of the whole job before this, where something else restarts it."""
     mtls: str | None = None
+    """Folder of certificates; None for what the environment says."""
 
     @property
     def first_rank(self) -> int:
@@ -120,10 +116,8 @@ def supervise(
         The exit code: see `Supervisor.run`.
 
     Raises:
-        ConfigError: the devices are not the cluster's.
         RunError: the job failed for good.
     """
-    check_devices(part, experiment)
     virtual = experiment.cluster.is_cpu
     return Supervisor(
         train_command,
@@ -134,11 +128,6 @@ def supervise(
         logs=None if part.hosts == 1 else folder / "logs" / f"host{part.host_index}",
         first_rank=part.first_rank,
     ).run()
-
-
-def this_python() -> tuple[str, ...]:
-    """The interpreter that runs this, by its whole path."""
-    return (sys.executable,)
 
 
 def free_port(host: str = _LOOPBACK) -> int:

@@ -1,6 +1,7 @@
-"""The processes of one attempt on this machine: started together, watched, and killed together.
+"""The processes of one attempt on this machine, started and killed together, and what the end of each means.
 
 commands, environments -> start -> poll until one fails or all are done -> kill every process group
+exit code or signal -> Ending -> final, or what a restart may mend (also the batch scripts' and pod policies' rule)
 """
 
 from __future__ import annotations
@@ -18,29 +19,72 @@ from pathlib import Path
 from typing import IO
 
 from meshkit.errors import ConfigError
-from meshkit.verbs.launch.exits import Ending
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
+DONE, BUG, USER_ERROR, CONDITION, RUN_FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
+# Nothing that a restart changes: the experiment is wrong, a condition is not met, a person stopped it.
+FINAL = (DONE, USER_ERROR, CONDITION, INTERRUPTED)
+
+_MEANINGS = {
+    DONE: "done",
+    BUG: "an exception; its traceback is in the log",
+    USER_ERROR: "what the user gave is wrong",
+    CONDITION: "a condition the user asked for is not met",
+    RUN_FAILED: "the run failed and may be restarted",
+    PREEMPTED: "preempted; a checkpoint is saved",
+    INTERRUPTED: "interrupted",
+}
+_SIGNALS = {
+    signal.SIGKILL: "out of memory, or killed from outside",
+    signal.SIGABRT: "a fatal error of jax or NCCL, often because another process is gone",
+    signal.SIGBUS: "often a full /dev/shm",
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended."""
+
+    code: int
+    """Its exit code, or minus the signal that killed it."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a restart cannot help, or is not wanted."""
+        return self.code in FINAL
+
+    @property
+    def is_restartable(self) -> bool:
+        """Whether this launcher starts the gang again. Not after a preemption: the machine is about to be taken."""
+        return not self.is_final and self.code != PREEMPTED
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code} ({_MEANINGS.get(self.code, 'unknown')})"
+        try:
+            number = signal.Signals(-self.code)
+        except ValueError:
+            return f"killed by signal {-self.code}"
+        cause = _SIGNALS.get(number)
+        return f"killed by {number.name}" + (f" ({cause})" if cause else "")
+
 
 @dataclass
 class Member:
-    """One process of the gang, which leads a process group of its own.
-
-    Attributes:
-        rank: its number in the job.
-        process: as subprocess knows it; not reaped before its group is killed, so that its number stays its own.
-        log: what it and its children print.
-        ending: None while it runs.
-        ended_s: seconds after the start of the gang.
-    """
+    """One process of the gang, which leads a process group of its own."""
 
     rank: int
+    """Its number in the job."""
     process: subprocess.Popen
+    """As subprocess knows it; not reaped before its group is killed, so that its number stays its own."""
     log: Path
+    """What it and its children print."""
     ending: Ending | None = None
+    """None while it runs."""
     ended_s: float = 0.0
+    """Seconds after the start of the gang."""
 
 
 @dataclass

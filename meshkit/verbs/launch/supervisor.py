@@ -1,4 +1,4 @@
-"""Keeps a gang on this machine going: watches an attempt, tells what failed first, and decides what follows.
+"""Keeps a gang on this machine going: watches an attempt, reports what failed first, and decides what follows.
 
     attempt -> LocalGang -> first failure -> whole gang killed -> Verdict: done | stop with a code | restart
 
@@ -9,18 +9,18 @@ them. So an attempt ends as a whole, and the next one is a new gang with a new c
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshkit.errors import ConfigError, RunError
-from meshkit.verbs.launch.exits import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, Ending
-from meshkit.verbs.launch.processes import LocalGang, Member
-from meshkit.verbs.launch.tail import Follower, last_lines, last_words
-from meshkit.verbs.launch.watchdog import PULSE_VARIABLE, Limits, Watchdog
+from meshkit.runs.phases import PULSE_VARIABLE
+from meshkit.verbs.launch.processes import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, Ending, LocalGang, Member
+from meshkit.verbs.launch.watchdog import Limits, Watchdog
 
 _POLL_S, _SHOWN_LINES = 0.02, 15
 _NEVER = float("inf")
@@ -30,44 +30,38 @@ _FRUITLESS_ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class Policy:
-    """What the supervisor may do.
-
-    Attributes:
-        max_restarts: attempts after the first one.
-        save_grace_s: seconds that the processes get to save a checkpoint and end, once told to stop.
-        failure_grace_s: seconds that the others get once one has failed. They cannot save: that takes all of them.
-        pause_s: seconds between two attempts.
-        limits: when a process that is alive counts as stuck.
-    """
+    """What the supervisor may do."""
 
     max_restarts: int = 3
+    """Attempts after the first one."""
     save_grace_s: float = 120.0
+    """Seconds that the processes get to save a checkpoint and end, once they are asked to stop."""
     failure_grace_s: float = 5.0
+    """Seconds that the others get once one has failed. They cannot save: that takes all of them."""
     pause_s: float = 1.0
+    """Seconds between two attempts."""
     limits: Limits = field(default_factory=Limits)
+    """When a process that is alive counts as stuck."""
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """What one attempt came to.
-
-    Attributes:
-        number: restarts before it.
-        failed: the process that failed first, or is stuck; None if none is.
-        stuck: why it was called stuck; None where it ended by itself.
-        where: what that process did.
-        unbegun: whether none had reached the training loop, so that there was nothing to save.
-        told: SIGTERM or SIGINT, where the supervisor was told to stop.
-        endings: how every process ended, those included that were killed with the rest.
-    """
+class AttemptEnd:
+    """What one attempt came to."""
 
     number: int
-    failed: Member | None
-    told: signal.Signals | None
-    endings: tuple[Ending, ...]
+    """Restarts before it."""
+    failed: Member | None = None
+    """The process that failed first, or is stuck; None if none is."""
+    received: signal.Signals | None = None
+    """SIGTERM or SIGINT, where one has come."""
+    endings: tuple[Ending, ...] = ()
+    """How every process ended, those included that were killed with the rest."""
     stuck: str | None = None
+    """Why it was called stuck; None where it ended by itself."""
     where: str = ""
-    unbegun: bool = False
+    """What that process did."""
+    before_steps: bool = False
+    """Whether none had reached the training loop, so that there was nothing to save."""
 
 
 class Supervisor:
@@ -77,7 +71,7 @@ class Supervisor:
         command: what every process runs.
         environments: attempt number -> the environment of each process; called for every attempt, so that each has
             a coordinator port of its own.
-        folder: the run folder, whose `metrics.jsonl` tells progress.
+        folder: the run folder, whose `metrics.jsonl` shows progress.
         policy: restarts and graces.
         show: takes a line for the person who waits.
         logs: where `attempt0/rank0.log`, ... go; `logs` of the run folder by default.
@@ -98,7 +92,7 @@ class Supervisor:
         self._command, self._environments, self._folder = command, environments, folder
         self._policy, self._print, self._first_rank = policy, show, first_rank
         self._logs = logs or folder / "logs"
-        self._told: list[signal.Signals] = []
+        self._signals: list[signal.Signals] = []
 
     def run(self) -> int:
         """Attempts until the end.
@@ -111,12 +105,12 @@ class Supervisor:
         """
         first = next_attempt(self._logs)
         best, fruitless = last_step(self._folder), 0
-        with self._signals():
+        with self._note_signals():
             for number in range(first, first + self._policy.max_restarts + 1):
                 attempt = self._attempt(number)
-                if attempt.told is not None or attempt.failed is None:
+                if attempt.received is not None or attempt.failed is None:
                     return _stopped(attempt)
-                self._tell(attempt.failed, attempt)
+                self._report(attempt.failed, attempt)
                 ending = attempt.failed.ending
                 assert ending is not None
                 if not ending.is_restartable and attempt.stuck is None:
@@ -128,67 +122,65 @@ class Supervisor:
                 if number == first + self._policy.max_restarts:
                     raise _failed(attempt, f"and its {self._policy.max_restarts} restarts are used up")
                 self._show(f"restart {number + 1 - first} of {self._policy.max_restarts}; step {reached} was reached")
-                if (told := self._pause()) is not None:
-                    return INTERRUPTED if told == signal.SIGINT else PREEMPTED
+                if (received := self._pause()) is not None:
+                    return INTERRUPTED if received == signal.SIGINT else PREEMPTED
         raise AssertionError("the last attempt returns or raises")
 
-    def _attempt(self, number: int) -> Attempt:
+    def _attempt(self, number: int) -> AttemptEnd:
         logs = self._logs / f"attempt{number}"
         environments = self._environments(number)
         pulses = [logs / f"rank{self._first_rank + i}.pulse" for i in range(len(environments))]
         environments = [{**e, PULSE_VARIABLE: str(p.absolute())} for e, p in zip(environments, pulses)]
-        watchdog, stuck = Watchdog(pulses, self._policy.limits), None
+        watchdog = Watchdog(pulses, self._policy.limits)
         with LocalGang(self._command, environments, logs, self._first_rank) as gang:
             follower = Follower(gang.members[0].log)
             try:
-                failed, told, stuck = self._watch(gang, follower, watchdog)
-                if stuck is not None:
+                end = self._watch(number, gang, follower, watchdog)
+                if end.stuck is not None:
                     watchdog.stacks(gang)  # and then no grace: what is stuck does not end by itself
-                elif failed is not None:
+                elif end.failed is not None:
                     gang.stop(self._policy.failure_grace_s)
             finally:
                 gang.kill()
                 self._follow(gang, follower, last=True)
-                where = watchdog.where(failed, gang) if failed is not None else ""
-                unbegun = watchdog.before_steps(gang)
-                watchdog.forget()
+            where = watchdog.where(end.failed, gang) if end.failed is not None else ""
+            before_steps = watchdog.before_steps(gang)
+            watchdog.forget()
         endings = tuple(m.ending for m in gang.members if m.ending is not None)
-        return Attempt(number, failed, told, endings, stuck, where, unbegun)
+        return replace(end, endings=endings, where=where, before_steps=before_steps)
 
-    def _watch(
-        self, gang: LocalGang, follower: Follower, watchdog: Watchdog
-    ) -> tuple[Member | None, signal.Signals | None, str | None]:
+    def _watch(self, number: int, gang: LocalGang, follower: Follower, watchdog: Watchdog) -> AttemptEnd:
         """Until all are done, one has failed or is stuck (and why), or the grace after a signal is over."""
-        forwarded, saved, deadline, tell_at = 0, False, _NEVER, _NEVER
+        forwarded, saved, deadline, stop_others_at = 0, False, _NEVER, _NEVER
         while True:
             ended = gang.poll()
             self._follow(gang, follower)
             now = time.monotonic()
-            if len(self._told) > forwarded:
-                if forwarded:  # told twice: now
-                    return None, self._told[0], None
-                forwarded, deadline = len(self._told), now + self._policy.save_grace_s
-                gang.signal(self._told[0])
-                self._show(f"{self._told[0].name}: passed on; up to {self._policy.save_grace_s:g} s to save and end")
+            if len(self._signals) > forwarded:
+                if forwarded:  # the second signal: now
+                    return AttemptEnd(number, received=self._signals[0])
+                forwarded, deadline = len(self._signals), now + self._policy.save_grace_s
+                gang.signal(self._signals[0])
+                self._show(f"{self._signals[0].name}: passed on; up to {self._policy.save_grace_s:g} s to save and end")
             codes = {m.rank: m.ending.code for m in ended if m.ending is not None}
             if PREEMPTED in codes.values() and not saved:  # it has saved, together with the others, which now end too
                 saved, deadline = True, min(deadline, now + self._policy.save_grace_s)
-                tell_at = now + self._policy.failure_grace_s
+                stop_others_at = now + self._policy.failure_grace_s
             failures = [m for m in ended if codes.get(m.rank) not in (0, PREEMPTED)]
             if failures and not forwarded and not saved:
-                return min(failures, key=_is_a_consequence), None, None
+                return AttemptEnd(number, min(failures, key=_is_a_consequence))
             if any(codes[m.rank] != INTERRUPTED for m in failures):  # the others cannot save without it
                 deadline = min(deadline, now + self._policy.failure_grace_s)
             if not gang.running or now > deadline:
-                return None, self._told[0] if forwarded else None, None
-            if now > tell_at:
-                deadline, tell_at = min(deadline, self._tell_others(gang, watchdog, now)), _NEVER
+                return AttemptEnd(number, received=self._signals[0] if forwarded else None)
+            if now > stop_others_at:
+                deadline, stop_others_at = min(deadline, self._stop_others(gang, watchdog, now)), _NEVER
             if not forwarded and not saved and (stuck := watchdog.look(gang)) is not None:
-                return stuck.member, None, stuck.why
+                return AttemptEnd(number, stuck.member, stuck=stuck.why)
             time.sleep(_POLL_S)
 
-    def _tell_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
-        """After one was told alone and has ended: the others. It ends at once before the training loop, and they wait.
+    def _stop_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
+        """Passes on to the others the signal that one process got alone: before the training loop it ends without them.
 
         Returns:
             When they have to be gone; one that writes a checkpoint has the whole grace.
@@ -207,26 +199,25 @@ class Supervisor:
 
     def _pause(self) -> signal.Signals | None:
         deadline = time.monotonic() + self._policy.pause_s
-        while time.monotonic() < deadline and not self._told:
+        while time.monotonic() < deadline and not self._signals:
             time.sleep(_POLL_S)
-        return self._told[0] if self._told else None
+        return self._signals[0] if self._signals else None
 
-    def _tell(self, failed: Member, attempt: Attempt) -> None:
-        if attempt.stuck is not None:
-            self._show(
-                f"process {failed.rank} is stuck in attempt {attempt.number}: it {attempt.stuck}; all are stopped"
-            )
+    def _report(self, failed: Member, end: AttemptEnd) -> None:
+        if end.stuck is not None:
+            self._show(f"process {failed.rank} is stuck in attempt {end.number}: it {end.stuck}; all are stopped")
         else:
-            when = f"{failed.ended_s:.1f} s into attempt {attempt.number}"
-            killed = failed.ending is not None and failed.ending.code < 0  # else its pulse tells of its way out
-            where = f", {attempt.where}" if killed else ""
-            self._show(f"process {failed.rank} ended first: {failed.ending}, {when}{where}")
+            when = f"{failed.ended_s:.1f} s into attempt {end.number}"
+            killed = failed.ending is not None and failed.ending.code < 0  # else its pulse is of its way out
+            self._show(
+                f"process {failed.rank} ended first: {failed.ending}, {when}{f', {end.where}' if killed else ''}"
+            )
         for line in last_words(failed.log, _SHOWN_LINES):
             self._show(f"  | {line}")
         self._show(f"  its whole log: {failed.log}")
 
     @contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _note_signals(self) -> Iterator[None]:
         """Notes SIGINT and SIGTERM, which the loop then passes on; the processes have sessions of their own.
 
         A closed terminal (SIGHUP) counts as SIGTERM, unless nohup or the like has it ignored.
@@ -234,7 +225,7 @@ class Supervisor:
         meanings = {n: n for n in (signal.SIGINT, signal.SIGTERM)}
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             meanings[signal.SIGHUP] = signal.SIGTERM
-        note = lambda number, _: self._told.append(meanings[signal.Signals(number)])
+        note = lambda number, _: self._signals.append(meanings[signal.Signals(number)])
         before = {number: signal.signal(number, note) for number in meanings}
         try:
             yield
@@ -277,20 +268,20 @@ def _is_a_consequence(member: Member) -> tuple[int, float]:
     return {-signal.SIGABRT: 2, RUN_FAILED: 1}.get(member.ending.code, 0), member.ended_s
 
 
-def _stopped(attempt: Attempt) -> int:
-    """The exit code of an attempt that no process has failed, or that was told to stop.
+def _stopped(attempt: AttemptEnd) -> int:
+    """The exit code of an attempt that no process has failed, or that a signal stopped.
 
     Raises:
-        RunError: a process ended otherwise than it was told to.
+        RunError: a process neither saved nor ended well.
     """
-    if attempt.told == signal.SIGINT:
+    if attempt.received == signal.SIGINT:
         return INTERRUPTED
     codes = {ending.code for ending in attempt.endings}
     if PREEMPTED in codes:  # a checkpoint is whole, or nobody says so
         return PREEMPTED
     if codes == {0}:
         return DONE
-    if attempt.told is not None and attempt.unbegun:  # nothing was made since the last checkpoint
+    if attempt.received is not None and attempt.before_steps:  # nothing was made since the last checkpoint
         return PREEMPTED
     bad = next(ending for ending in attempt.endings if ending.code != 0)
     raise RunError(
@@ -299,7 +290,7 @@ def _stopped(attempt: Attempt) -> int:
     )
 
 
-def _failed(attempt: Attempt, why: str) -> RunError:
+def _failed(attempt: AttemptEnd, why: str) -> RunError:
     failed = attempt.failed
     assert failed is not None
     return RunError(
@@ -307,3 +298,56 @@ def _failed(attempt: Attempt, why: str) -> RunError:
         at=str(failed.log),
         hint="the last lines of that log; the same command then resumes",
     )
+
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+_MOST_BYTES = 1 << 20
+_MOST_OF_A_TRACEBACK = 60
+_CHATTER = "[Gloo] Rank"
+
+
+class Follower:
+    """Reads a log that grows, in whole lines."""
+
+    def __init__(self, path: Path):
+        self._path, self._offset, self._rest = path, 0, b""
+
+    def new_lines(self, *, last: bool = False) -> list[str]:
+        """The lines that came since the last call; with `last` also one that has no end."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            data = b""
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if last and self._rest:
+            lines, self._rest = [*lines, self._rest], b""
+        return [_printable(line) for line in lines]
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last non-empty lines of a file; none where there is no file. Reads its last mebibyte at most."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _MOST_BYTES))
+            data = file.read()
+    except OSError:
+        return []
+    lines = [_printable(line) for line in data.split(b"\n")]
+    return [line for line in lines if line.strip()][-count:]
+
+
+def last_words(path: Path, count: int) -> list[str]:
+    """What a process that failed said last: its last traceback if it ends with one, else `count` lines."""
+    lines = [line for line in last_lines(path, _MOST_OF_A_TRACEBACK) if not line.startswith(_CHATTER)]
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return lines[min(starts[-1], max(0, len(lines) - count)) :] if starts else lines[-count:]
+
+
+def _printable(line: bytes) -> str:
+    """Without what moves a terminal's cursor; of a line that was drawn over, the last drawing."""
+    text = line.decode(errors="replace").rstrip("\r")
+    return _CONTROL.sub("", text.rsplit("\r", 1)[-1])

@@ -16,10 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshkit.verbs.launch.exits import Ending
-from meshkit.verbs.launch.processes import LocalGang, Member
+from meshkit.verbs.launch.processes import Ending, LocalGang, Member
 
-PULSE_VARIABLE = "MESHKIT_PULSE"
 # A thread that writes once a second is this late only where the machine is; a busy one starves it for seconds.
 _SILENCE_S = 30.0
 # A process that somebody has stopped says so itself (its state is T), however busy the machine is.
@@ -36,18 +34,15 @@ _BEFORE_STEPS, _FINISHING = ("start", "compile", "restore", "init"), ("save", "e
 
 @dataclass(frozen=True)
 class Limits:
-    """When a process is called stuck.
-
-    Attributes:
-        stall_s: seconds in one phase of the loop (data, step, evaluation); six times that for start, compile,
-            restore, save and the end, and for the first pulse to come. 0 watches nothing.
-        silence_s: seconds without a pulse.
-        stopped_s: seconds in the state that SIGSTOP brings. Seen on Linux alone; elsewhere it is silence.
-    """
+    """When a process is called stuck."""
 
     stall_s: float = 600.0
+    """Seconds in one phase of the loop (data, step, evaluation); six times that for start, compile, restore, save and
+    the end, and for the first pulse to come. 0 watches nothing."""
     silence_s: float = _SILENCE_S
+    """Seconds without a pulse."""
     stopped_s: float = _STOPPED_S
+    """Seconds in the state that SIGSTOP brings. Seen on Linux alone; elsewhere it is silence."""
 
 
 @dataclass
@@ -65,15 +60,12 @@ class _Seen:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A process that holds up the job.
-
-    Attributes:
-        member: the process.
-        why: one line for the person who waits.
-    """
+    """A process that holds up the job."""
 
     member: Member
+    """The process."""
     why: str
+    """One line for the person who waits."""
 
 
 class Watchdog:

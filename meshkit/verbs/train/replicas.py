@@ -40,19 +40,16 @@ _HOST_NAME_BYTES = 64
 
 @dataclass(frozen=True)
 class Difference:
-    """Copies of one part of an array that are not all alike.
-
-    Attributes:
-        path: of the array in the state.
-        devices: those that differ from the majority; all of them where there is none.
-        copies: how many devices hold this part.
-        majority: whether more than half of the copies agree.
-    """
+    """Copies of one part of an array that are not all alike."""
 
     path: str
+    """Path of the array in the state."""
     devices: tuple[Any, ...]
+    """Those that differ from the majority; all of them where there is none."""
     copies: int
+    """How many devices hold this part."""
     majority: bool
+    """Whether more than half of the copies agree."""
 
 
 class ReplicaCheck:

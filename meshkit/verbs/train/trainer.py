@@ -48,35 +48,32 @@ from meshkit.weights.pretrained import first_state
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to.
-
-    Attributes:
-        folder: the run folder.
-        step: steps done, of all attempts.
-        resumed_step: where this attempt began.
-        loss: of the last step, nats per token.
-        evaluation_loss: the last one, on held-out data; None if never evaluated.
-        unigram_entropy_nats: of the corpus; a model below it has learned more than frequencies.
-        step_time_s: median of this attempt's steps.
-        tokens_per_s, mfu: at that step time; mfu is None where no peak is known.
-        compile_s, wall_s: of this attempt.
-        compile_cached: whether an earlier attempt had compiled the step; None where nothing is kept.
-        goodput: of all attempts: `share` of the wall time in steps that count, and `seconds` by phase.
-    """
+    """What a run came to."""
 
     folder: str
+    """The run folder."""
     step: int
+    """Steps done, of all attempts."""
     resumed_step: int
+    """Where this attempt began."""
     loss: float | None
+    """Loss of the last step, nats per token."""
     evaluation_loss: float | None
+    """The last one, on held-out data; None if never evaluated."""
     unigram_entropy_nats: float | None
+    """Entropy of the corpus; a model below it has learned more than frequencies."""
     step_time_s: float | None
+    """Median of this attempt's steps."""
     tokens_per_s: float | None
     mfu: float | None
+    """At that step time; mfu is None where no peak is known."""
     compile_s: float
     wall_s: float
+    """Seconds of this attempt."""
     compile_cached: bool | None = None
+    """Whether an earlier attempt had compiled the step; None where nothing is kept."""
     goodput: dict[str, Any] | None = None
+    """Goodput of all attempts: `share` of the wall time in steps that count, and `seconds` by phase."""
 
     def to_dict(self) -> dict[str, Any]:
         """As `meshkit train --json` prints it."""

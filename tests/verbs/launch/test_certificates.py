@@ -21,9 +21,8 @@ from meshkit.distributed.mtls import FILES, read_certificates
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.launch.certificates import certificates_for, make_certificates, write_certificates
 from meshkit.verbs.launch.job import Job
-from meshkit.verbs.launch.jobset import Kubernetes, jobset, jobset_yaml
+from meshkit.verbs.launch.jobset import Kubernetes, jobset, jobset_yaml, submit_jobset
 from meshkit.verbs.launch.local import LocalPart
-from meshkit.verbs.launch.submit import submit_jobset
 
 ROOT = Path(__file__).resolve().parents[3]
 EXPERIMENT = "configs/experiments/llama_debug_cpu.toml"

@@ -12,9 +12,9 @@ import pytest
 from meshkit.config.experiment import load
 from meshkit.distributed.environment import read_gang
 from meshkit.errors import ConfigError
-from meshkit.verbs.launch.exits import Ending
 from meshkit.verbs.launch.job import Job, check_share, job_name
 from meshkit.verbs.launch.local import LocalPart, check_devices, free_port
+from meshkit.verbs.launch.processes import Ending
 
 ROOT = Path(__file__).resolve().parents[3]
 DEBUG = ROOT / "configs/experiments/llama_debug_cpu.toml"

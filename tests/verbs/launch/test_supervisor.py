@@ -92,8 +92,8 @@ def test_the_failure_that_is_the_cause_is_shown(tmp_path):
         while not all(os.waitid(os.P_PID, m.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for m in gang.members):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        failed, told, stuck = run.supervisor._watch(gang, _NothingNew(), Watchdog([], Limits()))
-    assert (failed.rank, told, stuck) == (1, None, None)
+        end = run.supervisor._watch(0, gang, _NothingNew(), Watchdog([], Limits()))
+    assert (end.failed.rank, end.received, end.stuck) == (1, None, None)
 
 
 class _NothingNew:
@@ -144,7 +144,7 @@ def test_a_terminal_that_is_gone_changes_nothing(tmp_path):
 
 def test_a_lost_connection_is_not_named_as_the_cause(tmp_path):
     """The one whose connection broke may be seen at the same look as the one that was killed."""
-    from meshkit.verbs.launch.exits import Ending
+    from meshkit.verbs.launch.processes import Ending
     from meshkit.verbs.launch.supervisor import _is_a_consequence
 
     members = [
