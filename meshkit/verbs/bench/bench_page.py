@@ -45,7 +45,7 @@ def write_html(report: BenchReport, path: str | Path, *, title: str | None = Non
     for index, axes in enumerate(dict.fromkeys(row.axes for row in report.rows if row.axes)):
         body.append(_axis_section(report, axes, f"axis-{index}", figures))
     body += [_copy_section(report, figures), _rates_section(report)]
-    body.append(f"<footer>meshkit.verbs.bench/1 · {escape(summary(report))}</footer>")
+    body.append(f"<footer>meshkit.bench/1 · {escape(summary(report))}</footer>")
     return write_page(path, headline, body, figures)
 
 

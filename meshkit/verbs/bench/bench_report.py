@@ -1,4 +1,4 @@
-"""What `meshkit bench` says, as pydantic models: `meshkit.verbs.bench/1`.
+"""What `meshkit bench` says, as pydantic models: `meshkit.bench/1`.
 
 SI units, named in the key; a key that holds no value is None (`null`). Bandwidths are nccl-tests': algorithm bandwidth
 = size / time, bus bandwidth = that times the collective's factor, both per GPU and one direction.
@@ -14,7 +14,7 @@ from pydantic import Field
 from meshkit.config.calibration import COLLECTIVES, Calibration, Fit, MeasuredOn, Rates
 from meshkit.report.schema import ClusterPart, LinkName, MeshAxisPart, Part
 
-SCHEMA = "meshkit.verbs.bench/1"
+SCHEMA = "meshkit.bench/1"
 BENCH_FILE = "bench.json"
 
 
@@ -93,7 +93,7 @@ class BenchWarning(Part):
 class BenchReport(Part):
     """All of it; `residual_median` is over every fitted row."""
 
-    schema_: Literal["meshkit.verbs.bench/1"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["meshkit.bench/1"] = Field(default=SCHEMA, alias="schema")
     date: str
     cluster: ClusterPart
     mesh: tuple[MeshAxisPart, ...]

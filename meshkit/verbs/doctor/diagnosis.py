@@ -34,7 +34,7 @@ class Diagnosis(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_: Literal["meshkit.verbs.doctor/1"] = "meshkit.verbs.doctor/1"
+    schema_: Literal["meshkit.doctor/1"] = "meshkit.doctor/1"
     host: str
     checks: tuple[Result, ...]
 

@@ -22,7 +22,7 @@ from meshkit.report.schema import Part
 from meshkit.verbs.plan.outcome import Outcome
 from meshkit.verbs.plan.workers import open_workers
 
-SCALING_SCHEMA = "meshkit.verbs.plan.scaling/1"
+SCALING_SCHEMA = "meshkit.scaling/1"
 SCALING_FILE = "scaling.json"
 Kind = Literal["weak", "strong"]
 
@@ -52,7 +52,7 @@ class ScalingReport(Part):
         axis: the mesh axis that grows.
     """
 
-    schema_: Literal["meshkit.verbs.plan.scaling/1"] = Field(default=SCALING_SCHEMA, alias="schema")
+    schema_: Literal["meshkit.scaling/1"] = Field(default=SCALING_SCHEMA, alias="schema")
     experiment: str
     gpu: str
     kind: Kind

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from meshkit.report.schema import Part
 
-SCHEMA = "meshkit.verbs.topo/1"
+SCHEMA = "meshkit.topo/1"
 
 
 class PciePart(Part):
@@ -98,7 +98,7 @@ class OtherPart(Part):
 class TopoReport(Part):
     """What `meshkit topo` says; `cluster` loads with `Cluster.load`, and is null where nothing can be loaded."""
 
-    schema_: Literal["meshkit.verbs.topo/1"] = Field(default=SCHEMA, alias="schema")
+    schema_: Literal["meshkit.topo/1"] = Field(default=SCHEMA, alias="schema")
     source: str
     hosts: int
     nothing_here: str | None

@@ -197,7 +197,7 @@ def test_rates_are_measured(measured):
 def test_its_json_is_read_back(measured):
     report, out = measured
     text = (out / "bench.json").read_text()
-    assert json.loads(text)["schema"] == "meshkit.verbs.bench/1"
+    assert json.loads(text)["schema"] == "meshkit.bench/1"
     assert BenchReport.model_validate_json(text) == report
     assert set(json.loads(text)) <= set(bench_json_schema()["properties"])
 

@@ -178,7 +178,7 @@ def test_the_verb(capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert main(["doctor", "--json", "--out", str(tmp_path)]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["schema"] == "meshkit.verbs.doctor/1"
+    assert printed["schema"] == "meshkit.doctor/1"
     printed["schema_"] = printed.pop("schema")
     assert Diagnosis.model_validate(printed).errors == ()
     monkeypatch.setenv("NCCL_TOPO_FILE", str(tmp_path / "none.xml"))

@@ -40,7 +40,7 @@ def drawn(report):
 def test_json_has_every_key_and_reads_back(arguments):
     report = run(**arguments)
     value = json.loads(report.to_json())
-    assert value["schema"] == "meshkit.verbs.topo/1"
+    assert value["schema"] == "meshkit.topo/1"
     assert set(value) == {field.alias or name for name, field in TopoReport.model_fields.items()}
     assert TopoReport.model_validate_json(report.to_json()) == report
     assert set(topo_json_schema()["required"]) == set(value)
