@@ -25,7 +25,7 @@ from meshkit.discover.probe import FixtureProbe, Probe, RecordingProbe
 from meshkit.discover.topology import Topology, merge
 from meshkit.errors import ConfigError, TraceError
 
-SCHEMA = "meshkit.verbs.topo-bundle/1"
+SCHEMA = "meshkit.topo-bundle/1"
 _NAMES = ("bundle.json", "nvml.json", "files.json", "commands.json")
 _HINT = "a bundle of `meshkit topo record`"
 _MOST_MEMBERS = 40_000
