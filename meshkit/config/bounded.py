@@ -1,16 +1,72 @@
-"""Reading what somebody else made: compressed data that would fill the memory, names that lead elsewhere.
+"""Reading what somebody else made, within bounds: sizes, text, numbers, compressed data, names that lead elsewhere.
 
-A capture, a bundle or a checkpoint travels between machines and people. Each names files and holds compressed parts.
+A capture, a bundle, a topology or a checkpoint travels between machines and people.
 """
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
+import re
 import zlib
 from pathlib import Path
 
-_GZIP = 16 + zlib.MAX_WBITS
-_PIECE = 2**20
+from meshkit.errors import ConfigError, TraceError
+
+LARGEST_FILE_BYTES = 4 * 2**20
+_SHORT_INTEGER = re.compile(r"[0-9]{1,12}", re.ASCII)
+
+
+def read_bounded(path: Path, what: str, largest: int = LARGEST_FILE_BYTES) -> bytes:
+    """The bytes of a file that is not larger than `largest`.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be read.
+        TraceError: it is too large to be what it should be.
+    """
+    try:
+        if path.is_dir():
+            raise ConfigError(f"the {what} is a folder.", at=str(path), hint=f"the {what} in it")
+        with path.open("rb") as file:
+            data = file.read(largest + 1)  # bounded: the path may be a device
+    except FileNotFoundError:
+        raise ConfigError(f"there is no such {what}.", at=str(path), hint="a path that exists") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"the {what} cannot be read: {reason}.", at=str(path), hint="a readable file") from None
+    if len(data) > largest:
+        raise TraceError(
+            f"the {what} is larger than {largest // 2**20} MiB.", at=str(path), hint=f"a {what}: a few pages of text"
+        )
+    return data
+
+
+def decode(data: bytes, what: str, at: str) -> str:
+    """UTF-8 text.
+
+    Raises:
+        TraceError: it is something else.
+    """
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise TraceError(
+            f"the {what} is not UTF-8 text (byte 0x{data[error.start]:02x}).", at=f"{at}:{line}", hint="a text file"
+        ) from None
+
+
+def integer(text: str | None) -> int | None:
+    """A non-negative integer of plain digits; None for anything else, such as `N/A`, or nothing."""
+    text = (text or "").strip()
+    return int(text) if _SHORT_INTEGER.fullmatch(text) else None
+
+
+def short(text: str, length: int = 60) -> str:
+    """A piece of a file, printable and on one line, for an error message."""
+    line = "".join(char if char.isprintable() else " " for char in text).strip()
+    return line if len(line) <= length else line[: length - 3] + "..."
 
 
 def gunzip(data: bytes, most_bytes: int) -> bytes:
@@ -19,23 +75,16 @@ def gunzip(data: bytes, most_bytes: int) -> bytes:
     Raises:
         ValueError: it is damaged or incomplete, or has more than `most_bytes`; no more than that is ever unpacked.
     """
-    pieces, total = [], 0
-    while data:
-        unpack = zlib.decompressobj(_GZIP)
-        while not unpack.eof:
-            try:
-                piece = unpack.decompress(data, _PIECE)
-            except zlib.error as error:
-                raise ValueError(f"it is no gzip data: {error}") from None
-            total += len(piece)
-            if total > most_bytes:
-                raise ValueError(f"it unpacks to more than {most_bytes / 2**20:g} MiB")
-            pieces.append(piece)
-            data = unpack.unconsumed_tail
-            if not unpack.eof and not data and not piece:
-                raise ValueError("it ends before its content does")
-        data = unpack.unused_data.lstrip(b"\0")  # what fills up a tape's last block
-    return b"".join(pieces)
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            content = file.read(most_bytes + 1)
+    except EOFError:
+        raise ValueError("it ends before its content does") from None
+    except (OSError, zlib.error) as error:
+        raise ValueError(f"it is no gzip data: {error}") from None
+    if len(content) > most_bytes:
+        raise ValueError(f"it unpacks to more than {most_bytes / 2**20:g} MiB")
+    return content
 
 
 def inside(folder: Path, name: str) -> Path | None:

@@ -1,34 +1,32 @@
-"""Discovery: what a machine is, as a Topology, and from there a cluster.
+"""What a machine is, live or recorded: a Topology, and from there a cluster, or where it differs from a declared one.
 
-Probe (live machine, bundle, fixture) ─┐
-nvidia-smi topo -m, NCCL XML, rack ────┴─> Topology ─> to_cluster(), check(), domain_identities()
+Enters: a Probe of a machine; a bundle, or a file of `nvidia-smi topo -m`, NCCL or topograph. Leaves: `Topology`, a
+cluster table, differences, NVLink identities. May be imported by sharding and the verbs; imports no jax.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
+from meshkit.config.bounded import decode, read_bounded
 from meshkit.discover.bundle import record, replay
-from meshkit.discover.check import Finding, check
-from meshkit.discover.damage import decode, read_bounded
-from meshkit.discover.describe import compute_nics, to_cluster
+from meshkit.discover.describe import Difference, check, to_cluster
 from meshkit.discover.identity import domain_identities, identity_record, local_identities
 from meshkit.discover.machine import discover
-from meshkit.discover.matrix import parse_matrices
 from meshkit.discover.nccl_xml import parse_topology
+from meshkit.discover.nvidia_smi import from_matrix, parse_matrices
 from meshkit.discover.probe import FixtureProbe, LiveProbe, Probe
 from meshkit.discover.rack import from_rack
 from meshkit.discover.topology import Topology, merge
-from meshkit.discover.wiring import from_matrix
 
 __all__ = [
-    "Finding",
+    "Difference",
     "FixtureProbe",
     "LiveProbe",
     "Probe",
     "Topology",
     "check",
-    "compute_nics",
     "discover",
     "domain_identities",
     "from_matrix",
@@ -38,33 +36,33 @@ __all__ = [
     "merge",
     "parse_matrices",
     "parse_topology",
-    "read_matrix",
-    "read_xml",
+    "read_recorded",
     "record",
-    "replay",
     "to_cluster",
 ]
 
+Form = Literal["bundle", "xml", "matrix"]
 
-def read_matrix(path: Path) -> tuple[Topology, ...]:
-    """Every machine in a file with output of `nvidia-smi topo -m`; `path` may also be a rack model of topograph.
+
+def read_recorded(path: Path, form: Form) -> tuple[Topology, ...]:
+    """Every machine that was recorded in a file or folder.
+
+    Args:
+        path: of the record.
+        form: `bundle` of `meshkit topo record` (its hosts are one Topology), topology or graph `xml` of NCCL, or a
+            `matrix`: output of `nvidia-smi topo -m`, or (.yaml) a rack model of topograph.
 
     Raises:
-        ConfigError: no such file.
-        TraceError: a damaged one.
+        ConfigError: there is no such record.
+        TraceError: it is damaged.
     """
-    text = decode(read_bounded(path, "topology"), "topology", str(path))
+    if form == "bundle":
+        return (replay(path),)
+    data = read_bounded(path, "topology")
+    if form == "xml":
+        return (parse_topology(data, at=str(path)),)
+    text = decode(data, "topology", str(path))
     if path.suffix in (".yaml", ".yml"):
         return (from_rack(text, at=str(path)),)
     matrices = parse_matrices(text, at=str(path))
     return tuple(from_matrix(m, str(path) if len(matrices) == 1 else f"{path}:{m.line}") for m in matrices)
-
-
-def read_xml(path: Path) -> Topology:
-    """The machine in NCCL's topology XML, or graph XML.
-
-    Raises:
-        ConfigError: no such file.
-        TraceError: a damaged one.
-    """
-    return parse_topology(read_bounded(path, "topology"), at=str(path))

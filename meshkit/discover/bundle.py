@@ -18,16 +18,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshkit.config.bounded import gunzip
-from meshkit.discover.damage import LARGEST_FILE_BYTES, decode, read_bounded, short
+from meshkit.config.bounded import LARGEST_FILE_BYTES, decode, gunzip, read_bounded, short
 from meshkit.discover.machine import discover
+from meshkit.discover.nvml import BUNDLE_HINT
 from meshkit.discover.probe import FixtureProbe, Probe, RecordingProbe
 from meshkit.discover.topology import Topology, merge
 from meshkit.errors import ConfigError, TraceError
 
 SCHEMA = "meshkit.topo-bundle/1"
 _NAMES = ("bundle.json", "nvml.json", "files.json", "commands.json")
-_HINT = "a bundle of `meshkit topo record`"
 _MOST_MEMBERS = 40_000
 _LARGEST_BUNDLE_BYTES = 64 * 2**20
 _HEADER_BYTES = 1024  # of a member in a tar: its header, and what fills up its last block
@@ -53,7 +52,7 @@ def replay(path: Path) -> Topology:
     members = _read_tar(path) if path.is_file() else _read_folder(path)
     hosts = sorted({name.rpartition("/")[0] for name in members if name.endswith("bundle.json")}, key=_natural)
     if not hosts:
-        raise TraceError("there is no bundle.json in it.", at=str(path), hint=_HINT)
+        raise TraceError("there is no bundle.json in it.", at=str(path), hint=BUNDLE_HINT)
     probes = [_probe(members, host, str(path)) for host in hosts]
     return merge([discover(probe) for probe in probes], str(path))
 
@@ -155,15 +154,19 @@ def _probe(members: Mapping[str, bytes], host: str, at: str) -> FixtureProbe:
     tables = {}
     for name in _NAMES:
         if prefix + name not in members:
-            raise TraceError(f"the bundle has no {name}.", at=where, hint=_HINT)
+            raise TraceError(f"the bundle has no {name}.", at=where, hint=BUNDLE_HINT)
         tables[name] = _json(members[prefix + name], f"{where}/{name}")
     if tables["bundle.json"].get("schema") != SCHEMA:
-        raise TraceError(f"the bundle's schema is not {SCHEMA}.", at=f"{where}/bundle.json", hint=_HINT)
+        raise TraceError(f"the bundle's schema is not {SCHEMA}.", at=f"{where}/bundle.json", hint=BUNDLE_HINT)
+    for name in ("files.json", "commands.json"):
+        wrong = next((key for key, text in tables[name].items() if not isinstance(text, str)), None)
+        if wrong is not None:
+            raise TraceError(f"'{short(wrong)}' is not text.", at=f"{where}/{name}", hint=BUNDLE_HINT)
     nvml = tables["nvml.json"]
     missing = nvml.get("missing")
     return FixtureProbe(
-        files=_texts(tables["files.json"], f"{where}/files.json"),
-        commands=_texts(tables["commands.json"], f"{where}/commands.json"),
+        files=tables["files.json"],
+        commands=tables["commands.json"],
         nvml=short(missing, 200) if isinstance(missing, str) else nvml,
         name=where,
     )
@@ -174,17 +177,10 @@ def _json(data: bytes, at: str) -> dict[str, Any]:
         value = json.loads(decode(data, "bundle", at))
     except (ValueError, RecursionError) as error:
         why = short(str(error)) if isinstance(error, ValueError) else "nested too deeply"
-        raise TraceError(f"it is not JSON: {why}.", at=at, hint=_HINT) from None
+        raise TraceError(f"it is not JSON: {why}.", at=at, hint=BUNDLE_HINT) from None
     if not isinstance(value, dict):
-        raise TraceError("it is not a JSON object.", at=at, hint=_HINT)
+        raise TraceError("it is not a JSON object.", at=at, hint=BUNDLE_HINT)
     return value
-
-
-def _texts(table: Mapping[str, Any], at: str) -> dict[str, str]:
-    wrong = next((name for name, text in table.items() if not isinstance(text, str)), None)
-    if wrong is not None:
-        raise TraceError(f"'{short(wrong)}' is not text.", at=at, hint=_HINT)
-    return dict(table)
 
 
 def _read_folder(path: Path) -> dict[str, bytes]:
@@ -199,9 +195,8 @@ def _read_folder(path: Path) -> dict[str, bytes]:
                     key = name if folder == path else f"{folder.name}/{name}"
                     found[key] = read_bounded(folder / name, "bundle")
     except OSError as error:
-        raise ConfigError(
-            f"the bundle cannot be read: {error.strerror}.", at=str(path), hint="a readable one"
-        ) from None
+        what = f"the bundle cannot be read: {error.strerror}."
+        raise ConfigError(what, at=str(path), hint="a readable one") from None
     return found
 
 
@@ -217,13 +212,13 @@ def _read_tar(path: Path) -> dict[str, bytes]:
             for number, member in enumerate(archive):
                 total += member.size
                 if number > _MOST_MEMBERS or member.size > LARGEST_FILE_BYTES or total > _LARGEST_BUNDLE_BYTES:
-                    raise TraceError("the bundle is larger than 64 MiB.", at=str(path), hint=_HINT)
+                    raise TraceError("the bundle is larger than 64 MiB.", at=str(path), hint=BUNDLE_HINT)
                 name = member.name.removeprefix("./")
                 if member.isfile() and name.rpartition("/")[2] in _NAMES and name.count("/") <= 1:
                     file = archive.extractfile(member)
                     found[name] = file.read() if file else b""
     except _TAR_DAMAGE as error:
-        raise TraceError(f"the bundle is not a tar: {short(str(error))}.", at=str(path), hint=_HINT) from None
+        raise TraceError(f"the bundle is not a tar: {short(str(error))}.", at=str(path), hint=BUNDLE_HINT) from None
     return found
 
 

@@ -1,15 +1,19 @@
-"""From what is there to a cluster table."""
+"""A Topology as a cluster table, and where it differs from the cluster that an experiment declares."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.discover.identify import gpu_by_name
-from meshkit.discover.topology import NEAR, FoundNic, Topology
+from meshkit.discover.topology import NEAR, FoundGpu, FoundNic, Topology
 from meshkit.errors import ConfigError
+
+_GIGABIT = 1e9
 
 
 def to_cluster(found: Topology, *, gpu: str | None = None) -> dict[str, Any]:
@@ -39,28 +43,6 @@ def to_cluster(found: Topology, *, gpu: str | None = None) -> dict[str, Any]:
     return table | _unusual_switch(found, table)
 
 
-def nvswitch(found: Topology) -> bool | None:
-    """Whether NVLink goes through a switch; None where nothing tells."""
-    remotes = {link.remote for gpu in found.gpus for link in gpu.nvlinks if link.active}
-    if "switch" in remotes or remotes == {"gpu"}:
-        return "switch" in remotes
-    cells = [c.nvlinks for c in found.connections if c.kind == "NV"]
-    if not cells or len(found.gpus) < 3:
-        return None
-    return max(gpu.active_nvlinks or 0 for gpu in found.gpus) == max(cells)
-
-
-def _unusual_switch(found: Topology, table: dict[str, Any]) -> dict[str, bool]:
-    """`nvlink_switch`, where hosts of that GPU and size are usually built the other way."""
-    switch = nvswitch(found)
-    if table["scale_up"] != "nvlink" or switch is None:
-        return {}
-    try:
-        return {} if Cluster.load(table).has_nvswitch == switch else {"nvlink_switch": switch}
-    except ConfigError:
-        return {"nvlink_switch": switch}
-
-
 def compute_nics(found: Topology) -> tuple[FoundNic, ...]:
     """The ports that collectives would use: up, of one kind, near GPUs if any are, the most bandwidth together."""
     ports = [nic for nic in found.nics if nic.active is not False]
@@ -74,19 +56,37 @@ def compute_nics(found: Topology) -> tuple[FoundNic, ...]:
     return tuple(max(groups.values(), key=lambda g: (g[0].key is not None, sum(n.bits_per_s or 0 for n in g))))
 
 
+def _unusual_switch(found: Topology, table: dict[str, Any]) -> dict[str, bool]:
+    """`nvlink_switch`, where hosts of that GPU and size are usually built the other way."""
+    switch = _has_nvswitch(found)
+    if table["scale_up"] != "nvlink" or switch is None:
+        return {}
+    try:
+        return {} if Cluster.load(table).has_nvswitch == switch else {"nvlink_switch": switch}
+    except ConfigError:
+        return {"nvlink_switch": switch}
+
+
+def _has_nvswitch(found: Topology) -> bool | None:
+    """Whether NVLink goes through a switch; None where nothing tells."""
+    remotes = {link.remote for gpu in found.gpus for link in gpu.nvlinks if link.active}
+    if "switch" in remotes or remotes == {"gpu"}:
+        return "switch" in remotes
+    cells = [c.nvlinks for c in found.connections if c.kind == "NV"]
+    if not cells or len(found.gpus) < 3:
+        return None
+    return max(gpu.active_nvlinks or 0 for gpu in found.gpus) == max(cells)
+
+
 def _gpus_per_host(found: Topology) -> int:
     if not found.gpus:
-        raise ConfigError(
-            f"there is no GPU to describe: {found.nothing_here}.", at=found.source, hint="a machine or file with GPUs"
-        )
+        what = f"there is no GPU to describe: {found.nothing_here}."
+        raise ConfigError(what, at=found.source, hint="a machine or file with GPUs")
     counts = Counter(gpu.host for gpu in found.gpus)
-    numbers = sorted({counts.get(host, 0) for host in range(found.hosts)})
+    numbers = sorted({counts[host] for host in range(found.hosts)})
     if len(numbers) > 1:
-        raise ConfigError(
-            f"the hosts have {' and '.join(map(str, numbers))} GPUs; a cluster's hosts are alike.",
-            at=found.source,
-            hint="the hosts that are alike only",
-        )
+        what = f"the hosts have {' and '.join(map(str, numbers))} GPUs; a cluster's hosts are alike."
+        raise ConfigError(what, at=found.source, hint="the hosts that are alike only")
     return numbers[0]
 
 
@@ -94,9 +94,8 @@ def _gpu_key(found: Topology) -> str:
     names = sorted({gpu.name or "?" for gpu in found.gpus})
     keys = {gpu.key for gpu in found.gpus}
     if len(keys) > 1 or len(names) > 1:
-        raise ConfigError(
-            f"there are GPUs of several kinds: {', '.join(names)}.", at=found.source, hint="a machine of one kind"
-        )
+        what = f"there are GPUs of several kinds: {', '.join(names)}."
+        raise ConfigError(what, at=found.source, hint="a machine of one kind")
     key = keys.pop()
     if key is None:
         known = f"'{names[0]}' is not in the catalog" if names != ["?"] else "nothing says what the GPUs are"
@@ -107,16 +106,12 @@ def _gpu_key(found: Topology) -> str:
 def _scale_up(found: Topology, key: str) -> str:
     links = catalog.gpu(key).nvlink_links
     if found.scale_up == "nvlink" and not links:
-        raise ConfigError(
-            f"the GPUs are connected by NVLink, but '{key}' of the catalog has none.",
-            at=found.source,
-            hint="another --gpu",
-        )
+        what = f"the GPUs are connected by NVLink, but '{key}' of the catalog has none."
+        raise ConfigError(what, at=found.source, hint="another --gpu")
     if found.scale_up:
         return found.scale_up
     name = found.gpus[0].name
-    card = bool(name and gpu_by_name(name).pcie_card)
-    return "nvlink" if links and not card else "pcie"
+    return "nvlink" if links and not (name and gpu_by_name(name).pcie_card) else "pcie"
 
 
 def _domains(found: Topology, per_host: int) -> dict[str, int]:
@@ -129,3 +124,107 @@ def _domains(found: Topology, per_host: int) -> dict[str, int]:
     size = per_host if biggest <= per_host else -(-biggest // per_host) * per_host
     whole_domains = [len(d.gpus) for d in found.domains if len(d.gpus) > size // 2] or sizes
     return {"nvlink_domain_size": size, "gpus_used_per_domain": min(whole_domains)}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where what is there differs from what was declared."""
+
+    code: str
+    """`gpu_kind`, `gpu_count`, `outside_domain`, `domain_size`, `nvlink_down`, `pcie_width`, `pcie_generation`,
+    `nic_down`, `nic_kind`, `nic_count` or `gpudirect_rdma`."""
+    where: str  # the device, or empty for the whole machine
+    message: str  # one sentence with the numbers
+
+
+def check(found: Topology, cluster: Cluster) -> tuple[Difference, ...]:
+    """Where the machine differs from a host of the cluster (or from all of it, if as many hosts are described)."""
+    if found.gpus:
+        parts = (_check_gpus(found, cluster), _check_nvlink(found, cluster), _check_pcie(found))
+        return tuple(item for part in (*parts, _check_nics(found, cluster)) for item in part)
+    if cluster.is_cpu:
+        return ()
+    expected = f"{cluster.gpus_per_host} {cluster.gpu.name} a host"
+    return (Difference("gpu_count", "", f"the cluster has {expected}, but there is no GPU: {found.nothing_here}."),)
+
+
+def _check_gpus(found: Topology, cluster: Cluster) -> Iterator[Difference]:
+    hosts: list[list[FoundGpu]] = [[] for _ in range(found.hosts)]
+    for gpu in found.gpus:
+        hosts[gpu.host].append(gpu)
+    for host, gpus in enumerate(hosts):
+        where = f"host{host}" if found.hosts > 1 else ""
+        if len(gpus) != cluster.gpus_per_host:
+            what = f"the cluster has {cluster.gpus_per_host} GPUs a host, but {len(gpus)} are here."
+            yield Difference("gpu_count", where, what)
+        kinds: dict[str, list[str]] = {}
+        for gpu in gpus:
+            if gpu.key != cluster.gpu.key and (gpu.key or gpu.name):
+                kinds.setdefault(gpu.name or str(gpu.key), []).append(gpu.id)
+        for name, ids in kinds.items():
+            what = f"the cluster has {cluster.gpu.name}, but {_list(ids)} {'is' if len(ids) == 1 else 'are'} {name}."
+            yield Difference("gpu_kind", where, what)
+
+
+def _check_nvlink(found: Topology, cluster: Cluster) -> Iterator[Difference]:
+    if cluster.scale_up != "nvlink":
+        return
+    if found.scale_up == "pcie":
+        yield Difference("outside_domain", "", "the cluster has NVLink, but the GPUs reach each other over PCIe.")
+    sizes = [len(domain.gpus) for domain in found.domains]
+    largest = max(sizes, default=0)
+    inside = {gpu for domain in found.domains if len(domain.gpus) == largest for gpu in domain.gpus}
+    for gpu in found.gpus:
+        if largest and gpu.id not in inside:
+            why = f" ({gpu.fabric_problem})" if gpu.fabric_problem else ""
+            what = f"{gpu.id} is outside the NVLink domain of {largest} GPUs{why}."
+            yield Difference("outside_domain", gpu.id, what)
+        up, expected = gpu.active_nvlinks, cluster.gpu.nvlink_links
+        if up is not None and (gpu.nvlinks or found.domains) and 0 < up < expected:
+            yield Difference("nvlink_down", gpu.id, f"{gpu.id} has {up} of {expected} NVLinks up.")
+    expected = min(cluster.nvlink_domain_size, len(found.gpus))
+    too_small = len(inside) == len(found.gpus) and largest < expected
+    if sizes and (too_small or largest > cluster.nvlink_domain_size):
+        what = f"the cluster's NVLink domain has {cluster.nvlink_domain_size} GPUs, but the GPUs here form {sizes}."
+        yield Difference("domain_size", "", what)
+
+
+def _check_pcie(found: Topology) -> Iterator[Difference]:
+    for device in (*found.gpus, *found.nics):
+        slot, it = device.pcie, "but it and its slot can do"
+        if slot.width and slot.max_width and slot.width < slot.max_width:
+            what = f"{device.id} runs at PCIe x{slot.width}, {it} x{slot.max_width}."
+            yield Difference("pcie_width", device.id, what)
+        lower = slot.generation and slot.max_generation and slot.generation < slot.max_generation
+        if lower and not getattr(device, "idle", False):
+            what = f"{device.id} runs at PCIe generation {slot.generation}, {it} {slot.max_generation}."
+            yield Difference("pcie_generation", device.id, what)
+
+
+def _check_nics(found: Topology, cluster: Cluster) -> Iterator[Difference]:
+    for nic in found.nics:
+        if nic.active is False:
+            yield Difference("nic_down", nic.id, f"port {nic.id} is {nic.state or 'down'}.")
+    if cluster.nic is None or (not found.nics and found.source != "this machine" and not found.rdma.works):
+        return
+    ports = compute_nics(found)
+    per_host = len(ports) / found.hosts
+    if per_host < cluster.nics_per_host:
+        what = f"the cluster has {cluster.nics_per_host} ports a host, but {per_host:g} of one kind are up."
+        yield Difference("nic_count", "", what)
+    expected = cluster.nic.bytes_per_s * 8
+    slow = [nic for nic in ports if nic.bits_per_s and nic.bits_per_s < expected]
+    if slow:
+        ids, rate = [nic.id for nic in slow], slow[0].bits_per_s or 0
+        what = f"the cluster's ports run at {expected / _GIGABIT:g} Gb/s, but {_list(ids)} at {rate / _GIGABIT:g}."
+        yield Difference("nic_kind", ids[0] if len(ids) == 1 else "", what)
+    if cluster.gpudirect_rdma and found.rdma.works is False:
+        what = "the cluster has GPUDirect RDMA, but neither nvidia_peermem nor dma-buf is there."
+        yield Difference("gpudirect_rdma", "", what)
+    if found.rdma.acs_bridges:
+        what = f"{found.rdma.acs_bridges} PCIe bridges redirect peer traffic to the CPU (ACS)."
+        yield Difference("gpudirect_rdma", "", what)
+
+
+def _list(ids: list[str]) -> str:
+    return ", ".join(ids) if len(ids) <= 4 else f"{ids[0]} to {ids[-1]} ({len(ids)})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-from meshkit.discover.damage import integer
+from meshkit.config.bounded import integer
 from meshkit.discover.machine import discover
 from meshkit.discover.nvml import check_snapshot
 from meshkit.discover.probe import Probe
@@ -35,15 +35,12 @@ def local_identities(probe: Probe, *, host: str, visible: str | None = None) -> 
             f"the NVLink domain of the attached GPUs cannot be read: {found.nothing_here}.",
             hint="pip install nvidia-ml-py, on a machine with the NVIDIA driver",
         )
-    inside = {gpu: domain for domain in found.domains for gpu in domain.gpus}
-    identities = []
-    for gpu in found.gpus:
-        domain = inside.get(gpu.id)
-        if domain is not None:
-            identities.append(domain.identity if domain.spans_hosts else f"{host}.{domain.identity}")
-        else:  # no NVLink at all: the host is the domain; alone among others: a domain of its own
-            identities.append(f"{host}.{gpu.id}" if found.domains else f"{host}.host")
-    return tuple(identities[i] for i in _visible(probe, len(found.gpus), visible))
+    # without NVLink the host is the domain; a GPU that is alone among others is a domain of its own
+    identities = {gpu.id: f"{host}.{gpu.id}" if found.domains else f"{host}.host" for gpu in found.gpus}
+    for domain in found.domains:
+        identities |= dict.fromkeys(domain.gpus, domain.identity if domain.spans_hosts else f"{host}.{domain.identity}")
+    by_index = [identities[gpu.id] for gpu in found.gpus]
+    return tuple(by_index[i] for i in _visible(probe, len(by_index), visible))
 
 
 def _visible(probe: Probe, count: int, visible: str | None) -> list[int]:
@@ -55,13 +52,12 @@ def _visible(probe: Probe, count: int, visible: str | None) -> list[int]:
     uuids = [(gpu.uuid or "").lower() for gpu in snapshot.gpus] if snapshot else []
     order = []
     for entry in (part.strip() for part in visible.split(",")):
-        named = [
-            i for i, uuid in enumerate(uuids) if entry.lower().startswith("gpu-") and uuid.startswith(entry.lower())
-        ]
+        gpu = entry.lower() if entry.lower().startswith("gpu-") else None
+        named = [i for i, uuid in enumerate(uuids) if gpu and uuid.startswith(gpu)]
         if entry.isascii() and entry.isdigit() and int(entry) < count:
             order.append(int(entry))
         elif len(named) == 1:
-            order.append(named[0])
+            order += named
         elif entry.upper().startswith("MIG"):
             raise ConfigError("a slice of a GPU (MIG) has no NVLink domain.", at=f"CUDA_VISIBLE_DEVICES={visible}")
         else:

@@ -1,31 +1,42 @@
-"""Discovery: one machine through a Probe, as a Topology."""
+"""One machine through a Probe, as a Topology: GPUs by NVML or nvidia-smi, ports and slots by Linux's sysfs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import replace
 
-from meshkit.discover.damage import integer, short
-from meshkit.discover.identify import gpu_by_name
-from meshkit.discover.matrix import Matrix, parse_matrices
-from meshkit.discover.nvml import GpuState, Snapshot, check_snapshot
-from meshkit.discover.probe import Probe, first_line
-from meshkit.discover.smi import MATRIX_QUERY, read_smi
-from meshkit.discover.sysfs import numa_of, read_nics, read_rdma
-from meshkit.discover.topology import (
-    Connection,
-    FoundGpu,
-    FoundNic,
-    NvLink,
-    PcieLink,
-    Rdma,
-    Topology,
+from meshkit.config.bounded import integer, short
+from meshkit.discover.identify import (
+    gpu_by_name,
+    nic_by_pci,
+    nic_by_rate,
+    pcie_generation,
+    stand_in_notes,
+    with_domains,
 )
-from meshkit.discover.wiring import connections, stand_in_notes, with_domains
+from meshkit.discover.nvidia_smi import MATRIX_QUERY, Matrix, parse_matrices, read_smi
+from meshkit.discover.nvml import GpuState, Snapshot, check_snapshot
+from meshkit.discover.probe import Probe
+from meshkit.discover.topology import Connection, FoundGpu, FoundNic, PcieLink, Rdma, Topology
 from meshkit.errors import TraceError
 
 _NODES = "/sys/devices/system/node"
+_INFINIBAND = "/sys/class/infiniband"
+_PCI = "/sys/bus/pci/devices"
 _FIRST_IDLE_STATE = 5  # P0 to P3 run at full speed; from P5 on the driver lowers the PCIe generation
+_RATE = re.compile(r"([0-9]{1,4}(?:\.[0-9])?) Gb/sec(?: \([0-9]+X ([A-Z]+[0-9]*)\))?", re.ASCII)
+_STATE = re.compile(r"[0-9]: *([A-Za-z_]+)", re.ASCII)
+_BUS = re.compile(r"^PCI_SLOT_NAME=(\S+)", re.MULTILINE)
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+_KERNEL = re.compile(r"([0-9]{1,3})\.([0-9]{1,3})", re.ASCII)
+_PEER_MEMORY = (  # where NCCL looks for it
+    "/sys/module/nvidia_peermem/version",
+    "/sys/kernel/mm/memory_peers/nv_mem/version",
+    "/sys/kernel/mm/memory_peers/nv_mem_nc/version",
+)
+_DMA_BUF_KERNEL = (5, 12)  # from it on, RDMA takes dma-buf memory
+_GIGABIT = 10**9
+_MOST_PORTS = 512
 
 
 def discover(probe: Probe, *, network: bool = True) -> Topology:
@@ -39,32 +50,39 @@ def discover(probe: Probe, *, network: bool = True) -> Topology:
         TraceError: an answer is damaged (a bundle that was edited, a tool that prints something new).
     """
     answers = probe.nvml()
-    snapshot = check_snapshot(answers, at=f"{probe.name}: nvml") if isinstance(answers, Mapping) else read_smi(probe)
+    has_nvml = isinstance(answers, Mapping)
+    snapshot = check_snapshot(answers, at=f"{probe.name}: nvml") if has_nvml else read_smi(probe)
     nics, warnings = read_nics(probe) if network else ((), ())
     if snapshot is None or not snapshot.gpus:
-        why = answers if isinstance(answers, str) else "the NVIDIA driver lists none"
+        why = "the NVIDIA driver lists none" if has_nvml else str(answers)
         return Topology(probe.name, nics=nics, numa_nodes=_numa_nodes(probe), warnings=warnings, nothing_here=why)
-    has_nvml = isinstance(answers, Mapping)
-    needs_matrix = network or not has_nvml
-    matrix, problem = _matrix(probe, len(snapshot.gpus), required=not has_nvml) if needs_matrix else (None, ())
+    matrix, problems = None, ()
+    if network or not has_nvml:
+        matrix, problems = _matrix(probe, len(snapshot.gpus), required=not has_nvml)
+    printed = {frozenset((c.a, c.b)): c for c in matrix.connections} if matrix else {}
     gpus = tuple(_gpu(gpu, probe, matrix) for gpu in snapshot.gpus)
+    fabric = tuple(f"{gpu.id}: {gpu.fabric_problem}." for gpu in gpus if gpu.fabric_problem)
     found = Topology(
         source=probe.name,
         gpus=gpus,
         nics=nics,
         numa_nodes=_numa_nodes(probe),
-        connections=(*_between_gpus(snapshot, gpus, matrix), *_to_nics(gpus, nics, matrix)),
+        connections=(*_between_gpus(snapshot, gpus, printed), *_to_nics(gpus, nics, printed)),
         rdma=read_rdma(probe) if network else Rdma(),
         nics_listed=network,
         scale_up=None if _peer_access(snapshot) else "shared_memory",
-        warnings=(*warnings, *problem, *_gpu_warnings(gpus)),
+        warnings=(*warnings, *problems, *fabric),
     )
-    return _rack_warning(stand_in_notes(with_domains(found)))
+    found = stand_in_notes(with_domains(found))
+    if any(domain.spans_hosts for domain in found.domains):
+        why = "the NVLink domain has a fabric identity, so GPUs of other hosts may be in it; bundles of all hosts tell."
+        found = found.warn(why)
+    return found
 
 
 def _gpu(gpu: GpuState, probe: Probe, matrix: Matrix | None) -> FoundGpu:
     match = gpu_by_name(gpu.name)
-    numa = numa_of(probe, gpu.bus)
+    numa = integer(_first_line(probe, f"{_PCI}/{gpu.bus}/numa_node"))
     if numa is None and matrix is not None:
         numa = matrix.numa.get(f"GPU{gpu.index}")
     fabric = gpu.fabric
@@ -82,8 +100,8 @@ def _gpu(gpu: GpuState, probe: Probe, matrix: Matrix | None) -> FoundGpu:
         bus=gpu.bus,
         numa=numa,
         memory_bytes=gpu.memory_bytes,
-        pcie=PcieLink(**gpu.pcie.model_dump()),
-        nvlinks=tuple(NvLink(x.active, x.version, x.remote, x.remote_bus) for x in gpu.nvlinks),
+        pcie=gpu.pcie,
+        nvlinks=gpu.nvlinks,
         fabric=fabric.identity if fabric is not None and fabric.state == "completed" and not problem else None,
         fabric_problem=problem,
         idle=(gpu.performance_state or 0) >= _FIRST_IDLE_STATE,
@@ -98,11 +116,8 @@ def _matrix(probe: Probe, num_gpus: int, *, required: bool) -> tuple[Matrix | No
     try:
         matrix = parse_matrices(text, at=f"{probe.name}: nvidia-smi topo -m")[0]
         if len(matrix.gpus) != num_gpus:
-            raise TraceError(
-                f"`nvidia-smi topo -m` lists {len(matrix.gpus)} GPUs, but the driver has {num_gpus}.",
-                at=probe.name,
-                hint="running both by hand to see",
-            )
+            what = f"`nvidia-smi topo -m` lists {len(matrix.gpus)} GPUs, but the driver has {num_gpus}."
+            raise TraceError(what, at=probe.name, hint="running both by hand to see")
     except TraceError as error:
         if required:
             raise
@@ -110,27 +125,29 @@ def _matrix(probe: Probe, num_gpus: int, *, required: bool) -> tuple[Matrix | No
     return matrix, ()
 
 
-def _between_gpus(snapshot: Snapshot, gpus: tuple[FoundGpu, ...], matrix: Matrix | None) -> tuple[Connection, ...]:
+def _between_gpus(
+    snapshot: Snapshot, gpus: tuple[FoundGpu, ...], printed: Mapping[frozenset[str], Connection]
+) -> list[Connection]:
     """NVLink and PCI paths between GPUs: NVML's, and nvidia-smi's where NVML is silent."""
-    printed = {frozenset((c.a, c.b)): c for c in connections(matrix)} if matrix else {}
     ids = {gpu.bus: gpu.id for gpu in gpus}
     found = []
     for i, a in enumerate(gpus):
         peers = {f"gpu{peer.index}": peer for peer in snapshot.gpus[i].peers}
         for b in gpus[i + 1 :]:
-            direct = sum(link.active and ids.get(link.remote_bus or "") == b.id for link in a.nvlinks)
-            switched = [sum(x.active and x.remote == "switch" for x in g.nvlinks) for g in (a, b)]
             peer, line = peers.get(b.id), printed.get(frozenset((a.id, b.id)))
-            links = direct or (min(switched) if peer is None or peer.nvlink is not False else 0)
+            no_nvlink = peer is not None and peer.nvlink is False
+            links = sum(link.active and ids.get(link.remote_bus or "") == b.id for link in a.nvlinks)
+            if not links and not no_nvlink:
+                links = min(sum(x.active and x.remote == "switch" for x in gpu.nvlinks) for gpu in (a, b))
             if not links and line is None and peer is not None and peer.nvlink:  # a guest does not see the other end
                 links = min(a.active_nvlinks or 0, b.active_nvlinks or 0)
             if links:
                 found.append(Connection(a.id, b.id, "NV", links))
-            elif line is not None and not (line.kind == "NV" and peer is not None and peer.nvlink is False):
+            elif line is not None and not (line.kind == "NV" and no_nvlink):
                 found.append(line)
             elif peer is not None and peer.ancestor:
                 found.append(Connection(a.id, b.id, peer.ancestor))
-    return tuple(found)
+    return found
 
 
 def _peer_access(snapshot: Snapshot) -> bool:
@@ -139,9 +156,10 @@ def _peer_access(snapshot: Snapshot) -> bool:
     return not peers or any(peer.nvlink is not False or peer.pci is not False for peer in peers)
 
 
-def _to_nics(gpus: tuple[FoundGpu, ...], nics: tuple[FoundNic, ...], matrix: Matrix | None) -> tuple[Connection, ...]:
+def _to_nics(
+    gpus: tuple[FoundGpu, ...], nics: tuple[FoundNic, ...], printed: Mapping[frozenset[str], Connection]
+) -> list[Connection]:
     """Paths from GPUs to NICs: nvidia-smi's, else what the NUMA nodes tell."""
-    printed = {frozenset((c.a, c.b)): c for c in connections(matrix)} if matrix else {}
     found = []
     for gpu in gpus:
         for nic in nics:
@@ -150,26 +168,93 @@ def _to_nics(gpus: tuple[FoundGpu, ...], nics: tuple[FoundNic, ...], matrix: Mat
                 found.append(Connection(gpu.id, nic.id, known.kind))
             elif gpu.numa is not None and nic.numa is not None:
                 found.append(Connection(gpu.id, nic.id, "NODE" if gpu.numa == nic.numa else "SYS"))
-    return tuple(found)
+    return found
 
 
 def _numa_nodes(probe: Probe) -> tuple[tuple[int, int], ...]:
     """Nodes with processors; the memory of a GPU on a Grace host is a node without."""
     names = [name for name in probe.list_dir(_NODES) if name.startswith("node")]
-    nodes = sorted(
-        number
-        for name in names
-        if (number := integer(name.removeprefix("node"))) is not None and first_line(probe, f"{_NODES}/{name}/cpulist")
+    found = {integer(name.removeprefix("node")) for name in names if _first_line(probe, f"{_NODES}/{name}/cpulist")}
+    return tuple((0, number) for number in sorted(n for n in found if n is not None))
+
+
+def read_nics(probe: Probe) -> tuple[tuple[FoundNic, ...], tuple[str, ...]]:
+    """Ports of RDMA adapters, and what is odd about them."""
+    nics: list[FoundNic] = []
+    warnings: list[str] = []
+    for device in filter(_NAME.fullmatch, probe.list_dir(_INFINIBAND)[:_MOST_PORTS]):
+        ports = [port for port in probe.list_dir(f"{_INFINIBAND}/{device}/ports") if _NAME.fullmatch(port)]
+        for port in ports:
+            nic = _read_port(probe, device, port, device if len(ports) == 1 else f"{device}.{port}")
+            nics.append(nic)
+            if nic.active is False:
+                warnings.append(f"port {nic.id} is {nic.state}, so nothing can use it.")
+            elif nic.key is None:
+                rate = f"{nic.bits_per_s / _GIGABIT:g} Gb/s" if nic.bits_per_s else "a rate that is not known"
+                warnings.append(f"port {nic.id} has {rate}, which no NIC of the catalog has.")
+    return tuple(nics), tuple(warnings)
+
+
+def _read_port(probe: Probe, device: str, port: str, name: str) -> FoundNic:
+    folder, slot = f"{_INFINIBAND}/{device}/ports/{port}", f"{_INFINIBAND}/{device}/device"
+    rate = _RATE.match(_first_line(probe, f"{folder}/rate"))
+    state = _STATE.match(_first_line(probe, f"{folder}/state"))
+    physical = _STATE.match(_first_line(probe, f"{folder}/phys_state"))
+    layer = {"InfiniBand": "infiniband", "Ethernet": "ethernet"}.get(_first_line(probe, f"{folder}/link_layer"))
+    bits = round(float(rate[1]) * _GIGABIT) if rate else None
+    match = nic_by_pci(_first_line(probe, f"{slot}/vendor"), _first_line(probe, f"{slot}/device"))
+    if rate and layer and bits and not match.key:
+        match = nic_by_rate(layer, bits, rate[2] or "")
+    bus = _BUS.search(probe.read_file(f"{slot}/uevent") or "")
+    said = state[1].upper() if state else None
+    up = None if said is None else said == "ACTIVE"
+    if up is False and physical and physical[1].lower() != "linkup":
+        said = f"{said} ({physical[1]})"
+    return FoundNic(
+        id=name,
+        layer=layer,
+        key=match.key,
+        stand_in=match.stand_in,
+        bits_per_s=bits,
+        active=up,
+        state=said,
+        bus=bus[1].lower() if bus else None,
+        numa=integer(_first_line(probe, f"{slot}/numa_node")),  # -1, "no NUMA", is None too
+        pcie=PcieLink(
+            pcie_generation(_first_line(probe, f"{slot}/current_link_speed")),
+            integer(_first_line(probe, f"{slot}/current_link_width")) or None,
+            pcie_generation(_first_line(probe, f"{slot}/max_link_speed")),
+            integer(_first_line(probe, f"{slot}/max_link_width")) or None,
+        ),
     )
-    return tuple((0, number) for number in nodes)
 
 
-def _gpu_warnings(gpus: tuple[FoundGpu, ...]) -> list[str]:
-    return [f"{gpu.id}: {gpu.fabric_problem}." for gpu in gpus if gpu.fabric_problem]
+def read_rdma(probe: Probe) -> Rdma:
+    """Whether NICs can read GPU memory here."""
+    if not probe.list_dir(_INFINIBAND):
+        return Rdma()
+    peer = any(probe.read_file(path) is not None for path in _PEER_MEMORY)
+    return Rdma(peer, _dma_buf(probe), _acs_bridges(probe))
 
 
-def _rack_warning(found: Topology) -> Topology:
-    if not any(domain.spans_hosts for domain in found.domains):
-        return found
-    why = "the NVLink domain has a fabric identity, so GPUs of other hosts may be in it; bundles of all hosts tell."
-    return replace(found, warnings=(*found.warnings, why))
+def _dma_buf(probe: Probe) -> bool | None:
+    """The open kernel modules of the driver export GPU memory as dma-buf, on a kernel that takes it."""
+    driver = probe.read_file("/proc/driver/nvidia/version")
+    kernel = _KERNEL.match(_first_line(probe, "/proc/sys/kernel/osrelease"))
+    if driver is None or kernel is None:
+        return None
+    return "Open Kernel Module" in driver and (int(kernel[1]), int(kernel[2])) >= _DMA_BUF_KERNEL
+
+
+def _acs_bridges(probe: Probe) -> int | None:
+    """Bridges whose access control redirects peer traffic to the CPU; None where lspci may not look (needs root)."""
+    text = probe.run("lspci", "-vvv")
+    if text is None or "ACSCtl:" not in text:
+        return None
+    lines = [line for line in text.split("\n") if "ACSCtl:" in line]
+    return sum("ReqRedir+" in line or "CmpltRedir+" in line for line in lines)
+
+
+def _first_line(probe: Probe, path: str) -> str:
+    """The first line of a file, stripped; empty where there is none."""
+    return (probe.read_file(path) or "").strip().split("\n")[0].strip()

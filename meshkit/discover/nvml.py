@@ -8,35 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meshkit.discover.damage import short
+from meshkit.config.bounded import short
+from meshkit.discover.topology import NvLink, PcieLink, Small, Text
 from meshkit.errors import TraceError
 
 _SWITCH, _GPU, _IBM = 2, 0, 1  # NVML_NVLINK_DEVICE_TYPE_*
 _P2P_NVLINK, _P2P_PCI = 2, 4  # NVML_P2P_CAPS_INDEX_*
 _ANCESTORS = {10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # NVML_TOPOLOGY_*, as `topo -m` names them
+BUNDLE_HINT = "a bundle of `meshkit topo record`"
 _FABRIC_STATES = {0: "not_supported", 1: "not_started", 2: "in_progress", 3: "completed"}
-_MIB = 2**20
-
-Small = Annotated[int, Field(ge=0, le=4096)]
-Text = Annotated[str, Field(max_length=200)]
 
 
 class _Plain(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-class NvLinkState(_Plain):
-    """One NVLink of a GPU."""
-
-    active: bool
-    version: Small | None = None
-    remote: Literal["gpu", "switch", "cpu"] | None = None
-    remote_bus: Text | None = None
 
 
 class FabricState(_Plain):
@@ -52,15 +42,6 @@ class FabricState(_Plain):
     def identity(self) -> str | None:
         """`clusterUuid.cliqueId`, the identity of an NVLink domain; None where NVLink ends at the host."""
         return f"{self.cluster_uuid}.{self.clique_id}" if self.cluster_uuid.strip("0") else None
-
-
-class PcieState(_Plain):
-    """The slot of a GPU; `max` is of GPU and slot together."""
-
-    generation: Small | None = None
-    width: Small | None = None
-    max_generation: Small | None = None
-    max_width: Small | None = None
 
 
 class Peer(_Plain):
@@ -82,8 +63,8 @@ class GpuState(_Plain):
     memory_bytes: Annotated[int, Field(ge=0, le=2**50)] | None = None
     compute_capability: tuple[Small, Small] | None = None
     performance_state: Small | None = None
-    pcie: PcieState = PcieState()
-    nvlinks: Annotated[tuple[NvLinkState, ...], Field(max_length=64)] = ()
+    pcie: PcieLink = PcieLink()
+    nvlinks: Annotated[tuple[NvLink, ...], Field(max_length=64)] = ()
     fabric: FabricState | None = None
     peers: Annotated[tuple[Peer, ...], Field(max_length=64)] = ()
 
@@ -106,14 +87,11 @@ def check_snapshot(value: Any, *, at: str) -> Snapshot:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"])) or "the whole"
-        raise TraceError(
-            f"the recorded NVML answers are damaged: {short(where)}: {short(problem['msg'])}.",
-            at=at,
-            hint="a bundle of `meshkit topo record`",
-        ) from None
+        what = f"the recorded NVML answers are damaged: {short(where)}: {short(problem['msg'])}."
+        raise TraceError(what, at=at, hint=BUNDLE_HINT) from None
     indices = [gpu.index for gpu in snapshot.gpus]
     if len(set(indices)) < len(indices):
-        raise TraceError("the recorded NVML answers name a GPU twice.", at=at, hint="a bundle of `meshkit topo record`")
+        raise TraceError("the recorded NVML answers name a GPU twice.", at=at, hint=BUNDLE_HINT)
     return snapshot
 
 
@@ -148,22 +126,21 @@ def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
 
 
 def _read_gpu(nvml: Any, index: int, handle: Any, handles: list) -> dict[str, Any]:
-    pci = nvml.nvmlDeviceGetPciInfo(handle)
-    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
-    bus = pci.busId.decode() if isinstance(pci.busId, bytes) else pci.busId
+    ask = functools.partial(_ask, nvml)
+    memory = ask("nvmlDeviceGetMemoryInfo", handle)
     return {
         "index": index,
-        "name": _ask(nvml, "nvmlDeviceGetName", handle) or "unknown",
-        "bus": short_bus(bus),
-        "uuid": _ask(nvml, "nvmlDeviceGetUUID", handle),
+        "name": ask("nvmlDeviceGetName", handle) or "unknown",
+        "bus": _bus(nvml.nvmlDeviceGetPciInfo(handle)),
+        "uuid": ask("nvmlDeviceGetUUID", handle),
         "memory_bytes": memory.total if memory is not None else None,
-        "compute_capability": _ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle),
-        "performance_state": _ask(nvml, "nvmlDeviceGetPerformanceState", handle),
+        "compute_capability": ask("nvmlDeviceGetCudaComputeCapability", handle),
+        "performance_state": ask("nvmlDeviceGetPerformanceState", handle),
         "pcie": {
-            "generation": _ask(nvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
-            "width": _ask(nvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
-            "max_generation": _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
-            "max_width": _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
+            "generation": ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+            "width": ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+            "max_generation": ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+            "max_width": ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
         },
         "nvlinks": _read_nvlinks(nvml, handle),
         "fabric": _read_fabric(nvml, handle),
@@ -181,11 +158,10 @@ def _read_nvlinks(nvml: Any, handle: Any) -> list[dict[str, Any]]:
         if state:
             kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
             remote = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
-            bus = getattr(remote, "busId", None)
             link |= {
                 "version": _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, number),
                 "remote": {_SWITCH: "switch", _GPU: "gpu", _IBM: "cpu"}.get(kind),
-                "remote_bus": short_bus(bus.decode() if isinstance(bus, bytes) else bus) if bus else None,
+                "remote_bus": _bus(remote),
             }
         links.append(link)
     return links
@@ -210,21 +186,23 @@ def _read_fabric(nvml: Any, handle: Any) -> dict[str, Any] | None:
 
 
 def _read_peer(nvml: Any, handle: Any, other: Any, index: int) -> dict[str, Any]:
-    status = {
-        name: _ask(nvml, "nvmlDeviceGetP2PStatus", handle, other, kind)
-        for name, kind in (("nvlink", _P2P_NVLINK), ("pci", _P2P_PCI))
-    }
+    nvlink, pci = (_ask(nvml, "nvmlDeviceGetP2PStatus", handle, other, kind) for kind in (_P2P_NVLINK, _P2P_PCI))
     ancestor = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handle, other)
-    known = {name: None if answer is None else answer == 0 for name, answer in status.items()}
-    return {"index": index, **known, "ancestor": _ANCESTORS.get(ancestor) if ancestor is not None else None}
+    return {
+        "index": index,
+        "nvlink": None if nvlink is None else nvlink == 0,
+        "pci": None if pci is None else pci == 0,
+        "ancestor": _ANCESTORS.get(ancestor),
+    }
+
+
+def _bus(pci: Any) -> str | None:
+    """The PCI address in an answer of NVML; None where it has none."""
+    bus = getattr(pci, "busId", None)
+    return short_bus(bus.decode() if isinstance(bus, bytes) else bus) if bus else None
 
 
 def short_bus(bus: str) -> str:
     """A PCI address as Linux writes it: four digits of domain, lower case (NVML writes eight)."""
     domain, _, rest = bus.strip().lower().partition(":")
     return f"{domain[-4:]}:{rest}" if rest else domain
-
-
-def smi_bytes(mebibytes: int | None) -> int | None:
-    """Bytes of a figure that nvidia-smi prints in MiB."""
-    return None if mebibytes is None else mebibytes * _MIB

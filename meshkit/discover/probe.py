@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshkit.discover.damage import LARGEST_FILE_BYTES
+from meshkit.config.bounded import LARGEST_FILE_BYTES
 from meshkit.discover.nvml import read_nvml
 
 _LARGEST_SYSFS_BYTES = 65_536
@@ -91,7 +91,7 @@ class FixtureProbe:
         nvml: Mapping[str, Any] | str = "no NVIDIA driver",
         name: str = "a fixture",
     ):
-        self.name, self.files, self.commands, self._nvml = name, dict(files or {}), dict(commands or {}), nvml
+        self.name, self.files, self.commands, self.answers = name, dict(files or {}), dict(commands or {}), nvml
 
     def read_file(self, path: str) -> str | None:
         return self.files.get(path)
@@ -104,17 +104,15 @@ class FixtureProbe:
         return self.commands.get(" ".join(command))
 
     def nvml(self) -> Mapping[str, Any] | str:
-        return self._nvml
+        return self.answers
 
 
-class RecordingProbe:
-    """Another probe, with a memory of everything that was asked and answered."""
+class RecordingProbe(FixtureProbe):
+    """Another probe's answers, written down as they are given."""
 
     def __init__(self, probe: Probe):
-        self.name, self.probe = probe.name, probe
-        self.files: dict[str, str] = {}
-        self.commands: dict[str, str] = {}
-        self.answers: Mapping[str, Any] | str = {}
+        super().__init__(name=probe.name)
+        self.probe = probe
 
     def read_file(self, path: str) -> str | None:
         text = self.probe.read_file(path)
@@ -134,13 +132,3 @@ class RecordingProbe:
     def nvml(self) -> Mapping[str, Any] | str:
         self.answers = self.probe.nvml()
         return self.answers
-
-
-def first_line(probe: Probe, path: str) -> str:
-    """The first line of a file, stripped; empty where there is none."""
-    return (probe.read_file(path) or "").strip().split("\n")[0].strip()
-
-
-def existing(probe: Probe, paths: Sequence[str]) -> bool:
-    """Whether one of the files is there."""
-    return any(probe.read_file(path) is not None for path in paths)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from meshkit.discover.damage import short
+from meshkit.config.bounded import short
 from meshkit.discover.identify import platform
 from meshkit.discover.topology import Domain, FoundGpu, Topology
 from meshkit.errors import TraceError
@@ -22,7 +22,7 @@ _MOST_HOSTS = 65_536
 
 
 @dataclass
-class Block:
+class _Block:
     """Hosts of one NVLink domain."""
 
     switch: str
@@ -31,13 +31,13 @@ class Block:
     domain: str = ""
 
 
-def parse_rack(text: str, *, at: str) -> tuple[Block, ...]:
+def _parse(text: str, *, at: str) -> tuple[_Block, ...]:
     """The blocks of a model file.
 
     Raises:
         TraceError: it has none, or one is damaged.
     """
-    blocks: list[Block] = []
+    blocks: list[_Block] = []
     section = ""
     for number, raw in enumerate(text.split("\n"), 1):
         line = raw.split("#")[0].rstrip()
@@ -51,9 +51,8 @@ def parse_rack(text: str, *, at: str) -> tuple[Block, ...]:
     for block in blocks:
         repeated = seen & set(block.nodes)
         if not block.nodes or not block.domain or repeated:
-            what = (
-                f"names host {min(repeated)} again" if repeated else "has no " + ("domain" if block.nodes else "nodes")
-            )
+            lacks = "has no domain" if block.nodes else "has no nodes"
+            what = f"names host {min(repeated)} again" if repeated else lacks
             raise TraceError(f"block {block.switch} {what}.", at=f"{at}:{block.line}", hint=_HINT)
         seen |= set(block.nodes)
     if not blocks:
@@ -67,40 +66,34 @@ def from_rack(text: str, *, at: str) -> Topology:
     Raises:
         TraceError: a damaged file, or a rack that is not known.
     """
-    blocks = parse_rack(text, at=at)
+    blocks = _parse(text, at=at)
     row = platform((at.rsplit("/", 1)[-1],))
     if row is None or "gpus_per_host" not in row:
-        raise TraceError(
-            "the model does not say how many GPUs a host has, and its name is of no rack that is known.",
-            at=at,
-            hint="a file whose name has nvl72 in it",
-        )
+        what = "the model does not say how many GPUs a host has, and its name is of no rack that is known."
+        raise TraceError(what, at=at, hint="a file whose name has nvl72 in it")
     per_host = row["gpus_per_host"]
     gpus: list[FoundGpu] = []
     domains: dict[str, list[str]] = {}
-    host = 0
-    for block in blocks:
-        for _ in block.nodes:
-            for local in range(per_host):
-                gpu = FoundGpu(f"host{host}.gpu{local}", key=row["gpu"], fabric=block.domain, host=host)
-                gpus.append(gpu)
-                domains.setdefault(block.domain, []).append(gpu.id)
-            host += 1
+    hosts = [block for block in blocks for _ in block.nodes]
+    for host, block in enumerate(hosts):
+        ids = [f"host{host}.gpu{local}" for local in range(per_host)]
+        gpus += [FoundGpu(name, key=row["gpu"], fabric=block.domain, host=host) for name in ids]
+        domains.setdefault(block.domain, []).extend(ids)
     return Topology(
         source=at,
         gpus=tuple(gpus),
         domains=tuple(Domain(identity, tuple(ids), True) for identity, ids in domains.items()),
-        hosts=host,
+        hosts=len(hosts),
         scale_up=row["scale_up"],
         assumed=(("nic", row["nic"]), ("nics_per_host", per_host)),
         warnings=(f"the model names hosts and domains only; the rest is known of {row['label']}.",),
     )
 
 
-def _block_line(line: str, number: int, blocks: list[Block], where: str) -> None:
+def _block_line(line: str, number: int, blocks: list[_Block], where: str) -> None:
     start, nodes, domain = _BLOCK.fullmatch(line), _NODES.fullmatch(line), _DOMAIN.fullmatch(line)
     if start:
-        blocks.append(Block(start[1], number, []))
+        blocks.append(_Block(start[1], number, []))
     elif blocks and domain:
         blocks[-1].domain = domain[1]
     elif blocks and nodes and (nodes[1] or nodes[2]):

@@ -5,65 +5,54 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 NEAR = ("PIX", "PXB")  # behind one PCIe switch: traffic between the two stays off the host bridge
 PCI_ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS")  # nearest first, as `nvidia-smi topo -m` names them
+
+Small = Annotated[int, Field(ge=0, le=4096)]  # bounds are checked where NVML's answers are (nvml.Snapshot)
+Text = Annotated[str, Field(max_length=200)]
 
 
 @dataclass(frozen=True)
 class PcieLink:
     """The slot of a device: what runs now, and the most that device and slot could do together; None = unknown."""
 
-    generation: int | None = None
-    width: int | None = None
-    max_generation: int | None = None
-    max_width: int | None = None
+    generation: Small | None = None
+    width: Small | None = None
+    max_generation: Small | None = None
+    max_width: Small | None = None
 
 
 @dataclass(frozen=True)
 class NvLink:
-    """One NVLink of a GPU.
-
-    Attributes:
-        active: whether it is up.
-        version: generation, 1 to 5.
-        remote: `gpu`, `switch`, `cpu`, or None where it is not known.
-        remote_bus: PCI address of the other end, where one is shown.
-    """
+    """One NVLink of a GPU."""
 
     active: bool
-    version: int | None = None
-    remote: str | None = None
-    remote_bus: str | None = None
+    version: Small | None = None  # generation, 1 to 5
+    remote: Literal["gpu", "switch", "cpu"] | None = None
+    remote_bus: Text | None = None  # PCI address of the other end, where one is shown
 
 
 @dataclass(frozen=True)
 class FoundGpu:
-    """A GPU that is there.
+    """A GPU that is there."""
 
-    Attributes:
-        id: `gpu0`; `host1.gpu0` when several hosts are merged.
-        name: what the driver calls it.
-        key: its catalog key; None when the catalog has none, or when nothing says what it is.
-        stand_in: why `key` is not exactly this GPU; empty where it is.
-        nvlinks_total: active links when the single ones are not listed.
-        fabric: NVML's `clusterUuid.cliqueId`; None where NVLink ends at the host.
-        idle: a power state in which the PCIe generation drops to save power.
-    """
-
-    id: str
-    name: str | None = None
-    key: str | None = None
-    stand_in: str = ""
+    id: str  # `gpu0`; `host1.gpu0` when several hosts are merged
+    name: str | None = None  # what the driver calls it
+    key: str | None = None  # of the catalog; None when the catalog has none, or when nothing says what it is
+    stand_in: str | None = None  # why `key` is not exactly this GPU
     bus: str | None = None
     numa: int | None = None
     memory_bytes: int | None = None
     pcie: PcieLink = PcieLink()
     nvlinks: tuple[NvLink, ...] = ()
-    nvlinks_total: int | None = None
-    fabric: str | None = None
+    nvlinks_total: int | None = None  # active links when the single ones are not listed
+    fabric: str | None = None  # NVML's `clusterUuid.cliqueId`; None where NVLink ends at the host
     fabric_problem: str | None = None
-    idle: bool = False
+    idle: bool = False  # in a power state in which the PCIe generation drops
     host: int = 0
 
     @property
@@ -71,26 +60,23 @@ class FoundGpu:
         """Links that are up; None where nothing says."""
         return sum(link.active for link in self.nvlinks) if self.nvlinks else self.nvlinks_total
 
+    @property
+    def on_switch(self) -> bool:
+        """Whether an active NVLink is known to end at a switch."""
+        return any(link.active and link.remote == "switch" for link in self.nvlinks)
+
 
 @dataclass(frozen=True)
 class FoundNic:
-    """A port of a network adapter that is there.
+    """A port of a network adapter that is there."""
 
-    Attributes:
-        id: `mlx5_0`.
-        layer: `infiniband`, `ethernet` (RDMA over it), or `tcp` (no RDMA); None = unknown.
-        key: its catalog key, None when the catalog has none.
-        active: whether the port is up; None = unknown.
-        state: what the kernel calls that.
-    """
-
-    id: str
-    layer: str | None = None
-    key: str | None = None
-    stand_in: str = ""
+    id: str  # `mlx5_0`
+    layer: str | None = None  # `infiniband`, `ethernet` (RDMA over it), or `tcp` (no RDMA); None = unknown
+    key: str | None = None  # of the catalog, None when the catalog has none
+    stand_in: str | None = None  # why `key` is not exactly this port
     bits_per_s: float | None = None
-    active: bool | None = None
-    state: str | None = None
+    active: bool | None = None  # whether the port is up; None = unknown
+    state: str | None = None  # what the kernel calls that
     bus: str | None = None
     numa: int | None = None
     pcie: PcieLink = PcieLink()
@@ -107,23 +93,18 @@ class Connection:
     nvlinks: int = 0
 
     @property
-    def label(self) -> str:
+    def path(self) -> str:
         """As the matrix prints it: `NV18`, `PIX`."""
         return f"NV{self.nvlinks}" if self.kind == "NV" else self.kind
 
 
 @dataclass(frozen=True)
 class Domain:
-    """GPUs that reach each other over NVLink.
+    """GPUs that reach each other over NVLink."""
 
-    Attributes:
-        identity: the fabric's `clusterUuid.cliqueId`, or the host and part of it that they are wired in.
-        spans_hosts: whether GPUs of hosts that were not looked at may be in it too.
-    """
-
-    identity: str
+    identity: str  # the fabric's `clusterUuid.cliqueId`, or the host and part of it that they are wired in
     gpus: tuple[str, ...]
-    spans_hosts: bool = False
+    spans_hosts: bool = False  # whether GPUs of hosts that were not looked at may be in it too
 
 
 @dataclass(frozen=True)
@@ -144,33 +125,21 @@ class Rdma:
 
 @dataclass(frozen=True)
 class Topology:
-    """What is there.
+    """What is there."""
 
-    Attributes:
-        source: where this was read: `this machine`, or a file.
-        hosts: how many machines it covers.
-        numa_nodes: of each host, in order: `(host, numa)`.
-        connections: pairs whose path is known; ids of `gpus` and `nics`.
-        domains: NVLink domains; empty where no GPU has NVLink, or where nothing says.
-        scale_up: `nvlink` or `pcie`; None where nothing says.
-        nics_listed: whether every RDMA port of the machine would be in `nics`.
-        assumed: cluster keys that are not in what was read but known of such a machine, with why in `warnings`.
-        nothing_here: why there is no GPU, in one sentence; empty when there is one.
-    """
-
-    source: str
+    source: str  # where this was read: `this machine`, or a file
     gpus: tuple[FoundGpu, ...] = ()
     nics: tuple[FoundNic, ...] = ()
-    numa_nodes: tuple[tuple[int, int], ...] = ()
-    connections: tuple[Connection, ...] = ()
-    domains: tuple[Domain, ...] = ()
+    numa_nodes: tuple[tuple[int, int], ...] = ()  # of each host, in order: `(host, numa)`
+    connections: tuple[Connection, ...] = ()  # pairs whose path is known; ids of `gpus` and `nics`
+    domains: tuple[Domain, ...] = ()  # of NVLink; empty where no GPU has NVLink, or where nothing says
     rdma: Rdma = Rdma()
-    hosts: int = 1
-    scale_up: str | None = None
-    nics_listed: bool = False
-    assumed: tuple[tuple[str, object], ...] = ()
+    hosts: int = 1  # how many machines it covers
+    scale_up: str | None = None  # `nvlink`, `pcie` or `shared_memory`; None where nothing says
+    nics_listed: bool = False  # whether every RDMA port of the machine would be in `nics`
+    assumed: tuple[tuple[str, object], ...] = ()  # cluster keys known of such a machine, with why in `warnings`
     warnings: tuple[str, ...] = ()
-    nothing_here: str = ""
+    nothing_here: str = ""  # why there is no GPU, in one sentence; empty when there is one
 
     def between(self, a: str, b: str) -> Connection | None:
         """The connection of two devices, in either order."""
@@ -185,13 +154,9 @@ class Topology:
         best = min((kind for kind, _ in found), key=PCI_ORDER.index)
         return best, tuple(nic for kind, nic in found if kind == best)
 
-    def domain_of(self, gpu: str) -> int | None:
-        """Index of the NVLink domain that a GPU is in."""
-        return self._domain_index.get(gpu)
-
-    def gpus_of(self, host: int) -> tuple[FoundGpu, ...]:
-        """The GPUs of a host."""
-        return self._hosts.get(host, ())
+    def warn(self, *warnings: str) -> Topology:
+        """The same with further warnings."""
+        return replace(self, warnings=(*self.warnings, *warnings))
 
     @functools.cached_property
     def _paths(self) -> dict[str, dict[str, Connection]]:
@@ -205,17 +170,6 @@ class Topology:
     def _nics(self) -> dict[str, FoundNic]:
         return {nic.id: nic for nic in self.nics}
 
-    @functools.cached_property
-    def _domain_index(self) -> dict[str, int]:
-        return {gpu: index for index, domain in enumerate(self.domains) for gpu in domain.gpus}
-
-    @functools.cached_property
-    def _hosts(self) -> dict[int, tuple[FoundGpu, ...]]:
-        hosts: dict[int, list[FoundGpu]] = {}
-        for gpu in self.gpus:
-            hosts.setdefault(gpu.host, []).append(gpu)
-        return {host: tuple(gpus) for host, gpus in hosts.items()}
-
 
 def merge(hosts: Sequence[Topology], source: str) -> Topology:
     """One Topology of several machines, each with its own; domains with the same fabric identity become one."""
@@ -224,7 +178,7 @@ def merge(hosts: Sequence[Topology], source: str) -> Topology:
     gpus, nics, numa, connections = [], [], [], []
     shared = [text for text in hosts[0].warnings if all(text in host.warnings for host in hosts)]
     warnings = list(shared)
-    domains: dict[str, list[str]] = {}
+    domains: dict[str, Domain] = {}
     for index, host in enumerate(hosts):
         prefix = f"host{index}."
         gpus += [replace(g, id=prefix + g.id, host=index) for g in host.gpus]
@@ -234,15 +188,16 @@ def merge(hosts: Sequence[Topology], source: str) -> Topology:
         warnings += [f"host{index}: {text}" for text in host.warnings if text not in shared]
         for domain in host.domains:
             identity = domain.identity if domain.spans_hosts else prefix + domain.identity
-            domains.setdefault(identity, []).extend(prefix + g for g in domain.gpus)
-    spanning = {d.identity for host in hosts for d in host.domains if d.spans_hosts}
+            before = domains.get(identity, Domain(identity, ()))
+            spans = before.spans_hosts or domain.spans_hosts
+            domains[identity] = Domain(identity, (*before.gpus, *(prefix + g for g in domain.gpus)), spans)
     return Topology(
         source=source,
         gpus=tuple(gpus),
         nics=tuple(nics),
         numa_nodes=tuple(numa),
         connections=tuple(connections),
-        domains=tuple(Domain(identity, tuple(ids), identity in spanning) for identity, ids in domains.items()),
+        domains=tuple(domains.values()),
         rdma=_worst_rdma([host.rdma for host in hosts]),
         hosts=len(hosts),
         nics_listed=all(host.nics_listed for host in hosts),

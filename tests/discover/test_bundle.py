@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from meshkit.config.cluster import Cluster
-from meshkit.discover import FixtureProbe, discover, record, replay, to_cluster
-from meshkit.discover.bundle import pseudonym, scrub_command, scrub_file, scrub_text
+from meshkit.discover import FixtureProbe, discover, record, to_cluster
+from meshkit.discover.bundle import pseudonym, replay, scrub_command, scrub_file, scrub_text
 from meshkit.errors import ConfigError
 
 SECRET = re.compile(r"444455556666|secretcloud|host17|builder|(3f){16}", re.IGNORECASE)

@@ -8,8 +8,8 @@ import pytest
 
 from meshkit.config.cluster import Cluster
 from meshkit.discover import FixtureProbe, LiveProbe, check, discover, merge, to_cluster
+from meshkit.discover.nvidia_smi import FABRIC_QUERY, GPU_QUERY, NVLINK_QUERY
 from meshkit.discover.nvml import read_nvml
-from meshkit.discover.smi import FABRIC_QUERY, GPU_QUERY, NVLINK_QUERY
 from meshkit.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def test_an_hgx_host_is_a_dgx_h100(hgx):
         == Cluster.load("dgx_h100").to_dict()
     )
     assert found.numa_nodes == ((0, 0), (0, 1))
-    assert found.between("gpu0", "gpu7").label == "NV18"
+    assert found.between("gpu0", "gpu7").path == "NV18"
     assert [nic.id for nic in found.nearest_nics("gpu5")[1]] == ["mlx5_5"]
     assert found.rdma.works
     assert not found.warnings

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.config.cluster import Cluster
-from meshkit.discover import parse_matrices, read_matrix, read_xml, to_cluster
+from meshkit.discover import parse_matrices, read_recorded, to_cluster
 from meshkit.errors import ConfigError
 from meshkit.verbs.topo.topo import run
 
@@ -94,7 +94,7 @@ def assert_cluster(found, expected, **options):
 @pytest.mark.parametrize("name", XML)
 def test_nccl_xml(name):
     expected, evidence = XML[name]
-    found = read_xml(DATA / name)
+    (found,) = read_recorded(DATA / name, "xml")
     assert_cluster(found, expected)
     assert any(evidence in warning for warning in found.warnings)
 
@@ -102,7 +102,10 @@ def test_nccl_xml(name):
 @pytest.mark.parametrize(("name", "line"), TEXT)
 def test_matrix(name, line):
     expected, evidence = TEXT[name, line]
-    found = {int(t.source.rpartition(":")[2]) if ":" in t.source else 0: t for t in read_matrix(DATA / "text" / name)}
+    found = {
+        int(t.source.rpartition(":")[2]) if ":" in t.source else 0: t
+        for t in read_recorded(DATA / "text" / name, "matrix")
+    }
     (found,) = [t for at, t in found.items() if at in (line, 0)]
     assert_cluster(found, expected)
     assert any(evidence in warning for warning in found.warnings)  # an assumption is told
@@ -110,9 +113,9 @@ def test_matrix(name, line):
 
 @pytest.mark.parametrize("name", [f"text/{name}" for name, _ in TEXT] + list(XML))
 def test_what_was_assumed_is_in_the_output_and_in_the_cluster_file(name, tmp_path):
-    source = {"xml" if name.endswith(".xml") else "matrix": DATA / name}
-    first = read_matrix(DATA / name)[0] if "matrix" in source else read_xml(DATA / name)
-    report = run(**source, gpu="v100" if first.gpus[0].key is None else None, out=tmp_path / "mine.toml")
+    form = "xml" if name.endswith(".xml") else "matrix"
+    first = read_recorded(DATA / name, form)[0]
+    report = run(**{form: DATA / name}, gpu="v100" if first.gpus[0].key is None else None, out=tmp_path / "mine.toml")
     text = (tmp_path / "mine.toml").read_text()
     assert first.warnings
     for warning in first.warnings:
@@ -130,7 +133,7 @@ def test_every_sample_is_read():
 
 def test_two_cards_with_two_bridged_links_need_a_name():
     """Two links are a bridge of Turing cards, or a part of a V100's six: nothing is guessed."""
-    found = read_matrix(DATA / "text/ml-engineering_network_topo.txt")[0]
+    found = read_recorded(DATA / "text/ml-engineering_network_topo.txt", "matrix")[0]
     assert (found.scale_up, found.domains[0].gpus) == ("nvlink", ("gpu0", "gpu1"))
     with pytest.raises(ConfigError, match="nothing says what the GPUs are") as error:
         to_cluster(found)
@@ -139,7 +142,7 @@ def test_two_cards_with_two_bridged_links_need_a_name():
 
 
 def test_a_host_of_cards_knows_their_sockets():
-    found = read_xml(DATA / "aws-ofi-nccl/topology_g5.48xl-topo.xml")
+    (found,) = read_recorded(DATA / "aws-ofi-nccl/topology_g5.48xl-topo.xml", "xml")
     assert [gpu.numa for gpu in found.gpus] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert_cluster(found, {"gpu": "rtx_pro_6000", "scale_up": "pcie"}, gpu="rtx_pro_6000")
 
@@ -158,26 +161,26 @@ MATRIX2 = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tPHB\t0-9\t0\nGP
 )
 def test_names_in_the_text_around_a_matrix(text, gpu, name, tmp_path):
     (tmp_path / "topo.txt").write_text(text)
-    (found,) = read_matrix(tmp_path / "topo.txt")
+    (found,) = read_recorded(tmp_path / "topo.txt", "matrix")
     assert {g.name for g in found.gpus} == {name}
     assert_cluster(found, {"gpu": gpu, "scale_up": "pcie"})
 
 
 def test_a_named_gpu_that_the_catalog_lacks_needs_a_key(tmp_path):
     (tmp_path / "topo.txt").write_text(MATRIX2 + "\nGPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-1)\n")
-    (found,) = read_matrix(tmp_path / "topo.txt")
+    (found,) = read_recorded(tmp_path / "topo.txt", "matrix")
     with pytest.raises(ConfigError, match="'NVIDIA GeForce RTX 4090' is not in the catalog"):
         to_cluster(found)
 
 
 def test_a_rack_model_has_domains_that_span_hosts():
-    (found,) = read_matrix(DATA / "topograph_nvl72_model.yaml")
+    (found,) = read_recorded(DATA / "topograph_nvl72_model.yaml", "matrix")
     assert [len(domain.gpus) for domain in found.domains] == [72] * 4
     assert_cluster(found, {"gpu": "gb200", "hosts": 72, "gpus_per_host": 4, "nvlink_domain_size": 72, "nic": "ib_ndr"})
 
 
 def test_gpus_are_beside_their_nics():
-    found = read_xml(DATA / "aws-ofi-nccl/topology_p4d-24xl-topo.xml")
+    (found,) = read_recorded(DATA / "aws-ofi-nccl/topology_p4d-24xl-topo.xml", "xml")
     near = {gpu.id: [nic.id for nic in found.nearest_nics(gpu.id)[1]] for gpu in found.gpus}
     assert near == {f"gpu{i}": [f"nic{i // 2}"] for i in range(8)}
     assert {found.nearest_nics(gpu.id)[0] for gpu in found.gpus} == {"PIX"}
@@ -207,7 +210,7 @@ mlx5_0\tPIX\tPIX\tPHB\tPHB\tSOC\tSOC\tSOC\tSOC\t X
 
 def test_the_cube_mesh_of_an_old_driver_is_one_domain_of_v100(tmp_path):
     (tmp_path / "topo.txt").write_text(V100_CUBE)
-    (found,) = read_matrix(tmp_path / "topo.txt")
+    (found,) = read_recorded(tmp_path / "topo.txt", "matrix")
     assert [gpu.active_nvlinks for gpu in found.gpus] == [6] * 8
     assert_cluster(found, NVLINK8 | {"gpu": "v100"})
 
@@ -217,7 +220,7 @@ def test_four_gpus_wired_directly_have_no_switch_and_behind_one_have(tmp_path):
         rows = ["\t".join([f"GPU{i}", *("X" if i == j else cell for j in range(4)), "0-9", "0"]) for i in range(4)]
         header = "\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity"
         (tmp_path / "topo.txt").write_text("\n".join([header, *rows]))
-        (found,) = read_matrix(tmp_path / "topo.txt")
+        (found,) = read_recorded(tmp_path / "topo.txt", "matrix")
         assert_cluster(found, {"gpu": gpu, "gpus_per_host": 4, "scale_up": "nvlink", "nvlink_switch": switch})
 
 
@@ -238,9 +241,9 @@ def test_a_dump_of_nccl_itself(tmp_path):
     )
     text = f'<system version="1"><cpu host_hash="0xabc" numaid="0" affinity="ff" arch="x86_64">{bridges}</cpu></system>'
     (tmp_path / "system.xml").write_text(text)
-    found = read_xml(tmp_path / "system.xml")
+    (found,) = read_recorded(tmp_path / "system.xml", "xml")
     assert_cluster(found, NVLINK8 | {"gpu": "h100_sxm", "nic": "ib_ndr", "nics_per_host": 8, "gpudirect_rdma": True})
-    assert found.between("gpu0", "gpu7").label == "NV18"
+    assert found.between("gpu0", "gpu7").path == "NV18"
     assert [nic.id for nic in found.nearest_nics("gpu3")[1]] == ["mlx5_3"]
     assert not found.warnings
 

@@ -4,7 +4,7 @@ import pytest
 
 from meshkit.discover import FixtureProbe
 from meshkit.discover.identify import gpu_by_name, gpu_name_by_pci, names, pcie_generation
-from meshkit.discover.sysfs import read_nics, read_rdma
+from meshkit.discover.machine import read_nics, read_rdma
 
 PORT = "/sys/class/infiniband/mlx5_0/ports/1"
 

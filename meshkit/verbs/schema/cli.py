@@ -34,7 +34,7 @@ def schemas() -> dict[str, Any]:
     from meshkit.report.compare import Comparison
     from meshkit.report.schema import report_json_schema
     from meshkit.verbs.bench.bench_report import bench_json_schema
-    from meshkit.verbs.topo.topo_report import topo_json_schema
+    from meshkit.verbs.topo.topo import topo_json_schema
 
     def explanation() -> dict:
         from meshkit.verbs.explain.explainer import Explanation

@@ -1,27 +1,139 @@
-"""The verb: looks at a machine, writes its cluster file, compares it with a declared one."""
+"""The report of `meshkit topo`, the object that `--json` prints: looks at a machine, describes it, compares, writes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from meshkit.config.cluster import Cluster, shipped_clusters
 from meshkit.config.emit import to_toml
-from meshkit.discover import LiveProbe, Topology, discover, read_matrix, read_xml, replay, to_cluster
+from meshkit.discover import LiveProbe, Topology, discover, read_recorded, to_cluster
 from meshkit.discover import check as check_topology
 from meshkit.discover import record as record_bundle
 from meshkit.errors import ConfigError
-from meshkit.verbs.topo.topo_report import (
-    DomainPart,
-    FindingPart,
-    GpuPart,
-    LinkPart,
-    NicPart,
-    OtherPart,
-    PciePart,
-    RdmaPart,
-    TopoReport,
-)
+from meshkit.report.schema import Part
+
+SCHEMA = "meshkit.topo/1"
+
+
+class PciePart(Part):
+    """The slot of a device: what runs, and the most that device and slot can do; null = unknown."""
+
+    generation: int | None = None
+    width: int | None = None
+    max_generation: int | None = None
+    max_width: int | None = None
+
+
+class GpuPart(Part):
+    """A GPU."""
+
+    id: str
+    host: int
+    name: str | None
+    key: str | None
+    stand_in: str | None
+    numa: int | None
+    memory_bytes: int | None
+    pcie: PciePart
+    nvlinks_active: int | None
+    nvlinks: int | None
+    nvlink_version: int | None
+    nvlink_domain: int | None
+    nearest_nics: tuple[str, ...]
+    nearest_path: str | None
+
+
+class NicPart(Part):
+    """A port of a network adapter."""
+
+    id: str
+    host: int
+    layer: str | None
+    key: str | None
+    stand_in: str | None
+    bits_per_s: float | None
+    active: bool | None
+    state: str | None
+    numa: int | None
+    pcie: PciePart
+
+
+class LinkPart(Part):
+    """How two devices reach each other, in the words of `nvidia-smi topo -m`."""
+
+    a: str
+    b: str
+    path: str
+
+
+class DomainPart(Part):
+    """GPUs that reach each other over NVLink."""
+
+    identity: str
+    gpus: tuple[str, ...]
+    spans_hosts: bool
+
+
+class RdmaPart(Part):
+    """GPUDirect RDMA; null = unknown."""
+
+    works: bool | None
+    peer_memory: bool | None
+    dma_buf: bool | None
+    acs_bridges: int | None
+
+
+class DifferencePart(Part):
+    """Where the machine differs from the declared cluster."""
+
+    code: str
+    where: str
+    message: str
+
+
+class OtherPart(Part):
+    """A further machine in the same file."""
+
+    source: str
+    num_gpus: int
+    cluster: dict[str, Any] | None
+
+
+class TopoReport(Part):
+    """What `meshkit topo` says; `cluster` loads with `Cluster.load`, and is null where nothing can be loaded."""
+
+    schema_: Literal["meshkit.topo/1"] = Field(default=SCHEMA, alias="schema")
+    source: str
+    hosts: int
+    nothing_here: str | None
+    scale_up: str | None
+    numa_nodes: tuple[tuple[int, int], ...]
+    gpus: tuple[GpuPart, ...]
+    nics: tuple[NicPart, ...]
+    links: tuple[LinkPart, ...]
+    domains: tuple[DomainPart, ...]
+    gpudirect_rdma: RdmaPart
+    cluster: dict[str, Any] | None
+    shipped: str | None
+    others: tuple[OtherPart, ...]
+    checked_against: str | None
+    findings: tuple[DifferencePart, ...]
+    warnings: tuple[str, ...]
+    written: str | None
+    recorded: str | None
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The object that `--json` prints."""
+        return self.model_dump_json(indent=indent, by_alias=True)
+
+
+def topo_json_schema() -> dict[str, Any]:
+    """JSON Schema of the report."""
+    return TopoReport.model_json_schema(mode="serialization")
 
 
 def run(
@@ -53,7 +165,16 @@ def run(
     if len(sources) > 1 or (sources and record is not None):
         names = [f"--{name}" for name in sources] + ([] if record is None else ["record"])
         raise ConfigError(f"{' and '.join(names)} are given, but one machine is described.", hint="one of them")
-    found, others = _look(bundle, xml, matrix, record)
+    if record is not None:
+        found, *others = [record_bundle(record, LiveProbe())]
+    elif bundle is not None:
+        found, *others = read_recorded(bundle, "bundle")
+    elif xml is not None:
+        found, *others = read_recorded(xml, "xml")
+    elif matrix is not None:
+        found, *others = read_recorded(matrix, "matrix")
+    else:
+        found, *others = [discover(LiveProbe())]
     cluster, problem = _cluster(found, gpu)
     written = None
     if out is not None:
@@ -66,34 +187,49 @@ def run(
         warnings.append(f"no cluster file can be written: {problem.message}{hint}")
     for other in others:
         warnings += [f"{Path(other.source).name}: {warning}" for warning in other.warnings]
-    findings = check_topology(found, check) if check is not None else ()
-    return _report(
-        found,
-        cluster=cluster,
-        shipped=_shipped(cluster),
-        others=tuple(OtherPart(source=t.source, num_gpus=len(t.gpus), cluster=_cluster(t, gpu)[0]) for t in others),
-        checked_against=check.name if check is not None else None,
-        findings=tuple(FindingPart(code=f.code, where=f.where, message=f.message) for f in findings),
-        warnings=tuple(warnings),
-        written=written,
-        recorded=str(record) if record is not None else None,
-    )
+    contents = {
+        "source": found.source,
+        "hosts": found.hosts,
+        "nothing_here": found.nothing_here or None,
+        "scale_up": found.scale_up,
+        "numa_nodes": found.numa_nodes,
+        "gpus": _gpu_parts(found),
+        "nics": found.nics,
+        "links": found.connections,
+        "domains": found.domains,
+        "gpudirect_rdma": found.rdma,
+        "cluster": cluster,
+        "shipped": _shipped(cluster),
+        "others": [OtherPart(source=t.source, num_gpus=len(t.gpus), cluster=_cluster(t, gpu)[0]) for t in others],
+        "checked_against": check.name if check is not None else None,
+        "findings": check_topology(found, check) if check is not None else (),
+        "warnings": warnings,
+        "written": written,
+        "recorded": str(record) if record is not None else None,
+    }
+    return TopoReport.model_validate(contents, from_attributes=True)
 
 
-def _look(
-    bundle: Path | None, xml: Path | None, matrix: Path | None, record: Path | None
-) -> tuple[Topology, tuple[Topology, ...]]:
-    """The machine, and further ones that the same file describes."""
-    if bundle is not None:
-        return replay(bundle), ()
-    if xml is not None:
-        return read_xml(xml), ()
-    if matrix is not None:
-        first, *rest = read_matrix(matrix)
-        return first, tuple(rest)
-    if record is not None:
-        return record_bundle(record, LiveProbe()), ()
-    return discover(LiveProbe()), ()
+def _gpu_parts(found: Topology) -> Iterator[GpuPart]:
+    domains = {gpu: index for index, domain in enumerate(found.domains) for gpu in domain.gpus}
+    for gpu in found.gpus:
+        path, nics = found.nearest_nics(gpu.id)
+        yield GpuPart(
+            id=gpu.id,
+            host=gpu.host,
+            name=gpu.name,
+            key=gpu.key,
+            stand_in=gpu.stand_in,
+            numa=gpu.numa,
+            memory_bytes=gpu.memory_bytes,
+            pcie=PciePart.model_validate(gpu.pcie, from_attributes=True),
+            nvlinks_active=gpu.active_nvlinks,
+            nvlinks=len(gpu.nvlinks) or None,
+            nvlink_version=next((link.version for link in gpu.nvlinks if link.version), None),
+            nvlink_domain=domains.get(gpu.id),
+            nearest_nics=tuple(nic.id for nic in nics),
+            nearest_path=path or None,
+        )
 
 
 def _cluster(found: Topology, gpu: str | None) -> tuple[dict[str, Any] | None, ConfigError | None]:
@@ -134,56 +270,3 @@ def _write(out: Path, table: dict[str, Any], found: Topology) -> str:
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}.", hint="another --out") from None
     return str(out)
-
-
-def _report(found: Topology, **rest: Any) -> TopoReport:
-    rdma = found.rdma
-    return TopoReport(
-        source=found.source,
-        hosts=found.hosts,
-        nothing_here=found.nothing_here or None,
-        scale_up=found.scale_up,
-        numa_nodes=found.numa_nodes,
-        gpus=tuple(_gpu_part(found, gpu) for gpu in found.gpus),
-        nics=tuple(
-            NicPart(**{**_plain(nic, NicPart), "stand_in": nic.stand_in or None, "pcie": _pcie(nic)})
-            for nic in found.nics
-        ),
-        links=tuple(LinkPart(a=c.a, b=c.b, path=c.label) for c in found.connections),
-        domains=tuple(DomainPart(**_plain(domain, DomainPart)) for domain in found.domains),
-        gpudirect_rdma=RdmaPart(
-            works=rdma.works, peer_memory=rdma.peer_memory, dma_buf=rdma.dma_buf, acs_bridges=rdma.acs_bridges
-        ),
-        **rest,
-    )
-
-
-def _gpu_part(found: Topology, gpu: Any) -> GpuPart:
-    path, nics = found.nearest_nics(gpu.id)
-    return GpuPart(
-        id=gpu.id,
-        host=gpu.host,
-        name=gpu.name,
-        key=gpu.key,
-        stand_in=gpu.stand_in or None,
-        numa=gpu.numa,
-        memory_bytes=gpu.memory_bytes,
-        pcie=_pcie(gpu),
-        nvlinks_active=gpu.active_nvlinks,
-        nvlinks=len(gpu.nvlinks) or None,
-        nvlink_version=next((link.version for link in gpu.nvlinks if link.version), None),
-        nvlink_domain=found.domain_of(gpu.id),
-        nearest_nics=tuple(nic.id for nic in nics),
-        nearest_path=path or None,
-    )
-
-
-def _pcie(device: Any) -> PciePart:
-    slot = device.pcie
-    return PciePart(
-        generation=slot.generation, width=slot.width, max_generation=slot.max_generation, max_width=slot.max_width
-    )
-
-
-def _plain(value: Any, part: type[DomainPart | NicPart]) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in part.model_fields}

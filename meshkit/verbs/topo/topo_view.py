@@ -12,7 +12,7 @@ from rich.tree import Tree
 
 from meshkit.config.emit import inline
 from meshkit.units import format_bytes
-from meshkit.verbs.topo.topo_report import GpuPart, NicPart, PciePart, TopoReport
+from meshkit.verbs.topo.topo import GpuPart, NicPart, PciePart, TopoReport
 
 _MOST_HOSTS_DRAWN = 4
 _LAYERS = {"infiniband": "InfiniBand", "ethernet": "RoCE", "tcp": "Ethernet"}

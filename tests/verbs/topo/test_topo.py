@@ -10,8 +10,7 @@ from rich.console import Console
 from meshkit.config.cluster import Cluster
 from meshkit.discover import FixtureProbe, LiveProbe, record
 from meshkit.errors import ConfigError, TraceError
-from meshkit.verbs.topo.topo import run
-from meshkit.verbs.topo.topo_report import TopoReport, topo_json_schema
+from meshkit.verbs.topo.topo import TopoReport, run, topo_json_schema
 from meshkit.verbs.topo.topo_view import render
 
 DATA = Path(__file__).parents[2] / "data/topo"
