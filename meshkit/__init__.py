@@ -110,6 +110,8 @@ def __dir__() -> list[str]:
 
 # Documented paths of 0.1 -> where they are now. An old one warns and works until the next release.
 _MOVED = {
+    "meshkit.parallel.balance": "meshkit.parallel.layout",
+    "meshkit.parallel.pipeline.sums": "meshkit.parallel.pipeline.manual",
     "meshkit.training.layout": "meshkit.weights.layout",
     "meshkit.training.stages": "meshkit.step.stages",
     "meshkit.training.weights": "meshkit.weights.files",

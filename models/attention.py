@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from meshkit.parallel import gathered_attention, ring_attention, ulysses_attention
-from meshkit.parallel.balance import balance, positions_here, restore
-from meshkit.parallel.layout import Layout
+from meshkit.parallel.layout import ContextLayout, balance, positions_here, restore
 from meshkit.sharding import attention_implementation, constrain, current_scope, shard_over
 from meshkit.sharding.constrain import partition_spec
 
@@ -57,7 +56,7 @@ def rotate(x: jax.Array, theta: float, positions: jax.Array | None = None) -> ja
 class TokenOrder:
     """The order in which layers see the tokens of a sequence.
 
-    Natural, or the balanced order of `meshkit.parallel.balance`, in which every GPU has the same share of a causal
+    Natural, or the balanced order of `meshkit.parallel.layout`, in which every GPU has the same share of a causal
     mask.
 
     Attributes:
@@ -65,7 +64,7 @@ class TokenOrder:
         balanced: whether the order is balanced.
     """
 
-    layout: Layout | None = None
+    layout: ContextLayout | None = None
     balanced: bool = False
 
     def positions(self, length: int) -> jax.Array:
@@ -149,17 +148,17 @@ def _over_length(q: jax.Array, k: jax.Array, context: str, order: TokenOrder):
     return partial(CONTEXTS[context], mesh=scope.mesh, axis=axes, batch=batch, heads=heads, **options)
 
 
-def _length_layout() -> Layout | None:
+def _length_layout() -> ContextLayout | None:
     """How rules cut `act_length`, or how it is cut already in a pipeline; None if not at all, or outside of a scope."""
     scope = current_scope()
     if scope is None:
         return None
     (length,) = scope.rules.spec_for(("act_length",), kind="activations")
-    layout = Layout(scope.mesh, length or scope.manual_axes("act_length"))
+    layout = ContextLayout(scope.mesh, length or scope.manual_axes("act_length"))
     return layout if layout.ways > 1 else None
 
 
-def _stays_whole(context: str, length: int, layout: Layout) -> bool:
+def _stays_whole(context: str, length: int, layout: ContextLayout) -> bool:
     """Whether a length that does not divide is simply not cut: `all_gather` needs no cut to be right."""
     return context == "all_gather" and layout.pieces(layout.length) > 1 and length % (2 * layout.ways) != 0
 

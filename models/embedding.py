@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshkit.parallel.pipeline.sums import psum
+from meshkit.parallel.pipeline.manual import psum
 from meshkit.sharding import constrain, current_scope, shard_over_mesh
 
 

@@ -11,7 +11,7 @@ One piece of keys and values is P = 2 b l k d e bytes. Per layer and GPU, payloa
 Both compute the same blocks in the same order. The ring holds two pieces at a time and hides each hop behind a block;
 all_gather holds all n, in one larger message. A layer that is recomputed runs its forward pass twice.
 
-Under a causal mask tokens are in balanced order (`meshkit.parallel.balance`). A GPU's own keys come first, with an
+Under a causal mask tokens are in balanced order (`meshkit.parallel.layout`). A GPU's own keys come first, with an
 ordinary causal mask over its two chunks. Of every other piece exactly half of the pairs of chunks are visible, all of
 them whole; only those are computed. After Liu, Zaharia and Abbeel (2023), Ring Attention; the balanced order is that
 of Megatron-LM.
@@ -28,9 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshkit.parallel.balance import balance, restore
 from meshkit.parallel.blocks import attend, attend_gradients, merge
-from meshkit.parallel.layout import Layout, choose_implementation
+from meshkit.parallel.layout import ContextLayout, balance, choose_implementation, restore
 
 ATTENTION = "attention"  # the name under which recomputation policies know the output and its log-sum-exp
 
@@ -59,13 +58,13 @@ def ring_attention(
         axis: mesh axis, or several, that cut the length.
         causal: token i sees tokens 0..i.
         batch, heads: mesh axes that cut those dims.
-        balanced: q, k and v are in balanced order, and so will the result be (`meshkit.parallel.balance`). Otherwise
+        balanced: q, k and v are in balanced order, and so will the result be (`meshkit.parallel.layout`). Otherwise
             a causal call reorders q, k, v and the result by itself.
 
     Raises:
         ConfigError: sizes that do not go together or that the axes do not divide.
     """
-    return _attention(q, k, v, Layout.of(mesh, axis, batch, heads), causal, balanced, _Ring)
+    return _attention(q, k, v, ContextLayout.of(mesh, axis, batch, heads), causal, balanced, _Ring)
 
 
 def gathered_attention(
@@ -84,10 +83,10 @@ def gathered_attention(
 
     Arguments, result and errors are those of `ring_attention`.
     """
-    return _attention(q, k, v, Layout.of(mesh, axis, batch, heads), causal, balanced, _Gathered)
+    return _attention(q, k, v, ContextLayout.of(mesh, axis, batch, heads), causal, balanced, _Gathered)
 
 
-def _attention(q, k, v, layout: Layout, causal: bool, balanced: bool, exchange: type) -> jax.Array:
+def _attention(q, k, v, layout: ContextLayout, causal: bool, balanced: bool, exchange: type) -> jax.Array:
     layout.check(q, k, v)
     if not causal or layout.ways == 1:
         return _context_attention(q, k, v, layout, causal, exchange)
@@ -98,7 +97,7 @@ def _attention(q, k, v, layout: Layout, causal: bool, balanced: bool, exchange: 
     return restore(_context_attention(q, k, v, layout, causal, exchange), layout, layout.array)
 
 
-def _context_attention(q, k, v, layout: Layout, causal: bool, exchange: type) -> jax.Array:
+def _context_attention(q, k, v, layout: ContextLayout, causal: bool, exchange: type) -> jax.Array:
     """Attention whose residuals are q, k, v, the output and the log-sum-exp, all of them cut."""
     chunk = q.shape[1] // layout.pieces(layout.length) // (2 if causal and layout.ways > 1 else 1)
     how = {"causal": causal, "implementation": choose_implementation(layout.mesh, q, chunk)}
@@ -160,7 +159,7 @@ def _backward(exchange: _Ring | _Gathered, how: dict, q, k, v, out, lse, g):
 class _Ring:
     """Pieces that move on to the next GPU while attention to the last ones is computed."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: ContextLayout):
         self.ways, self.axes = layout.ways, layout.length
 
     def forward(self, ours, first: Callable, block: Callable):
@@ -205,7 +204,7 @@ class _Ring:
 class _Gathered:
     """All pieces at once, taken in the order in which the ring would bring them."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: ContextLayout):
         self.ways, self.axes = layout.ways, layout.length
 
     def forward(self, ours, first: Callable, block: Callable):

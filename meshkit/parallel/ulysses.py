@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshkit.errors import ConfigError
 from meshkit.parallel.blocks import attend, attend_gradients
-from meshkit.parallel.layout import Layout, choose_implementation
+from meshkit.parallel.layout import ContextLayout, choose_implementation
 from meshkit.parallel.ring import ATTENTION
 from meshkit.sharding.constrain import partition_spec
 
@@ -54,7 +54,7 @@ def ulysses_attention(
     Raises:
         ConfigError: sizes that do not go together, or heads that do not divide over the GPUs of both axes.
     """
-    layout = Layout.of(mesh, axis, batch, heads)
+    layout = ContextLayout.of(mesh, axis, batch, heads)
     layout.check(q, k, v)
     _check_heads(q.shape[2], layout)
     whole = partition_spec((layout.batch, (), (*layout.heads, *layout.length), ()))
@@ -93,7 +93,7 @@ def ulysses_attention(
     return attention(q, k, v)
 
 
-def _check_heads(heads: int, layout: Layout) -> None:
+def _check_heads(heads: int, layout: ContextLayout) -> None:
     pieces = layout.ways * layout.size(layout.heads)
     if heads % pieces:
         axes = (*layout.heads, *layout.length)
@@ -104,7 +104,7 @@ def _check_heads(heads: int, layout: Layout) -> None:
         )
 
 
-def _cut_heads(arrays: tuple[jax.Array, ...], layout: Layout) -> tuple[jax.Array, ...]:
+def _cut_heads(arrays: tuple[jax.Array, ...], layout: ContextLayout) -> tuple[jax.Array, ...]:
     """[b, l, h, d] of each, all heads of a piece of the sequence, as [b, l n, h / n, d]; one all-to-all."""
     pieces = [x.reshape(*x.shape[:2], layout.ways, -1, x.shape[3]) for x in arrays]
     together = jnp.concatenate(pieces, axis=3)
@@ -112,7 +112,7 @@ def _cut_heads(arrays: tuple[jax.Array, ...], layout: Layout) -> tuple[jax.Array
     return tuple(jnp.split(moved[:, :, 0], _ends(pieces), axis=2))
 
 
-def _cut_length(arrays: tuple[jax.Array, ...], layout: Layout) -> tuple[jax.Array, ...]:
+def _cut_length(arrays: tuple[jax.Array, ...], layout: ContextLayout) -> tuple[jax.Array, ...]:
     """The way back from `_cut_heads`."""
     pieces = [x[:, :, None] for x in arrays]
     together = jnp.concatenate(pieces, axis=3)

@@ -205,8 +205,7 @@ def shard_map_here(fn: Callable[..., Any], mesh: AnyMesh, in_specs: Any, out_spe
         return fn
 
     def seen(spec: PartitionSpec) -> PartitionSpec:
-        dims = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-        return partition_spec([[a for a in axes if a not in manual] for axes in dims])
+        return partition_spec([[a for a in axes if a not in manual] for axes in spec_axes(spec)])
 
     inputs, outputs = (
         jax.tree.map(seen, specs, is_leaf=lambda s: isinstance(s, PartitionSpec)) for specs in (in_specs, out_specs)
@@ -227,6 +226,12 @@ def attention_implementation() -> str:
 def partition_spec(spec: Sequence[Sequence[str]]) -> PartitionSpec:
     """Tuples of mesh axes per dim as jax spells them: None, a name, or a tuple."""
     return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else tuple(axes) for axes in spec))
+
+
+def spec_axes(spec: PartitionSpec, rank: int = 0) -> list[tuple[str, ...]]:
+    """The mesh axes that cut each dim, the reverse of `partition_spec`; of at least `rank` dims."""
+    dims = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+    return dims + [()] * (rank - len(dims))
 
 
 def _dividing(axes: Sequence[str], size: int, mesh: AnyMesh) -> tuple[str, ...]:

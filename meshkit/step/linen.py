@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import errors, linen, nnx
 
 from meshkit.config.experiment import Experiment
-from meshkit.step.examples import abstract_example
+from meshkit.step.data import abstract_example
 from meshkit.step.loss import find_loss
 
 LINEN_FIELDS = ("parent", "name")  # that linen adds to every module

@@ -10,25 +10,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
-from meshkit.parallel.pipeline import XLA_OPTIONS, Pipeline, Stack, make_pipeline
+from meshkit.parallel.pipeline import XLA_OPTIONS, Functions, ManualAxes, Pipeline, Stack
 from meshkit.sharding import sharding_scope
 from meshkit.sharding.constrain import partition_spec
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.gradients import Sums, strip_axes
 from meshkit.step.loss import Loss
 from meshkit.step.stages import WEIGHT, StageFunctions, check_model, is_variable, layer_count
-from meshkit.step.state import DTYPES, LAYERS, Layout, ModelDescription, TrainState, cast, split_rng
+from meshkit.step.state import (
+    DTYPES,
+    HOST_MEMORY,
+    LAYERS,
+    Layout,
+    ModelDescription,
+    TrainState,
+    cast,
+    replace,
+    split_rng,
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +67,8 @@ class Pipelined:
     @property
     def data(self) -> tuple[str, ...]:
         """Mesh axes over which weights are gathered and gradients reduced once a step."""
-        placement = self.train.placement
-        return tuple(a for a in placement.data if placement.mesh.shape[a] > 1)
+        axes = self.train.axes
+        return tuple(a for a in axes.data if axes.mesh.shape[a] > 1)
 
     @property
     def xla_options(self) -> dict[str, object]:
@@ -64,7 +77,7 @@ class Pipelined:
 
     def mean_gradients(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[Sums, Any]:
         """Sums over the whole batch (its metrics averaged), and gradients of the mean loss."""
-        with sharding_scope(self.train.placement.mesh, self.rules):
+        with sharding_scope(self.train.axes.mesh, self.rules):
             found = self.train.value_and_gradients(self._weights(state), self._cut(batch), split_rng(state))
         loss, metrics, gradients = found
         weight = self._weight(metrics)
@@ -76,14 +89,14 @@ class Pipelined:
 
     def evaluate(self, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Sums over the batch, forward only."""
-        with sharding_scope(self.train.placement.mesh, self.rules):
+        with sharding_scope(self.train.axes.mesh, self.rules):
             loss, metrics = self.evaluation.value(self._weights(state), self._cut(batch), split_rng(state))
         weight = self._weight(metrics)
         return {"loss_sum": jnp.where(weight > 0, loss * weight, 0.0), "weight": weight}
 
     def _weight(self, metrics: Mapping[str, jax.Array]) -> jax.Array:
         """Of the whole batch; the pipeline gives the mean over its pieces."""
-        return metrics[WEIGHT] * (self.experiment.pipeline.microbatches * self.train.placement.shards)
+        return metrics[WEIGHT] * (self.experiment.pipeline.microbatches * self.train.axes.shards)
 
     def _weights(self, state: TrainState) -> dict[str, Any]:
         """Parameters as the pipeline takes them, in the compute dtype: what is gathered is cast already."""
@@ -93,12 +106,12 @@ class Pipelined:
 
     def _cut(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Each [B, ...] as [M, B / M, ...]: rows in strides, so that none moves to another GPU."""
-        place, count = self.train.placement, self.experiment.pipeline.microbatches
+        axes, count = self.train.axes, self.experiment.pipeline.microbatches
 
         def one(x):
             pieces = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
-            spec = PartitionSpec(*place.batch[: pieces.ndim])
-            return jax.lax.with_sharding_constraint(pieces, NamedSharding(place.mesh, spec))
+            spec = PartitionSpec(*axes.batch[: pieces.ndim])
+            return jax.lax.with_sharding_constraint(pieces, NamedSharding(axes.mesh, spec))
 
         return {name: one(x) for name, x in batch.items()}
 
@@ -152,18 +165,12 @@ def make_pipelined(
     _check_head(experiment, model)
     (experts,) = rules.spec_for(("experts",))
 
-    def build(functions: StageFunctions) -> Pipeline:
-        return make_pipeline(
-            functions.stage,
-            functions.last,
-            functions.first,
-            mesh=mesh,
-            axis=axis,
-            layers=stack.layers,
-            batch_spec=partition_spec([(), batch, length]),
-            kept=tuple(a for a in experts if a in data),
-            virtual_stages=stack.virtual_stages,
-            layout=stack.counts,
+    def build(axes: ManualAxes, training: bool) -> Pipeline:
+        functions = StageFunctions(experiment, model, loss, training=training)
+        return Pipeline(
+            Functions(functions.first, functions.stage, functions.last),
+            stack,
+            axes,
             schedule=spec.schedule,
             residuals=spec.residuals,
             head=spec.head,
@@ -171,9 +178,9 @@ def make_pipelined(
             reduced=jnp.bfloat16 if experiment.train.reduce_precision == "bf16" else None,
         )
 
-    modes = (StageFunctions(experiment, model, loss, training=training) for training in (True, False))
     try:
-        train, evaluation = map(build, modes)
+        axes = ManualAxes(mesh, axis, partition_spec([(), batch, length]), tuple(a for a in experts if a in data))
+        train, evaluation = (build(axes, training) for training in (True, False))
     except ConfigError as error:
         raise _at(experiment, "residuals" if "residuals" in str(error) else "axis", error) from None
     return Pipelined(experiment, rules, train, evaluation, layout)
@@ -213,3 +220,147 @@ def _check_head(experiment: Experiment, model: ModelDescription) -> None:
 def _at(experiment: Experiment, key: str, error: ConfigError) -> ConfigError:
     """The error, pointing at a key of `[pipeline]`."""
     return experiment.error(f"pipeline.{key}", error.message, hint=error.hint)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How the arrays of layers lie in a pipeline's state.
+
+    Attributes:
+        stack: where each layer is.
+        axis: of the pipeline.
+        optimizer: whose moments are arranged as the parameters are.
+        abstract: the state in memory, ShapeDtypeStructs with shardings.
+    """
+
+    stack: Stack
+    axis: str
+    optimizer: optax.GradientTransformation
+    abstract: TrainState
+    _compiled: dict = field(default_factory=dict, repr=False, compare=False)
+
+    @functools.cached_property
+    def saved(self) -> TrainState:
+        """The state as checkpoints hold it: ShapeDtypeStructs with shardings."""
+
+        def one(x):
+            shape = (self.stack.layers, *x.shape[1:])
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=_on_other_dims(x.sharding, shape, self.axis))
+
+        return self._over_layers(one, self.abstract)
+
+    def to_saved(self, state: TrainState) -> TrainState:
+        """A state in memory, as checkpoints hold it; itself where that is the same."""
+        return self._move("restore", state, self.abstract, self.saved)
+
+    def from_saved(self, state: TrainState) -> TrainState:
+        """A state as checkpoints hold it, in memory."""
+        return self._move("arrange", state, self.saved, self.abstract)
+
+    def params_from_saved(self, params: Any) -> Any:
+        """Parameters alone, in memory."""
+        if self.stack.natural:
+            return params
+        given, wanted = (self._uncut(state).params[LAYERS] for state in (self.saved, self.abstract))
+
+        def run(params):
+            layers = self.stack.arrange(_constrain(params[LAYERS], given))
+            return {**params, LAYERS: _constrain(layers, wanted)}
+
+        return jax.jit(run, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract.params))(params)
+
+    def _move(self, way: str, state: TrainState, given: TrainState, wanted: TrainState) -> TrainState:
+        """The state after `Stack.arrange` or `Stack.restore`."""
+        if self.stack.natural:
+            return state
+        if way not in self._compiled:
+            order = getattr(self.stack, way)
+
+            def run(state):
+                state = _constrain(_on_device(state, given), self._uncut(given))
+                return _constrain(self._over_layers(order, state), self._uncut(wanted))
+
+            self._compiled[way] = jax.jit(run, out_shardings=jax.tree.map(lambda x: x.sharding, wanted))
+        return self._compiled[way](state)
+
+    def _uncut(self, abstract: TrainState) -> TrainState:
+        """Shardings under which every device has all layers, of its share of each: to reorder them there.
+
+        Across devices that would be a gather along a dim that is cut, which XLA makes of whole copies, or dies of.
+        """
+
+        def one(x):
+            sharding = _on_other_dims(x.sharding, x.shape, self.axis, always=True)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return self._over_layers(one, abstract)
+
+    def _over_layers(self, fn: Callable[[Any], Any], state: TrainState) -> TrainState:
+        """fn on every array of layers: parameters, and what the optimizer keeps for each of them."""
+        of_layers = {
+            name: jax.tree.map(lambda _, layered=name == LAYERS: layered, tree) for name, tree in state.params.items()
+        }
+
+        def one(x, layered):
+            return fn(x) if layered else x
+
+        params = jax.tree.map(one, state.params, of_layers)
+        return replace(
+            state, params=params, opt_state=optax.tree.map_params(self.optimizer, one, state.opt_state, of_layers)
+        )
+
+
+def arrange_description(model: ModelDescription, stack: Stack) -> ModelDescription:
+    """The model with as many layers in its arrays as the pipeline has places for."""
+
+    def one(leaf: nnx.Variable) -> nnx.Variable:
+        x = leaf.get_raw_value()
+        return leaf.replace(jax.ShapeDtypeStruct((stack.size, *x.shape[1:]), x.dtype))
+
+    layers = jax.tree.map(one, model.params[LAYERS], is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    params = nnx.State({**model.params, LAYERS: layers})
+    return ModelDescription(model.graph, params, model.variables, model.takes_dtype, model.takes_remat)
+
+
+def _on_other_dims(
+    sharding: NamedSharding, shape: tuple[int, ...], axis: str, *, always: bool = False
+) -> NamedSharding:
+    """The sharding of an array whose first dim the axis need not divide: it cuts the first other dim that it can.
+
+    Where the axis does divide the first dim, that is as it was, unless it is `always` to be left whole.
+    """
+    mesh, spec = sharding.mesh, [*sharding.spec] + [None] * (len(shape) - len(sharding.spec))
+    ways = mesh.shape[axis]
+    cut = [dim for dim, entry in enumerate(spec) if axis in _names(entry)]
+    if (cut and cut != [0]) or (not always and shape[0] % ways == 0):
+        return sharding
+    spec[0] = None
+    for dim in range(1, len(shape)):
+        names = _names(spec[dim])
+        if shape[dim] % (ways * math.prod(mesh.shape[a] for a in names)) == 0:
+            spec[dim] = (*names, axis)
+            break
+    return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
+
+
+def _on_device(state: TrainState, given: TrainState) -> TrainState:
+    """The state with what lies in host memory fetched, inside `jax.jit`."""
+
+    def one(x, like):
+        host = like.sharding.memory_kind == HOST_MEMORY
+        return jax.device_put(x, like.sharding.with_memory_kind("device")) if host else x
+
+    return jax.tree.map(one, state, given)
+
+
+def _constrain(tree: Any, like: Any) -> Any:
+    """The arrays in device memory with the shardings of others, inside `jax.jit`."""
+    return jax.tree.map(
+        lambda x, to: jax.lax.with_sharding_constraint(x, to.sharding.with_memory_kind("device")), tree, like
+    )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -15,9 +15,9 @@ from meshkit.config.rules import ShardingRules
 from meshkit.config.user_code import user_code
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.sharding.mesh import AnyMesh
-from meshkit.step.arrange import Arrangement
 from meshkit.step.facts import StepFacts, training_steps
 from meshkit.step.model_flops import count_model_flops
+from meshkit.step.pipelined import Arrangement
 from meshkit.step.state import HOST_MEMORY, ModelDescription, TrainState
 
 

@@ -32,7 +32,6 @@ from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
 from meshkit.parallel.local_sgd import LocalSgd, wait_before_backward
 from meshkit.sharding import sharding_scope
 from meshkit.sharding.mesh import AnyMesh
-from meshkit.step.arrange import Arrangement, arrange_description
 from meshkit.step.data import abstract_batch
 from meshkit.step.gradients import (
     MicroBatches,
@@ -43,11 +42,11 @@ from meshkit.step.gradients import (
     strip_axes,
     sum_over_micro_batches,
 )
+from meshkit.step.local_sgd import Rounds, check_replicas, find_local_sgd
 from meshkit.step.loss import Loss, find_loss
 from meshkit.step.optimizer import make_optimizer, make_schedule, update_params
-from meshkit.step.pipelined import Pipelined, find_stack, make_pipelined
+from meshkit.step.pipelined import Arrangement, Pipelined, arrange_description, find_stack, make_pipelined
 from meshkit.step.program import TrainProgram, find_facts, find_notes
-from meshkit.step.rounds import Rounds, check_replicas, find_local_sgd
 from meshkit.step.state import (
     DTYPES,
     Layout,

@@ -15,6 +15,7 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, RunError
 from meshkit.sharding import build_mesh
 from meshkit.step.data import Batches, Windows, abstract_batch, check_tokens, open_data
+from meshkit.step.state import describe_model
 from meshkit.step.train_step import make_train_step
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
@@ -258,7 +259,8 @@ def test_token_ids_beyond_the_vocab(tmp_path, largest, fits):
     spec = experiment(f"data.source={tmp_path / 'tokens.u16'}", "train.evaluate_every=0", model="models.llama:Llama")
     data = open_data(spec)
     assert isinstance(data.train, Windows)
+    model = describe_model(spec).abstract_model()
     if fits:
-        check_tokens(spec, data)
+        check_tokens(spec, data, model)
     else:
-        one_error(lambda: check_tokens(spec, data), "token id 256, .* is 256", "data.source")
+        one_error(lambda: check_tokens(spec, data, model), "token id 256, .* is 256", "data.source")

@@ -10,8 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from meshkit.errors import ConfigError
 from meshkit.parallel import blocks, gathered_attention, ring_attention, ulysses_attention
-from meshkit.parallel.balance import balance, balanced_positions, restore
-from meshkit.parallel.layout import Layout
+from meshkit.parallel.layout import ContextLayout, balance, balanced_positions, restore
 from meshkit.parallel.ring import ATTENTION
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 64, 8, 16
@@ -152,7 +151,7 @@ def test_balanced_order_gives_gpu_i_chunks_i_and_its_mirror(ways):
 
 @pytest.mark.parametrize("ways", [2, 3, 8])
 def test_balance_and_restore_are_inverse_and_each_others_gradient(ways):
-    layout = Layout(mesh_of({"context": ways}), ("context",))
+    layout = ContextLayout(mesh_of({"context": ways}), ("context",))
     spec = jax.sharding.PartitionSpec(None, "context")
     x = jnp.arange(2 * 4 * ways, dtype=jnp.float32).reshape(2, -1)
     positions = balanced_positions(4 * ways, ways)

@@ -11,8 +11,15 @@ import pytest
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.sharding import build_mesh
-from meshkit.step.corpus import open_tokens, stdlib_files
-from meshkit.step.data import Batches, Windows, abstract_batch, open_data, unigram_entropy_nats
+from meshkit.step.data import (
+    Batches,
+    Windows,
+    abstract_batch,
+    open_data,
+    open_tokens,
+    stdlib_files,
+    unigram_entropy_nats,
+)
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 

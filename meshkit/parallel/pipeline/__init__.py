@@ -1,12 +1,14 @@
-"""Pipeline parallelism in one program.
+"""Pipeline parallelism in one program, see the README.
 
+Enters: functions of a model's stages, parameters and a batch of microbatches. Leaves: loss, metrics and gradients.
 `pipeline` is the whole of it for one call; `make_pipeline` gives the Pipeline that a training step keeps.
 """
 
 from meshkit.hlo.pipeline_report import PipelineReport
-from meshkit.parallel.pipeline.api import pipeline
-from meshkit.parallel.pipeline.context import StageContext, StageOutput, scan_layers
-from meshkit.parallel.pipeline.engine import XLA_OPTIONS, Pipeline, make_pipeline
+from meshkit.parallel.pipeline import vocabulary
+from meshkit.parallel.pipeline.engine import XLA_OPTIONS, Pipeline, make_pipeline, pipeline
+from meshkit.parallel.pipeline.functions import Functions, StageContext, StageOutput, scan_layers
+from meshkit.parallel.pipeline.manual import ManualAxes
 from meshkit.parallel.pipeline.report import make_report, matmul_flops
 from meshkit.parallel.pipeline.schedules import SCHEDULES, Tables, make_tables
 from meshkit.parallel.pipeline.stack import Stack, parse_layout
@@ -14,6 +16,8 @@ from meshkit.parallel.pipeline.stack import Stack, parse_layout
 __all__ = [
     "SCHEDULES",
     "XLA_OPTIONS",
+    "Functions",
+    "ManualAxes",
     "Pipeline",
     "PipelineReport",
     "Stack",
@@ -27,4 +31,5 @@ __all__ = [
     "parse_layout",
     "pipeline",
     "scan_layers",
+    "vocabulary",
 ]

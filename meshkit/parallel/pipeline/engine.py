@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,15 +22,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError
 from meshkit.hlo.pipeline_report import PipelineReport
-from meshkit.parallel.pipeline.lockstep import lockstep_gradients
-from meshkit.parallel.pipeline.reference import loop_gradients, loop_sums
+from meshkit.parallel.pipeline.functions import Functions
+from meshkit.parallel.pipeline.lockstep import Lockstep
+from meshkit.parallel.pipeline.loop import loop_gradients, loop_sums
+from meshkit.parallel.pipeline.manual import ManualAxes
 from meshkit.parallel.pipeline.report import make_report
 from meshkit.parallel.pipeline.residuals import Residuals, find_policy
 from meshkit.parallel.pipeline.schedules import Tables, check_sizes, make_tables
-from meshkit.parallel.pipeline.shard import Placement
 from meshkit.parallel.pipeline.stack import Stack
 from meshkit.parallel.pipeline.worker import Sums, Worker
-from meshkit.sharding.constrain import current_scope, sharding_scope
+from meshkit.sharding.constrain import current_scope, sharding_scope, spec_axes
+from meshkit.sharding.mesh import AnyMesh
 
 HEADS = ("replicated", "vocab_parallel")
 # Of the GPU compiler. By default it lets no two collectives run at once, so the permute of gradients waits for those of
@@ -39,59 +42,54 @@ XLA_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model cut into stages, with its loss.
+    """A model cut into stages, on a mesh.
 
     Parameters are `{"stages": ..., "outer": ...}`: arrays of layers as `stack.arrange` returns them, and everything
     else (embedding, final norm, head; a tied table once). A batch is any tree of arrays [microbatches, batch, ...].
 
-    The functions see one device's part of the data, and whole parameters but for the axes that the partitioner has;
-    `outer` also stays cut where its specs name the pipeline's axis. They must not communicate over axes of the batch,
-    nor, in a stage, over the pipeline's. A stage runs on garbage now and then: it must be finite for finite input.
-
     Attributes:
-        stage_fn: (chunk's params [chunk_layers, ...], x, StageContext) -> x or StageOutput; `scan_layers` helps.
-        loss_fn: (outer, y, microbatch, StageContext) -> loss_sum, weight[, metrics].
-        first_fn: (outer, microbatch, StageContext) -> x, floating point arrays, as stages take and return them.
+        functions: the stages, and what stands before and behind them.
         stack: how many layers each virtual stage has.
-        placement: the mesh, and which axes cut what.
+        axes: the mesh, and which of its axes cut what.
         specs: PartitionSpecs of the parameters; None: layers over the pipeline's axis, the rest replicated.
         schedule: `gpipe`, `circular`, `1f1b` or `interleaved_1f1b`.
         residuals: `recompute`, `stash`, or a policy of `jax.checkpoint`, see `residuals`.
-        head: `replicated`: loss_fn runs on every device and counts on the last stage. `vocab_parallel`: all devices
-            get the last stage's activations, and loss_fn cuts the work over the pipeline's axis.
+        head: `replicated`: the loss runs on every device and counts on the last stage. `vocab_parallel`: all devices
+            get the last stage's activations, and the loss cuts the work over the pipeline's axis.
         accumulators: dtype that gradients are summed, reduced and returned in; None is that of each parameter.
         reduced: dtype that they are reduced in, if another one.
     """
 
-    stage_fn: Callable[..., Any]
-    loss_fn: Callable[..., Any]
-    first_fn: Callable[..., Any]
+    functions: Functions
     stack: Stack
-    placement: Placement
+    axes: ManualAxes
     specs: Mapping[str, Any] | None = None
     schedule: str = "1f1b"
     residuals: Residuals = "recompute"
     head: str = "replicated"
     accumulators: Any = jnp.float32
     reduced: Any = None
-    _made: dict = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self):
         if self.head not in HEADS:
             raise ConfigError(f"no pipeline head '{self.head}'.", hint=f"one of {', '.join(HEADS)}")
-        if self.stack.stages != self.placement.stages:
+        stages = self.stack.stages
+        if stages != self.axes.stages:
             raise ConfigError(
-                f"the layers are stacked for {self.stack.stages} stages, but mesh axis '{self.axis}' has "
-                f"{self.placement.stages}."
+                f"the layers are stacked for {stages} stages, but mesh axis '{self.axis}' has {self.axes.stages}."
             )
         find_policy(self.residuals)
-        stages = self.stack.stages
         check_sizes(self.schedule, stages, self.stack.virtual_stages, stages)
 
     @property
     def axis(self) -> str:
         """The mesh axis of the pipeline."""
-        return self.placement.axis
+        return self.axes.axis
+
+    @property
+    def shared_head(self) -> bool:
+        """Whether all stages work on the loss of each microbatch."""
+        return self.head == "vocab_parallel"
 
     def tables(self, microbatches: int) -> Tables:
         """The schedule of a batch.
@@ -99,15 +97,11 @@ class Pipeline:
         Raises:
             ConfigError: not a number of microbatches that it can have.
         """
-        if microbatches not in self._made:
-            args = (self.schedule, self.stack.stages, self.stack.virtual_stages, microbatches)
-            self._made[microbatches] = make_tables(*args)
-        return self._made[microbatches]
+        return make_tables(self.schedule, self.stack.stages, self.stack.virtual_stages, microbatches)
 
     def report(self, microbatches: int) -> PipelineReport:
         """What the schedule of a batch costs."""
-        shared = self.head == "vocab_parallel"
-        return make_report(self.tables(microbatches), self.stack, axis=self.axis, shared_head=shared)
+        return make_report(self.tables(microbatches), self.stack, axis=self.axis, shared_head=self.shared_head)
 
     def value_and_gradients(self, params: Mapping[str, Any], batch: Any, rng: Any = None) -> tuple[Any, dict, Any]:
         """loss_sum / weight over the whole batch, metrics, and the gradients of that quotient.
@@ -116,17 +110,24 @@ class Pipeline:
             ConfigError: parameters or a batch that do not fit the pipeline.
         """
         tables = self.tables(_microbatches(batch))
-        find = loop_gradients if self.schedule in ("gpipe", "circular") else lockstep_gradients
         specs = self._specs(params)
 
         def local(params, batch, rng):
             worker = self._worker(params, specs, batch, rng)
-            sums, stages, outer = find(worker, tables)
+            if self.schedule in ("gpipe", "circular"):
+                sums, stages, outer = loop_gradients(worker, tables, self.residuals, self.accumulators)
+            else:
+                zeros = partial(self._zero_gradients, specs)
+                sums, stages, outer = Lockstep(worker, tables, self.residuals).gradients(zeros)
             loss, metrics, weight = self._finish(sums, tables)
             return loss, metrics, self._reduce({"stages": stages, "outer": outer}, specs, weight)
 
         loss, metrics, gradients = self._run(local, params, specs, batch, rng, gradients=True)
-        return loss, metrics, self._laid_out(gradients, specs)
+        return (
+            loss,
+            metrics,
+            _by_part(lambda g, s: lax.with_sharding_constraint(g, NamedSharding(self.axes.mesh, s)), gradients, specs),
+        )
 
     def value(self, params: Mapping[str, Any], batch: Any, rng: Any = None) -> tuple[Any, dict]:
         """loss_sum / weight over the whole batch, and metrics: forward only, by the schedule without backward.
@@ -147,35 +148,27 @@ class Pipeline:
 
     def shardings(self, params: Mapping[str, Any]) -> Any:
         """NamedShardings of parameters, and of the gradients that come back."""
-        return self._by_spec(lambda _, s: NamedSharding(self.placement.mesh, s), params, self._specs(params))
+        return _by_part(lambda _, s: NamedSharding(self.axes.mesh, s), params, self._specs(params))
 
-    def zero_gradients(self, weights: Any, outer: Any) -> tuple[Any, Any]:
-        """Accumulators of gradients, cut as the parameters are. Inside the shard_map."""
-        specs = self._specs({"stages": weights, "outer": outer})
+    def _zero_gradients(self, specs: Any, weights: Any, outer: Any) -> tuple[Any, Any]:
+        """Accumulators of gradients, cut as the parameters are."""
 
         def zeros(x, spec):
-            return self.placement.constrain(jnp.zeros(x.shape, self._dtype(x)), spec)
+            return self.axes.constrain(jnp.zeros(x.shape, self.accumulators or x.dtype), spec)
 
-        stages = self._by_spec(lambda x, s: zeros(x, _chunked(s)), weights, specs["stages"])
-        return stages, self._by_spec(zeros, outer, specs["outer"])
-
-    def for_accumulation(self, tree: Any) -> Any:
-        """Parameters in the dtype of their accumulators."""
-        return jax.tree.map(lambda x: x.astype(self._dtype(x)), tree)
-
-    def _dtype(self, x: jax.Array) -> Any:
-        return self.accumulators or x.dtype
+        chunked = jax.tree.map(lambda x, s: zeros(x, PartitionSpec(None, *s)), weights, specs["stages"])
+        return chunked, jax.tree.map(zeros, outer, specs["outer"])
 
     def _worker(self, params: Any, specs: Any, batch: Any, rng: Any) -> Worker:
-        gathered = self._by_spec(self.placement.gather, params, specs)
+        gathered = _by_part(self.axes.gather, params, specs)
         chunks = self.stack.virtual_stages
         weights = jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), gathered["stages"])
-        return Worker(self, weights, gathered["outer"], batch, rng)
+        return Worker(self.functions, self.stack, self.axes, self.shared_head, weights, gathered["outer"], batch, rng)
 
     def _finish(self, sums: Sums, tables: Tables) -> tuple[Any, dict, Any]:
         """Loss, metrics and weight of the whole batch from each device's sums."""
-        sums = lax.psum(sums, (self.axis, *self.placement.data))
-        pieces = tables.microbatches * self.placement.shards
+        sums = lax.psum(sums, (self.axis, *self.axes.data))
+        pieces = tables.microbatches * self.axes.shards
         metrics = jax.tree.map(lambda m: m / pieces, {**sums["stages"], **sums["last"]})
         return sums["loss"] / sums["weight"], metrics, sums["weight"]
 
@@ -183,9 +176,9 @@ class Pipeline:
         stages = jax.tree.map(self._flat, gradients["stages"])
 
         def reduce(g, spec):
-            return self.placement.reduce(g.astype(self.reduced or g.dtype), spec).astype(g.dtype)
+            return self.axes.reduce(g.astype(self.reduced or g.dtype), spec).astype(g.dtype)
 
-        summed = self._by_spec(reduce, {"stages": stages, "outer": gradients["outer"]}, specs)
+        summed = _by_part(reduce, {"stages": stages, "outer": gradients["outer"]}, specs)
         return jax.tree.map(lambda g: g / weight.astype(g.dtype), summed)
 
     def _flat(self, gradient: jax.Array) -> jax.Array:
@@ -196,63 +189,47 @@ class Pipeline:
         return gradient.reshape(-1, *gradient.shape[2:])
 
     def _run(self, local: Callable, params: Any, specs: Any, batch: Any, rng: Any, *, gradients: bool) -> Any:
-        place = self.placement
+        axes, whole = self.axes, PartitionSpec()
         self._check_batch(batch)
-        inside = self._by_spec(lambda _, s: place.inside(s), params, specs)
-        parts = jax.tree.map(lambda x: PartitionSpec(*place.batch[: x.ndim]), batch)
+        inside = _by_part(lambda _, s: axes.inside(s), params, specs)
+        parts = jax.tree.map(lambda x: PartitionSpec(*axes.batch[: x.ndim]), batch)
 
         def run(params, batch, rng):
-            with _without(place.manual):
+            with _without(axes.names):
                 return local(params, batch, rng)
 
-        whole = PartitionSpec()
         return jax.shard_map(
             run,
-            mesh=place.mesh,
+            mesh=axes.mesh,
             in_specs=(inside, parts, whole),
             out_specs=(whole, whole, inside) if gradients else (whole, whole),
-            axis_names=place.manual,
+            axis_names=axes.names,
             check_vma=False,  # with it, jax.vjp sums over the pipeline before invalid gradients are masked
         )(params, batch, rng)
 
-    def _laid_out(self, gradients: Any, specs: Any) -> Any:
-        def one(g, spec):
-            return lax.with_sharding_constraint(g, NamedSharding(self.placement.mesh, spec))
-
-        return self._by_spec(one, gradients, specs)
-
     def _specs(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """PartitionSpecs as a flat list in the order of the leaves, so that no tree has to match another's type."""
+        """PartitionSpecs in the tree of the parameters, whatever the types of that which was given."""
         if set(params) != {"stages", "outer"}:
             raise ConfigError(f"a pipeline's parameters are stages and outer, not {', '.join(sorted(params))}.")
         found = {}
         for part, default in (("stages", PartitionSpec(self.axis)), ("outer", PartitionSpec())):
-            paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params[part])]
-            specs = [default] * len(paths)
+            leaves, structure = jax.tree_util.tree_flatten_with_path(params[part])
+            specs = [default] * len(leaves)
             if self.specs is not None:
                 specs = jax.tree.leaves(self.specs[part], is_leaf=lambda s: isinstance(s, PartitionSpec))
-            if len(specs) != len(paths):
-                raise ConfigError(f"{len(specs)} PartitionSpecs are given for {len(paths)} arrays of {part}.")
-            found[part] = specs
+            if len(specs) != len(leaves):
+                raise ConfigError(f"{len(specs)} PartitionSpecs are given for {len(leaves)} arrays of {part}.")
+            found[part] = structure.unflatten(specs)
             if part == "stages":
-                for spec, path in zip(specs, paths):
-                    self.placement.check_stages(spec, path)
+                for spec, (path, _) in zip(specs, leaves):
+                    self.axes.check_stages(spec, jax.tree_util.keystr(path))
         return found
 
-    def _by_spec(self, fn: Callable, tree: Any, specs: Any) -> Any:
-        """fn(leaf, spec) over a tree, or over both parts of the parameters."""
-        if isinstance(specs, dict):
-            return {part: self._by_spec(fn, tree[part], specs[part]) for part in ("stages", "outer")}
-        leaves, structure = jax.tree.flatten(tree)
-        return structure.unflatten([fn(leaf, spec) for leaf, spec in zip(leaves, specs)])
-
     def _check_batch(self, batch: Any) -> None:
-        place = self.placement
         for path, x in jax.tree_util.tree_leaves_with_path(batch):
             shown = jax.tree_util.keystr(path, simple=True, separator="/")
-            for dim, entry in enumerate(place.batch[: x.ndim]):
-                names = (entry,) if isinstance(entry, str) else entry or ()
-                ways = int(np.prod([place.mesh.shape[a] for a in names]))
+            for dim, names in enumerate(spec_axes(self.axes.batch)[: x.ndim]):
+                ways = int(np.prod([self.axes.mesh.shape[a] for a in names]))
                 if x.shape[dim] % ways:
                     raise ConfigError(
                         f"dim {dim} of {shown}, {x.shape[dim]} in each microbatch, does not divide into the {ways} "
@@ -261,14 +238,12 @@ class Pipeline:
 
 
 def make_pipeline(
-    stage_fn: Callable[..., Any],
-    loss_fn: Callable[..., Any],
-    first_fn: Callable[..., Any],
+    functions: Functions,
     *,
-    mesh: Any,
+    mesh: AnyMesh,
     layers: int,
     axis: str = "pipeline",
-    batch_spec: PartitionSpec = PartitionSpec(),  # noqa: B008 a constant
+    batch_spec: PartitionSpec | None = None,
     kept: tuple[str, ...] = (),
     virtual_stages: int = 1,
     layout: str | Sequence[int] | None = None,
@@ -279,14 +254,97 @@ def make_pipeline(
     Raises:
         ConfigError: more stages than layers, or sizes and names that do not go together.
     """
-    placement = Placement(mesh, axis, batch_spec, kept)
-    stack = Stack.of(layers, placement.stages, virtual_stages, layout)
-    return Pipeline(stage_fn, loss_fn, first_fn, stack, placement, **options)
+    axes = ManualAxes(mesh, axis, PartitionSpec() if batch_spec is None else batch_spec, kept)
+    return Pipeline(functions, Stack.of(layers, axes.stages, virtual_stages, layout), axes, **options)
 
 
-def _chunked(spec: PartitionSpec) -> PartitionSpec:
-    """Of [v, chunk_layers, ...] where the parameter is [layers, ...]."""
-    return PartitionSpec(None, *spec)
+def pipeline(
+    stage_fn: Callable[..., Any],
+    loss_fn: Callable[..., Any],
+    params: Mapping[str, Any],
+    batch: Any,
+    *,
+    first_fn: Callable[..., Any],
+    mesh: AnyMesh | None = None,
+    axis: str = "pipeline",
+    schedule: str = "1f1b",
+    virtual_stages: int = 1,
+    layout: str | Sequence[int] | None = None,
+    residuals: Residuals = "recompute",
+    head: str = "replicated",
+    batch_spec: PartitionSpec | None = None,
+    specs: Mapping[str, Any] | None = None,
+    rng: jax.Array | None = None,
+    has_metrics: bool = False,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Loss over a whole batch and its gradients, computed by a pipeline; call it inside `jax.jit`.
+
+        def stage_fn(layers, x, ctx):                 # arrays [layers of the chunk, ...]
+            return scan_layers(layer, layers, x, ctx)  # of meshkit.parallel.pipeline
+        def first_fn(outer, microbatch, ctx):
+            return outer["table"][microbatch["tokens"]]
+        def loss_fn(outer, y, microbatch, ctx):
+            return loss_sum, weight                   # or loss_sum, weight, metrics
+
+        loss, grads = mk.pipeline(stage_fn, loss_fn, {"stages": layers, "outer": outer}, batch,
+                                  first_fn=first_fn, mesh=mesh, schedule="1f1b")
+
+    Layers go in and gradients come out in the model's own order, [layers, ...]. With virtual stages or uneven layers
+    they travel between stages for that in every call: a training step keeps them as `Stack.arrange` returns them, and
+    calls `Pipeline.value_and_gradients`, which does not.
+
+    Args:
+        stage_fn, loss_fn, first_fn: see `Functions`.
+        params: `{"stages": arrays [layers, ...], "outer": everything else}`.
+        batch: arrays [microbatches, batch, ...].
+        mesh: attached or described; None takes that of the sharding scope.
+        axis: its axis that cuts the layers.
+        schedule: `gpipe`, `circular`, `1f1b` or `interleaved_1f1b`.
+        virtual_stages: chunks of layers on each stage.
+        layout: layers of each virtual stage, see `parse_layout`.
+        residuals: `recompute`, `stash`, or a policy of `jax.checkpoint`.
+        head: `replicated` or `vocab_parallel`, see `Pipeline`.
+        batch_spec: PartitionSpec of the batch's arrays, [microbatches, batch, ...].
+        specs: PartitionSpecs of the parameters.
+        rng: a key, from which `StageContext.layer_keys` come.
+        has_metrics: whether to return metrics.
+        options: further fields of `Pipeline`, and `kept` of `ManualAxes`.
+
+    Returns:
+        loss and gradients; with `has_metrics`, (loss, metrics) and gradients.
+
+    Raises:
+        ConfigError: more stages than layers, a number of microbatches that the schedule cannot have, or sizes and
+            names that do not go together.
+    """
+    scope = current_scope()
+    mesh = mesh if mesh is not None else scope and scope.mesh
+    if mesh is None:
+        raise ConfigError("a pipeline needs a mesh.", hint="mesh=mk.build_mesh(...), or a sharding_scope around it")
+    layers = {x.shape[0] for x in jax.tree.leaves(params.get("stages")) if x.shape}
+    if len(layers) != 1:
+        raise ConfigError(f"the arrays of stages have {sorted(layers) or 'no'} layers: one number is needed.")
+    options |= {"schedule": schedule, "residuals": residuals, "head": head, "specs": specs}
+    made = make_pipeline(
+        Functions(first_fn, stage_fn, loss_fn),
+        mesh=mesh,
+        layers=layers.pop(),
+        axis=axis,
+        batch_spec=batch_spec,
+        virtual_stages=virtual_stages,
+        layout=layout,
+        **options,
+    )
+    arranged = {**params, "stages": made.stack.arrange(params["stages"])}
+    loss, metrics, gradients = made.value_and_gradients(arranged, batch, rng)
+    gradients = {**gradients, "stages": made.stack.restore(gradients["stages"])}
+    return ((loss, metrics) if has_metrics else loss), gradients
+
+
+def _by_part(fn: Callable[[Any, Any], Any], params: Mapping[str, Any], specs: Mapping[str, Any]) -> dict[str, Any]:
+    """fn(leaf, spec) over the parameters, or their gradients; those of stages first."""
+    return {part: jax.tree.map(fn, params[part], specs[part]) for part in ("stages", "outer")}
 
 
 def _microbatches(batch: Any) -> int:

@@ -12,7 +12,7 @@ here is differentiated through: the loop carries the gradients that it accumulat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,39 +21,46 @@ import numpy as np
 from jax import lax
 
 from meshkit.parallel.pipeline.report import TICK
-from meshkit.parallel.pipeline.residuals import make_residuals
+from meshkit.parallel.pipeline.residuals import Residuals, make_residuals
 from meshkit.parallel.pipeline.schedules import Phase, Tables
 from meshkit.parallel.pipeline.worker import Sums, Worker, add_score, add_stage, pick, put, slots_at, where
 
 State = dict[str, Any]
 
 
-def lockstep_gradients(worker: Worker, tables: Tables) -> tuple[Sums, Any, Any]:
-    """This device's part of the sums, and of the gradients of stages (arrays [v, ...]) and of outer parameters."""
-    return _Lockstep(worker, tables).run()
+class Lockstep:
+    """The ticks of one device.
 
+    Args:
+        worker: of the device.
+        tables: of a 1F1B schedule.
+        residuals: what a stage keeps of a microbatch between its forward and its backward.
+    """
 
-class _Lockstep:
-    def __init__(self, worker: Worker, tables: Tables):
+    def __init__(self, worker: Worker, tables: Tables, residuals: Residuals):
         self.worker, self.tables = worker, tables
-        self.residuals = make_residuals(worker.pipe.residuals, worker.run_stage)
-        self.last = worker.pipe.placement.stages - 1
+        self.residuals = make_residuals(residuals, worker.run_stage)
         self.inputs = _ticks(tables)
 
-    def run(self) -> tuple[Sums, Any, Any]:
-        state = self._start()
+    def gradients(self, zeros: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Sums, Any, Any]:
+        """This device's part of the sums, and of the gradients of stages (arrays [v, ...]) and of outer parameters.
+
+        Args:
+            zeros: empty accumulators of both, like the weights.
+        """
+        state = self._start(zeros)
         for start, stop, phases in _groups(self.tables.phases):
             state = self._scan(state, start, stop, phases)
         state = self._return(state, self.inputs["after"])
         return state["sums"], state["weights"], state["outer"]
 
-    def _start(self) -> State:
-        w, pipe = self.worker, self.worker.pipe
+    def _start(self, zeros: Callable[[Any, Any], tuple[Any, Any]]) -> State:
+        w = self.worker
         x = w.enter(w.outer, 0)
         nothing = jax.tree.map(jnp.zeros_like, x)
         zero = jax.ShapeDtypeStruct((), jnp.int32)  # traced as in a tick, so that the same values are residuals
         kept = jax.eval_shape(lambda c, m: self.residuals.forward(w.chunk_of(w.weights, c), x, c, m)[2], zero, zero)
-        weights, outer = pipe.zero_gradients(w.weights, w.outer)
+        weights, outer = zeros(w.weights, w.outer)
         return {
             "entering": x,
             "received": nothing,
@@ -163,7 +170,7 @@ class _Lockstep:
         """The loss of the microbatch that is behind the last layer; the gradient that each stage goes on with."""
         w = self.worker
         valid, microbatch = scored["valid"], scored["microbatch"]
-        mine = valid & (w.stage == self.last)
+        mine = valid & (w.stage == w.last)
 
         def run(outer, y):
             return w.score(outer, y, microbatch, mine)
@@ -171,9 +178,8 @@ class _Lockstep:
         loss_sum, pull, (weight, metrics) = jax.vjp(run, w.outer, y, has_aux=True)
         # Where the vocabulary lies over the pipeline, the others' parts follow from the last stage's loss alone.
         outer, gradient = pull(jnp.where(mine, 1.0, 0.0))
-        whole = w.pipe.head == "vocab_parallel"
         state = state | {
-            "outer": _add(state["outer"], outer, valid if whole else mine),
+            "outer": _add(state["outer"], outer, valid if w.shared_head else mine),
             "sums": add_score(state["sums"], mine, loss_sum, weight, metrics),
         }
         return state, where(mine, gradient, arriving)

@@ -17,6 +17,7 @@ What comes of a tick is handed on in that tick and used in the next one, never l
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,6 +152,7 @@ def check_sizes(schedule: str, stages: int, virtual_stages: int, microbatches: i
         )
 
 
+@functools.lru_cache(maxsize=32)
 def make_tables(schedule: str, stages: int, virtual_stages: int, microbatches: int) -> Tables:
     """The tables of a schedule, checked.
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshkit.parallel.pipeline.sums import psum
+from meshkit.parallel.pipeline.manual import psum
 
 
 def lookup(table: jax.Array, tokens: jax.Array, axis: str) -> jax.Array:

@@ -4,46 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshkit.parallel.pipeline.context import StageContext, StageOutput
+from meshkit.parallel.pipeline.functions import Functions, StageContext, StageOutput
+from meshkit.parallel.pipeline.manual import ManualAxes, psum
 from meshkit.parallel.pipeline.report import FIRST, LAST, STAGE
 from meshkit.parallel.pipeline.schedules import Slots
-from meshkit.parallel.pipeline.sums import psum
-
-if TYPE_CHECKING:
-    from meshkit.parallel.pipeline.engine import Pipeline
+from meshkit.parallel.pipeline.stack import Stack
 
 Sums = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a device has, and what it can do with it.
+    """What a device has of a pipeline, and what it can do with it."""
 
-    Attributes:
-        pipe: the pipeline.
-        weights: arrays [v, chunk_layers, ...] of this stage, whole but for the partitioner's axes.
-        outer: the parameters outside of stages.
-        batch: this device's part of the data, [microbatches, ...].
-        rng: a key, or None.
-    """
-
-    pipe: Pipeline
-    weights: Any
-    outer: Any
-    batch: Any
-    rng: Any
+    functions: Functions
+    stack: Stack
+    axes: ManualAxes
+    shared_head: bool  # all devices work on the loss of each microbatch
+    weights: Any  # arrays [v, chunk_layers, ...] of this stage, whole but for the partitioner's axes
+    outer: Any  # the parameters outside of stages
+    batch: Any  # this device's part of the data, [microbatches, ...]
+    rng: Any  # a key, or None
 
     @property
     def stage(self) -> jax.Array:
         """This device's stage."""
-        return lax.axis_index(self.pipe.axis)
+        return lax.axis_index(self.axes.axis)
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return self.axes.stages - 1
 
     def chunk_of(self, weights: Any, chunk: Any) -> Any:
         """One chunk of arrays [v, ...]."""
@@ -52,7 +50,7 @@ class Worker:
     def run_stage(self, weights: Any, x: Any, chunk: Any, microbatch: Any) -> tuple[tuple[Any, Any], Mapping[str, Any]]:
         """((activations, loss_sum), metrics) of a chunk; weights are those of the chunk."""
         with jax.named_scope(STAGE):
-            out = self.pipe.stage_fn(weights, x, self._context(chunk, microbatch, self.pipe.stack.table))
+            out = self.functions.stage(weights, x, self._context(chunk, microbatch, self.stack.table))
         if not isinstance(out, StageOutput):
             out = StageOutput(out)
         return (out.x, _fp32(out.loss_sum)), jax.tree.map(_fp32, dict(out.metrics))
@@ -61,7 +59,7 @@ class Worker:
         """What comes before the first layer."""
         with jax.named_scope(FIRST):
             ctx = self._context(0, microbatch, offset=1)
-            return self.pipe.first_fn(outer, ctx.batch, ctx)
+            return self.functions.first(outer, ctx.batch, ctx)
 
     def score(self, outer: Any, y: Any, microbatch: Any, mine: Any) -> tuple[Any, tuple[Any, Mapping[str, Any]]]:
         """loss_sum, (weight, metrics) of a microbatch; with the vocabulary over the pipeline every device computes it.
@@ -73,25 +71,25 @@ class Worker:
             mine: whether this device is the one that has them.
         """
         with jax.named_scope(LAST):
-            if self.pipe.head == "vocab_parallel":
-                mesh = self.pipe.placement.mesh
-                y = jax.tree.map(lambda a: psum(where(mine, a, jnp.zeros_like(a)), self.pipe.axis, mesh), y)
-            ctx = self._context(self.pipe.stack.virtual_stages - 1, microbatch, offset=2)
-            loss_sum, weight, *metrics = self.pipe.loss_fn(outer, y, ctx.batch, ctx)
+            if self.shared_head:
+                axis, mesh = self.axes.axis, self.axes.mesh
+                y = jax.tree.map(lambda a: psum(where(mine, a, jnp.zeros_like(a)), axis, mesh), y)
+            ctx = self._context(self.stack.virtual_stages - 1, microbatch, offset=2)
+            loss_sum, weight, *metrics = self.functions.last(outer, y, ctx.batch, ctx)
         return _fp32(loss_sum), (_fp32(weight), jax.tree.map(_fp32, dict(metrics[0]) if metrics else {}))
 
     def _context(
         self, chunk: Any, microbatch: Any, table: np.ndarray | None = None, *, offset: int = 0
     ) -> StageContext:
-        pipe, stage = self.pipe, self.stage
+        stage, data = self.stage, self.axes.data
         layers = jnp.zeros((0,), jnp.int32) if table is None else jnp.asarray(table)[chunk, stage]
         rng = self.rng
         if rng is not None:
             rng = jax.random.fold_in(rng, microbatch)
-            rng = jax.random.fold_in(rng, lax.axis_index(pipe.placement.data) if pipe.placement.data else 0)
-            rng = jax.random.fold_in(rng, pipe.stack.layers + offset) if offset else rng
+            rng = jax.random.fold_in(rng, lax.axis_index(data) if data else 0)
+            rng = jax.random.fold_in(rng, self.stack.layers + offset) if offset else rng
         batch = self.chunk_of(self.batch, microbatch)
-        return StageContext(pipe.axis, stage, chunk, microbatch, batch, layers, rng, pipe.stack.padded)
+        return StageContext(self.axes.axis, stage, chunk, microbatch, batch, layers, rng, self.stack.padded)
 
     def pass_on(self, tree: Any, step: int) -> Any:
         """Activations to the next stage (step 1), or gradients to the one before (-1).
@@ -100,10 +98,10 @@ class Worker:
         optimization_barrier`: without it, XLA's collective-permute-motion moves the permute to the head of the loop,
         where nothing hides it.
         """
-        s, ring = self.pipe.placement.stages, self.pipe.stack.virtual_stages > 1
+        s, ring = self.axes.stages, self.stack.virtual_stages > 1
         pairs = [(i, (i + step) % s) for i in range(s) if ring or 0 <= i + step < s]
         with jax.named_scope("pass_on"):
-            return jax.tree.map(lambda a: lax.ppermute(a, self.pipe.axis, pairs), tree)
+            return jax.tree.map(lambda a: lax.ppermute(a, self.axes.axis, pairs), tree)
 
     def empty_sums(self, x: Any) -> Sums:
         """Zeros, of the shape of all sums of a step."""

@@ -30,8 +30,8 @@ from meshkit.config.experiment import Experiment
 from meshkit.distributed.agreement import Agreement
 from meshkit.errors import ConfigError, RunError, TraceError
 from meshkit.sharding.resolve import path_name
-from meshkit.step.arrange import Arrangement
 from meshkit.step.data import Data
+from meshkit.step.pipelined import Arrangement
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.manifest import MANIFEST, find_corruption, read_manifest
 from meshkit.verbs.checkpoint.orbax_noise import silence_orbax

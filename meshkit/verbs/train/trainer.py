@@ -110,7 +110,7 @@ def train(
         program = make_train_step(experiment, mesh)
         announce_findings(experiment, program, console)
         data = open_data(experiment)
-        check_tokens(experiment, data)
+        check_tokens(experiment, data, program.model.abstract_model())
         check_sinks(experiment)
         for note in (*program.notes, *changes):
             tell(note)

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import meshkit as mk
-from meshkit.parallel.pipeline import StageOutput, make_pipeline, scan_layers
+from meshkit.parallel.pipeline import Functions, StageOutput, make_pipeline, scan_layers
 from meshkit.sharding import sharding_scope
 from models.llama import Llama
 from models.losses import next_token_losses
@@ -86,7 +86,7 @@ def batch_of(microbatches):
 
 
 def make_functions(graph, state):
-    """(stage_fn, loss_fn, first_fn) of a model, from its own pieces."""
+    """The functions of a pipeline of a model, from its own pieces."""
 
     def whole(outer):
         return nnx.merge(graph, nnx.State({**state, **outer}))
@@ -111,7 +111,7 @@ def make_functions(graph, state):
         losses = next_token_losses(model.last(y, ctx), batch["targets"], VOCAB, ctx)
         return (losses * batch["weights"]).sum(), batch["weights"].sum()
 
-    return stage_fn, loss_fn, first_fn
+    return Functions(first_fn, stage_fn, loss_fn)
 
 
 def compiled(fn, *args):
@@ -151,7 +151,7 @@ def check(kind, schedule="1f1b", chunks=1, context="all_gather", *, stages=2, mi
     params = {"stages": state["layers"], "outer": nnx.State({k: v for k, v in state.items() if k != "layers"})}
     specs = jax.tree.map(lambda s: s.spec, mk.shardings(params, mesh, rules))
     made = make_pipeline(
-        *make_functions(graph, state),
+        make_functions(graph, state),
         mesh=mesh,
         layers=count,
         batch_spec=P(None, *cut),

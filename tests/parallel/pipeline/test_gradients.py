@@ -48,7 +48,7 @@ def check(mesh, layers, microbatches, *, rate=0.0, aux=False, tied=False, **opti
         assert g.sharding.is_equivalent_to(p.sharding, g.ndim)
     loss, metrics = jax.device_get((loss, metrics))
     gradients = jax.device_get({**gradients, "stages": made.stack.restore(gradients["stages"])})
-    wanted = expected(layers, microbatches, made.placement.shards, rate, aux, tied)
+    wanted = expected(layers, microbatches, made.axes.shards, rate, aux, tied)
     assert loss == pytest.approx(wanted[0], rel=TOLERANCE)
     assert set(metrics) == set(wanted[1])
     for name, value in metrics.items():

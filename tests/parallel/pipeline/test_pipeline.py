@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshkit.errors import ConfigError
-from meshkit.parallel.pipeline import StageOutput, make_pipeline, matmul_flops, pipeline, scan_layers
+from meshkit.parallel.pipeline import Functions, StageOutput, make_pipeline, matmul_flops, pipeline, scan_layers
 from tests.parallel.pipeline import toy
 
 LAYERS, EMBED = 4, 8
@@ -29,6 +29,9 @@ def first_fn(outer, batch, ctx):
 
 def loss_fn(outer, y, batch, ctx):
     return jnp.sum((y - batch["y"]) ** 2), y.size
+
+
+FUNCTIONS = Functions(first_fn, stage_fn, loss_fn)
 
 
 def problem(layers=LAYERS, microbatches=4):
@@ -117,7 +120,7 @@ MAKE = {"mesh": None, "layers": LAYERS}
 def test_pipelines_that_cannot_be_are_refused(options, message):
     mesh = toy.make_mesh(pipeline=2, data=2)
     with pytest.raises(ConfigError, match=message):
-        make_pipeline(stage_fn, loss_fn, first_fn, **{**MAKE, "mesh": mesh, **options})
+        make_pipeline(FUNCTIONS, **{**MAKE, "mesh": mesh, **options})
 
 
 @pytest.mark.parametrize(
@@ -164,9 +167,7 @@ def test_a_pipeline_needs_a_mesh():
 def test_executed_over_useful_flops_are_the_formula(schedule, stages, chunks, microbatches):
     """Of every matmul that the traced program executes; there are none outside of the layers."""
     made = make_pipeline(
-        stage_fn,
-        loss_fn,
-        first_fn,
+        FUNCTIONS,
         mesh=toy.make_mesh(pipeline=stages),
         layers=stages * chunks,
         schedule=schedule,
@@ -185,7 +186,7 @@ def test_stash_recomputes_nothing():
     options = {"mesh": toy.make_mesh(pipeline=2), "layers": LAYERS}
     args = problem()
     flops = [
-        matmul_flops(make_pipeline(stage_fn, loss_fn, first_fn, residuals=r, **options).value_and_gradients, *args)
+        matmul_flops(make_pipeline(FUNCTIONS, residuals=r, **options).value_and_gradients, *args)
         for r in ("recompute", "stash")
     ]
     assert flops[1] / flops[0] == pytest.approx(3 / 4)
@@ -193,7 +194,7 @@ def test_stash_recomputes_nothing():
 
 def test_padding_counts_as_bubble():
     """5 layers on 2 stages: each computes 3."""
-    made = make_pipeline(stage_fn, loss_fn, first_fn, mesh=toy.make_mesh(pipeline=2), layers=5)
+    made = make_pipeline(FUNCTIONS, mesh=toy.make_mesh(pipeline=2), layers=5)
     report = made.report(6)
     assert report.padding_layers == 1
     assert report.executed_over_useful == pytest.approx((6 + 1) * 3 * 2 / (6 * 5))
@@ -201,6 +202,6 @@ def test_padding_counts_as_bubble():
 
 def test_the_picture_shows_each_stage_in_each_tick():
     mesh = toy.make_mesh(pipeline=2)
-    report = make_pipeline(stage_fn, loss_fn, first_fn, mesh=mesh, layers=2).report(3)
+    report = make_pipeline(FUNCTIONS, mesh=mesh, layers=2).report(3)
     assert report.picture == (("F0", "F1", "F2 B0", "B1", "B2"), ("", "F0 B0", "F1 B1", "F2 B2", ""))
     assert (report.warmup_ticks, report.steady_ticks, report.drain_ticks) == (1, 3, 1)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshkit.parallel.pipeline.sums import psum, psum_scatter
+from meshkit.parallel.pipeline.manual import psum, psum_scatter
 from tests.parallel.pipeline import toy
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from meshkit.parallel.pipeline import StageOutput, make_pipeline, scan_layers, vocabulary
+from meshkit.parallel.pipeline import Functions, StageOutput, make_pipeline, scan_layers, vocabulary
 
 EMBED, MLP, VOCAB, BATCH, LENGTH = 16, 32, 48, 4, 6
 P = PartitionSpec
@@ -142,9 +142,7 @@ def build(
         "outer": outer,
     }
     return make_pipeline(
-        stage_fn,
-        loss_fn,
-        first_fn,
+        Functions(first_fn, stage_fn, loss_fn),
         mesh=mesh,
         layers=layers,
         batch_spec=P(None, data) if data else P(),

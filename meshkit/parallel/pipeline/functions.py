@@ -1,4 +1,4 @@
-"""What the functions of a pipeline are told and may return."""
+"""What a pipeline is made of: the functions that the user writes, what they are given, and what they may return."""
 
 from __future__ import annotations
 
@@ -8,6 +8,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Functions:
+    """A model cut into stages, with its loss.
+
+    They see one device's part of the data, and whole parameters but for the axes that the partitioner has; `outer` also
+    stays cut where its specs name the pipeline's axis. They must not communicate over axes of the batch, nor, in a
+    stage, over the pipeline's. A stage runs on garbage now and then: it must be finite for finite input.
+
+    Attributes:
+        first: (outer, microbatch, StageContext) -> x, floating point arrays, as stages take and return them.
+        stage: (chunk's params [chunk_layers, ...], x, StageContext) -> x or StageOutput; `scan_layers` helps.
+        last: (outer, y, microbatch, StageContext) -> loss_sum, weight[, metrics].
+    """
+
+    first: Callable[..., Any]
+    stage: Callable[..., Any]
+    last: Callable[..., Any]
 
 
 @jax.tree_util.register_dataclass

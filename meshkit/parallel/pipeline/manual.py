@@ -3,6 +3,10 @@
 The pipeline's axis and those that cut the batch are *manual* (`jax.shard_map`): left to the partitioner, their
 reductions would run in every tick. All others (tensor) stay with the partitioner. FSDP is a manual axis in a
 parameter's spec: gathered once before the first tick, its gradient reduce-scattered once after the last.
+
+XLA's CPU compiler (jaxlib 0.12) aborts on a 16-bit all-reduce or reduce-scatter inside a `jax.shard_map` that leaves
+axes to the partitioner: "Invalid binary instruction opcode copy", from the copy that lowering puts into the reduction.
+So `psum` and `psum_scatter` add in fp32 on CPU devices.
 """
 
 from __future__ import annotations
@@ -13,16 +17,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError
-from meshkit.parallel.pipeline.sums import psum, psum_scatter
+from meshkit.sharding.constrain import current_scope, partition_spec, spec_axes
 from meshkit.sharding.mesh import AnyMesh
 
 
 @dataclass(frozen=True)
-class Placement:
+class ManualAxes:
     """The manual axes of a pipeline, and what they mean for an array.
 
     Attributes:
@@ -41,9 +46,8 @@ class Placement:
     def __post_init__(self):
         for name in (self.axis, *self.data, *self.kept):
             if name not in self.mesh.axis_names:
-                raise ConfigError(
-                    f"the pipeline is laid out over mesh axis '{name}', which the mesh ({_shape(self.mesh)}) lacks."
-                )
+                shape = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+                raise ConfigError(f"the pipeline is laid out over mesh axis '{name}', which the mesh ({shape}) lacks.")
         if self.axis in self.data:
             raise ConfigError(
                 f"mesh axis '{self.axis}' cuts the batch and cannot be that of the pipeline as well.",
@@ -58,7 +62,7 @@ class Placement:
     @property
     def data(self) -> tuple[str, ...]:
         """The axes that cut the batch."""
-        return tuple(a for entry in self.batch for a in _axes(entry))
+        return tuple(a for axes in spec_axes(self.batch) for a in axes)
 
     @property
     def shards(self) -> int:
@@ -66,20 +70,24 @@ class Placement:
         return math.prod(self.mesh.shape[a] for a in self.data)
 
     @property
-    def manual(self) -> frozenset[str]:
-        """Of the shard_map."""
+    def names(self) -> frozenset[str]:
+        """All of them, as the shard_map takes them."""
         return frozenset((self.axis, *self.data))
 
     def inside(self, spec: PartitionSpec) -> PartitionSpec:
         """What a shard_map's in_specs and out_specs may say of a spec: its manual axes."""
-        return PartitionSpec(*(_spelled(a for a in _axes(entry) if a in self.manual) for entry in spec))
+        return partition_spec([[a for a in axes if a in self.names] for axes in spec_axes(spec)])
+
+    def _outside(self, spec: PartitionSpec) -> PartitionSpec:
+        """The axes of a spec that the partitioner has."""
+        return partition_spec([[a for a in axes if a not in self.names] for axes in spec_axes(spec)])
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """x inside the shard_map, cut over the axes of its spec that the partitioner has."""
-        rest = [_spelled(a for a in _axes(entry) if a not in self.manual) for entry in spec]
+        rest = self._outside(spec)
         if not any(rest):
             return x
-        return lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*rest)))
+        return lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), rest))
 
     def check_stages(self, spec: PartitionSpec, path: str) -> None:
         """Refuses a stage's parameter whose layers the axis does not cut.
@@ -87,7 +95,7 @@ class Placement:
         Raises:
             ConfigError: naming the parameter.
         """
-        if not spec or _axes(spec[0])[:1] != (self.axis,):
+        if not spec or spec_axes(spec)[0][:1] != (self.axis,):
             raise ConfigError(
                 f"the pipeline's mesh axis '{self.axis}' must cut the layers of {path} first, but its sharding is "
                 f"{tuple(spec)}.",
@@ -109,7 +117,7 @@ class Placement:
 
         Reduce-scatter over the axes that cut the parameter, then all-reduce of the piece over those that do not.
         """
-        cut = {a for entry in spec for a in _axes(entry)}
+        cut = {a for axes in spec_axes(spec) for a in axes}
         left = tuple(a for a in (self.axis, *self.data) if a not in cut)
 
         def local(gradient):
@@ -121,8 +129,8 @@ class Placement:
 
     def _fully_manual(self, fn: Callable, spec: PartitionSpec) -> Callable:
         """fn inside the shard_map, manual over the partitioner's axes too: it would gather those of a collective."""
-        rest = PartitionSpec(*(_spelled(a for a in _axes(entry) if a not in self.manual) for entry in spec))
-        names = frozenset(a for entry in rest for a in _axes(entry))
+        rest = self._outside(spec)
+        names = frozenset(a for axes in spec_axes(rest) for a in axes)
         if not names:
             return fn
         mesh = jax.sharding.get_abstract_mesh()
@@ -131,12 +139,12 @@ class Placement:
     def _gathered(self, spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
         """(dim, axes) to gather; they must be the innermost of their dim, or parts would come together wrongly."""
         found = []
-        for dim, entry in enumerate(spec):
-            axes = tuple(a for a in _axes(entry) if a in self.data and a not in self.kept)
-            inner = tuple(a for a in _axes(entry) if a in self.manual)[-len(axes) :] if axes else ()
+        for dim, cut in enumerate(spec_axes(spec)):
+            axes = tuple(a for a in cut if a in self.data and a not in self.kept)
+            inner = tuple(a for a in cut if a in self.names)[-len(axes) :] if axes else ()
             if axes != inner:
                 raise ConfigError(
-                    f"dim {dim} of a parameter is cut over {' x '.join(_axes(entry))}: a pipeline gathers "
+                    f"dim {dim} of a parameter is cut over {' x '.join(cut)}: a pipeline gathers "
                     f"{' x '.join(axes)}, which must come last.",
                 )
             if axes:
@@ -144,16 +152,25 @@ class Placement:
         return found
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+def psum(x: jax.Array, axes: Any, mesh: AnyMesh | None = None) -> jax.Array:
+    """`lax.psum` over manual axes.
+
+    Args:
+        x: an array.
+        axes: manual mesh axes.
+        mesh: says which devices these are; None takes that of the sharding scope.
+    """
+    return lax.psum(_widened(x, mesh), axes).astype(x.dtype)
 
 
-def _spelled(axes: Any) -> Any:
-    names = tuple(axes)
-    return None if not names else names[0] if len(names) == 1 else names
+def psum_scatter(x: jax.Array, axes: Any, dim: int, mesh: AnyMesh | None = None) -> jax.Array:
+    """`lax.psum_scatter` along a dim, in tiles."""
+    return lax.psum_scatter(_widened(x, mesh), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
 
 
-def _shape(mesh: AnyMesh) -> str:
-    return " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+def _widened(x: jax.Array, mesh: AnyMesh | None) -> jax.Array:
+    scope = current_scope()
+    mesh = mesh if mesh is not None else scope and scope.mesh
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    on_cpu = mesh is None or mesh.devices.flat[0].platform == "cpu"
+    return x.astype(jnp.float32) if narrow and on_cpu else x

@@ -14,39 +14,37 @@ import numpy as np
 from jax import lax
 
 from meshkit.parallel.pipeline.report import TICK
-from meshkit.parallel.pipeline.residuals import find_policy
+from meshkit.parallel.pipeline.residuals import Residuals, find_policy
 from meshkit.parallel.pipeline.schedules import Tables
 from meshkit.parallel.pipeline.worker import Sums, Worker, add_score, add_stage, slots_at, where
 
 
-def loop_gradients(worker: Worker, tables: Tables) -> tuple[Sums, Any, Any]:
+def loop_gradients(worker: Worker, tables: Tables, residuals: Residuals, accumulators: Any) -> tuple[Sums, Any, Any]:
     """This device's part of the sums, and of the gradients of stages (arrays [v, ...]) and of outer parameters.
 
     Gradients are summed over microbatches in the dtype of the weights that the loop is given: fp32 accumulators are
     weights cast to fp32 before it.
     """
-    pipe = worker.pipe
-    weights, outer = pipe.for_accumulation(worker.weights), pipe.for_accumulation(worker.outer)
+    weights, outer = jax.tree.map(lambda x: x.astype(accumulators or x.dtype), (worker.weights, worker.outer))
 
     def loss(weights, outer):
-        sums = loop_sums(worker, tables, weights, outer, recompute=True)
+        sums = loop_sums(worker, tables, weights, outer, residuals)
         return sums["loss"], sums
 
     (_, sums), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, outer)
     return sums, *gradients
 
 
-def loop_sums(worker: Worker, tables: Tables, weights: Any, outer: Any, *, recompute: bool = False) -> Sums:
+def loop_sums(worker: Worker, tables: Tables, weights: Any, outer: Any, residuals: Residuals = "stash") -> Sums:
     """This device's part of the sums of a forward pass.
 
     Args:
         worker: of the device.
         tables: of a schedule that runs all forwards first.
         weights, outer: parameters in whatever dtype; they are used in the worker's.
-        recompute: whether a derivative of this shall recompute what the pipeline's `residuals` say.
+        residuals: what a derivative of this keeps of each tick; it recomputes the rest.
     """
-    w, pipe = worker, worker.pipe
-    last, chunks = pipe.placement.stages - 1, pipe.stack.virtual_stages
+    w, last, chunks = worker, worker.last, worker.stack.virtual_stages
     before = jax.tree.map(lambda a: a.dtype, (w.weights, w.outer))
 
     def tick(state: Any, now: Any, scored: bool) -> tuple[Any, None]:
@@ -65,8 +63,8 @@ def loop_sums(worker: Worker, tables: Tables, weights: Any, outer: Any, *, recom
 
     def scan(state: Any, inputs: Any, scored: bool) -> Any:
         body = jax.named_scope(TICK)(lambda state, now: tick(state, now, scored))
-        if recompute and pipe.residuals != "stash":
-            body = jax.checkpoint(body, policy=find_policy(pipe.residuals))
+        if residuals != "stash":
+            body = jax.checkpoint(body, policy=find_policy(residuals))
         return lax.scan(body, state, inputs)[0]
 
     x = jax.tree.map(jnp.zeros_like, w.enter(w.outer, 0))
