@@ -26,7 +26,7 @@ def computing_at(cluster: Cluster, rate: float) -> Cluster:
     gpu = cluster.gpu
     achieved = {name: value * rate for name, value in gpu.achieved.items()}
     faster = dataclasses.replace(gpu, achieved=achieved, memory_bytes_per_s=gpu.memory_bytes_per_s * rate)
-    return dataclasses.replace(cluster, gpu=faster)
+    return cluster.model_copy(update={"gpu": faster})
 
 
 def step_s(plan: Plan, cluster: Cluster) -> float:
@@ -43,7 +43,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for name in parser.parse_args().names:
         experiment = load(EXPERIMENTS / f"{name}.toml")
-        train = dataclasses.replace(experiment.train, pgle=PREDICTED)
+        train = experiment.train.model_copy(update={"pgle": PREDICTED})
         own, told = (plan_experiment(e) for e in (experiment, dataclasses.replace(experiment, train=train)))
         for rate in RATES:
             cluster = computing_at(experiment.cluster, rate)

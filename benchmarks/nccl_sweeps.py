@@ -133,7 +133,7 @@ def describe(system: str) -> tuple[str, Cluster, int, int]:
         keys |= {"nics_per_host": int(port[1]), "nic": _nic(prefix, rate)}
     cluster = Cluster.load({"name": _CLUSTERS[gpu], **keys})
     if "EFA" in system and hosts > 1:
-        cluster = replace(cluster, nic=_efa(cluster, old=gpu in _EFA_OLD), fabric="ethernet")
+        cluster = cluster.model_copy(update={"nic": _efa(cluster, old=gpu in _EFA_OLD), "fabric": "ethernet"})
     return gpu, cluster, n // hosts, hosts
 
 

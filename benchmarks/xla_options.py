@@ -45,7 +45,7 @@ def rows(experiment: Experiment) -> Iterable[str]:
         words += [word] if word else []
         chosen = {name: value if any(w in name for w in words) else off(name) for name, value in forced.items()}
         yield row(dataclasses.replace(experiment, xla={**chosen, **experiment.xla}), step, sets)
-    train = dataclasses.replace(experiment.train, pgle=PREDICTED)
+    train = experiment.train.model_copy(update={"pgle": PREDICTED})
     yield row(dataclasses.replace(experiment, train=train), "what meshkit sets, by its prices", "where asked")
 
 

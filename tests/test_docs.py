@@ -22,7 +22,8 @@ import typer
 
 import meshkit as mk
 from meshkit.cli import app
-from meshkit.config import catalog, tables
+from meshkit.config import catalog
+from meshkit.config import sections as tables
 from meshkit.report import schema as report_schema
 
 ROOT = Path(__file__).parent.parent

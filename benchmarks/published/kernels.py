@@ -51,4 +51,4 @@ def adapted(cluster: Cluster, kernels: Kernels) -> Cluster:
         matmuls = [name for name in achieved if name.startswith("matmul")]
         achieved |= {name: achieved[name] * variant["matmul"] for name in matmuls}
         gpu = replace(gpu, memory_bytes_per_s=gpu.memory_bytes_per_s * variant["memory"])
-    return replace(cluster, gpu=replace(gpu, achieved=achieved))
+    return cluster.model_copy(update={"gpu": replace(gpu, achieved=achieved)})

@@ -20,10 +20,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from meshkit.config.document import Document
+from meshkit.config.document import TomlDocument
 from meshkit.config.emit import to_toml
-from meshkit.config.problems import SpecError, did_you_mean, kind
-from meshkit.config.validate import Table, check_plain, validate
+from meshkit.config.validate import SpecError, Table, check_plain, did_you_mean, kind, validate
 from meshkit.errors import ConfigError
 
 SCHEMA = "meshkit.calibration/1"
@@ -130,7 +129,7 @@ def load(path: str | os.PathLike[str]) -> Calibration:
     Raises:
         ConfigError: it cannot be read, is no TOML, or is no calibration; the message names file, line and key.
     """
-    document = Document.read(path, what="calibration file")
+    document = TomlDocument.read(path, what="calibration file")
     try:
         check_plain(document.table)
         return _build(document.table)

@@ -1,80 +1,70 @@
 """Cluster: the machines of an experiment, and the links between their GPUs.
 
 GPUs that are used are numbered domain by domain: `gpu_index = domain * gpus_used_per_domain + local`.
+
+A path is as fast as the slowest thing on it: NIC, the NIC's slot, the GPU's slot, host memory where it must pass that.
+Which is the slowest is judged by sustained rates; the link then has that thing's peak and its sustained share.
 """
+
+# What a file may leave out, or name, is there in a Cluster: the same keys of a narrower type.
+# pyright: reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from meshkit.config import catalog, links
-from meshkit.config.catalog import Gpu, Nic
-from meshkit.config.document import Document
-from meshkit.config.links import Link
-from meshkit.config.paths import absolute, is_path
-from meshkit.config.problems import SpecError, did_you_mean, kind, show
-from meshkit.config.tables import ClusterTable
-from meshkit.config.validate import check_plain, validate
+from meshkit.config import catalog
+from meshkit.config.catalog import CpuLink, Gpu, Nic
+from meshkit.config.document import TomlDocument, absolute, as_table
+from meshkit.config.sections import ClusterTable
+from meshkit.config.validate import SpecError, check_plain, did_you_mean, kind, show, validate
 from meshkit.errors import ConfigError
 
 __all__ = ["Cluster", "Gpu", "Link", "Nic", "shipped_clusters"]
 
+_NVSWITCH_GENERATION = 3  # earlier NVLink came without a switch on 8-GPU hosts
+_LARGEST_MESH = {True: 4, False: 8}  # GPUs wired to each other directly, from that generation on and before it
+
+# Reads and writes of host memory for each byte that a GPU sends through it: written, then read; and, where the same
+# GPU also receives at that rate, as every step of a collective does over a network, the same once more.
+_PASSES_SCALE_UP = 2
+_PASSES_SCALE_OUT = 4
+
+# What a port speaks -> the NICs of the catalog that do, and what a report calls a port in its other mode: a ConnectX
+# speaks InfiniBand and Ethernet.
+_NIC_PREFIX = {"roce": "roce_", "ethernet": "tcp_", "infiniband": "ib_"}
+_OTHER_MODE = {"roce": "roce", "ethernet": "tcp", "infiniband": "infiniband"}
+
+Hop = tuple[float, float]  # peak bytes/s, sustained share
+
 
 @dataclass(frozen=True)
-class Cluster:
-    """The machines of an experiment.
+class Link:
+    """What connects GPUs inside a domain or between domains, or a GPU and its CPU."""
 
-    Attributes:
-        name: the shipped name, or the stem of the file; `inline` where there is neither.
-        gpu: of the catalog.
-        hosts: machines.
-        gpus_per_host: GPUs of a machine.
-        nvlink_domain_size: GPUs that reach each other over the scale-up fabric; may span hosts.
-        gpus_used_per_domain: how many of them the job uses: the first of each domain.
-        scale_up: `nvlink`; `pcie`, from GPU to GPU; `shared_memory`, through pinned host memory, or of CPU devices.
-        nvlink_taper: scale-up bandwidth beyond the host relative to inside it.
-        nic: of the catalog; None where hosts are not connected.
-        nics_per_host: ports of a machine, which its GPUs share; also its rails. 0 without a NIC.
-        fabric: `infiniband`, `roce`, `ethernet`, or None without a NIC.
-        gpudirect_rdma: whether NICs (and storage) read GPU memory without the host.
-        oversubscription: of the scale-out network, 1 = none: what all GPUs of one half can send, over what reaches the
-            other half. Of a fat tree the ratio at its narrowest layer, of a dragonfly that of its global links. All
-            traffic between domains is priced as if it crossed there.
-        storage_bytes_per_s: of checkpoints, over all hosts.
-        host_memory_bytes: of a host's CPUs, for what is offloaded; None: unknown.
-        price_per_gpu_hour: in any currency.
-        calibration: path of a file of `meshkit bench`.
-        nvlink_switch: whether NVLink goes through a switch; None: as hosts of that GPU and size are built.
-        cpu_link: what connects a GPU and its CPU, a key of the catalog; None: as the GPU comes.
-        gpu_spread: standard deviation of the GPUs' compute rates, relative; None: as in published fleets.
-    """
+    name: str  # `nvlink` (inside a domain), `infiniband` (between domains) or `cpu`
+    fabric: str  # what it really is: `nvlink4_nvswitch`, `pcie4_p2p`, `shared_memory`, `infiniband_ndr`, ...
+    bytes_per_s: float  # peak per GPU, one direction; its part of its host's ports, oversubscription taken off
+    achieved: float  # sustained fraction of that
+    latency_s: float  # one ring step of a large message (NCCL's Simple protocol)
+    latency_small_s: float  # one ring step of a small message (NCCL's LL protocol)
 
-    name: str
+
+class Cluster(ClusterTable):
+    """The machines of an experiment: the keys of a cluster file, with what was left out filled in by `load`."""
+
+    name: str = "inline"  # the shipped name, or the stem of the file
     gpu: Gpu
-    hosts: int
-    gpus_per_host: int
-    nvlink_domain_size: int
-    gpus_used_per_domain: int
-    scale_up: str
-    nvlink_taper: float = 1.0
-    nic: Nic | None = None
-    nics_per_host: int = 0
-    fabric: str | None = None
-    gpudirect_rdma: bool = True
-    oversubscription: float = 1.0
-    storage_bytes_per_s: float | None = None
-    host_memory_bytes: float | None = None
-    price_per_gpu_hour: float | None = None
-    calibration: str | None = None
-    nvlink_switch: bool | None = None
-    cpu_link: str | None = None
-    gpu_spread: float | None = None
+    nvlink_domain_size: int = 1
+    gpus_used_per_domain: int = 1  # the first of each domain
+    nic: Nic | None = None  # None where hosts are not connected
+    nics_per_host: int = 0  # ports of a machine, which its GPUs share; also its rails. 0 without a NIC
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any], *, hosts: int | None = None, **overrides: Any) -> Cluster:
@@ -122,18 +112,32 @@ class Cluster:
 
     @property
     def has_nvswitch(self) -> bool:
-        """Whether the domain's NVLinks go through switches, so that any group of GPUs has all its links' bandwidth."""
-        return links.has_nvswitch(self)
+        """Whether NVLink goes through switches, so that any group of GPUs of a domain has all its links' bandwidth.
+
+        As the file says, else as hosts of that generation and size are built.
+        """
+        if self.scale_up != "nvlink":
+            return False
+        if self.nvlink_switch is not None:
+            return self.nvlink_switch
+        modern = (self.gpu.nvlink_generation or 0) >= _NVSWITCH_GENERATION
+        return self.nvlink_domain_size > _LARGEST_MESH[modern]
 
     @property
     def checkpoint_bytes_per_s(self) -> float | None:
         """Rate of a checkpoint over all hosts: what the storage takes, or what the GPUs' paths to it carry.
 
-        None where `storage_bytes_per_s` is. Without GPUDirect the path leads through host memory.
+        None where `storage_bytes_per_s` is. With GPUDirect Storage (as with RDMA: `gpudirect_rdma`) a byte crosses the
+        GPU's slot only; without, it is written to host memory and read again.
         """
         if self.storage_bytes_per_s is None:
             return None
-        return min(self.storage_bytes_per_s, links.storage_path_bytes_per_s(self))
+        cpu = _cpu_link_of(self)
+        hops = [(cpu.bytes_per_s, cpu.achieved)]
+        if not self.gpudirect_rdma:
+            hops.append(_host_memory(cpu, passes=_PASSES_SCALE_UP))
+        peak, achieved = _slowest(hops)
+        return min(self.storage_bytes_per_s, self.num_gpus * peak * achieved)
 
     def link(self, name: str, *, gpus: int | None = None) -> Link:
         """The link of that name.
@@ -149,22 +153,39 @@ class Cluster:
             ConfigError: no such link.
         """
         if name == "nvlink":
-            return links.scale_up_link(self, gpus)
+            return _nvlink(self, gpus) if self.scale_up == "nvlink" else _inside_host(self, name)
         if name == "infiniband":
-            return links.scale_out_link(self)
+            return _inside_host(self, name) if self.nic is None else _scale_out(self, self.nic)
         raise ConfigError(f"there is no link '{name}'.", hint="nvlink or infiniband")
 
     def offload_link(self) -> Link:
-        """The link between one GPU and its host's memory: NVLink-C2C, NVLink of POWER hosts, PCIe elsewhere."""
-        return links.offload_link(self)
+        """The link between one GPU and its host's memory, all GPUs of the host at once, one direction.
+
+        NVLink-C2C, NVLink of POWER hosts, PCIe elsewhere.
+        """
+        if self.is_cpu:
+            return _inside_host(self, "cpu")
+        cpu, latency = _cpu_link_of(self), catalog.fabric("pcie")
+        hops = [(cpu.bytes_per_s, cpu.achieved), _host_memory(cpu, passes=1)]
+        return Link("cpu", cpu.label, *_slowest(hops), latency["latency_s"], latency["latency_small_s"])
+
+    def mesh_hops(self, gpus: int) -> float:
+        """NVLinks that a byte crosses between two members of a group of neighbours, on average over all pairs.
+
+        1 where any two GPUs meet directly or at a switch. In a cube mesh a byte for a GPU without a direct link is
+        relayed by one that has links to both (NCCL's NVB paths): two.
+        """
+        table = catalog.cube_mesh(self.gpu.nvlink_generation or 0) if self.gpus_per_host == 8 else None
+        if self.scale_up != "nvlink" or self.has_nvswitch or table is None or gpus < 2:
+            return 1.0
+        pairs = [(a, b) for a in range(min(gpus, 8)) for b in range(min(gpus, 8)) if a != b]
+        return sum(1 if table[a][b] else 2 for a, b in pairs) / len(pairs)
 
     def to_dict(self) -> dict[str, Any]:
         """Every key with a plain value, None where unset; `Cluster.load` reads it back."""
-        table = {field.name: getattr(self, field.name) for field in fields(self)}
-        table["gpu"] = self.gpu.key
-        table["nic"] = self.nic.key if self.nic else None
-        table["nics_per_host"] = self.nics_per_host or None
-        return table
+        table = {name: getattr(self, name) for name in ClusterTable.model_fields}
+        own = {"gpu": self.gpu.key, "nic": self.nic.key if self.nic else None}
+        return table | own | {"nics_per_host": self.nics_per_host or None}
 
 
 @functools.cache
@@ -180,21 +201,6 @@ def load_table(table: Mapping[str, Any], *, folder: Path) -> Cluster:
     table, name = _resolve(dict(table), folder)
     checked = validate(ClusterTable, table, within=("cluster",))
     return _build(checked, name)
-
-
-def as_table(source: Any) -> dict[str, Any]:
-    """A bare name, a path, or a mapping, as a mapping."""
-    if isinstance(source, Mapping):
-        return dict(source)
-    if not isinstance(source, str | Path):
-        raise SpecError(
-            f"cluster must be a name, a path or a table, not {kind(source)}.",
-            key=("cluster",),
-            value=source,
-            hint='cluster = "dgx_h100"',
-        )
-    text = str(source)
-    return {"file": text} if isinstance(source, Path) or is_path(text) else {"name": text}
 
 
 def _resolve(table: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
@@ -234,19 +240,19 @@ def _merge_file(table: dict[str, Any], file: Any, folder: Path) -> tuple[dict[st
     if not path.exists():
         hint = "a path relative to the file that names it, or the name of a shipped cluster"
         raise SpecError(f"there is no cluster file '{_relative(path)}'.", key=key, value=file, hint=hint)
-    document = Document.read(_relative(path), what="cluster file", root=("cluster",))
+    document = TomlDocument.read(_relative(path), what="cluster file", root=("cluster",))
     try:
         check_plain({"cluster": document.table})
         overridden = {"calibration"} & table.keys()  # a file that is not used need not be there
         own = {key: value for key, value in document.table.items() if key not in overridden}
         base, base_name = _resolve(own, path.parent)
-        checked = validate(ClusterTable, base, within=("cluster",))
+        validate(ClusterTable, base, within=("cluster",))
     except SpecError as error:
         raise document.locate(error) from None
     # A file that extends a shipped cluster is a cluster of its own; its name must not read as the shipped one's.
     named = "gpu" in document.table and base_name != "inline"
     name = base_name if named else path.stem
-    base = checked.model_dump(exclude_unset=True, exclude={"name"})
+    base.pop("name", None)
     return {**base, **table}, path.name if name in shipped_clusters() else name
 
 
@@ -258,16 +264,18 @@ def _relative(path: Path) -> str:
 def _build(table: ClusterTable, name: str) -> Cluster:
     gpu, nic = _find_gpu(table.gpu), _find_nic(table.nic)
     domain_size = table.nvlink_domain_size or table.gpus_per_host
-    values = table.model_dump(exclude={"name"})
-    values.update(
-        gpu=gpu,
-        nic=nic,
-        nvlink_domain_size=domain_size,
-        gpus_used_per_domain=table.gpus_used_per_domain or domain_size,
-        nics_per_host=(table.nics_per_host or table.gpus_per_host) if nic else 0,
-        fabric=(table.fabric or nic.fabric) if nic else None,
-    )
-    cluster = Cluster(name=name, **values)
+    filled = {
+        "name": name,
+        "gpu": gpu,
+        "nic": nic,
+        "nvlink_domain_size": domain_size,
+        "gpus_used_per_domain": table.gpus_used_per_domain or domain_size,
+        "nics_per_host": (table.nics_per_host or table.gpus_per_host) if nic else 0,
+        "fabric": (table.fabric or nic.fabric) if nic else None,
+    }
+    if gpu.key == "cpu" and "scale_up" not in table.model_fields_set:
+        filled["scale_up"] = "shared_memory"  # the only one that CPU devices have
+    cluster = Cluster(**(table.model_dump() | filled))
     _check_domains(cluster)
     _check_scale_up(cluster)
     _check_nvlink_switch(cluster)
@@ -367,7 +375,7 @@ def _check_cpu_link(cluster: Cluster) -> None:
     if given not in catalog.cpu_link_keys():
         hint = did_you_mean(str(given), catalog.cpu_link_keys())
         raise SpecError(f"the catalog has no link to a CPU '{given}'.", key=key, value=given, hint=hint)
-    cpu = links.cpu_link_of(cluster)
+    cpu = _cpu_link_of(cluster)
     takes = cpu.nvlinks * gpu.nvlink_bytes_per_s / gpu.nvlink_links if gpu.nvlink_links else 0.0
     if not cpu.nvlinks or takes != cpu.bytes_per_s:
         message = f"GPU '{gpu.key}' has no link '{given}' to a CPU."
@@ -391,3 +399,112 @@ def _check_scale_out(cluster: Cluster, table: ClusterTable) -> None:
             value=getattr(table, key),
             hint='a line nic = "ib_ndr" in the cluster',
         )
+
+
+def _cpu_link_of(cluster: Cluster) -> CpuLink:
+    """The catalog's link between a GPU and its CPU: as the file says, else what comes with the GPU."""
+    key = cluster.cpu_link or cluster.gpu.cpu_link
+    generation = cluster.gpu.pcie_generation
+    return catalog.cpu_link(key, pcie_generation=generation, gpus_per_host=cluster.gpus_per_host)
+
+
+def _scale_out(cluster: Cluster, port: Nic) -> Link:
+    """The link between domains, over the hosts' ports."""
+    nic = _as_spoken(port, cluster.fabric)
+    share = cluster.nics_per_host / cluster.gpus_per_host
+    slot = catalog.pcie_bytes_per_s(min(nic.pcie_generation, cluster.gpu.pcie_generation), nic.pcie_lanes)
+    hops = [
+        (nic.bytes_per_s * share / cluster.oversubscription, nic.achieved),
+        (slot * share, catalog.fabric("pcie")["achieved"]),
+        *_gpu_to_nic(cluster, direct=cluster.gpudirect_rdma and nic.rdma),
+    ]
+    return Link("infiniband", _label(port, cluster.fabric), *_slowest(hops), nic.latency_s, nic.latency_small_s)
+
+
+def _nvlink(cluster: Cluster, gpus: int | None) -> Link:
+    gpu, latency = cluster.gpu, catalog.fabric("nvlink")
+    rate = gpu.nvlink_bytes_per_s * (1 - _cpu_link_of(cluster).nvlinks / gpu.nvlink_links)
+    if cluster.has_nvswitch:
+        kind = "nvswitch"
+        rate *= cluster.nvlink_taper if gpus and gpus > cluster.gpus_per_host else 1.0
+    else:
+        kind = "mesh"
+        domain = cluster.nvlink_domain_size
+        rate *= _mesh_share(gpu.nvlink_generation or 0, cluster.gpus_per_host, domain, gpus or domain)
+    label = f"nvlink{gpu.nvlink_generation}_{kind}"
+    return Link("nvlink", label, rate, gpu.achieved["nvlink"], latency["latency_s"], latency["latency_small_s"])
+
+
+@functools.cache
+def _mesh_share(generation: int, gpus_per_host: int, domain: int, gpus: int) -> float:
+    """Share of a GPU's NVLinks that lead to members of its group, where no switch lends it the others.
+
+    Of m GPUs that are all wired to each other, each link leads to one of m - 1 peers: (g - 1) / (m - 1). A cube mesh
+    has its own table; the group is taken as neighbours in GPU order, and the GPU with the fewest links sets the pace.
+    """
+    if domain == 1:
+        return 1.0  # links that nothing uses
+    gpus = max(2, min(gpus, domain))
+    table = catalog.cube_mesh(generation) if gpus_per_host == 8 else None
+    if table is None:
+        return (gpus - 1) / (domain - 1)
+    blocks = [range(first, first + gpus) for first in range(0, domain - gpus + 1, gpus)]
+    fewest = min(sum(table[member][peer] for peer in block) for block in blocks for member in block)
+    return max(1, fewest) / sum(table[0])
+
+
+def _inside_host(cluster: Cluster, name: str) -> Link:
+    """GPUs of one host without NVLink: peer to peer over PCIe, or through pinned host memory; or CPU devices."""
+    if cluster.is_cpu:
+        row = catalog.fabric("shared_memory")
+        return Link(name, "shared_memory", row["bytes_per_s"], row["achieved"], *_latencies("shared_memory"))
+    if cluster.scale_up == "shared_memory":
+        cpu = _cpu_link_of(cluster)
+        sustained = min(cpu.achieved, catalog.fabric("host_memory")["achieved"])
+        hops = [(cpu.bytes_per_s, sustained), _host_memory(cpu, passes=_PASSES_SCALE_UP)]
+        return Link(name, "shared_memory", *_slowest(hops), *_latencies("host_memory"))
+    gpu = cluster.gpu
+    achieved = catalog.fabric("pcie")["achieved"]
+    return Link(name, f"pcie{gpu.pcie_generation}_p2p", gpu.pcie_bytes_per_s, achieved, *_latencies("pcie"))
+
+
+def _gpu_to_nic(cluster: Cluster, *, direct: bool) -> Iterable[Hop]:
+    """What a byte crosses between a GPU and its NIC's slot.
+
+    Without GPUDirect it goes up to host memory and down to the NIC. GPU and NIC of a server mostly sit below one PCIe
+    switch, whose way to the CPU then carries what the GPU sends and what the NIC receives: half for each.
+    """
+    cpu = _cpu_link_of(cluster)
+    yield cpu.bytes_per_s, cpu.achieved
+    if not direct:
+        if cpu.key == "pcie":
+            yield cpu.bytes_per_s / 2, cpu.achieved
+        yield _host_memory(cpu, passes=_PASSES_SCALE_OUT)
+
+
+def _host_memory(cpu: CpuLink, *, passes: int) -> Hop:
+    return cpu.host_memory_bytes_per_s / passes, catalog.fabric("host_memory")["memory_achieved"]
+
+
+def _slowest(hops: Iterable[Hop]) -> Hop:
+    return min(hops, key=lambda hop: hop[0] * hop[1])
+
+
+def _latencies(fabric: str) -> tuple[float, float]:
+    row = catalog.fabric(fabric)
+    return row["latency_s"], row["latency_small_s"]
+
+
+def _as_spoken(nic: Nic, fabric: str | None) -> Nic:
+    """The catalog's NIC of the same rate that speaks `fabric`, where a port runs in its other mode; else the same."""
+    if fabric in (None, nic.fabric):
+        return nic
+    others = (catalog.nic(key) for key in catalog.nic_keys() if key.startswith(_NIC_PREFIX[fabric]))
+    return next((other for other in others if other.bytes_per_s == nic.bytes_per_s), nic)
+
+
+def _label(nic: Nic, fabric: str | None) -> str:
+    """What a report calls the port."""
+    if fabric in (None, nic.fabric):
+        return nic.label
+    return f"{_OTHER_MODE[fabric]}_{round(nic.bytes_per_s * 8 / 1e9)}"

@@ -1,23 +1,39 @@
-"""Document: a TOML file with overrides laid over it, which knows where each key was written."""
+"""TomlDocument: a TOML file with overrides laid over it, which knows where each key was written.
+
+file -> text, table -> paths made absolute -> `--set key=value` -> table, and `where()` for errors
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshkit.config.locate import find_duplicate, locate
-from meshkit.config.problems import Key, SpecError, dotted
+from meshkit.config.locate import find_duplicate, locate, split_key
+from meshkit.config.validate import FUNCTION_PATTERN, Key, SpecError, did_you_mean, dotted, kind
 from meshkit.errors import ConfigError
 
+STDLIB_SOURCE = "python-stdlib"
+# The keys of an experiment that may hold a path. A cluster may also be a name, a source also a function or the standard
+# library.
+PATH_KEYS: tuple[Key, ...] = (
+    ("cluster",),
+    ("cluster", "file"),
+    ("cluster", "calibration"),
+    ("checkpoint", "initial"),
+    ("data", "source"),
+)
 _TOML_POSITION = re.compile(r"^(.*?) \(at (?:line (\d+), column (\d+)|end of document)\)$", re.DOTALL)
 _LONGEST_VALUE = 80
 _LARGEST_FILE_BYTES = 4 * 2**20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_REMOVED = object()
+_STARTS_A_STRUCTURE = ("[", "{", '"', "'")
 
 
 @dataclass(frozen=True)
@@ -27,29 +43,64 @@ class Override:
     key: Key
     raw: str
 
+    @classmethod
+    def parse(cls, raw: str) -> Override:
+        """The override of a text.
+
+        Raises:
+            ConfigError: no `key=value`, or no key.
+        """
+        key, equals, _ = raw.partition("=")
+        hint = "--set mesh.tensor=8"
+        if not equals:
+            raise ConfigError("an override needs a key and a value.", at=f"--set {raw}", hint=hint)
+        try:
+            return cls(split_key(key.strip()), raw)
+        except ValueError:
+            raise ConfigError(f"'{key.strip()}' is not a key.", at=f"--set {raw}", hint=hint) from None
+
+    def value(self) -> Any:
+        """The value: TOML; what is not is a string; `_REMOVED` where there is none.
+
+        Raises:
+            ConfigError: it begins like TOML and is none, or is out of range.
+        """
+        text = self.raw.partition("=")[2].strip()
+        if not text:
+            return _REMOVED
+        try:
+            table = tomllib.loads(f"value = {text}")
+            if set(table) == {"value"}:
+                return table["value"]
+        except tomllib.TOMLDecodeError as error:
+            if text.startswith(_STARTS_A_STRUCTURE):
+                problem = str(error).split(" (at ")[0]
+                raise self.error(
+                    f"the value of {dotted(self.key)} is not TOML: {problem[:1].lower()}{problem[1:]}.",
+                    "quoting it for the shell: --set 'mesh.fsdp={ nvlink = 2, infiniband = 4 }'",
+                ) from None
+        except (RecursionError, ValueError):
+            raise self.error(f"the value of {dotted(self.key)} is out of range.", "a smaller value") from None
+        return text
+
+    def error(self, message: str, hint: str) -> ConfigError:
+        """An error that points at the override."""
+        return ConfigError(message, at=f"--set {self.raw}", hint=hint)
+
 
 @dataclass(frozen=True)
-class Document:
-    """A parsed TOML file.
+class TomlDocument:
+    """A parsed TOML file."""
 
-    Attributes:
-        path: the file, absolute.
-        display: the file as the user named it.
-        text: its content, lines ended by a line feed.
-        table: the parsed content, with the overrides laid over it.
-        root: what leads to its keys for the reader: () of an experiment, ("cluster",) of a cluster file.
-        overrides: what was laid over it, in order.
-    """
-
-    path: Path
-    display: str
-    text: str
-    table: dict[str, Any]
-    root: Key = ()
-    overrides: tuple[Override, ...] = ()
+    path: Path  # absolute
+    display: str  # the file as the user named it
+    text: str  # its content, lines ended by a line feed
+    table: dict[str, Any]  # the parsed content, with the overrides laid over it
+    root: Key = ()  # what leads to its keys for the reader: () of an experiment, ("cluster",) of a cluster file
+    overrides: tuple[Override, ...] = ()  # what was laid over it, in order
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], *, what: str = "experiment file", root: Key = ()) -> Document:
+    def read(cls, path: str | os.PathLike[str], *, what: str = "experiment file", root: Key = ()) -> TomlDocument:
         """The file at `path`.
 
         Raises:
@@ -59,8 +110,24 @@ class Document:
         text = _read_text(Path(path), display, what)
         return cls(Path(path).resolve(), display, text, _parse(text, display, what), root)
 
-    def with_overrides(self, table: dict[str, Any], overrides: Sequence[Override]) -> Document:
-        """The same file with another table, which the overrides led to."""
+    def with_overrides(self, raw: Sequence[str]) -> TomlDocument:
+        """The experiment with every `key=value` laid over it, in order, and its paths made absolute.
+
+        An empty value removes the key. Relative paths in a value are relative to the working directory, unlike those in
+        the file.
+
+        Raises:
+            ConfigError: no `key=value`, a key that cannot be, or one to remove that is not there.
+        """
+        table = copy.deepcopy(absolute_paths((), self.table, self.path.parent))
+        overrides = []
+        for text in raw:
+            override = Override.parse(text)
+            value = override.value()
+            if isinstance(table.get("cluster"), str) and len(override.key) > 1 and override.key[0] == "cluster":
+                table["cluster"] = as_table(table["cluster"])
+            _lay(table, override, absolute_paths(override.key, value, Path.cwd()))
+            overrides.append(override)
         return replace(self, table=table, overrides=tuple(overrides))
 
     def where(self, key: Sequence[str]) -> str:
@@ -168,3 +235,85 @@ def _not_toml(text: str, display: str, what: str, message: str) -> ConfigError:
         at=f"{display}:{line}: {source}",
         hint='key = value lines below [section] headers, with text in "quotes"',
     )
+
+
+def _lay(table: dict[str, Any], override: Override, value: Any) -> None:
+    *parents, last = override.key
+    holder: Any = table
+    for depth, part in enumerate(parents):
+        holder = _step(holder, part, override, depth, create=value is not _REMOVED)
+    if isinstance(holder, list):
+        index = _index(holder, last, override)
+        holder[index : index + 1] = [] if value is _REMOVED else [value]
+    elif not isinstance(holder, dict):
+        raise _not_a_table(override, len(parents))
+    elif value is not _REMOVED:
+        holder[last] = value
+    elif last in holder:
+        del holder[last]
+    else:
+        hint = did_you_mean(last, holder, what="one that is there")
+        raise override.error(f"there is no {dotted(override.key)} to remove.", hint)
+
+
+def _step(holder: Any, part: str, override: Override, depth: int, *, create: bool) -> Any:
+    """The table or list one key deeper."""
+    if isinstance(holder, list):
+        return holder[_index(holder, part, override)]
+    if not isinstance(holder, dict):
+        raise _not_a_table(override, depth)
+    if create:
+        return holder.setdefault(part, {})
+    return holder.get(part, {})
+
+
+def _index(holder: list[Any], part: str, override: Override) -> int:
+    if part.isascii() and part.isdigit() and len(part) < 6 and int(part) < len(holder):
+        return int(part)
+    message = f"a list of {len(holder)} entries has no entry '{part}'."
+    raise override.error(message, "a number from 0, or the whole list as the value")
+
+
+def _not_a_table(override: Override, depth: int) -> ConfigError:
+    key = dotted(override.key[:depth])
+    return override.error(f"{key} is not a table, so it has no key '{override.key[depth]}'.", f"--set {key}=...")
+
+
+def absolute_paths(key: Sequence[str], value: Any, folder: Path) -> Any:
+    """The value of a key with the relative paths in it (`PATH_KEYS`) made absolute, from `folder`; copies tables."""
+    key = tuple(key)
+    if isinstance(value, Mapping):
+        around = any(path[: len(key)] == key for path in PATH_KEYS)
+        return {name: absolute_paths((*key, name), item, folder) for name, item in value.items()} if around else value
+    if not isinstance(value, str) or key not in PATH_KEYS or "\0" in value:
+        return value
+    if key == ("cluster",) and not is_path(value):
+        return value
+    if key == ("data", "source") and (value in ("", STDLIB_SOURCE) or re.match(FUNCTION_PATTERN, value)):
+        return value
+    return absolute(value, folder)
+
+
+def absolute(path: str, folder: Path) -> str:
+    """A path from `folder`, without following links."""
+    return str(folder.absolute() / Path(path).expanduser())
+
+
+def is_path(text: str) -> bool:
+    """Whether a bare cluster string is a path rather than a name."""
+    return text.endswith(".toml") or "/" in text or "\\" in text
+
+
+def as_table(cluster: Any) -> dict[str, Any]:
+    """The table that a cluster's bare name or path stands for, or a copy of the mapping that it is."""
+    if isinstance(cluster, Mapping):
+        return dict(cluster)
+    if not isinstance(cluster, str | Path):
+        raise SpecError(
+            f"cluster must be a name, a path or a table, not {kind(cluster)}.",
+            key=("cluster",),
+            value=cluster,
+            hint='cluster = "dgx_h100"',
+        )
+    text = str(cluster)
+    return {"file": text} if isinstance(cluster, Path) or is_path(text) else {"name": text}

@@ -31,22 +31,16 @@ _DEEPEST_KEY = 64  # of a longer dotted key only the first parts are positions: 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a key stands.
+    """Where a key stands; an element of an array, where its value does."""
 
-    Attributes:
-        line, column: of the key (of the value, for an element of an array), counted from 1.
-        source_line: the whole line.
-        value: the text of the value; None for a table header or an implied table.
-    """
-
-    line: int
-    column: int
-    source_line: str
-    value: str | None
+    line: int  # from 1
+    column: int  # from 1
+    source_line: str  # the whole line
+    value: str | None  # the text of the value; None for a table header or an implied table
 
 
 @dataclass(frozen=True)
-class Entry:
+class WrittenKey:
     """A key as it was met in the text; `defines` unless it only passes through (the `a` of `a.b = 1`)."""
 
     path: Path
@@ -93,9 +87,9 @@ def split_key(text: str) -> Path:
     return path
 
 
-def entries(text: str) -> list[Entry]:
+def entries(text: str) -> list[WrittenKey]:
     """Every key of the text in the order it is written."""
-    found: list[Entry] = []
+    found: list[WrittenKey] = []
     try:
         for entry in _Scanner(text).document():
             found.append(entry)
@@ -131,7 +125,7 @@ class _Scanner:
         self._table: Path = ()
         self._arrays: dict[Path, int] = {}  # array of tables -> index of its last table
 
-    def document(self) -> Iterator[Entry]:
+    def document(self) -> Iterator[WrittenKey]:
         """Every key of the document."""
         self._skip(_SPACE_AND_LINES)
         while self.position < len(self.text):
@@ -154,7 +148,7 @@ class _Scanner:
             self._skip(_SPACE)
             parts.append(self._key_part())
 
-    def _header(self) -> Iterator[Entry]:
+    def _header(self) -> Iterator[WrittenKey]:
         start, brackets = self.position, 2 if self.text.startswith("[[", self.position) else 1
         self.position += brackets
         self._skip(_SPACE)
@@ -166,10 +160,10 @@ class _Scanner:
         path = (*path, parts[-1])
         if brackets == 2:
             self._arrays[path] = self._arrays.get(path, -1) + 1
-            yield Entry(path, start, None, defines=False)
+            yield WrittenKey(path, start, None, defines=False)
             path = (*path, str(self._arrays[path]))
         self._table = path
-        yield Entry(path, start, None, defines=True)
+        yield WrittenKey(path, start, None, defines=True)
 
     def _inside_arrays(self, parts: Path) -> Path:
         path: Path = ()
@@ -179,11 +173,11 @@ class _Scanner:
                 path = (*path, str(self._arrays[path]))
         return path
 
-    def _passing(self, path: Path, start: int, skip: int = 0) -> Iterator[Entry]:
+    def _passing(self, path: Path, start: int, skip: int = 0) -> Iterator[WrittenKey]:
         for length in range(skip + 1, min(len(path), _DEEPEST_KEY) + 1):
-            yield Entry(path[:length], start, None, defines=False)
+            yield WrittenKey(path[:length], start, None, defines=False)
 
-    def _key_value(self, table: Path) -> Iterator[Entry]:
+    def _key_value(self, table: Path) -> Iterator[WrittenKey]:
         start = self.position
         path = (*table, *self.key())
         self._skip(_SPACE)
@@ -192,9 +186,9 @@ class _Scanner:
         yield from self._passing(path[:-1], start, skip=len(table))
         yield from self._value(path, start, defines=True)
 
-    def _value(self, path: Path, start: int, *, defines: bool) -> Iterator[Entry]:
+    def _value(self, path: Path, start: int, *, defines: bool) -> Iterator[WrittenKey]:
         begin, opening = self.position, self._peek()
-        inner: list[Entry] = []
+        inner: list[WrittenKey] = []
         if opening == "[":
             inner = list(self._array(path))
         elif opening == "{":
@@ -203,15 +197,15 @@ class _Scanner:
             self._string()
         else:
             self._skip(_SCALAR)
-        yield Entry(path, start, self.text[begin : self.position].rstrip(), defines)
+        yield WrittenKey(path, start, self.text[begin : self.position].rstrip(), defines)
         yield from inner
 
-    def _array(self, path: Path) -> Iterator[Entry]:
+    def _array(self, path: Path) -> Iterator[WrittenKey]:
         self.position += 1
         for index in self._until("]"):
             yield from self._value((*path, str(index)), self.position, defines=False)
 
-    def _inline_table(self, path: Path) -> Iterator[Entry]:
+    def _inline_table(self, path: Path) -> Iterator[WrittenKey]:
         self.position += 1
         for _ in self._until("}"):
             yield from self._key_value(path)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshkit.config.emit import inline
-from meshkit.config.problems import SpecError, did_you_mean, kind
+from meshkit.config.validate import SpecError, did_you_mean, kind
 from meshkit.errors import ConfigError
 
 if TYPE_CHECKING:  # numpy takes longer to import than an experiment to load

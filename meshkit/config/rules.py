@@ -2,6 +2,11 @@
 
 A rule maps a logical axis (a named array dim such as `embed`) to mesh axes; an override maps a parameter's path to mesh
 axes for each of its dims, and wins. A logical axis without a rule is replicated.
+
+A preset is a named table of rules over the axis names that the shipped configs use. A mesh need not have every axis
+that it names: the missing ones are left out. `meshkit explain E --rules` prints what a preset gives on a mesh. Sources
+of the schemes: ZeRO 1 to 3, Rajbhandari et al. 2020; FSDP and its hybrid form, Zhao et al. 2023; tensor parallelism,
+Shoeybi et al. 2019; sequence parallelism, Korthikanti et al. 2022.
 """
 
 from __future__ import annotations
@@ -9,59 +14,84 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
-from meshkit.config.presets import PRESETS
-from meshkit.config.problems import SpecError, did_you_mean, kind
+from meshkit.config.validate import SpecError, did_you_mean, kind
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
 
 KINDS = ("parameters", "activations", "compute", "gradients", "optimizer")
 _REPLICATED = "replicated"
+_TABLES = ("logical", "compute", "gradients", "optimizer")
+
+_BATCH = ("data", "fsdp")
+_TENSOR = dict.fromkeys(
+    ("heads", "kv_heads", "mlp", "vocab", "act_heads", "act_kv_heads", "act_mlp", "act_vocab"), "tensor"
+)
+_FSDP = {"act_batch": _BATCH, "embed": "fsdp"}
+_CONTEXT = {"act_length": "context", "act_residual_length": ("context", "tensor")}
+_EXPERT = {"act_batch": (*_BATCH, "expert"), "experts": "expert", "act_experts": "expert"}
+
+# ZeRO-1 and 2 cut what the optimizer works on (fp32 parameters and moments) over `data` and gather the weights once a
+# step, in the compute dtype. They differ in the accumulators of gradients over micro-batches: whole on every GPU and
+# reduced once a step, or cut and reduced with every micro-batch.
+_ZERO_1 = {"logical": {"act_batch": "data", "embed": "data"}, "compute": {"embed": "replicated"}}
+_ZERO_2 = {**_ZERO_1, "gradients": {"embed": "data"}}
+
+# preset -> table of the rules -> logical axis -> mesh axes
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "data": {"logical": {"act_batch": "data"}},
+    "zero1": _ZERO_1,
+    "zero2": _ZERO_2,
+    "zero3": {"logical": _FSDP},
+    "fsdp": {"logical": _FSDP},
+    "hsdp": {"logical": _FSDP},
+    "tensor": {"logical": {"act_batch": "data", **_TENSOR}},
+    "tensor_sequence": {"logical": {"act_batch": "data", **_TENSOR, "act_residual_length": "tensor"}},
+    "zero1_tensor": {**_ZERO_1, "logical": {**_ZERO_1["logical"], **_TENSOR}},
+    "fsdp_tensor": {"logical": {**_FSDP, **_TENSOR}},
+    "fsdp_tensor_sequence": {"logical": {**_FSDP, **_TENSOR, "act_residual_length": "tensor"}},
+    "fsdp_context": {"logical": {**_FSDP, "act_length": "context", "act_residual_length": "context"}},
+    "fsdp_expert": {"logical": {**_FSDP, **_EXPERT}},
+    "all": {"logical": {**_FSDP, **_TENSOR, **_CONTEXT, **_EXPERT}},
+}
 
 
 @dataclass(frozen=True)
 class AutoRule:
-    """A rule for arrays without dim names: their largest dim that the axes divide is cut.
-
-    Attributes:
-        axes: mesh axes.
-        min_bytes: arrays smaller than this, globally, stay whole.
-    """
+    """A rule for arrays without dim names: their largest dim that the axes divide is cut."""
 
     axes: Axes
-    min_bytes: int = 2**20
+    min_bytes: int = 2**20  # arrays smaller than this, globally, stay whole
 
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """Rules from logical axes, and parameter paths, to mesh axes.
+    """Rules from logical axes, and parameter paths, to mesh axes."""
 
-    Attributes:
-        logical: logical axis -> mesh axis, list of mesh axes, or None (replicated); the first axis is the outermost.
-        overrides: (path pattern, one entry per dim); `**` is any depth, `*` one segment; the first match wins.
-        compute, optimizer: rules that override `logical` for the weights as the model computes with them, and for
-            optimizer state.
-        gradients: rules that override `logical` for the accumulators of gradients over micro-batches. An axis of
-            `act_batch` that is named here reduces every micro-batch; one that is not, once a step.
-        auto: a rule for arrays without names that no override matches, as AutoRule or `{axis, min_bytes}`.
-        from_preset: logical axes whose rule a preset gave, not the user.
-        where: says where a rule was written, for errors.
-    """
-
+    # logical axis -> mesh axis, list of mesh axes, or None (replicated); the first axis is the outermost
     logical: Mapping[str, Any] = field(default_factory=dict)
-    overrides: Sequence[tuple[str, Sequence[Any]]] = field(default=(), kw_only=True)
-    compute: Mapping[str, Any] | None = field(default=None, kw_only=True)
-    gradients: Mapping[str, Any] | None = field(default=None, kw_only=True)
-    optimizer: Mapping[str, Any] | None = field(default=None, kw_only=True)
-    auto: AutoRule | Mapping[str, Any] | None = field(default=None, kw_only=True)
-    from_preset: frozenset[str] = field(default=frozenset(), kw_only=True, compare=False, repr=False)
-    where: Callable[[Sequence[str]], str] | None = field(default=None, kw_only=True, compare=False, repr=False)
+    _: KW_ONLY
+    # (path pattern, one entry per dim); `**` is any depth, `*` one segment; the first match wins
+    overrides: Sequence[tuple[str, Sequence[Any]]] = ()
+    # overrides `logical` for the weights as the model computes with them
+    compute: Mapping[str, Any] | None = None
+    # overrides `logical` for the accumulators of gradients over micro-batches. An axis of `act_batch` that is named
+    # here reduces every micro-batch; one that is not, once a step
+    gradients: Mapping[str, Any] | None = None
+    # overrides `logical` for optimizer state
+    optimizer: Mapping[str, Any] | None = None
+    # for arrays without names that no override matches, as AutoRule or `{axis, min_bytes}`
+    auto: AutoRule | Mapping[str, Any] | None = None
+    # logical axes whose rule a preset gave, not the user
+    from_preset: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    # says where a rule was written, for errors
+    where: Callable[[Sequence[str]], str] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
-        for name in ("logical", "compute", "gradients", "optimizer"):
+        for name in _TABLES:
             table = getattr(self, name)
             if table is not None and not isinstance(table, Mapping):
                 raise SpecError(f"rules.{name} must be a table, not {kind(table)}.", key=("rules", name), value=table)
@@ -93,8 +123,11 @@ class ShardingRules:
         """Logical axis -> mesh axes, for `parameters`, `activations`, `compute`, `gradients` or `optimizer`."""
         if kind not in KINDS:
             raise SpecError(f"there are no rules for '{kind}'.", key=("rules",), hint=did_you_mean(kind, KINDS))
-        own = {} if kind in ("parameters", "activations") else getattr(self, kind)
-        return {**self.logical, **own}
+        return {**self.logical, **self._own(kind)}
+
+    def _own(self, kind: str) -> dict[str, Axes]:
+        """What overrides `logical` for that kind."""
+        return {} if kind in ("parameters", "activations") else getattr(self, kind)
 
     def spec_for(self, logical_axes: Sequence[str | None], *, kind: str = "parameters") -> Spec:
         """Mesh axes for each dim of an array; () is replicated.
@@ -139,27 +172,18 @@ class ShardingRules:
         """The rules as they are where these mesh axes cut nothing."""
         gone = set(axes)
 
-        def strip(table: Any) -> dict[str, Axes]:
-            return {logical: tuple(a for a in axes if a not in gone) for logical, axes in table.items()}
+        def strip(axes: Axes) -> Axes:
+            return tuple(a for a in axes if a not in gone)
 
-        auto = self.auto
-        if isinstance(auto, AutoRule):
-            auto = replace(auto, axes=tuple(a for a in auto.axes if a not in gone))
-        return replace(
-            self,
-            logical=strip(self.logical),
-            compute=strip(self.compute),
-            gradients=strip(self.gradients),
-            optimizer=strip(self.optimizer),
-            overrides=[(p, [[a for a in axes if a not in gone] for axes in spec]) for p, spec in self.overrides],
-            auto=auto,
-        )
+        tables = {name: {logical: strip(axes) for logical, axes in getattr(self, name).items()} for name in _TABLES}
+        overrides = [(path, [strip(axes) for axes in spec]) for path, spec in self.overrides]
+        auto = replace(self.auto, axes=strip(self.auto.axes)) if isinstance(self.auto, AutoRule) else self.auto
+        return replace(self, **tables, overrides=overrides, auto=auto)
 
     def to_dict(self) -> dict[str, Any]:
         """The `[rules]` table that says the same, without a preset."""
-        states = ("logical", "compute", "gradients", "optimizer")
         table: dict[str, Any] = {
-            name: {logical: _plain(axes) for logical, axes in getattr(self, name).items()} for name in states
+            name: {logical: _plain(axes) for logical, axes in getattr(self, name).items()} for name in _TABLES
         }
         table["override"] = [{"path": path, "spec": [_plain(axes) for axes in spec]} for path, spec in self.overrides]
         if isinstance(self.auto, AutoRule):
@@ -167,7 +191,7 @@ class ShardingRules:
         return {name: value for name, value in table.items() if value}
 
     def _all_axes(self) -> Iterable[tuple[tuple[str, ...], Axes]]:
-        for name in ("logical", "compute", "gradients", "optimizer"):
+        for name in _TABLES:
             for logical, axes in getattr(self, name).items():
                 yield ("rules", name, logical), axes
         for index, (_, spec) in enumerate(self.overrides):
@@ -179,9 +203,8 @@ class ShardingRules:
         self, axis: str, first: int, second: int, logical_axes: Sequence[str | None], kind: str
     ) -> SpecError:
         names = [f"dim {index} ('{logical_axes[index]}')" for index in (first, second)]
-        own = {} if kind in ("parameters", "activations") else getattr(self, kind)
         logical = logical_axes[second] or ""
-        key = ("rules", kind if logical in own else "logical", logical)
+        key = ("rules", kind if logical in self._own(kind) else "logical", logical)
         shown = ", ".join(str(name) for name in logical_axes)
         return SpecError(
             f"mesh axis '{axis}' shards both {' and '.join(names)} of an array ({shown}).",
@@ -207,7 +230,7 @@ def preset_rules(name: str, mesh_axes: Iterable[str] | None = None) -> dict[str,
         )
     present = None if mesh_axes is None else set(mesh_axes)
     tables: dict[str, dict[str, Axes]] = {}
-    for table in ("logical", "compute", "gradients", "optimizer"):
+    for table in _TABLES:
         tables[table] = {}
         for logical, value in PRESETS[name].get(table, {}).items():
             axes = _axes(("rules", "preset"), value)

@@ -1,13 +1,19 @@
-"""The sections of an experiment as frozen dataclasses, every default filled in.
+"""The sections of an experiment file and the keys of a cluster file, as frozen pydantic models.
 
-`tables.py` says which keys a file may have and what they mean; these are what the rest of meshkit works with.
+The one declaration of each key: its type, its default, what it means. They check what a file says, the rest of meshkit
+works with them, and `meshkit schema experiment` prints them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from meshkit.config.validate import FUNCTION_PATTERN, NAME_PATTERN, Table, kind, show
 
 # The XLA option that names a profile to schedule by, and what `train.pgle` says instead of one.
 PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -15,24 +21,11 @@ PREDICTED = "predicted"
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """The model: `pkg.mod:Class`, the name of a preset, and what overrides it."""
-
-    class_path: str
-    preset: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class RematMix:
-    """`train.remat` as a table: what waits for the backward pass on the GPU, and what in host memory.
+    """`train.remat` as a table: names of values that the model marks, none in both."""
 
-    Attributes:
-        keep, offload: names of values that the model marks, none in both.
-    """
-
-    keep: tuple[str, ...]
-    offload: tuple[str, ...]
+    keep: tuple[str, ...]  # what waits for the backward pass on the GPU
+    offload: tuple[str, ...]  # what waits in host memory
 
     def to_dict(self) -> dict[str, list[str]]:
         """As the file has it, and as a model is given it."""
@@ -40,28 +33,233 @@ class RematMix:
         return {**kept, "offload": list(self.offload)}
 
 
-@dataclass(frozen=True)
-class TrainSpec:
-    """The training loop; see the table of the experiment file for what each key means."""
+Count = Annotated[int, Field(gt=0, le=2**31)]
+Natural = Annotated[int, Field(ge=0, le=2**53)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Function = Annotated[str, Field(pattern=FUNCTION_PATTERN)]
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+# The axis of a section that is about one: a file must name it, and None is the section that a file has not.
+SectionAxis = Annotated[Name | None, WithJsonSchema({"type": "string", "pattern": NAME_PATTERN})]
 
-    global_batch: int
-    sequence_length: int = 1
-    steps: int = 100
-    tokens_total: int | None = None
-    accumulate: int = 1
-    precision: str = "bf16"
-    reduce_precision: str = "fp32"
-    remat: str | tuple[str, ...] | RematMix = "none"
-    memory_fraction: float = 0.92
-    pgle: str = "off"
-    loss: str | None = None
-    evaluate_every: int = 0
-    evaluate_batches: int = 4
-    seed: int = 0
-    log_every: int = 1
-    replica_check_every: int = 0
-    metrics: str | None = None
-    tensorboard: bool = False
+_FACTOR = {"oneOf": [{"type": "integer", "minimum": 1}, {"const": "fill"}]}
+_AXIS_SCHEMA = {
+    "oneOf": [
+        *_FACTOR["oneOf"],
+        {
+            "type": "object",
+            "properties": {"nvlink": _FACTOR, "infiniband": _FACTOR},
+            "additionalProperties": False,
+            "minProperties": 1,
+        },
+    ]
+}
+_RULE_SCHEMA = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_NAME_SCHEMA = {"type": "string", "pattern": NAME_PATTERN}
+_NAMES_SCHEMA = {"type": "array", "items": _NAME_SCHEMA, "minItems": 1, "uniqueItems": True}
+_MIX_SCHEMA = {
+    "type": "object",
+    "properties": {"keep": {**_NAMES_SCHEMA, "minItems": 0}, "offload": _NAMES_SCHEMA},
+    "required": ["offload"],
+    "additionalProperties": False,
+}
+_REMAT_SCHEMA = {"anyOf": [_NAME_SCHEMA, _NAMES_SCHEMA, _MIX_SCHEMA]}
+_OPTION_SCHEMA = {"type": ["string", "integer", "number", "boolean"]}
+
+# Values with several forms are checked by the parsers that know them (MeshSpec.parse, ShardingRules); pydantic's
+# errors on unions name every branch, which helps nobody.
+MeshAxisValue = Annotated[Any, WithJsonSchema(_AXIS_SCHEMA)]
+RuleValue = Annotated[Any, WithJsonSchema(_RULE_SCHEMA)]
+Option = Annotated[Any, WithJsonSchema(_OPTION_SCHEMA)]
+
+
+def _policy_or_names(value: Any) -> str | tuple[str, ...] | RematMix:
+    """The name of a policy, a list of the names of what it keeps as a tuple, or lists of what it keeps and offloads;
+    which names there are, the model knows."""
+    if isinstance(value, dict):
+        return _mix(value)
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not names:
+        given = "an empty list" if names == [] else kind(value)
+        raise ValueError(f"must be the name of a policy, or a list of names to keep, not {given}")
+    _check_names(names)
+    return value if isinstance(value, str) else tuple(names)
+
+
+def _check_names(names: Sequence[Any]) -> None:
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
+            raise ValueError(f"holds {show(name)}, which is no name")
+    if len(set(names)) < len(names):
+        raise ValueError(f"= {show(names)} has a name twice")
+
+
+def _mix(value: Mapping[str, Any]) -> RematMix:
+    if unknown := [key for key in value if key not in ("keep", "offload")]:
+        raise ValueError(f"holds the key '{unknown[0]}', and may have keep and offload")
+    keep, offload = value.get("keep", []), value.get("offload", [])
+    for names in (keep, offload):
+        if not isinstance(names, list | tuple):
+            raise ValueError(f"has two lists of names, keep and offload, and one is {kind(names)}")
+    if not offload:
+        raise ValueError(f"offloads nothing: what only keeps is a list, {show(keep)}")
+    _check_names([*keep, *offload])
+    return RematMix(tuple(keep), tuple(offload))
+
+
+def _number_or_list(value: Any) -> Any:
+    """A number of processes, or a list of them."""
+    if isinstance(value, list):
+        if value and all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for p in value):
+            return value
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise ValueError(f"must be a number of processes or a list of them, not {show(value)}")
+
+
+_PROCESSES_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "exclusiveMinimum": 0},
+        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+    ]
+}
+Processes = Annotated[int | list[int], PlainValidator(_number_or_list), WithJsonSchema(_PROCESSES_SCHEMA)]
+Remat = Annotated[str | tuple[str, ...] | RematMix, PlainValidator(_policy_or_names), WithJsonSchema(_REMAT_SCHEMA)]
+
+
+class ClusterTable(Table):
+    """The machines: every key of a cluster file."""
+
+    name: str | None = Field(default=None, description="a shipped cluster that the other keys override, or a label")
+    gpu: str = Field(description="a GPU of the catalog")
+    hosts: Count = Field(default=1, description="machines")
+    gpus_per_host: Count = Field(description='GPUs of a machine; virtual devices with gpu = "cpu"')
+    nvlink_domain_size: Count | None = Field(
+        default=None,
+        description="GPUs that reach each other over the scale-up fabric; default gpus_per_host; may span hosts",
+    )
+    gpus_used_per_domain: Count | None = Field(default=None, description="how many of them the job uses; default all")
+    scale_up: Literal["nvlink", "pcie", "shared_memory"] = Field(
+        default="nvlink",
+        description="the fabric inside a domain; shared_memory: through host memory, where GPUs lack peer access",
+    )
+    nvlink_taper: Fraction = Field(default=1.0, description="scale-up bandwidth beyond the host, relative to inside it")
+    nic: str | None = Field(default=None, description="a NIC of the catalog")
+    nics_per_host: Count | None = Field(default=None, description="ports of a machine; default one per GPU")
+    fabric: Literal["infiniband", "roce", "ethernet"] | None = Field(
+        default=None, description="what the ports speak; default as the NIC is named"
+    )
+    gpudirect_rdma: bool = Field(default=True, description="whether NICs read GPU memory without the host")
+    oversubscription: Annotated[float, Field(ge=1)] = Field(
+        default=1.0, description="of the scale-out network; 1 = none"
+    )
+    storage_bytes_per_s: Positive | None = Field(default=None, description="of checkpoints, over all hosts")
+    host_memory_bytes: Positive | None = Field(default=None, description="of a host's CPUs; default unknown")
+    price_per_gpu_hour: NonNegative | None = Field(default=None, description="in any currency")
+    calibration: str | None = Field(default=None, description="a file of `meshkit bench`")
+    nvlink_switch: bool | None = Field(
+        default=None,
+        description="whether NVLink goes through a switch; default as hosts of that GPU and size are built",
+    )
+    cpu_link: str | None = Field(
+        default=None, description="between a GPU and its CPU, of the catalog: pcie, ...; default as the GPU comes"
+    )
+    gpu_spread: Annotated[float, Field(ge=0, le=0.15)] | None = Field(
+        default=None, description="standard deviation of the GPUs' compute rates; default as in published fleets"
+    )
+
+
+class OverrideTable(Table):
+    """A rule for the parameters whose path matches a pattern."""
+
+    path: Annotated[str, Field(min_length=1)] = Field(description="parameter path; ** is any depth, * one segment")
+    spec: Annotated[Any, WithJsonSchema({"type": "array", "items": _RULE_SCHEMA})] = Field(
+        description='a mesh axis, a list of them, or "replicated" for each dim'
+    )
+
+
+class RulesTable(Table):
+    """Which mesh axes shard which logical axes."""
+
+    preset: str | None = Field(default=None, description="a named table of rules, which what follows overrides")
+    logical: dict[str, RuleValue] = Field(default={}, description="logical axis = mesh axis, or a list of them")
+    compute: dict[str, RuleValue] = Field(
+        default={}, description="overrides logical for the weights as the model computes with them"
+    )
+    gradients: dict[str, RuleValue] = Field(
+        default={},
+        description="overrides logical for accumulators of gradients; an axis of act_batch named here is reduced over "
+        "every micro-batch, another one once a step",
+    )
+    optimizer: dict[str, RuleValue] = Field(default={}, description="overrides logical for optimizer state")
+    override: list[OverrideTable] = Field(
+        default=[], description="rules by parameter path; the first match wins over logical axes"
+    )
+    auto: AutoTable | None = Field(default=None, description="a rule for parameters without dim names")
+
+
+class AutoTable(Table):
+    """A rule for parameters without dim names: the largest dim that the axes divide is cut, small arrays stay whole."""
+
+    axis: RuleValue = Field(description="a mesh axis, or a list of them")
+    min_bytes: Natural = Field(default=2**20, description="smaller arrays stay whole; bytes of the global array")
+
+
+class ModelTable(Table):
+    """The model's class and how it is built; keys beyond these two are passed to it."""
+
+    model_config = {**Table.model_config, "extra": "allow"}
+    class_path: Function = Field(alias="class", description="import path, pkg.mod:Class")
+    preset: str | None = Field(default=None, description="of the model; further keys override it")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The further keys."""
+        return dict(self.model_extra or {})
+
+
+class TrainTable(Table):
+    """The training loop."""
+
+    global_batch: Count = Field(description="sequences or examples of a step, over all devices")
+    sequence_length: Count = Field(default=1, description="tokens of a sequence")
+    steps: Count = Field(default=100, description="how many")
+    tokens_total: Annotated[int, Field(gt=0)] | None = Field(
+        default=None, description="of the whole training, for its time and cost"
+    )
+    accumulate: Count = Field(default=1, description="micro-batches of a step")
+    precision: Literal["fp32", "bf16", "fp8"] = Field(
+        default="bf16",
+        description="of compute (fp8: of linear layers, the rest bf16); parameters and optimizer state stay fp32 "
+        "unless [optimizer] says otherwise",
+    )
+    reduce_precision: Literal["fp32", "bf16"] = Field(default="fp32", description="of gradient reductions")
+    remat: Remat = Field(
+        default="none",
+        description="what the backward pass recomputes: none, full, a policy, or all but what a list of names keeps, "
+        "or { keep = [names], offload = [names] }, those that wait in host memory",
+    )
+    memory_fraction: Fraction = Field(default=0.92, description="of GPU memory that the client may take")
+    pgle: Literal["off", "predicted"] = Field(
+        default="off",
+        description="what XLA schedules GPUs by: its own latencies, or those that plan predicts for this cluster "
+        "(profile-guided latency estimation without a profile; three compiles)",
+    )
+    loss: Function | None = Field(
+        default=None, description="pkg.mod:fn, (model, batch, rng) -> (loss_sum, weight, metrics); default next token"
+    )
+    evaluate_every: Natural = Field(default=0, description="steps; 0 = never")
+    evaluate_batches: Count = Field(default=4, description="of an evaluation")
+    seed: Natural = Field(default=0, description="of initialization and dropout")
+    log_every: Count = Field(default=1, description="steps")
+    replica_check_every: Natural = Field(
+        default=0, description="steps between comparisons of what replicas must have alike; 0 = never"
+    )
+    metrics: Function | None = Field(
+        default=None, description="pkg.mod:fn, (record) -> None, called with every logged step in a thread of its own"
+    )
+    tensorboard: bool = Field(default=False, description="metrics to TensorBoard as well, in tensorboard/ of the run")
 
     @property
     def offloads(self) -> bool:
@@ -69,29 +267,31 @@ class TrainSpec:
         return isinstance(self.remat, RematMix) or str(self.remat).startswith("offload")
 
 
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """AdamW and its schedule; clip = 0 clips nothing."""
+class OptimizerTable(Table):
+    """AdamW and its schedule."""
 
-    learning_rate: float = 3e-4
-    warmup_steps: int = 0
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    dtype: str = "fp32"
-    memory: str = "device"
-    schedule: str = "cosine"
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
+    learning_rate: Positive = Field(default=3e-4, description="at its highest")
+    warmup_steps: Natural = Field(default=0, description="from 0 to learning_rate")
+    weight_decay: NonNegative = Field(default=0.1, description="of AdamW")
+    clip: NonNegative = Field(default=1.0, description="largest global gradient norm; 0 = no clipping")
+    dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="of the first moment; the second stays fp32")
+    memory: Literal["device", "host"] = Field(default="device", description="where its state lives between steps")
+    schedule: Literal["constant", "cosine", "linear"] = Field(default="cosine", description="after the warm-up")
+    b1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="decay of the first moment")
+    b2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="decay of the second moment")
+    eps: Positive = Field(default=1e-8, description="added to the denominator")
 
 
-@dataclass(frozen=True)
-class DataSpec:
-    """Where examples come from: `python-stdlib`, an absolute path, or `pkg.mod:fn`."""
+class DataTable(Table):
+    """Where training examples come from."""
 
-    source: str = "python-stdlib"
-    seed: int = 0
-    validation_fraction: float = 0.05
+    source: Annotated[str, Field(min_length=1)] = Field(
+        default="python-stdlib", description="python-stdlib, a folder, a token file, or pkg.mod:fn"
+    )
+    seed: Natural = Field(default=0, description="of the order")
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.05, description="held out for evaluation"
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -99,70 +299,116 @@ class DataSpec:
         return {"seed": self.seed, "validation_fraction": self.validation_fraction}
 
 
-@dataclass(frozen=True)
-class CheckpointSpec:
-    """When checkpoints are written; every = 0 writes none."""
-
-    every: int = 0
-    keep: int = 2
-    keep_every: int = 0
-    verify: str = "own"
-    initial: str | None = None
+def _verify_of(value: Any) -> Any:
+    """What `verify` means as earlier experiment files have it, a boolean."""
+    return {True: "own", False: "off"}[value] if isinstance(value, bool) else value
 
 
-@dataclass(frozen=True)
-class ProfileSpec:
-    """The first and the last step that are captured (None: none), and by which processes (None: all)."""
+class CheckpointTable(Table):
+    """When checkpoints are written."""
 
-    steps: tuple[int, int] | None = None
-    processes: int | list[int] | None = None
-
-
-@dataclass(frozen=True)
-class LocalSgdSpec:
-    """Local SGD (DiLoCo): replicas along `axis` step on their own and meet every `every` steps; axis None = off."""
-
-    axis: str | None = None
-    every: int = 1
-    learning_rate: float = 0.7
-    momentum: float = 0.9
-    nesterov: bool = True
-    staleness: int = 0
+    every: Natural = Field(default=0, description="steps; 0 = none")
+    keep: Count = Field(default=2, description="how many of the latest")
+    keep_every: Natural = Field(default=0, description="also keep those of every so many steps; 0 = none")
+    verify: Annotated[Literal["full", "own", "off"], BeforeValidator(_verify_of)] = Field(
+        default="own",
+        description="before a restore, compare contents with their hashes: every process all files, "
+        "every process its share of them, or only names and sizes",
+    )
+    initial: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="a folder of safetensors, in Hugging Face's layout, that a new run starts from"
+    )
 
 
-@dataclass(frozen=True)
-class CompressionSpec:
-    """Gradients over `axis` travel as `dtype`; axis None = off."""
+class ProfileTable(Table):
+    """Which steps are captured."""
 
-    axis: str | None = None
-    dtype: str = "bf16"
-    error_feedback: bool = True
-
-
-@dataclass(frozen=True)
-class PipelineSpec:
-    """Layers in stages over `axis`, a batch in `microbatches`; axis None = off."""
-
-    axis: str | None = None
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
-    residuals: str = "recompute"
-    head: str = "vocab_parallel"
-    layout: str | None = None
+    steps: Annotated[list[Natural], Field(min_length=2, max_length=2), AfterValidator(tuple)] | None = Field(
+        default=None, description="first and last step that are captured"
+    )
+    processes: Processes | None = Field(
+        default=None,
+        description="which processes capture: a number of them, evenly over the job, or a list; default all",
+    )
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """A finding of the lint that the user accepts, by code and by path pattern, with the reason."""
+class LocalSgdTable(Table):
+    """Local SGD (DiLoCo): replicas step on their own and meet every few steps through an outer optimizer."""
 
-    code: str
-    path: str
-    reason: str
+    axis: SectionAxis = Field(description="the mesh axis whose replicas step on their own")
+    every: Count = Field(default=1, description="steps between two meetings")
+    learning_rate: Positive = Field(default=0.7, description="of the outer optimizer")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="of the outer optimizer")
+    nesterov: bool = Field(default=True, description="Nesterov's form of that momentum")
+    staleness: Literal[0, 1] = Field(
+        default=0, description="1: the outer update of the previous round is applied, so that it hides under a round"
+    )
 
 
-@dataclass(frozen=True)
-class LintSpec:
+class CompressionTable(Table):
+    """Gradients travel over one axis in fewer bits."""
+
+    axis: SectionAxis = Field(description="the mesh axis over which gradients are reduced compressed")
+    dtype: Literal["bf16", "fp8", "int8"] = Field(default="bf16", description="on the wire")
+    error_feedback: bool = Field(default=True, description="whether what rounding lost is added to the next step")
+
+
+class PipelineTable(Table):
+    """Pipeline parallelism: the layers are cut into stages over one mesh axis."""
+
+    axis: SectionAxis = Field(description="the mesh axis whose GPUs are the stages")
+    microbatches: Count = Field(description="into which a step's batch is cut; the more, the smaller the bubble")
+    schedule: Literal["gpipe", "circular", "1f1b", "interleaved_1f1b"] = Field(
+        default="1f1b", description="who does what when; circular and interleaved_1f1b have virtual stages"
+    )
+    virtual_stages: Count = Field(default=1, description="chunks of layers on each stage: the bubble divided by it")
+    residuals: Name = Field(
+        default="recompute",
+        description="what a stage keeps of a forward pass until its backward pass: recompute (its input), stash "
+        "(everything), or a policy of jax.checkpoint_policies",
+    )
+    head: Literal["vocab_parallel", "replicated"] = Field(
+        default="vocab_parallel",
+        description="vocab_parallel: embedding and output head are cut over the stages; replicated: whole on each",
+    )
+    layout: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description='layers of each virtual stage, as "7|8*14|7"; default as even as they go'
+    )
+
+
+class AllowTable(Table):
+    """A finding that is meant."""
+
+    code: Name = Field(description="of the finding")
+    path: Annotated[str, Field(min_length=1)] = Field(
+        default="**", description="of what it is about; ** is any depth, * one segment"
+    )
+    reason: Annotated[str, Field(min_length=1)] = Field(description="why it is meant")
+
+
+class LintTable(Table):
     """What the lint shall not report."""
 
-    allow: tuple[Allowed, ...] = ()
+    allow: list[AllowTable] = Field(default=[], description="findings that are meant")
+
+
+class ExperimentTable(Table):
+    """A whole experiment file."""
+
+    name: Name | None = Field(default=None, description="default the file's name")
+    cluster: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = Field(
+        description="the machines: a shipped name, a path, or a table"
+    )
+    model: ModelTable = Field(description="the model")
+    mesh: dict[str, MeshAxisValue] = Field(description="mesh axis = ways; outermost first")
+    rules: RulesTable = Field(default=RulesTable(), description="what is sharded over which axis")
+    train: TrainTable = Field(description="the training loop")
+    optimizer: OptimizerTable = Field(default=OptimizerTable(), description="AdamW")
+    data: DataTable = Field(default=DataTable(), description="where examples come from")
+    checkpoint: CheckpointTable = Field(default=CheckpointTable(), description="when checkpoints are written")
+    profile: ProfileTable = Field(default=ProfileTable(), description="which steps are captured")
+    local_sgd: LocalSgdTable | None = Field(default=None, description="replicas that step on their own")
+    compression: CompressionTable | None = Field(default=None, description="gradients in fewer bits over one axis")
+    pipeline: PipelineTable | None = Field(default=None, description="layers in stages over one axis")
+    lint: LintTable = Field(default=LintTable(), description="what the lint shall not report")
+    xla: dict[str, Option] = Field(default={}, description="options of the compiler, by their names")

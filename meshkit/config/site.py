@@ -20,18 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshkit.config.problems import Key, SpecError, did_you_mean, dotted
+from meshkit.config.document import PATH_KEYS
+from meshkit.config.validate import SpecError, did_you_mean, dotted
 from meshkit.errors import ConfigError
 
 SITE_FILE = Path("/etc/meshkit/site.toml")
 _VARIABLES = {"model_roots": "MESHKIT_MODEL_ROOTS", "file_roots": "MESHKIT_FILE_ROOTS"}
-_PATHS: tuple[Key, ...] = (
-    ("cluster",),
-    ("cluster", "file"),
-    ("cluster", "calibration"),
-    ("checkpoint", "initial"),
-    ("data", "source"),
-)
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ def check_files(table: Mapping[str, Any]) -> None:
     roots = read_site().file_roots
     if roots is None:
         return
-    for key in _PATHS:
+    for key in PATH_KEYS:
         value: Any = table
         for name in key:
             value = value.get(name) if isinstance(value, Mapping) else None

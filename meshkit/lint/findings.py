@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshkit.config.rules import path_pattern
-from meshkit.config.sections import Allowed
+from meshkit.config.sections import AllowTable
 from meshkit.errors import ConditionError
 
 Severity = Literal["error", "warning", "note"]
@@ -51,7 +51,7 @@ def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def apply_allow_list(
-    findings: Iterable[Finding], allow: Sequence[Allowed], *, unchecked: Iterable[str] = ()
+    findings: Iterable[Finding], allow: Sequence[AllowTable], *, unchecked: Iterable[str] = ()
 ) -> tuple[list[Finding], list[Finding]]:
     """What stays and what is allowed; an entry that silences nothing is itself a finding.
 

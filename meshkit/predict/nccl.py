@@ -19,7 +19,6 @@ from typing import Any
 
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster, Link
-from meshkit.config.links import mesh_hops
 
 # Rounds of a ring: all-reduce reduces and then gathers.
 ROUNDS = {
@@ -111,7 +110,7 @@ class Wires:
             inside_bytes_per_s=link.bytes_per_s * share,
             outside_bytes_per_s=outside,
             peer_bytes_per_s=cluster.link("nvlink", gpus=2).bytes_per_s * share,
-            hops=mesh_hops(cluster, g),
+            hops=cluster.mesh_hops(g),
             taper=cluster.nvlink_taper,
             inside=inside_row,
             outside=outside_row,

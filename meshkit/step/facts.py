@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from meshkit.config.sections import TrainSpec
+from meshkit.config.sections import TrainTable
 from meshkit.hlo.pipeline_report import PipelineReport
 
 
@@ -44,7 +44,7 @@ class StepFacts(BaseModel):
 NO_FACTS = StepFacts()
 
 
-def training_steps(train: TrainSpec) -> int:
+def training_steps(train: TrainTable) -> int:
     """Steps of the whole training: `tokens_total` where given, else `steps`."""
     if train.tokens_total is None:
         return train.steps

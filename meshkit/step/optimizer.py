@@ -1,4 +1,4 @@
-"""OptimizerSpec -> optax transformation: AdamW with clipping and a learning-rate schedule."""
+"""`[optimizer]` -> optax transformation: AdamW with clipping and a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshkit.config.experiment import OptimizerSpec
+from meshkit.config.sections import OptimizerTable
 from meshkit.step.state import Layout, TrainState
 
 _NOT_DECAYED = ("scale", "bias")
 
 
-def make_schedule(spec: OptimizerSpec, steps: int) -> optax.Schedule:
+def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
     """Learning rate by step: linear warm-up from 0, then constant, or down to a tenth (cosine) or to 0 (linear)."""
     warmup = min(spec.warmup_steps, steps)
     rest = max(1, steps - warmup)
@@ -31,7 +31,7 @@ def make_schedule(spec: OptimizerSpec, steps: int) -> optax.Schedule:
     return optax.join_schedules([ramp, body], [warmup])
 
 
-def make_optimizer(spec: OptimizerSpec, steps: int) -> optax.GradientTransformation:
+def make_optimizer(spec: OptimizerTable, steps: int) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW (Loshchilov and Hutter, 2019).
 
     Weight decay leaves norms and biases alone: parameters whose last name is `scale` or `bias`. `dtype` is that of the

@@ -14,7 +14,7 @@ from meshkit.compile.derived import (
     options_for,
 )
 from meshkit.config.experiment import load
-from meshkit.config.sections import RematMix, TrainSpec
+from meshkit.config.sections import TrainTable
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.devices import describe_devices
 from meshkit.sharding.mesh import build_mesh
@@ -121,10 +121,10 @@ def test_xla_need_not_make_room_for_what_waits_in_host_memory():
     """It counts host memory as the GPU's: its limit is beyond any machine's, 100 times what 80 % of an H100 are."""
     option = memory_option(0.92, offloads=True)
     assert (option.value, option.tight) == (10_000, None)
-    for remat in ("offload", "offload_dots", RematMix((), ("gate",))):
-        assert TrainSpec(1, remat=remat).offloads
+    for remat in ("offload", "offload_dots", {"offload": ["gate"]}):
+        assert TrainTable(global_batch=1, remat=remat).offloads
     for remat in ("none", "full", ("gate",)):
-        assert not TrainSpec(1, remat=remat).offloads
+        assert not TrainTable(global_batch=1, remat=remat).offloads
 
 
 def test_a_cpu_has_none():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshkit.config.cluster import Cluster, shipped_clusters
+from meshkit.config.sections import ClusterTable
 from meshkit.errors import ConfigError
 
 SHIPPED = [
@@ -47,6 +48,11 @@ def test_gpu_numbering_when_a_host_has_several_domains():
     )
     assert cluster.num_nvlink_domains == 4
     assert [cluster.host_of(i) for i in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_cpu_devices_need_not_name_the_one_fabric_they_have():
+    cluster = Cluster.load({"gpu": "cpu", "gpus_per_host": 8})
+    assert cluster == Cluster.load({"gpu": "cpu", "gpus_per_host": 8, "scale_up": "shared_memory"})
 
 
 def test_an_unknown_link():
@@ -142,6 +148,4 @@ def test_a_missing_calibration_is_refused_where_it_is_named_unless_it_is_replace
 
 
 def test_to_dict_has_every_key_of_a_cluster_file():
-    from meshkit.config.tables import ClusterTable
-
     assert set(Cluster.load("cpu8").to_dict()) == set(ClusterTable.model_fields)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshkit.config.presets import PRESETS
-from meshkit.config.rules import ShardingRules
+from meshkit.config.rules import PRESETS, ShardingRules
 from meshkit.errors import ConfigError
 
 RULES = ShardingRules(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from meshkit.config.experiment import load
+from meshkit.config.sections import ModelTable
 from meshkit.errors import ConfigError, RunError
 from meshkit.sharding import build_mesh
 from meshkit.step.data import Batches, Windows, abstract_batch, check_tokens, open_data
@@ -55,9 +56,7 @@ def write(tmp_path, monkeypatch):
 
 def experiment(*overrides, model="own:Model", **options):
     spec = load(EXPERIMENT, ["train.global_batch=8", "train.sequence_length=16", "train.remat=none", *overrides])
-    return dataclasses.replace(
-        spec, model=dataclasses.replace(spec.model, class_path=model, preset=None, options=options)
-    )
+    return dataclasses.replace(spec, model=ModelTable.model_construct(class_path=model, **options))
 
 
 def trace(spec):

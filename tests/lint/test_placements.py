@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import meshkit as mk
-from meshkit.config.sections import Allowed
+from meshkit.config.sections import AllowTable
 from meshkit.lint.findings import Finding, apply_allow_list
 from meshkit.lint.placements import Subject, lint
 from meshkit.sharding.constrain import Activation
@@ -269,14 +269,14 @@ FINDINGS = [
     ],
 )
 def test_the_allow_list_silences_by_code_and_path(code, path, silenced):
-    kept, allowed = apply_allow_list(FINDINGS, [Allowed(code, path, "measured")])
+    kept, allowed = apply_allow_list(FINDINGS, [AllowTable(code=code, path=path, reason="measured")])
     assert [f.code for f in allowed] == silenced
     assert all(f.allowed and f.reason == "measured" for f in allowed)
     assert [f.code for f in kept if f.code == "unused_allow"] == ([] if silenced else ["unused_allow"])
 
 
 def test_an_entry_that_silences_nothing_is_a_note_unless_nobody_looked():
-    idle = [Allowed("involuntary_rematerialization", "**", "known")]
+    idle = [AllowTable(code="involuntary_rematerialization", reason="known")]
     kept, _ = apply_allow_list([], idle)
     assert (kept[0].code, kept[0].severity) == ("unused_allow", "note")
     assert apply_allow_list([], idle, unchecked=["involuntary_rematerialization"]) == ([], [])
@@ -284,6 +284,6 @@ def test_an_entry_that_silences_nothing_is_a_note_unless_nobody_looked():
 
 def test_errors_cannot_be_allowed_and_come_first():
     error = Finding("any", "error", "x", "broken")
-    kept, allowed = apply_allow_list([*FINDINGS, error], [Allowed("any", "**", "no")])
+    kept, allowed = apply_allow_list([*FINDINGS, error], [AllowTable(code="any", reason="no")])
     assert kept[0] == error
     assert allowed == []

@@ -1,6 +1,5 @@
 """The network model: limits that follow from closed forms, and measured points that it was not made from."""
 
-import dataclasses
 import itertools
 import math
 
@@ -51,8 +50,8 @@ def test_a_large_ring_over_domains_is_bound_by_its_share_of_the_nics(h100, kind,
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"])
 def test_oversubscription_and_fewer_nics_divide_what_leaves_a_domain(h100, kind):
-    tight = dataclasses.replace(h100, oversubscription=2.0)
-    fewer = dataclasses.replace(h100, nics_per_host=4)
+    tight = h100.model_copy(update={"oversubscription": 2.0})
+    fewer = h100.model_copy(update={"nics_per_host": 4})
     full = collective_time_s(kind, payload_bytes=HUGE, gpus_per_domain=1, domains=8, cluster=h100)
     for cluster in (tight, fewer):
         half = collective_time_s(kind, payload_bytes=HUGE, gpus_per_domain=1, domains=8, cluster=cluster)
@@ -313,7 +312,7 @@ def test_a_calibration_comes_first(h100, tmp_path):
     """latency x steps / measured steps + wire bytes / measured bus bandwidth; what it does not hold is modelled."""
     fit = Fit("nvlink", "all-gather", 4, 1, latency_s=30e-6, bytes_per_s=100e9, residual_median=0.1, points=9)
     path = write(tmp_path / "calibration.toml", Calibration(fits=(fit,)))
-    cluster = dataclasses.replace(h100, calibration=str(path))
+    cluster = h100.model_copy(update={"calibration": str(path)})
     seconds = collective_time_s("all-gather", payload_bytes=8e9, gpus_per_domain=8, cluster=cluster)
     assert seconds == pytest.approx(30e-6 * 7 / 3 + 7e9 / 100e9)
     for kind, k in (("all-reduce", 1), ("all-gather", 2)):
@@ -324,7 +323,7 @@ def test_a_calibration_comes_first(h100, tmp_path):
 
 
 def test_a_missing_calibration_is_refused(h100):
-    cluster = dataclasses.replace(h100, calibration="nowhere/calibration.toml")
+    cluster = h100.model_copy(update={"calibration": "nowhere/calibration.toml"})
     with pytest.raises(mk.ConfigError, match="calibration"):
         collective_time_s("all-gather", payload_bytes=1, gpus_per_domain=8, cluster=cluster)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from meshkit.config.experiment import OptimizerSpec
+from meshkit.config.sections import OptimizerTable
 from meshkit.step.loss import cross_entropy
 from meshkit.step.model_flops import count_model_flops
 from meshkit.step.optimizer import make_optimizer, make_schedule
@@ -17,14 +17,14 @@ from models.llama import Llama
 
 @pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("linear", 0.0), ("cosine", 0.1)])
 def test_schedules_warm_up_and_end(schedule, last):
-    rate = make_schedule(OptimizerSpec(learning_rate=1.0, warmup_steps=10, schedule=schedule), 100)
+    rate = make_schedule(OptimizerTable(learning_rate=1.0, warmup_steps=10, schedule=schedule), 100)
     np.testing.assert_allclose([rate(0), rate(4), rate(9)], [0.1, 0.5, 1.0], rtol=1e-6)
     assert float(rate(100)) == pytest.approx(last, abs=1e-6)
 
 
 def test_adamw_takes_the_textbook_first_step():
     """Adam's first step is -lr sign(g); decay adds -lr wd w to kernels, not to scales."""
-    spec = OptimizerSpec(learning_rate=0.1, weight_decay=0.5, clip=0.0, schedule="constant")
+    spec = OptimizerTable(learning_rate=0.1, weight_decay=0.5, clip=0.0, schedule="constant")
     params = {"kernel": jnp.full((2, 2), 2.0), "scale": jnp.full((2,), 2.0)}
     optimizer = make_optimizer(spec, 10)
     gradients = jax.tree.map(lambda p: jnp.full_like(p, -3.0), params)
@@ -34,7 +34,7 @@ def test_adamw_takes_the_textbook_first_step():
 
 
 def test_dtype_is_that_of_the_first_moment_only():
-    state = make_optimizer(OptimizerSpec(dtype="bf16"), 10).init({"kernel": jnp.zeros((2, 2))})
+    state = make_optimizer(OptimizerTable(dtype="bf16"), 10).init({"kernel": jnp.zeros((2, 2))})
     dtypes = [str(x.dtype) for x in jax.tree.leaves(state) if x.ndim]
     assert sorted(dtypes) == ["bfloat16", "float32"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from meshkit.config.cluster import Cluster, shipped_clusters
 from meshkit.config.emit import inline, string_text
-from meshkit.config.presets import PRESETS
-from meshkit.config.rules import ShardingRules
+from meshkit.config.rules import PRESETS, ShardingRules
 
 _TEXT = """\
 # {title}

@@ -128,7 +128,8 @@ class Bounds:
         found = []
         for policy in policies:
             with contextlib.suppress(ConfigError):
-                describe_model(replace(self._experiment, train=replace(self._experiment.train, remat=policy)))
+                train = self._experiment.train.model_copy(update={"remat": policy})
+                describe_model(replace(self._experiment, train=train))
                 found.append(policy)
         return found
 

@@ -18,8 +18,7 @@ from typing import Any
 from meshkit.config.emit import inline
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis, MeshSpec
-from meshkit.config.presets import PRESETS
-from meshkit.config.rules import preset_rules
+from meshkit.config.rules import PRESETS, preset_rules
 from meshkit.config.sections import PGLE_OPTION, PREDICTED, RematMix
 from meshkit.errors import ConfigError
 
@@ -167,10 +166,10 @@ class Space:
             )
         if variant.each_micro_batch:
             rules = dataclasses.replace(rules, gradients={"embed": "fsdp"})
-        train = dataclasses.replace(train, accumulate=variant.accumulate, remat=variant.remat)
+        train = train.model_copy(update={"accumulate": variant.accumulate, "remat": variant.remat})
         pipeline = experiment.pipeline
         if variant.stages:
-            pipeline = dataclasses.replace(pipeline, **dataclasses.asdict(variant.stages))
+            pipeline = pipeline.model_copy(update=dataclasses.asdict(variant.stages))
         return dataclasses.replace(experiment, train=train, rules=rules, pipeline=pipeline)
 
     def settings(self, variant: Variant) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def at_size(path: str, overrides: Sequence[str], own: Experiment, hosts: int) ->
     batch = own.train.global_batch
     divides = f"train.global_batch={batch * cluster.num_gpus}"
     loaded = load(path, (*overrides, f"cluster.hosts={hosts}", f"mesh={inline(axes)}", divides))
-    return replace(loaded, train=replace(loaded.train, global_batch=batch))
+    return replace(loaded, train=loaded.train.model_copy(update={"global_batch": batch}))
 
 
 def like(space: Space, best: Variant | None) -> Space:
