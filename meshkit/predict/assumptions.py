@@ -17,28 +17,25 @@ _LEAST_RATE = 0.25  # a normal distribution has no end, a GPU that is in use doe
 
 @dataclass(frozen=True)
 class Assumptions:
-    """The ingredients of the model of a step.
-
-    Attributes:
-        shapes: matmuls are as fast as their shape allows; False: all as fast as a large one.
-        sustained: at the rate that the power cap leaves; False: at that of a short burst.
-        attention: fused attention at its measured rates; False: as fast as a matmul.
-        contention: a collective takes multiprocessors and memory bandwidth from what computes beside it.
-        slowest: all GPUs wait for the slowest of them, see `slowest_of`; False: all are alike.
-        separate_links: collectives inside an NVLink domain and between domains run on streams of their own, as XLA
-            does it when `xla_gpu_experimental_parallel_collective_overlap_limit` is above 1; False: one after the
-            other, in order of their starts.
-        single_queue: one hardware queue feeds the GPU (`CUDA_DEVICE_MAX_CONNECTIONS=1`): a collective that must wait
-            for another one holds up the kernels behind it.
-    """
+    """The ingredients of the model of a step."""
 
     shapes: bool = True
+    """Matmuls are as fast as their shape allows; False: all as fast as a large one."""
     sustained: bool = True
+    """At the rate that the power cap leaves; False: at that of a short burst."""
     attention: bool = True
+    """Fused attention at its measured rates; False: as fast as a matmul."""
     contention: bool = True
+    """A collective takes multiprocessors and memory bandwidth from what computes at the same time."""
     slowest: bool = True
+    """All GPUs wait for the slowest of them, see `slowest_of`; False: all are alike."""
     separate_links: bool = False
+    """Collectives inside an NVLink domain and between domains run on streams of their own, as XLA does it when
+    `xla_gpu_experimental_parallel_collective_overlap_limit` is above 1; False: one after the other, in order of their
+    starts."""
     single_queue: bool = False
+    """One hardware queue feeds the GPU (`CUDA_DEVICE_MAX_CONNECTIONS=1`): a collective that must wait for another one
+    holds up the kernels behind it."""
 
 
 def assumptions_for(options: Mapping[str, object]) -> Assumptions:

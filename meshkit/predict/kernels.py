@@ -2,10 +2,17 @@
 
 time = max(FLOP / (dense peak x sustained share), bytes / (memory bandwidth x sustained share)). The shares are measured
 ones and live in config/catalog.toml with their sources; the rates of a calibration that the cluster names come first.
+
+What a matmul's shape leaves of the best rate (waves, tiles, short inner loops) is read from 375 shapes of powers of two
+that OpenXLA measured on an H100 and on a B200 (config/matmul_rates.csv). Between them rates are log-linear; a dim that
+is no multiple of a tile costs as much as the next multiple; dims beyond the table are further waves of the same tiles.
+Another GPU is read at the shape that gives each of its multiprocessors the same number of tiles, and a tile the same
+time, as on the measured one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -14,9 +21,8 @@ import numpy as np
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import Rates
 from meshkit.config.cluster import Cluster, Gpu
-from meshkit.hlo.costs import Cost
+from meshkit.hlo.costs import Cost, Matmul
 from meshkit.predict.assumptions import Assumptions
-from meshkit.predict.matmuls import shape_share
 from meshkit.units import format_count, format_rate
 
 # Precisions of `[train]` -> element types that their matmuls have.
@@ -52,30 +58,17 @@ def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one kernel needs of each part of a GPU, as seconds of that part alone; they run at the same time.
+class KernelWork:
+    """What one kernel needs of each part of a GPU, as seconds of that part alone; they run at the same time."""
 
-    Attributes:
-        arithmetic_s: of tensor cores.
-        memory_s: of device memory.
-        host_s: of the link to the host.
-    """
-
-    arithmetic_s: float = 0.0
-    memory_s: float = 0.0
-    host_s: float = 0.0
+    arithmetic_s: float = 0.0  # of tensor cores
+    memory_s: float = 0.0  # of device memory
+    host_s: float = 0.0  # of the link to the host
 
     @property
     def alone_s(self) -> float:
         """The kernel with nothing beside it, without its launch."""
         return max(self.arithmetic_s, self.memory_s, self.host_s)
-
-
-def kernel_time_s(
-    cost: Cost, gpu: Gpu, rates: Rates = _NOT_MEASURED, *, host_bytes_per_s: float | None = None
-) -> float:
-    """Seconds of a kernel that does this work alone on the GPU, without its launch; see `kernel_work`."""
-    return kernel_work(cost, gpu, rates, host_bytes_per_s=host_bytes_per_s).alone_s
 
 
 def kernel_work(
@@ -85,7 +78,7 @@ def kernel_work(
     *,
     host_bytes_per_s: float | None = None,
     assumptions: Assumptions = _ALL,
-) -> Work:
+) -> KernelWork:
     """What a kernel that does this work needs of a GPU.
 
     Args:
@@ -99,7 +92,7 @@ def kernel_work(
     attention = cost.attention_flops / _attention_flops_per_s(cost, gpu, rates, assumptions)
     memory = cost.bytes_accessed / memory_bytes_per_s(gpu, rates)
     host = cost.host_bytes / (host_bytes_per_s or gpu.pcie_bytes_per_s) if cost.host_bytes else 0.0
-    return Work(matmul + attention, memory, host)
+    return KernelWork(matmul + attention, memory, host)
 
 
 def measured_rates(cluster: Cluster) -> Rates:
@@ -208,3 +201,80 @@ def attention_share(cost: Cost, gpu: Gpu) -> float:
 def memory_bytes_per_s(gpu: Gpu, rates: Rates = _NOT_MEASURED) -> float:
     """Sustained rate of device memory, reads and writes together."""
     return min(gpu.memory_bytes_per_s, rates.memory_bytes_per_s or gpu.memory_bytes_per_s * gpu.achieved["memory"])
+
+
+_TILE = 128  # cuBLAS's smallest output tile that keeps tensor cores busy, both ways
+_INNER = 64  # of its loop over k
+_MEASURED = {"hopper": "h100_sxm", "blackwell": "b200"}
+
+
+def shape_share(matmul: Matmul, gpu: Gpu, precision: str) -> float:
+    """Rate of a matmul of this shape over that of the largest measured one, at most 1.
+
+    Args:
+        matmul: its shape.
+        gpu: where it runs.
+        precision: as the catalog calls it; one that the table lacks is read as bf16.
+    """
+    if gpu.compute_capability is None or min(matmul.batch, matmul.m, matmul.n, matmul.k) < 1:
+        return 1.0
+    generation = "blackwell" if gpu.compute_capability >= (10, 0) else "hopper"
+    return _share(matmul.batch, matmul.m, matmul.n, matmul.k, gpu.key, generation, precision)
+
+
+@functools.lru_cache(maxsize=65536)
+def _share(batch: int, m: int, n: int, k: int, key: str, generation: str, precision: str) -> float:
+    gpu, measured = catalog.gpu(key), catalog.gpu(_MEASURED[generation])
+    tiles_each = batch * measured.sms / gpu.sms
+    slower = (_rate(measured, precision) / measured.sms) / (_rate(gpu, precision) / gpu.sms)
+    wide, tall, deep = _padded(m, _TILE), _padded(n, _TILE), _padded(k, _INNER)
+    useful = (m * n * k) / (wide * tall * deep)
+    return min(1.0, useful * _interpolated(generation, precision, tiles_each, wide, tall, deep * slower))
+
+
+def _rate(gpu: Gpu, precision: str) -> float:
+    return gpu.peak_flops.get(precision, gpu.peak_flops["fp32"]) * gpu.achieved["matmul"]
+
+
+def _padded(size: int, tile: int) -> int:
+    """The next multiple of a tile; powers of two below it have kernels of their own."""
+    if size <= tile:
+        return 1 << (size - 1).bit_length()
+    return -(-size // tile) * tile
+
+
+def _interpolated(generation: str, precision: str, batch: float, m: float, n: float, k: float) -> float:
+    """Of the measured rates, over the largest of them with every dim at the table's end."""
+    grids, table = _table(generation, precision)
+    most_batch, most_m, most_n, most_k = (float(grid[-1]) for grid in grids)
+    batch, m, n = batch * max(1.0, m / most_m) * max(1.0, n / most_n), min(m, most_m), min(n, most_n)
+    while batch > most_batch and min(m, n) < most_m:  # more small products fill the GPU as fewer larger ones do
+        batch, m, n = (batch / 2, 2 * m, n) if m <= n else (batch / 2, m, 2 * n)
+    below = 1.0  # dims below the table fill a part of the smallest tile that was measured
+    for size, grid in ((m, grids[1]), (n, grids[2]), (k, grids[3])):
+        below *= min(1.0, size / float(grid[0]))
+    point = [batch, min(m, most_m), min(n, most_n), min(k, most_k)]
+    return below * _log_linear(grids, table, point) / float(table[-1, -1, -1, -1])
+
+
+def _log_linear(grids: tuple[np.ndarray, ...], table: np.ndarray, point: list[float]) -> float:
+    values = np.log(table)
+    for grid, x in zip(grids, point):
+        position = float(np.interp(math.log(x), np.log(grid), np.arange(len(grid))))
+        low = min(int(position), len(grid) - 2)
+        part = position - low
+        values = values[low] * (1 - part) + values[low + 1] * part
+    return float(np.exp(values))
+
+
+@functools.cache
+def _table(generation: str, precision: str) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """(grid of each dim, rates [batch, m, n, k])."""
+    column = precision if precision in ("bf16", "tf32", "fp8") else "bf16"
+    rows = [row for row in catalog.matmul_rates() if row["generation"] == generation]
+    dims = ("batch", "m", "n", "k")
+    grids = tuple(np.array(sorted({float(row[d]) for row in rows})) for d in dims)
+    table = np.zeros([len(grid) for grid in grids])
+    for row in rows:
+        table[tuple(int(np.searchsorted(grid, float(row[d]))) for d, grid in zip(dims, grids))] = float(row[column])
+    return grids, table

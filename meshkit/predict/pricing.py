@@ -1,16 +1,53 @@
-"""Instruction -> what it needs of the GPU, or of the network: each shape priced once.py."""
+"""Prices of a program's instructions: what each needs of the GPU or of the network, and what a collective leaves.
+
+NCCL's kernels hold multiprocessors until they are done, and every byte that arrives passes device memory several times.
+cuBLAS's kernels on Hopper start one block per multiprocessor: with some of them taken, the rest of the blocks form a
+second wave, and the matmul takes up to twice as long. How much is measured where there are measurements (catalog,
+`contended`); elsewhere a kernel loses the multiprocessors that the collective holds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from meshkit.config.cluster import Cluster
+from meshkit.config import catalog
+from meshkit.config.cluster import Cluster, Gpu
 from meshkit.hlo.collective import Collective
 from meshkit.hlo.module import Instruction
 from meshkit.predict.assumptions import Assumptions, slowest_of
-from meshkit.predict.contention import NOTHING, Load, load_of
-from meshkit.predict.kernels import Work, kernel_work, measured_rates, memory_bytes_per_s
-from meshkit.predict.network import collective_time_s
+from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s
+from meshkit.predict.network import collective_time_s, wire_factor
+
+
+@dataclass(frozen=True)
+class Load:
+    """Shares that a collective in flight leaves to a kernel: of its arithmetic rate and of memory bandwidth."""
+
+    arithmetic: float = 1.0
+    memory: float = 1.0
+
+    def slowdown(self, work: KernelWork) -> float:
+        """Seconds of the kernel during the collective over its seconds alone."""
+        if work.alone_s <= 0.0:
+            return 1.0
+        return max(work.arithmetic_s / self.arithmetic, work.memory_s / self.memory, work.host_s) / work.alone_s
+
+
+NO_LOAD = Load()
+_LEAST_MEMORY = 0.2  # a kernel always gets some of the memory's bandwidth: the controller is fair
+
+
+def load_of(collective: Collective, seconds: float, gpu: Gpu, memory_bytes_per_s: float) -> Load:
+    """What a collective of so many seconds leaves of a GPU whose memory sustains `memory_bytes_per_s`."""
+    if seconds <= 0.0 or not gpu.compute_capability:
+        return NO_LOAD
+    constants = catalog.kernels()
+    channels = constants["nccl_channels"][0 if collective.group_size <= collective.gpus_per_domain else 1]
+    arithmetic = gpu.achieved.get("contended", max(0.5, 1.0 - channels / gpu.sms))
+    wire = collective.payload_bytes * wire_factor(collective.collective, collective.group_size)
+    taken = constants["nccl_memory_passes"] * wire / seconds / memory_bytes_per_s
+    return Load(arithmetic, max(_LEAST_MEMORY, 1.0 - taken))
 
 
 class Pricer:
@@ -38,14 +75,14 @@ class Pricer:
             self._slowest = slowest_of(gpus or cluster.num_gpus, cluster.gpu_spread)
         self._collectives: dict[tuple, float] = {}
 
-    def work(self, i: Instruction) -> Work:
-        """Of a kernel, or of a copy on the device or to the host."""
+    def work(self, i: Instruction) -> KernelWork:
+        """What a kernel, or a copy on the device or to the host, needs of the GPU."""
         if self._seconds is not None:
             known = self._seconds(i)
             bound_by_arithmetic = i.cost is not None and bool(i.cost.matmul_flops or i.cost.attention_flops)
-            return Work(arithmetic_s=known * self._slowest) if bound_by_arithmetic else Work(memory_s=known)
+            return KernelWork(arithmetic_s=known * self._slowest) if bound_by_arithmetic else KernelWork(memory_s=known)
         if i.cost is None:
-            return Work()
+            return KernelWork()
         found = kernel_work(
             i.cost,
             self._cluster.gpu,
@@ -53,10 +90,10 @@ class Pricer:
             host_bytes_per_s=host_bytes_per_s(self._cluster),
             assumptions=self._assumptions,
         )
-        return Work(found.arithmetic_s * self._slowest, found.memory_s, found.host_s)
+        return KernelWork(found.arithmetic_s * self._slowest, found.memory_s, found.host_s)
 
     def collective_s(self, i: Instruction) -> float:
-        """From the last arrival of a member to the end."""
+        """Seconds from the last arrival of a member to the end."""
         c = i.collective
         assert c is not None
         if self._seconds is not None:
@@ -73,13 +110,13 @@ class Pricer:
         return self._collectives[key]
 
     def load(self, c: Collective, seconds: float) -> Load:
-        """What it leaves to kernels beside it."""
+        """What a collective of so many seconds leaves to the kernels of its GPU."""
         if not self._assumptions.contention:
-            return NOTHING
+            return NO_LOAD
         return load_of(c, seconds, self._cluster.gpu, memory_bytes_per_s(self._cluster.gpu, self._rates))
 
 
 def host_bytes_per_s(cluster: Cluster) -> float:
-    """Sustained, between one GPU and its host's memory."""
+    """Sustained rate between one GPU and its host's memory."""
     link = cluster.offload_link()
     return link.bytes_per_s * link.achieved

@@ -2,7 +2,7 @@
 
 One GPU stands for all (SPMD). Kernels run on one stream in schedule order; asynchronous collectives on another, in
 order of their starts; asynchronous copies on a third, and those over the host link on a fourth. A `done` waits for its
-start. While a collective runs, kernels beside it are slower (contention.py). XLA lets no start outlive its loop body
+start. While a collective runs, kernels beside it are slower (pricing.py). XLA lets no start outlive its loop body
 (what it pipelines over iterations starts and ends in the one before, and travels in the loop's state), so the
 iterations of a loop are alike: one is simulated and repeated, after those that a collective from before the loop is
 still in flight beside.
@@ -10,17 +10,18 @@ still in flight beside.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions
-from meshkit.predict.contention import Load
-from meshkit.predict.kernels import Work
+from meshkit.predict.kernels import KernelWork
 from meshkit.predict.network import nccl_constants
-from meshkit.predict.pricing import Pricer, host_bytes_per_s
-from meshkit.predict.segments import Segment
+from meshkit.predict.pricing import Load, Pricer, host_bytes_per_s
 from meshkit.timeline import Collective, DeviceStep, Timeline
 
 # Iterations that are simulated one by one for what is in flight beside them; beyond, it slows nothing.
@@ -29,30 +30,27 @@ _MOST_BESIDE = 256
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulated step.
-
-    Attributes:
-        timeline: one step of one GPU.
-        all_overlapped_s: the step if every collective hid under compute and took nothing from it.
-        all_exposed_s: the step if none did.
-        flops: dtype of the operands -> matmul and attention FLOP that one GPU executes.
-        notes: assumptions made about single instructions, by kind.
-        host_bytes: what crosses the link between one GPU and its host's memory.
-        host_transfer_s: seconds that this takes, both ways one after the other.
-        contention_s: seconds by which collectives slow the kernels beside them.
-        noted_s: control flow in the notes -> its seconds in the step: of a conditional those of its longest branch, of
-            a loop of unknown length those of one iteration.
-    """
+    """A simulated step."""
 
     timeline: Timeline
+    """One step of one GPU."""
     all_overlapped_s: float
+    """The step if every collective hid under compute and took nothing from it."""
     all_exposed_s: float
+    """The step if none did."""
     flops: dict[str, float]
-    notes: dict[str, list[str]]
+    """Dtype of the operands -> matmul and attention FLOP that one GPU executes."""
+    notes: Mapping[str, list[str]]
+    """Assumptions made about single instructions, by kind."""
     host_bytes: float = 0.0
+    """What crosses the link between one GPU and its host's memory."""
     host_transfer_s: float = 0.0
+    """Seconds that this takes, both ways one after the other."""
     contention_s: float = 0.0
+    """Seconds by which collectives slow kernels."""
     noted_s: Mapping[str, float] = field(default_factory=dict)
+    """Control flow in the notes -> its seconds in the step: of a conditional those of its longest branch, of a loop of
+    unknown length those of one iteration."""
 
 
 def simulate(
@@ -94,7 +92,7 @@ def simulate(
         free.duration_s,
         blocking.duration_s,
         dict(segment.flops),
-        {**schedule.notes, **run.notes},
+        schedule.notes,
         segment.host_bytes,
         segment.host_bytes / host_bytes_per_s(cluster),
         segment.contention_s,
@@ -103,26 +101,72 @@ def simulate(
 
 
 @dataclass
+class _Segment:
+    """The simulated run of one computation, from time 0: rows (start_s, end_s) and a label per row, by lane."""
+
+    duration_s: float = 0.0
+    host_bytes: float = 0.0
+    contention_s: float = 0.0
+    flops: Counter = field(default_factory=Counter)
+    noted_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of control flow of which not everything is known, by name."""
+    lanes: dict[str, list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=dict)
+    _open: dict[str, tuple[list[tuple[float, float]], list[int]]] = field(default_factory=dict)
+
+    def add(self, lane: str, start: float, end: float, label: int) -> None:
+        """One span."""
+        spans, labels = self._open.setdefault(lane, ([], []))
+        spans.append((start, end))
+        labels.append(label)
+
+    def repeat(self, inner: _Segment, start: float, times: int) -> None:
+        """Appends `times` runs of inner, back to back from start."""
+        offsets = start + inner.duration_s * np.arange(times)
+        for lane in {**inner.lanes, **inner._open}:
+            self._close(lane)
+            spans, labels = inner.spans(lane), inner.labels(lane)
+            tiled = (spans[None] + offsets[:, None, None]).reshape(-1, 2)
+            self.lanes.setdefault(lane, []).append((tiled, np.tile(labels, times)))
+        self.flops.update({dtype: flops * times for dtype, flops in inner.flops.items()})
+        for name, seconds in inner.noted_s.items():
+            self.noted_s[name] += seconds * times
+        self.host_bytes += inner.host_bytes * times
+        self.contention_s += inner.contention_s * times
+
+    def spans(self, lane: str) -> np.ndarray:
+        """[n, 2] spans of a lane."""
+        self._close(lane)
+        parts = self.lanes.get(lane)
+        return np.concatenate([s for s, _ in parts]) if parts else np.zeros((0, 2))
+
+    def labels(self, lane: str) -> np.ndarray:
+        """[n] labels of a lane's spans."""
+        self._close(lane)
+        parts = self.lanes.get(lane)
+        return np.concatenate([x for _, x in parts]) if parts else np.zeros(0, dtype=int)
+
+    def _close(self, lane: str) -> None:
+        """Moves the spans added one by one into arrays."""
+        spans, labels = self._open.pop(lane, ([], []))
+        if spans:
+            self.lanes.setdefault(lane, []).append((np.array(spans), np.array(labels)))
+
+
+@dataclass
 class _Streams:
-    """Where each stream is, in seconds from the start of a computation.
+    """Where each stream is, in seconds from the start of a computation."""
 
-    Attributes:
-        now: the compute stream.
-        network: when the stream of each link is free again.
-        copy: when those of asynchronous copies are: over the host link, and on the device. XLA spreads them over four
-            streams in turn; which of them share one is not in the module, and they are taken as apart.
-        flying: (start_s, end_s, what it leaves) of collectives that may still run.
-        pending: name of a start -> when it is done.
-    """
-
-    now: float
-    network: dict[str, float]
-    copy: dict[bool, float]
-    flying: list[tuple[float, float, Load]]
-    pending: dict[str, float]
-
-    def end(self) -> float:
-        return max(self.now, *self.copy.values(), *self.network.values())
+    now: float = 0.0
+    """The compute stream."""
+    network: dict[str, float] = field(default_factory=lambda: {"": 0.0})
+    """When the stream of each link is free again."""
+    copy: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    """When those of asynchronous copies are: on the device, and over the host link. XLA spreads them over four streams
+    in turn; which of them share one is not in the module, and they are taken as apart."""
+    flying: list[tuple[float, float, Load]] = field(default_factory=list)
+    """(start_s, end_s, what it leaves) of collectives that may still run."""
+    pending: dict[str, float] = field(default_factory=dict)
+    """Name of a start -> when it is done."""
 
 
 class _Simulator:
@@ -144,25 +188,21 @@ class _Simulator:
     ):
         self._schedule, self._pricer, self._assumptions = schedule, pricer, assumptions
         self._overlap, self._network = overlap, network
-        self._done: dict[str, Segment] = {}
+        self._done: dict[str, _Segment] = {}
         self.collectives: list[Collective] = []
         self.op_names: list[str] = []
-        self.notes: dict[str, list[str]] = {}
         self._gap = nccl_constants()["kernel"]["gap_s"]
 
-    def computation(self, name: str) -> Segment:
+    def computation(self, name: str) -> _Segment:
         """The run of a computation from time 0, every stream drained at its end."""
         if name not in self._done:
-            self._done[name] = self._run(self._schedule.computations[name])
+            out, streams = _Segment(), _Streams()
+            self._follow(self._schedule.computations[name], out, streams)
+            out.duration_s = max(streams.now, *streams.copy.values(), *streams.network.values())
+            self._done[name] = out
         return self._done[name]
 
-    def _run(self, instructions: tuple[Instruction, ...]) -> Segment:
-        out, streams = Segment(), _Streams(0.0, {"": 0.0}, {False: 0.0, True: 0.0}, [], {})
-        self._follow(instructions, out, streams)
-        out.duration_s = streams.end()
-        return out
-
-    def _follow(self, instructions: tuple[Instruction, ...], out: Segment, streams: _Streams) -> None:
+    def _follow(self, instructions: tuple[Instruction, ...], out: _Segment, streams: _Streams) -> None:
         for i in instructions:
             if i.kind == "free" or i.kind == "host":
                 continue
@@ -177,7 +217,7 @@ class _Simulator:
             else:
                 self._kernel(i, out, streams)
 
-    def _nested(self, i: Instruction, out: Segment, streams: _Streams) -> None:
+    def _nested(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
         """A loop, a branch or a call. A body is simulated once for all of its iterations, but for those that something
         started before is still in flight beside: it slows their kernels, and their collectives queue behind it."""
         name = max(i.bodies, key=lambda body: self.computation(body).duration_s)
@@ -194,9 +234,9 @@ class _Simulator:
             streams.network = {link: max(free, streams.now) for link, free in streams.network.items()}
             streams.copy = {over_host: max(free, streams.now) for over_host, free in streams.copy.items()}
         if i.kind != "while" or i.trip_count is None:
-            out.note(i.name, streams.now - began)
+            out.noted_s[i.name] += streams.now - began
 
-    def _kernel(self, i: Instruction, out: Segment, streams: _Streams) -> None:
+    def _kernel(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
         work = self._pricer.work(i)
         start = streams.now + self._gap
         launches = self._gap * (i.cost.launches - 1) if i.cost else 0.0
@@ -210,7 +250,7 @@ class _Simulator:
             out.flops.update(dict(i.cost.matmul_flops))
             out.flops.update({"bf16": i.cost.attention_flops} if i.cost.attention_flops else {})
 
-    def _until(self, work: Work, start: float, streams: _Streams) -> float:
+    def _until(self, work: KernelWork, start: float, streams: _Streams) -> float:
         """When a kernel that starts now is done, slowed by what is in flight beside it.
 
         What is in flight is known: a collective that the schedule starts later waits for this kernel.
@@ -227,7 +267,7 @@ class _Simulator:
             now = cut
         return now
 
-    def _communicate(self, i: Instruction, out: Segment, streams: _Streams) -> None:
+    def _communicate(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
         assert i.collective is not None
         link = i.collective.link if self._assumptions.separate_links else ""
         free = streams.network.get(link, 0.0)
@@ -245,7 +285,7 @@ class _Simulator:
         else:
             streams.now = end
 
-    def _copy(self, i: Instruction, out: Segment, streams: _Streams) -> None:
+    def _copy(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
         over_host = bool(i.cost and i.cost.host_bytes)
         start = max(streams.now, streams.copy[over_host])
         end = start + self._pricer.work(i).alone_s

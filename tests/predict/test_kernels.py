@@ -8,7 +8,7 @@ from meshkit.config.calibration import Calibration, MeasuredOn, Rates
 from meshkit.hlo.costs import Cost, Matmul
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions
-from meshkit.predict.kernels import calibration_note, kernel_time_s, kernel_work, measured_rates
+from meshkit.predict.kernels import calibration_note, kernel_work, measured_rates
 from meshkit.predict.simulate import simulate
 
 H100 = mk.Cluster.load("dgx_h100").gpu
@@ -44,7 +44,7 @@ def seconds_of(cost, cluster):
     ],
 )
 def test_the_slower_of_compute_and_memory(cost, seconds):
-    assert kernel_time_s(cost, H100) == pytest.approx(seconds)
+    assert kernel_work(cost, H100).alone_s == pytest.approx(seconds)
 
 
 def test_host_memory_is_reached_as_fast_as_the_link_of_all_gpus_at_once_sustains():
@@ -79,7 +79,7 @@ def test_half_the_matmul_rate_is_twice_the_time_of_what_is_bound_by_it(tmp_path)
     ],
 )
 def test_measured_rates_come_first_and_never_exceed_a_peak(rates, cost, seconds):
-    assert kernel_time_s(cost, H100, rates) == pytest.approx(seconds)
+    assert kernel_work(cost, H100, rates).alone_s == pytest.approx(seconds)
 
 
 def test_rates_of_another_gpu_are_not_used_and_the_note_says_so(tmp_path):
@@ -112,7 +112,7 @@ def attention(length, heads=64, causal=True, backward=False, sequences=1, head_d
 
 
 def attention_flops_per_s(cost, gpu=H100):
-    return cost.attention_flops / kernel_time_s(cost, gpu)
+    return cost.attention_flops / kernel_work(cost, gpu).alone_s
 
 
 @pytest.mark.parametrize(
@@ -164,4 +164,4 @@ def test_each_assumption_has_its_own_effect():
 def test_a_convolution_beside_a_matmul_is_priced_as_a_large_one():
     cost = Cost({"bf16": 1e12 + 2.0 * 512**3}, matmuls=(Matmul("bf16", 1, 512, 512, 512),))
     small = Cost({"bf16": 2.0 * 512**3}, matmuls=cost.matmuls)
-    assert kernel_time_s(cost, H100) == pytest.approx(1e12 / BF16 + kernel_time_s(small, H100))
+    assert kernel_work(cost, H100).alone_s == pytest.approx(1e12 / BF16 + kernel_work(small, H100).alone_s)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from meshkit.config import catalog
 from meshkit.hlo.costs import Matmul
-from meshkit.predict.matmuls import shape_share
+from meshkit.predict.kernels import shape_share
 
 H100, A100, B200 = (catalog.gpu(key) for key in ("h100_sxm", "a100_80gb", "b200"))
 LARGEST = {"h100_sxm": {"bf16": 789, "tf32": 421, "fp8": 2424}, "b200": {"bf16": 1670, "fp8": 3280}}  # 4 x 4096^3

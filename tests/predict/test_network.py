@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import meshkit as mk
 from meshkit.config.calibration import Calibration, Fit, write
-from meshkit.predict.nccl import ROUNDS, Wires, best_option, nccl_constants, wire_factor
-from meshkit.predict.network import collective_time_s
+from meshkit.predict.network import ROUNDS, Wires, collective_time_s, fastest, nccl_constants, wire_factor
 
 KINDS = sorted(ROUNDS)
 RINGS = ["all-gather", "reduce-scatter"]
@@ -24,7 +23,7 @@ def bus_bytes_per_s(kind, payload, g, k, cluster, **options):
 
 
 def chosen(payload, g, k, cluster):
-    return best_option("all-reduce", payload, g, k, Wires.of(cluster, g, k), FITTED).name
+    return fastest("all-reduce", payload, Wires.of(cluster, g, k)).name
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +128,7 @@ def test_the_first_slot_of_a_broadcast_is_stored_at_every_host(hosts):
     payload, port = 96e6, 12.5e9 * cluster.link("infiniband").achieved
     extra = cluster.link("infiniband").latency_s - nccl_constants()["step_latency_s"]["net"]["ring"]["simple"]
     host_s = 614_400 / port + 8.5e-6 + max(0.0, extra) + 7 * 1.9e-6
-    found = best_option("collective-broadcast", payload, 8, hosts, Wires.of(cluster, 8, hosts), FITTED)
+    found = fastest("collective-broadcast", payload, Wires.of(cluster, 8, hosts))
     assert found.name == "chain ll128"
     last = 614_400 / port + 8.5e-6 + max(0.0, extra)  # no network behind the last host
     assert found.latency_s == pytest.approx(14e-6 + hosts * host_s - last, rel=1e-6)
@@ -141,7 +140,7 @@ def test_nccls_tuner_picks_the_protocol_of_a_broadcast_without_slots():
     its slots are a tenth of LL128's. 90 MB go with LL128, though LL would be faster."""
     cluster = mk.Cluster.load(FOUR_PORTS)
     wires = Wires.of(cluster, 8, 128)
-    pick = {size: best_option("collective-broadcast", size, 8, 128, wires, FITTED) for size in (33e6, 90e6)}
+    pick = {size: fastest("collective-broadcast", size, wires) for size in (33e6, 90e6)}
     assert [option.name for option in pick.values()] == ["chain ll", "chain ll128"]
     assert pick[90e6].latency_s > 4 * pick[33e6].latency_s
 
@@ -149,7 +148,7 @@ def test_nccls_tuner_picks_the_protocol_of_a_broadcast_without_slots():
 def test_a_broadcast_inside_a_host_copies_its_first_slot_from_gpu_to_gpu():
     """Simple on 8 H100s: 7 x (3.4 us + 512 KiB / 36.7 GB/s), and the rest at NVLink's rate."""
     cluster = mk.Cluster.load("dgx_h100")
-    found = best_option("collective-broadcast", 1e9, 8, 1, Wires.of(cluster, 8, 1), FITTED)
+    found = fastest("collective-broadcast", 1e9, Wires.of(cluster, 8, 1))
     assert found.latency_s == pytest.approx(8.4e-6 + 7 * (3.4e-6 + 524_288 / 36.7e9), rel=1e-6)
     rate = cluster.link("nvlink").bytes_per_s * nccl_constants()["nvlink"]["4"]["usable"]
     assert found.wire_s == pytest.approx((1e9 - 524_288) / rate, rel=1e-6)

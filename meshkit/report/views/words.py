@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshkit.predict.flops import NOT_PREDICTED
+from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.report.schema import CommunicationPart, OpPart, Report
 from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_rate, format_seconds
 

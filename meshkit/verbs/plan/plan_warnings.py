@@ -12,13 +12,16 @@ from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.schedule import Schedule
 from meshkit.lint.findings import Finding
-from meshkit.predict.flops import flop_note
+from meshkit.predict.coverage import (
+    REMATERIALIZED,
+    flop_note,
+    kernel_seconds_by_name,
+    rematerialized,
+    short_kernels,
+    unpriced_seconds,
+)
 from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_of
-from meshkit.predict.launches import short_kernels
-from meshkit.predict.rematerialized import CODE as REMATERIALIZED
-from meshkit.predict.rematerialized import rematerialized
 from meshkit.predict.simulate import Simulation
-from meshkit.predict.unpriced import kernel_seconds_by_name, unpriced_seconds
 from meshkit.report.schema import MemoryPart, Warning_
 from meshkit.units import format_bytes, format_rate, format_seconds
 

@@ -1,0 +1,167 @@
+"""How much of a program its predicted time covers, for the warnings of a plan.
+
+- FLOP: the compiled program's against those of the traced one.
+- What has a lower bound for a price: custom calls, side streams, loops of unknown length.
+- What XLA computes a second time because it counts more memory than a program may take. Its pass clones instructions
+  and calls the clones `NAME.remat`, `NAME.remat2.1`, ... before it knows how buffers share memory, so that it may do so
+  for a program that would fit. Where it fails it logs what it counted.
+- Kernels too small for their price to hold: the smallest ones of a recorded training step take as long as `least_s` of
+  the catalog whatever their work, so that a step which is mostly these is longer than its price.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshkit.config import catalog
+from meshkit.hlo.schedule import Instruction, Schedule
+from meshkit.predict.simulate import Simulation
+from meshkit.units import format_count
+
+_MOST = 0.01  # XLA drops and adds a little: a first layer that is peeled off a loop, a recomputation it saves
+# Of the step: what would be less than this even on a GPU at its peak changes no number. XLA turns products with a
+# vector, and tiny ones, into sums and elementwise kernels, which have their price but no matmul.
+_LEAST = 0.001
+_RAGGED = "ragged_dot"
+
+NOT_PREDICTED = "flops"
+REPEATED = "repeated_work"
+DENSE = "ragged_dot"
+
+
+@dataclass(frozen=True)
+class FlopNote:
+    """That a compiled program does other work than the traced one."""
+
+    code: str
+    """`flops`: it executes less, so that not all of it was read and the step is no prediction; `repeated_work` or
+    `ragged_dot`: it executes more, and the step has it all."""
+    message: str
+    names: tuple[str, ...] = ()
+    """Instructions that execute more than needed."""
+    share: float = 0.0
+    """The part of their FLOP that is too much."""
+
+
+def executed_flops(schedule: Schedule, name: str | None = None) -> float:
+    """FLOP of matmuls and attention that one GPU executes; of a conditional those of the branch with the most."""
+    total = 0.0
+    for i in schedule.computations.get(name or schedule.entry, ()):
+        total += _flops_of(i)
+        inside = [executed_flops(schedule, body) for body in i.bodies]
+        times = 1 if i.trip_count is None else i.trip_count
+        total += times * max(inside, default=0.0)
+    return total
+
+
+def flop_note(
+    schedule: Schedule, traced: float | None, num_gpus: int, *, step_s: float, peak_flops: float, recomputed: bool
+) -> FlopNote | None:
+    """What a reader must know where a compiled program does other work than the traced one; None where it agrees.
+
+    Args:
+        schedule: of the compiled program.
+        traced: over all GPUs, of `xla.traced.traced_flops`; None where unknown.
+        num_gpus: that share the work.
+        step_s: of the whole program.
+        peak_flops: the highest of a GPU, FLOP/s.
+        recomputed: whether XLA recomputes some of it to save memory.
+    """
+    if not traced:
+        return None
+    compiled, expected = executed_flops(schedule), traced / num_gpus
+    difference = compiled / expected - 1.0
+    if abs(difference) <= _MOST or abs(compiled - expected) < _LEAST * step_s * peak_flops:
+        return None
+    counts = (
+        f"the compiled program executes {format_count(compiled)}FLOP of matmuls per GPU, the traced one needs "
+        f"{format_count(expected)}FLOP ({difference:+.1%})"
+    )
+    if difference < 0:
+        why = "not all of the compiled program is priced, so the step time is no prediction: it takes longer"
+        return FlopNote(NOT_PREDICTED, f"{counts}: {why}")
+    more = compiled - expected
+    ragged = [(i, times) for i, times in schedule.walk() if _RAGGED in i.source and _flops_of(i)]
+    dense = sum(_flops_of(i) * times for i, times in ragged)
+    if dense >= more:
+        why = (
+            "XLA:GPU makes ragged matmuls (lax.ragged_dot) dense, so each row meets every group of its GPU; for "
+            "experts try one a GPU (a longer expert axis), or a capacity_factor"
+        )
+        return FlopNote(DENSE, f"{counts}: {why}", tuple(i.name for i, _ in ragged), more / dense)
+    why = "GPUs repeat each other's work: some dim is not cut over every axis that cuts its batch or its weights"
+    if recomputed:
+        why = "XLA recomputes some to keep within the memory"
+    every = tuple(i.name for i, _ in schedule.walk() if _flops_of(i))
+    return FlopNote(REPEATED, f"{counts}: {why}", every, more / compiled)
+
+
+def _flops_of(i: Instruction) -> float:
+    return sum(i.cost.matmul_flops.values()) + i.cost.attention_flops if i.cost else 0.0
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Kernels of a step that are priced below the least that a kernel takes."""
+
+    kernels: int  # loops counted as often as they run
+    seconds: float  # that they would take more
+
+
+def short_kernels(simulation: Simulation) -> Launches:
+    """The kernels of one run of a program that are priced below the least that one takes."""
+    compute = simulation.timeline.steps[0].compute
+    missing = float(catalog.kernels()["least_s"]) - (compute[:, 1] - compute[:, 0])
+    short = missing > 0
+    return Launches(int(np.count_nonzero(short)), float(missing[short].sum()))
+
+
+REMATERIALIZED = "xla_rematerialization"
+_CLONE = re.compile(r"\.remat\d*(\.\d+)*$")
+_COUNTED = re.compile(r"rematerialization;.*down from \S+ \((\d+) bytes\)")
+
+
+@dataclass(frozen=True)
+class Rematerialized:
+    """Kernels that run twice."""
+
+    kernels: int
+    seconds: float  # of all their runs, in one run of the program
+    counted_bytes: int | None  # that XLA counted before; None where it says nothing, for it kept within the limit
+
+
+def rematerialized(simulation: Simulation, log: Sequence[str]) -> Rematerialized:
+    """Clones of XLA's rematerialization that cost time: not the original or, where XLA removed that, one of them.
+
+    `log` is what the compiler said.
+    """
+    families: dict[str, list[tuple[bool, float]]] = {}  # of each original: whether a clone, seconds
+    for name, s in kernel_seconds_by_name(simulation).items():
+        families.setdefault(_CLONE.sub("", name), []).append((_CLONE.search(name) is not None, s))
+    seconds = [s for found in families.values() for clone, s in sorted(found)[1:] if clone and s > 0]
+    counted = next((int(found[1]) for line in log if (found := _COUNTED.search(line))), None)
+    return Rematerialized(len(seconds), sum(seconds), counted)
+
+
+def unpriced_seconds(simulation: Simulation, *, steps: int = 1) -> Mapping[str, float]:
+    """Kind of note -> seconds of what it names, the least that they take, in each of a program's training steps."""
+    names = {kind: {n.partition(" (")[0] for n in noted} for kind, noted in simulation.notes.items()}
+    seconds = {**simulation.noted_s, **kernel_seconds_by_name(simulation)}
+    found = {kind: sum(seconds.get(n, 0.0) for n in noted) / steps for kind, noted in names.items()}
+    return {kind: value for kind, value in found.items() if value > 0}
+
+
+def kernel_seconds_by_name(simulation: Simulation) -> Mapping[str, float]:
+    """Instruction name -> seconds of all its runs."""
+    step, names = simulation.timeline.steps[0], simulation.timeline.op_names
+    durations = step.compute[:, 1] - step.compute[:, 0]
+    totals = np.bincount(step.compute_op, weights=durations, minlength=len(names))
+    found: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in zip(names, totals.tolist()):
+        found[name] += seconds
+    return found
