@@ -88,9 +88,8 @@ def measure(file: Path, devices: int, steps: int, layers: int) -> dict[str, floa
     before = _memory_bytes("VmRSS")
     began = time.process_time()
     found = trace.read_trace(
-        [trace.TraceFile(file, {i: i for i in range(devices)})],
-        module_names={MODULE},
-        collectives_by_op=collectives,
+        [operations.TraceFile(file, {i: i for i in range(devices)})],
+        operations.TracedProgram(MODULE, collectives),
         rows=rows,
         num_steps=steps,
     )

@@ -6,6 +6,7 @@ All times are seconds on one clock; a span is a row `(start_s, end_s)` of a floa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -191,6 +192,45 @@ def shares_by_op(step: DeviceStep, num_ops: int) -> np.ndarray:
         return np.bincount(step.compute_op, weights=spans[:, 1] - spans[:, 0], minlength=num_ops)
     segments = _Segments(spans, step.compute_op, _Cover(np.zeros((0, 2))))
     return np.bincount(step.compute_op, weights=segments.instance_shares()[0], minlength=num_ops)
+
+
+@dataclass(frozen=True)
+class KernelTotals:
+    """What each operation that computes took; indexed as `Timeline.op_names`."""
+
+    time_s: np.ndarray
+    """Its part of the union of compute: of k that run at once each has 1/k. Adds up to `compute_s`."""
+    busy_s: np.ndarray
+    """Sum of its own durations."""
+    count: np.ndarray
+    """How often it ran."""
+
+    @classmethod
+    def of(cls, step: DeviceStep, num_ops: int) -> KernelTotals:
+        """Of one device step."""
+        seconds = np.diff(np.clip(step.compute, *step.window), axis=1).ravel()
+        busy_s, count = (np.bincount(step.compute_op, weights=w, minlength=num_ops) for w in (seconds, None))
+        return cls(shares_by_op(step, num_ops), busy_s, count)
+
+    @classmethod
+    def sum(cls, parts: Iterable[KernelTotals]) -> KernelTotals:
+        """All parts together; one may lack the operations that were first seen after it."""
+        listed = list(parts)
+        totals = np.zeros((3, max((len(part.count) for part in listed), default=0)))
+        for part in listed:
+            totals[:, : len(part.count)] += np.stack([part.time_s, part.busy_s, part.count])
+        return cls(*totals)
+
+    def each_of(self, steps: int) -> KernelTotals:
+        """The mean of so many steps."""
+        return KernelTotals(self.time_s / steps, self.busy_s / steps, self.count / steps)
+
+
+def kernel_totals(timeline: Timeline) -> KernelTotals:
+    """What each operation of a timeline took, as means over its device steps."""
+    n = len(timeline.op_names)
+    every = (KernelTotals.of(step, n) for step in timeline.steps)
+    return KernelTotals.sum([KernelTotals(*np.zeros((3, n))), *every]).each_of(max(1, len(timeline.steps)))
 
 
 class _Cover:

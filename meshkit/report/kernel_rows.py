@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from meshkit.hlo.instructions import InstructionInfo
 from meshkit.report.parts import KernelClassPart, KernelPart, KernelsPart
-from meshkit.timeline import Timeline, shares_by_op
+from meshkit.timeline import KernelTotals
 
 UNMAPPED = "unmapped"
 _MAX_OPS = 25  # a kind's instructions that are kept by name; the rest are in its sums
 
 
-class Totals(Protocol):
-    """What each operation that computes took, as means over the device steps; indexed as the names of operations.
-
-    Attributes:
-        time_s: its part of the union of compute: of k that run at once each has 1/k.
-        busy_s: sum of its own durations.
-        count: how often it ran.
-    """
-
-    @property
-    def time_s(self) -> np.ndarray: ...
-    @property
-    def busy_s(self) -> np.ndarray: ...
-    @property
-    def count(self) -> np.ndarray: ...
-
-
-@dataclass(frozen=True)
-class _Sums:
-    time_s: np.ndarray
-    busy_s: np.ndarray
-    count: np.ndarray
-
-
 def kernels_part(
     op_names: Sequence[str],
-    totals: Totals,
+    totals: KernelTotals,
     instructions: Mapping[str, InstructionInfo],
     *,
     steps_per_execution: int = 1,
@@ -77,18 +51,6 @@ def kernels_part(
         for k, kind in enumerate(kinds)
     ]
     return KernelsPart(classes=tuple(sorted((c for c in classes if c.count), key=lambda c: -(c.time_s or 0))))
-
-
-def totals_of(timeline: Timeline) -> Totals:
-    """What each operation of a timeline took, as means over its device steps."""
-    n, executions = len(timeline.op_names), max(1, len(timeline.steps))
-    time_s, busy_s, count = np.zeros(n), np.zeros(n), np.zeros(n)
-    for step in timeline.steps:
-        inside = np.clip(step.compute, *step.window)
-        time_s += shares_by_op(step, n)
-        busy_s += np.bincount(step.compute_op, weights=inside[:, 1] - inside[:, 0], minlength=n)
-        count += np.bincount(step.compute_op, minlength=n)
-    return _Sums(time_s / executions, busy_s / executions, count / executions)
 
 
 def _ops(

@@ -18,7 +18,7 @@ from meshkit.hlo.pipeline_report import PipelineReport, useful_flops
 from meshkit.hlo.schedule import Schedule
 from meshkit.predict.kernels import compute_peak_flops, peak_flops
 from meshkit.predict.network import checkpoint_time_s
-from meshkit.report.kernel_rows import Totals, kernels_part, totals_of
+from meshkit.report.kernel_rows import kernels_part
 from meshkit.report.parts import PipelinePart, StepSample
 from meshkit.report.rows import communication_rows, group_rows
 from meshkit.report.schema import (
@@ -35,7 +35,7 @@ from meshkit.report.schema import (
     WindowPart,
 )
 from meshkit.step.facts import NO_FACTS, StepFacts
-from meshkit.timeline import Sweep, Timeline, sweep
+from meshkit.timeline import KernelTotals, Sweep, Timeline, kernel_totals, sweep
 from meshkit.units import format_seconds
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Swept(Protocol):
     @property
     def sweeps(self) -> Sequence[Sweep]: ...
     @property
-    def kernels(self) -> Totals: ...
+    def kernels(self) -> KernelTotals: ...
 
 
 def summarize(
@@ -109,7 +109,7 @@ def summarize(
     step = _step_part(timeline, sweeps, facts, machines.num_gpus, step_bounds)
     totals = None
     if timeline.steps and (known or facts.pipeline):
-        totals = swept.kernels if swept else totals_of(timeline)
+        totals = swept.kernels if swept else kernel_totals(timeline)
     if facts.pipeline and step.time_s is not None and totals:
         bubble_s = _bubble_s(facts.pipeline, timeline.op_names, totals, known) / each
         step = step.model_copy(update={"bubble_s": bubble_s, "bubble_fraction": bubble_s / step.time_s})
@@ -264,7 +264,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def _bubble_s(
-    pipeline: PipelineReport, op_names: Sequence[str], totals: Totals, instructions: Mapping[str, InstructionInfo]
+    pipeline: PipelineReport, op_names: Sequence[str], totals: KernelTotals, instructions: Mapping[str, InstructionInfo]
 ) -> float:
     """Seconds of an execution's compute that did nothing useful."""
     sources = (instructions[name].source if name in instructions else "" for name in op_names)

@@ -23,8 +23,8 @@ from meshkit.hlo.costs import opcode
 from meshkit.hlo.module import Schedule, load_module, read_collectives, read_participants, read_schedule
 from meshkit.trace.capture import TRACE_FOLDER, digest, mesh_placement
 from meshkit.trace.capture_record import CaptureRecord
-from meshkit.trace.checks import Note
-from meshkit.trace.operations import TraceFile
+from meshkit.trace.checks import Note, some
+from meshkit.trace.operations import TracedProgram, TraceFile
 from meshkit.trace.reader import Trace, read_trace
 
 _CONTAINERS = {"while", "conditional", "call"}
@@ -34,26 +34,23 @@ _HINT = "`meshkit train` with [profile] steps = [first, last], or mk.profile(...
 
 @dataclass(frozen=True)
 class Captured:
-    """One capture.
-
-    Attributes:
-        folder: `trace/` of the run.
-        records: the sidecars, by process.
-        cluster, mesh_spec: what the mesh was built from, if that was recorded.
-        placement: where the partitions of the program were.
-        module: the compiled program.
-        schedule: the same, read; None where this version does not know a form of HLO in it.
-        broken: process -> what is wrong with its trace file, of those that cannot be used.
-    """
+    """One capture."""
 
     folder: Path
+    """`trace/` of the run."""
     records: tuple[CaptureRecord, ...]
+    """The sidecars, by process."""
     cluster: Cluster | None
+    """What the mesh was built from, if that was recorded."""
     mesh_spec: MeshSpec | None
     placement: Placement
+    """Where the partitions of the program were."""
     module: Any
+    """The compiled program."""
     schedule: Schedule | None
+    """The same, read; None where this version does not know a form of HLO in it."""
     broken: dict[int, str]
+    """Process -> what is wrong with its trace file, of those that cannot be used."""
 
     @property
     def record(self) -> CaptureRecord:
@@ -122,22 +119,20 @@ def read_captured(captured: Captured, rows: np.ndarray | None = None) -> Trace:
     ids = np.asarray(record.mesh.device_ids)
     groups = {name: ids[g] for name, g in read_participants(captured.module, captured.placement).items()}
     instructions = [i for c in captured.module.computations() for i in c.instructions()]
-    trace = read_trace(
-        [
-            TraceFile(trace_file(captured.folder, r), {d.ordinal: d.id for d in r.devices}, r.process)
-            for r in captured.records
-            if r.process not in captured.broken
-        ],
-        module_names={record.module},
-        collectives_by_op=collectives_of(captured),
+    program = TracedProgram(
+        record.module,
+        collectives_of(captured),
         containers={i.name for i in instructions if opcode(i) in _CONTAINERS},
         fused=_fused(captured),
         groups=groups,
-        expected=_expected_counts(captured.schedule) if captured.schedule else None,
-        rows=rows,
-        first_step=record.first_step,
-        num_steps=record.num_steps or None,
+        expected=_expected_counts(captured.schedule) if captured.schedule else {},
     )
+    files = [
+        TraceFile(trace_file(captured.folder, r), {d.ordinal: d.id for d in r.devices}, r.process)
+        for r in captured.records
+        if r.process not in captured.broken
+    ]
+    trace = read_trace(files, program, rows=rows, first_step=record.first_step, num_steps=record.num_steps or None)
     trace.facts.damaged.update(captured.broken)
     return trace
 
@@ -152,10 +147,9 @@ def notes_of_capture(captured: Captured) -> list[Note]:
     found: list[Note] = []
     expected, missing, broken = captured.expected, captured.missing, captured.broken
     if missing:
-        named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         message = (
-            f"The traces of {len(missing)} of {len(expected)} processes are missing ({named}); the means are of the "
-            "others."
+            f"The traces of {len(missing)} of {len(expected)} processes are missing ({some(missing)}); the means are "
+            "of the others."
         )
         found.append(Note("missing_processes", message))
     if broken:

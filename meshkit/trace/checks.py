@@ -6,23 +6,18 @@ without a trace, collectives that ran more or less often than the program says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshkit.hlo.collective import Collective
 from meshkit.timeline import Sweep
+from meshkit.trace.skew import Skew
 from meshkit.units import format_percent, format_seconds
-
-if TYPE_CHECKING:
-    from meshkit.trace.skew import Skew
 
 COMMAND_BUFFERS_FLAG = "--xla_gpu_enable_command_buffer="  # the empty value turns CUDA graphs off
 MOST_UNMAPPED = 0.02  # share of communication above which numbers by axis are not believed
-_MOST_RESIDUAL = 0.2  # share of the median wait that aligned clocks may be wrong by
-_LEAST_RESIDUAL = 0.01  # share of a collective's median duration by which they may be wrong where nobody waits
 
 
 @dataclass(frozen=True)
@@ -36,43 +31,42 @@ class Note:
 
 @dataclass
 class Facts:
-    """Sums over everything that was read; seconds are of the operations' own durations.
-
-    Attributes:
-        device_steps: device steps that were swept.
-        events, dropped, discarded: operations read, lost by the profiler (None: unsaid), with impossible times.
-        graph_s, lost_communication_s: inside CUDA graphs without a name, and the communication among it.
-        fused_s: in kernels that compute and communicate at once.
-        compute_s, mapped_compute_s: kernels that compute, and those whose instruction is known.
-        communication_s, mapped_s, on_axes_s: communication; whose instruction is known; that also lies on mesh axes.
-        partial_steps: executions that were not seen on every device.
-        missing_devices: devices without an operation of the program.
-        odd_executions: device -> executions, where they are not those that were captured.
-        odd_counts: collectives that ran more or less often than the program says: name -> (expected, seen).
-        namesakes: programs in a trace that bear the name of the one that is measured, itself included.
-        damaged: process -> what is wrong with its trace.
-        problems: what the profiler says itself.
-    """
+    """Sums over everything that was read; seconds are of the operations' own durations."""
 
     device_steps: int = 0
+    """Device steps that were swept."""
     events: int = 0
+    """Operations read."""
     dropped: int | None = None
+    """Operations lost by the profiler; None where it does not say."""
     discarded: int = 0
+    """Operations with impossible times."""
     graph_s: float = 0.0
-    lost_communication_s: float = 0.0
+    """Inside CUDA graphs without a name."""
     fused_s: float = 0.0
+    """In kernels that compute and communicate at once."""
     compute_s: float = 0.0
     mapped_compute_s: float = 0.0
+    """In kernels that compute and whose instruction is known."""
     communication_s: float = 0.0
     mapped_s: float = 0.0
+    """In communication whose instruction is known."""
     on_axes_s: float = 0.0
+    """In communication that also lies on mesh axes."""
     partial_steps: int = 0
+    """Executions that were not seen on every device."""
     missing_devices: list[int] = field(default_factory=list)
+    """Devices without an operation of the program."""
     odd_executions: dict[int, int] = field(default_factory=dict)
+    """Device -> executions, where they are not those that were captured."""
     odd_counts: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Collectives that ran more or less often than the program says: name -> (expected, seen)."""
     namesakes: int = 0
+    """Programs in a trace that bear the name of the one that is measured, itself included."""
     damaged: dict[int, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    """Process -> what is wrong with its trace."""
+    messages: list[str] = field(default_factory=list)
+    """What the profiler says itself."""
 
     @property
     def mapped_share(self) -> float | None:
@@ -106,116 +100,83 @@ class Facts:
                 self.odd_counts[collective.name] = (wanted, float(seen[:, i].mean()))
 
 
-def notes_of(facts: Facts, skew: Skew) -> list[Note]:
+def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
     """Everything in the facts that is not as it should be."""
     each = max(1, facts.device_steps)
-    found = [
-        _graphs(facts, each),
-        _unmapped_kernels(facts, each),
-        _fused(facts, each),
-        *_lost(facts),
-        *_devices(facts),
-        _counts(facts),
-        _clocks(skew),
-    ]
-    return [note for note in found if note is not None]
-
-
-def _graphs(facts: Facts, each: int) -> Note | None:
-    if not facts.graph_s:
-        return None
-    message = (
-        "Kernels ran inside CUDA graphs, where the trace does not say which instruction they belong to; capture "
-        f"with XLA_FLAGS={COMMAND_BUFFERS_FLAG} to see them by axis (which changes the step time a little)."
-    )
-    return Note("command_buffers", message, facts.graph_s / each)
-
-
-def _unmapped_kernels(facts: Facts, each: int) -> Note | None:
+    if facts.graph_s:
+        yield Note(
+            "command_buffers",
+            "Kernels ran inside CUDA graphs, where the trace does not say which instruction they belong to; capture "
+            f"with XLA_FLAGS={COMMAND_BUFFERS_FLAG} to see them by axis (which changes the step time a little).",
+            facts.graph_s / each,
+        )
     share = facts.kernels_mapped_share
-    if share is None or 1 - share <= MOST_UNMAPPED:
-        return None
-    message = f"{format_percent(1 - share)} of the compute belong to no instruction of the program."
-    return Note("unmapped_kernels", message, (facts.compute_s - facts.mapped_compute_s) / each)
+    if share is not None and 1 - share > MOST_UNMAPPED:
+        message = f"{format_percent(1 - share)} of the compute belong to no instruction of the program."
+        yield Note("unmapped_kernels", message, (facts.compute_s - facts.mapped_compute_s) / each)
+    if facts.fused_s:
+        message = "Kernels that compute and communicate at once count as both, so their communication as overlapped."
+        yield Note("fused_kernels", message, facts.fused_s / each)
+    yield from _lost(facts)
+    yield from _executions(facts)
+    clocks, wait_s = skew.clocks, skew.median_wait_s
+    if clocks is not None and clocks.residual_s is not None and skew.method != "clocked" and wait_s is not None:
+        message = (
+            f"The clocks of {clocks.count} processes agree to {format_seconds(clocks.residual_s)} only, against a "
+            f"median wait of {format_seconds(wait_s)}: waiting is told by the shortest instance, not by start times."
+        )
+        yield Note("clocks", message)
 
 
-def _fused(facts: Facts, each: int) -> Note | None:
-    if not facts.fused_s:
-        return None
-    message = "Kernels that compute and communicate at once count as both, so their communication as overlapped."
-    return Note("fused_kernels", message, facts.fused_s / each)
-
-
-def _lost(facts: Facts) -> list[Note | None]:
-    found: list[Note | None] = []
+def _lost(facts: Facts) -> Iterator[Note]:
+    """What is missing from the trace, or damaged."""
     if facts.dropped:
         message = f"The profiler dropped {facts.dropped} events: seconds are missing from these numbers."
-        found.append(Note("dropped_events", message))
+        yield Note("dropped_events", message)
     if facts.discarded:
         message = f"{facts.discarded} events have impossible times and were left out: the trace is damaged."
-        found.append(Note("discarded_events", message))
-    if facts.problems:
-        found.append(Note("profiler_messages", f"The profiler says: {'; '.join(dict.fromkeys(facts.problems))[:500]}"))
+        yield Note("discarded_events", message)
+    if facts.messages:
+        yield Note("profiler_messages", f"The profiler says: {'; '.join(dict.fromkeys(facts.messages))[:500]}")
     if facts.damaged:
         first, reason = next(iter(facts.damaged.items()))
-        message = (
-            f"The traces of {len(facts.damaged)} processes cannot be used ({_some(facts.damaged)}); process {first}: "
-            f"{reason}"
+        yield Note(
+            "damaged_traces",
+            f"The traces of {len(facts.damaged)} processes cannot be used ({some(facts.damaged)}); process {first}: "
+            f"{reason}",
         )
-        found.append(Note("damaged_traces", message))
-    return found
 
 
-def _devices(facts: Facts) -> list[Note | None]:
-    found: list[Note | None] = []
+def _executions(facts: Facts) -> Iterator[Note]:
+    """Which executions of the program are not those that were captured."""
     if facts.namesakes > 1:
         message = (
             f"{facts.namesakes} programs of the same name ran in the trace, and cannot be told apart in the steps."
         )
-        found.append(Note("namesakes", message))
+        yield Note("namesakes", message)
     if facts.missing_devices:
-        message = f"Devices {_some(facts.missing_devices)} have no operation of the program in their trace."
-        found.append(Note("missing_devices", message))
+        message = f"Devices {some(facts.missing_devices)} have no operation of the program in their trace."
+        yield Note("missing_devices", message)
     if facts.odd_executions:
         device, seen = next(iter(facts.odd_executions.items()))
-        message = (
+        yield Note(
+            "executions",
             f"{len(facts.odd_executions)} devices have another number of executions than were captured (device "
-            f"{device}: {seen}): events are missing, or the program also ran outside of the steps."
+            f"{device}: {seen}): events are missing, or the program also ran outside of the steps.",
         )
-        found.append(Note("executions", message))
     if facts.partial_steps:
         message = f"{facts.partial_steps} executions were not seen on every device and are left out."
-        found.append(Note("partial_steps", message))
-    return found
+        yield Note("partial_steps", message)
+    if facts.odd_counts:
+        name, (wanted, found) = next(iter(facts.odd_counts.items()))
+        yield Note(
+            "collective_counts",
+            f"{len(facts.odd_counts)} collectives ran more or less often than the program says ({name}: {found:g} a "
+            f"step in place of {wanted}): events are missing, or one collective is several kernels.",
+        )
 
 
-def _counts(facts: Facts) -> Note | None:
-    if not facts.odd_counts:
-        return None
-    name, (wanted, seen) = next(iter(facts.odd_counts.items()))
-    message = (
-        f"{len(facts.odd_counts)} collectives ran more or less often than the program says ({name}: {seen:g} a step in "
-        f"place of {wanted}): events are missing, or one collective is several kernels."
-    )
-    return Note("collective_counts", message)
-
-
-def _clocks(skew: Skew) -> Note | None:
-    clocks = skew.clocks
-    if clocks is None or clocks.residual_s is None or skew.method == "clocked" or skew.median_wait_s is None:
-        return None
-    message = (
-        f"The clocks of {clocks.count} processes agree to {format_seconds(clocks.residual_s)} only, against a median "
-        f"wait of {format_seconds(skew.median_wait_s)}: waiting is told by the shortest instance, not by start times."
-    )
-    return Note("clocks", message)
-
-
-def clocks_are_good(residual_s: float, median_wait_s: float, median_s: float) -> bool:
-    """Whether aligned clocks can tell who came last, or are wrong by too little of a collective to matter."""
-    return residual_s <= max(_MOST_RESIDUAL * median_wait_s, _LEAST_RESIDUAL * median_s)
-
-
-def _some(values) -> str:
+def some(values: Iterable[int]) -> str:
+    """The first of some numbers, in words."""
     listed = sorted(values)
     return ", ".join(map(str, listed[:8])) + (", ..." if len(listed) > 8 else "")

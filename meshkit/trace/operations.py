@@ -1,21 +1,23 @@
-"""One process's trace file -> the operations that ran on its devices, as columns.
+"""One process's trace file -> the operations that ran on its devices, as columns, and what each of them is.
 
 Operations that have the same kernel name, HLO instruction and module share a `Label`, so that whatever must be decided
-about them by name is decided once.
+about them by name is decided once: compute, communication, copies, containers, or compute and communication at once.
+An operation communicates if its HLO instruction does, or, where the trace has lost the instruction, if its kernel is
+one of a communication library's; never because of the stream it ran on.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from meshkit.errors import TraceError
-from meshkit.trace.events import NO_VALUE, Events
-from meshkit.trace.xspace import Line, Plane, XSpace, read_xspace
+from meshkit.hlo.collective import Collective
+from meshkit.trace.xspace import NO_VALUE, Events, Line, Plane, XSpace, read_xspace
 
 _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)$")
 _DROPPED = re.compile(r"(\d+)[^.;\n]*\bdropped\b|\bdropped\b\D*(\d+)", re.IGNORECASE)
@@ -27,74 +29,54 @@ _LONGEST_TRACE_NS = 86_400 * 10**9  # a day; a time further from the start is no
 
 @dataclass(frozen=True)
 class TraceFile:
-    """One process's XSpace file.
-
-    Attributes:
-        path: the `.xplane.pb` file.
-        devices: ordinal in the file -> global device id; operations of other devices are ignored.
-        process: which process of the job wrote it.
-    """
+    """One process's XSpace file."""
 
     path: Path
+    """The `.xplane.pb` file."""
     devices: Mapping[int, int]
+    """Ordinal in the file -> global device id; operations of other devices are ignored."""
     process: int = 0
+    """The process of the job that wrote it."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """What operations of the same kind have in common.
+    """What operations of the same kind have in common."""
 
-    Attributes:
-        name: of the kernel, or of the thunk on a CPU.
-        op, module: the HLO instruction and its module; empty where the trace has lost them.
-        copy: a memory copy or a memset.
-        graph: ran as a node of a CUDA graph.
-        program: the runtime's id of the program; -1 where the trace has none.
-    """
-
-    name: str
-    op: str
-    module: str
-    copy: bool
-    graph: bool
-    program: int = -1
+    name: str  # of the kernel, or of the thunk on a CPU
+    op: str  # the HLO instruction; empty where the trace has lost it
+    module: str  # and its module
+    copy: bool  # a memory copy or a memset
+    graph: bool  # ran as a node of a CUDA graph
+    program: int = -1  # the runtime's id of the program; -1 where the trace has none
 
 
 @dataclass(frozen=True)
 class DeviceOperations:
-    """Operations of one device, sorted by start; times in ps on the clock of the process.
+    """Operations of one device, sorted by start; [n] each, times in ps on the clock of the process."""
 
-    Attributes:
-        start_ps, end_ps: [n] from the start of the profile.
-        label: [n] indices into `Operations.labels`.
-        run: [n] the runtime's id of the execution; -1 where the trace has none.
-    """
-
-    start_ps: np.ndarray
+    start_ps: np.ndarray  # from the start of the profile
     end_ps: np.ndarray
-    label: np.ndarray
-    run: np.ndarray
+    label: np.ndarray  # indices into `Operations.labels`
+    run: np.ndarray  # the runtime's id of the execution; -1 where the trace has none
 
 
 @dataclass
 class Operations:
-    """What one file holds about the devices of interest.
-
-    Attributes:
-        labels: the kinds of operations.
-        devices: global device id -> its operations.
-        clock_ns: time since the epoch at which this process's clock reads zero; None if unknown.
-        problems: what the profiler reports about itself.
-        dropped: events that it says it lost; None if it does not say.
-        discarded: events with impossible times, left out.
-    """
+    """What one file holds about the devices of interest."""
 
     labels: list[Label] = field(default_factory=list)
+    """The kinds of operations."""
     devices: dict[int, DeviceOperations] = field(default_factory=dict)
+    """Global device id -> its operations."""
     clock_ns: int | None = None
-    problems: list[str] = field(default_factory=list)
+    """Time since the epoch at which this process's clock reads zero; None if unknown."""
+    messages: list[str] = field(default_factory=list)
+    """What the profiler reports about itself."""
     dropped: int | None = None
+    """Events that it says it lost; None if it does not say."""
     discarded: int = 0
+    """Events with impossible times, left out."""
 
     @property
     def events(self) -> int:
@@ -109,8 +91,8 @@ def read_operations(file: TraceFile) -> Operations:
         TraceError: it cannot be read, or is no trace.
     """
     space = read_xspace(file.path)
-    found = Operations(problems=[*space.errors, *space.warnings])
-    found.dropped = _dropped(found.problems)
+    lost = [int(m[1] or m[2]) for text in space.messages for m in _DROPPED.finditer(text)]
+    found = Operations(messages=space.messages, dropped=sum(lost) if lost else None)
     reader = _Reader(found, _duration_ns(space, found))
     gpus = [(int(m[1]), plane) for plane in space.planes if (m := _GPU_PLANE.match(plane.name))]
     for ordinal, plane in gpus:
@@ -123,11 +105,6 @@ def read_operations(file: TraceFile) -> Operations:
     if not space.planes:
         raise TraceError("the trace holds no planes at all.", at=str(file.path), hint="capturing again")
     return found
-
-
-def _dropped(problems: Sequence[str]) -> int | None:
-    counts = [int(m[1] or m[2]) for text in problems for m in _DROPPED.finditer(text)]
-    return sum(counts) if counts else None
 
 
 def _duration_ns(space: XSpace, found: Operations) -> int:
@@ -152,7 +129,8 @@ class _Reader:
     def gpu_plane(self, space: XSpace, plane: Plane, device: int) -> None:
         """Raw files hold stream lines only; lines such as "XLA Ops" are derived by viewers, and would count twice."""
         lines = [line for line in plane.lines if line.name.startswith("Stream #")]
-        events, start = _joined([(self._since_ns(line), space.events(plane, line, _GPU_STATS)) for line in lines])
+        parts = [(self._since_ns(line), space.events(plane, line, _GPU_STATS)) for line in lines]
+        events, start = _joined(parts, _GPU_STATS)
         if not len(start):
             return
         run = np.where(events.stats["run_id"] == NO_VALUE, -1, events.stats["run_id"])
@@ -164,8 +142,8 @@ class _Reader:
         The event of a thunk that hands its work to a thread pool ends at the hand-over; the `end: ` marker that
         carries its id says when the work was done.
         """
-        lines = plane.lines
-        events, start = _joined([(self._since_ns(line), space.events(plane, line, _CPU_STATS)) for line in lines])
+        parts = [(self._since_ns(line), space.events(plane, line, _CPU_STATS)) for line in plane.lines]
+        events, start = _joined(parts, _CPU_STATS)
         if not len(start):
             return
         is_end = np.array(list(plane.event_names.ids(beginning="end: ")), np.int64)
@@ -178,7 +156,7 @@ class _Reader:
                 rows = np.flatnonzero(mine & (ordinal == number))
                 run = events.stats["run_id"][rows]
                 run = np.where(run == NO_VALUE, -1, run)
-                self._add(plane, devices[number], start[rows], end[rows], _rows(events, rows), run)
+                self._add(plane, devices[number], start[rows], end[rows], events.rows(rows), run)
 
     def _since_ns(self, line: Line) -> int:
         """Time of a line since the profile began; some writers count from the epoch."""
@@ -193,7 +171,7 @@ class _Reader:
         if not good.all():
             self.found.discarded += int((~good).sum())
             rows = np.flatnonzero(good)
-            start, end, events, run = start[rows], end[rows], _rows(events, rows), run[rows]
+            start, end, events, run = start[rows], end[rows], events.rows(rows), run[rows]
         if not len(start):
             return
         label = self._labels(plane, events)
@@ -228,23 +206,11 @@ class _Reader:
         return index[inverse]
 
 
-def _joined(parts: Sequence[tuple[int, Events]]) -> tuple[Events, np.ndarray]:
+def _joined(parts: Sequence[tuple[int, Events]], wanted: Sequence[str]) -> tuple[Events, np.ndarray]:
     """The events of several lines, and when each starts, in ps."""
-    events = [e for _, e in parts]
-    if not events:
-        none = np.zeros(0, np.int64)
-        return Events(none, none, none, {}), none
     limit = 2 * _LONGEST_TRACE_NS * _PS_PER_NS  # of what 64 bits hold; times beyond are discarded later
     start = [np.clip(e.offset_ps, -limit, limit) + ns * _PS_PER_NS for ns, e in parts]
-    stats = {name: np.concatenate([e.stats[name] for e in events]) for name in events[0].stats}
-    metadata, offset = (np.concatenate([getattr(e, name) for e in events]) for name in ("metadata", "offset_ps"))
-    duration = np.concatenate([e.duration_ps for e in events])
-    return Events(metadata, offset, duration, stats), np.concatenate(start)
-
-
-def _rows(events: Events, rows: np.ndarray) -> Events:
-    stats = {name: values[rows] for name, values in events.stats.items()}
-    return Events(events.metadata[rows], events.offset_ps[rows], events.duration_ps[rows], stats)
+    return Events.joined([e for _, e in parts], wanted), np.concatenate(start or [np.zeros(0, np.int64)])
 
 
 def _done(events: Events, start: np.ndarray, marker: np.ndarray) -> np.ndarray:
@@ -296,3 +262,96 @@ def _distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         inverse[rest] = len(first) + again.ravel()
         first = np.concatenate([first, rest[index]])
     return inverse, first
+
+
+COMPUTE, COMMUNICATION, COPY, CONTAINER, FUSED = range(5)
+
+# ncclKernel (before 2.19), ncclDevKernel, ncclSymk (symmetric memory, 2.27); the other libraries that XLA can call
+_COMMUNICATION_KERNEL = re.compile(r"^(?:void )?(?:nccl|nvshmem|rccl|msccl)", re.IGNORECASE)
+_COMMUNICATION_OP = re.compile(
+    r"^(?:all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter)\b"
+)
+_CONTAINER_OP = re.compile(r"^(?:while|conditional|call)(?:\.\d+)*$")
+# a matmul and a collective in one kernel's name: gemm_all_reduce, AllGatherMatmul, ...
+_MATMUL = r"(?:gemm|matmul)"
+_COLLECTIVE = r"(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)"
+_FUSED_KERNEL = re.compile(rf"{_MATMUL}.*{_COLLECTIVE}|{_COLLECTIVE}.*{_MATMUL}", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TracedProgram:
+    """What must be known of a compiled program to read its trace."""
+
+    module: str
+    """Name of the HLO module whose executions are the steps."""
+    collectives: Mapping[str, Collective] = field(default_factory=dict)
+    """Instruction name -> what it communicates."""
+    containers: Set[str] = frozenset()
+    """Its loops, calls and conditionals, whose time is that of the operations inside."""
+    fused: Set[str] = frozenset()
+    """Its instructions that compute and communicate in one kernel."""
+    groups: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Instruction name -> [groups, members] global device ids, or [pairs, 2] of a collective-permute."""
+    expected: Mapping[str, int] = field(default_factory=dict)
+    """Instruction name -> how often one execution runs it, where the program says."""
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What each label is, [labels]."""
+
+    kind: np.ndarray
+    """COMPUTE, COMMUNICATION, COPY, CONTAINER or FUSED."""
+    collective: np.ndarray
+    """Index into the timeline's collectives; -1 for none, or for one that maps to no instruction."""
+    op: np.ndarray
+    """Index into the timeline's op names, of what computes; else -1."""
+    of_program: np.ndarray
+    """Whether it is an operation of the program."""
+    lost: np.ndarray
+    """Ran in a CUDA graph without a name."""
+
+
+class Classifier:
+    """Decides what operations are, the same over all files of a program."""
+
+    def __init__(self, program: TracedProgram):
+        self._program = program
+        self.collectives = tuple(dict.fromkeys(program.collectives.values()))
+        """What `Classes.collective` points into."""
+        self.op_names: dict[str, int] = {}
+        """Names of what computes -> what `Classes.op` says of them."""
+        self._index = {c: i for i, c in enumerate(self.collectives)}
+        self._decided: dict[tuple, tuple[int, Collective | None]] = {}
+
+    def classify(self, labels: Sequence[Label]) -> Classes:
+        """The classes of the labels of one file."""
+        n = len(labels)
+        classes = Classes(
+            kind=np.zeros(n, np.int8),
+            collective=np.full(n, -1, np.int32),
+            op=np.full(n, -1, np.int32),
+            of_program=np.array([label.module == self._program.module for label in labels], bool),
+            lost=np.array([label.graph and not label.op for label in labels], bool),
+        )
+        for i, label in enumerate(labels):
+            key = (label.name, label.op, label.copy, bool(classes.of_program[i]))
+            if key not in self._decided:
+                self._decided[key] = _kind(label, self._program, key[-1])
+            classes.kind[i], collective = self._decided[key]
+            if collective is not None:
+                classes.collective[i] = self._index[collective]
+            if classes.kind[i] in (COMPUTE, FUSED):
+                classes.op[i] = self.op_names.setdefault(label.op or label.name, len(self.op_names))
+        return classes
+
+
+def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, Collective | None]:
+    if (of_program and label.op in program.containers) or _CONTAINER_OP.match(label.op):
+        return CONTAINER, None
+    collective = program.collectives.get(label.op) if of_program else None
+    if (of_program and label.op in program.fused) or _FUSED_KERNEL.search(label.name):
+        return FUSED, collective
+    if collective is not None or _COMMUNICATION_OP.match(label.op) or _COMMUNICATION_KERNEL.match(label.name):
+        return COMMUNICATION, collective
+    return (COPY if label.copy else COMPUTE), None

@@ -1,29 +1,39 @@
 """Profiler traces (XSpace files of GPU or CPU runs) -> a Timeline of measured device steps.
 
-    file -> operations -> labels -> windows of steps -> sweep     (one file at a time: of a step that is swept, only
+    file -> operations -> classes -> windows of steps -> sweep    (one file at a time: of a step that is swept, only
     all files -> steps in common -> wait and transfer -> Trace     its collectives' instances have to be remembered)
 
 A trace names the HLO instruction of every operation; what those communicate, and where, is known from the compiled
-program that was recorded beside the trace.
+program that was recorded with the trace.
+
+Steps are dispatched ahead of time, so a host's annotation says nothing about when a device ran one. A step is therefore
+cut on the device: from the first operation of execution k to the first of execution k + 1, idle time between included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshkit.errors import TraceError
-from meshkit.hlo.collective import Collective
-from meshkit.timeline import DeviceStep, Sweep, Timeline, shares_by_op, sweep
+from meshkit.timeline import DeviceStep, KernelTotals, Sweep, Timeline, sweep
 from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, Facts, Note, notes_of
-from meshkit.trace.labels import COMMUNICATION, COMPUTE, COPY, FUSED, Classes, TracedProgram, classify
-from meshkit.trace.operations import DeviceOperations, TraceFile, read_operations
+from meshkit.trace.operations import (
+    COMMUNICATION,
+    COMPUTE,
+    COPY,
+    FUSED,
+    Classes,
+    Classifier,
+    DeviceOperations,
+    TracedProgram,
+    TraceFile,
+    read_operations,
+)
 from meshkit.trace.skew import Instances, Skew, measure_skew
-from meshkit.trace.windows import runs_in_order, step_windows
-
-__all__ = ["KernelTotals", "Note", "Trace", "TraceFile", "read_trace"]
 
 _KEPT_SPANS = 4_000_000  # of all steps together, for drawing: 100 MB
 _NO_SPANS = np.zeros((0, 2))
@@ -31,52 +41,29 @@ _NO_INDEX = np.zeros(0, np.intp)
 
 
 @dataclass(frozen=True)
-class KernelTotals:
-    """What each operation that computes took, as means over the device steps; indexed as `Timeline.op_names`.
-
-    Attributes:
-        time_s: its part of the union, shared by those that run at once. Adds up to `compute_s`.
-        busy_s: sum of its own durations.
-        count: how often it ran.
-    """
-
-    time_s: np.ndarray
-    busy_s: np.ndarray
-    count: np.ndarray
-
-
-@dataclass(frozen=True)
 class Trace:
-    """What was read, and what could not be.
-
-    Attributes:
-        timeline: the steps with their spans; of a large trace those of the first devices only.
-        steps: every step of every device, without spans where there are too many.
-        sweeps: of `steps`.
-        kernels: what computes.
-        skew: waiting and transfer, and who waited for whom.
-        facts: how much of the trace could be used.
-        notes: what a reader of the numbers must know.
-    """
+    """What was read, and what could not be."""
 
     timeline: Timeline
+    """The steps with their spans; of a large trace those of the first devices only."""
     steps: Timeline
+    """Every step of every device, without spans where there are too many."""
     sweeps: tuple[Sweep, ...]
+    """Of `steps`."""
     kernels: KernelTotals
+    """What computes, as means over `steps`."""
     skew: Skew
+    """Waiting and transfer, and who waited for whom."""
     facts: Facts
+    """How much of the trace could be used."""
     notes: tuple[Note, ...]
+    """What a reader of the numbers must know."""
 
 
 def read_trace(
     files: Sequence[TraceFile],
+    program: TracedProgram,
     *,
-    module_names: Set[str],
-    collectives_by_op: Mapping[str, Collective],
-    containers: Set[str] = frozenset(),
-    fused: Set[str] = frozenset(),
-    groups: Mapping[str, np.ndarray] | None = None,
-    expected: Mapping[str, int] | None = None,
     rows: np.ndarray | None = None,
     first_step: int = 0,
     num_steps: int | None = None,
@@ -86,7 +73,7 @@ def read_trace(
 
     Args:
         files: one per process; they are read one after the other.
-        module_names, collectives_by_op, containers, fused, groups, expected: see `TracedProgram`.
+        program: whose executions are the steps.
         rows: [collectives + 1] row of the report of each distinct collective in order (last: unmapped), as for `sweep`.
         first_step: number of the first execution in the trace.
         num_steps: executions in the trace, if known; helps where the trace does not number them.
@@ -95,7 +82,6 @@ def read_trace(
     Raises:
         TraceError: the only file cannot be read, or none has an operation of the program on these devices.
     """
-    program = TracedProgram(module_names, collectives_by_op, containers, fused, groups or {}, expected or {})
     if len({file.process for file in files}) < len(files):  # not said: every file is a process with its own clock
         files = [replace(file, process=i) for i, file in enumerate(files)]
     reader = _Reader(program, rows, num_steps, kept_spans)
@@ -116,31 +102,29 @@ class _Reader:
 
     def __init__(self, program: TracedProgram, rows: np.ndarray | None, num_steps: int | None, kept_spans: int):
         self.program, self.rows, self.num_steps, self.kept_spans = program, rows, num_steps, kept_spans
-        self.collectives = tuple(dict.fromkeys(program.collectives_by_op.values()))
-        self.index = {c: i for i, c in enumerate(self.collectives)}
-        self.op_names: dict[str, int] = {}
-        self.decided: dict[tuple, tuple[int, Collective | None]] = {}
+        self.classifier = Classifier(program)
+        self.collectives = self.classifier.collectives
         self.steps: list[DeviceStep] = []
         self.sweeps: list[Sweep] = []
         self.runs: list[int] = []
         self.instances = Instances()
-        self.kernels: dict[int, list[tuple[np.ndarray, ...]]] = {}  # by execution: sums over devices
+        self.kernels: dict[int, KernelTotals] = {}  # by execution: sums over devices
         self.facts = Facts()
 
     def read(self, file: TraceFile) -> None:
         """Adds one file; nothing of one that cannot be read."""
         operations = read_operations(file)
         facts, labels = self.facts, operations.labels
-        if not any(label.module in self.program.module_names for label in labels):
+        if not any(label.module == self.program.module for label in labels):
             raise _not_the_program(file, self.program, labels)
         facts.events += operations.events
         facts.discarded += operations.discarded
-        facts.problems += operations.problems
+        facts.messages += operations.messages
         if operations.dropped is not None:
             facts.dropped = (facts.dropped or 0) + operations.dropped
-        namesakes = {label.program for label in labels if label.module in self.program.module_names}
+        namesakes = {label.program for label in labels if label.module == self.program.module}
         facts.namesakes = max(facts.namesakes, len(namesakes))
-        classes = classify(labels, self.program, self.index, self.op_names, self.decided)
+        classes = self.classifier.classify(labels)
         clock_s = self.instances.process(file.process, operations.clock_ns)
         for device in sorted(file.devices.values()):
             if device in operations.devices:
@@ -186,7 +170,6 @@ class _Reader:
         )
         seconds = spans[:, 1] - spans[:, 0]
         self.facts.graph_s += float(seconds[classes.lost[label]].sum())
-        self.facts.lost_communication_s += float(seconds[classes.lost[label] & communicates].sum())
         self.facts.fused_s += float(seconds[fused].sum())
         self.facts.compute_s += float(seconds[computes].sum())
         self.facts.mapped_compute_s += float(seconds[computes & classes.of_program[label]].sum())
@@ -197,12 +180,9 @@ class _Reader:
         entry = len(self.steps)
         self.instances.add(entry, step, own, starts_at_s)
         self._count_communication(step)
-        n = len(self.op_names)
-        seconds = np.diff(np.clip(step.compute, *step.window), axis=1).ravel()
-        busy, count = (np.bincount(step.compute_op, weights=w, minlength=n) for w in (seconds, None))
         key = step.step if run == -1 else run
-        parts = [*self.kernels.get(key, []), (shares_by_op(step, n), busy, count)]
-        self.kernels[key] = [_summed(parts)]
+        known = [self.kernels[key]] if key in self.kernels else []
+        self.kernels[key] = KernelTotals.sum([*known, KernelTotals.of(step, len(self.classifier.op_names))])
         spans = len(step.compute) + len(step.communication) + len(step.copies)
         self.kept_spans -= spans
         if self.kept_spans < 0 and self.steps:
@@ -227,55 +207,41 @@ class _Reader:
         skew = measure_skew(self.instances, self.collectives, self.program.groups, self.steps, numbers, keep)
         steps, sweeps = [], []
         for entry in np.flatnonzero(keep).tolist():
-            transfer = skew.transfer_of(entry)
             step = replace(self.steps[entry], step=first_step + int(numbers[entry]))
+            swept, transfer = self.sweeps[entry], skew.transfer_of(entry)
             if transfer is not None:
                 owner = self.instances.collective_of(entry)
                 owner = np.where(owner < 0, len(self.collectives), owner)
                 total = np.bincount(owner, weights=transfer, minlength=len(self.collectives) + 1)
-                sweeps.append(replace(self.sweeps[entry], transfer_s=total))
+                swept = replace(swept, transfer_s=total)
                 step = replace(step, transfer_s=transfer) if len(step.communication) else step
-            else:
-                sweeps.append(self.sweeps[entry])
             steps.append(step)
+            sweeps.append(swept)
         self.facts.device_steps = len(self.steps)
         keys = {self.steps[i].step if self.runs[i] == -1 else self.runs[i] for i in np.flatnonzero(keep).tolist()}
-        sums = _summed([part for key in keys for part in self.kernels[key]])
-        kernels = KernelTotals(*(total / len(steps) for total in sums))
-        every = Timeline(tuple(steps), self.collectives, tuple(self.op_names))
+        kernels = KernelTotals.sum(self.kernels[key] for key in keys).each_of(len(steps))
+        every = Timeline(tuple(steps), self.collectives, tuple(self.classifier.op_names))
         drawn = replace(every, steps=tuple(s for s in steps if len(s.compute) or len(s.communication)) or every.steps)
         self.facts.counts(self.program.expected, self.collectives, sweeps)
-        notes = notes_of(self.facts, skew)
-        return Trace(drawn, every, tuple(sweeps), kernels, skew, self.facts, tuple(notes))
+        notes = tuple(notes_of(self.facts, skew))
+        return Trace(drawn, every, tuple(sweeps), kernels, skew, self.facts, notes)
 
 
 def _not_the_program(file: TraceFile, program: TracedProgram, labels: Sequence) -> TraceError:
-    wanted = f"'{', '.join(sorted(program.module_names))}'"
     devices = sorted(file.devices.values())
     if any(label.graph for label in labels):
         return TraceError(
             f"every kernel on devices {devices} ran inside CUDA graphs, where the trace does not say which instruction "
-            f"of {wanted} it belongs to.",
+            f"of '{program.module}' it belongs to.",
             at=str(file.path),
             hint=f"capturing again with XLA_FLAGS={COMMAND_BUFFERS_FLAG}",
         )
     seen = ", ".join(sorted({label.module for label in labels if label.module})) or "none"
     return TraceError(
-        f"the trace has no operation of the program {wanted} on devices {devices}; programs in it: {seen}.",
+        f"the trace has no operation of the program '{program.module}' on devices {devices}; programs in it: {seen}.",
         at=str(file.path),
         hint="capturing again: the traced steps must run the program that was recorded",
     )
-
-
-def _summed(parts: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
-    """Sums of columns that grew from one part to the next."""
-    totals = []
-    for columns in zip(*parts):
-        total = np.zeros(max(len(c) for c in columns))
-        for column in columns:
-            total[: len(column)] += column
-        totals.append(total)
-    return tuple(totals) or (np.zeros(0),) * 3
 
 
 def _numbers(steps: Sequence[DeviceStep], runs: Sequence[int]) -> np.ndarray:
@@ -294,9 +260,7 @@ def _numbers(steps: Sequence[DeviceStep], runs: Sequence[int]) -> np.ndarray:
 def _in_common(steps: Sequence[DeviceStep], numbers: np.ndarray, facts: Facts) -> np.ndarray:
     """[entries] whether an execution was seen whole on every device that has any."""
     devices = np.array([step.device for step in steps], np.int64)
-    seen: dict[int, int] = {}
-    for number in numbers.tolist():
-        seen[number] = seen.get(number, 0) + 1
+    seen = Counter(numbers.tolist())
     everywhere = [number for number, count in seen.items() if count == len(set(devices.tolist()))]
     if not everywhere:
         raise TraceError(
@@ -306,3 +270,64 @@ def _in_common(steps: Sequence[DeviceStep], numbers: np.ndarray, facts: Facts) -
     keep = np.isin(numbers, everywhere)
     facts.partial_steps = len(seen) - len(everywhere)
     return keep
+
+
+def step_windows(
+    start: np.ndarray, end: np.ndarray, op: np.ndarray, run: np.ndarray, num_steps: int | None = None
+) -> list[tuple[float, float]]:
+    """Windows of the executions, in order; the last one is dropped unless it is the only one.
+
+    What follows the last execution is not in the trace, so its idle time is unknown: alone, it ends with its last
+    operation.
+
+    Args:
+        start, end: times of the program's operations on one device, sorted by start.
+        op: an id of the instruction of each operation.
+        run: the runtime's id of the execution, negative or positive; -1 everywhere where the trace has none.
+        num_steps: executions in the trace, if known.
+    """
+    first = _starts_by_run(start, run) if (run != -1).any() else _starts_by_count(start, op, num_steps)
+    if len(first) == 1:
+        return [(float(first[0]), float(end.max()))]
+    return list(zip(first[:-1].tolist(), first[1:].tolist()))
+
+
+def runs_in_order(start: np.ndarray, run: np.ndarray) -> np.ndarray:
+    """The runtime's ids of the executions, in time; empty where the trace has none.
+
+    Args:
+        start: times of the program's operations on one device, sorted.
+        run: the runtime's id of the execution of each.
+    """
+    numbered = run != -1
+    ids, index = np.unique(run[numbered], return_index=True)
+    return ids[np.argsort(start[numbered][index], kind="stable")]
+
+
+def _starts_by_run(start: np.ndarray, run: np.ndarray) -> np.ndarray:
+    numbered = run != -1
+    _, index = np.unique(run[numbered], return_index=True)  # first of each run, as start is sorted
+    return np.sort(start[numbered][index])
+
+
+def _starts_by_count(start: np.ndarray, op: np.ndarray, num_steps: int | None) -> np.ndarray:
+    """Start of each execution where none is numbered: an op that ran m times per execution opens one every m times.
+
+    Ops whose count is no multiple of the number of executions (a conditional; events that the profiler dropped) are
+    left out.
+    """
+    # by op, in time; numpy sorts 16-bit numbers by radix, in one pass
+    order = np.argsort(op.astype(np.uint16) if len(op) and op.max() < 2**16 else op, kind="stable")
+    _, begin, count = np.unique(op[order], return_index=True, return_counts=True)
+    steps = _number_of_runs(count, num_steps)
+    regular = count % steps == 0
+    every = count[regular] // steps
+    occurrence = begin[regular, None] + every[:, None] * np.arange(steps)
+    return np.sort(start[order][occurrence].min(axis=0))
+
+
+def _number_of_runs(count: np.ndarray, num_steps: int | None) -> int:
+    """The number given, if it fits most ops; else the largest number that fits all."""
+    if num_steps and np.mean(count % num_steps == 0) > 0.5:
+        return num_steps
+    return int(np.gcd.reduce(count))

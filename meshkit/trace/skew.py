@@ -8,10 +8,16 @@ together, so whoever is in it longer than the one that spends the least time has
 
 Clock-free calls the slowness of everybody but one a wait; clocked does not, and is used where clocks are good enough.
 Of an instance that was not seen on every member neither is known.
+
+Clocks of several processes are aligned by the ends of their collectives: the members leave together, so their end times
+differ by their clocks alone. Each process gets the offset that makes its ends agree best with everybody's (medians,
+which a few late ends do not move); groups need not span the job, only be connected. What then still differs is the
+residual.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,10 +25,12 @@ import numpy as np
 
 from meshkit.hlo.collective import Collective
 from meshkit.timeline import DeviceStep
-from meshkit.trace.checks import clocks_are_good
-from meshkit.trace.clocks import Clocks, align
 
 _PERMUTE = "collective-permute"
+_MOST_RESIDUAL = 0.2  # share of the median wait that aligned clocks may be wrong by
+_LEAST_RESIDUAL = 0.01  # share of a collective's median duration by which they may be wrong where nobody waits
+_PASSES = 12
+_DRIFT_AFTER_S = 10.0  # over a shorter trace two crystals drift apart by less than a collective's ends scatter
 
 
 class Instances:
@@ -88,42 +96,32 @@ class Instances:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A device that others waited for; seconds are sums over all steps.
-
-    Attributes:
-        device, process: which.
-        caused_wait_s: what the other members of its groups waited for it, all added up.
-        waited_s: what it waited itself.
-        last_share: share of its instances that it was the last to reach.
-    """
+    """A device that others waited for; seconds are sums over all steps."""
 
     device: int
     process: int
-    caused_wait_s: float
-    waited_s: float
-    last_share: float
+    caused_wait_s: float  # what the other members of its groups waited for it, all added up
+    waited_s: float  # what it waited itself
+    last_share: float  # share of its instances that it was the last to reach
 
 
 @dataclass(frozen=True)
 class Skew:
-    """Wait and transfer of every instance whose members were all seen.
-
-    Attributes:
-        method: how waiting was told; None where nothing is known.
-        clocks: of the processes, where there are several.
-        instances: how many were judged.
-        median_wait_s: of the instances' members that waited, clock-free.
-        wait_clock_free_s, wait_clocked_s: all added up.
-        stragglers: the device that caused the most waiting first.
-    """
+    """Wait and transfer of every instance whose members were all seen."""
 
     method: str | None = None
+    """How waits were measured, `clocked` or `clock_free`; None where nothing is known."""
     clocks: Clocks | None = None
+    """Those of the processes, where there are several."""
     instances: int = 0
+    """How many were judged."""
     median_wait_s: float | None = None
+    """Of the instances' members that waited, clock-free."""
     wait_clock_free_s: float | None = None
+    """All added up."""
     wait_clocked_s: float | None = None
     stragglers: tuple[Straggler, ...] = ()
+    """The device that caused the most waiting first."""
     transfer_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
     _slices: tuple[slice, ...] = ()
 
@@ -136,16 +134,10 @@ class Skew:
 
 @dataclass(frozen=True)
 class _Judged:
-    """Rows of the instance table that form whole instances.
+    """Rows of the instance table that form whole instances."""
 
-    Attributes:
-        row: [n] rows of the table.
-        instance: [n] number of the instance each belongs to.
-        count: instances.
-    """
-
-    row: np.ndarray
-    instance: np.ndarray
+    row: np.ndarray  # [n] rows of the table
+    instance: np.ndarray  # [n] number of the instance each belongs to
     count: int
 
 
@@ -194,7 +186,7 @@ def measure_skew(
     waits = free[known & (free > 0)]
     median = float(np.median(waits)) if len(waits) else 0.0
     residual = None if clocks is None else clocks.residual_s
-    good = residual is not None and clocks_are_good(residual, median, float(np.median(duration[known])))
+    good = residual is not None and _clocks_are_good(residual, median, float(np.median(duration[known])))
     method = "clocked" if clocks is None or good else "clock_free"
     wait = clocked if method == "clocked" else free
     share = np.divide(inside, duration, out=np.zeros_like(inside), where=duration > 0)
@@ -211,6 +203,11 @@ def measure_skew(
         transfer_s=transfer,
         _slices=tuple(instances.slice_of(i) for i in range(len(steps))),
     )
+
+
+def _clocks_are_good(residual_s: float, median_wait_s: float, median_s: float) -> bool:
+    """Whether aligned clocks can tell who came last, or are wrong by too little of a collective to matter."""
+    return residual_s <= max(_MOST_RESIDUAL * median_wait_s, _LEAST_RESIDUAL * median_s)
 
 
 def _occurrence(collective: np.ndarray, start: np.ndarray, own: np.ndarray) -> np.ndarray:
@@ -323,6 +320,7 @@ def _first_of_each(number: np.ndarray, n: int) -> np.ndarray:
 
 
 def _extreme(ufunc, values: np.ndarray, number: np.ndarray, n: int, start: float) -> np.ndarray:
+    """[n] the least or the most of the values of each number."""
     result = np.full(n, start)
     ufunc.at(result, number, values)
     return result
@@ -349,3 +347,126 @@ def _stragglers(judged: _Judged, device, process, wait, late) -> tuple[Straggler
             )
         )
     return tuple(sorted(found, key=lambda s: -s.caused_wait_s))
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Offsets that were taken out."""
+
+    process: np.ndarray
+    """[p] numbers of the processes."""
+    offset_s: np.ndarray
+    """[p] what each clock is ahead by, against the first one it is connected with."""
+    drift: np.ndarray
+    """[p] seconds per second by which each clock runs fast; zeros in a short trace."""
+    middle_s: float
+    """When the offset holds exactly."""
+    residual_s: float | None
+    """Median over instances of (last - first) of the aligned ends; None without instances in common."""
+    connected: bool
+    """Whether collectives connect all processes."""
+
+    @property
+    def count(self) -> int:
+        """Processes."""
+        return len(self.process)
+
+    def ahead_s(self, process: np.ndarray, at_s: np.ndarray) -> np.ndarray:
+        """[n] what to take from times `at_s` on the clocks of some processes; 0 for one without collectives."""
+        i = np.minimum(np.searchsorted(self.process, process), len(self.process) - 1)
+        ahead = self.offset_s[i] + self.drift[i] * (at_s - self.offset_s[i] - self.middle_s)
+        return np.where(self.process[i] == process, ahead, 0.0)
+
+
+def align(instance: np.ndarray, process: np.ndarray, end_s: np.ndarray) -> Clocks | None:
+    """The clocks of all processes that have ends of instances; None where there is but one.
+
+    Args:
+        instance: [n] number of the instance.
+        process: [n] process that saw this end.
+        end_s: [n] on that process's clock.
+    """
+    known, at = np.unique(process, return_inverse=True)
+    if len(known) < 2:
+        return None
+    inst, proc, end = _ends(instance, at, end_s, len(known))
+    offset, connected = _along_tree(inst, proc, end, len(known))
+    for _ in range(_PASSES):
+        offset = offset + _correction(inst, proc, end - offset[proc], len(known))
+    offset -= offset[0]
+    drift, middle = _drift(inst, proc, end - offset[proc], len(known))
+    aligned = end - offset[proc]
+    aligned -= drift[proc] * (aligned - middle)
+    return Clocks(known, offset, drift, middle, _residual(inst, aligned), connected)
+
+
+def _ends(instance, process, end_s, processes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One end for each process of an instance (the mean of its devices'), of instances with several processes."""
+    key, number, size = np.unique(instance * processes + process, return_inverse=True, return_counts=True)
+    end = np.bincount(number, weights=end_s) / size
+    inst, proc = key // processes, key % processes
+    _, again, members = np.unique(inst, return_inverse=True, return_counts=True)
+    shared = members[again] > 1
+    return np.unique(inst[shared], return_inverse=True)[1], proc[shared], end[shared]
+
+
+def _along_tree(inst, proc, end, processes: int) -> tuple[np.ndarray, bool]:
+    """First offsets: from process to process, the median difference of the ends that both saw."""
+    first = np.r_[True, np.diff(inst) > 0] if len(inst) else np.zeros(0, bool)
+    hub = np.flatnonzero(first)[inst] if len(inst) else np.zeros(0, np.int64)
+    pair, difference = proc[hub] * processes + proc, end - end[hub]
+    links: dict[int, list[tuple[int, float]]] = {p: [] for p in range(processes)}
+    keys, which = np.unique(pair[~first], return_inverse=True)
+    for key, d in zip(keys.tolist(), _medians(which, difference[~first], len(keys)).tolist()):
+        a, b = key // processes, key % processes
+        links[a].append((b, d))
+        links[b].append((a, -d))
+    offset, trees = np.full(processes, np.nan), 0
+    for root in range(processes):
+        if not np.isnan(offset[root]):
+            continue
+        trees += 1
+        offset[root], pending = 0.0, deque([root])
+        while pending:
+            a = pending.popleft()
+            for b, d in links[a]:
+                if np.isnan(offset[b]):
+                    offset[b] = offset[a] + d
+                    pending.append(b)
+    return offset, trees == 1
+
+
+def _correction(inst, proc, end, processes: int) -> np.ndarray:
+    """[processes] median of how far each one's ends lie behind the mean end of their instances."""
+    if not len(inst):
+        return np.zeros(processes)
+    mean = np.bincount(inst, weights=end) / np.bincount(inst)
+    return _medians(proc, end - mean[inst], processes)
+
+
+def _medians(number: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
+    order = np.lexsort((values, number))
+    count = np.bincount(number, minlength=n)
+    begin = np.cumsum(count) - count
+    ordered = values[order]
+    low = np.minimum(begin + np.maximum(count - 1, 0) // 2, len(values) - 1)
+    high = np.minimum(begin + count // 2, len(values) - 1)
+    return np.where(count > 0, (ordered[low] + ordered[high]) / 2, 0.0)
+
+
+def _drift(inst, proc, end, processes: int) -> tuple[np.ndarray, float]:
+    drift, middle = np.zeros(processes), float(end.mean()) if len(end) else 0.0
+    if not len(end) or np.ptp(end) < _DRIFT_AFTER_S:
+        return drift, middle
+    mean = np.bincount(inst, weights=end) / np.bincount(inst)
+    behind, since = end - mean[inst], end - middle
+    square = np.bincount(proc, weights=since**2, minlength=processes)
+    along = np.bincount(proc, weights=since * behind, minlength=processes)
+    return np.divide(along, square, out=drift, where=square > 0), middle
+
+
+def _residual(inst, end) -> float | None:
+    if not len(inst):
+        return None
+    n = inst.max() + 1
+    return float(np.median(_extreme(np.maximum, end, inst, n, -np.inf) - _extreme(np.minimum, end, inst, n, np.inf)))

@@ -1,8 +1,10 @@
 """XSpace profiler files as columns of numbers.
 
-    file -> planes -> lines, names, stats;  a line's events -> columns (events.py), when they are asked for
+    file -> planes -> lines, names, stats;  a line's events -> columns, when they are asked for
 
-Field numbers are those of tsl/profiler/protobuf/xplane.proto.
+Field numbers are those of tsl/profiler/protobuf/xplane.proto. A trace has millions of events, and Python touches each
+only once, to find where it begins; fields and stats are decoded for many events at once. Events whose fields stand in
+an order that no writer uses are decoded one by one, so that any valid file reads right.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ from pathlib import Path
 import numpy as np
 
 from meshkit.errors import TraceError
-from meshkit.trace.events import NO_VALUE, Events, decode_line
 from meshkit.trace.protobuf import Buffer, Malformed, WireError, span_of
 
 _SPACE_PLANE, _SPACE_ERROR, _SPACE_WARNING, _SPACE_HOST = 1, 2, 3, 4
 _PLANE_NAME, _PLANE_LINE, _PLANE_EVENT_METADATA, _PLANE_STAT_METADATA, _PLANE_STAT = 2, 3, 4, 5, 6
 _SHORT = {number << 3 | 2 for number in (_PLANE_EVENT_METADATA, _PLANE_STAT_METADATA)}
 _LINE_NAME, _LINE_TIMESTAMP_NS, _LINE_EVENT = 2, 3, 4
+_EVENT_METADATA, _EVENT_OFFSET_PS, _EVENT_DURATION_PS, _EVENT_STAT = 1, 2, 3, 4
 _STAT_METADATA, _STAT_DOUBLE, _STAT_STRING, _STAT_BYTES, _STAT_REF = 1, 2, 5, 6, 7
+_EVENT_TAG = _LINE_EVENT << 3 | 2
+_CHUNK = 1 << 14  # events decoded at a time: the temporaries stay in the cache, and memory is bounded
+NO_VALUE = np.iinfo(np.int64).min  # of a stat that an event does not have
 
 
 @dataclass
@@ -110,33 +115,61 @@ class Plane:
 
 
 @dataclass
+class Events:
+    """Events in the file's order, as columns."""
+
+    metadata: np.ndarray
+    """[n] ids into the plane's `event_names`."""
+    offset_ps: np.ndarray
+    """[n] from the line's timestamp."""
+    duration_ps: np.ndarray
+    stats: dict[str, np.ndarray]
+    """Wanted stat -> [n] values; `NO_VALUE` where the event has none. Strings are ids for `Plane.text`."""
+
+    def rows(self, rows: np.ndarray) -> Events:
+        """Some of them."""
+        stats = {name: values[rows] for name, values in self.stats.items()}
+        return Events(self.metadata[rows], self.offset_ps[rows], self.duration_ps[rows], stats)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Events], wanted: Sequence[str]) -> Events:
+        """All events of some parts, one part after the other; `wanted` are the stats that each part has."""
+        if len(parts) == 1:
+            return parts[0]
+
+        def join(columns: list[np.ndarray]) -> np.ndarray:
+            return np.concatenate(columns) if columns else np.zeros(0, np.int64)
+
+        return cls(
+            join([p.metadata for p in parts]),
+            join([p.offset_ps for p in parts]),
+            join([p.duration_ps for p in parts]),
+            {name: join([p.stats[name] for p in parts]) for name in wanted},
+        )
+
+
+@dataclass
 class XSpace:
-    """One file.
+    """One file: its planes in order, and what the profiler says about itself."""
 
-    Attributes:
-        planes: in the file's order.
-        errors, warnings: what the profiler says about itself.
-        hosts: names of the hosts in it.
-    """
-
-    planes: list[Plane]
-    errors: list[str]
-    warnings: list[str]
-    hosts: list[str]
     buffer: Buffer
+    planes: list[Plane] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
-    def events(self, plane: Plane, line: Line, wanted: Sequence[str], *, only_with: str | None = None) -> Events:
-        """The events of a line, decoded now.
-
-        Args:
-            plane, line: of this file.
-            wanted: names of the stats to decode.
-            only_with: leave out the events without this stat.
+    def events(self, plane: Plane, line: Line, wanted: Sequence[str]) -> Events:
+        """The events of a line of this file, decoded now, with the stats of some names.
 
         Raises:
             TraceError: the line is damaged.
         """
-        return decode_line(self.buffer, plane, line, wanted, only_with)
+        slots = {id_: wanted.index(name) for id_, name in plane.stat_names.ids(of=wanted).items()}
+        try:
+            spans = _event_spans(self.buffer, *line.span)
+            parts = [_Decoder(self.buffer, plane, slots, wanted).decode(begin, end) for begin, end in spans]
+        except WireError as e:
+            where = f"line '{line.name}' of plane '{plane.name}'"
+            raise TraceError(f"{where} is damaged: {e}.", at=str(self.buffer.path)) from None
+        return Events.joined(parts, wanted)
 
 
 def read_xspace(path: str | Path) -> XSpace:
@@ -152,18 +185,19 @@ def read_xspace(path: str | Path) -> XSpace:
         raise TraceError(f"the trace cannot be read: {e.strerror}.", at=str(path)) from None
     if buffer.size == 0:
         raise TraceError("the trace is empty (0 bytes).", at=str(path), hint="capturing again")
-    space = XSpace([], [], [], [], buffer)
-    texts = {_SPACE_ERROR: space.errors, _SPACE_WARNING: space.warnings, _SPACE_HOST: space.hosts}
+    space = XSpace(buffer)
+    messages: dict[int, list[str]] = {_SPACE_ERROR: [], _SPACE_WARNING: []}
     try:
         for number, value in buffer.fields(0, buffer.size):
             if number == _SPACE_PLANE:
                 space.planes.append(_read_plane(buffer, *span_of(value)))
-            elif number in texts:
-                texts[number].append(buffer.text(*span_of(value)))
-            else:
+            elif number in messages:
+                messages[number].append(buffer.text(*span_of(value)))
+            elif number != _SPACE_HOST:
                 raise Malformed(f"field {number} is not one of an XSpace")
     except WireError as e:
         raise TraceError(f"this file is not a profiler trace, or is cut short: {e}.", at=str(path)) from None
+    space.messages = [*messages[_SPACE_ERROR], *messages[_SPACE_WARNING]]
     return space
 
 
@@ -189,8 +223,9 @@ def _read_plane(buffer: Buffer, start: int, end: int) -> Plane:
     names = [Names(buffer, spans[number]) for number in (_PLANE_EVENT_METADATA, _PLANE_STAT_METADATA)]
     plane = Plane(name, lines, *names, stats={})
     for span in spans[_PLANE_STAT]:
-        key, value = _read_stat(buffer, plane, *span)
-        plane.stats[key] = value
+        id_, kind, value = _read_stat(buffer, *span)
+        name = plane.stat_names.get(id_)
+        plane.stats[name] = plane.stat_names.get(int(value)) if kind == _STAT_REF else value
     return plane
 
 
@@ -243,17 +278,156 @@ def _name_of(buffer: Buffer, start: int, end: int) -> str:
     return ""
 
 
-def _read_stat(buffer: Buffer, plane: Plane, start: int, end: int) -> tuple[str, int | float | str]:
-    name, found = "", 0
+def _read_stat(buffer: Buffer, start: int, end: int) -> tuple[int, int, int | float | str]:
+    """The id of a stat's name (-1: none), the field that its value stands in (0: none), and the value."""
+    id_, kind, found = -1, 0, 0
     for number, value in buffer.fields(start, end):
         if number == _STAT_METADATA and isinstance(value, int):
-            name = plane.stat_names.get(value)
+            id_ = value
         elif number in (_STAT_STRING, _STAT_BYTES):
-            found = buffer.text(*span_of(value))
-        elif number == _STAT_REF and isinstance(value, int):
-            found = plane.stat_names.get(value)
+            kind, found = number, buffer.text(*span_of(value))
         elif number == _STAT_DOUBLE and isinstance(value, bytes):
-            found = float(np.frombuffer(value, "<f8")[0])
+            kind, found = number, float(np.frombuffer(value, "<f8")[0])
         elif isinstance(value, int):
-            found = value
-    return name, found
+            kind, found = number, value
+    return id_, kind, found
+
+
+def _event_spans(buffer: Buffer, start: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Begin and end of the events of a line, a chunk at a time."""
+    data, tag = bytes(buffer.data[start:end]), _EVENT_TAG  # bytes are indexed in half the time of a memoryview
+    i, size = 0, end - start
+    while i < size:
+        begins: list[int] = []
+        append = begins.append
+        try:
+            for _ in range(_CHUNK):  # the one loop over events: nothing in it that numpy can do afterwards
+                if data[i] == tag:
+                    n = data[i + 1]
+                    i += 2
+                    if n > 0x7F:
+                        n, i = buffer.varint(start + i - 1, end)
+                        i -= start
+                    append(i)
+                    i += n
+                else:
+                    i = buffer.skip(start + i, end) - start
+        except IndexError:  # the line is over
+            if i < size:
+                raise Malformed("an event reaches beyond its line") from None
+        if i > size:
+            raise Malformed("an event reaches beyond its line")
+        if begins:
+            begin = np.array(begins, np.int64) + start
+            yield begin, begin + _lengths(buffer.bytes, begin)
+
+
+def _lengths(data: np.ndarray, begin: np.ndarray) -> np.ndarray:
+    """The length that stands before each message: backwards to the tag, the only byte of them below 128 but the last.
+
+    Raises:
+        WireError: an event of 2 MiB or more, which is none.
+    """
+    length = data[begin - 1].astype(np.int64)
+    more = data[begin - 2] > 0x7F
+    if more.any():
+        third = more & (data[begin - 3] > 0x7F)
+        if (third & (data[begin - 4] > 0x7F)).any():
+            raise Malformed("an event of more than 2 MiB")
+        length = np.where(more, length << 7 | (data[begin - 2] & 0x7F), length)
+        length = np.where(third, length << 7 | (data[begin - 3] & 0x7F), length)
+    return length
+
+
+class _Decoder:
+    """Decodes a chunk of events: all at once where they have the form that writers give them, else one by one."""
+
+    def __init__(self, buffer: Buffer, plane: Plane, slots: dict[int, int], wanted: Sequence[str]):
+        self.buffer, self.plane, self.slots, self.wanted = buffer, plane, slots, wanted
+        # of a stat's id: any of one byte, and the last of those beyond the highest
+        self.slot_of = np.full(max(0x80, max(slots, default=0) + 2), -1, np.int8)
+        for id_, slot in slots.items():
+            if 0 <= id_ < len(self.slot_of):
+                self.slot_of[id_] = slot
+
+    def decode(self, begin: np.ndarray, end: np.ndarray) -> Events:
+        n = len(begin)
+        self.odd = np.zeros(n, bool)
+        self.values = np.full((len(self.wanted), n), NO_VALUE, np.int64)
+        at = begin
+        header = []
+        for number in (_EVENT_METADATA, _EVENT_OFFSET_PS, _EVENT_DURATION_PS):
+            value, at = self._optional(at, end, number << 3)
+            header.append(value)
+            if (at > end).any():
+                raise Malformed("a number reaches beyond its event")
+        self._stats(at, end)
+        metadata, offset, duration = header
+        events = Events(metadata, offset, duration, dict(zip(self.wanted, self.values)))
+        for i in np.flatnonzero(self.odd):
+            self._slow(events, int(i), int(begin[i]), int(end[i]))
+        return events
+
+    def _optional(self, at: np.ndarray, end: np.ndarray, tag: int) -> tuple[np.ndarray, np.ndarray]:
+        """A varint field that may be absent; events whose value needs more than 8 bytes are marked as odd."""
+        value, length = self.buffer.varints(at + 1)
+        present = (self.buffer.bytes[at] == tag) & (at < end)
+        self.odd |= present & (length == 0)
+        return np.where(present, value, 0), np.where(present, at + 1 + length, at)
+
+    def _stats(self, at: np.ndarray, end: np.ndarray) -> None:
+        """Walks the stats of all events side by side: the first of each, the second, ..."""
+        event = np.flatnonzero((at < end) & ~self.odd)
+        at, end = at[event], end[event]
+        while len(event):
+            word = self.buffer.words[at]
+            # tag of a stat, its length below 128, tag of its metadata id
+            plain = (word & 0xFF80FF) == (_EVENT_STAT << 3 | 2) | (_STAT_METADATA << 3) << 16
+            if not plain.all():
+                self.odd[event[~plain]] = True
+                event, at, end, word = event[plain], at[plain], end[plain], word[plain]
+            low = word.astype(np.uint32)
+            id_, id_length = low >> 24, 1
+            if (id_ > 0x7F).any():
+                id_, id_length = self.buffer.varints(at + 3)
+                id_ = np.minimum(id_.view(np.uint64), len(self.slot_of) - 1).view(np.int64)
+            slot = self.slot_of[id_]
+            value = at + (3 + id_length)
+            at = at + (2 + ((low >> 8) & 0x7F))
+            wanted = slot >= 0
+            if wanted.all():
+                self._values(event, slot, value, at)
+            elif wanted.any():
+                self._values(event[wanted], slot[wanted], value[wanted], at[wanted])
+            more = at < end
+            if not more.all():
+                if (at > end).any():
+                    raise Malformed("a stat reaches beyond its event")
+                event, at, end = event[more], at[more], end[more]
+
+    def _values(self, event: np.ndarray, slot: np.ndarray, at: np.ndarray, end: np.ndarray) -> None:
+        """Whole numbers and references; other values are decoded one by one."""
+        tag = self.buffer.bytes[at]
+        whole = ((tag == 3 << 3) | (tag == 4 << 3) | (tag == _STAT_REF << 3)) & (at < end)
+        value, _ = self.buffer.varints(at + 1, wide=True)
+        if not whole.all():
+            self.odd[event[~whole]] = True
+            event, slot, value = event[whole], slot[whole], value[whole]
+        if len(slot) and (slot == slot[0]).all():
+            self.values[slot[0], event] = value
+        else:
+            self.values[slot, event] = value
+
+    def _slow(self, events: Events, i: int, start: int, end: int) -> None:
+        header = {_EVENT_METADATA: 0, _EVENT_OFFSET_PS: 0, _EVENT_DURATION_PS: 0}
+        self.values[:, i] = NO_VALUE
+        for number, value in self.buffer.fields(start, end):
+            if number in header and isinstance(value, int):
+                header[number] = value
+            elif number == _EVENT_STAT:
+                id_, kind, found = _read_stat(self.buffer, *span_of(value))
+                if id_ in self.slots:
+                    if isinstance(found, str):
+                        found = self.plane.intern(found)
+                    self.values[self.slots[id_], i] = int(found) if kind else NO_VALUE
+        events.metadata[i], events.offset_ps[i], events.duration_ps[i] = header.values()

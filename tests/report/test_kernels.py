@@ -5,10 +5,10 @@ import pytest
 
 from meshkit.hlo.instructions import InstructionInfo
 from meshkit.report.compare import compare
-from meshkit.report.kernel_rows import kernels_part, totals_of
+from meshkit.report.kernel_rows import kernels_part
 from meshkit.report.summarize import summarize
 from meshkit.step.facts import StepFacts
-from meshkit.timeline import DeviceStep, Timeline
+from meshkit.timeline import DeviceStep, Timeline, kernel_totals
 
 INSTRUCTIONS = {
     "gemm": InstructionInfo("matmul", "matmul|f32[8]|mlp/dot|1", "mlp/dot", "models/x.py:7"),
@@ -38,7 +38,7 @@ def ms(value):
 
 def test_kinds_by_hand():
     timeline = make_timeline()
-    found = {c.kind: c for c in kernels_part(NAMES, totals_of(timeline), INSTRUCTIONS).classes}
+    found = {c.kind: c for c in kernels_part(NAMES, kernel_totals(timeline), INSTRUCTIONS).classes}
     assert list(found) == ["matmul", "elementwise", "unmapped"]  # the longest first
     assert (found["matmul"].count, found["matmul"].time_s, found["matmul"].busy_s) == (2, ms(5.5), ms(6))
     assert (found["elementwise"].time_s, found["elementwise"].busy_s) == (ms(1.5), ms(2))

@@ -5,8 +5,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from meshkit.trace.reader import TraceFile, read_trace
-from tests.trace.trace_files import collective, gpu_op, plane_text, write_planes
+from meshkit.trace.operations import TraceFile
+from meshkit.trace.reader import read_trace
+from tests.trace.trace_files import collective, gpu_op, plane_text, program, write_planes
 
 REDUCE = collective("all-reduce-start.1", "all-reduce", "data", group_size=64)
 STEPS, KERNELS = 4, 200
@@ -32,9 +33,7 @@ def read(paths, processes, late, **kwargs):
     files = [TraceFile(paths[p == late], {0: p}, p) for p in range(processes)]
     return read_trace(
         files,
-        module_names={"jit_f"},
-        collectives_by_op={REDUCE.name: REDUCE},
-        groups={REDUCE.name: np.arange(64)[None]},
+        program(REDUCE, groups={REDUCE.name: np.arange(64)[None]}),
         num_steps=STEPS,
         **kwargs,
     )

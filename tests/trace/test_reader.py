@@ -7,8 +7,9 @@ import pytest
 
 from meshkit.errors import TraceError
 from meshkit.timeline import sweep
-from meshkit.trace.reader import TraceFile, read_trace
-from tests.trace.trace_files import collective, gpu_op, plane_text, write_planes, write_trace
+from meshkit.trace.operations import TracedProgram, TraceFile
+from meshkit.trace.reader import read_trace
+from tests.trace.trace_files import collective, gpu_op, plane_text, program, write_planes, write_trace
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -19,7 +20,7 @@ ALL_REDUCE = collective("all-reduce-start.1", "all-reduce", "model")
 
 def read_synthetic(collectives, devices=None, **kwargs):
     file = TraceFile(DATA / "synthetic_2gpu_3step.xplane.pb", devices or {0: 0, 1: 1})
-    return read_trace([file], module_names={"jit_f"}, collectives_by_op={c.name: c for c in collectives}, **kwargs)
+    return read_trace([file], program(*collectives), **kwargs)
 
 
 def microseconds(value):
@@ -60,9 +61,7 @@ def test_only_the_listed_devices_are_read_under_their_global_ids():
 
 def test_a_trace_of_another_program_is_refused():
     with pytest.raises(TraceError, match=r"no operation of the program 'jit_g'.*programs in it: jit_f"):
-        read_trace(
-            [TraceFile(DATA / "synthetic_2gpu_3step.xplane.pb", {0: 0})], module_names={"jit_g"}, collectives_by_op={}
-        )
+        read_trace([TraceFile(DATA / "synthetic_2gpu_3step.xplane.pb", {0: 0})], TracedProgram("jit_g"))
 
 
 @pytest.mark.parametrize("content", [b"not a protobuf at all", b"\x0a\xff\xff\xff\xff\x0f"])
@@ -70,7 +69,7 @@ def test_garbage_is_refused(tmp_path, content):
     file = tmp_path / "x.xplane.pb"
     file.write_bytes(content)
     with pytest.raises(TraceError, match=r"not a profiler trace|no operation of the program"):
-        read_trace([TraceFile(file, {0: 0})], module_names={"jit_f"}, collectives_by_op={})
+        read_trace([TraceFile(file, {0: 0})], program())
 
 
 def cpu_op(op, start, end, run=1, **stats):
@@ -83,7 +82,7 @@ def cpu_end(op, started, at):
 
 
 def read_one(file, collectives=(), **kwargs):
-    trace = read_trace([file], module_names={"jit_f"}, collectives_by_op={c.name: c for c in collectives}, **kwargs)
+    trace = read_trace([file], program(*collectives), **kwargs)
     assert len(trace.timeline.steps) == 1
     return trace, trace.timeline.steps[0]
 
@@ -111,7 +110,7 @@ def test_work_handed_to_a_thread_pool_ends_at_its_marker(tmp_path):
 def test_executions_are_cut_by_run_id_where_there_is_one(tmp_path):
     events = [cpu_op("add", t, t + 4, run=run) for t, run in ((0, -7), (10, -6), (30, -5))]
     file = write_trace(tmp_path / "x", "/host:CPU", events)
-    trace = read_trace([file], module_names={"jit_f"}, collectives_by_op={})
+    trace = read_trace([file], program())
     assert [s.window[1] for s in trace.timeline.steps] == pytest.approx([10e-6, 20e-6])
 
 
@@ -190,9 +189,7 @@ def test_events_that_are_missing_are_noticed(tmp_path, lost, codes):
     file = write_trace(tmp_path / "x", "/device:GPU:0", three_executions(lost))
     trace = read_trace(
         [file],
-        module_names={"jit_f"},
-        collectives_by_op={ALL_GATHER.name: ALL_GATHER},
-        expected={ALL_GATHER.name: 2},
+        program(ALL_GATHER, expected={ALL_GATHER.name: 2}),
         num_steps=3,
     )
     assert [n.code for n in trace.notes] == codes
@@ -200,7 +197,7 @@ def test_events_that_are_missing_are_noticed(tmp_path, lost, codes):
 
 def test_a_device_without_operations_is_said(tmp_path):
     file = write_trace(tmp_path / "x", "/device:GPU:0", three_executions())
-    trace = read_trace([TraceFile(file.path, {0: 0, 1: 1})], module_names={"jit_f"}, collectives_by_op={})
+    trace = read_trace([TraceFile(file.path, {0: 0, 1: 1})], program())
     assert [n.message for n in trace.notes] == ["Devices 1 have no operation of the program in their trace."]
 
 
@@ -208,7 +205,7 @@ def test_one_damaged_file_of_several_does_not_hide_the_others(tmp_path):
     good = write_trace(tmp_path / "x", "/device:GPU:0", three_executions())
     bad = tmp_path / "y"
     bad.write_bytes(good.path.read_bytes()[:-5])
-    trace = read_trace([good, TraceFile(bad, {0: 1}, 1)], module_names={"jit_f"}, collectives_by_op={})
+    trace = read_trace([good, TraceFile(bad, {0: 1}, 1)], program())
     assert {s.device for s in trace.steps.steps} == {0}
     assert list(trace.facts.damaged) == [1]
     assert [n.code for n in trace.notes] == ["damaged_traces"]
@@ -219,7 +216,7 @@ def test_executions_are_matched_by_run_id_where_one_device_lost_the_first(tmp_pa
         return [cpu_op("add", 10 * r, 10 * r + 4, run=r, device_ordinal=device, _pt=device + 1) for r in runs]
 
     path = write_planes(tmp_path / "x", plane_text("/host:CPU", events(0, (5, 6, 7, 8)) + events(1, (6, 7, 8))))
-    trace = read_trace([TraceFile(path, {0: 0, 1: 1})], module_names={"jit_f"}, collectives_by_op={}, first_step=20)
+    trace = read_trace([TraceFile(path, {0: 0, 1: 1})], program(), first_step=20)
     assert [(s.device, s.step) for s in trace.steps.steps] == [(0, 21), (0, 22), (1, 21), (1, 22)]
     assert [n.code for n in trace.notes] == ["partial_steps"]
 
@@ -235,17 +232,15 @@ def test_seconds_of_operations_add_up_to_compute(tmp_path):
 
 def test_what_is_not_kept_for_drawing_is_measured_all_the_same(tmp_path):
     file = write_trace(tmp_path / "x", "/device:GPU:0", three_executions())
-    whole = read_trace([file], module_names={"jit_f"}, collectives_by_op={ALL_GATHER.name: ALL_GATHER})
-    some = read_trace([file], module_names={"jit_f"}, collectives_by_op={ALL_GATHER.name: ALL_GATHER}, kept_spans=4)
+    whole = read_trace([file], program(ALL_GATHER))
+    some = read_trace([file], program(ALL_GATHER), kept_spans=4)
     assert [s.total for s in some.sweeps] == [s.total for s in whole.sweeps]
     assert (len(whole.timeline.steps), len(some.timeline.steps)) == (2, 1)
 
 
 def test_programs_of_the_same_name_are_noticed(tmp_path):
     events = [gpu_op("fusion", 0, 10, program_id=1), gpu_op("fusion", 20, 30, program_id=2)]
-    trace = read_trace(
-        [write_trace(tmp_path / "x", "/device:GPU:0", events)], module_names={"jit_f"}, collectives_by_op={}
-    )
+    trace = read_trace([write_trace(tmp_path / "x", "/device:GPU:0", events)], program())
     assert [n.code for n in trace.notes] == ["namesakes"]
 
 
@@ -257,9 +252,7 @@ def test_waiting_is_unknown_where_communication_is_unmapped(tmp_path):
     planes = [plane_text(f"/device:GPU:{d}", events(20 * d)) for d in range(2)]
     trace = read_trace(
         [TraceFile(write_planes(tmp_path / "x", *planes), {0: 0, 1: 1})],
-        module_names={"jit_f"},
-        collectives_by_op={ALL_GATHER.name: ALL_GATHER},
-        groups={ALL_GATHER.name: np.array([[0, 1]])},
+        program(ALL_GATHER, groups={ALL_GATHER.name: np.array([[0, 1]])}),
     )
     for found in trace.sweeps:
         assert found.transfer_s[0] == microseconds(20)
@@ -271,8 +264,6 @@ def test_files_without_a_process_are_processes_of_their_own(tmp_path):
     files = [TraceFile(f.path, {0: i}) for i, f in enumerate(files)]
     trace = read_trace(
         files,
-        module_names={"jit_f"},
-        collectives_by_op={ALL_GATHER.name: ALL_GATHER},
-        groups={ALL_GATHER.name: np.array([[0, 1]])},
+        program(ALL_GATHER, groups={ALL_GATHER.name: np.array([[0, 1]])}),
     )
     assert trace.skew.clocks.count == 2

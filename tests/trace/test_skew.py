@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from meshkit.trace.clocks import align
-from meshkit.trace.reader import TraceFile, read_trace
-from tests.trace.trace_files import clock_text, collective, gpu_op, plane_text, write_planes
+from meshkit.trace.operations import TraceFile
+from meshkit.trace.reader import read_trace
+from meshkit.trace.skew import align
+from tests.trace.trace_files import clock_text, collective, gpu_op, plane_text, program, write_planes
 
 REDUCE = collective("all-reduce-start.1", "all-reduce", "data", group_size=2)
 PERMUTE = collective("collective-permute-start.1", "collective-permute", "stage", group_size=3)
@@ -33,9 +34,7 @@ def run(tmp_path, devices, coll, groups, *, clocks=None, processes=None):
         files.append(TraceFile(path, dict(enumerate(mine)), process))
     return read_trace(
         files,
-        module_names={"jit_f"},
-        collectives_by_op={coll.name: coll},
-        groups={coll.name: np.array(groups)},
+        program(coll, groups={coll.name: np.array(groups)}),
         num_steps=1,
     )
 

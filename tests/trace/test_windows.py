@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshkit.trace.windows import step_windows
+from meshkit.trace.reader import step_windows
 
 
 def windows(ops, num_steps=None, run=None):

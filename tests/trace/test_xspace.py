@@ -8,9 +8,8 @@ import pytest
 from jax.profiler import ProfileData
 
 from meshkit.errors import TraceError
-from meshkit.trace.events import NO_VALUE
 from meshkit.trace.operations import TraceFile, read_operations
-from meshkit.trace.xspace import read_xspace
+from meshkit.trace.xspace import NO_VALUE, read_xspace
 from tests.trace.trace_files import clock_text, plane_text, write_planes
 
 DATA = Path(__file__).parent.parent / "data"
@@ -114,7 +113,7 @@ def test_what_the_profiler_says_about_itself_is_kept(tmp_path):
     text = plane_text("/device:GPU:0", [("k", 0, 1, {"hlo_op": "dot"})])
     path = write_planes(tmp_path / "x", text, 'warnings:"12 events were dropped" errors:"CUPTI failed" hostnames:"h"')
     found = read_operations(TraceFile(path, {0: 0}))
-    assert (found.dropped, found.problems) == (12, ["CUPTI failed", "12 events were dropped"])
+    assert (found.dropped, found.messages) == (12, ["CUPTI failed", "12 events were dropped"])
 
 
 def test_events_with_impossible_times_are_discarded(tmp_path):

@@ -3,7 +3,7 @@
 from jax.profiler import ProfileData
 
 from meshkit.hlo.collective import Collective
-from meshkit.trace.reader import TraceFile
+from meshkit.trace.operations import TracedProgram, TraceFile
 
 
 def collective(name, kind, axis, *, group_size=2, payload_bytes=1024):
@@ -59,6 +59,11 @@ def write_planes(path, *texts):
 def write_trace(path, plane, events):
     """An XSpace with one plane of device 0."""
     return TraceFile(write_planes(path, plane_text(plane, events)), {0: 0})
+
+
+def program(*collectives, **known):
+    """What is known of the program that the operations are of."""
+    return TracedProgram("jit_f", {c.name: c for c in collectives}, **known)
 
 
 def gpu_op(op, start, end, name=None, **stats):

@@ -10,9 +10,10 @@ from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.network import wire_factor
 from meshkit.trace.capture_record import CapturedMesh, CaptureRecord
 from meshkit.trace.captured import Captured
-from meshkit.trace.reader import TraceFile, read_trace
+from meshkit.trace.operations import TraceFile
+from meshkit.trace.reader import read_trace
 from meshkit.verbs.profile.feedback import fit_line, measured_costs, write_calibration, write_pgle
-from tests.trace.trace_files import collective, gpu_op, plane_text, write_planes
+from tests.trace.trace_files import collective, gpu_op, plane_text, program, write_planes
 
 LATENCY_S, BANDWIDTH = 20e-6, 200e9
 GATHERS = [
@@ -37,9 +38,7 @@ def trace(tmp_path):
         planes.append(plane_text(f"/device:GPU:{device}", events))
     return read_trace(
         [TraceFile(write_planes(tmp_path / "x", *planes), {0: 0, 1: 1})],
-        module_names={"jit_f"},
-        collectives_by_op={g.name: g for g in GATHERS},
-        groups={g.name: np.array([[0, 1]]) for g in GATHERS},
+        program(*GATHERS, groups={g.name: np.array([[0, 1]]) for g in GATHERS}),
         num_steps=1,
     )
 
