@@ -1,0 +1,163 @@
+"""The house: rows as the docs show them, no cycle, no name twice, no missing path in the docs, no jax at the door."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "meshkit").rglob("*.py"))
+TREES = {p: ast.parse(p.read_text(encoding="utf-8")) for p in FILES}
+PROSE = [
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "meshkit").rglob("*.md"),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
+
+
+def module_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(p): p for p in FILES}
+
+
+def imports(path):
+    """Modules of meshkit that a module imports, at its top or inside of functions."""
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshkit"):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+
+
+IMPORTS = {name: {m for m in imports(path) if m != "meshkit"} - {name} for name, path in MODULES.items()}
+
+
+def rows():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contract = next(c for c in project["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+    return [sorted(re.split(r" [:|] ", row)) for row in contract["layers"]]
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_pages_show_the_rows_of_the_import_contract(page):
+    table = (ROOT / page).read_text(encoding="utf-8").split("<!-- rows -->")[1].split("<!-- end of rows -->")[0]
+    shown = [
+        sorted(re.findall(r"`(\w+)`", line.split("|")[1])) for line in table.splitlines() if line.startswith("| `")
+    ]
+    assert shown == rows()
+    assert len(shown) <= 9
+
+
+def test_every_package_and_module_of_the_root_is_in_a_row():
+    modules = {p.stem for p in (ROOT / "meshkit").glob("*.py")}
+    packages = {p.parent.name for p in (ROOT / "meshkit").glob("*/__init__.py")}
+    assert (modules | packages) - {"__init__", "__main__"} == {name for row in rows() for name in row}
+    assert len(modules) == 8
+
+
+def test_packages_say_what_enters_and_what_leaves():
+    for folder in (ROOT / "meshkit").iterdir():
+        if (folder / "__init__.py").exists():
+            text = ast.get_docstring(TREES[folder / "__init__.py"]) or ""
+            assert all(word in text for word in ("Enters:", "Leaves:", "May be imported")), folder.name
+
+
+def test_no_module_imports_itself_in_the_end():
+    reached = {name: set(found) for name, found in IMPORTS.items()}
+    for _ in range(len(reached)):
+        more = {name: found | {m for f in found for m in IMPORTS[f]} for name, found in reached.items()}
+        if more == reached:
+            break
+        reached = more
+    assert sorted(name for name, found in reached.items() if name in found) == []
+
+
+def test_a_public_class_name_stands_once():
+    names = Counter(n.name for t in TREES.values() for n in t.body if isinstance(n, ast.ClassDef) if n.name[0] != "_")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_files_are_as_long_as_a_subject():
+    importers = defaultdict(set)
+    for name, found in IMPORTS.items():
+        for m in found:
+            importers[m].add(name)
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    assert [name for name, n in lines.items() if n > 600] == []
+    small = [n for n, count in lines.items() if count < 60 and len(importers[n]) == 1]
+    entries = [n for n in small if n.endswith(".cli") or MODULES[n].name in ("__init__.py", "__main__.py")]
+    assert sorted(set(small) - set(entries)) == []
+
+
+def test_functions_take_at_most_eight_parameters():
+    many = set()
+    for name, path in MODULES.items():
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                a = node.args
+                positional = [x.arg for x in (*a.posonlyargs, *a.args) if x.arg not in ("self", "cls")]
+                if len(positional) + len(a.kwonlyargs) > 8 and not name.endswith(".cli"):
+                    many.add((name, node.name))
+    public = {("meshkit.parallel.pipeline.api", "pipeline")}  # keyword-only, for users
+    assert many - public == set()
+
+
+def test_prose_names_no_path_that_is_missing():
+    missing = []
+    for page in PROSE:
+        text = page.read_text(encoding="utf-8")
+        for path in re.findall(r"(?<![\w/.-])((?:meshkit|tests|benchmarks|configs|models|launch)/[\w/.-]*\w)", text):
+            if "adr" not in page.parts and not (ROOT / path).exists() and not (ROOT / f"{path}.py").exists():
+                missing.append((page.name, path))
+        for dotted in re.findall(r"(?<![\w.])(meshkit(?:\.[a-z_]\w*)+)", text):
+            parts = dotted.split(".")
+            known = any(".".join(parts[:i]) in MODULES for i in range(2, len(parts) + 1))
+            if not known and not re.search(rf"\b{parts[1]}\b", (ROOT / "meshkit/__init__.py").read_text()):
+                missing.append((page.name, dotted))
+    assert [m for m in missing if not m[1].endswith((".json", "meshkit.report", "meshkit.site"))] == []
+
+
+@pytest.mark.parametrize("package", ["config", "verbs.launch", "report", "cli", "verbs.new", "verbs.schema"])
+def test_no_jax_at_the_door(package):
+    names = [m for m in MODULES if m == f"meshkit.{package}" or m.startswith(f"meshkit.{package}.")]
+    code = f"import sys, {', '.join(names)}; sys.exit('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or f"meshkit.{package} imports jax"
+
+
+def test_verbs_of_the_library_stay_functions_whatever_was_imported_before():
+    code = """
+import meshkit.verbs.plan.planner, meshkit.verbs.profile.profiler, meshkit.verbs.compare.cli, meshkit.parallel.pipeline
+import meshkit as mk
+assert all(callable(f) for f in (mk.plan, mk.profile, mk.compare, mk.pipeline, mk.overlap)), mk.plan
+import meshkit.verbs.plan.cli, meshkit.verbs.profile.cli
+assert all(callable(getattr(mk, name)) for name in mk.__all__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_documented_paths_of_before_warn_and_work():
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from meshkit.training.layout import Layout
+    from meshkit.training.weights import write_weights
+    import meshkit.training.stages
+from meshkit.weights.layout import Layout as now
+assert Layout is now
+assert [w.category for w in caught if "is now" in str(w.message)] == [FutureWarning] * 3, caught
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
