@@ -209,7 +209,7 @@ def _child(python: str, file: Path, options: argparse.Namespace) -> dict[str, fl
 
 
 def _collectives(layers: int) -> list:
-    from meshkit.hlo.collective import Collective
+    from meshkit.hlo.schedule import Collective
 
     where = {"axes": ("fsdp",), "axes_complete": True, "link": "nvlink", "fabric": None, "dtype": "bf16"}
     sizes = {"group_size": 8, "num_groups": 1, "gpus_per_domain": 8, "payload_bytes": 2**20}

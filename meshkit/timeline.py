@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshkit.errors import ConfigError
-from meshkit.hlo.collective import Collective
+from meshkit.hlo.schedule import Collective
 
 
 @dataclass(frozen=True)

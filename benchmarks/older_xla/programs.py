@@ -15,8 +15,7 @@ import jax
 import numpy as np
 from jax import export
 
-from meshkit.compile.lowering import export_for_cuda
-from meshkit.compile.target import target_config, topology_name
+from meshkit.compile.lowering import export_for_cuda, target_config, topology_name
 from meshkit.config.experiment import Experiment
 from meshkit.hlo import wire
 from meshkit.hlo.module import load_module, read_schedule

@@ -50,15 +50,10 @@ def choices_for(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) ->
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A compiled program and where its partitions lie.
+    """A compiled program and where its partitions lie."""
 
-    Attributes:
-        compiled: the program, its memory and its compile times.
-        placement: partition id -> GPU, NVLink domain and host.
-    """
-
-    compiled: CompiledProgram
-    placement: Placement
+    compiled: CompiledProgram  # the program, its memory and its compile times
+    placement: Placement  # partition id -> GPU, NVLink domain and host
 
     @functools.cached_property
     def module(self) -> Any:

@@ -14,10 +14,9 @@ from typing import Any
 
 import jax
 
-from meshkit.compile.compiling import RefusedOption, compile_for_gpus, compile_lowered, hint_for, peak_bytes
 from meshkit.compile.derived import derive_options
 from meshkit.compile.latencies import schedule_by_prices, without_path
-from meshkit.compile.options import Option
+from meshkit.compile.options import Option, RefusedOption, compile_for_gpus, compile_lowered, hint_for, peak_bytes
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import Placement
 from meshkit.config.sections import PREDICTED
@@ -32,17 +31,11 @@ _AGREE_S = 1800.0
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """An executable step.
+    """An executable step."""
 
-    Attributes:
-        program: takes state and batch.
-        options: compiler options it was made with.
-        seconds: that tracing, lowering and compiling took.
-    """
-
-    program: Any
-    options: Mapping[str, object]
-    seconds: float
+    program: Any  # takes state and batch
+    options: Mapping[str, object]  # compiler options it was made with
+    seconds: float  # that tracing, lowering and compiling took
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ _DISTRIBUTIONS = (
     "nvidia-nvjitlink",
     "nvidia-nvvm",
 )
-_COMPILER = ("child.py", "compiling.py", "live.py")
+_COMPILER = ("child.py", "live.py", "options.py")
 # Variables by which jax, XLA and its plugins change what they compile.
 _VARIABLES = ("JAX_", "XLA_", "TF_", "MOSAIC_", "TRITON_", "CUDA_", "MESHKIT_XLA_")
 

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshkit.compile.compiling import RefusedOption, compile_lowered
 from meshkit.compile.live import live_bytes
+from meshkit.compile.options import RefusedOption, compile_lowered
 
 
 def main(folder: Path) -> None:

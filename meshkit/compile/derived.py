@@ -20,8 +20,7 @@ from meshkit.config.experiment import Experiment
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import placements
-from meshkit.sharding.roles import AxisRoles
-from meshkit.sharding.strategy import Weight, make_weights
+from meshkit.sharding.strategy import AxisRoles, Weight, make_weights
 from meshkit.step.program import TrainProgram
 from meshkit.units import format_bytes
 
@@ -41,18 +40,12 @@ _ON = "COLLECTIVE_PIPELINING_MODE_ON"
 
 @dataclass(frozen=True)
 class LoopTraffic:
-    """What one iteration of the loop over layers communicates over the axes that shard its weights.
+    """What one iteration of the loop over layers communicates over the axes that shard its weights."""
 
-    Attributes:
-        axes: mesh axes, of most of the bytes.
-        gathered_bytes: weights of one layer, whole over these axes, in the compute precision.
-        gpus_per_domain, domains: of a group.
-    """
-
-    axes: tuple[str, ...]
-    gathered_bytes: float
-    gpus_per_domain: int
-    domains: int
+    axes: tuple[str, ...]  # mesh axes, of most of the bytes
+    gathered_bytes: float  # weights of one layer, whole over these axes, in the compute precision
+    gpus_per_domain: int  # of a group
+    domains: int  # that a group spans
 
 
 def derive_options(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> tuple[Option, ...]:

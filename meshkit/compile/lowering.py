@@ -2,27 +2,36 @@
 
     step, abstract arguments -> export_for_cuda -> Exported -> compiled by program.py
 
-Tracing and lowering need no GPU; what would ask one (cuDNN attention) is answered from the cluster's description.
+Tracing and lowering need no GPU; what would ask one (cuDNN attention) is answered from the cluster's description, and
+so is the compiler (`target_config`). The FLOP of the traced program are what the compiled one is held against.
 """
 
 from __future__ import annotations
 
+import math
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import export
+from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshkit.compile.target import CUDNN_NUMBER
-from meshkit.compile.traced import traced_flops
-from meshkit.config.cluster import Cluster
-from meshkit.errors import ProgramError
+from meshkit.config.cluster import Cluster, Gpu
+from meshkit.errors import ConfigError, ProgramError
 from meshkit.sharding.mesh import DescribedMesh
 
+# The compiler asks for the versions of the libraries it would call at run time; none is installed, so these are the
+# ones that jaxlib 0.11 and 0.12 wheels are built against.
+_VERSIONS = {"driver_version": "13.0.0", "runtime_version": "12.9.0", "compile_time_toolkit_version": "12.9.0"}
+_CUDNN = "9.10.2"
+# What jax is told of cuDNN, as cuDNN counts: 9.12, since attention on compute capability 10.3 needs 9.11.
+CUDNN_NUMBER = 91200
 # Custom calls that jax.export refuses by default because their backend may change; ours is compiled at once.
 _ALLOWED_CALLS = (
     "__cudnn$fmhaSoftmax",
@@ -45,20 +54,18 @@ _ALLOWED_CALLS = (
 )
 # How jax words that an operation (a Python callback) wants the attached backend while it is lowered for another.
 _NEEDS_GPU = ("require devices", "different from the lowering platform")
+# Primitives of cuDNN attention begin so.
+_ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A program on its way to the child: its bytes, and what jax.export does not carry of each array argument.
-
-    Attributes:
-        flops: over all GPUs, as traced; None where they cannot be counted, see `traced_flops`.
-    """
+    """A program on its way to the child: its bytes, and what jax.export does not carry of each array argument."""
 
     program: bytes
     donated: list[int]
     arguments: list[dict[str, Any] | None]
-    flops: float | None = None
+    flops: float | None = None  # over all GPUs, as traced; None where they cannot be counted, see `traced_flops`
 
 
 def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: DescribedMesh, cluster: Cluster) -> Exported:
@@ -183,3 +190,176 @@ def _pallas_answers(cluster: Cluster) -> list[_Answer]:
     major, minor = cluster.gpu.compute_capability or (0, 0)
     info = gpu_info.GpuInfo(gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=10 * major + minor)
     return [(gpu_info, "get_gpu_info", lambda: info)]
+
+
+def on_own_stack[Result](work: Callable[[], Result]) -> Result:
+    """What work returns or raises, run in a thread, where no frame of a caller is below it.
+
+    jax writes the lines of source that led to an operation into the program, those of its callers among them, and the
+    cache of compiled programs tells programs apart by every byte: planned from the command line, by a search or in a
+    notebook, an experiment is then the same program.
+
+    Settings of jax that hold for one thread (`jax.set_mesh`, `jax.enable_x64` as contexts) are not passed on. Ctrl-C is
+    heard at once; what the thread still does ends with the process.
+    """
+    returned: list[Result] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(work())
+        except BaseException as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=run, name="meshkit-plan", daemon=True)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return returned[0]
+
+
+def target_config(gpu: Gpu) -> str:
+    """The text of a `GpuTargetConfigProto` that describes one GPU to the compiler, written from the catalog.
+
+    OpenXLA ships longer ones under xla/backends/gpu/target_config/specs, with which these agree in every field they
+    share (a test compares them).
+
+    Raises:
+        ConfigError: the catalog entry is no NVIDIA GPU.
+    """
+    if gpu.compute_capability is None:
+        raise ConfigError(
+            f"'{gpu.key}' is no GPU, so no GPU program can be compiled for it.", hint="a cluster with GPUs"
+        )
+    major, minor = gpu.compute_capability
+    t = gpu.target
+    accelerated = " feature_extension: ACCELERATED_FEATURES" if (major, minor) >= (9, 0) else ""
+    fields = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": int(t["shared_memory_per_block_bytes"]),
+        "shared_memory_per_core": int(t["shared_memory_per_sm_bytes"]),
+        "shared_memory_per_block_optin": int(t["shared_memory_per_block_optin_bytes"]),
+        "threads_per_core_limit": int(t["max_threads_per_sm"]),
+        "core_count": gpu.sms,
+        "fpus_per_core": int(t["fpus_per_sm"]),
+        "registers_per_core_limit": int(t["registers_per_sm"]),
+        "registers_per_block_limit": 65536,
+        "block_dim_limit_x": 2147483647,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "memory_bandwidth": int(gpu.memory_bytes_per_s),
+        "l2_cache_size": int(gpu.l2_bytes),
+        "clock_rate_ghz": round(gpu.clock_hz / 1e9, 4),
+        "device_memory_size": int(gpu.memory_bytes),
+        "device_address_bits": 64,
+    }
+    lines = [f"  {name}: {value}" for name, value in fields.items()]
+    lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor}{accelerated} }}")
+    lines.append('  device_vendor: "NVIDIA Corporation"')
+    lines.append(f'  platform_version: "Compute Capability {major}.{minor}"')
+    lines.append(f'  name: "{gpu.name}"')
+    lines += [f'  {name}: "{value}"' for name, value in _VERSIONS.items()]
+    lines.append(f'  dnn_version: "{_CUDNN}"')
+    if gpu.nvlink_links:
+        lines.append(f"  device_interconnect_info {{ active_links: {gpu.nvlink_links} }}")
+    body = "\n".join(lines)
+    return f'gpu_device_info {{\n{body}\n}}\nplatform_name: "CUDA"\ndevice_description_str: "{gpu.name}"\n'
+
+
+def topology_name(cluster: Cluster) -> str:
+    """`partitions x hosts x GPUs` of a cluster, as PJRT's compile-only GPU topology spells it.
+
+    Its product is the number of devices; how it splits into hosts is what XLA's own latency model sees.
+    """
+    used = cluster.gpus_used_per_domain
+    hosts = max(1, -(-used // cluster.gpus_per_host))
+    if used % hosts:
+        return f"1x{cluster.num_nvlink_domains}x{used}"
+    return f"1x{cluster.num_nvlink_domains * hosts}x{used // hosts}"
+
+
+def traced_flops(jaxpr: Any) -> float | None:
+    """FLOP of a (closed) jaxpr over all GPUs; None where it holds a loop or kernel whose work cannot be counted.
+
+    Matmuls, convolutions and fused attention, loops as often as they run, what is recomputed as often as it is, and
+    nothing whose result nobody uses. A compiled program that executes more repeats work on several GPUs, one that
+    executes less was not read right.
+    """
+    try:
+        used, _ = partial_eval.dce_jaxpr(plain := getattr(jaxpr, "jaxpr", jaxpr), [True] * len(plain.outvars))
+        return _count(used)
+    except _Uncountable:
+        return None
+
+
+class _Uncountable(Exception):
+    """A loop of unknown length around matmuls, or a kernel of the user's own."""
+
+
+def _count(jaxpr: Any, manual: frozenset[str] = frozenset()) -> float:
+    """FLOP of a jaxpr; `manual` are the mesh axes of the shard_maps around, counted already."""
+    return sum(_of_equation(equation, manual) for equation in jaxpr.eqns)
+
+
+def _of_equation(equation: Any, manual: frozenset[str]) -> float:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        return _of_dot(equation)
+    if name == "ragged_dot_general" or name == "ragged_dot":
+        left, right = (v.aval.shape for v in equation.invars[:2])
+        return 2.0 * math.prod(left) * right[-1]
+    if name == "conv_general_dilated":
+        return _of_convolution(equation)
+    if name.startswith(_ATTENTION):
+        return _of_attention(equation)
+    if name == "pallas_call" or name.startswith("mosaic_gpu"):
+        raise _Uncountable
+    times = params.get("length", 1) if name == "scan" else 1
+    if name == "shard_map":
+        named = params.get("newly_manual_axes") or params.get("manual_axes")  # in jax 0.12; before
+        axes = frozenset(named or params["mesh"].axis_names)
+        times, manual = math.prod(params["mesh"].shape[axis] for axis in axes - manual), manual | axes
+    inner = [_count(j, manual) for j in _jaxprs(params)]
+    if name == "while" and any(inner):
+        raise _Uncountable
+    if name == "cond":
+        return max(inner, default=0.0)
+    return times * (max(inner, default=0.0) if name.startswith("custom_") else sum(inner))
+
+
+def _jaxprs(params: Any) -> list[Any]:
+    """Jaxprs among the parameters of an equation, in tuples too."""
+    values = [inner for v in params.values() for inner in (v if isinstance(v, tuple | list) else (v,))]
+    jaxprs = [getattr(v, "jaxpr", v) for v in values]
+    return [j for j in jaxprs if hasattr(j, "eqns")]
+
+
+def _of_dot(equation: Any) -> float:
+    (contracted, _), (batched, _) = equation.params["dimension_numbers"]
+    left, right = (v.aval.shape for v in equation.invars[:2])
+    shared = math.prod(left[d] for d in (*contracted, *batched))
+    parts = 4.0 if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating) else 1.0
+    return 2.0 * parts * math.prod(left) * math.prod(right) / max(1, shared)
+
+
+def _of_convolution(equation: Any) -> float:
+    kernel, numbers = equation.invars[1].aval.shape, equation.params["dimension_numbers"]
+    features = kernel[numbers.rhs_spec[0]]
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / max(1, features)
+
+
+def _of_attention(equation: Any) -> float:
+    """As hlo/costs.py counts a cuDNN call: two matmuls forward, five backward, half of them under a causal mask."""
+    query, key = (v.aval.shape for v in equation.invars[:2])
+    names = equation.params.get("layout", 0)
+    batch, length, heads, head_dim = query if names == 0 else (query[0], query[2], query[1], query[3])
+    keys = key[1] if names == 0 else key[2]
+    mask = str(equation.params.get("mask_type", "")).upper()
+    share = 0.5 if "CAUSAL" in mask else 1.0
+    backward = 2.5 if "bwd" in equation.primitive.name else 1.0
+    return 4.0 * batch * heads * length * keys * head_dim * share * backward

@@ -26,11 +26,16 @@ from typing import Any
 import jax
 
 from meshkit.compile import cache
-from meshkit.compile.compiling import option_error
-from meshkit.compile.lowering import Exported, export_for_cuda
-from meshkit.compile.options import Option, chosen_options, first_that_fits, left_out_lines, planners_options
+from meshkit.compile.lowering import Exported, export_for_cuda, target_config, topology_name
+from meshkit.compile.options import (
+    Option,
+    chosen_options,
+    first_that_fits,
+    left_out_lines,
+    option_error,
+    planners_options,
+)
 from meshkit.compile.preflight import check_compiler, version_of
-from meshkit.compile.target import target_config, topology_name
 from meshkit.config.cluster import Cluster
 from meshkit.errors import ProgramError
 from meshkit.hlo.module import source_path
@@ -55,50 +60,32 @@ _REMEDIES = (
 
 @dataclass(frozen=True)
 class Rematerialization:
-    """XLA's "Involuntary full rematerialization": an array made whole on every GPU to change its sharding.
+    """XLA's "Involuntary full rematerialization": an array made whole on every GPU to change its sharding."""
 
-    Attributes:
-        array: dtype and shape of one GPU's part as XLA prints it, `bf16[8,512,128]`.
-        source: op_name path of the model code; "" where XLA names none.
-    """
-
-    array: str
-    source: str
+    array: str  # dtype and shape of one GPU's part as XLA prints it, `bf16[8,512,128]`
+    source: str  # op_name path of the model code; "" where XLA names none
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What the compiler made of a program for an absent cluster.
+    """What the compiler made of a program for an absent cluster."""
 
-    Attributes:
-        module: serialized `HloModuleProto`, scheduled.
-        memory: bytes per GPU: `argument`, `output`, `alias`, `temp`, `generated_code`.
-        host_memory: the same, of what the program keeps in host memory for one GPU.
-        lower_s: tracing and lowering, both processes.
-        compile_s: XLA; of a program that was kept, reading it.
-        peak_rss_bytes: of the child process.
-        partitioner: `shardy` or `gspmd`.
-        chosen: compiler options used, each with its reason.
-        log: lines that the compiler wrote about memory.
-        rematerializations: arrays that XLA makes whole to reshard them, each once.
-        cached: whether it was compiled before and kept.
-        live: bytes of GPU memory at the peak by what made them, see `live.live_bytes`; None where XLA did not say.
-        traced_flops: of the program before it was compiled, over all GPUs; None where they cannot be counted.
-    """
-
-    module: bytes
-    memory: Mapping[str, int]
-    lower_s: float
-    compile_s: float
-    peak_rss_bytes: int
-    partitioner: str
-    chosen: tuple[Option, ...]
-    log: tuple[str, ...]
-    rematerializations: tuple[Rematerialization, ...] = ()
+    module: bytes  # serialized `HloModuleProto`, scheduled
+    memory: Mapping[str, int]  # bytes per GPU: `argument`, `output`, `alias`, `temp`, `generated_code`
+    lower_s: float  # tracing and lowering, both processes
+    compile_s: float  # XLA; of a program that was kept, reading it
+    peak_rss_bytes: int  # of the child process
+    partitioner: str  # `shardy` or `gspmd`
+    chosen: tuple[Option, ...]  # compiler options used, each with its reason
+    log: tuple[str, ...]  # lines that the compiler wrote about memory
+    rematerializations: tuple[Rematerialization, ...] = ()  # arrays that XLA makes whole to reshard them, each once
     host_memory: Mapping[str, int] = field(default_factory=dict)
-    cached: bool = False
+    """The same, of what the program keeps in host memory for one GPU."""
+    cached: bool = False  # whether it was compiled before and kept
     live: Mapping[str, int] | None = None
+    """Bytes of GPU memory at the peak by what made them, see `live.live_bytes`; None where XLA did not say."""
     traced_flops: float | None = None
+    """Of the program before it was compiled, over all GPUs; None where they cannot be counted."""
 
     @property
     def options(self) -> dict[str, object]:
@@ -128,19 +115,12 @@ def _at_once(m: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """A function lowered for the GPUs of a described cluster, which may be compiled several times.
+    """A function lowered for the GPUs of a described cluster, which may be compiled several times."""
 
-    Attributes:
-        exported: the program.
-        cluster: the GPUs to compile for.
-        request: what the compiler process is told beside it and the options.
-        lower_s: seconds that it took.
-    """
-
-    exported: Exported
-    cluster: Cluster
-    request: Mapping[str, Any]
-    lower_s: float
+    exported: Exported  # the program
+    cluster: Cluster  # the GPUs to compile for
+    request: Mapping[str, Any]  # what the compiler process is told beside it and the options
+    lower_s: float  # seconds that it took
 
     def compile(
         self,

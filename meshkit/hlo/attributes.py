@@ -21,16 +21,12 @@ from meshkit.hlo.wire import Fields, integer, ints, messages, read_fields, text
 
 @dataclass(frozen=True)
 class Attributes:
-    """Attributes of one instruction.
+    """Attributes of one instruction."""
 
-    Attributes:
-        name, opcode: as XLA prints them.
-        called: names of the computations it calls: of a loop (body, condition), of a conditional its branches.
-    """
-
-    name: str
-    opcode: str
+    name: str  # as XLA prints it
+    opcode: str  # as XLA prints it
     called: tuple[str, ...]
+    """Names of the computations it calls: of a loop (body, condition), of a conditional its branches."""
     fields: Fields
 
     @property

@@ -1,6 +1,6 @@
 """What one HLO instruction does: matmul FLOP, attention FLOP, bytes of device memory.
 
-Counts, not seconds: `timeline.kernels` prices them for a GPU.
+Counts, not seconds: `predict.kernels` prices them for a GPU.
 """
 
 from __future__ import annotations
@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshkit.hlo.custom_calls import FREE_CALLS, STREAMING_CALLS
-from meshkit.hlo.shapes import Shape, shape_of
-from meshkit.hlo.sorting import sort_passes
+from meshkit.hlo.shapes import Shape, dtype_bits, shape_of
 
 SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element"}
@@ -29,6 +27,28 @@ _CALL_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\]]*)\]')
 _DOT_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _DOT_BATCH = re.compile(r"lhs_batch_dims=\{([\d,]*)\}")
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
+# Custom calls that tell the compiler something and run nothing.
+FREE_CALLS = frozenset(
+    {
+        "AllocateBuffer",
+        "AssumeGatherIndicesInBound",
+        "CreateBuffer",
+        "LayoutConstraint",
+        "NopReturnToken",
+        "Pin",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+        "Sharding",
+        "Unpin",
+    }
+)
+# One pass over their operands and results: memory traffic is all of their price. XLA's TopK (k up to 16) keeps the best
+# in registers while it reads; a threefry hash writes as fast as memory takes it.
+STREAMING_CALLS = frozenset({"__gpu$TopK", "cu_threefry2x32_ffi"})
+# What the plan of XLA's bitonic sort (openxla/xla, ir_emitter_unnested.cc, EmitSort) takes for a tile: four elements
+# of each of a block's 1024 threads, as far as its 48 KiB of static shared memory hold them.
+_TILE_ELEMENTS = 4 * 1024
+_SHARED_BYTES = 48 * 1024
 
 
 @dataclass(frozen=True)
@@ -49,35 +69,21 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of one instruction on one GPU.
-
-    Attributes:
-        matmul_flops: dtype of the operands -> FLOP (2 per multiply-add).
-        attention_flops: FLOP of fused attention that is executed (half of the square when causal).
-        attention_backward: whether that is a backward pass.
-        bytes_accessed: device memory read and written, slices counted as slices.
-        host_bytes: bytes that cross to or from host memory.
-        priced_by: `roofline`, or `bytes` where only memory traffic is known (an opaque custom call).
-        matmuls: shapes of those among `matmul_flops` that have one (a convolution has none).
-        attention_queries: of all sequences and heads; 0 where unknown.
-        attention_length: keys that a query sees without a mask; 0 where unknown.
-        attention_head_dim: of the fused attention; 0 where unknown.
-        attention_causal: whether half of the square is skipped.
-        launches: kernels that it is.
-    """
+    """Work of one instruction on one GPU."""
 
     matmul_flops: Mapping[str, float] = field(default_factory=dict)
-    attention_flops: float = 0.0
-    attention_backward: bool = False
-    bytes_accessed: float = 0.0
-    host_bytes: float = 0.0
-    priced_by: str = "roofline"
-    matmuls: tuple[Matmul, ...] = ()
-    attention_queries: int = 0
-    attention_length: int = 0
-    attention_head_dim: int = 0
-    attention_causal: bool = False
-    launches: int = 1
+    """Dtype of the operands -> FLOP (2 per multiply-add)."""
+    attention_flops: float = 0.0  # FLOP of fused attention that is executed (half of the square when causal)
+    attention_backward: bool = False  # whether that is a backward pass
+    bytes_accessed: float = 0.0  # device memory read and written, slices counted as slices
+    host_bytes: float = 0.0  # bytes that cross to or from host memory
+    priced_by: str = "roofline"  # `roofline`, or `bytes` where only memory traffic is known (an opaque custom call)
+    matmuls: tuple[Matmul, ...] = ()  # shapes of those among `matmul_flops` that have one (a convolution has none)
+    attention_queries: int = 0  # of all sequences and heads; 0 where unknown
+    attention_length: int = 0  # keys that a query sees without a mask; 0 where unknown
+    attention_head_dim: int = 0  # of the fused attention; 0 where unknown
+    attention_causal: bool = False  # whether half of the square is skipped
+    launches: int = 1  # kernels that it is
 
 
 def opcode(instruction: Any) -> str:
@@ -226,6 +232,21 @@ def _sort_of(instruction: Any) -> tuple[int, float]:
     dim = _SORTED.search(instruction.to_string())
     passes = sort_passes(operands, int(dim[1]) if dim else 0)
     return passes, 2.0 * (passes - 1) * sum(s.bytes for s in operands)
+
+
+def sort_passes(operands: Sequence[Shape], dim: int) -> int:
+    """Kernels of a sort along `dim` of these arrays, which move together: each one round trip of device memory.
+
+    XLA:GPU sorts bitonically (meshkit keeps CUB's radix sort off, see `compile.options`). Comparisons within a tile, as
+    large as a block's shared memory and threads allow, share a kernel; every wider one is a kernel of its own.
+    Stage s of the log2(n) stages compares elements 2^(s+1) - 1, 2^(s-1), ..., 1 apart. With a tile of 2^t elements the
+    stages below t are one kernel, and stage s >= t is s - t + 1 wide comparisons and one kernel for the rest.
+    """
+    stages = (operands[0].dims[dim] - 1).bit_length()
+    element_bytes = sum(dtype_bits(s.dtype) for s in operands) / 8
+    tile = int(min(_TILE_ELEMENTS, _SHARED_BYTES / max(1.0, element_bytes), 2**stages))
+    wide = stages - (tile.bit_length() - 1)
+    return 1 + wide * (wide + 3) // 2
 
 
 def _dims(pattern: re.Pattern[str], text: str) -> list[int]:

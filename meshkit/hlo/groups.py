@@ -23,22 +23,14 @@ _EXPLICIT, _PAIRS, _DEVICE_LIST, _IOTA_LIST, _MESH_LIST = 49, 52, 87, 92, 93
 
 @dataclass(frozen=True)
 class GroupShape:
-    """What the groups of one collective have in common.
+    """What the groups of one collective have in common."""
 
-    Attributes:
-        axes: mesh axes along which members of a group differ.
-        axes_complete: whether a group spans these axes entirely.
-        link: `infiniband` if any group crosses NVLink domains.
-        group_size, num_groups: members of a group; groups.
-        gpus_per_domain: members of one group that share a domain (the fewest, where groups differ).
-    """
-
-    axes: tuple[str, ...]
-    axes_complete: bool
-    link: str
-    group_size: int
-    num_groups: int
-    gpus_per_domain: int
+    axes: tuple[str, ...]  # mesh axes along which members of a group differ
+    axes_complete: bool  # whether a group spans these axes entirely
+    link: str  # `infiniband` if any group crosses NVLink domains
+    group_size: int  # members of a group
+    num_groups: int  # groups
+    gpus_per_domain: int  # members of one group that share a domain (the fewest, where groups differ)
 
 
 def read_groups(attributes: Attributes, num_partitions: int) -> np.ndarray:

@@ -34,26 +34,20 @@ _SHAPE = re.compile(r"=\s*(\((?:[^()]|\([^()]*\))*\)|\S+)\s+[\w\-]+\(")
 _LAYOUT = re.compile(r"\{[^}]*\}|/\*[^*]*\*/|\s")
 _NOT_USERS = re.compile(  # `training` and `xla` are in programs that earlier versions captured
     r"^<|(?:^|/)bin/[^/]*$|/site-packages/|/dist-packages/|/lib/python\d"
-    r"|(?:^|/)meshkit/(?:\w+\.py$|(?:compile|lint|parallel|sharding|step|verbs|training|xla)/)"
+    r"|(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|lint|parallel|sharding|step|training|verbs|weights|xla)/)"
 )
 
 
 @dataclass(frozen=True)
 class InstructionInfo:
-    """What an instruction is.
+    """What an instruction is."""
 
-    Attributes:
-        kind: of its work: `matmul`, `attention`, `convolution`, `reduction`, `elementwise`, `data movement`, ...
-        key: `kind|shape|op_name path|occurrence`; survives a recompile, which the name does not.
-        source: op_name path of the model code that caused it; "" if unknown.
-        line: `models/layers.py:90 from models/llama.py:123`: the innermost line of that code that is no library's, and
-            the line of another file that led there; None if unknown.
-    """
-
-    kind: str
-    key: str
-    source: str
+    kind: str  # of its work: `matmul`, `attention`, `convolution`, `reduction`, `elementwise`, `data movement`,
+    key: str  # `kind|shape|op_name path|occurrence`; survives a recompile, which the name does not
+    source: str  # op_name path of the model code that caused it; "" if unknown
     line: str | None
+    """`models/layers.py:90 from models/llama.py:123`: the innermost line of that code that is no library's, and the
+    line of another file that led there; None if unknown."""
 
 
 def read_instructions(module: Any) -> dict[str, InstructionInfo]:

@@ -5,53 +5,58 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from meshkit.hlo.collective import Collective
 from meshkit.hlo.costs import Cost
 
 
 @dataclass(frozen=True)
+class Collective:
+    """One collective instruction of a compiled program, with what it moves and where."""
+
+    name: str  # the HLO instruction name, unique within its program
+    key: str  # `opcode|axes|dtype|shapes|op_name path|occurrence`; survives a recompile
+    collective: str  # the HLO opcode without `-start` (`all-gather`, `collective-permute`, ...)
+    axes: tuple[str, ...]  # mesh axes along which the participants of a group differ; () when they map to no axis
+    axes_complete: bool  # False where the groups cover only part of an axis
+    link: str  # the slowest link a group crosses: `nvlink` or `infiniband`
+    fabric: str | None  # what that link is made of (`nvlink4_nvswitch`, `shared_memory`, ...); None if unknown
+    dtype: str  # element type on the wire, as XLA spells it; `mixed` for a combined collective of several
+    group_size: int
+    num_groups: int
+    gpus_per_domain: int
+    """Participants of a group, groups, and participants of one group that share an NVLink domain. #JOINT group_size,
+    num_groups, gpus_per_domain."""
+    payload_bytes: int  # bytes of one instance on one GPU (operand; result for all-gather)
+    source: str = ""  # the op_name path of the model code that caused it
+
+
+@dataclass(frozen=True)
 class Instruction:
-    """One instruction of a schedule.
+    """One instruction of a schedule."""
 
-    Attributes:
-        name, opcode: as XLA prints them; an asynchronous one has the opcode of what it starts.
-        kind: `kernel`, `collective` (blocks), `start` and `done` (asynchronous), `while`, `conditional`, `call`,
-            `free` (no time).
-        source: op_name path of the model code that caused it.
-        cost: work on one GPU; None for control flow and communication.
-        collective: what it communicates; None if it does not.
-        starts: for `done`, the name of the start it waits for.
-        bodies: computations it runs: the body of a loop, the branches of a conditional.
-        trip_count: iterations of a loop; None if XLA does not know.
-    """
-
-    name: str
-    opcode: str
+    name: str  # as XLA prints them
+    opcode: str  # an asynchronous one has the opcode of what it starts
     kind: str
-    source: str = ""
-    cost: Cost | None = None
-    collective: Collective | None = None
-    starts: str | None = None
-    bodies: tuple[str, ...] = ()
-    trip_count: int | None = None
+    """`kernel`, `collective` (blocks), `start` and `done` (asynchronous), `while`, `conditional`, `call`, `free` (no
+    time)."""
+    source: str = ""  # op_name path of the model code that caused it
+    cost: Cost | None = None  # work on one GPU; None for control flow and communication
+    collective: Collective | None = None  # what it communicates; None if it does not
+    starts: str | None = None  # for `done`, the name of the start it waits for
+    bodies: tuple[str, ...] = ()  # computations it runs: the body of a loop, the branches of a conditional
+    trip_count: int | None = None  # iterations of a loop; None if XLA does not know
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A compiled program as its instructions run: computations in schedule order.
-
-    Attributes:
-        computations: name -> instructions, of the entry and all that it reaches through control flow.
-        entry: name of the computation that runs.
-        fingerprint: equal for equal programs.
-        notes: what could not be read or priced, by kind: instruction names, with what they call in parentheses.
-    """
+    """A compiled program as its instructions run: computations in schedule order."""
 
     name: str
     computations: Mapping[str, tuple[Instruction, ...]]
-    entry: str
-    fingerprint: str
+    """Name -> instructions, of the entry and all that it reaches through control flow."""
+    entry: str  # name of the computation that runs
+    fingerprint: str  # equal for equal programs
     notes: Mapping[str, list[str]] = field(default_factory=dict)
+    """What could not be read or priced, by kind: instruction names, with what they call in parentheses."""
 
     def known_runs(self) -> dict[str, int]:
         """How often one execution runs each instruction: once, or once per iteration of the loops it is in.

@@ -18,17 +18,11 @@ _BITS = re.compile(r"^[a-z]+?(\d+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """An array (dtype and dims), or a tuple of shapes (dtype `tuple`).
+    """An array (dtype and dims), or a tuple of shapes (dtype `tuple`)."""
 
-    Attributes:
-        dtype: as XLA spells it: `bf16`, `f8e4m3fn`, `s32`, `pred`, `token`.
-        dims: sizes; () of a scalar, a token or a tuple.
-        parts: members of a tuple.
-    """
-
-    dtype: str
-    dims: tuple[int, ...] = ()
-    parts: tuple[Shape, ...] = ()
+    dtype: str  # as XLA spells it: `bf16`, `f8e4m3fn`, `s32`, `pred`, `token`
+    dims: tuple[int, ...] = ()  # sizes; () of a scalar, a token or a tuple
+    parts: tuple[Shape, ...] = ()  # members of a tuple
 
     @property
     def bytes(self) -> int:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshkit.compile.program import CompiledProgram
-from meshkit.hlo.collective import Collective
 from meshkit.hlo.module import Schedule
+from meshkit.hlo.schedule import Collective
 from meshkit.hlo.shapes import dtype_bits
 from meshkit.lint.findings import Finding
 from meshkit.sharding.strategy import SCALAR_BYTES, Axes, Part, Strategy
@@ -29,24 +29,16 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
 @dataclass
 class Explained:
-    """Collectives of one kind over the same axes for the same reason, in one step on one GPU.
-
-    Attributes:
-        count: how many; a combined one counts where its largest array belongs.
-        explanation: None where there is none.
-        bound_bytes: what the reason allows; None where it has no closed form.
-        sources: op_name paths, those with the most bytes first.
-        cause: a guess why, where there is no explanation.
-    """
+    """Collectives of one kind over the same axes for the same reason, in one step on one GPU."""
 
     collective: str
     axes: tuple[str, ...]
-    explanation: str | None
-    bound_bytes: float | None = None
-    count: float = 0
+    explanation: str | None  # None where there is none
+    bound_bytes: float | None = None  # what the reason allows; None where it has no closed form
+    count: float = 0  # how many; a combined one counts where its largest array belongs
     payload_bytes: float = 0
-    sources: dict[str, float] = field(default_factory=dict)
-    cause: str = ""
+    sources: dict[str, float] = field(default_factory=dict)  # op_name paths, those with the most bytes first
+    cause: str = ""  # a guess why, where there is no explanation
 
     @property
     def exceeds(self) -> bool:

@@ -30,8 +30,7 @@ from meshkit.lint.placements import Subject, lint
 from meshkit.sharding.constrain import Activation, record_activations
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
 from meshkit.sharding.resolve import Placed, placements
-from meshkit.sharding.stages import Stages
-from meshkit.sharding.strategy import Strategy, make_weights
+from meshkit.sharding.strategy import Stages, Strategy, make_weights
 from meshkit.step.state import HOST_MEMORY
 from meshkit.step.train_step import TrainProgram
 
@@ -40,31 +39,21 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "int8": 1}
 
 @dataclass(frozen=True)
 class Lint:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        findings: that nobody allowed, errors first.
-        allowed: that the experiment's allow list silences, each with its reason.
-        collectives: of the compiled step with their reasons; None where nothing was compiled.
-    """
-
-    findings: list[Finding]
-    allowed: list[Finding]
+    findings: list[Finding]  # that nobody allowed, errors first
+    allowed: list[Finding]  # that the experiment's allow list silences, each with its reason
     collectives: list[Explained] | None = None
+    """Of the compiled step with their reasons; None where nothing was compiled."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """An experiment's step as the lint sees it before the compiler.
-
-    Attributes:
-        subject: placements and rules.
-        strategy: what the compiled step may communicate.
-    """
+    """An experiment's step as the lint sees it before the compiler."""
 
     experiment: Experiment
-    subject: Subject
-    strategy: Strategy
+    subject: Subject  # placements and rules
+    strategy: Strategy  # what the compiled step may communicate
 
     @property
     def parameters(self) -> Sequence[Placed]:

@@ -20,23 +20,14 @@ SEVERITY_COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "n
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is legal and probably not meant.
+    """Something that is legal and probably not meant."""
 
-    Attributes:
-        code: of its class, e.g. `idle_axis`.
-        severity: `error` stops, `warning` stops `explain --strict`, `note` only tells.
-        path: what it is about: a parameter's path, a logical or mesh axis, `collective/<kind>/<axes>`.
-        message: one sentence with the numbers.
-        hint: what to do, where possible a line of TOML.
-        reason: why it is allowed, where the experiment's allow list silences it.
-    """
-
-    code: str
-    severity: Severity
-    path: str
-    message: str
-    hint: str | None = None
-    reason: str | None = None
+    code: str  # of its class, e.g. `idle_axis`
+    severity: Severity  # `error` stops, `warning` stops `explain --strict`, `note` only tells
+    path: str  # what it is about: a parameter's path, a logical or mesh axis, `collective/<kind>/<axes>`
+    message: str  # one sentence with the numbers
+    hint: str | None = None  # what to do, where possible a line of TOML
+    reason: str | None = None  # why it is allowed, where the experiment's allow list silences it
 
     @property
     def allowed(self) -> bool:

@@ -20,7 +20,7 @@ from meshkit.config.rules import AutoRule, ShardingRules, path_pattern
 from meshkit.lint.findings import Finding, sort_findings
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import Placed
-from meshkit.sharding.roles import AxisRoles
+from meshkit.sharding.strategy import AxisRoles
 from meshkit.units import format_bytes
 
 # A parameter of this many bytes that no axis cuts is worth a finding: below it, gathering costs more than it saves
@@ -32,28 +32,19 @@ _WORTH = 1e-3
 
 @dataclass(frozen=True)
 class Subject:
-    """What the lint reads.
+    """What the lint reads."""
 
-    Attributes:
-        parameters: of the model, as placed by the rules.
-        activations: as the model constrained them, each once.
-        rules, spec: of the experiment; the mesh resolved on its cluster.
-        others: the model's other arrays (batch statistics and the like): overrides may be about them.
-        deferred: axes of the batch that the step cuts itself, outside of the model.
-        state_bytes: of parameters, optimizer state and whatever else a step carries, on one GPU.
-        pool_bytes: what a program may take of a GPU's memory; None where there are no GPUs.
-        written: the `[rules]` table of the file, which says what of `rules` a preset gave; None if nothing.
-    """
-
-    parameters: Sequence[Placed]
-    activations: Sequence[Activation]
-    rules: ShardingRules
-    spec: MeshSpec
+    parameters: Sequence[Placed]  # of the model, as placed by the rules
+    activations: Sequence[Activation]  # as the model constrained them, each once
+    rules: ShardingRules  # of the experiment
+    spec: MeshSpec  # the mesh resolved on its cluster
     others: Sequence[Placed] = ()
-    deferred: frozenset[str] = frozenset()
-    state_bytes: int = 0
-    pool_bytes: int | None = None
+    """The model's other arrays (batch statistics and the like): overrides may be about them."""
+    deferred: frozenset[str] = frozenset()  # axes of the batch that the step cuts itself, outside of the model
+    state_bytes: int = 0  # of parameters, optimizer state and whatever else a step carries, on one GPU
+    pool_bytes: int | None = None  # what a program may take of a GPU's memory; None where there are no GPUs
     written: Mapping[str, Any] | None = field(default=None, repr=False)
+    """The `[rules]` table of the file, which says what of `rules` a preset gave; None if nothing."""
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster, Gpu
-from meshkit.hlo.collective import Collective
 from meshkit.hlo.module import Instruction
+from meshkit.hlo.schedule import Collective
 from meshkit.predict.assumptions import Assumptions, slowest_of
 from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s
 from meshkit.predict.network import collective_time_s, wire_factor

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from meshkit.config.cluster import Cluster
-from meshkit.hlo.collective import Collective
+from meshkit.hlo.schedule import Collective
 from meshkit.predict.network import wire_factor
 from meshkit.report.schema import CommunicationPart, OpPart
 from meshkit.timeline import Sweep, Timeline

@@ -37,17 +37,11 @@ class Activation:
 
 @dataclass(frozen=True)
 class Scope:
-    """The mesh and rules that constraints refer to.
+    """The mesh and rules that constraints refer to."""
 
-    Attributes:
-        mesh: attached or described.
-        rules: of arrays as they are seen here: without the axes that are manual already, inside a pipeline.
-        whole: the rules with those axes; None where there are none.
-    """
-
-    mesh: AnyMesh
-    rules: ShardingRules
-    whole: ShardingRules | None = None
+    mesh: AnyMesh  # attached or described
+    rules: ShardingRules  # of arrays as they are seen here: without the axes that are manual already, inside a pipeline
+    whole: ShardingRules | None = None  # the rules with those axes; None where there are none
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:

@@ -30,23 +30,14 @@ _CPU_FLAGS = {
 
 @dataclass(frozen=True)
 class DescribedDevice:
-    """A device of a described cluster, present in no machine. Has the fields of a jax device that placement needs.
+    """A device of a described cluster, present in no machine. Has the fields of a jax device that placement needs."""
 
-    Attributes:
-        id: the cluster's GPU index.
-        process_index: the host that would run it (one process a host).
-        domain: NVLink domain.
-        device_kind: the vendor's name, as jax prints it.
-        compute_capability: `"9.0"`; empty for a CPU.
-        platform: `gpu` or `cpu`.
-    """
-
-    id: int
-    process_index: int
-    domain: int
-    device_kind: str
-    compute_capability: str
-    platform: str
+    id: int  # the cluster's GPU index
+    process_index: int  # the host that would run it (one process a host)
+    domain: int  # NVLink domain
+    device_kind: str  # the vendor's name, as jax prints it
+    compute_capability: str  # `"9.0"`; empty for a CPU
+    platform: str  # `gpu` or `cpu`
 
 
 def describe_devices(cluster: Cluster) -> tuple[DescribedDevice, ...]:

@@ -28,22 +28,14 @@ Names = tuple[str | None, ...] | None
 
 @dataclass(frozen=True)
 class Placed:
-    """One leaf of a pytree and where the rules put it.
+    """One leaf of a pytree and where the rules put it."""
 
-    Attributes:
-        path: `layers/attention/query/kernel`.
-        shape, dtype: global.
-        logical_axes: a name or None per dim; None when the leaf carries no names.
-        spec: mesh axes per dim.
-        rule: `override`, `logical`, `auto`, or `none` (replicated for want of a rule).
-    """
-
-    path: str
-    shape: tuple[int, ...]
+    path: str  # `layers/attention/query/kernel`
+    shape: tuple[int, ...]  # of the whole array
     dtype: str
-    logical_axes: tuple[str | None, ...] | None
-    spec: tuple[tuple[str, ...], ...]
-    rule: str
+    logical_axes: tuple[str | None, ...] | None  # a name or None per dim; None when the leaf carries no names
+    spec: tuple[tuple[str, ...], ...]  # mesh axes per dim
+    rule: str  # `override`, `logical`, `auto`, or `none` (replicated for want of a rule)
 
     def shards(self, mesh: AnyMesh) -> int:
         """Number of distinct pieces over the mesh."""

@@ -1,6 +1,6 @@
-"""What an experiment's strategy may communicate: one term per reason, each with its closed form.
+"""What each mesh axis is for, and what a strategy may communicate: one term per reason, each with its closed form.
 
-    rules, placements, [train] -> Strategy -> terms(axes) -> the contract that `contract.py` holds a program against
+    rules, placements, [train] -> Strategy -> terms(axes) -> the contract that `lint.contract` holds a program against
 
 A term says which collective over which mesh axes it explains, how many elements one of them may move (those of a weight
 or of an activation, cut as declared), and how many bytes a step all of them together. Elements, not bytes, decide: a
@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshkit.config.rules import ShardingRules
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import Placed
-from meshkit.sharding.roles import AxisRoles
-from meshkit.sharding.stages import Stages
 
 # A collective of at most this payload is a scalar, a count or a norm: nobody's strategy names those.
 SCALAR_BYTES = 4096
@@ -34,24 +33,47 @@ ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all-gather", "all-reduce", "reduce-sca
 ALL_TO_ALL, RAGGED, PERMUTE = "all-to-all", "ragged-all-to-all", "collective-permute"
 
 Axes = frozenset[str]
+# Logical axes whose mesh axes are tensor or expert parallelism.
+_TENSOR_ACTIVATIONS = ("act_heads", "act_kv_heads", "act_mlp", "act_vocab")
+_TENSOR_PARAMETERS = ("heads", "kv_heads", "mlp", "vocab")
+_EXPERTS = ("experts", "act_experts")
+
+
+@dataclass(frozen=True)
+class AxisRoles:
+    """Which mesh axes do what, read off the rules."""
+
+    batch: frozenset[str]  # axes that cut `act_batch`
+    length: frozenset[str]  # axes that cut `act_length`
+    residual: frozenset[str]  # axes that cut `act_residual_length` alone (sequence parallelism)
+    tensor: frozenset[str]
+    """Axes that cut heads, mlp or vocab of activations, or of parameters without cutting the batch; a pipeline, which
+    cuts layers, may cut the vocabulary too and is none."""
+    expert: frozenset[str]  # axes that cut experts
+
+    @classmethod
+    def of(cls, rules: ShardingRules) -> AxisRoles:
+        """The roles that rules give."""
+        mapping = rules.mapping("activations")
+
+        def cut(*names: str) -> frozenset[str]:
+            return frozenset(a for name in names for a in mapping.get(name, ()))
+
+        batch, length = cut("act_batch"), cut("act_length")
+        tensor = cut(*_TENSOR_ACTIVATIONS) | (cut(*_TENSOR_PARAMETERS) - batch - cut("layers"))
+        return cls(batch, length, cut("act_residual_length") - length, tensor - length, cut(*_EXPERTS))
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, and the mesh axes that cut it in each state.
-
-    Attributes:
-        cuts: kind of state (`parameters`, `compute`, `gradients`, `optimizer`) -> mesh axes.
-        stays: axes over which it is never gathered: tensor axes, and those that cut its experts.
-        stack: layers in one array, 1 if it is not stacked.
-    """
+    """A parameter, and the mesh axes that cut it in each state."""
 
     path: str
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
-    cuts: Mapping[str, Axes]
-    stays: Axes
-    stack: int
+    cuts: Mapping[str, Axes]  # kind of state (`parameters`, `compute`, `gradients`, `optimizer`) -> mesh axes
+    stays: Axes  # axes over which it is never gathered: tensor axes, and those that cut its experts
+    stack: int  # layers in one array, 1 if it is not stacked
 
     @property
     def size(self) -> int:
@@ -83,55 +105,50 @@ class Part:
 
 @dataclass(frozen=True)
 class Term:
-    """One reason to communicate.
+    """One reason to communicate."""
 
-    Attributes:
-        words: the reason.
-        kinds: HLO opcodes it explains.
-        fits: whether an array may be what this term is about.
-        bound_bytes: of all of it in a step; None where there is no closed form.
-    """
+    words: str  # the reason
+    kinds: frozenset[str]  # HLO opcodes it explains
+    fits: Callable[[Part], bool]  # whether an array may be what this term is about
+    bound_bytes: float | None = None  # of all of it in a step; None where there is no closed form
 
-    words: str
-    kinds: frozenset[str]
-    fits: Callable[[Part], bool]
-    bound_bytes: float | None = None
+
+@dataclass(frozen=True)
+class Stages:
+    """How often a step runs what is in, and what is around, the stages of a pipeline."""
+
+    axis: str  # the mesh axis that cuts the layers
+    microbatches: int  # of a step
+    ticks: int  # in which one chunk goes forward, and as many in which one goes backward: M v + S - 1
+    outer_ticks: int  # in which the embedding, or the head, may run, at most
+    chunk_layers: int  # of one chunk, padding included
+    layers: int  # of the model
+
+    @property
+    def layer_runs(self) -> float:
+        """Runs of layers on one GPU and in one direction, over the layers of the model."""
+        return self.ticks * self.chunk_layers / self.layers
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """What the contract is derived from; see the module.
+    """What the contract is derived from; see the module."""
 
-    Attributes:
-        sizes: mesh axis -> size.
-        roles: what each axis is for.
-        weights: parameters; `statistics`: the model's other arrays.
-        activations: as the model constrained them.
-        tokens: elements of the global batch, batch x length.
-        accumulate: micro-batches a step.
-        steps_per_call: training steps that one run of the program makes.
-        deferred: axes over which gradients are reduced, and weights gathered, once a step.
-        compute_bytes, reduce_bytes: of an element of a weight and of a gradient on the wire.
-        local_sgd, compression: the axis each is about; None where it is off.
-        compressed_bytes: of an element on that wire.
-        stages: of the pipeline; None without one. Activations then are those of one microbatch.
-    """
-
-    sizes: Mapping[str, int]
-    roles: AxisRoles
-    weights: Sequence[Weight]
-    statistics: Sequence[Weight]
-    activations: Sequence[Activation]
-    tokens: int
-    accumulate: int = 1
-    steps_per_call: int = 1
-    deferred: Axes = frozenset()
-    compute_bytes: int = 4
-    reduce_bytes: int = 4
-    local_sgd: str | None = None
-    compression: str | None = None
-    compressed_bytes: int = 1
-    stages: Stages | None = None
+    sizes: Mapping[str, int]  # mesh axis -> size
+    roles: AxisRoles  # what each axis is for
+    weights: Sequence[Weight]  # parameters
+    statistics: Sequence[Weight]  # the model's other arrays
+    activations: Sequence[Activation]  # as the model constrained them
+    tokens: int  # elements of the global batch, batch x length
+    accumulate: int = 1  # micro-batches a step
+    steps_per_call: int = 1  # training steps that one run of the program makes
+    deferred: Axes = frozenset()  # axes over which gradients are reduced, and weights gathered, once a step
+    compute_bytes: int = 4  # of an element of a weight on the wire
+    reduce_bytes: int = 4  # of an element of a gradient on the wire
+    local_sgd: str | None = None  # the axis each is about
+    compression: str | None = None  # None where it is off
+    compressed_bytes: int = 1  # of an element on that wire
+    stages: Stages | None = None  # of the pipeline; None without one. Activations then are those of one microbatch
 
     def terms(self, over: Axes) -> Iterator[Term]:
         """Every reason to communicate over these axes, the most specific first."""

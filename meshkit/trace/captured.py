@@ -18,9 +18,9 @@ from meshkit.config.bounded import gunzip, inside
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import MeshkitError, TraceError
-from meshkit.hlo.collective import Collective
 from meshkit.hlo.costs import opcode
 from meshkit.hlo.module import Schedule, load_module, read_collectives, read_participants, read_schedule
+from meshkit.hlo.schedule import Collective
 from meshkit.trace.capture import TRACE_FOLDER, digest, mesh_placement
 from meshkit.trace.capture_record import CaptureRecord
 from meshkit.trace.checks import Note, some

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshkit.hlo.collective import Collective
+from meshkit.hlo.schedule import Collective
 from meshkit.timeline import Sweep
 from meshkit.trace.skew import Skew
 from meshkit.units import format_percent, format_seconds

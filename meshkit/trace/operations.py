@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from meshkit.errors import TraceError
-from meshkit.hlo.collective import Collective
+from meshkit.hlo.schedule import Collective
 from meshkit.trace.xspace import NO_VALUE, Events, Line, Plane, XSpace, read_xspace
 
 _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)$")

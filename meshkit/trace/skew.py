@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshkit.hlo.collective import Collective
+from meshkit.hlo.schedule import Collective
 from meshkit.timeline import DeviceStep
 
 _PERMUTE = "collective-permute"

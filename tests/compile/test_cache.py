@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.compile import cache
-from meshkit.compile.lowering import export_for_cuda
-from meshkit.compile.own_stack import on_own_stack
+from meshkit.compile.lowering import export_for_cuda, on_own_stack
 from meshkit.compile.program import compile_absent
 
 REQUEST = {"target_config": "sms: 132", "mesh_shape": [8], "compiler_options": {"xla_a": True}}

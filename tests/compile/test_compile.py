@@ -9,8 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.compile import program
-from meshkit.compile.compiling import compile_for_gpus
-from meshkit.compile.options import Option
+from meshkit.compile.options import Option, compile_for_gpus
 
 GIB = 2**30
 COSTLY = Option("xla_costly", True, "it hides something", costs_memory=True)

@@ -9,9 +9,9 @@ from meshkit.compile.latencies import ROUNDS, predicted_costs, schedule_by_price
 from meshkit.compile.options import Option
 from meshkit.config.experiment import load
 from meshkit.config.sections import PGLE_OPTION
-from meshkit.hlo.collective import Collective
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
+from meshkit.hlo.schedule import Collective
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.network import collective_time_s
 

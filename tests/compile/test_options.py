@@ -3,14 +3,18 @@
 import pytest
 
 import meshkit as mk
-from meshkit.compile import compiling
 from meshkit.compile.options import (
     OPTIONS,
     PLANNERS,
     Option,
+    RefusedOption,
+    _names_in,
     chosen_options,
+    compile_lowered,
     compiler_options,
+    known_options,
     left_out_lines,
+    option_error,
     planners_options,
 )
 from meshkit.config.catalog import gpu
@@ -79,7 +83,7 @@ def test_the_user_wins_over_what_is_derived_and_that_over_the_table():
 def test_one_of_ours_that_xla_refuses_is_left_out_and_named(message):
     lowered = Lowered({KERNELS: message, HIDING: message})
     options = compiler_options(gpu("a100_80gb"))
-    compiled, left_out = compiling.compile_lowered(lowered, options)
+    compiled, left_out = compile_lowered(lowered, options)
     assert compiled == "compiled"
     assert set(left_out) == {KERNELS, HIDING}
     assert lowered.tried[-1] == {n: v for n, v in options.items() if n not in left_out}
@@ -87,25 +91,25 @@ def test_one_of_ours_that_xla_refuses_is_left_out_and_named(message):
 
 
 def test_one_of_the_users_is_not_left_out():
-    with pytest.raises(compiling.RefusedOption, match="xla_mine: this XLA has no such option"):
-        compiling.compile_lowered(Lowered({"xla_mine": UNKNOWN}), {"xla_mine": 1, KERNELS: ""}, {"xla_mine"})
+    with pytest.raises(RefusedOption, match="xla_mine: this XLA has no such option"):
+        compile_lowered(Lowered({"xla_mine": UNKNOWN}), {"xla_mine": 1, KERNELS: ""}, {"xla_mine"})
 
 
 def test_other_errors_stay_what_they_are():
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-        compiling.compile_lowered(Lowered({KERNELS: "RESOURCE_EXHAUSTED: out of memory"}), {KERNELS: ""})
+        compile_lowered(Lowered({KERNELS: "RESOURCE_EXHAUSTED: out of memory"}), {KERNELS: ""})
 
 
 def test_names_are_read_from_the_library(tmp_path):
     library = tmp_path / "xla_cuda_plugin.so"
     library.write_bytes(b"\0xla_gpu_first\0\x12xla_gpu_second\xff yxla_gpu_third xla_n")
-    assert compiling._names_in(library) == {"xla_gpu_first", "xla_gpu_second"}
+    assert _names_in(library) == {"xla_gpu_first", "xla_gpu_second"}
 
 
 def test_the_error_names_the_closest_option(monkeypatch):
-    monkeypatch.setattr(compiling, "known_options", lambda: {HIDING, KERNELS})
+    monkeypatch.setattr("meshkit.compile.options.known_options", lambda: {HIDING, KERNELS})
     wrong = "xla_gpu_enable_latency_hiding_schedular"
-    error = compiling.option_error(wrong, True, "this XLA has no such option", "0.12.0")
+    error = option_error(wrong, True, "this XLA has no such option", "0.12.0")
     assert str(error).splitlines() == [
         f"XLA (jaxlib 0.12.0) refuses the option {wrong}: this XLA has no such option.",
         f"  at [xla] {wrong} = true",
@@ -116,6 +120,6 @@ def test_the_error_names_the_closest_option(monkeypatch):
 
 @pytest.mark.deviceless
 def test_the_compiler_itself_knows_the_options_that_are_set():
-    known = compiling.known_options()
+    known = known_options()
     assert {o.name for o in OPTIONS} <= known
     assert len(known) > 100

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from meshkit.config.mesh import Placement
+from meshkit.hlo.costs import sort_passes
 from meshkit.hlo.module import parse_hlo, read_schedule
 from meshkit.hlo.shapes import Shape
-from meshkit.hlo.sorting import sort_passes
 
 FILE = Path(__file__).parent.parent / "data" / "hlo" / "costs.hlo"
 

@@ -86,7 +86,7 @@ def test_kinds_of_a_real_program(found):
 def test_a_matmul_names_its_line(found):
     matmul = next(info for info in found.values() if info.kind == "matmul")
     first = inspect.getsourcelines(model)[1]
-    assert matmul.line == f"xla/test_instructions.py:{first + 2}"
+    assert matmul.line == f"hlo/test_instructions.py:{first + 2}"
     assert "mlp" in matmul.source
     assert matmul.key.startswith("matmul|f32[64,128]|")
 

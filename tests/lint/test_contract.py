@@ -10,13 +10,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.compile.program import Rematerialization, compile_absent, read_rematerializations
-from meshkit.hlo.collective import Collective
 from meshkit.hlo.module import Instruction, Schedule
+from meshkit.hlo.schedule import Collective
 from meshkit.lint.contract import SCALARS, WITHIN, collective_findings, explain_collectives, rematerialization_findings
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import Placed
-from meshkit.sharding.roles import AxisRoles
-from meshkit.sharding.strategy import Strategy, make_weights
+from meshkit.sharding.strategy import AxisRoles, Strategy, make_weights
 
 SIZES = {"data": 2, "fsdp": 4, "context": 2, "expert": 2, "tensor": 2}
 LAYERS, EMBED, MLP, VOCAB, BATCH, LENGTH = 3, 64, 256, 1024, 16, 960

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshkit.lint.contract import collective_findings, explain_collectives
-from meshkit.sharding.stages import Stages
+from meshkit.sharding.strategy import Stages
 from tests.lint import test_contract as contract
 
 TICKS, STAGES, MICROBATCHES = 10, 3, 8  # M + S - 1; a layer each

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshkit.config import catalog
-from meshkit.hlo.collective import Collective
+from meshkit.hlo.schedule import Collective
 from meshkit.predict.kernels import KernelWork
 from meshkit.predict.pricing import NO_LOAD, load_of
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import meshkit as mk
-from meshkit.hlo.collective import Collective
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
+from meshkit.hlo.schedule import Collective
 from meshkit.predict.assumptions import Assumptions, assumptions_for, slowest_of
 from meshkit.predict.network import nccl_constants
 from meshkit.predict.simulate import simulate

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshkit.config.mesh import Placement
-from meshkit.hlo.collective import Collective
+from meshkit.hlo.schedule import Collective
 from meshkit.report.schema import CompilePart, MemoryPart, ProgramPart, Warning_
 from meshkit.report.summarize import Machines, summarize
 from meshkit.step.facts import StepFacts

@@ -2,7 +2,7 @@
 
 from jax.profiler import ProfileData
 
-from meshkit.hlo.collective import Collective
+from meshkit.hlo.schedule import Collective
 from meshkit.trace.operations import TracedProgram, TraceFile
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from meshkit.hlo.collective import Collective
+from meshkit.hlo.schedule import Collective
 from meshkit.report.views.words import axes_text
 from meshkit.timeline import DeviceStep, Timeline, exposed_spans
 

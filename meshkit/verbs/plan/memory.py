@@ -19,9 +19,9 @@ from meshkit.compile.live import CARRIED, FORWARD, OTHER
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.catalog import reserved
 from meshkit.config.cluster import Cluster
-from meshkit.hlo.collective import Collective
 from meshkit.hlo.costs import custom_call_target, opcode
 from meshkit.hlo.module import Schedule
+from meshkit.hlo.schedule import Collective
 from meshkit.hlo.shapes import shape_of
 from meshkit.report.schema import MemoryPart
 from meshkit.step.facts import NO_FACTS, StepFacts

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshkit.compile.absent import PLAIN, CompileChoices, choices_for, compile_planned
-from meshkit.compile.own_stack import on_own_stack
+from meshkit.compile.lowering import on_own_stack
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
 from meshkit.errors import ConfigError

@@ -18,8 +18,8 @@ from meshkit.config import calibration
 from meshkit.config.calibration import Calibration, Fit, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
 from meshkit.errors import TraceError
-from meshkit.hlo.collective import Collective
 from meshkit.hlo.module import Schedule
+from meshkit.hlo.schedule import Collective
 from meshkit.predict.kernels import precision_of
 from meshkit.predict.network import wire_factor
 from meshkit.trace.captured import Captured

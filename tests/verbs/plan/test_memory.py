@@ -8,8 +8,8 @@ from meshkit.compile.live import live_bytes
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
-from meshkit.hlo.collective import Collective
 from meshkit.hlo.module import Instruction, Schedule
+from meshkit.hlo.schedule import Collective
 from meshkit.step.facts import StepFacts
 from meshkit.verbs.plan import remedies
 from meshkit.verbs.plan.bounds import Bounds
