@@ -5,11 +5,11 @@
 An entry is native code that the next run executes, so whoever can write the folder can run code as its owner. It must
 belong to the user, be closed to everybody else (0700), and lie where nobody else can put another one in its place;
 where it does not, nothing is read or kept. jax makes the keys (program, options, versions, devices). Beyond what jax
-does, a file is written whole or not at all and carries a digest: jax's own would leave half a file behind when it is
-killed, and warn of it at every start.
+does, a file is written whole or not at all and carries a digest (`compile.store`): jax's own would leave half a file
+behind when it is killed, and warn of it at every start.
 
-The folder is `meshkit/compiled` under `$XDG_CACHE_HOME`, or `compiled` under `$MESHKIT_CACHE` (`off` keeps nothing).
-Below it is one for each kind of CPU: code for one may use instructions that another lacks.
+The folder is `compiled` of `store.cache_root`. Below it is one for each kind of CPU: code for one may use instructions
+that another lacks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import hashlib
 import inspect
 import os
 import platform
-import stat
-import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,11 +28,9 @@ import jax
 from jax._src import compilation_cache, compiler
 from jax._src.compilation_cache_interface import CacheInterface
 
-from meshkit.compile.cache import cache_root, max_bytes
+from meshkit.compile.store import DamagedEntry, Store, cache_root, max_bytes, private_folder
 from meshkit.errors import ConfigError
 
-_DIGEST_BYTES = 32
-_STALE_S = 3600.0  # a writer that died leaves its temporary file
 _SETTINGS = {
     # also the small programs around the step: a restart makes dozens
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -46,69 +41,24 @@ _WRITE_ARGUMENTS = ["cache_key", "compile_time_secs", "module_name", "backend", 
 
 
 class CompileCache(CacheInterface):
-    """Executables in a folder, by key.
-
-    Args:
-        folder: private; see `private_folder`.
-        most_bytes: that all entries may take; those used longest ago go.
-
-    Attributes:
-        hits, misses: look-ups so far.
-    """
+    """Executables in a private folder, by key; those used longest ago go when all exceed `most_bytes`."""
 
     def __init__(self, folder: Path, most_bytes: int):
-        self._path, self._most_bytes = folder, most_bytes
-        self.hits = self.misses = 0
+        self._path, self.store = folder, Store(folder, most_bytes)
+        self.hits = self.misses = 0  # look-ups so far
 
     def get(self, key: str) -> bytes | None:
         """The entry of a key; None where there is none, or it is not what was written."""
-        path = self._path / key
         content = None
-        with suppress(OSError):
-            content = path.read_bytes()
-        if content is not None and hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
-            with suppress(OSError):
-                path.unlink()
-            content = None
-        if content is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        with suppress(OSError):
-            os.utime(path)
-        return content[_DIGEST_BYTES:]
+        with suppress(DamagedEntry):
+            content = self.store.read(key)
+        self.hits += content is not None
+        self.misses += content is None
+        return content
 
     def put(self, key: str, value: bytes) -> None:
         """Keeps an entry, whole or not at all. A full disk costs the entry."""
-        temporary: Path | None = None
-        try:
-            handle, name = tempfile.mkstemp(suffix=".tmp", dir=self._path)
-            temporary = Path(name)
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(value).digest() + value)
-            temporary.replace(self._path / key)
-            self.trim(keep=key)
-        except OSError:
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
-
-    def trim(self, keep: str = "") -> None:
-        """Removes entries used longest ago until all fit."""
-        entries = []
-        for path in self._path.iterdir():
-            with suppress(OSError):  # another process trims too
-                found = path.stat()
-                if path.suffix == ".tmp" and time.time() - found.st_mtime > _STALE_S:
-                    path.unlink()
-                elif stat.S_ISREG(found.st_mode) and path.suffix != ".tmp":
-                    entries.append((found.st_mtime, found.st_size, path))
-        total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
-            if total <= self._most_bytes:
-                return
-            if path.name != keep:
-                path.unlink(missing_ok=True)
-                total -= size
+        self.store.write(key, value)
 
 
 @contextmanager
@@ -171,7 +121,7 @@ def _open(say: Callable[[str], None]) -> CompileCache | None:
     if problem is None:
         cache = CompileCache(folder / _machine(), max_bytes())
         with suppress(OSError):
-            cache.trim()
+            cache.store.trim()
         return cache
     if named:
         raise ConfigError(
@@ -193,34 +143,6 @@ def _check_theirs(folder: str) -> None:
             at=f"JAX_COMPILATION_CACHE_DIR={folder}",
             hint="a folder of your own (chmod 700), or without that variable, for meshkit's",
         )
-
-
-def private_folder(folder: Path) -> str | None:
-    """Makes a folder that its owner alone can enter, where there is none.
-
-    Returns:
-        What is wrong with it, None if nothing is: a link, another owner, open to others, or in a folder in which
-        others could put another one in its place.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-        mine = os.geteuid()
-        if not stat.S_ISDIR(found.st_mode):
-            return "it is a link"
-        if found.st_uid != mine:
-            return f"it belongs to another user (uid {found.st_uid})"
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            return f"others may enter it (mode {stat.S_IMODE(found.st_mode):04o}, not 0700)"
-        for parent in folder.resolve().parents:
-            above = parent.stat()
-            shared = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX
-            if shared or above.st_uid not in (0, mine):
-                who = "others can write" if shared else f"uid {above.st_uid} owns"
-                return f"{who} {parent}, and could put another folder in its place"
-    except OSError as error:
-        return error.strerror or str(error)
-    return None if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
 
 
 def _machine() -> str:

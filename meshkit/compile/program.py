@@ -230,7 +230,7 @@ def _compile_or_read(
     )
 
 
-def _kept(folder: Path | None, key: str) -> tuple[cache.Entry | None, tuple[str, ...]]:
+def _kept(folder: Path | None, key: str) -> tuple[cache.KeptProgram | None, tuple[str, ...]]:
     """What was kept under a key, and what a user must know where that was damaged."""
     if folder is None:
         return None, ()
@@ -242,7 +242,7 @@ def _kept(folder: Path | None, key: str) -> tuple[cache.Entry | None, tuple[str,
 
 def _compile(
     program: bytes, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
-) -> cache.Entry:
+) -> cache.KeptProgram:
     """Compiles a program in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="meshkit-") as name:
         folder = Path(name)
@@ -257,7 +257,7 @@ def _compile(
             raise ProgramError(
                 f"XLA refused the program: {result['error'].splitlines()[0][:500]}", hint=_hint(result["error"])
             )
-        return cache.Entry(result, stderr, (folder / "module.pb").read_bytes())
+        return cache.KeptProgram(result, stderr, (folder / "module.pb").read_bytes())
 
 
 def _child_environment() -> dict[str, str]:

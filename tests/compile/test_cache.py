@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from meshkit.compile.lowering import export_for_cuda, on_own_stack
 from meshkit.compile.program import compile_absent
 
 REQUEST = {"target_config": "sms: 132", "mesh_shape": [8], "compiler_options": {"xla_a": True}}
-ENTRY = cache.Entry({"memory": {"temp": 3}, "compile_s": 2.5}, "a line\n", b"\x00module" * 1000)
+ENTRY = cache.KeptProgram({"memory": {"temp": 3}, "compile_s": 2.5}, "a line\n", b"\x00module" * 1000)
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_a_full_disk_costs_the_entry_alone(folder, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.os, "fsync", full)
+    monkeypatch.setattr(Path, "replace", full)
     cache.store(folder, "k", ENTRY)
     assert list(folder.iterdir()) == []
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from jax._src import compiler
 
-from meshkit.compile.compile_cache import CompileCache, compile_cache, private_folder
+from meshkit.compile.compile_cache import CompileCache, compile_cache
+from meshkit.compile.store import private_folder
 from meshkit.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

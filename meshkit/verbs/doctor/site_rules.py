@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshkit.compile.cache import cache_root
-from meshkit.compile.compile_cache import private_folder
+from meshkit.compile.store import cache_root, private_folder
 from meshkit.config.site import listed, read_site
 from meshkit.errors import MeshkitError
 from meshkit.verbs.doctor.diagnosis import Result, error, ok, warning

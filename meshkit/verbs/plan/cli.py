@@ -48,7 +48,7 @@ def plan(
     Compiles the real training step with XLA:GPU and predicts step time, MFU, memory, and communication per axis, link
     and collective, overlapped and exposed. Where it does not fit, the cheapest changes with which it does.
     """
-    from meshkit.compile.cache import cache_off
+    from meshkit.compile.store import cache_off
     from meshkit.config.experiment import load
     from meshkit.report.folder import write_folder
     from meshkit.verbs.plan.planner import plan_experiment
