@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
+from meshkit.compile.options import CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.experiment import Experiment, load
-from meshkit.hlo.module import load_module, read_schedule
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.sharding.devices import describe_devices
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
@@ -81,8 +81,9 @@ def compiled(
     args = (program.abstract_state, program.abstract_step_batch)
     mesh = program.mesh
     assert isinstance(mesh, DescribedMesh)
-    found = compile_absent(program.gradients, args, mesh=mesh, cluster=made.cluster, options=program.xla_options)
-    return found, read_schedule(load_module(found.module), made.mesh.placement(made.cluster))
+    choices = CompileChoices(program.xla_options)
+    found = compile_absent(program.gradients, args, mesh=mesh, cluster=made.cluster, choices=choices)
+    return found, found.schedule
 
 
 def loops(schedule: Schedule, name: str = "", around: tuple = ()) -> Iterator[tuple[tuple, Sequence[Instruction], int]]:

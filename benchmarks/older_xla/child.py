@@ -54,7 +54,7 @@ def compile_program(folder, request):
         name.replace("x", "_"), "cuda", target_config=request["target_config"], topology=name
     )
     count = len(topology.devices)
-    options = compiler.get_compile_options(1, count, np.arange(count).reshape(1, count))
+    options = compiler.get_choices_for(1, count, np.arange(count).reshape(1, count))
     options.env_option_overrides = list(request["options"].items())
     start = time.perf_counter()
     topology.devices[0].client.compile(module, options)

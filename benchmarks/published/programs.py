@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.published.kernels import Kernels, adapted
 from benchmarks.published.prefetch import users
+from meshkit.compile.options import CompileChoices
 from meshkit.compile.program import compile_absent
 from meshkit.config.experiment import Experiment, load
 from meshkit.hlo.module import Schedule, load_module, read_schedule
@@ -113,7 +114,7 @@ def _compile(experiment: Experiment, mesh: DescribedMesh) -> tuple[dict[str, Any
         (program.abstract_state, program.abstract_batch),
         mesh=mesh,
         cluster=experiment.cluster,
-        options={**program.xla_options, **experiment.xla},
+        choices=CompileChoices({**program.xla_options, **experiment.xla}),
         timeout_s=TIMEOUT_S,
     )
     facts = {

@@ -14,15 +14,23 @@ from typing import Any
 
 import jax
 
-from meshkit.compile.derived import derive_options
-from meshkit.compile.latencies import schedule_by_prices, without_path
-from meshkit.compile.options import Option, RefusedOption, compile_for_gpus, compile_lowered, hint_for, peak_bytes
+from meshkit.compile.derived import choices_for
+from meshkit.compile.loop import compile_to_fit
+from meshkit.compile.options import (
+    CompileChoices,
+    Option,
+    RefusedOption,
+    bytes_at_once,
+    compile_lowered,
+    hint_for,
+    left_out_lines,
+    memory_of,
+)
+from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import Placement
-from meshkit.config.sections import PREDICTED
 from meshkit.distributed.agreement import Agreement
 from meshkit.hlo.module import Schedule, read_schedule
-from meshkit.predict.assumptions import assumptions_for
 from meshkit.step.train_step import TrainProgram
 
 # Processes begin to compile together, and differ by what their hosts are busy with.
@@ -39,13 +47,18 @@ class CompiledStep:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """One compile of the step for GPUs."""
+class _Executable:
+    """One compile of the step for GPUs; see `loop.Attempt`."""
 
     program: Any
-    chosen: tuple[Option, ...]
-    lines: tuple[str, ...]
+    chosen: Sequence[Option]
+    log: tuple[str, ...]
     placement: Placement
+
+    @property
+    def peak_bytes(self) -> int:
+        memory = memory_of(self.program)
+        return bytes_at_once(memory) if memory else 0
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -61,46 +74,37 @@ def compile_step(program: TrainProgram, experiment: Experiment) -> CompiledStep:
     """
     began = time.perf_counter()
     lowered = program.step.lower(program.abstract_state, program.abstract_batch)
-    users = {**program.xla_options, **experiment.xla}
     try:
         if experiment.cluster.is_cpu:
             compiled, _ = compile_lowered(lowered, experiment.xla, experiment.xla)
             return CompiledStep(compiled, experiment.xla, time.perf_counter() - began)
-        made = _compile_for_gpus(lowered, users, experiment, derive_options(experiment, program, program.mesh))
+        placement = experiment.mesh.placement(experiment.cluster)
+        choices = choices_for(experiment, program, program.mesh)
+        made = compile_for_gpus(lowered, experiment.cluster, placement, choices)
     except RefusedOption as e:
         message = f"XLA refuses the option {e.name}: {e.reason}."
         raise experiment.error(f"xla.{e.name}", message, hint_for(e.name, e.reason)) from None
     if jax.process_index() == 0:
-        for line in made.lines:
+        for line in made.log:
             print(f"meshkit: {line}", file=sys.stderr)
-    options = {o.name: o.value for o in without_path(made.chosen)}
-    return CompiledStep(made.program, options, time.perf_counter() - began)
+    return CompiledStep(made.program, {o.name: o.value for o in made.chosen}, time.perf_counter() - began)
 
 
-def _compile_for_gpus(lowered: Any, users: dict[str, Any], experiment: Experiment, derived: Sequence[Option]) -> _Made:
-    """The step with the options that plan compiles it with, and in the order that `train.pgle` asks for."""
-    cluster = experiment.cluster
-    pool_bytes = cluster.gpu.memory_bytes * experiment.train.memory_fraction
-    placement = experiment.mesh.placement(cluster)
+def compile_for_gpus(lowered: Any, cluster: Cluster, placement: Placement, choices: CompileChoices) -> _Executable:
+    """A lowered program compiled with the options and in the order that plan compiles it with.
 
-    def make(some: Sequence[Option]) -> _Made:
-        compiled, chosen, lines = compile_for_gpus(lowered, cluster.gpu, users, some, pool_bytes)
-        return _Made(compiled, tuple(chosen), tuple(lines), placement)
+    Raises:
+        RefusedOption: XLA refuses one of the user's.
+    """
 
-    made = make(derived)
-    if experiment.train.pgle != PREDICTED:
-        return made
-    names = {o.name for o in derived}
-    settled = [o for o in made.chosen if o.name in names]
-    return schedule_by_prices(
-        made,
-        lambda option: make([*settled, option]),
-        lambda one: one.schedule,
-        cluster,
-        assumptions=assumptions_for({o.name: o.value for o in made.chosen}),
-        fits=lambda one: peak_bytes(one.program) <= pool_bytes,
-        agree=_as_process_0 if jax.distributed.is_initialized() else lambda topic, mine: mine,
-    )
+    def make(chosen: Sequence[Option]) -> _Executable:
+        compiled, left_out = compile_lowered(lowered, {o.name: o.value for o in chosen}, choices.options)
+        kept = [o for o in chosen if o.name not in left_out]
+        return _Executable(compiled, kept, tuple(left_out_lines(left_out, chosen)), placement)
+
+    agree = _as_process_0 if jax.distributed.is_initialized() else lambda topic, mine: mine
+    made, _ = compile_to_fit(make, cluster, choices, agree=agree)
+    return made
 
 
 def _as_process_0(topic: str, mine: Any) -> Any:

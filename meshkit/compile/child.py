@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.compile.live import live_bytes
-from meshkit.compile.options import RefusedOption, compile_lowered
+from meshkit.compile.options import RefusedOption, compile_lowered, memory_of
 
 
 def main(folder: Path) -> None:
@@ -78,14 +78,12 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
     executable: Any = compiled.runtime_executable()
     module = executable.hlo_modules()[0]
     module_path.write_bytes(module.as_serialized_hlo_module_proto())
-    memory: Any = compiled.memory_analysis()
-    fields = ("argument", "output", "alias", "temp", "generated_code")
     return {
         "left_out": {name: why for name, why in left_out.items() if name in request["compiler_options"]},
         "lower_s": lowered_at - start,
         "compile_s": done - lowered_at,
-        "memory": {name: int(getattr(memory, f"{name}_size_in_bytes")) for name in fields},
-        "host_memory": {name: int(getattr(memory, f"host_{name}_size_in_bytes")) for name in fields},
+        "memory": memory_of(compiled),
+        "host_memory": memory_of(compiled, "host_"),
         "live": live_bytes(dump, module.to_string()),
         "partitioner": "shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
     }

@@ -1,6 +1,6 @@
 """XLA options that follow from what a step communicates and what its links take.
 
-    weights, rules, mesh, links -> derive_options -> options.py (plan and train alike)
+    weights, rules, mesh, links -> derive_options -> CompileChoices -> loop.py (plan and train alike)
 
 A loop over layers that gathers its weights has nothing to hide the gathers of its first matmul under, nor the
 reductions of its last gradients, unless XLA moves them into the iteration before or after (collective pipelining), and
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshkit.compile.options import Option
+from meshkit.compile.options import CompileChoices, Option
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.predict.network import collective_time_s
@@ -46,6 +46,16 @@ class LoopTraffic:
     gathered_bytes: float  # weights of one layer, whole over these axes, in the compute precision
     gpus_per_domain: int  # of a group
     domains: int  # that a group spans
+
+
+def choices_for(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> CompileChoices:
+    """What an experiment's step is compiled with, by plan, by a rehearsal and on GPUs."""
+    return CompileChoices(
+        options={**program.xla_options, **experiment.xla},
+        derived=derive_options(experiment, program, mesh),
+        memory_fraction=experiment.train.memory_fraction,
+        pgle=experiment.train.pgle,
+    )
 
 
 def derive_options(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> tuple[Option, ...]:

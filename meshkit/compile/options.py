@@ -13,15 +13,14 @@ import difflib
 import importlib.util
 import mmap
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshkit.compile.preflight import version_of
 from meshkit.config.cluster import Gpu
 from meshkit.errors import ConfigError
-from meshkit.units import format_bytes
 
 _UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
 _INVALID = re.compile(r"While setting option (\w+), '(.*?)' is not a valid (\w+) value")
@@ -29,6 +28,7 @@ _KINDS = {"bool": "true or false", "int64": "a whole number", "int32": "a whole 
 _NAME = re.compile(rb"xla_[a-z][a-z0-9_]{3,90}")
 _LIBRARIES = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jaxlib")
 _NO_SUCH = "this XLA has no such option"
+_MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,6 @@ class Option:
     tight: tuple[bool | int | float | str, str] | None = None
     """Its value and why, where the program is larger than its memory with the first."""
 
-
-# Of the memory that a step may take, what XLA does not count in it (cuDNN's workspace, gaps between blocks): a program
-# that is not held to a limit leaves this much.
-_SPARE = 0.02
 
 OPTIONS = (
     Option(
@@ -69,6 +65,19 @@ OPTIONS = (
         "CUB's sort asks the CUDA driver for its scratch size while compiling, and the planning machine has none",
     ),
 )
+
+
+@dataclass(frozen=True)
+class CompileChoices:
+    """How a step is compiled, beyond the options of every program."""
+
+    options: Mapping[str, object] = field(default_factory=dict)  # that the step and the user ask for; they win
+    derived: Sequence[Option] = ()  # that follow from weights, rules and links, see derived.py
+    memory_fraction: float = 0.92  # share of the GPU's memory that the client may take
+    pgle: str = "off"  # `train.pgle`
+
+
+PLAIN = CompileChoices()
 
 # Of the process that plans alone: it has no GPU to time kernels on, and these change no instruction of the schedule.
 PLANNERS = (
@@ -125,49 +134,6 @@ def left_out_lines(left_out: Mapping[str, str], derived: Sequence[Option] = ()) 
     """What a user must know of options that meshkit sets and this XLA refuses."""
     why = {o.name: f"; meshkit sets it because {o.why}" for o in (*OPTIONS, *derived)}
     return [f"{name} is left out: {reason}{why.get(name, '')}" for name, reason in left_out.items()]
-
-
-def first_that_fits[T](
-    derived: Sequence[Option],
-    choose: Callable[[Sequence[Option]], Sequence[Option]],
-    make: Callable[[Sequence[Option]], T],
-    peak_bytes: Callable[[T], float],
-    pool_bytes: float | None,
-) -> tuple[T, str | None]:
-    """A program with the derived options as they are, or else with tight values, or without those that cost memory.
-
-    Args:
-        derived: of the program.
-        choose: all options, of the derived ones.
-        make: compiles with them.
-        peak_bytes: of what was made.
-        pool_bytes: that the program may take; None for no limit.
-
-    Returns:
-        The first that fits; where none does, the one with tight values. And a line about options left out, if any.
-    """
-    tight = [replace(o, value=o.tight[0], why=o.tight[1], tight=None) if o.tight else o for o in derived]
-    loose = choose(derived)
-    if pool_bytes is None or loose != choose(tight):
-        made = make(loose)
-        if pool_bytes is None or peak_bytes(made) <= (1 - _SPARE) * pool_bytes:
-            return made, None
-    made = make(choose(tight))
-    needed, cheap = peak_bytes(made), [o for o in tight if not o.costs_memory]
-    if needed <= pool_bytes or len(cheap) == len(tight):
-        return made, None
-    plain = make(choose(cheap))
-    if peak_bytes(plain) > pool_bytes:
-        return made, None
-    return plain, memory_line(needed, peak_bytes(plain))
-
-
-def memory_line(with_bytes: float, without_bytes: float) -> str:
-    """What a user must know where the derived options did not fit."""
-    return (
-        f"the options that hide the gathers of a layer are left out: they need {format_bytes(with_bytes)} of GPU memory"
-        f", more than the step may take, and without them it needs {format_bytes(without_bytes)}"
-    )
 
 
 def _is_for(option: Option, release: str) -> bool:
@@ -228,45 +194,15 @@ def compile_lowered(
             del chosen[name]
 
 
-def compile_for_gpus(
-    lowered: Any, gpu: Gpu, users: Mapping[str, object], derived: Sequence[Option], pool_bytes: float
-) -> tuple[Any, list[Option], list[str]]:
-    """A lowered program compiled on real GPUs with the options that plan compiles it with.
-
-    Args:
-        lowered: as above.
-        gpu: that it runs on.
-        users: options that the user set.
-        derived: options of this program, with others where they make it larger than the pool.
-        pool_bytes: of GPU memory.
-
-    Returns:
-        The compiled program, the options it was made with, and a line for the user about each option left out.
-
-    Raises:
-        RefusedOption: XLA refuses one of the user's.
-    """
-
-    def make(chosen: Sequence[Option]) -> tuple[Any, Sequence[Option], dict[str, str]]:
-        compiled, left_out = compile_lowered(lowered, {o.name: o.value for o in chosen}, users)
-        return compiled, chosen, left_out
-
-    (compiled, chosen, left_out), said = first_that_fits(
-        derived, lambda some: chosen_options(gpu, users, some), make, lambda made: peak_bytes(made[0]), pool_bytes
-    )
-    lines = [*([said] if said else []), *left_out_lines(left_out, derived)]
-    return compiled, [o for o in chosen if o.name not in left_out], lines
+def memory_of(compiled: Any, prefix: str = "") -> dict[str, int] | None:
+    """Bytes of a compiled program on one GPU (`prefix` host_: in its host's memory); None where XLA does not say."""
+    found = compiled.memory_analysis()
+    return found and {name: int(getattr(found, f"{prefix}{name}_size_in_bytes")) for name in _MEMORY}
 
 
-def peak_bytes(compiled: Any) -> int:
-    """GPU memory that an executable needs at once: arguments, outputs that alias none of them, temporaries; 0 where
-    XLA does not say.
-    """
-    m = compiled.memory_analysis()
-    if m is None:
-        return 0
-    inside = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
-    return inside + m.temp_size_in_bytes + m.generated_code_size_in_bytes
+def bytes_at_once(memory: Mapping[str, int]) -> int:
+    """Bytes of `memory_of` that are needed at once: arguments, outputs that alias none of them, temporaries, code."""
+    return memory["argument"] + memory["output"] - memory["alias"] + memory["temp"] + memory["generated_code"]
 
 
 def refused_option(message: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ kept, so that the same program for the same GPUs with the same options and versi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -26,19 +27,22 @@ from typing import Any
 import jax
 
 from meshkit.compile import cache
+from meshkit.compile.loop import compile_to_fit
 from meshkit.compile.lowering import Exported, export_for_cuda, target_config, topology_name
 from meshkit.compile.options import (
+    PLAIN,
+    CompileChoices,
     Option,
-    chosen_options,
-    first_that_fits,
+    bytes_at_once,
     left_out_lines,
     option_error,
     planners_options,
 )
 from meshkit.compile.preflight import check_compiler, version_of
 from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import Placement
 from meshkit.errors import ProgramError
-from meshkit.hlo.module import source_path
+from meshkit.hlo.module import Schedule, load_module, read_schedule, source_path
 from meshkit.sharding.mesh import DescribedMesh
 
 # What XLA says of failures that we know, and what to try.
@@ -71,6 +75,7 @@ class CompiledProgram:
     """What the compiler made of a program for an absent cluster."""
 
     module: bytes  # serialized `HloModuleProto`, scheduled
+    placement: Placement  # partition id -> GPU, NVLink domain and host
     memory: Mapping[str, int]  # bytes per GPU: `argument`, `output`, `alias`, `temp`, `generated_code`
     lower_s: float  # tracing and lowering, both processes
     compile_s: float  # XLA; of a program that was kept, reading it
@@ -79,13 +84,22 @@ class CompiledProgram:
     chosen: tuple[Option, ...]  # compiler options used, each with its reason
     log: tuple[str, ...]  # lines that the compiler wrote about memory
     rematerializations: tuple[Rematerialization, ...] = ()  # arrays that XLA makes whole to reshard them, each once
-    host_memory: Mapping[str, int] = field(default_factory=dict)
-    """The same, of what the program keeps in host memory for one GPU."""
+    host_memory: Mapping[str, int] = field(default_factory=dict)  # the same as memory, of a GPU's share of its host's
     cached: bool = False  # whether it was compiled before and kept
     live: Mapping[str, int] | None = None
     """Bytes of GPU memory at the peak by what made them, see `live.live_bytes`; None where XLA did not say."""
     traced_flops: float | None = None
-    """Of the program before it was compiled, over all GPUs; None where they cannot be counted."""
+    """FLOP of the program before it was compiled, over all GPUs; None where they cannot be counted."""
+
+    @functools.cached_property
+    def hlo(self) -> Any:
+        """The scheduled HLO as the runtime's object."""
+        return load_module(self.module)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The same as read."""
+        return read_schedule(self.hlo, self.placement)
 
     @property
     def options(self) -> dict[str, object]:
@@ -101,76 +115,42 @@ class CompiledProgram:
     @property
     def peak_bytes(self) -> int:
         """Bytes of GPU memory the program needs at once: arguments, outputs that alias none of them, temporaries."""
-        return _at_once(self.memory)
+        return bytes_at_once(self.memory)
 
     @property
     def host_peak_bytes(self) -> int:
         """The same, of host memory for one GPU."""
-        return _at_once(self.host_memory) if self.host_memory else 0
+        return bytes_at_once(self.host_memory) if self.host_memory else 0
 
 
-def _at_once(m: Mapping[str, int]) -> int:
-    return m["argument"] + m["output"] - m["alias"] + m["temp"] + m["generated_code"]
-
-
-@dataclass(frozen=True)
-class LoweredProgram:
-    """A function lowered for the GPUs of a described cluster, which may be compiled several times."""
-
-    exported: Exported  # the program
-    cluster: Cluster  # the GPUs to compile for
-    request: Mapping[str, Any]  # what the compiler process is told beside it and the options
-    lower_s: float  # seconds that it took
-
-    def compile(
-        self,
-        options: Mapping[str, object] | None = None,
-        derived: Sequence[Option] = (),
-        *,
-        pool_bytes: float | None = None,
-        timeout_s: float = 1800.0,
-    ) -> CompiledProgram:
-        """What XLA makes of it.
-
-        Args:
-            options: XLA options beyond meshkit's own (`[xla]`).
-            derived: XLA options that follow from the program; with others where they make it too large.
-            pool_bytes: of GPU memory, which the program must not exceed for their sake.
-            timeout_s: for the child process.
-
-        Raises:
-            ProgramError: XLA refuses the program or dies of it.
-        """
-        request = {**self.request, "users_options": sorted(options or {})}
-        made, said = first_that_fits(
-            derived,
-            lambda some: chosen_options(self.cluster.gpu, options, some),
-            lambda chosen: _compile_or_read(self.exported, request, chosen, self.lower_s, timeout_s),
-            lambda program: program.peak_bytes,
-            pool_bytes,
-        )
-        return dataclasses.replace(made, log=(said, *made.log)) if said else made
-
-
-def lower_absent(
-    step: Callable[..., Any], args: Sequence[Any], *, mesh: DescribedMesh, cluster: Cluster
-) -> LoweredProgram:
-    """A function lowered for the GPUs of a described cluster.
+def compile_absent(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    mesh: DescribedMesh,
+    cluster: Cluster,
+    choices: CompileChoices = PLAIN,
+    timeout_s: float = 1800.0,
+) -> CompiledProgram:
+    """A function lowered and compiled for the GPUs of a described cluster.
 
     Args:
         step: jitted or plain; shardings come from args and from constraints inside.
         args: abstract arguments: `jax.ShapeDtypeStruct`s with NamedShardings on mesh.
         mesh: from `build_mesh(..., devices=describe_devices(cluster))`.
         cluster: the GPUs to compile for.
+        choices: how it is compiled.
+        timeout_s: for the compiler process.
 
     Raises:
         ConfigError: the `plan` extra is missing or does not match jaxlib.
-        ProgramError: the program cannot be traced for CUDA.
+        ProgramError: the program cannot be traced for CUDA, or XLA refuses it or dies of it.
     """
     check_compiler()
     start = time.perf_counter()
     exported = export_for_cuda(step, args, mesh, cluster)
-    lowered_s = time.perf_counter() - start
+    lower_s = time.perf_counter() - start
+    placement = mesh.placement(cluster)
     request = {
         "topology": topology_name(cluster),
         "target_config": target_config(cluster.gpu),
@@ -181,25 +161,27 @@ def lower_absent(
         "arguments": exported.arguments,
         "enable_x64": bool(jax.config.jax_enable_x64),
         "planners_options": planners_options(),
+        "users_options": sorted(choices.options),
     }
-    return LoweredProgram(exported, cluster, request, lowered_s)
 
+    def make(chosen: Sequence[Option]) -> CompiledProgram:
+        return _compile_or_read(exported, request, chosen, placement, lower_s, timeout_s)
 
-def compile_absent(
-    step: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    mesh: DescribedMesh,
-    cluster: Cluster,
-    options: Mapping[str, object] | None = None,
-    timeout_s: float = 1800.0,
-) -> CompiledProgram:
-    """A function lowered and compiled for the GPUs of a described cluster; see `lower_absent`."""
-    return lower_absent(step, args, mesh=mesh, cluster=cluster).compile(options, timeout_s=timeout_s)
+    best, made = compile_to_fit(make, cluster, choices)
+    if len(made) == 1:
+        return best
+    return dataclasses.replace(
+        best, compile_s=sum(one.compile_s for one in made), cached=all(one.cached for one in made)
+    )
 
 
 def _compile_or_read(
-    exported: Exported, request: Mapping[str, Any], chosen: Sequence[Option], lowered_s: float, timeout_s: float
+    exported: Exported,
+    request: Mapping[str, Any],
+    chosen: Sequence[Option],
+    placement: Placement,
+    lower_s: float,
+    timeout_s: float,
 ) -> CompiledProgram:
     """What was kept of a program with these options, or else what XLA makes of it now."""
     request = {**request, "compiler_options": {o.name: o.value for o in chosen}}
@@ -207,24 +189,25 @@ def _compile_or_read(
     environment = _child_environment()
     folder = cache.cache_folder()
     key = cache.program_key(exported.program, request, environment) if folder else ""
-    entry, notes = _kept(folder, key)
+    kept, notes = _kept(folder, key)
     read_s = time.perf_counter() - began
-    made = entry or _compile(exported.program, request, environment, timeout_s)
-    if folder and entry is None:
+    made = kept or _compile(exported.program, request, environment, timeout_s)
+    if folder and kept is None:
         cache.store(folder, key, made)
     left_out = made.result["left_out"]
     return CompiledProgram(
         module=made.module,
+        placement=placement,
         memory=made.result["memory"],
         host_memory=made.result["host_memory"],
-        lower_s=lowered_s + (0.0 if entry else made.result["lower_s"]),
-        compile_s=read_s if entry else made.result["compile_s"],
+        lower_s=lower_s + (0.0 if kept else made.result["lower_s"]),
+        compile_s=read_s if kept else made.result["compile_s"],
         peak_rss_bytes=made.result["peak_rss_bytes"],
         partitioner=made.result["partitioner"],
         chosen=tuple(o for o in chosen if o.name not in left_out),
         log=(*notes, *left_out_lines(left_out, chosen), *_notable(made.log)),
         rematerializations=read_rematerializations(made.log),
-        cached=entry is not None,
+        cached=kept is not None,
         live=made.result.get("live"),
         traced_flops=exported.flops,
     )

@@ -9,9 +9,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.compile import program
-from meshkit.compile.options import Option, compile_for_gpus
+from meshkit.compile.attached import compile_for_gpus
+from meshkit.compile.options import CompileChoices, Option
+from meshkit.config.mesh import Placement
 
 GIB = 2**30
+H100S = mk.Cluster.load("dgx_h100", hosts=1)
+PLACEMENT = Placement.from_shape(("data",), (8,))
 COSTLY = Option("xla_costly", True, "it hides something", costs_memory=True)
 CHEAP = Option("xla_cheap", True, "it is free")
 LIMIT = Option("xla_limit", 10_000, "it fits", tight=(115, "it does not"))
@@ -20,6 +24,10 @@ LIMIT = Option("xla_limit", 10_000, "it fits", tight=(115, "it does not"))
 def taken(options):
     """Bytes of the played compiler's program: 30 GiB, 60 without a limit, the costly option's 60 on top."""
     return (30 + 60 * ("xla_costly" in options) + 30 * (options.get("xla_limit") == 10_000)) * GIB
+
+
+def choices(derived=(), pool_bytes=75 * GIB, options=None):
+    return CompileChoices(options or {}, derived, pool_bytes / H100S.gpu.memory_bytes)
 
 
 @pytest.fixture
@@ -53,9 +61,9 @@ def compiled(monkeypatch):
     mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), cluster, devices=mk.describe_devices(cluster))
     x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
 
-    def run(**options):
-        lowered = program.lower_absent(lambda x: x.sum(), (x,), mesh=mesh, cluster=cluster)
-        return lowered.compile(**options), asked
+    def run(**given):
+        made = program.compile_absent(lambda x: x.sum(), (x,), mesh=mesh, cluster=cluster, choices=choices(**given))
+        return made, asked
 
     return run
 
@@ -100,7 +108,7 @@ def test_xlas_limit_is_out_of_reach_of_a_step_that_fits(compiled, pool, limits, 
     assert made.options["xla_limit"] == limits[-1]
     assert ("xla_costly" in made.options) == costly
     gpus = OnGpus()
-    compile_for_gpus(gpus, mk.Cluster.load("dgx_h100", hosts=1).gpu, {}, (LIMIT, COSTLY), pool * GIB)
+    compile_for_gpus(gpus, H100S, PLACEMENT, choices((LIMIT, COSTLY), pool * GIB))
     assert [a["xla_limit"] for a in gpus.asked] == limits
 
 
@@ -140,16 +148,15 @@ class OnGpus:
 
 
 def test_train_decides_as_plan_does():
-    gpu = mk.Cluster.load("dgx_h100", hosts=1).gpu
     lowered = OnGpus()
-    *_, lines = compile_for_gpus(lowered, gpu, {"xla_mine": 1}, (CHEAP, COSTLY), 73 * GIB)
+    made = compile_for_gpus(lowered, H100S, PLACEMENT, choices((CHEAP, COSTLY), 73 * GIB, {"xla_mine": 1}))
     assert [("xla_costly" in a, "xla_cheap" in a, a["xla_mine"]) for a in lowered.asked] == [
         (True, True, 1),
         (False, True, 1),
     ]
-    assert len(lines) == 1
-    *_, lines = compile_for_gpus(OnGpus(), gpu, {}, (CHEAP, COSTLY), 100 * GIB)
-    assert lines == []
+    assert len(made.log) == 1
+    made = compile_for_gpus(OnGpus(), H100S, PLACEMENT, choices((CHEAP, COSTLY), 100 * GIB))
+    assert made.log == ()
 
 
 def test_the_compiler_process_says_what_plan_reads(monkeypatch):

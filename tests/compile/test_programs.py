@@ -9,10 +9,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.compile import options
+from meshkit.compile.options import CompileChoices
 from meshkit.compile.program import compile_absent
 from meshkit.config.catalog import gpu, gpu_keys
 from meshkit.config.cluster import Cluster
-from meshkit.hlo.module import load_module, read_schedule
 from tests.releases import BEFORE_0_12
 
 pytestmark = pytest.mark.deviceless
@@ -32,9 +32,9 @@ def compiled(step, shapes, *, cluster="dgx_h100", hosts=1, mesh=None, wants_mesh
     mesh = mk.build_mesh(mk.MeshSpec.parse(mesh or {"data": "fill"}), cluster, devices=mk.describe_devices(cluster))
     spec = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=spec) for shape, dtype in shapes]
-    program = compile_absent(step(mesh) if wants_mesh else step, args, mesh=mesh, cluster=cluster, options=xla)
-    module = load_module(program.module)
-    return program, module.to_string(), read_schedule(module, mesh.placement(cluster))
+    choices = CompileChoices(xla or {})
+    program = compile_absent(step(mesh) if wants_mesh else step, args, mesh=mesh, cluster=cluster, choices=choices)
+    return program, program.hlo.to_string(), program.schedule
 
 
 def on_each_gpu(function):
@@ -159,8 +159,8 @@ def test_every_layer_counts_once_however_xla_cuts_the_loop(layers, xla):
 
     x = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16, sharding=rows)
     stack = jax.ShapeDtypeStruct((layers, 1024, 1024), jnp.bfloat16, sharding=cut)
-    program = compile_absent(step, (x, stack), mesh=mesh, cluster=cluster, options=xla)
-    schedule = read_schedule(load_module(program.module), mesh.placement(cluster))
+    program = compile_absent(step, (x, stack), mesh=mesh, cluster=cluster, choices=CompileChoices(xla))
+    schedule = program.schedule
     flops = sum(times * sum(i.cost.matmul_flops.values()) for i, times in schedule.walk() if i.cost)
     gathered = sum(times * i.collective.payload_bytes for i, times in schedule.walk() if i.collective)
     assert flops == pytest.approx(layers * 2 * 256 / 8 * 1024 * 1024)

@@ -56,7 +56,6 @@ def spec():
 def schedule_of(attention, spec, cluster, **options):
     """A scan of layers x -> x + attention(x, keys and values cut out of x), and its gradient."""
     from meshkit.compile.program import compile_absent
-    from meshkit.hlo.module import load_module, read_schedule
 
     mesh = mk.build_mesh(spec, cluster, devices=mk.describe_devices(cluster))
     sharding = NamedSharding(mesh, PartitionSpec(None, "context", "tensor"))
@@ -72,8 +71,7 @@ def schedule_of(attention, spec, cluster, **options):
         out, pull = jax.vjp(lambda x: jax.lax.scan(layer, x, None, length=LAYERS)[0], x)
         return out, pull(g)
 
-    compiled = compile_absent(layers, (x, x), mesh=mesh, cluster=cluster)
-    return read_schedule(load_module(compiled.module), spec.placement(cluster))
+    return compile_absent(layers, (x, x), mesh=mesh, cluster=cluster).schedule
 
 
 def executed(schedule):

@@ -159,7 +159,6 @@ def absent():
 def compiled_round(absent, staleness, size=1024):
     """[(collective, how often a round runs it)] over the slow axis, and the schedule, of a round on 2 x 8 H100."""
     from meshkit.compile.program import compile_absent
-    from meshkit.hlo.module import load_module, read_schedule
 
     mesh, cluster = absent
     specs = {"kernel": PartitionSpec(None, "fsdp"), "bias": PartitionSpec()}
@@ -178,7 +177,7 @@ def compiled_round(absent, staleness, size=1024):
     batch = tuple(array((EVERY, 2, 64, size), None, "data", "fsdp") for _ in range(2))
     step = jax.jit(functools.partial(local.round, inner_step), donate_argnums=(0, 1, 2))
     made = compile_absent(step, (params, outer, velocity, batch), mesh=mesh, cluster=cluster)
-    schedule = read_schedule(load_module(made.module), mesh.placement(cluster))
+    schedule = made.schedule
 
     def walk(name, times):
         for i in schedule.computations[name]:

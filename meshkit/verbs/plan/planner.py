@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshkit.compile.absent import PLAIN, CompileChoices, choices_for, compile_planned
+from meshkit.compile.derived import choices_for
 from meshkit.compile.lowering import on_own_stack
-from meshkit.compile.program import CompiledProgram
+from meshkit.compile.options import PLAIN, CompileChoices
+from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.cluster import Cluster
 from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
@@ -135,8 +136,8 @@ def make_plan(
         raise ConfigError(f"args must be a tuple of arguments, not {type(args).__name__}.", hint="args=(x,)")
     use_no_accelerator()
     absent = _described(mesh, cluster)
-    planned = compile_planned(step, _on_mesh(args, absent), mesh=absent, cluster=cluster, choices=choices)
-    compiled, module, schedule = planned.compiled, planned.module, planned.schedule
+    compiled = compile_absent(step, _on_mesh(args, absent), mesh=absent, cluster=cluster, choices=choices)
+    module, schedule = compiled.hlo, compiled.schedule
     simulation = simulate(schedule, cluster, assumptions=assumptions_for(compiled.options))
     memory = memory_part(compiled, module, schedule, cluster, memory_fraction=choices.memory_fraction, facts=facts)
     lint = examined.lint_compiled(compiled, schedule) if examined else None
@@ -145,7 +146,7 @@ def make_plan(
         simulation,
         schedule,
         source="plan",
-        machines=Machines(planned.placement, cluster, processes_seen=0, processes_expected=cluster.hosts),
+        machines=Machines(compiled.placement, cluster, processes_seen=0, processes_expected=cluster.hosts),
         facts=facts,
         instructions=read_instructions(module),
         warnings=plan_warnings(compiled, schedule, simulation, memory, cluster, findings,

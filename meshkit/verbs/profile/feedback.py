@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshkit.compile.latencies import profile_text
+from meshkit.compile.loop import profile_text
 from meshkit.config import calibration
 from meshkit.config.calibration import Calibration, Fit, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster

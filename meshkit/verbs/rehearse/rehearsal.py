@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshkit.compile.absent import choices_for, compile_planned
+from meshkit.compile.derived import choices_for
+from meshkit.compile.program import compile_absent
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
@@ -339,4 +340,4 @@ def planned_schedule(experiment: Experiment) -> Schedule:
     assert isinstance(mesh, DescribedMesh)
     args = (program.abstract_state, program.abstract_batch)
     choices = choices_for(experiment, program, mesh)
-    return compile_planned(program.step, args, mesh=mesh, cluster=experiment.cluster, choices=choices).schedule
+    return compile_absent(program.step, args, mesh=mesh, cluster=experiment.cluster, choices=choices).schedule

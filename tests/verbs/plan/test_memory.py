@@ -8,6 +8,7 @@ from meshkit.compile.live import live_bytes
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
+from meshkit.config.mesh import Placement
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.hlo.schedule import Collective
 from meshkit.step.facts import StepFacts
@@ -87,7 +88,7 @@ def test_collectives_over_the_same_groups_share_a_communicator():
 
 def compiled(temp, *, live=None, argument=10 * GIB):
     memory = {"argument": argument, "output": argument, "alias": argument, "temp": temp, "generated_code": 0}
-    return CompiledProgram(b"", memory, 0, 0, 0, "shardy", {}, (), live=live)
+    return CompiledProgram(b"", Placement.from_shape(("data",), (1,)), memory, 0, 0, 0, "shardy", (), (), live=live)
 
 
 def verdict(program, *, fraction=0.92, used=(), **known):

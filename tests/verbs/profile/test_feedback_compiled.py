@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
-from meshkit.compile.absent import CompileChoices
+from meshkit.compile.options import CompileChoices
 from meshkit.errors import ProgramError
 from meshkit.verbs.plan.planner import make_plan
 from meshkit.verbs.profile.feedback import write_pgle

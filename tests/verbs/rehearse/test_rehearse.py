@@ -16,13 +16,12 @@ from jax.profiler import ProfileData
 from meshkit.cli import main
 from meshkit.compile.attached import compile_step
 from meshkit.compile.derived import derive_options
-from meshkit.compile.options import compiler_options
+from meshkit.compile.options import CompileChoices, compiler_options
 from meshkit.compile.program import compile_absent
 from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, RunError, TraceError
-from meshkit.hlo.module import load_module, read_schedule
 from meshkit.predict.kernels import kernel_work
 from meshkit.report.summarize import check_invariants
 from meshkit.sharding.devices import describe_devices
@@ -101,10 +100,9 @@ def planned():
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     program = make_train_step(experiment, mesh)
     args = (program.abstract_state, program.abstract_batch)
-    options = {**program.xla_options, **experiment.xla}
-    compiled = compile_absent(program.step, args, mesh=mesh, cluster=experiment.cluster, options=options)
-    module = load_module(compiled.module)
-    return experiment, module, compiled.module, read_schedule(module, experiment.mesh.placement(experiment.cluster))
+    choices = CompileChoices({**program.xla_options, **experiment.xla})
+    compiled = compile_absent(program.step, args, mesh=mesh, cluster=experiment.cluster, choices=choices)
+    return experiment, compiled.hlo, compiled.module, compiled.schedule
 
 
 def kernels_of(schedule):

@@ -1,14 +1,15 @@
 """XLA scheduled by prices: which of several programs is taken, what XLA is told, and that processes agree."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
 import meshkit as mk
-from meshkit.compile.latencies import ROUNDS, predicted_costs, schedule_by_prices, without_path
-from meshkit.compile.options import Option
+from meshkit.compile.loop import ROUNDS, compile_to_fit, predicted_costs, without_path
+from meshkit.compile.options import CompileChoices, Option
 from meshkit.config.experiment import load
-from meshkit.config.sections import PGLE_OPTION
+from meshkit.config.sections import PGLE_OPTION, PREDICTED
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.hlo.schedule import Collective
@@ -33,26 +34,34 @@ class Made:
     """A program that takes as long as its FLOP."""
 
     flops: float
+    peak_bytes: int = 0
+    chosen: Sequence[Option] = ()
+    log: tuple[str, ...] = ()
     told: str = ""
 
+    @property
+    def schedule(self):
+        return schedule(self.flops)
 
-def schedules(flops, fits=lambda made: True, agree=None):
-    """What `schedule_by_prices` takes of programs of these FLOP, one after the other; and what each was told."""
-    first, *rest = (Made(f) for f in flops)
-    left = iter(rest)
 
-    def remake(option):
-        assert option.name == PGLE_OPTION
+def schedules(flops, peaks=(0, 0, 0), **keywords):
+    """What the loop takes of programs of these FLOP, one after the other; and what each was told."""
+    each = [Made(*of) for of in zip(flops, peaks)]
+    left = iter(each)
+
+    def make(chosen):
         made = next(left)
-        with open(option.value) as file:
-            made.told = file.read()
+        made.chosen = chosen
+        for option in chosen:
+            if option.name == PGLE_OPTION:
+                with open(option.value) as file:
+                    made.told = file.read()
         return made
 
-    keywords = {"agree": agree} if agree else {}
-    taken = schedule_by_prices(
-        first, remake, lambda m: schedule(m.flops), CLUSTER, assumptions=Assumptions(), fits=fits, **keywords
+    taken, _ = compile_to_fit(
+        make, CLUSTER, CompileChoices(memory_fraction=100 / CLUSTER.gpu.memory_bytes, pgle=PREDICTED), **keywords
     )
-    return taken, rest
+    return taken, each[1:]
 
 
 @pytest.fixture(autouse=True, params=["off", "on"])
@@ -80,12 +89,12 @@ def test_the_fastest_is_taken(flops, taken):
 
 
 def test_one_that_does_not_fit_is_not():
-    found, _ = schedules((3e15, 2e15, 1e15), fits=lambda made: made.flops > 1e15)
+    found, _ = schedules((3e15, 2e15, 1e15), peaks=(0, 0, 101))
     assert found.flops == 2e15
 
 
 def test_what_does_not_fit_is_not_compiled_again():
-    found, rest = schedules((3e15, 2e15, 1e15), fits=lambda made: made.flops < 3e15)
+    found, rest = schedules((3e15, 2e15, 1e15), peaks=(101, 0, 0))
     assert found.flops == 3e15
     assert not any(made.told for made in rest)
 
@@ -104,16 +113,9 @@ def test_all_processes_take_what_process_0_says():
 
 
 def test_a_report_says_that_latencies_are_predicted_and_keeps_a_users_path():
-    taken = []
-    schedule_by_prices(
-        Made(1e15),
-        lambda option: taken.append(option) or Made(2e15),
-        lambda m: schedule(m.flops),
-        CLUSTER,
-        assumptions=Assumptions(),
-        fits=lambda made: True,
-    )
-    assert [o.value for o in without_path(taken)] == ["predicted"] * ROUNDS
+    found, rest = schedules((3e15, 1e15, 2e15))
+    assert [o.value for o in found.chosen if o.name == PGLE_OPTION] == [PREDICTED]
+    assert all(o.value != PREDICTED for made in rest for o in made.chosen)
     users = Option(PGLE_OPTION, "runs/mine/pgle.pbtxt", "[xla]")
     assert without_path([users]) == (users,)
 
