@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import chex
+
 from meshkit.config.experiment import Experiment
 from meshkit.config.user_code import user_code
+from meshkit.errors import ConfigError
 from meshkit.step.state import TrainState, describe_model, replace
 from meshkit.step.train_step import TrainProgram
 from meshkit.weights.files import read_weights
@@ -26,11 +29,15 @@ def first_state(experiment: Experiment, program: TrainProgram) -> TrainState:
         return state
     layout = layout_of(experiment)
     state = replace(state, params=None)  # lets go of the random weights before others take their place
-    arrangement = program.arrangement
-    if arrangement is None:
-        return replace(state, params=read_weights(Path(folder), layout, program.abstract_state.params))
-    params = read_weights(Path(folder), layout, arrangement.saved.params)
-    return replace(state, params=arrangement.params_from_saved(params))
+    arrangement, wanted = program.arrangement, program.abstract_state.params
+    params = read_weights(Path(folder), layout, arrangement.saved.params if arrangement else wanted)
+    params = arrangement.params_from_saved(params) if arrangement else params
+    try:
+        chex.assert_trees_all_equal_shapes_and_dtypes(params, wanted)
+    except AssertionError as error:
+        message = f"the weights do not make the parameters of {experiment.model.class_path}: {error}"
+        raise ConfigError(message, at=folder, hint="the hf_layout() of this very model") from None
+    return replace(state, params=params)
 
 
 def layout_of(experiment: Experiment) -> Layout:

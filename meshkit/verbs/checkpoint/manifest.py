@@ -1,8 +1,14 @@
-"""The manifest of a checkpoint: what it holds, and the sha256 of every file, its own included.
+"""Checkpoints on disk: what their folders are called, and the manifest with the sha256 of every file, its own included.
+
+    120                 whole: it has a manifest, and every process had written its part
+    120.partial-3       being written, or left by a process that was killed; removed at the next start
+    120.corrupt         found damaged and set aside; never removed, never counted
+    120.deleting        about to be gone
 
     each process: the files it wrote -> fingerprints -> process 0: all of them -> meshkit.json, last and as a whole
     meshkit.json -> read_manifest -> find_corruption: all files, or one process's share of them
 
+A folder gets the name of its step by one rename, when all is on disk, and loses it by another before it is removed.
 orbax stores no checksum of its arrays: without a manifest a flipped bit is restored as a wrong value.
 """
 
@@ -13,6 +19,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +32,9 @@ from meshkit.config.bounded import inside
 MANIFEST = "meshkit.json"
 _SCHEMA = "meshkit.checkpoint/2"
 _SEAL = '"sha256": "'
+_CORRUPT = "corrupt"
+# Also what orbax calls a checkpoint that it has not finished.
+_UNFINISHED = ("partial", "deleting", "orbax-checkpoint-tmp")
 _THREADS = 4  # hashing leaves the interpreter's lock; more of them than disks read at once gain nothing
 
 
@@ -216,3 +226,65 @@ def _versions() -> dict[str, str]:
 
 def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def kept_steps(steps: Iterable[int], *, keep: int, keep_every: int = 0) -> set[int]:
+    """The newest `keep` steps, and those that `keep_every` divides (0: none)."""
+    newest = sorted(steps, reverse=True)[:keep]
+    return {*newest, *(s for s in steps if keep_every and s % keep_every == 0)}
+
+
+def step_folder(path: Path) -> tuple[int, bool] | None:
+    """The step of a checkpoint's folder, and whether it was set aside; None for anything else."""
+    number, _, rest = path.name.partition(".")
+    if not number.isdigit() or not path.is_dir() or rest.partition("-")[0] not in ("", _CORRUPT):
+        return None
+    return int(number), bool(rest)
+
+
+def whole_steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint which is not set aside, newest first."""
+    found = map(step_folder, folder.iterdir()) if folder.is_dir() else ()
+    return sorted((f[0] for f in found if f is not None and not f[1]), reverse=True)
+
+
+def steps_aside(folder: Path) -> list[int]:
+    """Steps of the checkpoints that were set aside."""
+    found = map(step_folder, folder.iterdir()) if folder.is_dir() else ()
+    return sorted(f[0] for f in found if f is not None and f[1])
+
+
+def set_aside(folder: Path, step: int) -> Path:
+    """Renames a damaged checkpoint, never over an earlier one of the same step.
+
+    Returns:
+        Where it is now.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    target, copies = folder / f"{step}.{_CORRUPT}", 1
+    while target.exists():
+        copies += 1
+        target = folder / f"{step}.{_CORRUPT}-{copies}"
+    os.replace(folder / str(step), target)
+    return target
+
+
+def remove_step(folder: Path, step: int) -> None:
+    """Removes a checkpoint. One that is killed on the way leaves no half checkpoint under the name of a whole one.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    gone = folder / f"{step}.deleting"
+    os.replace(folder / str(step), gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what processes that are gone left half written or half removed."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        number, _, rest = path.name.partition(".")
+        if number.isdigit() and rest.startswith(_UNFINISHED):
+            shutil.rmtree(path, ignore_errors=True)

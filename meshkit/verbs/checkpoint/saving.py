@@ -10,9 +10,11 @@ disk is full leaves all others waiting in a barrier, and a save that failed in t
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,8 +27,7 @@ from etils import epath
 
 from meshkit.distributed.agreement import Agreement
 from meshkit.step.state import TrainState
-from meshkit.verbs.checkpoint.manifest import fingerprints, sync_folder, write_manifest
-from meshkit.verbs.checkpoint.retention import remove_step
+from meshkit.verbs.checkpoint.manifest import fingerprints, remove_step, sync_folder, write_manifest
 
 STATE = "state"
 _REMOVE_S = 5.0  # what is left then goes at the next start
@@ -35,7 +36,7 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended, the same on every process."""
 
     step: int
@@ -76,7 +77,7 @@ class Saving:
         self._number, self._record, self._agreement, self._limit_s = number, record, agreement, limit_s
         self._handler = ocp.StandardCheckpointHandler()
         self._copied = threading.Event()
-        self._outcome: Outcome | None = None
+        self._outcome: SaveOutcome | None = None
         self._thread = threading.Thread(target=self._run, name=f"meshkit-save-{self.step}", daemon=True)
 
     def start(self, state: TrainState) -> None:
@@ -90,7 +91,7 @@ class Saving:
         """Whether the outcome is known."""
         return self._outcome is not None
 
-    def wait(self, timeout_s: float | None = None) -> Outcome | None:
+    def wait(self, timeout_s: float | None = None) -> SaveOutcome | None:
         """The outcome, once it is known; None when the time is over first."""
         self._thread.join(timeout_s)
         return self._outcome
@@ -103,7 +104,7 @@ class Saving:
         except BaseException as problem:
             error = str(problem) or type(problem).__name__
         notes = self._remove_superseded() if error is None and self._agreement.rank == 0 else []
-        self._outcome = Outcome(self.step, time.monotonic() - self._began, error, tuple(notes))
+        self._outcome = SaveOutcome(self.step, time.monotonic() - self._began, error, tuple(notes))
 
     def _write(self) -> dict[str, Any]:
         """This process's part: `files`, or `error`."""
@@ -207,3 +208,29 @@ def _size(path: Path) -> int | None:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def silence_orbax() -> None:
+    """Keeps off the terminal what orbax says of its work, from now on; a second call changes nothing.
+
+    orbax logs every step of every save. Where one write of many fails, it stops waiting for the rest, each of which
+    then leaves a traceback as it ends: of an event loop that is closed, or of a coroutine that nobody has waited for.
+    """
+    logging.getLogger("absl").addFilter(_not_of_orbax)
+    if getattr(sys.unraisablehook, "__name__", "") != _unraisable.__name__:
+        _before.append(sys.unraisablehook)
+        sys.unraisablehook = _unraisable
+
+
+_before: list[Any] = []
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+
+def _unraisable(found: Any) -> None:
+    loop_is_gone = isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"
+    code = getattr(found.object, "cr_code", None)
+    if not loop_is_gone and "orbax" not in getattr(code, "co_filename", ""):
+        _before[-1](found)

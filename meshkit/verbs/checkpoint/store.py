@@ -3,7 +3,7 @@
     checkpoints/120/state/...         orbax, each process its own shards
     checkpoints/120/meshkit.json      manifest: sha256 of every file, shapes, dtypes, mesh, experiment, versions
 
-    save    -> saving.py: background thread -> manifest, rename -> retention.py: which older ones go
+    save    -> saving.py: background thread -> manifest, rename -> older ones go
     restore -> newest manifest -> every process its share of the files -> all agree: intact, or the one before
 
 A folder has the name of its step only when all is on disk, and every wait of one process for another has a limit. A
@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
@@ -33,10 +34,17 @@ from meshkit.sharding.resolve import path_name
 from meshkit.step.data import Data
 from meshkit.step.pipelined import Arrangement
 from meshkit.step.state import TrainState
-from meshkit.verbs.checkpoint.manifest import MANIFEST, find_corruption, read_manifest
-from meshkit.verbs.checkpoint.orbax_noise import silence_orbax
-from meshkit.verbs.checkpoint.retention import kept_steps, remove_unfinished, set_aside, steps_aside, whole_steps
-from meshkit.verbs.checkpoint.saving import STATE, Outcome, Saving, explain
+from meshkit.verbs.checkpoint.manifest import (
+    MANIFEST,
+    find_corruption,
+    kept_steps,
+    read_manifest,
+    remove_unfinished,
+    set_aside,
+    steps_aside,
+    whole_steps,
+)
+from meshkit.verbs.checkpoint.saving import STATE, Saving, explain, silence_orbax
 
 _stores = itertools.count()  # made in the same order by every process
 # For all processes to write and hash their part, or to read and hash it: storage that is slow, not one that is gone.
@@ -51,14 +59,13 @@ class CheckpointStore:
     Args:
         folder: made if missing.
         keep: how many of the newest to keep.
-        keep_every: keep those of every so many steps as well; 0 keeps none beside the newest.
+        keep_every: keep those of every so many steps as well; 0 keeps none but the newest.
         verify: before restoring, compare contents with the manifest: `full`, every process all files; `own`, every
             process its share of them; `off`, only names and sizes.
         arrangement: of a pipeline's state, which is written in the order that it has without one.
         facts: what the manifest says of the run besides its arrays, JSON. A resumed run with other `data` is warned.
         must_write: the run saves checkpoints: a folder that cannot be written is an error now.
         say: prints one line.
-        write_limit_s: for all processes to write their part of one checkpoint.
 
     Raises:
         ConfigError: the folder cannot be made or written to, and has to be.
@@ -75,11 +82,10 @@ class CheckpointStore:
         facts: Mapping[str, Any] | None = None,
         must_write: bool = False,
         say: Callable[[str], None] | None = None,
-        write_limit_s: float = _WRITE_S,
     ):
         self.folder, self.keep, self.keep_every, self.verify = Path(folder).absolute(), keep, keep_every, verify
         self.arrangement, self._facts = arrangement, dict(facts or {})
-        self._say, self._write_limit_s = say or _warn, write_limit_s
+        self._say = say or _warn
         self._numbers, self._saving, self._failed = itertools.count(), None, None
         self._news: dict[str, Any] = {}
         self._said_slow = False
@@ -125,7 +131,7 @@ class CheckpointStore:
             number,
             record,
             self._agreement,
-            limit_s=self._write_limit_s,
+            limit_s=_WRITE_S,
             superseded=[s for s in self._steps if s not in kept],
         )
         self._saving.start(state)
@@ -141,7 +147,7 @@ class CheckpointStore:
         Raises:
             RunError: the last save failed.
         """
-        self._settle(tell=False)
+        self._settle(say=False)
         if self._failed is not None:
             newest = f"the newest checkpoint is {self._steps[0]}" if self._steps else "there is no checkpoint"
             raise RunError(
@@ -253,7 +259,7 @@ class CheckpointStore:
     def _agree(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         return self._agreement.reach(f"{topic}/{next(self._numbers)}", mine, decide, timeout_s=_READ_S)
 
-    def _settle(self, *, tell: bool = True) -> None:
+    def _settle(self, *, say: bool = True) -> None:
         """Waits for the save in the background, and takes in its outcome; says so if it failed."""
         if self._saving is None:
             return
@@ -267,26 +273,27 @@ class CheckpointStore:
             self._steps = sorted({*self._steps, outcome.step} - {*saving.superseded}, reverse=True)
             self._news |= {"checkpoint_step": outcome.step, "checkpoint_s": outcome.seconds}
             for note in outcome.notes:
-                self._tell(note)
+                self._say_first(note)
         else:
             self._news["checkpoint_error"] = f"checkpoint {outcome.step}: {outcome.error}"
-            if tell:
-                self._tell(_failure(outcome, self._steps))
+            if say:
+                newest = f"; the newest is {self._steps[0]}" if self._steps else ", and there is none before it"
+                self._say_first(
+                    f"warning: checkpoint {outcome.step} could not be saved{newest}: {outcome.error}. Training goes on."
+                )
         if waits_s > _SAID_AFTER_S:
             self._news["checkpoint_wait_s"] = waits_s
-            self._tell_slow(outcome, waits_s)
+            if not self._said_slow:
+                self._said_slow = True
+                self._say_first(
+                    f"warning: training waited {waits_s:.1f} s for checkpoint {outcome.step}, which took "
+                    f"{outcome.seconds:.1f} s to write: a larger checkpoint.every, or faster storage."
+                )
 
-    def _tell(self, line: str) -> None:
+    def _say_first(self, line: str) -> None:
+        """On process 0 alone: what every process has come to know."""
         if self._agreement.rank == 0:
             self._say(line)
-
-    def _tell_slow(self, outcome: Outcome, waits_s: float) -> None:
-        if not self._said_slow:
-            self._said_slow = True
-            self._tell(
-                f"warning: training waited {waits_s:.1f} s for checkpoint {outcome.step}, which took "
-                f"{outcome.seconds:.1f} s to write: a larger checkpoint.every, or faster storage."
-            )
 
 
 def open_store(
@@ -320,8 +327,11 @@ def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | 
     try:
         handler = ocp.StandardCheckpointHandler()
         state = handler.restore(epath.Path(checkpoint / STATE), args=ocp.args.StandardRestore(saved))
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, saved)
         if int(state.step) != step:
             return None, f"its state is of step {int(state.step)}"
+    except AssertionError:
+        return None, "its arrays have other shapes or dtypes than its manifest says"
     except Exception as error:  # whatever orbax and tensorstore raise for files that they cannot read
         return None, explain(error)
     return state, None
@@ -335,11 +345,6 @@ def _first_problem(every: list[dict[str, Any]]) -> str | None:
         if found["seal"] != every[0]["seal"]:
             return f"{MANIFEST} is another one on process {rank} than on process 0"
     return None
-
-
-def _failure(outcome: Outcome, steps: list[int]) -> str:
-    newest = f"; the newest is {steps[0]}" if steps else ", and there is none before it"
-    return f"warning: checkpoint {outcome.step} could not be saved{newest}: {outcome.error}. Training goes on."
 
 
 def _warn(line: str) -> None:

@@ -8,8 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from meshkit.cli import main
-from meshkit.verbs.checkpoint.manifest import read_manifest
-from meshkit.verbs.checkpoint.retention import set_aside
+from meshkit.verbs.checkpoint.manifest import read_manifest, set_aside
 from meshkit.weights.folder import open_folder
 
 SETS = [

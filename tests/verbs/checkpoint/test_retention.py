@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshkit.verbs.checkpoint.retention import (
+from meshkit.verbs.checkpoint.manifest import (
     kept_steps,
     remove_step,
     remove_unfinished,

@@ -6,12 +6,14 @@ import os
 import signal
 from pathlib import Path
 
+import chex
 import pytest
 from rich.console import Console
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.runs.metrics import read_metrics
+from meshkit.step import train_step
 from meshkit.verbs.train import trainer
 
 EXPERIMENT = Path(__file__).parents[3] / "configs" / "experiments" / "llama_debug_cpu.toml"
@@ -34,6 +36,14 @@ def run(corpus, out, *overrides, **options):
     return trainer.train(spec, out, console=Console(quiet=True), **options)
 
 
+@pytest.fixture
+def traced_once(monkeypatch):
+    """A second trace of the step or of the evaluation, which is a silent recompile, is an error."""
+    chex.clear_trace_counter()
+    for name in ("_train_step", "_evaluate"):
+        monkeypatch.setattr(train_step, name, chex.assert_max_traces(getattr(train_step, name), 1))
+
+
 def losses(out) -> list[float]:
     return [r["loss"] for r in read_metrics(out / "metrics.jsonl")]
 
@@ -53,7 +63,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(corpus, tmp_pat
     assert len(losses(resumed)) == 7
 
 
-def test_a_run_folder_holds_what_the_contract_says(corpus, tmp_path):
+def test_a_run_folder_holds_what_the_contract_says(corpus, tmp_path, traced_once):
     out = tmp_path / "run"
     result = run(corpus, out, "train.steps=4", "train.evaluate_every=2", "profile.steps=[2,3]")
     assert load(out / "experiment.toml").train.steps == 4
