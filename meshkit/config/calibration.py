@@ -14,7 +14,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -37,28 +37,17 @@ _Positive = Annotated[float, Field(gt=0)]
 _NotNegative = Annotated[float, Field(ge=0)]
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Latency and bandwidth of one collective over groups of one shape.
+class Fit(Table):
+    """Latency and bandwidth of one collective over groups of one shape."""
 
-    Attributes:
-        link: the slowest link that a group crosses, `nvlink` or `infiniband`.
-        collective: HLO opcode.
-        gpus_per_domain, domains: the group's shape.
-        latency_s: of the smallest message.
-        bytes_per_s: bus bandwidth at saturation, per GPU.
-        residual_median: median of |fitted / measured - 1|.
-        points: how many sizes it is fitted to.
-    """
-
-    link: str
-    collective: str
-    gpus_per_domain: int
-    domains: int
-    latency_s: float
-    bytes_per_s: float
-    residual_median: float
-    points: int
+    link: Literal["nvlink", "infiniband"]  # the slowest that a group crosses
+    collective: CollectiveName  # HLO opcode
+    gpus_per_domain: _Whole  # with domains, the group's shape
+    domains: _Whole
+    latency_s: _NotNegative  # of the smallest message
+    bytes_per_s: _Positive  # bus bandwidth at saturation, per GPU
+    residual_median: _NotNegative  # median of |fitted / measured - 1|
+    points: _Whole  # how many sizes it is fitted to
 
     @property
     def group_size(self) -> int:
@@ -70,29 +59,23 @@ class Fit:
         return self.latency_s + wire_bytes / self.bytes_per_s
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Sustained rates of one device: matmul and attention in FLOP/s, memory in bytes/s (read and written).
+class Rates(Table):
+    """Sustained rates of one device: matmul and attention in FLOP/s, memory in bytes/s (read and written)."""
 
-    Attributes:
-        matmul_flops_per_s: by precision, named as in the catalog: fp32, tf32, bf16, fp16, fp8. Of a large matmul.
-        attention_flops_per_s: `forward` and `backward` of fused causal attention at 4k tokens, masked half not counted.
-        memory_bytes_per_s: of a copy, both directions; None if it was not measured.
-    """
-
-    matmul_flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    memory_bytes_per_s: float | None = None
+    memory_bytes_per_s: _Positive | None = None  # of a copy, both directions; None if it was not measured
+    # by precision, named as in the catalog; of a large matmul
+    matmul_flops_per_s: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8"], _Positive] = {}
+    # of fused causal attention at 4k tokens, masked half not counted
+    attention_flops_per_s: dict[Literal["forward", "backward"], _Positive] = {}
 
 
-@dataclass(frozen=True)
-class MeasuredOn:
-    """The machine and the software of a calibration; `date` is ISO 8601."""
+class MeasuredOn(Table):
+    """The machine and the software of a calibration."""
 
     gpu: str
     scale_up: str
-    devices: int
-    date: str
+    devices: _Whole
+    date: str  # ISO 8601
     jax: str
     jaxlib: str
     fabric: str | None = None
@@ -104,7 +87,7 @@ class Calibration:
 
     fits: tuple[Fit, ...]
     measured_on: MeasuredOn | None = None
-    rates: Rates = Rates()
+    rates: Rates = field(default_factory=Rates)
 
     def find(self, link: str, collective: str, gpus_per_domain: int, domains: int) -> Fit | None:
         """The fit of this group shape; else that of the nearest group size on the same link; None if there is none.
@@ -155,12 +138,10 @@ def write(path: str | os.PathLike[str], calibration: Calibration) -> Path:
     """Writes the file that `load` reads back as an equal calibration."""
     table: dict[str, Any] = {"schema": SCHEMA}
     if calibration.measured_on is not None:
-        table["measured_on"] = asdict(calibration.measured_on)
-    rates = {key: value for key, value in asdict(calibration.rates).items() if value}
-    if rates:
-        # plain keys come first in a section
-        table["rates"] = dict(sorted(rates.items(), key=lambda item: isinstance(item[1], dict)))
-    table["fit"] = [asdict(fit) for fit in calibration.fits]
+        table["measured_on"] = calibration.measured_on.model_dump()
+    if rates := {key: value for key, value in calibration.rates.model_dump().items() if value}:
+        table["rates"] = rates
+    table["fit"] = [fit.model_dump() for fit in calibration.fits]
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -176,33 +157,6 @@ _HEADER = """\
 """
 
 
-class _MeasuredOnTable(Table):
-    gpu: str
-    scale_up: str
-    fabric: str | None = None
-    devices: _Whole
-    date: str
-    jax: str
-    jaxlib: str
-
-
-class _RatesTable(Table):
-    memory_bytes_per_s: _Positive | None = None
-    matmul_flops_per_s: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8"], _Positive] = {}
-    attention_flops_per_s: dict[Literal["forward", "backward"], _Positive] = {}
-
-
-class _FitTable(Table):
-    link: Literal["nvlink", "infiniband"]
-    collective: CollectiveName
-    gpus_per_domain: _Whole
-    domains: _Whole
-    latency_s: _NotNegative
-    bytes_per_s: _Positive
-    residual_median: _NotNegative
-    points: _Whole
-
-
 def _build(table: Mapping[str, Any]) -> Calibration:
     if table.get("schema") != SCHEMA:
         raise SpecError(
@@ -214,21 +168,18 @@ def _build(table: Mapping[str, Any]) -> Calibration:
         if key not in _TOP_KEYS:
             hint = did_you_mean(key, _TOP_KEYS, what="one of its keys")
             raise SpecError(f"unknown key '{key}' in the calibration file.", key=(key,), value=table[key], hint=hint)
-    measured, rates = table.get("measured_on"), table.get("rates", {})
-    measured_on = None
-    if measured is not None:
-        measured_on = MeasuredOn(**validate(_MeasuredOnTable, measured, within=("measured_on",)).model_dump())
-    checked = validate(_RatesTable, rates, within=("rates",))
-    return Calibration(_fits(table.get("fit", [])), measured_on, Rates(**checked.model_dump()))
+    measured_on = table.get("measured_on")
+    return Calibration(
+        fits=_fits(table.get("fit", [])),
+        measured_on=None if measured_on is None else validate(MeasuredOn, measured_on, within=("measured_on",)),
+        rates=validate(Rates, table.get("rates", {}), within=("rates",)),
+    )
 
 
 def _fits(entries: Any) -> tuple[Fit, ...]:
     if not isinstance(entries, list):
         raise SpecError(f"fit must be a list of tables, not {kind(entries)}.", key=("fit",), hint="[[fit]] sections")
-    fits = tuple(
-        Fit(**validate(_FitTable, entry, within=("fit", str(index))).model_dump())
-        for index, entry in enumerate(entries)
-    )
+    fits = tuple(validate(Fit, entry, within=("fit", str(index))) for index, entry in enumerate(entries))
     _check_unique(fits)
     return fits
 

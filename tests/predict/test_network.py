@@ -309,7 +309,8 @@ def test_every_kind_of_machine_has_a_price(name):
 
 def test_a_calibration_comes_first(h100, tmp_path):
     """latency x steps / measured steps + wire bytes / measured bus bandwidth; what it does not hold is modelled."""
-    fit = Fit("nvlink", "all-gather", 4, 1, latency_s=30e-6, bytes_per_s=100e9, residual_median=0.1, points=9)
+    rate = {"latency_s": 30e-6, "bytes_per_s": 100e9, "residual_median": 0.1, "points": 9}
+    fit = Fit(link="nvlink", collective="all-gather", gpus_per_domain=4, domains=1, **rate)
     path = write(tmp_path / "calibration.toml", Calibration(fits=(fit,)))
     cluster = h100.model_copy(update={"calibration": str(path)})
     seconds = collective_time_s("all-gather", payload_bytes=8e9, gpus_per_domain=8, cluster=cluster)

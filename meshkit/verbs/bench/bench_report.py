@@ -76,7 +76,7 @@ class BenchFit(Part):
 
 
 class RatesPart(Part):
-    """Sustained rates of one device; see `spec.calibration.Rates`."""
+    """Sustained rates of one device; see `meshkit.config.calibration.Rates`."""
 
     matmul_flops_per_s: dict[str, float] = {}
     attention_flops_per_s: dict[str, float] = {}
@@ -121,19 +121,7 @@ class BenchReport(Part):
     def calibration(self) -> Calibration:
         """What a cluster file can name; without emulated collectives, which no program of XLA holds."""
         kept = [f for f in self.fits if f.emulated is None and f.collective in COLLECTIVES]
-        fits = tuple(
-            Fit(
-                link=fit.link,
-                collective=fit.collective,
-                gpus_per_domain=fit.gpus_per_domain,
-                domains=fit.domains,
-                latency_s=fit.latency_s,
-                bytes_per_s=fit.bytes_per_s,
-                residual_median=fit.residual_median,
-                points=fit.points,
-            )
-            for fit in kept
-        )
+        fits = tuple(Fit(**{name: getattr(fit, name) for name in Fit.model_fields}) for fit in kept)
         machine = MeasuredOn(
             gpu=self.cluster.gpu or "unknown",
             scale_up=self.cluster.scale_up or "unknown",
@@ -143,10 +131,7 @@ class BenchReport(Part):
             jax=self.devices.jax,
             jaxlib=self.devices.jaxlib,
         )
-        rates = self.rates
-        return Calibration(
-            fits, machine, Rates(rates.matmul_flops_per_s, rates.attention_flops_per_s, rates.memory_bytes_per_s)
-        )
+        return Calibration(fits, machine, Rates(**self.rates.model_dump()))
 
 
 def bench_json_schema() -> dict:

@@ -123,8 +123,19 @@ def _fits(trace: Trace) -> list[Fit]:
     for (link, collective, local, domains), points in sorted(shapes.items()):
         line = fit_line(points) if max(wire for wire, *_ in points) >= _LEAST_MESSAGE_BYTES else None
         if line is not None:
-            sizes = len({wire for wire, *_ in points})
-            found.append(Fit(link, collective, local, domains, *line, points=sizes))
+            latency_s, bytes_per_s, residual = line
+            found.append(
+                Fit(
+                    link=link,
+                    collective=collective,
+                    gpus_per_domain=local,
+                    domains=domains,
+                    latency_s=latency_s,
+                    bytes_per_s=bytes_per_s,
+                    residual_median=residual,
+                    points=len({wire for wire, *_ in points}),
+                )
+            )
     return found
 
 

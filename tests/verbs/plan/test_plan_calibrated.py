@@ -14,8 +14,25 @@ from meshkit.report.views.words import facts
 pytestmark = pytest.mark.deviceless
 
 N, GPUS = 8192, 8
-MACHINE = MeasuredOn("h100_sxm", "nvlink", 8, "2026-11-21T12:00:00+00:00", "0.12.0.1", "0.12.0", "infiniband")
-GATHER = Fit("nvlink", "all-gather", GPUS, 1, latency_s=1e-3, bytes_per_s=1e9, residual_median=0.1, points=9)
+MACHINE = MeasuredOn(
+    gpu="h100_sxm",
+    scale_up="nvlink",
+    devices=8,
+    date="2026-11-21T12:00:00+00:00",
+    jax="0.12.0.1",
+    jaxlib="0.12.0",
+    fabric="infiniband",
+)
+GATHER = Fit(
+    link="nvlink",
+    collective="all-gather",
+    gpus_per_domain=GPUS,
+    domains=1,
+    latency_s=1e-3,
+    bytes_per_s=1e9,
+    residual_median=0.1,
+    points=9,
+)
 
 
 def planned(cluster):
@@ -33,7 +50,9 @@ def planned(cluster):
 def test_the_calibration_file_goes_round_into_plan(tmp_path):
     plain = mk.Cluster.load("dgx_h100")
     rate = plain.gpu.peak_flops["bf16"] * plain.gpu.achieved["matmul"] / 2
-    path = calibration.write(tmp_path / "calibration.toml", Calibration((GATHER,), MACHINE, Rates({"bf16": rate})))
+    path = calibration.write(
+        tmp_path / "calibration.toml", Calibration((GATHER,), MACHINE, Rates(matmul_flops_per_s={"bf16": rate}))
+    )
     before, after = planned(plain), planned(mk.Cluster.load("dgx_h100", calibration=str(path)))
     assert after.step.compute_s == pytest.approx(2 * before.step.compute_s, rel=1e-6)
     (row,) = after.communication
