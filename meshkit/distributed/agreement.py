@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
+from meshkit.distributed.roll_call import named
 from meshkit.errors import RunError
 
-_MOST_NAMED = 16
 # Process 0 has the whole limit to hear all others; they wait for its answer a little longer than that.
 _ANSWER_S = 60.0
 
@@ -71,9 +71,8 @@ class Agreement:
             except RunError:
                 missing.append(rank)
         if missing:
-            names = ", ".join(map(str, missing[:_MOST_NAMED])) + (" and more" if len(missing) > _MOST_NAMED else "")
             noun = "process" if len(missing) == 1 else "processes"
-            return {"error": f"{noun} {names} of {self.size} did not answer within {timeout_s:.0f} s."}
+            return {"error": f"{noun} {named(missing)} of {self.size} did not answer within {timeout_s:.0f} s."}
         try:
             return {"answer": decide(every)}
         except Exception as error:  # the others must not wait for an answer that never comes

@@ -1,6 +1,6 @@
 """How a process joins the gang that runs its job.
 
-spec.environment: MESHKIT_* variables -> Gang -> jax.distributed.initialize, before jax starts -> all devices
+environment: MESHKIT_* variables -> Gang -> jax.distributed.initialize, before jax starts -> all devices
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from typing import Any
 
 import jax
 
-from meshkit.distributed.environment import Gang, join_timeout_s, read_gang
-from meshkit.distributed.launchers import NUM_PROCESSES, PROCESS_ID
+from meshkit.distributed.environment import (
+    NUM_PROCESSES,
+    PROCESS_ID,
+    Gang,
+    join_timeout_s,
+    read_gang,
+    split_address,
+)
 from meshkit.distributed.mtls import MTLS, Certificates, read_certificates
-from meshkit.distributed.roll_call import call_roll, split_address, wait_for_name
+from meshkit.distributed.roll_call import call_roll, wait_for_name
 from meshkit.errors import ConfigError, RunError
 from meshkit.redaction import redact_streams
 
@@ -62,7 +68,7 @@ def join_gang(environment: Mapping[str, str] | None = None, *, timeout_s: float 
     certificates = certificates_of(gang)
     mtls = _mtls_arguments(certificates)
     if timeout_s is None:
-        timeout_s = join_timeout_s(environment, otherwise=_JOIN_HERE_S if _is_loopback(gang) else _JOIN_S)
+        timeout_s = join_timeout_s(environment, otherwise=_JOIN_HERE_S if gang.on_loopback else _JOIN_S)
     wait_for_name(gang, timeout_s, _tell)
     bind = bind_address(gang.coordinator)
     attendance = call_roll(gang, timeout_s, bind=bind, certificates=certificates, tell=_tell)
@@ -101,8 +107,7 @@ def certificates_of(gang: Gang) -> Certificates | None:
     """
     if gang.mtls is None:
         return None
-    host = split_address(gang.coordinator)[0] if gang.process_id == 0 else None
-    return read_certificates(gang.mtls, coordinator_host=host)
+    return read_certificates(gang.mtls, coordinator_host=gang.address[0] if gang.process_id == 0 else None)
 
 
 def is_first_process() -> bool:
@@ -130,10 +135,9 @@ def bind_address(coordinator: str) -> str | None:
     None, which leaves it to jax (all interfaces), where the name's address is not of this machine (a proxy is in
     between), or is a loopback one that the other machines do not mean by it.
     """
-    host, port = coordinator.rsplit(":", 1)
-    host = host.strip("[]")
+    host, port = split_address(coordinator)
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address[0], 0))
     except OSError:
@@ -160,11 +164,6 @@ def _mtls_arguments(certificates: Certificates | None) -> dict[str, Any]:
         "mtls_ca_file": str(certificates.ca),
         "verify_secure_credentials": True,
     }
-
-
-def _is_loopback(gang: Gang) -> bool:
-    host = split_address(gang.coordinator)[0]
-    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def _tell(line: str) -> None:
@@ -199,5 +198,4 @@ def _without_proxies(coordinator: str) -> Iterator[None]:
         os.environ.update(found)
         if found:  # a connection that is made again reads them again
             direct = found.get("no_grpc_proxy") or found.get("no_proxy") or found.get("NO_PROXY", "")
-            host = coordinator.rsplit(":", 1)[0].strip("[]")
-            os.environ.update(no_grpc_proxy=",".join(filter(None, (direct, host))))
+            os.environ.update(no_grpc_proxy=",".join(filter(None, (direct, split_address(coordinator)[0]))))

@@ -24,11 +24,7 @@ MAKE_HINT = "meshkit launch certificates DIR --host NAME, on a file system that 
 
 @dataclass(frozen=True)
 class Certificates:
-    """A folder with the authority's certificate, one of this process, and its private key.
-
-    Attributes:
-        folder: of the three files.
-    """
+    """A folder with the authority's certificate, one of this process, and its private key."""
 
     folder: Path
 
@@ -48,11 +44,11 @@ class Certificates:
         return self.folder / KEY_FILE
 
     def server(self) -> ssl.SSLContext:
-        """Of the one that listens: it lets in who has a certificate of the authority."""
+        """The context of the one that listens: it lets in who has a certificate of the authority."""
         return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
     def client(self) -> ssl.SSLContext:
-        """Of one that connects: it also compares the coordinator's name with its certificate."""
+        """The context of one that connects: it also compares the coordinator's name with its certificate."""
         return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:

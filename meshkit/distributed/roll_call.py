@@ -3,33 +3,37 @@
     process 0 listens <- every other process says its number, the job's size, its host and its time, and is greeted
     process 0 answers all with what it has seen -> Attendance, the same on all
 
-jax's own meeting knows one answer to a process that does not come, comes twice, or belongs to another job: it ends all
+jax's own start knows one answer to a process that does not come, comes twice, or belongs to another job: it ends all
 others after the timeout, and names none. With certificates (distributed/mtls.py) the roll call is mutual TLS too.
+Anybody who reaches the port may connect to it: process 0 waits for none of them, and those that stay silent make room.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import secrets
+import selectors
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
-from meshkit.distributed.connections import SPARE, Callers
-from meshkit.distributed.environment import Gang
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from meshkit.distributed.environment import Gang, split_address
 from meshkit.distributed.mtls import Certificates
 from meshkit.errors import ConfigError, RunError
 
-_ANSWER_BYTES = 1 << 24
+_ANSWER_BYTES, _LINE_BYTES = 1 << 24, 1024
 _RETRY_S, _CONNECT_S = 0.1, 5.0
 # What process 0 says at once to a process of the job, so that one that listens there by accident is told apart.
 _GREETING, _GREETING_S = b"meshkit", 10.0
 _MOST_NAMED = 16
+# Silent connections at a time, beyond the job's own; a process says its line as soon as it is connected.
+_SPARE, _SILENT_S = 128, 20.0
 # For a process 0 that listens in place of this one, on this machine.
 _OTHER_S, _LOOKS = 3.0, 10
 # A line on who is waited for, after so many seconds, and then each time after twice as many.
@@ -37,29 +41,31 @@ _FIRST_WORD_S = 10.0
 # A name that nobody knows is wrong; in Kubernetes a pod's name is known once the pod has started.
 _NAME_S = 20.0
 # Certificates, logs and time stamps of checkpoints are of no use beyond it; a message on a busy machine takes seconds.
-CLOCK_S = 60.0
+_CLOCK_S = 60.0
 
 Tell = Callable[[str], None]
 _Contexts = tuple[ssl.SSLContext, ssl.SSLContext] | tuple[None, None]
 
 
+class _Introduction(BaseModel):
+    """What a process says of itself."""
+
+    id: int
+    of: int
+    host: Annotated[str, Field(max_length=255), AfterValidator(lambda host: _printable(host))]
+    token: Annotated[str, Field(max_length=64)]  # by which process 0 knows a second try
+    time: FiniteFloat
+
+
 @dataclass(frozen=True)
 class Attendance:
-    """What a roll call found.
+    """What a roll call found; all tables by a process's number."""
 
-    Attributes:
-        expected: processes of the job.
-        hosts: number -> host, of those that came.
-        clocks_s: number -> its clock less that of process 0, off by what a message takes.
-        twice: numbers that more than one process claims, with the hosts of all claims.
-        others: sizes of the job by those who say another one, by number.
-    """
-
-    expected: int
-    hosts: dict[int, str]
-    clocks_s: dict[int, float]
-    twice: dict[int, list[str]]
-    others: dict[int, int]
+    expected: int  # processes of the job
+    hosts: dict[int, str]  # of those that came
+    clocks_s: dict[int, float]  # each clock less that of process 0, off by what a message takes
+    twice: dict[int, list[str]]  # numbers that more than one process claims, with the hosts of all claims
+    others: dict[int, int]  # sizes of the job by those who say another one
 
     @property
     def missing(self) -> list[int]:
@@ -76,9 +82,9 @@ class Attendance:
             number, size = next(iter(self.others.items()))
             return f"process {number} says that the job has {size} processes, and process 0 says {self.expected}."
         if missing := self.missing:
-            return f"{len(missing)} of {self.expected} processes did not come: {_named(missing)}."
+            return f"{len(missing)} of {self.expected} processes did not come: {named(missing)}."
         late = max(self.clocks_s, key=lambda i: abs(self.clocks_s[i]))
-        if abs(self.clocks_s[late]) > CLOCK_S:
+        if abs(self.clocks_s[late]) > _CLOCK_S:
             off = f"{self.clocks_s[late]:+.0f} s off from that of process 0 ({self.hosts[0]})"
             return f"the clock of process {late} ({self.hosts[late]}) is {off}."
         return None
@@ -87,6 +93,11 @@ class Attendance:
     def is_final(self) -> bool:
         """Whether the problem is one that another attempt does not mend: all that did come contradict each other."""
         return bool(self.twice or self.others) or not self.missing
+
+
+def named(numbers: list[int]) -> str:
+    """A list of processes in words, cut where it is long."""
+    return ", ".join(map(str, numbers[:_MOST_NAMED])) + (" and more" if len(numbers) > _MOST_NAMED else "")
 
 
 def call_roll(
@@ -126,8 +137,8 @@ def wait_for_name(gang: Gang, timeout_s: float, tell: Tell = lambda _: None) -> 
     Raises:
         ConfigError: nobody knows it.
     """
-    host, port = split_address(gang.coordinator)
-    words, began = _Words(tell, timeout_s), time.monotonic()
+    host, port = gang.address
+    progress, began = _Progress(tell, timeout_s), time.monotonic()
     patience_s = timeout_s if gang.in_kubernetes else min(timeout_s, _NAME_S)
     while True:
         try:
@@ -141,69 +152,79 @@ def wait_for_name(gang: Gang, timeout_s: float, tell: Tell = lambda _: None) -> 
                 at="environment",
                 hint="its address, or a name that is in /etc/hosts or DNS here",
             )
-        words.say(f"the coordinator's name {host} cannot be looked up yet: {why.lower()}")
+        progress.say(f"the coordinator's name {host} cannot be looked up yet: {why.lower()}")
         time.sleep(_RETRY_S)
 
 
+class _Progress:
+    """Says now and then what is waited for."""
+
+    def __init__(self, tell: Tell, timeout_s: float):
+        self._tell, self._timeout_s = tell, timeout_s
+        self._began, self._next = time.monotonic(), _FIRST_WORD_S
+
+    def say(self, text: str) -> None:
+        waited = time.monotonic() - self._began
+        if waited >= self._next:
+            self._next *= 2
+            self._tell(f"{text} ({waited:.0f} s so far, {self._timeout_s:g} s at most)")
+
+
+# ---------------------------------------------------------------------------------------------- process 0
+
+
 def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts, tell: Tell) -> Attendance:
+    roll, progress, rival = _Roll(gang), _Progress(tell, timeout_s), _Rival(gang, contexts[1])
     try:
         server = _server(gang, bind)
     except OSError as e:
-        if (other := _other_first(gang, contexts[1])) is not None:
-            return other
-        raise RunError(
-            f"process 0 cannot listen on {gang.coordinator}: {e.strerror or e}.", hint="a port that is free on its host"
-        ) from None
-    roll, words = _Roll(gang), _Words(tell, timeout_s)
-    rival = None if bind else _Rival(gang, roll.token, contexts[1])
-    with server, Callers(server, contexts[0], keep=gang.num_processes) as callers:
+        rival.look(1)  # the one that listens in place of this one finds both, if it calls a roll too
+        if rival.found is not None:
+            return rival.found
+        what = f"process 0 cannot listen on {gang.coordinator}: {e.strerror or e}."
+        raise RunError(what, hint="a port that is free on its host") from None
+    if not bind:  # another process 0 may listen on the machine of the coordinator's name
+        threading.Thread(target=rival.look, args=(_LOOKS, roll.token), daemon=True).start()
+    with server, _Connections(server, contexts[0], keep=gang.num_processes) as connections:
         deadline = time.monotonic() + timeout_s
         while not roll.settled and (left := deadline - time.monotonic()) > 0:
-            if rival is not None and rival.found is not None:
+            if rival.found is not None:
                 return rival.found
-            for line, connection in callers.lines(min(left, 1.0)):
+            for line, connection in connections.lines(min(left, 1.0)):
                 roll.note(line, connection)
-            words.say(f"waiting for {len(roll.missing)} of {gang.num_processes} processes: {_named(roll.missing)}")
-        if rival is not None:
-            rival.over.set()
+            missing = roll.found.missing
+            progress.say(f"waiting for {len(missing)} of {gang.num_processes} processes: {named(missing)}")
+        rival.over.set()
         return roll.close()
 
 
 def _server(gang: Gang, bind: str | None) -> socket.socket:
-    host, port = split_address(bind or f":{split_address(gang.coordinator)[1]}")
-    family = _family(host, port) if host else socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    host, port = split_address(bind) if bind else ("", gang.address[1])
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    if host:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     dual = not host and family == socket.AF_INET6
-    backlog = gang.num_processes + SPARE
+    backlog = gang.num_processes + _SPARE
     return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=dual)
 
 
-def _other_first(gang: Gang, context: ssl.SSLContext | None) -> Attendance | None:
-    """What a process that listens in place of this one finds, if it calls a roll too; it then knows of both."""
-    try:
-        found = _ask(gang, secrets.token_hex(8), _OTHER_S, _OTHER_S, context)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if found.twice else None
-
-
 class _Rival:
-    """Looks, in a thread, whether a process 0 listens where this one cannot: on the machine of the coordinator's name.
+    """Another process 0, which listens where this one cannot: this one introduces itself, and then both know.
 
-    That name may also lead back to this process (through a proxy, say), which then knows its own token.
+    The coordinator's name may also lead back to this process (through a proxy, say), which then knows its own token.
     """
 
-    def __init__(self, gang: Gang, token: str, context: ssl.SSLContext | None):
+    def __init__(self, gang: Gang, context: ssl.SSLContext | None):
         self.found: Attendance | None = None
         self.over = threading.Event()
-        self._ask = lambda: _ask(gang, token, _OTHER_S, _OTHER_S, context)
-        threading.Thread(target=self._look, daemon=True).start()
+        self._ask = lambda token: _ask(gang, token, _OTHER_S, _OTHER_S, context)
 
-    def _look(self) -> None:
-        for _ in range(_LOOKS):
+    def look(self, times: int, token: str | None = None) -> None:
+        for left in reversed(range(times)):
             try:
-                found = self._ask()
-            except (OSError, ValueError, KeyError, TypeError):
-                if self.over.wait(_OTHER_S):
+                found = self._ask(token or secrets.token_hex(8))
+            except (OSError, ValueError):
+                if left and self.over.wait(_OTHER_S):
                     return
                 continue
             self.found = found if found.twice else None
@@ -211,50 +232,39 @@ class _Rival:
 
 
 class _Roll:
-    """What process 0 has heard."""
+    """What process 0 has heard, and from whom."""
 
     def __init__(self, gang: Gang):
-        self._gang = gang
-        self._hosts, self._clocks = {0: socket.gethostname()}, {0: 0.0}
-        self._twice: dict[int, list[str]] = {}
-        self._others: dict[int, int] = {}
-        self._connections: list[Any] = []
+        self.found = Attendance(gang.num_processes, {0: socket.gethostname()}, {0: 0.0}, {}, {})
         self.token = secrets.token_hex(8)  # of this process
         self._tokens = {0: self.token}
+        self._connections: list[Any] = []
 
     @property
     def settled(self) -> bool:
-        return len(self._hosts) == self._gang.num_processes or bool(self._twice or self._others)
-
-    @property
-    def missing(self) -> list[int]:
-        return [i for i in range(self._gang.num_processes) if i not in self._hosts]
+        return not self.found.missing or bool(self.found.twice or self.found.others)
 
     def note(self, line: bytes, connection: Any) -> None:
+        found = self.found
         try:
-            said = json.loads(line)
-            number, size, host, clock = int(said["id"]), int(said["of"]), str(said["host"])[:255], float(said["time"])
-            token = str(said["token"])[:64]
+            said = _Introduction.model_validate_json(line)
             connection.send(_GREETING + b"\n")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # a stranger on this port
-            connection.close()
-            return
-        if not math.isfinite(clock) or not host.isprintable():
+        except (OSError, ValidationError):  # a stranger on this port
             connection.close()
             return
         self._connections.append(connection)
-        if size != self._gang.num_processes or not 0 <= number < size:
-            self._others[number] = size
-        elif self._tokens.get(number) == token:
+        if said.of != found.expected or not 0 <= said.id < said.of:
+            found.others[said.id] = said.of
+        elif self._tokens.get(said.id) == said.token:
             return  # the same process, whose first connection broke
-        elif number in self._hosts:
-            self._twice.setdefault(number, [self._hosts[number]]).append(host)
+        elif said.id in found.hosts:
+            found.twice.setdefault(said.id, [found.hosts[said.id]]).append(said.host)
         else:
-            self._hosts[number], self._clocks[number], self._tokens[number] = host, clock - time.time(), token
+            found.hosts[said.id], self._tokens[said.id] = said.host, said.token
+            found.clocks_s[said.id] = said.time - time.time()
 
     def close(self) -> Attendance:
-        found = Attendance(self._gang.num_processes, self._hosts, self._clocks, self._twice, self._others)
-        answer = json.dumps(found.__dict__).encode() + b"\n"
+        answer = json.dumps(asdict(self.found)).encode() + b"\n"
         for connection in self._connections:
             try:
                 connection.settimeout(5)
@@ -262,19 +272,96 @@ class _Roll:
                 connection.close()
             except OSError:  # it has gone meanwhile
                 continue
-        return found
+        return self.found
+
+
+class _Connections:
+    """The connections of a listening socket, none of which is waited for; a context manager.
+
+    Args:
+        server: listens.
+        context: of TLS; None reads what is sent as it is.
+        keep: connections that may be silent at the same time, beyond some spare ones.
+    """
+
+    def __init__(self, server: socket.socket, context: ssl.SSLContext | None, *, keep: int):
+        self._server, self._context, self._most = server, context, keep + _SPARE
+        self._selector = selectors.DefaultSelector()
+        self._silent: dict[Any, tuple[float, bytes]] = {}
+
+    def __enter__(self) -> _Connections:
+        self._server.setblocking(False)
+        self._selector.register(self._server, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in list(self._silent):
+            self._release(connection).close()
+        self._selector.close()
+
+    def lines(self, timeout_s: float) -> Iterator[tuple[bytes, Any]]:
+        """Whole first lines, each with its connection, which is then the caller's; waits for the first of them."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._server:
+                self._accept()
+            elif key.fileobj in self._silent and (line := self._read(key.fileobj)) is not None:
+                yield line, key.fileobj
+        before = time.monotonic() - _SILENT_S
+        for connection in [c for c, (since, _) in self._silent.items() if since < before]:
+            self._release(connection).close()
+
+    def _accept(self) -> None:
+        if len(self._silent) >= self._most:
+            self._release(next(iter(self._silent))).close()  # the one that has been silent longest
+        try:
+            connection, _ = self._server.accept()
+            connection.setblocking(False)
+            if self._context is not None:
+                connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        except OSError:  # it has hung up already, or this process has too many files open
+            time.sleep(0.01)
+            return
+        self._silent[connection] = time.monotonic(), b""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: Any) -> bytes | None:
+        """The line once it is whole; a connection that ends, says too much or fails the handshake is dropped."""
+        since, data = self._silent[connection]
+        try:
+            piece = connection.recv(_LINE_BYTES)  # of TLS, this goes on with the handshake
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
+            return None
+        except OSError:
+            piece = b""
+        data += piece
+        if b"\n" in data:
+            self._release(connection)
+            return data.split(b"\n", 1)[0]
+        if not piece or len(data) > _LINE_BYTES:
+            self._release(connection).close()
+        else:
+            self._silent[connection] = since, data
+        return None
+
+    def _release(self, connection: Any) -> Any:
+        self._selector.unregister(connection)
+        del self._silent[connection]
+        return connection
+
+
+# ---------------------------------------------------------------------------------------------- the others
 
 
 def _answer(gang: Gang, timeout_s: float, context: ssl.SSLContext | None, tell: Tell) -> Attendance:
-    began, token = time.monotonic(), secrets.token_hex(8)  # by which process 0 knows a second try
-    words, why = _Words(tell, timeout_s), "nobody listens"
+    began, token = time.monotonic(), secrets.token_hex(8)
+    progress, why = _Progress(tell, timeout_s), "nobody listens"
     while (left := began + timeout_s - time.monotonic()) > 0:
         try:
             # Process 0 began at another moment: its answer may come a whole timeout later than this process's own.
             return _ask(gang, token, min(left, _CONNECT_S), left + timeout_s, context)
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError) as e:
             why = _reason(e)
-        words.say(f"waiting for the coordinator {gang.coordinator}: {why}")
+        progress.say(f"waiting for the coordinator {gang.coordinator}: {why}")
         time.sleep(_RETRY_S)
     raise RunError(
         f"process {gang.process_id} of {gang.num_processes} did not reach the coordinator {gang.coordinator} within "
@@ -288,12 +375,11 @@ def _ask(gang: Gang, token: str, connect_s: float, answer_s: float, context: ssl
 
     Raises:
         OSError: nobody listens, or hangs up, or says nothing.
-        ValueError, KeyError, TypeError: it is no process 0 that answers.
+        ValueError: it is no process 0 that answers.
     """
-    said = {"id": gang.process_id, "of": gang.num_processes, "host": socket.gethostname(), "token": token}
-    host, port = split_address(gang.coordinator)
-    with socket.create_connection((host, port), timeout=connect_s) as plain:
-        connection = context.wrap_socket(plain, server_hostname=host) if context else plain
+    said = {"id": gang.process_id, "of": gang.num_processes, "host": socket.gethostname()[:255], "token": token}
+    with socket.create_connection(gang.address, timeout=connect_s) as plain:
+        connection = context.wrap_socket(plain, server_hostname=gang.address[0]) if context else plain
         with connection:
             connection.sendall(json.dumps({**said, "time": time.time()}).encode() + b"\n")
             connection.settimeout(min(_GREETING_S, answer_s))
@@ -301,7 +387,7 @@ def _ask(gang: Gang, token: str, connect_s: float, answer_s: float, context: ssl
             if greeting != _GREETING:
                 raise ValueError
             connection.settimeout(answer_s)
-            return _parse(_read_line(connection, rest)[0])
+            return TypeAdapter(Attendance).validate_json(_read_line(connection, rest)[0])
 
 
 def _reason(error: Exception) -> str:
@@ -314,12 +400,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return (error.strerror or str(error)).lower()
     return "what listens there is no process of a job"
-
-
-def _parse(line: bytes) -> Attendance:
-    found = json.loads(line)
-    tables = {name: {int(k): v for k, v in found[name].items()} for name in ("hosts", "clocks_s", "twice", "others")}
-    return Attendance(int(found["expected"]), **tables)
 
 
 def _read_line(connection: socket.socket, data: bytes = b"") -> tuple[bytes, bytes]:
@@ -335,29 +415,7 @@ def _read_line(connection: socket.socket, data: bytes = b"") -> tuple[bytes, byt
     return line, rest
 
 
-class _Words:
-    """Says now and then what is waited for."""
-
-    def __init__(self, tell: Tell, timeout_s: float):
-        self._tell, self._timeout_s = tell, timeout_s
-        self._began, self._next = time.monotonic(), _FIRST_WORD_S
-
-    def say(self, text: str) -> None:
-        waited = time.monotonic() - self._began
-        if waited >= self._next:
-            self._next *= 2
-            self._tell(f"{text} ({waited:.0f} s so far, {self._timeout_s:g} s at most)")
-
-
-def _named(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:_MOST_NAMED])) + (" and more" if len(numbers) > _MOST_NAMED else "")
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port."""
-    host, port = address.rsplit(":", 1)
-    return host.strip("[]"), int(port)
-
-
-def _family(host: str, port: int) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+def _printable(host: str) -> str:
+    if not host.isprintable():
+        raise ValueError
+    return host

@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshkit.distributed.environment import Gang, read_gang
-from meshkit.distributed.launchers import (
+from meshkit.distributed.environment import (
     FIRST_PORT,
     NUM_PORTS,
+    Gang,
     derived_port,
     first_host,
+    read_gang,
     share_of_devices,
     without_launchers,
 )

@@ -10,9 +10,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshkit.distributed.environment import Gang, read_gang
+from meshkit.distributed.environment import FIRST_PORT, NUM_PORTS, Gang, read_gang
 from meshkit.distributed.join import bind_address, certificates_of
-from meshkit.distributed.launchers import FIRST_PORT, NUM_PORTS
 from meshkit.errors import MeshkitError
 from meshkit.verbs.doctor.diagnosis import Result, error, ok, warning
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from meshkit.distributed.launchers import ATTEMPT, COORDINATOR, FIRST_PORT, NUM_PROCESSES, PROCESS_ID
+from meshkit.distributed.environment import ATTEMPT, COORDINATOR, FIRST_PORT, NUM_PROCESSES, PROCESS_ID
 from meshkit.distributed.mtls import FILES, MTLS
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.launch.certificates import make_certificates

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshkit.config.experiment import Experiment
-from meshkit.distributed.environment import JOIN_TIMEOUT, Gang
-from meshkit.distributed.launchers import FIRST_PORT, NUM_PORTS, without_launchers
+from meshkit.distributed.environment import FIRST_PORT, JOIN_TIMEOUT, NUM_PORTS, Gang, without_launchers
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.launch.supervisor import Policy, Supervisor
 
