@@ -21,11 +21,11 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 
 from meshkit.units import GIB, format_seconds
-from meshkit.verbs.plan.outcome import Outcome, TuneReport
-from meshkit.verbs.tune.sizes import parse_hosts
+from meshkit.verbs.plan.outcome import Outcome
 from meshkit.verbs.tune.tune_progress import progress_bar
+from meshkit.verbs.tune.tune_report import TuneReport
 from meshkit.verbs.tune.tune_views import COLUMNS, RULE_WORDS, best_first, cells_of, what_text
-from meshkit.verbs.tune.tuner import REPORT_FILE, tune
+from meshkit.verbs.tune.tuner import REPORT_FILE, Sizes, parse_hosts, tune
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENT = ROOT / "configs" / "experiments" / "llama3_70b.toml"
@@ -188,9 +188,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    budget, hosts, jobs = arguments.candidates, arguments.hosts, arguments.jobs
+    budget, sizes, jobs = arguments.candidates, Sizes(arguments.hosts), arguments.jobs
     with progress_bar(Console(stderr=True)) as told:
-        report = tune(EXPERIMENT, SETTINGS, out=arguments.out, budget=budget, jobs=jobs, hosts=hosts, progress=told)
+        report = tune(EXPERIMENT, SETTINGS, out=arguments.out, budget=budget, jobs=jobs, sizes=sizes, progress=told)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     cost = {
         "compiled": report.compiled - report.reused,

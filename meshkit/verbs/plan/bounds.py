@@ -15,7 +15,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import ShardingRules
+from meshkit.config.sections import RematMix
 from meshkit.errors import ConfigError
 from meshkit.predict.kernels import compute_peak_flops, memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
@@ -32,7 +33,6 @@ from meshkit.step.model_flops import count_model_flops
 from meshkit.step.pipelined import arrange_description, find_stack
 from meshkit.step.stages import check_model
 from meshkit.step.state import ModelDescription, describe_model
-from meshkit.verbs.plan.fate import Fate
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # of activations and gathered weights
 _RESIDUAL = "embed"
@@ -49,8 +49,11 @@ _LAYERS_IN_FLIGHT = 2  # whose values are on the way to host memory or back
 _WEIGHT_TRAFFIC = 20
 
 _PLACES_KEPT = 8
+_ALL_TWICE = ("full", "nothing_saveable", "offload")  # policies that run all of a layer twice
+_INPUT = "layer_input"  # as `models.remat` calls it
 
 Shape = tuple[int, int]
+Where = Literal["keep", "offload", "drop"]
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ class Bounds:
     def _kept(self, leaves: Sequence[Placed], sizes: Mapping[str, int], variant: Experiment, tokens: float) -> _Kept:
         """What scanned layers keep of one micro-batch for the backward pass, those of a pipeline of all in flight."""
         remat, stages = variant.train.remat, variant.pipeline
-        fate = Fate.of(remat)
+        policy = _Policy.of(remat)
         if not self._layers:
             return _Kept(0.0, 0.0, 0.0 if remat == "none" else 1.0)
         width, inner, outer, work, kept_work = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -235,7 +238,7 @@ class Bounds:
                 continue
             width = leaf.shape[names.index(_RESIDUAL)]
             work += math.prod(leaf.shape)
-            if (where := fate.where(leaf.path)) == "drop":
+            if (where := policy.where(leaf.path)) == "drop":
                 continue
             kept_work += math.prod(leaf.shape)
             first, *rest = [i for i, name in enumerate(names) if name != "layers"]
@@ -250,7 +253,7 @@ class Bounds:
         each = tokens * self._layers * _BYTES[variant.train.precision]
         everything = _KEPT_OF_ALL if remat in ("none", "everything_saveable") else 1.0
         # the gradient of the residual stream needs no output that ends in it: those are no part of the bound
-        stays = 0 if fate.input_leaves else 1
+        stays = 0 if policy.input_leaves else 1
         host = each * (away + width * (away_outer + 1 - stays))
         guess = each * (width * (stays + outer) + inner) * everything + _LAYERS_IN_FLIGHT * host / self._layers
         again = 1 - kept_work / work if work else 1.0
@@ -318,6 +321,34 @@ class Bounds:
         found = [axis for axis in mesh.axes if axis.name in axes]
         inside = math.prod(axis.number("nvlink") for axis in found)
         return inside, math.prod(axis.number("infiniband") for axis in found)
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What a recomputation policy does to the outputs of a layer's projections."""
+
+    named: frozenset[str] = frozenset()  # that are kept on the GPU
+    offloaded: frozenset[str] = frozenset()  # that go to host memory
+    others: Where = "drop"  # what becomes of all else
+    input_leaves: bool = False  # whether the input of a layer waits in host memory
+
+    @classmethod
+    def of(cls, remat: str | Sequence[str] | RematMix | Any) -> _Policy:
+        """A policy of `train.remat`."""
+        if isinstance(remat, RematMix):
+            return cls(frozenset(remat.keep), frozenset(remat.offload), "drop", _INPUT in remat.offload)
+        if not isinstance(remat, str):
+            return cls(frozenset(remat))
+        if remat == "offload_dots":
+            return cls(others="offload")
+        return cls(others="drop" if remat in _ALL_TWICE else "keep", input_leaves=remat == "offload")
+
+    def where(self, path: str) -> Where:
+        """What becomes of the output of the projection whose parameter has this path."""
+        parts = set(path.split("/"))
+        if parts & self.offloaded:
+            return "offload"
+        return "keep" if parts & self.named else self.others
 
 
 @dataclass(frozen=True)

@@ -107,13 +107,12 @@ def _sweep(
 ) -> None:
     from meshkit.verbs.plan.scaling import SCALING_FILE, scale
     from meshkit.verbs.plan.scaling_views import render, write_scaling_html
-    from meshkit.verbs.plan.workers import default_jobs
 
     if scaling not in ("weak", "strong"):
         raise ConfigError(f"there is no scaling '{scaling}'.", at="--scaling", hint="weak or strong")
     start = time.perf_counter()
     with status(f"planning at every size of {sweep}"):
-        report = scale(experiment, set_, sweep, scaling, jobs=jobs or default_jobs())
+        report = scale(experiment, set_, sweep, scaling, jobs=jobs)
     if out is not None:
         (out / SCALING_FILE).write_text(report.to_json() + "\n", encoding="utf-8")
         write_scaling_html(report, out / "scaling.html")

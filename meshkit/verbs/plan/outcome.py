@@ -1,19 +1,11 @@
-"""`tune/1` and what it is made of: the outcome of every variant that was compiled.
-
-One outcome is also one line of `candidates.jsonl`, by which a search resumes.
-"""
+"""What a plan of one variant of an experiment said: for searches, remedies and sweeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
-
-from pydantic import Field
 
 from meshkit.report.schema import LinkName, Part, Report
 
-TUNE_SCHEMA = "meshkit.tune/1"
 _EXCEEDED = "host_memory_exceeded"  # of plan_warnings.py
 Status = Literal["fits", "does_not_fit", "error"]
 
@@ -77,89 +69,6 @@ class Outcome(Part):
     def fits(self) -> bool:
         """Whether it can run."""
         return self.status == "fits"
-
-
-class PrunedPart(Part):
-    """Variants that one closed form ruled out, and an example of why."""
-
-    rule: str
-    count: int
-    example: str | None = None
-
-
-class DifferencePart(Part):
-    """A quantity of the experiment as it is and of the winner, in seconds a step, and what was saved of it."""
-
-    name: str
-    base_s: float | None
-    winner_s: float | None
-    saved_s: float
-
-
-class TuneReport(Part):
-    """What a search found.
-
-    Attributes:
-        num_gpus: of the experiment; an outcome of another size has its own.
-        objective: of the winner, `time` (at the experiment's size) or `gpu_hours` (of any size).
-        base: the experiment as it is.
-        winner: the best that fits; None where none does.
-        why: one sentence each: what the winner has gained, and where.
-        differences: compute, and every row of communication, the largest saving first.
-        pareto: indices into `outcomes`: no other fits that is faster with no more memory and no more GPUs.
-        space: variants before pruning.
-        compiled: variants compiled, in this and in earlier sittings; `reused` of them in earlier ones.
-        left: variants that nothing ruled out, and that were not compiled.
-        wall_s: of this sitting.
-    """
-
-    schema_: Literal["meshkit.tune/1"] = Field(default=TUNE_SCHEMA, alias="schema")
-    experiment: str
-    gpu: str
-    num_gpus: int
-    global_batch: int
-    objective: str = "time"
-    base: Outcome
-    winner: Outcome | None
-    winner_is_base: bool
-    why: tuple[str, ...]
-    differences: tuple[DifferencePart, ...]
-    outcomes: tuple[Outcome, ...]
-    pareto: tuple[int, ...]
-    space: int
-    pruned: tuple[PrunedPart, ...]
-    compiled: int
-    reused: int
-    left: int
-    wall_s: float
-    jobs: int
-
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """The text that `meshkit tune --json` prints."""
-        return self.model_dump_json(indent=indent)
-
-
-@dataclass(frozen=True)
-class Told:
-    """Who is told how a search goes.
-
-    Attributes:
-        pruning: number of variants looked at so far.
-        started: candidates that were not ruled out, and how many variants will be compiled.
-        done: an outcome, whether an earlier sitting had it, and the best so far.
-    """
-
-    pruning: Callable[[int], None]
-    started: Callable[[int, int], None]
-    done: Callable[[Outcome, bool, Outcome | None], None]
-
-
-SILENT = Told(lambda _: None, lambda *_: None, lambda *_: None)
-
-
-def tune_json_schema() -> dict:
-    """JSON Schema of `tune/1`."""
-    return TuneReport.model_json_schema(mode="serialization")
 
 
 def outcome_of(

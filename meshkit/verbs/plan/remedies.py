@@ -22,7 +22,7 @@ from meshkit.units import format_bytes, format_seconds
 from meshkit.verbs.plan.bounds import Bounds, pool_bytes
 from meshkit.verbs.plan.outcome import Outcome
 from meshkit.verbs.plan.space import make_space
-from meshkit.verbs.plan.workers import default_jobs, open_workers
+from meshkit.verbs.plan.workers import Settings, open_workers
 
 WANTED = 3
 # Compiles at most; what the closed forms rule out costs none.
@@ -41,7 +41,7 @@ class Change:
 
     group: str
     what: str
-    settings: tuple[str, ...]
+    settings: Settings
     parts: tuple[Change, ...] = ()
 
 
@@ -59,7 +59,7 @@ def find_remedies(
         path, overrides: the experiment.
         jobs: planning processes at a time; None: one for each CPU.
         tries: compiles at most.
-        done: told of every compile.
+        done: hears every outcome.
     """
     experiment = load(path, overrides)
     bounds = Bounds(experiment)
@@ -67,27 +67,28 @@ def find_remedies(
     if not waiting:
         return ()
     found: list[tuple[Change, Outcome]] = []
-    spent, running = 0, 0
-    asked: dict[tuple[str, ...], Change] = {}
-    workers_wanted = jobs or default_jobs()
-    with open_workers(workers_wanted) as workers:
-        while True:
-            while waiting and spent < tries and running < workers_wanted and len(found) + running < WANTED + 1:
-                change = _next(waiting, [c for c, _ in found], list(asked.values()))
-                asked[change.settings] = change
-                workers.submit(str(path), tuple(overrides), change.settings)
-                spent, running = spent + 1, running + 1
-            if not running:
-                break
-            outcome = workers.next()
-            running -= 1
-            done(outcome)
+    asked: dict[Settings, Change] = {}
+    answered = 0
+
+    def choose() -> Settings | None:
+        maybe = len(found) + len(asked) - answered  # those that are being compiled may fit, too
+        if not waiting or len(asked) >= tries or len(found) >= WANTED or maybe > WANTED:
+            return None
+        change = _next(waiting, list(asked.values()))
+        asked[change.settings] = change
+        return change.settings
+
+    def take(outcome: Outcome) -> None:
+        nonlocal answered
+        answered += 1
+        done(outcome)
+        if outcome.fits:
             change = asked[outcome.settings]
-            if outcome.fits:
-                found.append((change, outcome))
-                waiting = [c for c in waiting if c.group != change.group and change not in c.parts]
-            if len(found) >= WANTED and not running:
-                break
+            found.append((change, outcome))
+            waiting[:] = [c for c in waiting if c.group != change.group and change not in c.parts]
+
+    with open_workers(path, overrides, jobs) as workers:
+        workers.run(choose, take)
     found.sort(key=lambda pair: pair[1].time_s or float("inf"))
     return tuple(_part(change, outcome) for change, outcome in found[:WANTED])
 
@@ -185,7 +186,7 @@ def _may_fit(path: str | Path, overrides: Sequence[str], change: Change, bounds:
         return False
 
 
-def _next(waiting: list[Change], found: Sequence[Change], asked: Sequence[Change]) -> Change:
+def _next(waiting: list[Change], asked: Sequence[Change]) -> Change:
     """The next change: of the kind that was asked the least often; two at once after all that are one."""
     counts = {c.group: sum(a.group == c.group for a in asked) for c in waiting}
     change = min(waiting, key=lambda c: (bool(c.parts), counts[c.group], waiting.index(c)))

@@ -6,7 +6,7 @@ more GPUs. Efficiency is tokens per second per GPU relative to the smallest size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from meshkit.config.mesh import MeshAxis
 from meshkit.errors import ConfigError
 from meshkit.report.schema import Part
 from meshkit.verbs.plan.outcome import Outcome
-from meshkit.verbs.plan.workers import open_workers
+from meshkit.verbs.plan.workers import Settings, default_jobs, open_workers
 
 SCALING_SCHEMA = "meshkit.scaling/1"
 SCALING_FILE = "scaling.json"
@@ -199,8 +199,7 @@ def scale(
     sweep: str,
     kind: Kind,
     *,
-    jobs: int,
-    done: Callable[[Outcome], None] = lambda _: None,
+    jobs: int | None = None,
 ) -> ScalingReport:
     """The plans of an experiment at several sizes.
 
@@ -208,8 +207,7 @@ def scale(
         path, overrides: the experiment.
         sweep: `hosts=1,2,4` or `gpus=1,2,4`.
         kind: `weak`: the batch grows with the GPUs; `strong`: it stays.
-        jobs: planning processes at a time.
-        done: told of every size.
+        jobs: planning processes at a time; None: one for each CPU.
 
     Raises:
         ConfigError: no such sweep, or a size that cannot be.
@@ -221,14 +219,10 @@ def scale(
     axis, sizes = sizes_of(experiment, what, numbers, kind)
     for size in sizes:
         load(path, (*overrides, *size.settings))  # what cannot be is said before anything is compiled
-    with open_workers(min(jobs, len(sizes))) as workers:
-        for size in sizes:
-            workers.submit(str(path), tuple(overrides), size.settings)
-        found: dict[tuple[str, ...], Outcome] = {}
-        for _ in sizes:
-            outcome = workers.next()
-            found[outcome.settings] = outcome
-            done(outcome)
+    found: dict[Settings, Outcome] = {}
+    waiting = iter([size.settings for size in sizes])
+    with open_workers(path, overrides, min(jobs or default_jobs(), len(sizes))) as workers:
+        workers.run(lambda: next(waiting, None), lambda outcome: found.update({outcome.settings: outcome}))
     points = _points(sizes, found)
     gpu = experiment.cluster.gpu.key
     return ScalingReport(experiment=experiment.name, gpu=gpu, kind=kind, axis=axis, points=points)

@@ -57,7 +57,7 @@ Options = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
-class Stages:
+class PipelineChoice:
     """How a pipeline runs: `[pipeline]` but for its axis, head and layout."""
 
     microbatches: int
@@ -85,7 +85,7 @@ class Variant:
     each_micro_batch: bool
     remat: Any
     options: Options = ()
-    stages: Stages | None = None
+    stages: PipelineChoice | None = None
 
     def differences(self, other: Variant) -> int:
         """How many choices differ."""
@@ -130,17 +130,17 @@ class Space:
             for accumulate, remat, options in itertools.product(accumulates, self.remats, self.options):
                 yield Variant(mesh, accumulate, each, remat, options)
 
-    def _stages(self, mesh: MeshSpec) -> Iterator[Stages]:
+    def _stages(self, mesh: MeshSpec) -> Iterator[PipelineChoice]:
         """Ways to run a pipeline over a mesh: none where it has no axis for it."""
         ways = next((axis.size for axis in mesh.axes if axis.name == self.pipeline), 1)
         if ways == 1:
             return
         for microbatches, residuals in itertools.product((2 * ways, 4 * ways, 8 * ways, 16 * ways), _RESIDUALS):
-            yield Stages(microbatches, "1f1b", 1, residuals)
+            yield PipelineChoice(microbatches, "1f1b", 1, residuals)
             for chunks in self.virtual_stages:
-                yield Stages(microbatches, "interleaved_1f1b", chunks, residuals)
+                yield PipelineChoice(microbatches, "interleaved_1f1b", chunks, residuals)
 
-    def _remats_within(self, stage: Stages) -> Sequence[Any]:
+    def _remats_within(self, stage: PipelineChoice) -> Sequence[Any]:
         """What layers of a stage may keep: of one that runs again as a whole, all; else it would run a third time."""
         if stage.residuals == "stash":  # only a scan over layers moves what it offloads under other layers
             return [remat for remat in self.remats if not isinstance(remat, RematMix)]
@@ -230,7 +230,7 @@ def make_space(
     train = experiment.train
     pipeline, stages = experiment.pipeline, None
     if pipeline.axis is not None:
-        stages = Stages(pipeline.microbatches, pipeline.schedule, pipeline.virtual_stages, pipeline.residuals)
+        stages = PipelineChoice(pipeline.microbatches, pipeline.schedule, pipeline.virtual_stages, pipeline.residuals)
     base = Variant(experiment.mesh, train.accumulate, False, train.remat, stages=stages)
     accumulates = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= train.global_batch]
     return Space(

@@ -1,35 +1,35 @@
-"""Processes that plan variants at the same time, each its own compiler.
+"""Processes that plan variants at the same time, each its own compiler: `python -m meshkit.verbs.plan.workers`.
 
 XLA can die of a program, and a machine can run out of memory: then the variant is lost, and a new process goes on.
+
+A process reads one request a line on stdin, `{"experiment": PATH, "overrides": [...], "settings": [...]}`, and answers
+each with one line on stdout, an Outcome. Whatever else would be printed goes to stderr. It ends with stdin, or its
+parent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import ctypes
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from meshkit.verbs.plan.outcome import Outcome
+from meshkit.errors import MeshkitError
+from meshkit.verbs.plan.outcome import Outcome, outcome_of
 
+COMMAND = ("-m", "meshkit.verbs.plan.workers")  # beyond the interpreter
 
-@dataclass(frozen=True)
-class _Request:
-    experiment: str
-    overrides: tuple[str, ...]
-    settings: tuple[str, ...]
-
-
-COMMAND = ("-m", "meshkit.verbs.plan.plan_worker")  # beyond the interpreter
+Settings = tuple[str, ...]
 
 
 def default_jobs() -> int:
@@ -41,23 +41,43 @@ class Workers:
     """A pool of planning processes.
 
     Args:
-        jobs: how many.
+        experiment, overrides: the file, and what is laid over it below the settings of every variant.
+        jobs: how many processes; None: one for each CPU.
         log: a file for what they say on stderr; None throws it away.
     """
 
-    def __init__(self, jobs: int, log: Path | None = None):
-        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+    def __init__(
+        self, experiment: str | Path, overrides: Sequence[str], jobs: int | None = None, log: Path | None = None
+    ):
+        self.jobs = jobs or default_jobs()
+        self._request = {"experiment": str(experiment), "overrides": list(overrides)}
+        self._requests: queue.SimpleQueue[Settings | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._log = log.open("ab") if log else None
         self._processes: dict[int, subprocess.Popen] = {}
         self._closing = False
-        self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(jobs)]
+        self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(self.jobs)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, experiment: str, overrides: Sequence[str], settings: Sequence[str]) -> None:
-        """Asks for the outcome of an experiment file with overrides laid over it, and settings over those."""
-        self._requests.put(_Request(experiment, tuple(overrides), tuple(settings)))
+    def run(self, choose: Callable[[], Settings | None], take: Callable[[Outcome], None]) -> None:
+        """Plans what `choose` asks for, as many variants at a time as there are processes, and hands over each outcome.
+
+        `choose` is asked whenever a process is free; it ends once that gives None and nothing is being planned.
+        """
+        waiting = 0
+        while True:
+            while waiting < self.jobs and (settings := choose()) is not None:
+                self.submit(settings)
+                waiting += 1
+            if not waiting:
+                return
+            take(self.next())
+            waiting -= 1
+
+    def submit(self, settings: Settings) -> None:
+        """Asks for the outcome of the experiment with settings laid over it."""
+        self._requests.put(settings)
 
     def next(self) -> Outcome:
         """The next outcome, whichever is done first; waits for it."""
@@ -78,16 +98,16 @@ class Workers:
             self._log.close()
 
     def _serve(self, index: int) -> None:
-        while (request := self._requests.get()) is not None and not self._closing:
+        while (settings := self._requests.get()) is not None and not self._closing:
             process = self._processes.get(index) or self._start(index)
             try:
                 assert process.stdin is not None
                 assert process.stdout is not None
-                process.stdin.write(json.dumps(dataclasses.asdict(request)) + "\n")
+                process.stdin.write(json.dumps({**self._request, "settings": settings}) + "\n")
                 process.stdin.flush()
                 outcome = Outcome.model_validate_json(process.stdout.readline())
             except (OSError, ValueError, ValidationError):
-                outcome = self._lost(index, request.settings)
+                outcome = self._lost(index, settings)
             self._answers.put(outcome)
         if process := self._processes.pop(index, None):
             _end(process)
@@ -101,7 +121,7 @@ class Workers:
         self._processes[index] = process
         return process
 
-    def _lost(self, index: int, settings: tuple[str, ...]) -> Outcome:
+    def _lost(self, index: int, settings: Settings) -> Outcome:
         code = _end(self._processes.pop(index))
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return Outcome(settings=settings, status="error", error=f"the planning process died ({how}).")
@@ -119,10 +139,50 @@ def _end(process: subprocess.Popen) -> int:
 
 
 @contextlib.contextmanager
-def open_workers(jobs: int, log: Path | None = None) -> Iterator[Workers]:
+def open_workers(
+    experiment: str | Path, overrides: Sequence[str], jobs: int | None = None, log: Path | None = None
+) -> Iterator[Workers]:
     """Workers that are ended with the block."""
-    workers = Workers(jobs, log)
+    workers = Workers(experiment, overrides, jobs, log)
     try:
         yield workers
     finally:
         workers.close()
+
+
+def main() -> None:
+    """Answers requests until there are no more."""
+    if sys.platform == "linux":  # dies with its parent
+        pr_set_pdeathsig = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and decides
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        outcome = plan_variant(request["experiment"], request["overrides"], tuple(request["settings"]))
+        answers.write(outcome.model_dump_json() + "\n")
+        answers.flush()
+
+
+def plan_variant(experiment: str, overrides: Sequence[str], settings: Settings) -> Outcome:
+    """The outcome of an experiment file with overrides and settings laid over it; an error is an outcome, too."""
+    from meshkit.config.emit import inline
+    from meshkit.config.experiment import load
+    from meshkit.verbs.plan.planner import plan_experiment
+
+    start = time.perf_counter()
+    mesh: dict[str, str] = {}
+    try:
+        loaded = load(experiment, (*overrides, *settings))
+        mesh = {name: inline(value) for name, value in loaded.mesh.to_dict().items()}
+        plan = plan_experiment(loaded)
+    except MeshkitError as e:
+        wall_s = time.perf_counter() - start
+        return Outcome(settings=settings, status="error", mesh=mesh, error=e.message, wall_s=wall_s)
+    wall_s = time.perf_counter() - start
+    return outcome_of(plan.report, settings, mesh, wall_s, plan.compiled.host_peak_bytes)
+
+
+if __name__ == "__main__":
+    main()

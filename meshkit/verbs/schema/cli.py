@@ -42,7 +42,7 @@ def schemas() -> dict[str, Any]:
         return Explanation.model_json_schema(mode="serialization")
 
     def tuning() -> dict:
-        from meshkit.verbs.plan.outcome import tune_json_schema
+        from meshkit.verbs.tune.tune_report import tune_json_schema
 
         return tune_json_schema()
 

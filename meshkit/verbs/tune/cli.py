@@ -42,11 +42,10 @@ def tune(
     with what it gained over the experiment as it is. The global batch stays. Killed, it resumes where it was.
     """
     from meshkit.config.experiment import load
-    from meshkit.verbs.tune.sizes import parse_hosts
     from meshkit.verbs.tune.tune_page import write_tune_html
     from meshkit.verbs.tune.tune_progress import progress_bar
     from meshkit.verbs.tune.tune_views import render
-    from meshkit.verbs.tune.tuner import WINNER_FILE
+    from meshkit.verbs.tune.tuner import WINNER_FILE, Sizes, parse_hosts
     from meshkit.verbs.tune.tuner import tune as run_search
 
     folder = run_folder(out or Path("runs") / f"{load(experiment, set_).name}-tune")
@@ -59,8 +58,7 @@ def tune(
             budget=candidates,
             jobs=jobs,
             axes=names,
-            hosts=parse_hosts(hosts),
-            objective=objective,
+            sizes=Sizes(parse_hosts(hosts), objective),
             progress=told,
         )
     write_tune_html(report, folder / "tune.html")

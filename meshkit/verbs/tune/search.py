@@ -8,20 +8,30 @@ was compiled says by how much the guesses are wrong, of pipelines, of tensor par
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
+import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+
+from pydantic import ValidationError
 
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
 from meshkit.units import format_bytes, format_seconds
 from meshkit.verbs.plan.bounds import Bound, Bounds, host_pool_bytes, pool_bytes
-from meshkit.verbs.plan.outcome import Outcome, PrunedPart
-from meshkit.verbs.plan.space import Space, Stages, Variant
-from meshkit.verbs.plan.workers import Workers
-from meshkit.verbs.tune.journal import Journal
+from meshkit.verbs.plan.outcome import Outcome
+from meshkit.verbs.plan.space import PipelineChoice, Space, Variant
+from meshkit.verbs.plan.workers import Settings, Workers
+from meshkit.verbs.tune.tune_report import PrunedPart
+
+JOURNAL_FILE = "candidates.jsonl"
+_SCHEMA = "meshkit.candidates/1"
 
 # Of the first half of the budget: variants of one mesh.
 _PER_MESH = 3
@@ -113,7 +123,7 @@ def candidates(
 
 def _plainest(space: Space, variant: Variant) -> Variant:
     """A variant of the same mesh that anything else can be laid over: one micro-batch, through a pipeline or not."""
-    stages = Stages(1, "1f1b") if variant.stages else None
+    stages = PipelineChoice(1, "1f1b") if variant.stages else None
     return replace(space.base, mesh=variant.mesh, accumulate=1, each_micro_batch=False, stages=stages)
 
 
@@ -138,11 +148,86 @@ def _bound(
         return e
 
 
+class Journal:
+    """Outcomes of a search by settings, kept as lines of `candidates.jsonl`, so that one that was killed goes on.
+
+    The first line says what was searched: a file of another experiment, or of other versions, is not read. A line is
+    written whole by one call and synced; the torn last line of a process that was killed is cut off.
+
+    Args:
+        folder: of the search; None keeps them in memory.
+        experiment: as it is without settings.
+
+    Raises:
+        ConfigError: the folder holds a search of something else, or a file that is none.
+    """
+
+    def __init__(self, folder: Path | None, experiment: Experiment):
+        self.outcomes: dict[Settings, Outcome] = {}
+        self._path = folder / JOURNAL_FILE if folder else None
+        if self._path is None:
+            return
+        header = _header(experiment)
+        if self._path.exists():
+            self._read(self._path, header)
+        if not self._path.exists() or not self._path.stat().st_size:
+            self._append(json.dumps(header))
+
+    def add(self, outcome: Outcome) -> None:
+        """Keeps an outcome."""
+        self.outcomes[outcome.settings] = outcome
+        self._append(outcome.model_dump_json())
+
+    def _append(self, line: str) -> None:
+        if self._path is None:
+            return
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, line.encode() + b"\n")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _read(self, path: Path, header: Mapping[str, str]) -> None:
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            os.truncate(path, len(whole))
+        lines = whole.splitlines()
+        if not lines:
+            return
+        hint = "another --out, or remove the file"
+        try:
+            found = json.loads(lines[0])
+            if found.get("schema") != _SCHEMA:
+                raise ValueError("no header")
+        except (ValueError, AttributeError):
+            raise ConfigError("this file is no record of a search.", at=str(path), hint=hint) from None
+        other = [name for name, value in header.items() if found.get(name) != value]
+        if other:
+            what = "another experiment" if "experiment" in other else f"another version ({', '.join(other)})"
+            raise ConfigError(f"this folder holds a search of {what}.", at=str(path), hint=hint)
+        for number, line in enumerate(lines[1:], start=2):
+            try:
+                outcome = Outcome.model_validate_json(line)
+            except ValidationError:
+                raise ConfigError("this line is no outcome of a search.", at=f"{path}:{number}", hint=hint) from None
+            if outcome.status != "error":  # what went wrong may not do so again
+                self.outcomes[outcome.settings] = outcome
+
+
+def _header(experiment: Experiment) -> dict[str, str]:
+    versions = {name: metadata.version(name) for name in ("meshkit", "jax", "jaxlib")}
+    text = experiment.to_toml()
+    if experiment.cluster.calibration is not None:
+        text += Path(experiment.cluster.calibration).read_text(encoding="utf-8")
+    return {"schema": _SCHEMA, "experiment": hashlib.sha256(text.encode()).hexdigest()[:16], **versions}
+
+
 class Search:
     """One sitting of a search, of one size of the cluster.
 
     Args:
-        path, overrides: the experiment.
         found: from `candidates`.
         base: its own variant.
         journal: outcomes of this and of earlier sittings.
@@ -153,8 +238,6 @@ class Search:
 
     def __init__(
         self,
-        path: str,
-        overrides: tuple[str, ...],
         found: list[Candidate],
         base: Variant,
         journal: Journal,
@@ -162,14 +245,14 @@ class Search:
         pruned: Pruned,
         wrong: Mapping[Family, list[float]] | None = None,
     ):
-        self._path, self._overrides, self._base = path, overrides, base
+        self._base = base
         self._left = {c.settings: c for c in found if c.settings}
         self._known = {c.settings: c for c in found}
         self._journal, self._budget, self._pruned = journal, budget, pruned
-        self._tried: dict[tuple[str, ...], str] = {}
+        self._tried: dict[Settings, str] = {}
         self._meshes: Counter = Counter()
         self.wrong: defaultdict[Family, list[float]] = defaultdict(list, {k: list(v) for k, v in (wrong or {}).items()})
-        self._done: dict[tuple[str, ...], Outcome] = {}
+        self._done: dict[Settings, Outcome] = {}
         self.reused = 0
 
     @property
@@ -194,37 +277,38 @@ class Search:
         fitting = [o for o in self._done.values() if o.fits and o.time_s is not None]
         return min(fitting, key=lambda o: (o.time_s or 0.0, o.settings), default=None)
 
-    def run(
-        self, workers: Workers, jobs: int, report: Callable[[Outcome, bool], None], *, base_first: bool = True
-    ) -> None:
+    def run(self, workers: Workers, report: Callable[[Outcome, bool], None], *, base_first: bool = True) -> None:
         """Compiles until the budget is spent or nothing is left.
 
         Args:
             workers: that plan.
-            jobs: how many there are.
-            report: told of every outcome, and whether an earlier sitting had it.
-            base_first: whether the experiment as it is begins.
+            report: hears every outcome, and whether an earlier sitting had it.
+            base_first: whether the experiment as it is begins: nothing that must be slower need be compiled.
         """
-        waiting = self._ask(workers, (), "base", report) if base_first else 0
+
+        def take(outcome: Outcome) -> None:
+            candidate = self._known.get(outcome.settings)
+            estimate = candidate.bound.estimate_s if candidate else None
+            outcome = outcome.model_copy(update={"stage": self._tried[outcome.settings], "estimate_s": estimate})
+            self._journal.add(outcome)
+            self._keep(outcome)
+            report(outcome, False)
+
+        def choose() -> Settings | None:
+            while len(self._tried) < self._budget and (chosen := self._choose()) is not None:
+                if not self._is_known(*chosen, report):
+                    return chosen[0]
+            return None
+
+        first = [()] if base_first and not self._is_known((), "base", report) else []
         for settings, outcome in self._journal.outcomes.items():
             if settings in self._left:
-                self._ask(workers, settings, outcome.stage or "estimate", report)
-        while waiting:  # the base first: nothing that must be slower need be compiled
-            waiting = self._receive(workers, waiting, report)
-        while True:
-            while waiting < jobs and len(self._tried) < self._budget:
-                chosen = self._choose()
-                if chosen is None:
-                    break
-                waiting += self._ask(workers, *chosen, report)
-            if not waiting:
-                return
-            waiting = self._receive(workers, waiting, report)
+                self._is_known(settings, outcome.stage or "estimate", report)
+        workers.run(lambda: first.pop() if first else None, take)
+        workers.run(choose, take)
 
-    def _ask(
-        self, workers: Workers, settings: tuple[str, ...], stage: str, report: Callable[[Outcome, bool], None]
-    ) -> int:
-        """Asks for a variant; 0 where an earlier sitting has the answer."""
+    def _is_known(self, settings: Settings, stage: str, report: Callable[[Outcome, bool], None]) -> bool:
+        """Notes that a variant is tried; whether an earlier sitting has its outcome, which is then kept."""
         self._tried[settings] = stage
         candidate = self._known.get(settings)
         self._left.pop(settings, None)
@@ -235,19 +319,7 @@ class Search:
             self.reused += 1
             self._keep(known)
             report(known, True)
-            return 0
-        workers.submit(self._path, self._overrides, settings)
-        return 1
-
-    def _receive(self, workers: Workers, waiting: int, report: Callable[[Outcome, bool], None]) -> int:
-        outcome = workers.next()
-        candidate = self._known.get(outcome.settings)
-        estimate = candidate.bound.estimate_s if candidate else None
-        outcome = outcome.model_copy(update={"stage": self._tried[outcome.settings], "estimate_s": estimate})
-        self._journal.add(outcome)
-        self._keep(outcome)
-        report(outcome, False)
-        return waiting - 1
+        return known is not None
 
     def _keep(self, outcome: Outcome) -> None:
         self._done[outcome.settings] = outcome
@@ -263,7 +335,7 @@ class Search:
             why = f"{format_seconds(candidate.bound.time_s)} at least, {format_seconds(best.time_s)} is known"
             self._pruned.add("time", lambda c=candidate: c.settings, why)
 
-    def _choose(self) -> tuple[tuple[str, ...], str] | None:
+    def _choose(self) -> tuple[Settings, str] | None:
         """The next variant, and why it is next."""
         if not self._left:
             return None

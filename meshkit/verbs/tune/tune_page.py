@@ -8,7 +8,8 @@ from pathlib import Path
 from meshkit.report.views.charts import FONT
 from meshkit.report.views.page import cells, chart, section, table, write_page
 from meshkit.units import GIB, format_bytes, format_percent, format_seconds
-from meshkit.verbs.plan.outcome import Outcome, TuneReport, mesh_text
+from meshkit.verbs.plan.outcome import Outcome, mesh_text
+from meshkit.verbs.tune.tune_report import TuneReport
 from meshkit.verbs.tune.tune_views import COLUMNS, RULE_WORDS, best_first, cells_of, what_text
 
 SIZE_SYMBOLS = ("circle", "square", "triangle-up", "diamond", "pentagon")  # the experiment's own size first

@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from meshkit.units import format_seconds
-from meshkit.verbs.plan.outcome import Outcome, Told
+from meshkit.verbs.plan.outcome import Outcome
+from meshkit.verbs.tune.tune_report import SearchProgress
 
 _OFTEN = 50
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Told]:
+def progress_bar(console: Console) -> Iterator[SearchProgress]:
     """What to tell a search; where there is no terminal, one line for every variant."""
     columns = (
         TextColumn("{task.description}"),
@@ -46,7 +47,7 @@ def progress_bar(console: Console) -> Iterator[Told]:
             if not shown:
                 console.print(_line(outcome, known), highlight=False, soft_wrap=True)
 
-        yield Told(looked_at, started, done)
+        yield SearchProgress(looked_at, started, done)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshkit.units import format_bytes, format_percent, format_seconds
-from meshkit.verbs.plan.outcome import Outcome, TuneReport, mesh_text
+from meshkit.verbs.plan.outcome import Outcome, mesh_text
+from meshkit.verbs.tune.tune_report import TuneReport
 
 SHOWN = 12
 RULE_WORDS = {

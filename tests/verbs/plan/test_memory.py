@@ -17,6 +17,7 @@ from meshkit.verbs.plan.bounds import Bounds
 from meshkit.verbs.plan.memory import memory_part, nccl_bytes, reserved_memory
 from meshkit.verbs.plan.outcome import Outcome
 from meshkit.verbs.plan.remedies import changes, find_remedies
+from tests.verbs.plan.made_up import MadeUpWorkers
 
 MIB, GIB = 2**20, 2**30
 CONNECTION = 12 * MIB  # 10 MiB to receive, 2 MiB to send: NCCL_DEBUG_SUBSYS=ALLOC, nccl#1685
@@ -206,30 +207,11 @@ def test_three_that_fit_are_kept_the_fastest_first(monkeypatch, fitting):
     experiment = load(LLAMA_8B, overrides)
     group_of = {c.settings: c.group for c in changes(experiment, Bounds(experiment))}
 
-    class Workers:
-        def __init__(self):
-            self.waiting = []
+    def outcome(settings):
+        status = "fits" if group_of[settings] in fitting else "does_not_fit"
+        return Outcome(settings=settings, status=status, time_s=1 / len(str(settings)), peak_bytes=1)
 
-        def submit(self, _path, _overrides, settings):
-            self.waiting.append(settings)
-
-        def next(self):
-            settings = self.waiting.pop(0)
-            fits = group_of[settings] in fitting
-            return Outcome(
-                settings=settings,
-                status="fits" if fits else "does_not_fit",
-                time_s=1 / len(str(settings)),
-                peak_bytes=1,
-            )
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-    monkeypatch.setattr(remedies, "open_workers", lambda _: Workers())
+    MadeUpWorkers(outcome).install(monkeypatch)
     told = []
     found = find_remedies(LLAMA_8B, overrides, jobs=2, done=told.append)
     kinds = [group_of[r.settings] for r in found]
@@ -250,7 +232,7 @@ def test_two_changes_at_once_come_after_all_that_are_one():
     )
     order, waiting = [], list(found)
     while waiting:
-        order.append(remedies._next(waiting, [], order))
+        order.append(remedies._next(waiting, order))
     pairs = [bool(c.parts) for c in order]
     assert pairs == sorted(pairs)
     assert any(pairs)
@@ -262,5 +244,5 @@ _MICRO = ("train.accumulate=2", 'rules.gradients.embed="fsdp"')
 def test_changes_that_cannot_be_enough_are_not_compiled(monkeypatch):
     """Of a GPU with 2 GiB the state of 8B parameters takes more, whatever else is done."""
     monkeypatch.setattr(remedies, "pool_bytes", lambda _: 2 * GIB)
-    monkeypatch.setattr(remedies, "open_workers", lambda _: pytest.fail("a change that cannot be enough is compiled"))
+    monkeypatch.setattr(remedies, "open_workers", lambda *_: pytest.fail("a change that cannot be enough is compiled"))
     assert find_remedies(LLAMA_8B, TIGHT, jobs=1) == ()

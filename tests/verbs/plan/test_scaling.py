@@ -6,9 +6,9 @@ import pytest
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.verbs.plan import scaling
 from meshkit.verbs.plan.outcome import Outcome
 from meshkit.verbs.plan.scaling import growing_axis, parse_sweep, scale, sizes_of
+from tests.verbs.plan.made_up import MadeUpWorkers
 
 TINY = "configs/experiments/mlp.toml"
 FOUR_HOSTS = 'cluster={ name = "dgx_h100", hosts = 4 }'
@@ -96,28 +96,11 @@ def test_efficiency_is_relative_to_the_smallest_size(monkeypatch):
     """Tokens per second per GPU: 100 at 8 GPUs, 95 at 16, 60 at 32; a quarter, half, ... of each step exposed."""
     made_up = {8: (100.0, 0.25), 16: (95.0, 0.3), 32: (60.0, 0.5)}
 
-    class Workers:
-        def __init__(self):
-            self.waiting = []
+    def outcome(settings):
+        rate, exposed = made_up[load(TINY, (*HYBRID, *settings)).cluster.num_gpus]
+        return Outcome(settings=settings, status="fits", time_s=1.0, exposed_s=exposed, tokens_per_s_per_gpu=rate)
 
-        def submit(self, path, overrides, settings):
-            gpus = load(path, (*overrides, *settings)).cluster.num_gpus
-            rate, exposed = made_up[gpus]
-            outcome = Outcome(
-                settings=settings, status="fits", time_s=1.0, exposed_s=exposed, tokens_per_s_per_gpu=rate
-            )
-            self.waiting.append(outcome)
-
-        def next(self):
-            return self.waiting.pop()  # the largest first
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-    monkeypatch.setattr(scaling, "open_workers", lambda _: Workers())
+    MadeUpWorkers(outcome).install(monkeypatch)
     report = scale(TINY, HYBRID, "hosts=1,2,4", "weak", jobs=2)
     assert [p.num_gpus for p in report.points] == [8, 16, 32]
     assert [p.efficiency for p in report.points] == pytest.approx([1.0, 0.95, 0.6])

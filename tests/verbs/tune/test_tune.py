@@ -14,12 +14,13 @@ from meshkit.config.experiment import load
 from meshkit.config.sections import RematMix
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.plan import workers as pool
-from meshkit.verbs.plan.bounds import Bounds
+from meshkit.verbs.plan.bounds import Bounds, host_pool_bytes, pool_bytes
 from meshkit.verbs.plan.outcome import Outcome
-from meshkit.verbs.plan.space import REMATS, Stages, Variant, factorizations, make_space
-from meshkit.verbs.tune.journal import JOURNAL_FILE, Journal
-from meshkit.verbs.tune.search import Pruned, candidates, host_pool_bytes, pool_bytes
-from meshkit.verbs.tune.tuner import pareto, tune
+from meshkit.verbs.plan.space import REMATS, PipelineChoice, Variant, factorizations, make_space
+from meshkit.verbs.tune.search import JOURNAL_FILE, Journal, Pruned, candidates
+from meshkit.verbs.tune.tune_report import pareto
+from meshkit.verbs.tune.tuner import tune
+from tests.verbs.plan.made_up import MadeUpWorkers
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "experiments"
 LLAMA_70B = str(CONFIGS / "llama3_70b.toml")
@@ -88,7 +89,7 @@ def test_a_pipeline_is_a_dimension_once_its_axis_may_have_a_size():
     staged = [v for v in space.variants() if v.stages]
     assert {v.stages.schedule for v in staged} == {"1f1b", "interleaved_1f1b"}
     assert all(v.accumulate == 1 and not v.each_micro_batch for v in staged)
-    found = next(v for v in staged if v.stages == Stages(8, "interleaved_1f1b", 2))
+    found = next(v for v in staged if v.stages == PipelineChoice(8, "interleaved_1f1b", 2))
     settings = space.settings(found)
     assert 'pipeline.axis="pipeline"' in settings
     assert "pipeline.microbatches=8" in settings
@@ -204,36 +205,10 @@ def made_up(settings, time_s, *, peak=10, fits=True, rows=(), compute_s=None):
     )
 
 
-class MadeUpWorkers:
-    """Workers that plan nothing: a step is as long as `time_s` says of its settings."""
-
-    planned: list
-
-    def __init__(self, time_s):
-        self.time_s, self.waiting, self.planned = time_s, [], []
-
-    def submit(self, _path, _overrides, settings):
-        self.waiting.append(settings)
-
-    def next(self):
-        settings = self.waiting.pop(0)
-        self.planned.append(settings)
-        return made_up(settings, self.time_s(settings))
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
 def plans(monkeypatch):
-    """Replaces the processes by MadeUpWorkers; `plans(time_s)` gives the workers of the next search."""
-
-    def install(time_s):
-        workers = MadeUpWorkers(time_s)
-        monkeypatch.setattr(pool, "Workers", lambda *_: workers)
-        return workers
-
-    return install
+    """Replaces the processes: a step is as long as `time_s` says of its settings."""
+    return lambda time_s: MadeUpWorkers(lambda settings: made_up(settings, time_s(settings))).install(monkeypatch)
 
 
 def by_length(settings):
@@ -310,11 +285,7 @@ def test_what_must_be_slower_than_the_best_is_never_compiled(plans):
 
 
 def test_no_plan_at_all_is_an_error(monkeypatch):
-    class Dead(MadeUpWorkers):
-        def next(self):
-            return Outcome(settings=self.waiting.pop(0), status="error", error="XLA died")
-
-    monkeypatch.setattr(pool, "Workers", lambda *_: Dead(by_length))
+    MadeUpWorkers(lambda settings: Outcome(settings=settings, status="error", error="XLA died")).install(monkeypatch)
     with pytest.raises(RunError, match=r"none of 3 variants could be planned; the first: XLA died"):
         tune(TINY, ON_16, budget=3, jobs=1, axes=AXES)
 
@@ -347,10 +318,10 @@ def test_a_worker_that_dies_costs_its_variant_only(tmp_path, monkeypatch):
         "    print(json.dumps({'settings': settings, 'status': 'fits', 'time_s': 1.0}), flush=True)\n"
     )
     monkeypatch.setattr(pool, "COMMAND", (str(program),))
-    with pool.open_workers(2) as workers:
-        for settings in (["a=1"], ["die=1"], ["b=1"], ["c=1"]):
-            workers.submit("x.toml", (), settings)
-        found = {o.settings: o for o in (workers.next() for _ in range(4))}
+    waiting, found = [("a=1",), ("die=1",), ("b=1",), ("c=1",)], {}
+    with pool.open_workers("x.toml", (), 2) as workers:
+        workers.run(lambda: waiting.pop(0) if waiting else None, lambda o: found.update({o.settings: o}))
+    assert len(found) == 4
     assert found[("die=1",)].error == "the planning process died (signal 9)."
     assert [o.status for s, o in sorted(found.items()) if s != ("die=1",)] == ["fits"] * 3
 

@@ -9,13 +9,12 @@ import pytest
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.report.schema import Report, StepPart, Warning_, WindowPart
-from meshkit.verbs.plan import workers as pool
 from meshkit.verbs.plan.outcome import OutcomeRow, outcome_of
 from meshkit.verbs.plan.plan_warnings import HOST_MEMORY_EXCEEDED
-from meshkit.verbs.tune.reasons import differences, why
-from meshkit.verbs.tune.sizes import parse_hosts
-from meshkit.verbs.tune.tuner import tune
-from tests.verbs.tune.test_tune import AXES, ON_16, TINY, MadeUpWorkers, by_length, made_up
+from meshkit.verbs.tune.tune_report import differences, why
+from meshkit.verbs.tune.tuner import Sizes, parse_hosts, tune
+from tests.verbs.plan.made_up import MadeUpWorkers
+from tests.verbs.tune.test_tune import AXES, ON_16, TINY, made_up
 
 
 def by_gpus(settings):
@@ -24,19 +23,16 @@ def by_gpus(settings):
     return (2 / hosts) ** 0.678 * (1.0 - 0.01 * sum(s.startswith("train.") for s in settings))
 
 
-class SizedWorkers(MadeUpWorkers):
-    def next(self):
-        outcome = super().next()
-        hosts = next((int(s.partition("=")[2]) for s in outcome.settings if s.startswith("cluster.hosts")), 2)
-        return outcome.model_copy(update={"num_gpus": 8 * hosts})
+def sized(settings):
+    hosts = next((int(s.partition("=")[2]) for s in settings if s.startswith("cluster.hosts")), 2)
+    return made_up(settings, by_gpus(settings)).model_copy(update={"num_gpus": 8 * hosts})
 
 
 @pytest.mark.parametrize(("objective", "gpus"), [("time", 16), ("gpu_hours", 8)])
 def test_other_sizes_get_a_share_and_the_objective_says_whose_winner_it_is(monkeypatch, tmp_path, objective, gpus):
-    workers = SizedWorkers(by_gpus)
-    monkeypatch.setattr(pool, "Workers", lambda *_: workers)
+    MadeUpWorkers(sized).install(monkeypatch)
     batch = (*ON_16, "train.global_batch=32")
-    search = {"out": tmp_path, "budget": 12, "jobs": 2, "axes": ["fsdp"], "hosts": (1, 2, 4), "objective": objective}
+    search = {"out": tmp_path, "budget": 12, "jobs": 2, "axes": ["fsdp"], "sizes": Sizes((1, 2, 4), objective)}
     report = tune(TINY, batch, **search)
     assert Counter(o.num_gpus for o in report.outcomes) == {16: 8, 8: 2, 32: 2}
     assert (report.winner.num_gpus, report.base.num_gpus, report.objective) == (gpus, 16, objective)
@@ -47,16 +43,16 @@ def test_other_sizes_get_a_share_and_the_objective_says_whose_winner_it_is(monke
     assert load(tmp_path / "winner.toml").cluster.num_gpus == gpus
     said = [text for text in report.why if "GPU seconds" in text]
     assert said == ([] if objective == "time" else [said[0]])
-    monkeypatch.setattr(pool, "Workers", lambda *_: SizedWorkers(lambda _: 1 / 0))  # a second sitting plans nothing
+    MadeUpWorkers(lambda _: 1 / 0).install(monkeypatch)  # a second sitting plans nothing
     assert tune(TINY, batch, **search).reused == 12
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hosts": (1,), "budget": 2}, "2 variants are too few for 2 sizes"),
-        ({"objective": "cost"}, "'cost' is no objective"),
-        ({"hosts": (0,)}, "no cluster of 0 hosts: .*hosts"),
+        ({"sizes": Sizes((1,)), "budget": 2}, "2 variants are too few for 2 sizes"),
+        ({"sizes": Sizes(objective="cost")}, "'cost' is no objective"),
+        ({"sizes": Sizes((0,))}, "no cluster of 0 hosts: .*hosts"),
     ],
 )
 def test_a_size_that_cannot_be_is_refused(options, message):
@@ -104,14 +100,12 @@ def test_the_reason_names_the_collective_that_went_away(monkeypatch):
             axes=axes, link=link, collective="all-gather", dtype="bf16", count=1, time_s=exposed, exposed_s=exposed
         )
 
-    class Two(MadeUpWorkers):
-        def next(self):
-            settings = self.waiting.pop(0)
-            slow = row(("fsdp",), "infiniband", 0.5)
-            rows = (row(("fsdp",), "nvlink", 0.1),) if settings else (slow, row(("fsdp",), "nvlink", 0.1))
-            return made_up(settings, 0.6 if settings else 1.1, compute_s=0.5, rows=rows)
+    def outcome(settings):
+        slow = row(("fsdp",), "infiniband", 0.5)
+        rows = (row(("fsdp",), "nvlink", 0.1),) if settings else (slow, row(("fsdp",), "nvlink", 0.1))
+        return made_up(settings, 0.6 if settings else 1.1, compute_s=0.5, rows=rows)
 
-    monkeypatch.setattr(pool, "Workers", lambda *_: Two(by_length))
+    MadeUpWorkers(outcome).install(monkeypatch)
     report = tune(TINY, ON_16, budget=2, jobs=1, axes=AXES)
     assert report.why == (
         "a step takes 600 ms instead of 1.10 s (-45.5 %).",

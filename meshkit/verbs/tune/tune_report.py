@@ -1,22 +1,120 @@
-"""Why the winner wins: what of the step it saved, in seconds, and which exposed collective went away.
+"""What a search found, as `tune/1`: every outcome, the winner, and why it wins.
 
 outcomes of the experiment as it is and of the winner -> differences -> sentences
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+from pydantic import Field
+
+from meshkit.report.schema import Part
 from meshkit.report.views.words import axes_text
 from meshkit.units import format_bytes, format_percent, format_seconds
-from meshkit.verbs.plan.outcome import DifferencePart, Outcome, OutcomeRow
+from meshkit.verbs.plan.outcome import Outcome, OutcomeRow
 
+TUNE_SCHEMA = "meshkit.tune/1"
 # Differences below this share of the step are left out of what says why, but for the largest.
 _NOTABLE = 0.005
 # A collective of which less than this share is still exposed went away.
 _GONE = 0.1
 # A collective that is exposed for less than this share of the step is no reason.
 _WORTH_NAMING = 1e-4
+
+
+class PrunedPart(Part):
+    """Variants that one closed form ruled out, and an example of why."""
+
+    rule: str
+    count: int
+    example: str | None = None
+
+
+class DifferencePart(Part):
+    """A quantity of the experiment as it is and of the winner, in seconds a step, and what was saved of it."""
+
+    name: str
+    base_s: float | None
+    winner_s: float | None
+    saved_s: float
+
+
+class TuneReport(Part):
+    """What a search found.
+
+    Attributes:
+        num_gpus: of the experiment; an outcome of another size has its own.
+        objective: of the winner, `time` (at the experiment's size) or `gpu_hours` (of any size).
+        base: the experiment as it is.
+        winner: the best that fits; None where none does.
+        why: one sentence each: what the winner has gained, and where.
+        differences: compute, and every row of communication, the largest saving first.
+        pareto: indices into `outcomes`: no other fits that is faster with no more memory and no more GPUs.
+        space: variants before pruning.
+        compiled: variants compiled, in this and in earlier sittings; `reused` of them in earlier ones.
+        left: variants that nothing ruled out, and that were not compiled.
+        wall_s: of this sitting.
+    """
+
+    schema_: Literal["meshkit.tune/1"] = Field(default=TUNE_SCHEMA, alias="schema")
+    experiment: str
+    gpu: str
+    num_gpus: int
+    global_batch: int
+    objective: str = "time"
+    base: Outcome
+    winner: Outcome | None
+    winner_is_base: bool
+    why: tuple[str, ...]
+    differences: tuple[DifferencePart, ...]
+    outcomes: tuple[Outcome, ...]
+    pareto: tuple[int, ...]
+    space: int
+    pruned: tuple[PrunedPart, ...]
+    compiled: int
+    reused: int
+    left: int
+    wall_s: float
+    jobs: int
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The text that `meshkit tune --json` prints."""
+        return self.model_dump_json(indent=indent)
+
+
+@dataclass(frozen=True)
+class SearchProgress:
+    """What hears how a search goes."""
+
+    pruning: Callable[[int], None]  # number of variants looked at so far
+    started: Callable[[int, int], None]  # candidates that were not ruled out; how many variants will be compiled
+    done: Callable[[Outcome, bool, Outcome | None], None]
+    """An outcome, whether an earlier sitting had it, and the best so far."""
+
+
+SILENT = SearchProgress(lambda _: None, lambda *_: None, lambda *_: None)
+
+
+def tune_json_schema() -> dict:
+    """JSON Schema of `tune/1`."""
+    return TuneReport.model_json_schema(mode="serialization")
+
+
+def pareto(outcomes: Sequence[Outcome]) -> tuple[int, ...]:
+    """Indices of outcomes that fit and that no other beats in time, memory and GPUs at once; the fastest first."""
+    found: list[int] = []
+    fitting = [i for i, o in enumerate(outcomes) if o.fits and o.time_s is not None]
+    for i in sorted(fitting, key=lambda i: _costs(outcomes[i])):
+        if not any(all(a <= b for a, b in zip(_costs(outcomes[j]), _costs(outcomes[i]))) for j in found):
+            found.append(i)
+    return tuple(found)
+
+
+def _costs(outcome: Outcome) -> tuple[float, int, int]:
+    return outcome.time_s or 0.0, outcome.peak_bytes or 0, outcome.num_gpus or 0
 
 
 def differences(base: Outcome, winner: Outcome) -> tuple[DifferencePart, ...]:

@@ -1,0 +1,29 @@
+"""Workers that plan nothing: an outcome is what a function says of the settings."""
+
+from meshkit.verbs.plan import workers as pool
+
+
+class MadeUpWorkers(pool.Workers):
+    def __init__(self, outcome):
+        self.outcome, self.jobs, self.waiting, self.planned = outcome, 1, [], []
+
+    def install(self, monkeypatch):
+        """In the place of the next pools' processes."""
+
+        def open_pool(_experiment, _overrides, jobs=None, _log=None):
+            self.jobs = jobs or 2
+            return self
+
+        monkeypatch.setattr(pool, "Workers", open_pool)
+        return self
+
+    def submit(self, settings):
+        self.waiting.append(settings)
+
+    def next(self):
+        settings = self.waiting.pop(0)
+        self.planned.append(settings)
+        return self.outcome(settings)
+
+    def close(self):
+        pass
