@@ -1,6 +1,6 @@
-"""TOML text of plain tables: what the `experiment.toml` of a run and the values in errors are written with.
+"""TOML text of plain tables: documents such as the `experiment.toml` of a run, and values on one line in errors.
 
-The standard library reads TOML and does not write it; this is the writer, property-tested against `tomllib`.
+tomlkit writes documents. The one-line form is our own, since a hint shows any value, also one that is no TOML.
 `None` has no TOML form: a key whose value is None is left out.
 """
 
@@ -18,9 +18,25 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f
 
 def to_toml(table: Mapping[str, Any]) -> str:
     """A table as a TOML document: plain keys first, then one `[section]` for each table below."""
-    lines: list[str] = []
-    _write_table(lines, (), table)
-    return "\n".join(lines).strip("\n") + "\n"
+    import tomlkit  # takes longer to import than an experiment to load
+
+    def fill(section: Any, table: Mapping[str, Any], sections: Sequence[str]) -> Any:
+        for key, item in table.items():
+            if key not in sections and item is not None:
+                section.append(tomlkit.key(key), tomlkit.value(inline(item)))
+        if sections and not section:
+            section.add(tomlkit.nl())
+        for key in sections:
+            if isinstance(table[key], Mapping):
+                below = fill(tomlkit.table(False), table[key], _sections_of(table[key]))
+            else:
+                below = tomlkit.aot()
+                for element in table[key]:
+                    below.append(fill(tomlkit.table(), element, _sections_of(element)))
+            section.append(tomlkit.key(key), below)
+        return section
+
+    return tomlkit.dumps(fill(tomlkit.document(), table, _tables_at_the_end(table))).removeprefix("\n")
 
 
 def inline(value: Any) -> str:
@@ -77,26 +93,14 @@ def _is_small(value: Any) -> bool:
     return isinstance(value, Mapping) and len(value) <= 3 and not any(isinstance(v, nested) for v in value.values())
 
 
-def _section_keys(path: tuple[str, ...], table: Mapping[str, Any]) -> list[str]:
-    """The keys that get a section of their own; none where that would change the order, which means something."""
+def _tables_at_the_end(table: Mapping[str, Any]) -> list[str]:
+    """The keys of tables; none where sections of their own would change the order, which means something."""
     keys = [key for key, item in table.items() if isinstance(item, Mapping) or _is_array_of_tables(item)]
-    if path and all(_is_small(table[key]) for key in keys):
-        return []
     written_last = [key for key in table if table[key] is not None][-len(keys) :] if keys else []
     return keys if keys == written_last else []
 
 
-def _write_table(lines: list[str], path: tuple[str, ...], table: Mapping[str, Any]) -> None:
-    sections = _section_keys(path, table)
-    for key, item in table.items():
-        if key not in sections and item is not None:
-            lines.append(f"{key_text(key)} = {inline(item)}")
-    for key in sections:
-        below, item = (*path, key), table[key]
-        if isinstance(item, Mapping):
-            lines.extend(("", f"[{dotted(below)}]"))
-            _write_table(lines, below, item)
-            continue
-        for element in item:
-            lines.extend(("", f"[[{dotted(below)}]]"))
-            _write_table(lines, below, element)
+def _sections_of(table: Mapping[str, Any]) -> list[str]:
+    """The keys of a section that get one of their own."""
+    keys = _tables_at_the_end(table)
+    return [] if all(_is_small(table[key]) for key in keys) else keys
