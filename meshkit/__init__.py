@@ -8,11 +8,9 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from importlib import metadata
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
     "Cluster": "meshkit.config.cluster",
@@ -96,6 +94,8 @@ __all__ = [
 
 def __getattr__(name: str):
     if name == "__version__":
+        from importlib import metadata  # takes longer than all else here
+
         return metadata.version("meshkit")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'meshkit' has no attribute {name!r}")
@@ -118,21 +118,23 @@ _MOVED = {
 }
 
 
-class _MovedModules(MetaPathFinder, Loader):
+class _MovedModules:
     """Old names of modules, found only where nothing else answers to them."""
 
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname in _MOVED:
-            return ModuleSpec(fullname, self)
+    def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
         is_package = any(name.startswith(f"{fullname}.") for name in _MOVED)
-        return ModuleSpec(fullname, self, is_package=True) if is_package else None
+        loader: Any = self
+        return ModuleSpec(fullname, loader, is_package=is_package) if is_package or fullname in _MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """The usual module."""
 
     def exec_module(self, module: ModuleType) -> None:
         new = _MOVED.get(module.__name__)
         if new is not None:
             warnings.warn(f"{module.__name__} is now {new}; the old name goes with the next release", FutureWarning, 3)
             moved = importlib.import_module(new)
-            module.__getattr__ = lambda name: getattr(moved, name)  # pyright: ignore[reportAttributeAccessIssue]
+            vars(module)["__getattr__"] = lambda name: getattr(moved, name)
 
 
 sys.meta_path.append(_MovedModules())
