@@ -15,7 +15,7 @@ from meshkit.hlo.module import Schedule
 from meshkit.hlo.schedule import Collective
 from meshkit.hlo.shapes import dtype_bits
 from meshkit.lint.findings import Finding
-from meshkit.sharding.strategy import SCALAR_BYTES, Axes, Part, Strategy
+from meshkit.sharding.strategy import SCALAR_BYTES, Axes, Payload, Strategy
 from meshkit.units import format_bytes
 
 SCALARS = "scalars and norms, up to 4 KiB each"
@@ -81,7 +81,13 @@ def collective_findings(rows: Sequence[Explained]) -> list[Finding]:
                 f"is communicated more often than declared; most at {_places(row)}"
             )
         found.append(
-            Finding("unexplained_collective", "warning", f"collective/{row.collective}/{axes}", message, _hint(row))
+            Finding(
+                code="unexplained_collective",
+                severity="warning",
+                path=f"collective/{row.collective}/{axes}",
+                message=message,
+                hint=_hint(row),
+            )
         )
     return found
 
@@ -90,12 +96,12 @@ def rematerialization_findings(compiled: CompiledProgram) -> list[Finding]:
     """Findings about arrays that XLA makes whole on every GPU because it knows no way between two shardings."""
     return [
         Finding(
-            "involuntary_rematerialization",
-            "warning",
-            f"rematerialization/{r.source or r.array}",
-            f"XLA makes {r.array} whole on every GPU for a moment, to go from one sharding to another"
+            code="involuntary_rematerialization",
+            severity="warning",
+            path=f"rematerialization/{r.source or r.array}",
+            message=f"XLA makes {r.array} whole on every GPU for a moment, to go from one sharding to another"
             + (f" at {r.source}" if r.source else ""),
-            'x = meshkit.constrain(x, "act_batch", ...) on both sides of it, or rules that cut both alike',
+            hint='x = meshkit.constrain(x, "act_batch", ...) on both sides of it, or rules that cut both alike',
         )
         for r in compiled.rematerializations
     ]
@@ -110,7 +116,7 @@ def _walk(schedule: Schedule, name: str, times: float) -> Iterator[tuple[Collect
             yield from _walk(schedule, body, times * (i.trip_count or 1))
 
 
-def _parts(c: Collective) -> list[tuple[Part, float]]:
+def _parts(c: Collective) -> list[tuple[Payload, float]]:
     """The arrays of a collective, each with its share of the payload."""
     gathered = c.group_size if c.collective == "all-gather" else 1
     shapes = [(dtype, [int(d) for d in dims.split(",") if d]) for dtype, dims in _SHAPE.findall(c.key.split("|")[3])]
@@ -118,16 +124,16 @@ def _parts(c: Collective) -> list[tuple[Part, float]]:
         shapes = shapes[:1]
     if c.collective == "all-to-all" and len(shapes) > 1:  # one piece for each GPU of the group
         total = sum(math.prod(dims) for _, dims in shapes)
-        return [(Part(c.collective, shapes[0][0], total, 1, c.payload_bytes, c.source), c.payload_bytes)]
+        return [(Payload(c.collective, shapes[0][0], total, 1, c.payload_bytes, c.source), c.payload_bytes)]
     parts = []
     for dtype, dims in shapes:
         elements = math.prod(dims) * gathered
         size = math.ceil(elements * dtype_bits(dtype) / 8)
-        parts.append((Part(c.collective, dtype, elements, len(dims), size, c.source), size))
-    return parts or [(Part(c.collective, c.dtype, 0, 0, c.payload_bytes), c.payload_bytes)]
+        parts.append((Payload(c.collective, dtype, elements, len(dims), size, c.source), size))
+    return parts or [(Payload(c.collective, c.dtype, 0, 0, c.payload_bytes), c.payload_bytes)]
 
 
-def _reason(part: Part, c: Collective, axes: Axes, strategy: Strategy) -> tuple[str | None, float | None, str]:
+def _reason(part: Payload, c: Collective, axes: Axes, strategy: Strategy) -> tuple[str | None, float | None, str]:
     if not axes:  # every group is one GPU
         return WITHIN, None, ""
     if c.payload_bytes <= SCALAR_BYTES:
@@ -140,7 +146,7 @@ def _reason(part: Part, c: Collective, axes: Axes, strategy: Strategy) -> tuple[
     return None, None, _guess(part, c, axes, strategy)
 
 
-def _guess(part: Part, c: Collective, axes: Axes, s: Strategy) -> str:
+def _guess(part: Payload, c: Collective, axes: Axes, s: Strategy) -> str:
     """The likely cause of a collective that nothing explains."""
     names = " x ".join(c.axes)
     weight = s.weight_of(part, axes)

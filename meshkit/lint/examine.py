@@ -30,7 +30,7 @@ from meshkit.lint.placements import Subject, lint
 from meshkit.sharding.constrain import Activation, record_activations
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
 from meshkit.sharding.resolve import Placed, placements
-from meshkit.sharding.strategy import Stages, Strategy, make_weights
+from meshkit.sharding.strategy import StageRuns, Strategy, make_weights
 from meshkit.step.state import HOST_MEMORY
 from meshkit.step.train_step import TrainProgram
 
@@ -122,12 +122,12 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
     return Examined(experiment, subject, strategy)
 
 
-def _stages(experiment: Experiment, program: TrainProgram) -> Stages | None:
+def _stages(experiment: Experiment, program: TrainProgram) -> StageRuns | None:
     pipe, count = program.pipeline, experiment.pipeline.microbatches
     if pipe is None:
         return None
     s, v = pipe.stack.stages, pipe.stack.virtual_stages
-    return Stages(pipe.axis, count, count * v + s - 1, count + v * s, pipe.stack.chunk_layers, pipe.stack.layers)
+    return StageRuns(pipe.axis, count, count * v + s - 1, count + v * s, pipe.stack.chunk_layers, pipe.stack.layers)
 
 
 def _state_bytes(program: TrainProgram) -> int:

@@ -1,10 +1,9 @@
-"""What a lint says: findings, the allow list that silences them, and what each mesh axis is for."""
+"""What a lint says: findings, and the allow list that silences them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -13,13 +12,13 @@ from rich.text import Text
 from meshkit.config.rules import path_pattern
 from meshkit.config.sections import AllowTable
 from meshkit.errors import ConditionError
+from meshkit.report.parts import Part
 
 Severity = Literal["error", "warning", "note"]
 SEVERITY_COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(Part):
     """Something that is legal and probably not meant."""
 
     code: str  # of its class, e.g. `idle_axis`
@@ -27,12 +26,8 @@ class Finding:
     path: str  # what it is about: a parameter's path, a logical or mesh axis, `collective/<kind>/<axes>`
     message: str  # one sentence with the numbers
     hint: str | None = None  # what to do, where possible a line of TOML
-    reason: str | None = None  # why it is allowed, where the experiment's allow list silences it
-
-    @property
-    def allowed(self) -> bool:
-        """Whether the allow list silences it."""
-        return self.reason is not None
+    allowed: bool = False  # whether the experiment's allow list silences it
+    reason: str | None = None  # why it is allowed
 
 
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
@@ -58,24 +53,24 @@ def apply_allow_list(
         ]
         used.update(matching)
         if matching and f.severity != "error":
-            allowed.append(replace(f, reason=allow[matching[0]].reason))
+            allowed.append(f.model_copy(update={"allowed": True, "reason": allow[matching[0]].reason}))
         else:
             kept.append(f)
     idle = [a for i, a in enumerate(allow) if i not in used and a.code not in set(unchecked)]
     kept += [
         Finding(
-            "unused_allow",
-            "note",
-            f"lint/allow/{a.code}/{a.path}",
-            f"the allow entry for {a.code} at '{a.path}' silences nothing",
-            "remove the entry, or correct its code or path",
+            code="unused_allow",
+            severity="note",
+            path=f"lint/allow/{a.code}/{a.path}",
+            message=f"the allow entry for {a.code} at '{a.path}' silences nothing",
+            hint="remove the entry, or correct its code or path",
         )
         for a in idle
     ]
     return sort_findings(kept), allowed
 
 
-def check_strict(findings: Iterable[Any]) -> None:
+def check_strict(findings: Iterable[Finding]) -> None:
     """Stops if any finding is more than a note.
 
     Raises:
@@ -91,7 +86,7 @@ def check_strict(findings: Iterable[Any]) -> None:
         )
 
 
-def finding_lines(f: Any) -> Iterator[RenderableType]:
+def finding_lines(f: Finding) -> Iterator[RenderableType]:
     """Its class and place, what is wrong, and what to do."""
     yield Text.assemble((f"{f.severity} {f.code}", SEVERITY_COLOURS[f.severity]), f" at {f.path}")
     yield Padding(Text(f.message), (0, 0, 0, 2))

@@ -90,12 +90,12 @@ def _too_large(s: Subject) -> Iterator[Finding]:
     free = [a for a, size in s.sizes.items() if size > 1 and a not in s.cut_by]
     more = f"rules that cut the parameters over {_names(free)} too" if free else "more GPUs"
     yield Finding(
-        "state_too_large",
-        "error",
-        "state",
-        f"parameters, optimizer state and the like take {format_bytes(s.state_bytes)} on each GPU, more than the "
-        f"{format_bytes(s.pool_bytes)} that the step may have",
-        f'{more}, or [optimizer] memory = "host"',
+        code="state_too_large",
+        severity="error",
+        path="state",
+        message=f"parameters, optimizer state and the like take {format_bytes(s.state_bytes)} on each GPU, more than "
+        f"the {format_bytes(s.pool_bytes)} that the step may have",
+        hint=f'{more}, or [optimizer] memory = "host"',
     )
 
 
@@ -107,12 +107,12 @@ def _unmatched(s: Subject) -> Iterator[Finding]:
         if p.rule != "none" or math.prod(p.shape) <= 1:
             continue
         yield Finding(
-            "unmatched_parameter",
-            "warning" if s.cut_by else "note",
-            p.path,
-            f"{p.path} {list(p.shape)} has no dim names and no rule is about it, so every GPU holds all of it "
+            code="unmatched_parameter",
+            severity="warning" if s.cut_by else "note",
+            path=p.path,
+            message=f"{p.path} {list(p.shape)} has no dim names and no rule is about it, so every GPU holds all of it "
             f"({format_bytes(placed_bytes(p))})",
-            _override_hint(s, p),
+            hint=_override_hint(s, p),
         )
 
 
@@ -134,12 +134,12 @@ def _replicated(s: Subject) -> Iterator[Finding]:
         saved = each - each // (s.sizes[best[0]] if best else s.pieces(missing))
         what = "is whole on every GPU" if not own else f"is not cut by {_names(missing)}, which cuts others"
         yield Finding(
-            "replicated_parameter",
-            "warning",
-            p.path,
-            f"{p.path} {list(p.shape)} {what}: {format_bytes(each)} each, of which {format_bytes(saved)} are wasted"
-            + (f"; mesh axis '{best[0]}' ({s.sizes[best[0]]}) divides dim {best[1]}" if best else ""),
-            _override_hint(s, p),
+            code="replicated_parameter",
+            severity="warning",
+            path=p.path,
+            message=f"{p.path} {list(p.shape)} {what}: {format_bytes(each)} each, of which {format_bytes(saved)} are "
+            "wasted" + (f"; mesh axis '{best[0]}' ({s.sizes[best[0]]}) divides dim {best[1]}" if best else ""),
+            hint=_override_hint(s, p),
         )
 
 
@@ -159,14 +159,14 @@ def _uneven(s: Subject) -> Iterator[Finding]:
             costs = each * s.pieces(kept) / size * (padded - size) / ways
             name = a.logical_axes[dim]
             yield Finding(
-                "axis_left_out",
-                "warning",
-                str(name),
-                f"dim {dim} ('{name}') of activation {list(a.shape)} has size {size}, which the {ways} GPUs of mesh "
-                f"axis {_names(axes)} do not divide, so {_names(x for x in axes if x not in kept)} is left out and "
-                f"each GPU holds {format_bytes(int(each))}; padding to {padded} would cost "
+                code="axis_left_out",
+                severity="warning",
+                path=str(name),
+                message=f"dim {dim} ('{name}') of activation {list(a.shape)} has size {size}, which the {ways} GPUs of "
+                f"mesh axis {_names(axes)} do not divide, so {_names(x for x in axes if x not in kept)} is left out "
+                f"and each GPU holds {format_bytes(int(each))}; padding to {padded} would cost "
                 f"{format_bytes(int(costs))} a GPU",
-                f"a size that {ways} divides ({padded}), or {name} = {_plain(kept)} in [rules.logical]",
+                hint=f"a size that {ways} divides ({padded}), or {name} = {_plain(kept)} in [rules.logical]",
             )
 
 
@@ -185,28 +185,30 @@ def _never_used(s: Subject) -> Iterator[Finding]:
             continue
         near = difflib.get_close_matches(name, [str(n) for n in known if n], n=1)
         yield Finding(
-            "rule_never_used",
-            "warning",
-            name,
-            f"the rule for '{name}' in [rules.{kind}] matches no dim of the model",
-            f"did you mean '{near[0]}'? Else remove the row" if near else f"remove {name} from [rules.{kind}]",
+            code="rule_never_used",
+            severity="warning",
+            path=name,
+            message=f"the rule for '{name}' in [rules.{kind}] matches no dim of the model",
+            hint=f"did you mean '{near[0]}'? Else remove the row" if near else f"remove {name} from [rules.{kind}]",
         )
     paths = [p.path for p in (*s.parameters, *s.others)]
     for pattern, _ in s.rules.overrides:
         if not any(path_pattern(pattern).fullmatch(path) for path in paths):
             near = difflib.get_close_matches(pattern, paths, n=1, cutoff=0.5)
             yield Finding(
-                "rule_never_used",
-                "warning",
-                pattern,
-                f"the override for path '{pattern}' matches none of the model's {len(paths)} arrays",
-                f'path = "{near[0]}"' if near else "remove the override",
+                code="rule_never_used",
+                severity="warning",
+                path=pattern,
+                message=f"the override for path '{pattern}' matches none of the model's {len(paths)} arrays",
+                hint=f'path = "{near[0]}"' if near else "remove the override",
             )
     if isinstance(s.rules.auto, AutoRule) and not any(p.rule == "auto" for p in (*s.parameters, *s.others)):
         message = (
             "[rules.auto] is about arrays without dim names, and every array of the model has names or an override"
         )
-        yield Finding("rule_never_used", "warning", "auto", message, "remove [rules.auto]")
+        yield Finding(
+            code="rule_never_used", severity="warning", path="auto", message=message, hint="remove [rules.auto]"
+        )
 
 
 def _duplicates(s: Subject) -> Iterator[Finding]:
@@ -218,12 +220,12 @@ def _duplicates(s: Subject) -> Iterator[Finding]:
         if matched and all(path in taken for path in matched):
             first = taken[matched[0]]
             yield Finding(
-                "duplicate_rule",
-                "warning",
-                pattern,
-                f"the override for path '{pattern}' never applies: '{first}', which comes first, matches "
+                code="duplicate_rule",
+                severity="warning",
+                path=pattern,
+                message=f"the override for path '{pattern}' never applies: '{first}', which comes first, matches "
                 f"{'it' if len(matched) == 1 else f'all {len(matched)} arrays that it matches'}",
-                f"remove it, or put it before '{first}'",
+                hint=f"remove it, or put it before '{first}'",
             )
         for path in matched:
             taken.setdefault(path, pattern)
@@ -231,11 +233,11 @@ def _duplicates(s: Subject) -> Iterator[Finding]:
         for name, axes in getattr(s.rules, kind).items():
             if name in s.rules.logical and axes == s.rules.logical[name]:
                 yield Finding(
-                    "duplicate_rule",
-                    "warning",
-                    name,
-                    f"[rules.{kind}] {name} = {_plain(axes)} repeats [rules.logical]",
-                    f"remove {name} from [rules.{kind}]",
+                    code="duplicate_rule",
+                    severity="warning",
+                    path=name,
+                    message=f"[rules.{kind}] {name} = {_plain(axes)} repeats [rules.logical]",
+                    hint=f"remove {name} from [rules.{kind}]",
                 )
 
 
@@ -250,12 +252,12 @@ def _crossing(s: Subject) -> Iterator[Finding]:
         what = "every layer's activations" if role == "tensor" else "every routed token, twice a layer,"
         fits = math.gcd(axis.size, domain)
         yield Finding(
-            "axis_crosses_domain",
-            "warning",
-            axis.name,
-            f"{role} axis '{axis.name}' of size {axis.size} crosses {across} NVLink domains of {domain} GPUs: {what} "
-            f"go over InfiniBand",
-            f"[mesh] {axis.name} = {fits}, with the {across} domains on an axis that cuts the batch"
+            code="axis_crosses_domain",
+            severity="warning",
+            path=axis.name,
+            message=f"{role} axis '{axis.name}' of size {axis.size} crosses {across} NVLink domains of {domain} GPUs: "
+            f"{what} go over InfiniBand",
+            hint=f"[mesh] {axis.name} = {fits}, with the {across} domains on an axis that cuts the batch"
             if fits == axis.size
             else f"[mesh] {axis.name} = {fits}, the most that divides it in a domain, and another axis for the rest",
         )
@@ -279,7 +281,7 @@ def _idle(s: Subject) -> Iterator[Finding]:
         hint = f"[rules.logical] act_batch = {_plain(batch)}, or another preset"
         if axis in s.roles.batch:
             hint = 'meshkit.constrain(x, "act_batch", ...) in the model, and a batch that the axis divides'
-        yield Finding("idle_axis", "warning", axis, message, hint)
+        yield Finding(code="idle_axis", severity="warning", path=axis, message=message, hint=hint)
 
 
 def _unconstrained(s: Subject) -> Iterator[Finding]:
@@ -296,11 +298,11 @@ def _unconstrained(s: Subject) -> Iterator[Finding]:
         else "XLA has only the batch itself to follow"
     )
     yield Finding(
-        "unconstrained_activations",
-        "warning" if trapped else "note",
-        "activations",
-        f"act_batch is cut by {_names(batch)} but the model {what}: {why}",
-        'x = meshkit.constrain(x, "act_batch", None, ...) after the embedding and after each block',
+        code="unconstrained_activations",
+        severity="warning" if trapped else "note",
+        path="activations",
+        message=f"act_batch is cut by {_names(batch)} but the model {what}: {why}",
+        hint='x = meshkit.constrain(x, "act_batch", None, ...) after the embedding and after each block',
     )
 
 

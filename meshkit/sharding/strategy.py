@@ -87,7 +87,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Part:
+class Payload:
     """One array of a collective: elements and bytes on one GPU (of an all-gather those of the result), and its op."""
 
     collective: str
@@ -109,12 +109,12 @@ class Term:
 
     words: str  # the reason
     kinds: frozenset[str]  # HLO opcodes it explains
-    fits: Callable[[Part], bool]  # whether an array may be what this term is about
+    fits: Callable[[Payload], bool]  # whether an array may be what this term is about
     bound_bytes: float | None = None  # of all of it in a step; None where there is no closed form
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageRuns:
     """How often a step runs what is in, and what is around, the stages of a pipeline."""
 
     axis: str  # the mesh axis that cuts the layers
@@ -148,7 +148,7 @@ class Strategy:
     local_sgd: str | None = None  # the axis each is about
     compression: str | None = None  # None where it is off
     compressed_bytes: int = 1  # of an element on that wire
-    stages: Stages | None = None  # of the pipeline; None without one. Activations then are those of one microbatch
+    stages: StageRuns | None = None  # of the pipeline; None without one. Activations then are those of one microbatch
 
     def terms(self, over: Axes) -> Iterator[Term]:
         """Every reason to communicate over these axes, the most specific first."""
@@ -173,13 +173,13 @@ class Strategy:
         if over <= self.roles.batch | self.roles.length:
             yield self._rows_for_columns(over)
 
-    def weight_of(self, part: Part, over: Axes) -> Weight | None:
+    def weight_of(self, part: Payload, over: Axes) -> Weight | None:
         """A weight whose elements, whole over these axes, are those of the part."""
         whole = (w for w in self.weights if part.elements in (w.size, w.size // w.stack))
         exact = (w for w in self.weights if part.elements in self._whole(w, over, _KINDS))
         return next(exact, None) or next(whole, None)
 
-    def gathers_whole(self, part: Part, over: Axes) -> bool:
+    def gathers_whole(self, part: Payload, over: Axes) -> bool:
         """Whether a reduction moves a gradient whole although it is kept in shards."""
         return any(part.elements in self._whole(w, over, _KINDS) and over & w.cuts["gradients"] for w in self.weights)
 
@@ -220,7 +220,7 @@ class Strategy:
         kept = {n for w in of if over & w.cuts["gradients"] for n in self._whole(w, over, _KINDS)}
         total = sum(each)
 
-        def fits(p: Part) -> bool:
+        def fits(p: Payload) -> bool:
             if p.collective == ALL_REDUCE and p.elements in kept and p.bytes > _SMALL_BYTES:
                 return False  # twice the bytes of the reduce-scatter that the strategy declares
             combined = p.rank == 1 and p.collective == ALL_REDUCE  # XLA flattens what it combines
@@ -272,10 +272,10 @@ class Strategy:
         of_weights = {n for w in self.weights for n in (w.size, *self._whole(w, over, _KINDS))}
         exact = {math.prod(a.shape) // self._ways(_cut(a) - over) for a in self.activations}
 
-        def within(largest: float) -> Callable[[Part], bool]:
+        def within(largest: float) -> Callable[[Payload], bool]:
             return lambda p: p.elements <= largest
 
-        def gathered(p: Part) -> bool:
+        def gathered(p: Payload) -> bool:
             return p.elements <= whole and (p.elements in exact or p.elements not in of_weights)
 
         names = _names(over)
@@ -361,7 +361,7 @@ class Strategy:
         """Axes that cut activations inside of stages, beside the batch."""
         return self.roles.tensor | self.roles.residual
 
-    def _combined(self, p: Part) -> int:
+    def _combined(self, p: Payload) -> int:
         """Arrays that one may be made of: XLA puts the sums around the layers of a tick into one flat array."""
         return 4 if self.stages and p.rank == 1 else 1
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshkit.lint.contract import collective_findings, explain_collectives
-from meshkit.sharding.strategy import Stages
+from meshkit.sharding.strategy import StageRuns
 from tests.lint import test_contract as contract
 
 TICKS, STAGES, MICROBATCHES = 10, 3, 8  # M + S - 1; a layer each
@@ -21,7 +21,7 @@ def axis(monkeypatch):
 
 
 def explained(*collectives, times=1, logical=None):
-    stages = Stages("pipeline", MICROBATCHES, TICKS, MICROBATCHES + STAGES, chunk_layers=1, layers=contract.LAYERS)
+    stages = StageRuns("pipeline", MICROBATCHES, TICKS, MICROBATCHES + STAGES, chunk_layers=1, layers=contract.LAYERS)
     strategy = contract.strategy({**LAYERS, **(logical or {})}, deferred=frozenset({"data", "fsdp"}), stages=stages)
     whole = replace(strategy, tokens=MICROBATCHES * strategy.tokens)
     return explain_collectives(contract.schedule(*collectives, times=times), whole)

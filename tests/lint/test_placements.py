@@ -252,8 +252,10 @@ def test_axes_that_the_step_cuts_itself_are_not_the_models_to_constrain():
 
 
 FINDINGS = [
-    Finding("idle_axis", "warning", "fsdp", "idle"),
-    Finding("unexplained_collective", "warning", "collective/all-gather/fsdp+tensor", "moved"),
+    Finding(code="idle_axis", severity="warning", path="fsdp", message="idle"),
+    Finding(
+        code="unexplained_collective", severity="warning", path="collective/all-gather/fsdp+tensor", message="moved"
+    ),
 ]
 
 
@@ -283,7 +285,7 @@ def test_an_entry_that_silences_nothing_is_a_note_unless_nobody_looked():
 
 
 def test_errors_cannot_be_allowed_and_come_first():
-    error = Finding("any", "error", "x", "broken")
+    error = Finding(code="any", severity="error", path="x", message="broken")
     kept, allowed = apply_allow_list([*FINDINGS, error], [AllowTable(code="any", reason="no")])
     assert kept[0] == error
     assert allowed == []

@@ -53,18 +53,6 @@ class PlacedPart(Part):
     bytes_per_gpu: int
 
 
-class FindingPart(Part):
-    """Something that is legal and probably not meant; `reason` says why the experiment allows it, if it does."""
-
-    code: str
-    severity: Literal["error", "warning", "note"]
-    path: str
-    message: str
-    hint: str | None
-    allowed: bool
-    reason: str | None
-
-
 class CollectivePart(Part):
     """Collectives of one kind over the same axes for the same reason, in one step on one GPU."""
 
@@ -97,14 +85,14 @@ class Explanation(Part):
     activations: tuple[PlacedPart, ...]
     parameters_bytes_per_gpu: int
     optimizer_bytes_per_gpu: int
-    findings: tuple[FindingPart, ...]
-    allowed: tuple[FindingPart, ...]
+    findings: tuple[Finding, ...]
+    allowed: tuple[Finding, ...]
     collectives: tuple[CollectivePart, ...] | None
     collectives_note: str | None
     placement: PlacementPart | None
 
     @property
-    def failing(self) -> tuple[FindingPart, ...]:
+    def failing(self) -> tuple[Finding, ...]:
         """Findings that `--strict` does not pass."""
         return tuple(f for f in self.findings if f.severity != "note")
 
@@ -143,8 +131,8 @@ def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
         activations=tuple(_activation(a, mesh) for a in examined.activations),
         parameters_bytes_per_gpu=facts.parameters_bytes,
         optimizer_bytes_per_gpu=facts.optimizer_bytes,
-        findings=tuple(map(_finding, lint.findings)),
-        allowed=tuple(map(_finding, lint.allowed)),
+        findings=tuple(lint.findings),
+        allowed=tuple(lint.allowed),
         collectives=None if rows is None else tuple(map(_collective, rows)),
         collectives_note=None if note is None else f"collectives were not checked: {note}",
         placement=_placement(made, experiment) if made is not None else None,
@@ -165,18 +153,6 @@ def why_not_compiled(experiment: Experiment) -> str | None:
 def rules_toml(experiment: Experiment) -> str:
     """The resolved [rules] table of an experiment: what its preset and its own rows come to."""
     return to_toml({"rules": experiment.rules.to_dict()})
-
-
-def _finding(f: Finding) -> FindingPart:
-    return FindingPart(
-        code=f.code,
-        severity=f.severity,
-        path=f.path,
-        message=f.message,
-        hint=f.hint,
-        allowed=f.allowed,
-        reason=f.reason,
-    )
 
 
 def _collective(row: Explained) -> CollectivePart:
