@@ -30,7 +30,8 @@ def doctor(
     Every finding comes with a way out. Exit code 3 if a job would fail or hang here.
     """
     from meshkit.config.experiment import load
-    from meshkit.verbs.doctor.checkup import examine, show
+    from meshkit.verbs.doctor.checkup import examine
+    from meshkit.verbs.doctor.diagnosis import show
 
     loaded = load(experiment, set_) if experiment else None
     diagnosis = examine(loaded, folder=out, gang_timeout_s=timeout if gang else None)

@@ -1,32 +1,29 @@
-"""What `meshkit doctor --json` prints."""
+"""What `meshkit doctor --json` prints, and how it reads in a terminal."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from rich.text import Text
 
+from meshkit.errors import MeshkitError
 from meshkit.redaction import redact
 
 Status = Literal["ok", "warning", "error"]
+_MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("ERROR", "bold red")}
 
 
 class Result(BaseModel):
-    """One check.
-
-    Attributes:
-        check: its name.
-        status: `error` is what makes a job fail or hang; `warning` what makes it slow, or fails later.
-        message: what was found, with the numbers.
-        hint: the way out; None where all is well.
-    """
+    """One check."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     check: str
-    status: Status
-    message: str
-    hint: str | None = None
+    status: Status  # `error` is what makes a job fail or hang; `warning` what makes it slow, or fails later
+    message: str  # what was found, with the numbers
+    hint: str | None = None  # the way out; None where all is well
 
 
 class Diagnosis(BaseModel):
@@ -59,6 +56,23 @@ def warning(check: str, message: str, hint: str) -> Result:
     return Result(check=check, status="warning", message=redact(message), hint=redact(hint))
 
 
+def failed(check: str, problem: MeshkitError, hint: str) -> Result:
+    """A check that ended in an error, which may know the way out better than `hint`."""
+    return error(check, problem.message, problem.hint or hint)
+
+
 def error(check: str, message: str, hint: str) -> Result:
     """A check that found what makes a job fail or hang."""
     return Result(check=check, status="error", message=redact(message), hint=redact(hint))
+
+
+def show(diagnosis: Diagnosis, console: Console) -> None:
+    """Prints one line a check, and the way out below those that found something."""
+    width = max(len(c.check) for c in diagnosis.checks)
+    for c in diagnosis.checks:
+        word, style = _MARKS[c.status]
+        console.print(Text.assemble((f"{word:<8}", style), (f"{c.check:<{width}}  ", "bold"), c.message))
+        if c.hint:
+            console.print(Text(f"{'':<{width + 10}}try {c.hint}", style="dim"))
+    bad, odd = len(diagnosis.errors), sum(c.status == "warning" for c in diagnosis.checks)
+    console.print(f"{diagnosis.host}: {len(diagnosis.checks)} checks, {bad} errors, {odd} warnings")

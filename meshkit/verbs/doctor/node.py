@@ -1,4 +1,4 @@
-"""What the machine has: packages, GPUs and NICs, limits, shared memory, disk."""
+"""What the machine has and the site allows: packages, GPUs and NICs, limits, disk, roots, caches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshkit.compile.preflight import check_compiler, version_of
+from meshkit.compile.store import cache_root, private_folder
+from meshkit.config.site import listed, read_site
 from meshkit.discover.machine import discover
 from meshkit.discover.probe import Probe
 from meshkit.errors import MeshkitError
 from meshkit.units import format_bytes, format_rate
-from meshkit.verbs.doctor.diagnosis import Result, error, ok, warning
+from meshkit.verbs.doctor.diagnosis import Result, error, failed, ok, warning
 
 # Docker's default /dev/shm. NCCL's channels between processes, and data loaders, want far more (NVIDIA/nccl issue 525).
 _SMALL_SHM_BYTES, _GOOD_SHM_BYTES = 64 << 20, 1 << 30
@@ -50,9 +52,8 @@ def check_packages(*, has_gpus: bool = False) -> list[Result]:
         found.append(ok("compiler", "can compile for GPUs, present or absent"))
     except MeshkitError as e:
         graded = error if has_gpus else warning
-        found.append(
-            graded("compiler", f"cannot compile for GPUs: {e.message}", e.hint or "pip install 'meshkit[plan]'")
-        )
+        hint = e.hint or "pip install 'meshkit[plan]'"
+        found.append(graded("compiler", f"cannot compile for GPUs: {e.message}", hint))
     return found
 
 
@@ -67,7 +68,7 @@ def check_hardware(probe: Probe, gpus_expected: int | None = None, nics_expected
     try:
         topology = discover(probe)
     except MeshkitError as e:
-        return [error("gpus", e.message, e.hint or "nvidia-smi, and what it says")]
+        return [failed("gpus", e, "nvidia-smi, and what it says")]
     names = [gpu.name or "a GPU without a name" for gpu in topology.gpus]
     found = []
     if gpus_expected is not None and gpus_expected != len(names) and gpus_expected:
@@ -88,9 +89,8 @@ def check_hardware(probe: Probe, gpus_expected: int | None = None, nics_expected
     up = len(topology.nics) - len(down)
     if nics_expected and topology.nics_listed and up < nics_expected:
         message = f"{up} network adapters are up here, but a host of the experiment's cluster has {nics_expected}."
-        found.append(
-            warning("nics", message, "cluster.nics_per_host, or `ibstat` and /dev/infiniband in the container")
-        )
+        hint = "cluster.nics_per_host, or `ibstat` and /dev/infiniband in the container"
+        found.append(warning("nics", message, hint))
     return found
 
 
@@ -110,7 +110,9 @@ def check_limits(*, has_gpus: bool, shm: Path = Path("/dev/shm")) -> list[Result
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < _GOOD_FILES:
         text = f"{files} open files for a process; hundreds of GPUs want {_GOOD_FILES}."
-        found.append(_graded("open_files", text, f"ulimit -n {_GOOD_FILES}", bad=files < _FEW_FILES, odd=has_gpus))
+        graded = error if files < _FEW_FILES else warning
+        few = files < _FEW_FILES or has_gpus
+        found.append(graded("open_files", text, f"ulimit -n {_GOOD_FILES}") if few else ok("open_files", text))
     else:
         found.append(ok("open_files", "enough open files for a process"))
     found.append(_threads())
@@ -162,10 +164,6 @@ def _threads() -> Result:
     return ok("threads", "enough threads for a process")
 
 
-def _graded(check: str, text: str, hint: str, *, bad: bool = False, odd: bool = False) -> Result:
-    return error(check, text, hint) if bad else warning(check, text, hint) if odd else ok(check, text)
-
-
 def _write_rate(path: Path) -> float:
     """Bytes per second of 64 MiB with fsync."""
     block = os.urandom(1 << 20)
@@ -176,3 +174,36 @@ def _write_rate(path: Path) -> float:
         file.flush()
         os.fsync(file.fileno())
     return _WRITTEN_BYTES / (time.perf_counter() - began)
+
+
+def check_site() -> list[Result]:
+    """The declared roots, and the folder of compiled programs."""
+    return [*_roots(), _cache()]
+
+
+def _roots() -> list[Result]:
+    try:
+        site = read_site()
+    except MeshkitError as e:
+        return [failed("site", e, "model_roots and file_roots, each a list of folders")]
+    said = [
+        f"{what} only from {listed(roots)}"
+        for what, roots in (("models", site.model_roots), ("files", site.file_roots))
+        if roots is not None
+    ]
+    return [ok("site", f"experiments may name {', '.join(said)}")] if said else []
+
+
+def _cache() -> Result:
+    try:
+        root = cache_root()
+    except MeshkitError as e:
+        return failed("compile_cache", e, "MESHKIT_CACHE_BYTES in bytes")
+    if root is None:
+        return warning("compile_cache", "MESHKIT_CACHE=off: every restart compiles again.", "unset MESHKIT_CACHE")
+    folder = root / "compiled"
+    problem = private_folder(folder)
+    if problem:
+        message = f"compiled programs cannot be kept in {folder}: {problem}; every restart compiles again."
+        return warning("compile_cache", message, "MESHKIT_CACHE with a folder of your own (chmod 700)")
+    return ok("compile_cache", f"compiled programs are kept in {folder}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshkit.distributed.environment import read_gang
 from meshkit.errors import MeshkitError
-from meshkit.verbs.doctor.diagnosis import Result, error, ok, warning
+from meshkit.verbs.doctor.diagnosis import Result, error, failed, ok, warning
 
 # NCCL's documentation of environment variables: for debugging, "should not be used in production nor retained in
 # scripts" (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, read 2026-11).
@@ -44,14 +44,11 @@ def check_variables(
         memory_fraction: of the experiment, if there is one.
         interfaces: folder with one entry for each network interface.
     """
-    checks = (
-        _launcher(env),
-        _nccl(env),
-        _sockets(env, interfaces),
-        _memory(env, memory_fraction),
-        _proxies(env),
-    )
-    return [result for found in checks for result in found]
+    found = [*_launcher(env), *_nccl(env), *_sockets(env, interfaces), *_memory(env, memory_fraction)]
+    proxies = sorted(n for n in env if n.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"))
+    if proxies:
+        found.append(ok("proxies", f"{', '.join(proxies)}: left out when the processes of a job meet"))
+    return found
 
 
 def check_xla_flags(env: Mapping[str, str], timeout_s: float = 60) -> list[Result]:
@@ -82,7 +79,7 @@ def _launcher(env: Mapping[str, str]) -> list[Result]:
     try:
         gang = read_gang(env)
     except MeshkitError as e:
-        return [error("launcher", e.message, e.hint or "meshkit launch sets them all")]
+        return [failed("launcher", e, "meshkit launch sets them all")]
     if gang is None:
         return [ok("launcher", "no job of several processes in the environment")]
     return [ok("launcher", f"process {gang.process_id} of {gang.num_processes}, coordinator {gang.coordinator}")]
@@ -164,13 +161,6 @@ def _memory(env: Mapping[str, str], memory_fraction: float | None) -> list[Resul
         message = "TF_FORCE_UNIFIED_MEMORY=1 lets GPU memory spill into the host's, at its bandwidth."
         found.append(warning("memory", message, "unset TF_FORCE_UNIFIED_MEMORY"))
     return found or [ok("memory", "no memory variable that conflicts")]
-
-
-def _proxies(env: Mapping[str, str]) -> list[Result]:
-    proxies = sorted(n for n in env if n.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"))
-    if not proxies:
-        return []
-    return [ok("proxies", f"{', '.join(proxies)}: left out when the processes of a job meet")]
 
 
 def _same(text: str, value: float) -> bool:

@@ -13,8 +13,8 @@ from meshkit.discover.probe import FixtureProbe
 from meshkit.discover.topology import FoundNic, Topology
 from meshkit.errors import ConfigError
 from meshkit.verbs.doctor import node as machine
+from meshkit.verbs.doctor.checkup import check_experiment
 from meshkit.verbs.doctor.diagnosis import Diagnosis
-from meshkit.verbs.doctor.needs import check_experiment
 from meshkit.verbs.doctor.node import check_disk, check_hardware, check_limits, check_packages
 from meshkit.verbs.doctor.variables import check_variables, check_xla_flags
 
@@ -154,14 +154,14 @@ def test_threads_of_a_container(monkeypatch, tmp_path, limit, status):
 
 def test_what_an_experiment_needs():
     experiment = load(ROOT / "configs/experiments/llama_debug_cpu.toml", [])
-    (found,), needed_bytes = check_experiment(experiment)
+    found, needed_bytes = check_experiment(experiment)
     assert (found.status, needed_bytes) == ("ok", None)
     experiment = load(ROOT / "configs/experiments/llama_debug_cpu.toml", ["checkpoint.every=5", "checkpoint.keep=2"])
-    (found,), needed_bytes = check_experiment(experiment)
+    found, needed_bytes = check_experiment(experiment)
     parameters = float(re.search(r"has ([\d.]+) M parameters", found.message)[1]) * 1e6
     assert needed_bytes == pytest.approx(3 * 12 * parameters, rel=0.5e5 / parameters)  # printed to 0.1 M
     wrong_class = ["model.class=models.llama:Nope"]
-    (found,), needed_bytes = check_experiment(load(ROOT / "configs/experiments/llama_debug_cpu.toml", wrong_class))
+    found, needed_bytes = check_experiment(load(ROOT / "configs/experiments/llama_debug_cpu.toml", wrong_class))
     assert (found.status, "Nope" in found.message, needed_bytes) == ("error", True, None)
 
 

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshkit.distributed.roll_call import Attendance
-from meshkit.verbs.doctor import all_reduce as doctor_gang
-from meshkit.verbs.doctor import node_network as network
-from meshkit.verbs.doctor.all_reduce import check_gang
-from meshkit.verbs.doctor.node_network import check_clock, check_network
+from meshkit.verbs.doctor import network
+from meshkit.verbs.doctor.network import check_clock, check_gang, check_network
 from meshkit.verbs.launch.certificates import make_certificates, write_certificates
 from meshkit.verbs.launch.local import free_port
 
@@ -34,13 +32,13 @@ def wrong(results):
     ],
 )
 def test_the_clock(now_s, kept, several, status, says):
-    (found,) = check_clock(several=several, now_s=now_s, kept=kept)
+    found = check_clock(several=several, now_s=now_s, kept=kept)
     assert (found.status, says in found.message) == (status, True)
 
 
 def test_the_kernel_is_asked_about_the_clock():
     assert network._clock_is_kept() in (True, False, None)
-    assert check_clock(several=False)[0].status == "ok"
+    assert check_clock(several=False).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +101,9 @@ def test_certificates(tmp_path):
 )
 def test_clocks_of_a_gang(monkeypatch, clocks, status, says):
     attendance = Attendance(2, {0: "a", 1: "b"}, clocks, {}, {})
-    monkeypatch.setattr(doctor_gang, "call_roll", lambda *_, **__: attendance)
-    monkeypatch.setattr(doctor_gang, "_all_reduce", lambda *_: [])
-    (found,) = check_gang(gang(1, 1))
+    monkeypatch.setattr(network, "call_roll", lambda *_, **__: attendance)
+    monkeypatch.setattr(network, "_all_reduce", lambda *_: None)
+    found, _ = check_gang(gang(1, 1))
     assert (found.check, found.status, says in found.message) == ("roll_call", status, True)
 
 
@@ -118,7 +116,7 @@ def test_clocks_of_a_gang(monkeypatch, clocks, status, says):
     ],
 )
 def test_who_is_missing_in_a_gang_is_named(monkeypatch, attendance, says):
-    monkeypatch.setattr(doctor_gang, "call_roll", lambda *_, **__: attendance)
+    monkeypatch.setattr(network, "call_roll", lambda *_, **__: attendance)
     assert says in wrong(check_gang(gang(1, 1)))[("gang", "error")]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from meshkit.config import site
-from meshkit.verbs.doctor.site_rules import check_site
+from meshkit.verbs.doctor.node import check_site
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,27 @@
-"""How this machine meets others: its name, its ports, its clock, its certificates."""
+"""How this machine and others reach each other: name, ports, clock, certificates; and with --gang whether they do.
+
+    check_gang -> roll call -> child process (all_reduce_child.py) -> joins, all-reduce -> one line of JSON
+
+A child makes the all-reduce, because jax ends a process whose partners are gone.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshkit.distributed.environment import FIRST_PORT, NUM_PORTS, Gang, read_gang
+from meshkit.distributed.environment import FIRST_PORT, NUM_PORTS, Gang, read_gang, split_address
 from meshkit.distributed.join import bind_address, certificates_of
+from meshkit.distributed.roll_call import Attendance, call_roll, wait_for_name
 from meshkit.errors import MeshkitError
-from meshkit.verbs.doctor.diagnosis import Result, error, ok, warning
+from meshkit.verbs.doctor.diagnosis import Result, error, failed, ok, warning
 
 _BUILT = 1_760_000_000  # October 2025: a clock before it is wrong, whatever it says
 _NTP = "chrony or ntpd, on all machines"
@@ -21,6 +29,8 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RESERVED_PORTS = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
 # adjtimex(2): what it returns while nothing keeps the clock, and the size of its argument on 64-bit Linux (208 bytes).
 _TIME_ERROR, _TIMEX_BYTES = 5, 208
+# Time stamps of logs and of SLURM's accounting are of no use beyond it; a message takes a part of it.
+_CLOCK_S = 1.0
 
 
 def check_network(
@@ -39,11 +49,11 @@ def check_network(
         gang = None
     found = [_host_name(gang, several), _port(), *_port_range(ports, reserved, several)]
     if gang is not None and gang.num_processes > 1:
-        found += [*_coordinator(gang), *_certificates(gang)]
-    return [*found, *check_clock(several=several)]
+        found += [*_coordinator(gang), _certificates(gang)]
+    return [*found, check_clock(several=several)]
 
 
-def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None = None) -> list[Result]:
+def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None = None) -> Result:
     """Whether the clock can be right, and whether a time service keeps it.
 
     Args:
@@ -54,14 +64,13 @@ def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None 
     now_s = time.time() if now_s is None else now_s
     if now_s < _BUILT:
         date = time.strftime("%Y-%m-%d", time.gmtime(now_s))
-        return [error("clock", f"the clock says {date}, which is before meshkit was made.", _NTP)]
+        return error("clock", f"the clock says {date}, which is before meshkit was made.", _NTP)
     kept = _clock_is_kept() if kept is None else kept
     if several and kept is False:
-        message = (
-            "no time service keeps this machine's clock; logs, certificates and goodput of several machines need it."
-        )
-        return [warning("clock", message, _NTP)]
-    return [ok("clock", "the clock is kept by a time service" if kept else "the clock is plausible")]
+        need = "logs, certificates and goodput of several machines need it"
+        message = f"no time service keeps this machine's clock; {need}."
+        return warning("clock", message, _NTP)
+    return ok("clock", "the clock is kept by a time service" if kept else "the clock is plausible")
 
 
 def _clock_is_kept() -> bool | None:
@@ -80,14 +89,10 @@ def _host_name(gang: Gang | None, several: bool) -> Result:
         text = f"the name {host} has no address."
         return warning("host_name", text, "/etc/hosts or DNS") if several else ok("host_name", text)
     first = gang is None or gang.process_id == 0
-    if several and first and address.startswith("127.") and not _on_loopback(gang):
+    if several and first and address.startswith("127.") and not (gang and gang.on_loopback):
         message = f"the name {host} means {address} here, so other machines cannot be told it as coordinator."
         return warning("host_name", message, "MESHKIT_COORDINATOR with an address that others reach")
     return ok("host_name", f"{host} is {address}")
-
-
-def _on_loopback(gang: Gang | None) -> bool:
-    return gang is not None and gang.coordinator.startswith(("127.", "localhost:", "[::1]:"))
 
 
 def _port() -> Result:
@@ -125,9 +130,8 @@ def _covers(reserved: str, ours: range) -> bool:
 
 def _coordinator(gang: Gang) -> list[Result]:
     """Process 0: whether it can listen. The others: whether they know its name; it may not listen yet."""
-    host, port = gang.coordinator.rsplit(":", 1)
     try:
-        socket.getaddrinfo(host.strip("[]"), int(port))
+        socket.getaddrinfo(*gang.address)
     except OSError as e:
         message = f"this machine knows no host by the name of the coordinator {gang.coordinator} ({e.strerror})."
         return [error("coordinator", message, "its address, or a name that is in /etc/hosts or DNS here")]
@@ -137,21 +141,84 @@ def _coordinator(gang: Gang) -> list[Result]:
     if bind is None:
         message = f"{gang.coordinator} is no address of this machine, on which process 0 listens; it listens on all."
         return [warning("coordinator", message, "an address of this machine that the others reach")]
-    address = bind.rsplit(":", 1)[0].strip("[]")
+    address = split_address(bind)
     try:
-        socket.create_server((address, int(port)), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+        socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET).close()
     except OSError as e:
         message = f"process 0 cannot listen on {gang.coordinator}: {e.strerror or e}."
         return [error("coordinator", message, "a port that is free on its host")]
     return [ok("coordinator", f"process 0 can listen on {bind}, and on no other interface")]
 
 
-def _certificates(gang: Gang) -> list[Result]:
+def _certificates(gang: Gang) -> Result:
     if gang.mtls is None:
         text = "processes meet in the open: whoever reaches the coordinator's port can join or stop the job (--mtls)"
-        return [ok("mtls", text)]
+        return ok("mtls", text)
     try:
         certificates_of(gang)
     except MeshkitError as e:
-        return [error("mtls", e.message, e.hint or "meshkit launch certificates")]
-    return [ok("mtls", f"the certificates in {gang.mtls} fit each other")]
+        return failed("mtls", e, "meshkit launch certificates")
+    return ok("mtls", f"the certificates in {gang.mtls} fit each other")
+
+
+def check_gang(env: Mapping[str, str], timeout_s: float = 60.0) -> list[Result]:
+    """A roll call and one all-reduce over all processes that the environment names.
+
+    Args:
+        env: of this process, one of the job's.
+        timeout_s: for the others to come, and again for the all-reduce.
+    """
+    try:
+        gang = read_gang(env)
+        if gang is None or gang.num_processes == 1:
+            alone = "the environment names no job of several processes."
+            return [error("gang", alone, "meshkit launch, or srun, around it")]
+        certificates = certificates_of(gang)
+        wait_for_name(gang, timeout_s)
+        attendance = call_roll(gang, timeout_s, bind=bind_address(gang.coordinator), certificates=certificates)
+    except MeshkitError as e:
+        return [failed("gang", e, "meshkit launch sets these variables")]
+    if attendance.problem is not None:
+        return [error("gang", attendance.problem, "the log of that process, or of the machine it should run on")]
+    return [_clocks(attendance), _all_reduce(env, gang, timeout_s)]
+
+
+def _clocks(attendance: Attendance) -> Result:
+    clocks = attendance.clocks_s
+    spread = max(clocks.values()) - min(clocks.values())
+    text = f"{attendance.expected} processes on {len(set(attendance.hosts.values()))} hosts came to the roll call"
+    if spread <= _CLOCK_S:
+        return ok("roll_call", f"{text}; their clocks agree within {spread + 0.05:.1f} s")
+    worst = max(clocks, key=lambda i: abs(clocks[i]))
+    message = f"{text}, but the clock of process {worst} ({attendance.hosts[worst]}) is {clocks[worst]:+.1f} s off."
+    return warning("roll_call", message, "chrony or ntpd on all machines")
+
+
+def _all_reduce(env: Mapping[str, str], gang: Gang, timeout_s: float) -> Result:
+    child = {**env, "MESHKIT_DOCTOR_TIMEOUT": str(timeout_s)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "meshkit.verbs.doctor.all_reduce_child"],
+            env=child,
+            capture_output=True,
+            text=True,
+            timeout=2 * timeout_s + 30,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        message = f"an all-reduce over {gang.num_processes} processes did not end in {2 * timeout_s + 30:g} s."
+        return error("gang", message, "interfaces and firewalls between the machines; NCCL_DEBUG=INFO tells more")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and lines:
+        return _judge(json.loads(lines[-1]), gang.num_processes)
+    last = next((line for line in reversed(done.stderr.splitlines()) if "rror" in line), f"exit {done.returncode}")
+    message = f"all came, but the all-reduce failed; process {gang.process_id} said: {last.strip()[:300]}"
+    return error("gang", message, "the logs of all; NCCL_DEBUG=INFO tells what NCCL tried")
+
+
+def _judge(found: dict, processes: int) -> Result:
+    if found["sum"] != found["wanted"]:
+        message = f"an all-reduce over {found['devices']} devices gave {found['sum']}, not {found['wanted']}."
+        return error("gang", message, "the machine with the wrong GPU: bench each host alone")
+    text = f"{processes} processes with {found['devices']} devices joined in {found['join_s']:.1f} s"
+    return ok("gang", f"{text}; an all-reduce took {found['all_reduce_s']:.1f} s with its set-up")
