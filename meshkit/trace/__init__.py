@@ -1,5 +1,5 @@
-"""Profiler traces: captured, read, aligned, and turned into a Timeline.
+"""What ran: captures of real steps, read back into a Timeline. See README.md.
 
-Enters: XSpace files and what was captured beside them. Leaves: a measured Timeline.
+Enters: a running program, or the files of one that ran. Leaves: a capture's record, and a Trace (measured Timeline).
 May be imported by report and the verbs.
 """

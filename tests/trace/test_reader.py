@@ -81,8 +81,8 @@ def cpu_end(op, started, at):
     return (f"end: {op}", at, at, {"_ct": 1, "_c": int(started * 1000)})
 
 
-def read_one(file, collectives=(), **kwargs):
-    trace = read_trace([file], program(*collectives), **kwargs)
+def read_one(file, collectives=(), **known):
+    trace = read_trace([file], program(*collectives, **known))
     assert len(trace.timeline.steps) == 1
     return trace, trace.timeline.steps[0]
 
