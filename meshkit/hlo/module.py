@@ -12,13 +12,14 @@ import hashlib
 import importlib
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from meshkit.config.mesh import Placement
-from meshkit.errors import ProgramError
+from meshkit.errors import MeshkitError, ProgramError
 from meshkit.hlo.attributes import Attributes, ModuleAttributes, clean_path
 from meshkit.hlo.costs import FREE_CALLS, Cost, CostModel, opcode
 from meshkit.hlo.groups import group_shape, read_groups
@@ -31,7 +32,7 @@ __all__ = [
     "Schedule",
     "load_module",
     "read_collectives",
-    "read_participants",
+    "read_program",
     "read_schedule",
     "source_path",
 ]
@@ -92,32 +93,36 @@ def _hlo_bindings() -> Any:
         return importlib.import_module("jaxlib._jax")
 
 
-def read_collectives(module: Any, placement: Placement) -> dict[str, Collective]:
-    """Every collective of a module by the instruction name under which a trace shows it.
+@dataclass(frozen=True)
+class Program:
+    """A compiled module, read once: its schedule, and what each of its instructions communicates."""
+
+    schedule: Schedule | None
+    """None where this version does not know a form of HLO in it."""
+    collectives: Mapping[str, Collective]
+    """By the instruction name under which a trace shows it."""
+    participants: Mapping[str, np.ndarray]
+    """Collective's name -> partition ids [groups, members], or [pairs, 2] of a permute."""
+
+
+def read_program(module: Any, placement: Placement) -> Program:
+    """What a trace of a compiled HloModule, of any backend, is read with.
 
     Args:
-        module: a compiled HloModule, of any backend.
+        module: as the runtime has it.
         placement: partition id -> place on the mesh and in NVLink domains.
     """
     reader = _Reader(module, placement)
-    found: dict[str, Collective] = {}
-    inside: dict[str, Collective] = {}
-    for i in (i for _, instructions in reader.walk() for i in instructions):
-        collectives = reader.collectives(i)
-        if collectives:
-            found[i.name] = collectives[0]
-            inside |= {inner.name: c for inner, c in zip(reader.communicating(i), collectives)}
-    return inside | found  # a trace may name what an async start wraps
+    try:
+        schedule = reader.schedule()
+    except MeshkitError:
+        schedule = None  # the collectives can still be read
+    return Program(schedule, *reader.communication())
 
 
-def read_participants(module: Any, placement: Placement) -> dict[str, np.ndarray]:
-    """Who takes part in each collective: its name -> partition ids [groups, members], or [pairs, 2] of a permute."""
-    reader = _Reader(module, placement)
-    found: dict[str, np.ndarray] = {}
-    for i in (i for _, instructions in reader.walk() for i in instructions):
-        for inner, collective in zip(reader.communicating(i), reader.collectives(i)):
-            found[collective.name] = reader.groups(inner)
-    return found
+def read_collectives(module: Any, placement: Placement) -> dict[str, Collective]:
+    """Every collective of a module; see `Program`."""
+    return _Reader(module, placement).communication()[0]
 
 
 def read_schedule(module: Any, placement: Placement) -> Schedule:
@@ -126,12 +131,7 @@ def read_schedule(module: Any, placement: Placement) -> Schedule:
     Raises:
         ProgramError: a form of HLO that this version does not know.
     """
-    reader = _Reader(module, placement)
-    computations = {
-        name: tuple(read for i in instructions for read in reader.instructions(i))
-        for name, instructions in reader.walk()
-    }
-    return Schedule(module.name, computations, reader.entry, _fingerprint(module), dict(reader.notes))
+    return _Reader(module, placement).schedule()
 
 
 def source_path(text: str) -> str:
@@ -150,6 +150,7 @@ def _fingerprint(module: Any) -> str:
 
 class _Reader:
     def __init__(self, module: Any, placement: Placement):
+        self._module = module
         self.computations = {c.name: c for c in module.computations()}
         self.placement = placement
         self.notes: dict[str, list[str]] = {}
@@ -174,6 +175,28 @@ class _Reader:
             instructions = [by_name[n] for n in self._attributes.order(name)]
             yield name, instructions
             pending += [body for i in instructions for body in self._bodies(i)]
+
+    def schedule(self) -> Schedule:
+        """Every computation that runs, as instructions."""
+        computations = {
+            name: tuple(read for i in instructions for read in self.instructions(i))
+            for name, instructions in self.walk()
+        }
+        return Schedule(self._module.name, computations, self.entry, _fingerprint(self._module), dict(self.notes))
+
+    def communication(self) -> tuple[dict[str, Collective], dict[str, np.ndarray]]:
+        """The collectives and the participants of a `Program`."""
+        outer: dict[str, Collective] = {}
+        inside: dict[str, Collective] = {}
+        participants: dict[str, np.ndarray] = {}
+        for i in (i for _, instructions in self.walk() for i in instructions):
+            collectives = self.collectives(i)
+            if collectives:
+                outer[i.name] = collectives[0]
+            for inner, collective in zip(self.communicating(i), collectives):
+                inside[inner.name] = collective
+                participants[collective.name] = self.groups(inner)
+        return inside | outer, participants  # a trace may name what an async start wraps
 
     def instructions(self, i: Any) -> list[Instruction]:
         """What an instruction comes to: one, or one for each of several collectives that it starts together."""

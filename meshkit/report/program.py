@@ -7,7 +7,7 @@ from importlib import metadata
 from meshkit.compile.program import CompiledProgram
 from meshkit.hlo.schedule import Schedule
 from meshkit.report.schema import OptionPart, ProgramPart
-from meshkit.trace.capture_record import CaptureRecord
+from meshkit.trace.captured import CaptureRecord
 
 
 def program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:

@@ -17,29 +17,55 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import ConfigError
 from meshkit.redaction import recorded_environment
 from meshkit.step.facts import NO_FACTS, StepFacts
-from meshkit.trace.capture_record import (
+from meshkit.trace.captured import (
     CapturedCost,
     CapturedDevice,
     CapturedMemory,
     CapturedMesh,
     CapturedTrace,
     CaptureRecord,
+    digest,
+    mesh_placement,
 )
 
-TRACE_FOLDER = "trace"
 _HOST_TRACER_LEVEL = 1  # the lowest level at which XLA:CPU's operations are traced; GPU kernels need none
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A compiled step, and what is known of it."""
+
+    program: Any
+    """The compiled step (`jitted.lower(...).compile()`), or anything with the method `runtime_executable`."""
+    mesh: jax.sharding.Mesh
+    """The mesh it was compiled for."""
+    cluster: Cluster | None = None
+    """What the mesh was built from, if it was."""
+    mesh_spec: MeshSpec | None = None
+    facts: StepFacts = NO_FACTS
+    options: Mapping[str, Any] | None = None
+    """What it was compiled with."""
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the devices are; None without a cluster."""
+        mesh = self.mesh
+        if self.cluster is None:
+            return None
+        ids = [d.id for d in mesh.devices.flat]
+        return mesh_placement(mesh.axis_names, mesh.devices.shape, ids, self.cluster, self.mesh_spec)
 
 
 class Capture:
@@ -48,7 +74,7 @@ class Capture:
     The loop calls `before(step, state)` and `after(step, outputs)` around every step; all but two of the calls are one
     comparison. Before the first step, and after the last, it waits until the device has nothing left to do.
 
-        capture = Capture(run / "trace", program=compiled, mesh=mesh, steps=(10, 13))
+        capture = Capture(run / "trace", CapturedStep(compiled, mesh), steps=(10, 13))
         for step in range(steps):
             capture.before(step, state)
             state, metrics = compiled(state, batch)
@@ -56,52 +82,27 @@ class Capture:
 
     Args:
         folder: where the files go; what an earlier capture of this process left there is removed.
-        program: the compiled step (`jitted.lower(...).compile()`), or anything with the method `runtime_executable`.
-        mesh: the mesh it was compiled for.
+        step: what runs.
         steps: (first, last).
-        cluster, mesh_spec: what the mesh was built from, if it was.
-        work: what is known of a step.
-        partitioner, options: for the report; the options the program was compiled with.
         processes: which processes capture; None for all. In the others nothing happens.
-
-    Attributes:
-        untraced_step_s: set it before the first step: a step's median without a trace, to tell the overhead.
 
     Raises:
         ConfigError: `last` before `first`, or a program that holds no compiled module.
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        program: Any,
-        mesh: jax.sharding.Mesh,
-        steps: tuple[int, int],
-        cluster: Cluster | None = None,
-        mesh_spec: MeshSpec | None = None,
-        work: StepFacts | None = None,
-        partitioner: str | None = None,
-        options: Mapping[str, Any] | None = None,
-        processes: Sequence[int] | None = None,
+        self, folder: str | Path, step: CapturedStep, *, steps: tuple[int, int], processes: Sequence[int] | None = None
     ):
         self.folder = Path(folder)
         self.first, self.last = steps
         if self.last < self.first:
             raise ConfigError(f"[profile] steps = [{self.first}, {self.last}] ends before it starts.")
-        self._module = _compiled_module(program)
-        self._mesh, self._cluster, self._mesh_spec = mesh, cluster, mesh_spec
-        self._known = {
-            "partitioner": partitioner,
-            "options": dict(options) if options else None,
-            "options_hash": _hash(options) if options else None,
-            "work": work or NO_FACTS,
-            "captured_processes": None if processes is None else tuple(sorted(set(processes))),
-        }
-        self._takes_part = processes is None or jax.process_index() in processes
+        self._step, self._module = step, _compiled_module(step.program)
+        self._processes = None if processes is None else tuple(sorted(set(processes)))
         self._done = 0
         self._start_s = self._began = 0.0
         self.untraced_step_s: float | None = None
+        """Set it before the first step: a step's median without a trace, to tell the overhead."""
         self.active = False
 
     def before(self, step: int, pending: Any = None) -> None:
@@ -118,7 +119,7 @@ class Capture:
 
     def start(self, pending: Any = None) -> None:
         """Starts the trace."""
-        if not self._takes_part:
+        if self._processes is not None and jax.process_index() not in self._processes:
             return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
         began = time.perf_counter()
@@ -151,7 +152,7 @@ class Capture:
         cost = CapturedCost(
             start_s=self._start_s,
             stop_s=time.perf_counter() - ended,
-            traced_step_s=(ended - self._began) / steps / self._known["work"].steps_per_call if steps else None,
+            traced_step_s=(ended - self._began) / steps / self._step.facts.steps_per_call if steps else None,
             untraced_step_s=self.untraced_step_s,
         )
         self._write(steps, cost)
@@ -174,7 +175,7 @@ class Capture:
         program_file = f"program-p{process}.hlo.pb.gz"
         serialized = self._module.as_serialized_hlo_module_proto()
         (self.folder / program_file).write_bytes(gzip.compress(serialized, compresslevel=6))
-        mesh = self._mesh
+        step, mesh, placement = self._step, self._step.mesh, self._step.placement
         record = CaptureRecord(
             process=process,
             processes=jax.process_count(),
@@ -187,49 +188,34 @@ class Capture:
                 shape=mesh.devices.shape,
                 device_ids=tuple(d.id for d in mesh.devices.flat),
             ),
-            mesh_spec=self._mesh_spec.to_dict() if self._mesh_spec else None,
-            cluster=self._cluster.to_dict() if self._cluster else None,
+            mesh_spec=step.mesh_spec.to_dict() if step.mesh_spec else None,
+            cluster=step.cluster.to_dict() if step.cluster else None,
             module=self._module.name,
             program_file=program_file,
             first_step=self.first,
             num_steps=num_steps,
+            partitioner="shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
+            options_hash=_hash(step.options) if step.options else None,
+            work=step.facts,
             memory=_memory(mesh.local_devices),
-            **self._links(),
+            captured_processes=self._processes,
+            domains=tuple(placement.domains.tolist()) if placement else None,
+            links=_links(placement) if placement else None,
+            options=dict(step.options) if step.options else None,
             xla_flags=recorded_environment().get("XLA_FLAGS"),
             trace=_written_trace(self.folder, process),
             cost=cost,
             jax=jax.__version__,
             jaxlib=metadata.version("jaxlib"),
             runtime=mesh.devices.flat[0].client.platform_version,
-            **self._known,
         )
         # last, and complete: a reader that finds this file finds the others
         (self.folder / f"capture-p{process}.json").write_text(record.model_dump_json(indent=1))
 
-    def _links(self) -> dict[str, Any]:
-        """NVLink domain of each device of the mesh, and the slowest link along each of its axes."""
-        if self._cluster is None:
-            return {}
-        placement = mesh_placement(self._mesh.axis_names, self._mesh.devices.shape,
-                                   [d.id for d in self._mesh.devices.flat], self._cluster, self._mesh_spec)  # fmt: skip
-        links = {name: "infiniband" if across > 1 else "nvlink" for name, across in placement.domains_along().items()}
-        return {"domains": tuple(placement.domains.tolist()), "links": links}
 
-
-def mesh_placement(
-    axes: Sequence[str],
-    shape: Sequence[int],
-    device_ids: Sequence[int],
-    cluster: Cluster | None,
-    mesh_spec: MeshSpec | None = None,
-) -> Placement:
-    """Where the devices of a mesh are: as its spec says, else by id, in the order of the cluster's GPU index."""
-    if mesh_spec is not None and cluster is not None:
-        return mesh_spec.resolve(cluster).placement(cluster)
-    gpus = np.argsort(np.argsort(device_ids))  # rank of each id
-    if cluster is None or cluster.num_gpus != gpus.size:
-        return Placement.from_shape(tuple(axes), tuple(shape))
-    return Placement.of_gpus(axes, shape, gpus, cluster)
+def _links(placement: Placement) -> dict[str, str]:
+    """The slowest link along each axis."""
+    return {name: "infiniband" if across > 1 else "nvlink" for name, across in placement.domains_along().items()}
 
 
 def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tuple[int, ...] | None:
@@ -249,12 +235,6 @@ def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tupl
             hint=f"processes below {processes}, or a number of processes",
         )
     return tuple(sorted(set(choice)))
-
-
-def digest(file: Path) -> str:
-    """blake2b of a file."""
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "blake2b").hexdigest()[:32]
 
 
 def _written_trace(folder: Path, process: int) -> CapturedTrace | None:

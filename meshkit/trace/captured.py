@@ -1,35 +1,136 @@
 """A run folder's capture, as files on disk -> checked records, the compiled program, and the traces to read.
 
-Everything that can be mixed up, cut short or missing is found here, before a number is computed from it.
+`meshkit.trace.capture` writes the files. Everything that can be mixed up, cut short or missing is found here, before a
+number is computed from it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, model_validator
 
 from meshkit.config.bounded import gunzip, inside
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import MeshkitError, TraceError
 from meshkit.hlo.costs import opcode
-from meshkit.hlo.module import Schedule, load_module, read_collectives, read_participants, read_schedule
-from meshkit.hlo.schedule import Collective
-from meshkit.trace.capture import TRACE_FOLDER, digest, mesh_placement
-from meshkit.trace.capture_record import CaptureRecord
+from meshkit.hlo.module import Program, load_module, read_program
+from meshkit.hlo.schedule import Schedule
+from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.trace.checks import Note, some
 from meshkit.trace.operations import TracedProgram, TraceFile
 from meshkit.trace.reader import Trace, read_trace
 
+TRACE_FOLDER = "trace"  # of a run folder
 _CONTAINERS = {"while", "conditional", "call"}
 _LARGEST_PROGRAM_BYTES = 2**30  # unpacked; a proto cannot have more than twice that
 _HINT = "`meshkit train` with [profile] steps = [first, last], or mk.profile(...)"
+
+
+# What of a step's facts a sidecar holds.
+_WORK = {
+    *("model_flops", "model_flops_causal", "hardware_flops_per_gpu", "tokens", "peak_flops_per_gpu", "training_steps"),
+    *("steps_per_call", "pipeline"),
+}
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class CapturedMesh(_Record):
+    """A jax mesh: axis names, their sizes, and the global device ids in row-major order."""
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    device_ids: tuple[int, ...]
+
+
+class CapturedDevice(_Record):
+    """A device of one process: its id in the job, and the number under which this process's trace knows it."""
+
+    id: int
+    ordinal: int
+
+
+class CapturedMemory(_Record):
+    """Allocator of the fullest local device: what it may take, and the most it had taken."""
+
+    pool_bytes: int | None = None
+    peak_bytes: int | None = None
+
+
+class CapturedTrace(_Record):
+    """The trace file as it was written: what is read later must be the same."""
+
+    file: str
+    bytes: int
+    blake2b: str
+
+
+class CapturedCost(_Record):
+    """What the capture itself took."""
+
+    start_s: float  # to start the profiler
+    stop_s: float  # to stop it and write its file
+    traced_step_s: float | None = None  # mean step while it ran
+    untraced_step_s: float | None = None  # median step of the same run before it started; None if there was none
+
+
+class CaptureRecord(_Record):
+    """What a process knew when it captured: `capture-pN.json`. Keys may be added, never renamed."""
+
+    schema_name: Literal["meshkit.capture/1"] = "meshkit.capture/1"
+    process: int
+    processes: int
+    host: str
+    platform: str
+    device_kind: str | None = None
+    devices: tuple[CapturedDevice, ...]
+    mesh: CapturedMesh
+    mesh_spec: dict[str, Any] | None = None
+    cluster: dict[str, Any] | None = None
+    module: str
+    program_file: str
+    first_step: Annotated[int, Field(ge=0)]
+    num_steps: Annotated[int, Field(ge=0)]
+    partitioner: str | None = None
+    options_hash: str | None = None
+    work: StepFacts = NO_FACTS
+    memory: CapturedMemory = CapturedMemory()
+    captured_processes: tuple[int, ...] | None = None
+    domains: tuple[int, ...] | None = None
+    links: dict[str, str] | None = None
+    options: dict[str, Any] | None = None
+    xla_flags: str | None = None
+    trace: CapturedTrace | None = None
+    cost: CapturedCost | None = None
+    jax: str
+    jaxlib: str
+    runtime: str | None = None
+
+    @field_serializer("work")
+    def _recorded(self, work: StepFacts) -> dict[str, Any]:
+        return work.model_dump(include=_WORK, by_alias=True)
+
+    @model_validator(mode="after")
+    def _mesh_holds_its_devices(self) -> Self:
+        ids, shape = self.mesh.device_ids, self.mesh.shape
+        if len(set(ids)) != len(ids) or len(ids) != math.prod(shape) or len(shape) != len(self.mesh.axes):
+            raise ValueError(f"the mesh of shape {shape} over {self.mesh.axes} does not hold devices {ids}")
+        if unknown := sorted({d.id for d in self.devices} - set(ids)):
+            raise ValueError(f"devices {unknown} of the process are not on the mesh")
+        if not 0 <= self.process < self.processes:
+            raise ValueError(f"there is no process {self.process} of {self.processes}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -42,13 +143,14 @@ class Captured:
     """The sidecars, by process."""
     cluster: Cluster | None
     """What the mesh was built from, if that was recorded."""
-    mesh_spec: MeshSpec | None
     placement: Placement
     """Where the partitions of the program were."""
     module: Any
     """The compiled program."""
     schedule: Schedule | None
     """The same, read; None where this version does not know a form of HLO in it."""
+    program: TracedProgram
+    """What its traces are read with."""
     broken: dict[int, str]
     """Process -> what is wrong with its trace file, of those that cannot be used."""
 
@@ -85,13 +187,10 @@ def open_capture(run: str | Path, *, only_process: int | None = None) -> Capture
         records = [r for r in records if r.process == only_process] or records
     record = records[0]
     cluster = Cluster.load(record.cluster) if record.cluster else None
-    spec = MeshSpec.parse(record.mesh_spec).resolve(cluster) if record.mesh_spec and cluster else None
+    spec = MeshSpec.parse(record.mesh_spec) if record.mesh_spec and cluster else None
     placement = mesh_placement(record.mesh.axes, record.mesh.shape, record.mesh.device_ids, cluster, spec)
     module = _read_module(folder, record)
-    try:
-        schedule = read_schedule(module, placement)
-    except MeshkitError:
-        schedule = None  # the collectives can still be read
+    read = read_program(module, placement)
     broken: dict[int, str] = {}
     errors: list[TraceError] = []
     for each in records:
@@ -102,7 +201,8 @@ def open_capture(run: str | Path, *, only_process: int | None = None) -> Capture
             broken[each.process] = error.message
     if len(broken) == len(records):
         raise errors[0]
-    return Captured(folder, tuple(records), cluster, spec, placement, module, schedule, broken)
+    program = _traced_program(module, read, record)
+    return Captured(folder, tuple(records), cluster, placement, module, read.schedule, program, broken)
 
 
 def read_captured(captured: Captured, rows: np.ndarray | None = None) -> Trace:
@@ -115,31 +215,15 @@ def read_captured(captured: Captured, rows: np.ndarray | None = None) -> Trace:
     Raises:
         TraceError: no trace can be read, or none is of the program.
     """
-    record = captured.record
-    ids = np.asarray(record.mesh.device_ids)
-    groups = {name: ids[g] for name, g in read_participants(captured.module, captured.placement).items()}
-    instructions = [i for c in captured.module.computations() for i in c.instructions()]
-    program = TracedProgram(
-        record.module,
-        collectives_of(captured),
-        containers={i.name for i in instructions if opcode(i) in _CONTAINERS},
-        fused=_fused(captured),
-        groups=groups,
-        expected=_expected_counts(captured.schedule) if captured.schedule else {},
-    )
+    first_step, num_steps = captured.record.first_step, captured.record.num_steps or None
     files = [
         TraceFile(trace_file(captured.folder, r), {d.ordinal: d.id for d in r.devices}, r.process)
         for r in captured.records
         if r.process not in captured.broken
     ]
-    trace = read_trace(files, program, rows=rows, first_step=record.first_step, num_steps=record.num_steps or None)
+    trace = read_trace(files, captured.program, rows=rows, first_step=first_step, num_steps=num_steps)
     trace.facts.damaged.update(captured.broken)
     return trace
-
-
-def collectives_of(captured: Captured) -> dict[str, Collective]:
-    """What the program's instructions communicate, by the names that a trace has for them."""
-    return read_collectives(captured.module, captured.placement)
 
 
 def notes_of_capture(captured: Captured) -> list[Note]:
@@ -271,22 +355,48 @@ def _read_module(folder: Path, record: CaptureRecord) -> Any:
     return module
 
 
-def _expected_counts(schedule: Schedule) -> dict[str, int]:
-    """How often one execution runs each collective, where that is known."""
-    communicating = {i.name for body in schedule.computations.values() for i in body if i.collective is not None}
-    return {name: count for name, count in schedule.known_runs().items() if name in communicating}
+def _traced_program(module: Any, read: Program, record: CaptureRecord) -> TracedProgram:
+    computations = {c.name: c.instructions() for c in module.computations()}
+    instructions = [i for body in computations.values() for i in body]
+    fused = set()  # one kernel which computes a matmul and communicates
+    for i in instructions:
+        if i.name in read.collectives and opcode(i) == "fusion":
+            called = re.search(r"calls=%?([\w.\-]+)", i.to_string())
+            body = computations.get(called[1], ()) if called else ()
+            if any(opcode(j) in ("dot", "convolution") for j in body):
+                fused.add(i.name)
+    expected: dict[str, int] = {}
+    if read.schedule is not None:
+        communicating = {i.name for body in read.schedule.computations.values() for i in body if i.collective}
+        expected = {name: n for name, n in read.schedule.known_runs().items() if name in communicating}
+    ids = np.asarray(record.mesh.device_ids)
+    return TracedProgram(
+        record.module,
+        read.collectives,
+        containers={i.name for i in instructions if opcode(i) in _CONTAINERS},
+        fused=fused,
+        groups={name: ids[partitions] for name, partitions in read.participants.items()},
+        expected=expected,
+    )
 
 
-def _fused(captured: Captured) -> set[str]:
-    """Instructions that are one kernel which computes a matmul and communicates."""
-    names = set(collectives_of(captured))
-    computations = {c.name: c for c in captured.module.computations()}
-    found = set()
-    for computation in computations.values():
-        for i in computation.instructions():
-            if i.name in names and opcode(i) == "fusion":
-                called = re.search(r"calls=%?([\w.\-]+)", i.to_string())
-                body = computations.get(called[1]) if called else None
-                if body is not None and any(opcode(j) in ("dot", "convolution") for j in body.instructions()):
-                    found.add(i.name)
-    return found
+def mesh_placement(
+    axes: Sequence[str],
+    shape: Sequence[int],
+    device_ids: Sequence[int],
+    cluster: Cluster | None,
+    mesh_spec: MeshSpec | None = None,
+) -> Placement:
+    """Where the devices of a mesh are: as its spec says, else by id, in the order of the cluster's GPU index."""
+    if mesh_spec is not None and cluster is not None:
+        return mesh_spec.resolve(cluster).placement(cluster)
+    gpus = np.argsort(np.argsort(device_ids))  # rank of each id
+    if cluster is None or cluster.num_gpus != gpus.size:
+        return Placement.from_shape(tuple(axes), tuple(shape))
+    return Placement.of_gpus(axes, shape, gpus, cluster)
+
+
+def digest(file: Path) -> str:
+    """blake2b of a file."""
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "blake2b").hexdigest()[:32]

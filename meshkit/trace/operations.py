@@ -295,6 +295,11 @@ class TracedProgram:
     expected: Mapping[str, int] = field(default_factory=dict)
     """Instruction name -> how often one execution runs it, where the program says."""
 
+    @property
+    def distinct_collectives(self) -> tuple[Collective, ...]:
+        """Each collective once: what the indices of a timeline point into."""
+        return tuple(dict.fromkeys(self.collectives.values()))
+
 
 @dataclass(frozen=True)
 class Classes:
@@ -317,7 +322,7 @@ class Classifier:
 
     def __init__(self, program: TracedProgram):
         self._program = program
-        self.collectives = tuple(dict.fromkeys(program.collectives.values()))
+        self.collectives = program.distinct_collectives
         """What `Classes.collective` points into."""
         self.op_names: dict[str, int] = {}
         """Names of what computes -> what `Classes.op` says of them."""

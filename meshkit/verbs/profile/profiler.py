@@ -28,9 +28,8 @@ from meshkit.report.schema import MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, summarize
 from meshkit.step.facts import StepFacts
 from meshkit.timeline import Timeline
-from meshkit.trace.capture import TRACE_FOLDER, Capture, chosen_processes
-from meshkit.trace.capture_record import CaptureRecord
-from meshkit.trace.captured import Captured, collectives_of, notes_of_capture, open_capture, read_captured
+from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
+from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_of_capture, open_capture, read_captured
 from meshkit.trace.reader import Note, Trace
 from meshkit.verbs.profile.feedback import PGLE_FILE, measured_costs, write_calibration, write_pgle
 
@@ -105,14 +104,11 @@ def profile(
         ConfigError: `program` is not compiled, or a process that the job does not have.
     """
     folder = Path(folder)
+    facts = StepFacts(model_flops=model_flops, tokens=tokens)
     capture = Capture(
         folder / TRACE_FOLDER,
-        program=program,
-        mesh=mesh,
+        CapturedStep(program, mesh, cluster, mesh_spec, facts),
         steps=(0, 0),
-        cluster=cluster,
-        mesh_spec=mesh_spec,
-        work=StepFacts(model_flops=model_flops, tokens=tokens),
         processes=chosen_processes(processes, jax.process_count()),
     )
     capture.start()
@@ -157,8 +153,7 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
     """
     captured = open_capture(run, only_process=only_process)
     record, each = captured.record, captured.record.work.steps_per_call
-    collectives = tuple(dict.fromkeys(collectives_of(captured).values()))
-    trace = read_captured(captured, group_rows(collectives)[0])
+    trace = read_captured(captured, group_rows(captured.program.distinct_collectives)[0])
     seen = len(captured.records) - len(trace.facts.damaged)
     report = summarize(
         trace.steps,

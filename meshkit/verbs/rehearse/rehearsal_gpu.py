@@ -18,7 +18,8 @@ from meshkit.compile.attached import compile_step
 from meshkit.config.experiment import Experiment, load
 from meshkit.sharding.mesh import build_mesh
 from meshkit.step.train_step import make_train_step
-from meshkit.trace.capture import TRACE_FOLDER, Capture
+from meshkit.trace.capture import Capture, CapturedStep
+from meshkit.trace.captured import TRACE_FOLDER
 
 WARM_UP = 2
 # Values repeat after so many: drawing gigabytes of random numbers would take longer than the rehearsal.
@@ -51,14 +52,8 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
     batch = jax.tree.map(lambda leaf: _filled(leaf, random), program.abstract_batch)
     capture = Capture(
         folder / TRACE_FOLDER,
-        program=compiled.program,
-        mesh=mesh,
+        CapturedStep(compiled.program, mesh, experiment.cluster, experiment.mesh, program.facts, compiled.options),
         steps=(WARM_UP, WARM_UP + steps - 1),
-        cluster=experiment.cluster,
-        mesh_spec=experiment.mesh,
-        work=program.facts,
-        partitioner="shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
-        options=compiled.options,
         processes=(jax.process_index(),),
     )
     for step in range(WARM_UP + steps):

@@ -37,7 +37,8 @@ from meshkit.sharding import build_mesh
 from meshkit.step.data import Batches, Data, check_tokens, open_data
 from meshkit.step.state import TrainState
 from meshkit.step.train_step import TrainProgram, make_train_step
-from meshkit.trace.capture import TRACE_FOLDER, Capture, chosen_processes
+from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
+from meshkit.trace.captured import TRACE_FOLDER
 from meshkit.verbs.checkpoint.store import CheckpointStore, open_store
 from meshkit.verbs.train.progress import StepProgress
 from meshkit.verbs.train.replicas import ReplicaCheck
@@ -312,15 +313,18 @@ class _Run:
         if steps is None or steps[1] <= self.resumed_step:
             return None
         peak = peak_flops_per_gpu(self.experiment)
+        step = CapturedStep(
+            self.compiled.program,
+            cast(jax.sharding.Mesh, self.program.mesh),
+            self.experiment.cluster,
+            self.experiment.mesh,
+            self.program.facts.model_copy(update={"peak_flops_per_gpu": peak}),
+            self.compiled.options,
+        )
         return Capture(
             self.folder / TRACE_FOLDER,
-            program=self.compiled.program,
-            mesh=cast(jax.sharding.Mesh, self.program.mesh),
+            step,
             steps=(max(steps[0], self.resumed_step + 1) + self.program.steps_per_call - 1, steps[1]),
-            cluster=self.experiment.cluster,
-            mesh_spec=self.experiment.mesh,
-            work=self.program.facts.model_copy(update={"peak_flops_per_gpu": peak}),
-            options=self.compiled.options,
             processes=chosen_processes(self.experiment.profile.processes, jax.process_count()),
         )
 

@@ -8,8 +8,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.network import wire_factor
-from meshkit.trace.capture_record import CapturedMesh, CaptureRecord
-from meshkit.trace.captured import Captured
+from meshkit.trace.captured import Captured, CapturedMesh, CaptureRecord
 from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_trace
 from meshkit.verbs.profile.feedback import fit_line, measured_costs, write_calibration, write_pgle
@@ -82,10 +81,10 @@ def test_a_calibration_is_written_as_plan_reads_it(trace, tmp_path):
             ),
         ),
         cluster=cluster,
-        mesh_spec=None,
         placement=None,
         module=None,
         schedule=Schedule("jit_f", {"main": instructions}, "main", ""),
+        program=program(),
         broken={},
     )
     found = calibration.load(write_calibration(tmp_path / "calibration.toml", captured, trace))

@@ -15,11 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshkit.verbs.profile.profiler as profiler
 from meshkit.config.cluster import Cluster
 from meshkit.errors import ConfigError, TraceError
+from meshkit.hlo import module
 from meshkit.report.quality import feedback_part, withhold_axes
 from meshkit.report.schema import read_report
 from meshkit.report.summarize import check_invariants
 from meshkit.step.facts import StepFacts
-from meshkit.trace.capture import Capture, chosen_processes
+from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
 from meshkit.trace.captured import read_records
 
 DATA = Path(__file__).parents[2] / "data"
@@ -65,8 +66,8 @@ def run(step, mesh, cluster, tmp_path_factory):
     """A run folder with steps 10 to 13 captured, the way the trainer does it."""
     folder = tmp_path_factory.mktemp("run")
     compiled, weights, x = step
-    work = StepFacts(model_flops=6.0e9, tokens=1024.0, training_steps=1000)
-    capture = Capture(folder / "trace", program=compiled, mesh=mesh, steps=(10, 13), cluster=cluster, work=work)
+    facts = StepFacts(model_flops=6.0e9, tokens=1024.0, training_steps=1000)
+    capture = Capture(folder / "trace", CapturedStep(compiled, mesh, cluster, facts=facts), steps=(10, 13))
     for number in range(9, 16):
         capture.before(number, weights)
         weights, value = compiled(weights, x)
@@ -83,6 +84,14 @@ def report(run):
 def test_a_profiled_run_holds_its_report(report, run):
     assert read_report(run) == report
     assert "measured step on 8 x cpu" in (run / "report.html").read_text()
+    assert report.program.partitioner == "shardy"
+
+
+def test_the_compiled_program_is_parsed_once(run, monkeypatch):
+    parsed, attributes = [], module.ModuleAttributes
+    monkeypatch.setattr(module, "ModuleAttributes", lambda m: parsed.append(m) or attributes(m))
+    profiler.measure_run(run)
+    assert len(parsed) == 1
 
 
 def test_every_collective_is_on_its_axis(report):
@@ -242,7 +251,7 @@ def test_a_process_that_the_job_does_not_have_cannot_capture():
 
 def test_a_process_that_is_not_chosen_captures_nothing(step, mesh, tmp_path):
     compiled, weights, x = step
-    capture = Capture(tmp_path / "trace", program=compiled, mesh=mesh, steps=(1, 1), processes=[3])
+    capture = Capture(tmp_path / "trace", CapturedStep(compiled, mesh), steps=(1, 1), processes=[3])
     capture.before(1, weights)
     assert not capture.active
     compiled(weights, x)

@@ -24,7 +24,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshkit.config.cluster import Cluster
-from meshkit.trace.capture import Capture
+from meshkit.trace.capture import Capture, CapturedStep
 
 mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 cluster = Cluster.load({"name": "two", "gpu": "cpu", "hosts": 2, "gpus_per_host": 4, "scale_up": "shared_memory"})
@@ -44,7 +44,7 @@ def train_step(w, x):
     return jax.tree.map(lambda w, g: w - 1e-3 * g, w, gradients), value
 
 compiled = jax.jit(train_step).lower(w, x).compile()
-capture = Capture(folder, program=compiled, mesh=mesh, steps=(3, 6), cluster=cluster)
+capture = Capture(folder, CapturedStep(compiled, mesh, cluster), steps=(3, 6))
 for number in range(2, 8):
     capture.before(number, w)
     w, value = compiled(w, x)

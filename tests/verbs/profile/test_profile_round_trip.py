@@ -16,7 +16,7 @@ import meshkit as mk
 from meshkit.hlo.module import load_module
 from meshkit.report.compare import compare
 from meshkit.report.summarize import check_invariants
-from meshkit.trace.capture_record import CapturedDevice, CapturedMesh, CaptureRecord
+from meshkit.trace.captured import CapturedDevice, CapturedMesh, CaptureRecord
 from meshkit.verbs.plan.planner import make_plan
 from meshkit.verbs.profile.profiler import measure_run
 from tests.trace.trace_files import clock_text, plane_text, write_planes

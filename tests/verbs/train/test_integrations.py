@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.experiment import load
-from meshkit.trace.capture import Capture
+from meshkit.trace.capture import Capture, CapturedStep
 from meshkit.verbs.profile.profiler import measure_run
 
 EXPERIMENT = """
@@ -39,7 +39,7 @@ def run(tmp_path_factory):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put(jnp.ones((64, 8)), NamedSharding(mesh, PartitionSpec("data")))
     compiled = jax.jit(lambda x: x * (x @ x.T).sum()).lower(x).compile()
-    capture = Capture(folder / "trace", program=compiled, mesh=mesh, steps=(1, 3))
+    capture = Capture(folder / "trace", CapturedStep(compiled, mesh), steps=(1, 3))
     for step in range(1, 5):
         capture.before(step, x)
         capture.after(step, compiled(x))
