@@ -38,7 +38,8 @@ def run(out: str, overrides: list[str]) -> None:
     prepare_platform(experiment.cluster)
     from rich.console import Console
 
-    from meshkit.verbs.bench.bencher import bench, render
+    from meshkit.verbs.bench.bench_views import render
+    from meshkit.verbs.bench.bencher import bench
 
     report = bench(experiment, out)
     if is_first_process():

@@ -22,9 +22,8 @@ from rich.console import Console
 
 from meshkit.units import GIB, format_seconds
 from meshkit.verbs.plan.outcome import Outcome
-from meshkit.verbs.tune.tune_progress import progress_bar
 from meshkit.verbs.tune.tune_report import TuneReport
-from meshkit.verbs.tune.tune_views import COLUMNS, RULE_WORDS, best_first, cells_of, what_text
+from meshkit.verbs.tune.tune_views import RULE_WORDS, best_first, progress_bar, variants_table, what_text
 from meshkit.verbs.tune.tuner import REPORT_FILE, Sizes, parse_hosts, tune
 
 ROOT = Path(__file__).parent.parent
@@ -85,9 +84,10 @@ def write(report: TuneReport, sittings: Sequence[dict[str, float]]) -> str:
     lines += ["", "![step time against memory](tune.svg)"]
     for gpus in sizes:
         best = best_first([o for o in report.outcomes if o.num_gpus == gpus])
-        shown = SHOWN if gpus == report.num_gpus else SHOWN_OTHER
-        lines += ["", f"## {gpus} GPUs", "", f"| variant | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
-        lines += [f"| {what_text(o)} | {' | '.join(cells_of(o))} |" for o in best[:shown]]
+        table = variants_table(report, best[: SHOWN if gpus == report.num_gpus else SHOWN_OTHER])
+        heads = [column.header for column in table.columns]
+        lines += ["", f"## {gpus} GPUs", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        lines += [f"| {' | '.join(map(str, row))} |" for row in table.rows]
     return "\n".join([*lines, ""])
 
 

@@ -2,7 +2,7 @@
 
 Rows of communication are joined by axes, link, collective and dtype; compute by kind of work; single operations by name
 where both reports are about the same compiled program, else by key, which survives a recompile. How many seconds could
-be joined is said. Views: `compare_terminal.py`, `html.py`; conditions on it: `condition.py`.
+be joined is said.
 """
 
 from __future__ import annotations

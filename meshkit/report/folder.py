@@ -12,8 +12,7 @@ import contextlib
 from pathlib import Path
 
 from meshkit.errors import TraceError
-from meshkit.report.goodput_part import read_goodput_part
-from meshkit.report.history import read_history, trend_warnings
+from meshkit.report.history import read_goodput_part, read_history, trend_warnings
 from meshkit.report.schema import REPORT_FILE, Report, read_report
 from meshkit.report.views.html import write_html
 from meshkit.report.views.perfetto import TRACE_FILE, write_perfetto

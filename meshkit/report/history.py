@@ -1,14 +1,16 @@
-"""How a run went, from its metrics.jsonl: columns over the steps, and their trend."""
+"""How a run went: its metrics.jsonl as columns over the steps with their trend, and what its wall time went to."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshkit.report.parts import HistoryPart
+from meshkit.report.parts import GoodputPart, HistoryPart
 from meshkit.report.schema import Warning_
+from meshkit.runs.goodput import Goodput, read_goodput
 from meshkit.runs.metrics import read_metrics
 from meshkit.units import format_percent
 
@@ -25,6 +27,20 @@ COLUMNS = (
     "exposed_s",
     "overlapped_share",
 )
+# phase of the trainer -> key of the part and what it is called, in the order in which a run goes through them
+PHASES = {
+    "step": ("step", "steps that count"),
+    "data": ("data_wait", "waiting for data"),
+    "evaluate": ("evaluate", "evaluation"),
+    "save": ("checkpoint", "blocked by checkpoints"),
+    "start": ("start", "start"),
+    "compile": ("compile", "compile"),
+    "restore": ("restore", "restore"),
+    "init": ("init", "initial state"),
+    "lost": ("lost", "lost steps"),
+    "restart": ("restart", "restart"),
+    "other": ("other", "other"),
+}
 _MAX_POINTS = 300  # about one per pixel column of a small chart
 _WARM_UP = 0.05  # share of the steps that the trend leaves out: caches fill, clocks rise
 _FEWEST = 9  # steps for a trend: three in each third
@@ -59,6 +75,23 @@ def trend_warnings(history: HistoryPart | None) -> list[Warning_]:
         "show one moment of it."
     )
     return [Warning_(code="step_time_trend", message=message)]
+
+
+def read_goodput_part(run: str | Path) -> GoodputPart | None:
+    """The goodput of a run folder; None where it has none."""
+    found = read_goodput(Path(run))
+    return goodput_part(found) if found else None
+
+
+def goodput_part(goodput: Goodput) -> GoodputPart:
+    """As the report has it: the parts add up to the wall time."""
+    seconds = dict.fromkeys(PHASES, 0.0)
+    for phase, spent in goodput.seconds.items():
+        seconds[phase if phase in PHASES else "other"] += spent
+    values = {f"{PHASES[phase][0]}_s": spent for phase, spent in seconds.items()}
+    wall_s = math.fsum(values.values())
+    share = goodput.seconds.get("step", 0.0) / wall_s if wall_s else None
+    return GoodputPart(share=share, wall_s=wall_s, attempts=goodput.attempts, lost_steps=goodput.lost_steps, **values)
 
 
 def _trend(values: Sequence[float | None]) -> float | None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from meshkit.cli import main
 from meshkit.errors import ConfigError
 from meshkit.report.compare import compare
-from meshkit.report.views.compare_terminal import render
+from meshkit.report.views.compare import render
 from meshkit.verbs.compare.condition import condition_text, evaluate_condition, judge
 
 

@@ -5,7 +5,7 @@ import pytest
 from meshkit.console import status, stdout
 from meshkit.report.compare import compare
 from meshkit.report.schema import MeshAxisPart, Report, StepPart, Warning_, WindowPart
-from meshkit.report.views.compare_terminal import render as render_comparison
+from meshkit.report.views.compare import render as render_comparison
 from meshkit.report.views.html import write_html
 from meshkit.verbs.arguments import show_report
 from tests.report.browser import Browser, find_chromium

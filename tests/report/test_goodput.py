@@ -7,9 +7,10 @@ import pytest
 from rich.console import Console
 
 from meshkit.report.folder import write_folder
-from meshkit.report.goodput_part import goodput_part, goodput_summary
+from meshkit.report.history import goodput_part
 from meshkit.report.schema import read_report, report_json_schema
 from meshkit.report.views.terminal import render
+from meshkit.report.views.words import goodput_summary
 from meshkit.runs.goodput import Goodput
 from meshkit.verbs.train.cli import training_summary
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from meshkit.report.compare import compare
-from meshkit.report.goodput_part import goodput_part
+from meshkit.report.history import goodput_part
 from meshkit.report.parts import (
     FeedbackPart,
     HistoryPart,

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from meshkit.report.parts import KernelClassPart
+from meshkit.report.parts import GoodputPart, KernelClassPart
 from meshkit.report.schema import CommunicationPart, Report
-from meshkit.report.views.words import WORD, axes_text, memory_shares, row_name, step_shares
+from meshkit.report.views.words import WORD, axes_text, goodput_shares, memory_shares, row_name, share_text, step_shares
 from meshkit.units import GIB, format_bytes, format_percent, format_seconds
 
 COLORS = {
@@ -55,6 +55,7 @@ HISTORY = {
 }
 _MAX_ROWS = 14
 _VISIBLE = 2e-3  # of all communication: a shorter bar is no wider than a pixel
+GRID = {"gridcolor": "#e6e9ee", "zeroline": False}
 FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": "#28323c"}
 
 
@@ -103,7 +104,7 @@ def memory_chart(reports: Sequence[Report]) -> dict | None:
     m = known[0].memory
     limits = [("capacity", m.capacity_bytes, "solid"), ("budget", m.pool_bytes, "dash")]
     drawn = [(text, v / GIB, dash) for text, v, dash in limits if v]
-    figure["layout"]["shapes"] = [_line(x, dash) for _, x, dash in drawn]
+    figure["layout"]["shapes"] = [limit(x, dash) for _, x, dash in drawn]
     if drawn:
         peak = max(sum(s.value or 0 for s in memory_shares(r)) for r in known) / GIB
         figure["layout"]["xaxis"]["range"] = [0, 1.04 * max(peak, *(x for _, x, _ in drawn))]
@@ -195,15 +196,26 @@ def history_chart(report: Report) -> dict | None:
             "title": {"text": label, "font": {"size": 12}},
             "automargin": True,
             "nticks": 4,
-            "gridcolor": "#e6e9ee",
-            "zeroline": False,
+            **GRID,
             "ticksuffix": unit,
             "fixedrange": True,
         }
-    grid = {"gridcolor": "#e6e9ee", "zeroline": False, "anchor": "free", "position": 0}
-    layout["xaxis"] = {"title": {"text": "step", "font": {"size": 12}}, **grid}
+    title = {"text": "step", "font": {"size": 12}}
+    layout["xaxis"] = {"title": title, **GRID, "anchor": "free", "position": 0}
     layout["margin"]["b"] = 44
     return {"data": data, "layout": layout}
+
+
+def goodput_chart(part: GoodputPart) -> dict:
+    """The wall time of a run, as one bar."""
+    wall_s = part.wall_s or 0.0
+    scale, unit = (1 / 3600, "h") if wall_s >= 2 * 3600 else unit_of(wall_s)
+    data = []
+    for share in goodput_shares(part):
+        texts = [f"{format_seconds(share.value)}<br>{share_text(share.value, part.wall_s)}"]
+        color = COLORS[f"goodput_{share.key}"]
+        data.append(bar(share.label, [(share.value or 0.0) * scale], ["run"], color, texts))
+    return bars(data, ["run"], ["run"], unit, bar_height=50)
 
 
 def names_of(reports: Sequence[Report]) -> list[str]:
@@ -296,27 +308,31 @@ def narrow_layout(y: Sequence[str], ticks: Sequence[str], row_height: int, top: 
     }
 
 
-def layout_of(height: int, unit: str) -> dict[str, Any]:
-    """The frame of every chart."""
+def frame(height: int, **more: Any) -> dict[str, Any]:
+    """The layout that all charts share, and what else one has."""
     return {
         "height": height,
         "font": FONT,
         "margin": {"l": 10, "r": 20, "t": 10, "b": 30},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "uniformtext": {"minsize": 10, "mode": "hide"},
-        "showlegend": False,
-        "xaxis": {
-            "ticksuffix": f" {unit}" if unit else "",
-            "gridcolor": "#e6e9ee",
-            "zeroline": False,
-            "rangemode": "tozero",
-        },
-        "yaxis": {"automargin": True, "ticklabelstandoff": 8},
-        "hoverlabel": {"font": {"size": 12}},
+        **more,
     }
 
 
-def _line(x: float, dash: str) -> dict:
-    style = {"color": "#28323c", "width": 1.5, "dash": dash}
+def layout_of(height: int, unit: str) -> dict[str, Any]:
+    """The layout of horizontal bars and of lines over the steps of a run."""
+    return frame(
+        height,
+        uniformtext={"minsize": 10, "mode": "hide"},
+        showlegend=False,
+        xaxis={"ticksuffix": f" {unit}" if unit else "", **GRID, "rangemode": "tozero"},
+        yaxis={"automargin": True, "ticklabelstandoff": 8},
+        hoverlabel={"font": {"size": 12}},
+    )
+
+
+def limit(x: float, dash: str, width: float = 1.5) -> dict:
+    """A line across a chart at a limit of what it shows."""
+    style = {"color": "#28323c", "width": width, "dash": dash}
     return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": style}

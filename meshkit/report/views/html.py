@@ -1,24 +1,19 @@
-"""The report as one HTML page that opens offline.
-
-Charts are drawn by Plotly, whose JavaScript is embedded. It zooms and pans thousands of spans, its Python package
-brings the script (so nothing is fetched when a page is written or read), and a company and a large community keep it.
-The script is embedded compressed: a page has 2 MB, not 5; browsers since 2023 unpack it. Every number on a chart is in
-a table or a note as well, and says where in report.json it stands.
-"""
+"""The report as one HTML page that opens offline: a panel each for what it knows, with charts and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshkit.report.goodput_part import goodput_section
 from meshkit.report.schema import Report
-from meshkit.report.views import panels
+from meshkit.report.views import tables
 from meshkit.report.views.charts import (
     COLORS,
     communication_chart,
+    goodput_chart,
     history_chart,
     kernels_chart,
     memory_chart,
@@ -27,17 +22,20 @@ from meshkit.report.views.charts import (
     per_step_chart,
     step_chart,
 )
-from meshkit.report.views.page import Value, chart, inline, legend, section, warning_panel, write_page
-from meshkit.report.views.panels import Shown
-from meshkit.report.views.pipeline_view import pipeline_section
-from meshkit.report.views.side_by_side import beside_section
+from meshkit.report.views.compare import compared_section
+from meshkit.report.views.page import Page, card, cards, folded, legend, section, warning_panel
+from meshkit.report.views.pipeline_chart import schedule_chart, schedule_legend
+from meshkit.report.views.table import inline
+from meshkit.report.views.tables import Shown
 from meshkit.report.views.timeline_chart import timeline_charts
 from meshkit.report.views.words import (
     WORD,
+    goodput_shares,
     machines,
     memory_text,
     mesh_text,
     plural,
+    share_text,
     step_shares,
     training_text,
     trend_text,
@@ -45,7 +43,7 @@ from meshkit.report.views.words import (
 from meshkit.timeline import Timeline
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
-Figures = dict[str, dict]
+_MAX_OPS = 40
 
 
 def write_html(
@@ -73,18 +71,17 @@ def write_html(
     """
     reports = [report] if other is None else [report, other]
     shown = [Shown(r, name) for r, name in zip(reports, names_of(reports))]
-    figures: Figures = {}
     headline = f"{title}: {_title(reports)}" if title else _title(reports).capitalize()
-    body = [_header(reports, headline), _cards(shown), _warnings(reports), _step(shown, figures)]
+    page = Page(headline, " · ".join(_header(reports)))
+    page.add(_cards(shown), _warnings(reports), _step(shown, page))
     if other is not None:
-        body.append(beside_section(report, other))
-    body += [_communication(shown, figures), pipeline_section(shown, figures)]
+        page.add(compared_section(report, other))
+    page.add(_communication(shown, page), _pipeline(shown, page))
     for s, spans in zip(shown, (timeline, other_timeline)):
-        body.append(_timeline(s, spans, figures, trace_file))
-    body += [_kernels(shown, figures), _stragglers(shown), _over_steps(shown, figures)]
-    body.append(goodput_section(shown, figures))
-    body += [_memory(shown, figures), _quality(shown), _footer(reports)]
-    return write_page(path, headline, body, figures)
+        page.add(_timeline(s, spans, page, trace_file))
+    page.add(_kernels(shown, page), _stragglers(shown), _over_steps(shown, page), _goodput(shown, page))
+    page.add(_memory(shown, page), _quality(shown), _footer(reports))
+    return page.write(path)
 
 
 def _title(reports: Sequence[Report]) -> str:
@@ -93,7 +90,7 @@ def _title(reports: Sequence[Report]) -> str:
     return f"{words} step on {c.num_gpus or '?'} x {c.gpu or 'unknown'}"
 
 
-def _header(reports: Sequence[Report], headline: str) -> str:
+def _header(reports: Sequence[Report]) -> list[str]:
     lines = list(dict.fromkeys(machines(r) for r in reports))
     lines += list(dict.fromkeys(f"mesh {mesh_text(r)}" for r in reports))
     if len(reports) > 1 and len(lines) > 2:
@@ -101,38 +98,37 @@ def _header(reports: Sequence[Report], headline: str) -> str:
     if any(r.source != "plan" for r in reports):
         measured = next(r for r in reports if r.source != "plan").window
         lines.append(f"{plural(measured.steps, 'step')} on {plural(measured.devices, 'device')} measured")
-    return f'<h1>{escape(headline)}</h1>\n<p class="sub">{escape(" · ".join(lines))}</p>'
+    return lines
 
 
 def _cards(shown: Sequence[Shown]) -> str:
-    def card(label: str, values: Sequence[str | Value], css: str = "") -> str:
-        names = [f'<span class="which">{escape(s.name)}</span>' if len(shown) > 1 else "" for s in shown]
-        lines = [f"<b>{inline(v)}{name}</b>" for v, name in zip(values, names)]
-        return f'<div class="card {css}">{"".join(lines)}<span>{escape(label)}</span></div>'
+    names = [s.name for s in shown] if len(shown) > 1 else []
 
-    def values(key: str, form: Callable[[Any], str]) -> list[str | Value]:
-        return [s.number(key, form) for s in shown]
+    def box(label: str, key: str, form: Callable[[Any], str], css: str = "") -> str:
+        return card(label, *(s.number(key, form) for s in shown), names=names, css=css)
 
     reports = [s.report for s in shown]
     known = {key for r in reports for part in ("step", "memory") for key, v in getattr(r, part) if v is not None}
     fits = reports[0].memory.fits
     judged = "" if fits is None else "good" if fits else "bad"
     memory_label = "of " + memory_text(reports[0]).partition(" of ")[2] if fits is not None else "memory per GPU"
-    cards = [
-        card("step time", values("step.time_s", format_seconds)),
-        card(f"exposed communication{_share_of_step(reports)}", values("step.exposed_s", format_seconds)),
-        card("of communication overlapped", [_overlapped(r) for r in reports]),
+    boxes = [
+        box("step time", "step.time_s", format_seconds),
+        box(f"exposed communication{_share_of_step(reports)}", "step.exposed_s", format_seconds),
+        card("of communication overlapped", *map(_overlapped, reports), names=names),
     ]
     if "mfu" in known:
-        cards.append(card(_mfu_label(reports[0]), values("step.mfu", format_percent)))
+        hfu = reports[0].step.hfu
+        box_label = "MFU" if hfu is None else f"MFU (HFU {format_percent(hfu)})"
+        boxes.append(box(box_label, "step.mfu", format_percent))
     if "tokens_per_s_per_gpu" in known:
-        cards.append(card("tokens/s per GPU", values("step.tokens_per_s_per_gpu", format_count)))
+        boxes.append(box("tokens/s per GPU", "step.tokens_per_s_per_gpu", format_count))
     if "peak_bytes" in known:
-        cards.append(card(memory_label, values("memory.peak_bytes", format_bytes), judged))
+        boxes.append(box(memory_label, "memory.peak_bytes", format_bytes, judged))
     if reports[0].training.hours is not None:
         length, _, rest = training_text(reports[0]).partition(" for ")
-        cards.append(f'<div class="card"><b>{escape(length)}</b><span>for {escape(rest)}</span></div>')
-    return f'<div class="cards{" two" if len(reports) > 1 else ""}">{"".join(cards)}</div>'
+        boxes.append(card(f"for {rest}", length))
+    return cards(boxes, "two" if len(reports) > 1 else "")
 
 
 def _share_of_step(reports: Sequence[Report]) -> str:
@@ -141,12 +137,7 @@ def _share_of_step(reports: Sequence[Report]) -> str:
 
 
 def _overlapped(report: Report) -> str:
-    overlapped_s, communication_s = report.step.overlapped_s, report.step.communication_s
-    return format_percent(overlapped_s / communication_s if overlapped_s is not None and communication_s else None)
-
-
-def _mfu_label(report: Report) -> str:
-    return "MFU" if report.step.hfu is None else f"MFU (HFU {format_percent(report.step.hfu)})"
+    return share_text(report.step.overlapped_s, report.step.communication_s)
 
 
 def _warnings(reports: Sequence[Report]) -> str:
@@ -154,7 +145,7 @@ def _warnings(reports: Sequence[Report]) -> str:
     return warning_panel(messages)
 
 
-def _step(shown: Sequence[Shown], figures: Figures) -> str:
+def _step(shown: Sequence[Shown], page: Page) -> str:
     reports = [s.report for s in shown]
     if reports[0].step.time_s is None:
         return section("Step time", "No step was seen.")
@@ -164,8 +155,8 @@ def _step(shown: Sequence[Shown], figures: Figures) -> str:
             low, high = format_seconds(r.step.all_overlapped_s), format_seconds(r.step.all_exposed_s)
             note += f" The {WORD[r.source]} step would take {low} if all communication hid, {high} if none did."
     colors = legend((s.label, COLORS[s.key]) for s in step_shares(reports[0]))
-    tables = _each(shown, panels.step_table)
-    return section("Step time", note, colors, chart("step", step_chart(reports), figures), tables, _feedback(shown))
+    numbers = _each(shown, lambda s: tables.step_table(s).html())
+    return section("Step time", note, colors, page.chart("step", step_chart(reports)), numbers, _feedback(shown))
 
 
 def _feedback(shown: Sequence[Shown]) -> str:
@@ -190,7 +181,7 @@ def _each(shown: Sequence[Shown], part: Callable[[Shown], str]) -> str:
     return "".join(title.format(escape(name)) + html for name, html in parts if html)
 
 
-def _communication(shown: Sequence[Shown], figures: Figures) -> str:
+def _communication(shown: Sequence[Shown], page: Page) -> str:
     reports = [s.report for s in shown]
     if not any(r.communication for r in reports):
         return section("Communication by axis and link", "No collective ran.")
@@ -200,15 +191,42 @@ def _communication(shown: Sequence[Shown], figures: Figures) -> str:
     )
     colors = legend((key, COLORS[key]) for key in ("overlapped", "exposed"))
 
-    def tables(s: Shown) -> str:
-        every = f"<details><summary>By kind of collective</summary>{panels.rows_table(s)}</details>"
-        return panels.links_table(s) + every + panels.ops_table(s) if s.report.communication else ""
-
-    picture = chart("communication", communication_chart(reports), figures)
-    return section("Communication by axis and link", note, colors, picture, _each(shown, tables))
+    picture = page.chart("communication", communication_chart(reports))
+    return section("Communication by axis and link", note, colors, picture, _each(shown, _communication_tables))
 
 
-def _timeline(shown: Shown, timeline: Timeline | None, figures: Figures, trace_file: str | None) -> str:
+def _communication_tables(shown: Shown) -> str:
+    if not shown.report.communication:
+        return ""
+    links = tables.links_table(shown).html()
+    links += folded("By kind of collective", tables.rows_table(shown).html())
+    ops = tables.ops_table(shown)
+    if not ops.rows:
+        return links
+    more = len(ops.rows) - _MAX_OPS
+    rest = f'<p class="note">and {more} more, in report.json</p>' if more > 0 else ""
+    title = f"Exposed seconds of the {len(ops.rows)} single collectives, ranked"
+    return links + folded(title, replace(ops, rows=ops.rows[:_MAX_OPS]).html(), rest, opened=True)
+
+
+def _pipeline(shown: Sequence[Shown], page: Page) -> str:
+    found = [s for s in shown if s.report.pipeline is not None]
+    part = found[0].report.pipeline if found else None
+    if part is None:
+        return ""
+    note = (
+        f"{part.schedule}: {part.stages} stages, {part.virtual_stages} chunks of layers on each, {part.microbatches} "
+        "microbatches. In a tick every stage runs one chunk forward (upper row) and one backward (lower row); grey: "
+        "it has nothing to do there and computes on garbage, which is the bubble. Ticks are drawn alike; one that "
+        "goes both ways takes longer."
+    )
+    figure = schedule_chart(part)
+    drawn = page.chart("pipeline", figure, "wide") if figure else ""
+    colors = legend(schedule_legend(part)) if figure else ""
+    return section("Pipeline", note, colors, drawn, _each(found, lambda s: tables.pipeline_table(s).html()))
+
+
+def _timeline(shown: Shown, timeline: Timeline | None, page: Page, trace_file: str | None) -> str:
     charts = timeline_charts(timeline) if timeline else []
     if not charts:
         return ""
@@ -216,7 +234,7 @@ def _timeline(shown: Shown, timeline: Timeline | None, figures: Figures, trace_f
     names = [f"timeline-{report.source}-{i}" for i in range(len(charts))]
     options = "".join(f'<option value="{n}">{escape(label)}</option>' for n, (label, _) in zip(names, charts))
     select = f"<select data-timeline>{options}</select>" if len(charts) > 1 else ""
-    drawn = [chart(n, c, figures, "timeline", hidden=i > 0) for i, (n, (_, c)) in enumerate(zip(names, charts))]
+    drawn = [page.chart(n, c, "timeline", hidden=i > 0) for i, (n, (_, c)) in enumerate(zip(names, charts))]
     title = f"<h2>Timeline of one {WORD[report.source]} step{select}</h2>"
     note = (
         "Drag to move, scroll or pinch to zoom, double-click to see all. Red in an axis's lane: its exposed parts, "
@@ -227,39 +245,58 @@ def _timeline(shown: Shown, timeline: Timeline | None, figures: Figures, trace_f
     return f'<section>{title}<p class="note">{escape(note)}</p>{"".join(drawn)}</section>'
 
 
-def _kernels(shown: Sequence[Shown], figures: Figures) -> str:
+def _kernels(shown: Sequence[Shown], page: Page) -> str:
     figure = kernels_chart([s.report for s in shown])
     if figure is None:
         return ""
     note = "Time: the kinds add up to the step's compute. Busy: each kernel's own duration, added up."
-    return section(
-        "Compute by kind of work", note, chart("kernels", figure, figures), _each(shown, panels.kernels_table)
-    )
+    return section("Compute by kind of work", note, page.chart("kernels", figure), _each(shown, _kernel_tables))
+
+
+def _kernel_tables(shown: Shown) -> str:
+    kinds, kernels = tables.kinds_table(shown), tables.kernels_table(shown)
+    title = f"The {len(kernels.rows)} operations with the most busy seconds"
+    return kinds.html() + folded(title, kernels.html()) if kinds.rows else ""
 
 
 def _stragglers(shown: Sequence[Shown]) -> str:
-    tables = _each(shown, panels.stragglers_table)
+    found = _each(shown, lambda s: table.html() if (table := tables.stragglers_table(s)).rows else "")
     note = "Devices that others waited for, by the wait they caused: the seconds a step of all others, added up."
-    return section("Stragglers", note, tables) if tables else ""
+    return section("Stragglers", note, found) if found else ""
 
 
-def _over_steps(shown: Sequence[Shown], figures: Figures) -> str:
+def _over_steps(shown: Sequence[Shown], page: Page) -> str:
     parts = []
     for s in shown:
         steps, history = per_step_chart(s.report), history_chart(s.report)
         if steps is not None:
             colors = legend((share.label, COLORS[share.key]) for share in step_shares(s.report))
             parts.append("<h3>the captured steps, means over their devices</h3>" + colors)
-            parts.append(chart(f"per-step-{s.report.source}", steps, figures))
+            parts.append(page.chart(f"per-step-{s.report.source}", steps))
         if history is not None:
             parts.append("<h3>the whole run, from its metrics</h3>")
             words = trend_text(s.report)
             parts.append(f'<p class="note">{escape(words)}</p>' if words else "")
-            parts.append(chart(f"history-{s.report.source}", history, figures, "wide"))
+            parts.append(page.chart(f"history-{s.report.source}", history, "wide"))
     return section("Over the steps", "", *parts) if parts else ""
 
 
-def _memory(shown: Sequence[Shown], figures: Figures) -> str:
+def _goodput(shown: Sequence[Shown], page: Page) -> str:
+    """What the wall time of the run went to; of two reports the measured one's, which stands last."""
+    known = [s for s in shown if s.report.goodput is not None]
+    part = known[-1].report.goodput if known else None
+    if part is None:
+        return ""
+    note = (
+        "What every second of the run's wall time went to, over all its attempts. Goodput is the share of steps that "
+        "count; lost steps were made again by a later attempt, restart lies between two attempts."
+    )
+    colors = legend((share.label, COLORS[f"goodput_{share.key}"]) for share in goodput_shares(part))
+    numbers = tables.goodput_table(known[-1]).html()
+    return section("Goodput of the run", note, colors, page.chart("goodput", goodput_chart(part)), numbers)
+
+
+def _memory(shown: Sequence[Shown], page: Page) -> str:
     known = [s.report for s in shown if s.report.memory.peak_bytes is not None]
     figure = memory_chart(known)
     if figure is None:
@@ -273,14 +310,14 @@ def _memory(shown: Sequence[Shown], figures: Figures) -> str:
     ]
     note = " ".join(lines) + f" {', '.join(limits)}. The budget is what the program may take; the rest is left to CUDA "
     colors = legend((label, COLORS[key]) for key, label in memory_parts(known))
-    picture = chart("memory", figure, figures)
-    return section("Memory of the fullest GPU", note + "and NCCL.", colors, picture, _each(shown, panels.memory_table))
+    numbers = _each(shown, lambda s: folded("In numbers", tables.memory_table(s).html()))
+    return section("Memory of the fullest GPU", note + "and NCCL.", colors, page.chart("memory", figure), numbers)
 
 
 def _quality(shown: Sequence[Shown]) -> str:
     measured = [s for s in shown if s.report.source != "plan"]
-    tables = _each(measured, panels.quality_table)
-    return section("Data quality", "What the measurement rests on.", tables) if tables else ""
+    found = _each(measured, lambda s: tables.quality_table(s).html())
+    return section("Data quality", "What the measurement rests on.", found) if found else ""
 
 
 def _footer(reports: Sequence[Report]) -> str:

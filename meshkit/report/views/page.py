@@ -1,6 +1,9 @@
-"""An HTML page of ours: its frame, and the parts it is put together from.
+"""An HTML page: its frame, and the parts it is put together from.
 
-Charts are drawn by Plotly, whose JavaScript is embedded, compressed: see `html.py`.
+Charts are drawn by Plotly, whose JavaScript is embedded. It zooms and pans thousands of spans, its Python package
+brings the script (so nothing is fetched when a page is written or read), and a company and a large community keep it.
+The script is embedded compressed: a page has 2 MB, not 5; browsers since 2023 unpack it. Every number on a chart is in
+a table or a note as well, and says where in the JSON it stands.
 """
 
 from __future__ import annotations
@@ -9,106 +12,48 @@ import base64
 import functools
 import gzip
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from meshkit.errors import ConfigError
+from meshkit.report.views.table import Cell, inline
 
 
-@dataclass(frozen=True)
-class Value:
-    """A number of a JSON document on the page: which document, where in it, its value, and how it reads.
+class Page:
+    """A headline, parts of HTML below it, and the figures that their charts draw."""
 
-    The page carries all four, so that a script (our tests, a reader's) can find a number and check it.
-    """
+    def __init__(self, headline: str, sub: str):
+        self._headline = headline
+        self._body = [f'<h1>{escape(headline)}</h1>\n<p class="sub">{escape(sub)}</p>']
+        self._figures: dict[str, dict] = {}
 
-    document: str
-    key: str
-    value: float | bool | None
-    text: str
-    css: str = ""
+    def add(self, *parts: str) -> None:
+        """Puts parts of HTML below what is there."""
+        self._body += parts
 
-    def html(self) -> str:
-        """A span with the text, and the rest as its data."""
-        css = f' class="{self.css}"' if self.css else ""
-        data = (
-            f'data-document="{escape(self.document)}" data-key="{escape(self.key)}" data-value="{_number(self.value)}"'
-        )
-        return f"<span{css} {data}>{escape(self.text)}</span>"
+    def chart(self, name: str, figure: dict, css: str = "", hidden: bool = False) -> str:
+        """A place for a Plotly figure, whose id is the name."""
+        self._figures[name] = figure
+        return f'<div id="{name}" class="chart {css}"{" hidden" if hidden else ""}></div>'
 
+    def write(self, path: str | Path) -> Path:
+        """Writes the page, and its folder where there is none; returns its path.
 
-Text = str | Value
-
-
-class Document:
-    """Numbers of one JSON document by their path: `step.exposed_s`, `communication.0+3.exposed_s` (a sum).
-
-    Args:
-        name: what the page calls the document.
-        root: a pydantic model or plain values.
-    """
-
-    def __init__(self, name: str, root: Any):
-        self.name, self._root = name, root
-
-    def __call__(self, key: str, form: Callable[[Any], str], css: str = "") -> Value:
-        """The number at a path, in words by `form`."""
-        value = self.value(key)
-        return Value(self.name, key, value, form(value).strip(), css)
-
-    def value(self, key: str) -> Any:
-        """The number at a path; of several it is the sum, None if one of them is."""
-        found = [self._root]
-        for part in key.split("."):
-            found = [_child(parent, name) for parent in found for name in part.split("+")]
-        if len(found) == 1:
-            return found[0]
-        return None if any(v is None for v in found) else sum(found)
-
-
-def _child(parent: Any, name: str) -> Any:
-    if isinstance(parent, Mapping):
-        return parent.get(name)
-    if isinstance(parent, Sequence):
-        return parent[int(name)]
-    return None if parent is None else getattr(parent, name)
-
-
-def _number(value: float | bool | None) -> str:
-    return "" if value is None else json.dumps(value)
-
-
-def write_page(path: str | Path, headline: str, body: Sequence[str], figures: Mapping[str, dict]) -> Path:
-    """Writes a page and returns its path.
-
-    Args:
-        path: the file; its folder is made.
-        headline: the page's title.
-        body: parts of HTML.
-        figures: Plotly figures, by the id that `chart` gave them.
-
-    Raises:
-        ConfigError: Plotly, which draws the charts, is not installed.
-    """
-    frame = Template(resources.files("meshkit.report.views").joinpath("page.html").read_text(encoding="utf-8"))
-    # "</script>" would end the element that holds the data, "<!--<script>" would keep its own end from being seen
-    data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    text = frame.substitute(title=escape(headline), body="\n".join(body), figures=data, plotly=_plotly())
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def chart(name: str, figure: dict, figures: dict[str, dict], css: str = "", hidden: bool = False) -> str:
-    """A place for a figure, which is put into `figures` under its id."""
-    figures[name] = figure
-    return f'<div id="{name}" class="chart {css}"{" hidden" if hidden else ""}></div>'
+        Raises:
+            ConfigError: Plotly is not installed.
+        """
+        frame = Template(resources.files("meshkit.report.views").joinpath("page.html").read_text(encoding="utf-8"))
+        # "</script>" would end the element that holds the data, "<!--<script>" would keep its own end from being seen
+        data = json.dumps(self._figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+        body = "\n".join(self._body)
+        text = frame.substitute(title=escape(self._headline), body=body, figures=data, plotly=_plotly())
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -122,27 +67,27 @@ def section(title: str, note: str, *parts: str) -> str:
     return f'<section><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>{"".join(parts)}</section>'
 
 
+def folded(title: str, *parts: str, opened: bool = False) -> str:
+    """Parts that a click shows or hides."""
+    return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{''.join(parts)}</details>"
+
+
 def warning_panel(messages: Iterable[str]) -> str:
     """What to read first; empty where there is nothing."""
     items = "".join(f"<li>{escape(message)}</li>" for message in messages)
     return f'<section class="warn"><h2>Read this first</h2><ul>{items}</ul></section>' if items else ""
 
 
-def inline(text: Text) -> str:
-    """A text, escaped, or a value with its data."""
-    return text.html() if isinstance(text, Value) else escape(text)
+def card(label: str, *values: Cell, names: Sequence[str] = (), css: str = "") -> str:
+    """A box of the headline: values, each with the name of its report where there are several, over a label."""
+    which = [f'<span class="which">{escape(name)}</span>' for name in names] or [""] * len(values)
+    lines = "".join(f"<b>{inline(value)}{name}</b>" for value, name in zip(values, which))
+    return f'<div class="card {css}">{lines}<span>{escape(label)}</span></div>'
 
 
-def cells(tag: str, texts: Sequence[Text], numbers: Sequence[Text]) -> str:
-    """Cells of one row (tag `th` or `td`): texts to the left, then numbers to the right."""
-    left = "".join(f"<{tag}>{inline(t)}</{tag}>" for t in texts)
-    return left + "".join(f'<{tag} class="n">{inline(n)}</{tag}>' for n in numbers)
-
-
-def table(head: str, rows: Sequence[str]) -> str:
-    """A table of a row of `th` cells and rows of `td` cells, which scrolls where it is too wide."""
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+def cards(boxes: Iterable[str], css: str = "") -> str:
+    """The boxes of the headline, in a row."""
+    return f'<div class="cards{css and " "}{css}">{"".join(boxes)}</div>'
 
 
 @functools.cache

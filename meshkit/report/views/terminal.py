@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import rich.table
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from meshkit.report.goodput_part import goodput_shares, goodput_text
 from meshkit.report.parts import GoodputPart
-from meshkit.report.schema import CommunicationPart, OpPart, Report
-from meshkit.report.views.pipeline_view import pipeline_lines
+from meshkit.report.schema import CommunicationPart, Report
+from meshkit.report.views.table import Column, Table, Value, heading, labelled, listed
+from meshkit.report.views.tables import Shown, kinds_table, ops_table, rows_table
 from meshkit.report.views.words import (
     WORD,
     Share,
     axes_text,
     facts,
+    goodput_shares,
+    goodput_text,
     group_text,
-    grouped_rows,
     link_text,
     memory_shares,
-    most_exposed,
+    pipeline_lines,
     quality_text,
-    row_cells,
-    row_name,
-    short_source,
     spread_text,
     step_shares,
     waiting_lines,
@@ -68,38 +65,45 @@ _STYLES = {
 _MAX_KINDS = 8
 _MAX_EXPOSED = 6
 _COLUMNS = (
-    ("collective", 24),
-    ("count", 5),
-    ("payload", 9),
-    ("time", 8),
-    ("overlapped", 10),
-    ("exposed", 8),
-    ("bus bw", 9),
+    Column("collective", words=True, width=24),
+    Column("count", width=5),
+    Column("payload", width=9),
+    Column("time", width=8),
+    Column("overlapped", width=10),
+    Column("exposed", width=8),
+    Column("bus bw", width=9),
+)
+_EXPOSED_COLUMNS = (
+    Column("exposed", width=8),
+    Column("axes", words=True, width=13, clip=True),
+    Column("operation", words=True, width=17, clip=True),
+    Column("caused by", words=True, width=WIDTH - 41, clip=True),
 )
 
 
 def render(report: Report, *, title: str | None = None) -> RenderableType:
     """The whole report, for `rich.print`; `title` says what it is about (an experiment, a run)."""
+    shown = Shown(report)
     parts: list[RenderableType] = [_headline(report, title)]
     if report.step.time_s:
-        parts += [_heading("step time"), _step_bar(report)]
-    parts += [_heading("communication a step, per GPU"), _communication(report)]
-    if exposed := most_exposed(report, _MAX_EXPOSED):
-        parts += [_heading("the most exposed, and what caused it"), _exposed_ops(exposed)]
+        parts += [heading("step time"), _step_bar(report)]
+    parts += [heading("communication a step, per GPU"), _communication(shown)]
+    if exposed := _exposed_ops(shown):
+        parts += [heading("the most exposed, and what caused it"), exposed]
     if waiting := waiting_lines(report):
-        parts += [_heading("waiting for peers"), *(Text(line, overflow="fold") for line in waiting)]
+        parts += [heading("waiting for peers"), *(Text(line, overflow="fold") for line in waiting)]
     if report.kernels and report.step.compute_s:
-        parts += [_heading("compute by kind of work"), _kernels(report)]
+        parts += [heading("compute by kind of work"), _kinds(shown, report.step.compute_s)]
     if report.pipeline is not None:
-        parts += [_heading("pipeline"), *map(Text, pipeline_lines(report))]
+        parts += [heading("pipeline"), *map(Text, pipeline_lines(report))]
     if report.memory.peak_bytes is not None:
-        parts += [_heading("memory of the fullest GPU"), _memory(report)]
+        parts += [heading("memory of the fullest GPU"), _memory(report)]
     if report.goodput is not None:
-        parts += [_heading("goodput of the run"), _goodput(report.goodput)]
+        parts += [heading("goodput of the run"), _goodput(report.goodput)]
     if found := quality_text(report):
-        parts += [_heading("data quality"), Text(found, overflow="fold")]
+        parts += [heading("data quality"), Text(found, overflow="fold")]
     if report.warnings:
-        parts += [_heading("warnings"), *(_warning(w.message) for w in report.warnings)]
+        parts += [heading("warnings"), *listed((w.message for w in report.warnings), "!", "bold yellow")]
     return Group(*parts)
 
 
@@ -115,18 +119,11 @@ def bar(shares: Sequence[Share], total: float, width: int = WIDTH) -> Text:
     return text
 
 
-def _heading(text: str) -> RenderableType:
-    return Padding(Text(text, "bold"), (1, 0, 0, 0))
-
-
 def _headline(report: Report, title: str | None) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold", max_width=WIDTH - 12)
-    for label, text in facts(report):
-        style = "bold red" if label == "memory" and report.memory.fits is False else ""
-        table.add_row(label, Text(text, style))
-    return Group(Text(f"{title}, {WORD[report.source]}" if title else WORD[report.source], "bold underline"), table)
+    unfit = report.memory.fits is False
+    rows = [(label, Text(text, "bold red" if label == "memory" and unfit else "")) for label, text in facts(report)]
+    headline = Text(f"{title}, {WORD[report.source]}" if title else WORD[report.source], "bold underline")
+    return Group(headline, labelled(rows, WIDTH - 12))
 
 
 def _step_bar(report: Report) -> RenderableType:
@@ -143,7 +140,7 @@ def _step_bar(report: Report) -> RenderableType:
 
 
 def _legend(shares: Sequence[Share], total: float | None, form) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
+    table = rich.table.Table.grid(padding=(0, 1))
     for share in shares:
         symbol, style = _STYLES[share.key]
         percent = format_percent(share.value / total) if share.value is not None and total else ""
@@ -151,15 +148,29 @@ def _legend(shares: Sequence[Share], total: float | None, form) -> RenderableTyp
     return table
 
 
-def _communication(report: Report) -> RenderableType:
-    groups = grouped_rows(report)
-    if not groups:
+def _communication(shown: Shown) -> RenderableType:
+    """Rows over the same axes, link and shape of group together, the group with the most exposed time first."""
+    communication = shown.report.communication
+    if not communication:
         return Text("none", "dim")
-    parts: list[RenderableType] = [_cells([name for name, _ in _COLUMNS], "dim")]
-    for rows in groups:
-        parts.append(_group_title(rows[0]))
-        parts += [_cells([f"  {row_name(row)}", *row_cells(row)], exposed=bool(row.exposed_s)) for row in rows]
+    groups: dict[tuple, list[int]] = {}
+    for i, row in enumerate(communication):
+        key = (row.axes, row.link, row.fabric, row.group_size, row.num_groups, row.gpus_per_domain, row.axes_complete)
+        groups.setdefault(key, []).append(i)
+    rows = rows_table(shown).pick(*_COLUMNS).rows
+    parts: list[RenderableType] = [Table(_COLUMNS, ()).terminal(gap=1, header="dim")]
+    for members in sorted(groups.values(), key=lambda members: -sum(communication[i].exposed_s or 0 for i in members)):
+        parts.append(_group_title(communication[members[0]]))
+        indented = [(f"  {rows[i][0]}", *rows[i][1:]) for i in members]
+        parts.append(Table(_COLUMNS, indented).terminal(gap=1, header=None))
     return Group(*parts)
+
+
+def _exposed_ops(shown: Shown) -> RenderableType | None:
+    """The single collectives with the most exposed seconds; None where all of them hide."""
+    rows = ops_table(shown).pick(*_EXPOSED_COLUMNS).rows
+    exposed = [row for row in rows if isinstance(row[0], Value) and row[0].value][:_MAX_EXPOSED]
+    return Table(_EXPOSED_COLUMNS, exposed).terminal(gap=1, header=None) if exposed else None
 
 
 def _group_title(row: CommunicationPart) -> Text:
@@ -168,41 +179,16 @@ def _group_title(row: CommunicationPart) -> Text:
     return title.append(f"  {', '.join(details)}" if details else "", "dim")
 
 
-def _cells(texts: Sequence[str], style: str = "", *, exposed: bool = False) -> RenderableType:
-    """One line of the table; all lines have the same fixed widths, so that titles may stand between them."""
-    table = Table.grid(padding=(0, 1))
-    for i, (name, width) in enumerate(_COLUMNS):
-        shown = "red" if exposed and name == "exposed" else style
-        table.add_column(width=width, justify="right" if i else "left", style=shown, overflow="fold")
-    table.add_row(*texts)
-    return table
-
-
-def _exposed_ops(ops: Sequence[tuple[CommunicationPart, OpPart]]) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=8, justify="right", style="red")
-    for width in (13, 17):
-        table.add_column(width=width, overflow="ellipsis", no_wrap=True)
-    table.add_column(width=WIDTH - 41, overflow="ellipsis", no_wrap=True, style="dim")
-    for row, op in ops:
-        line = (op.line or "").rpartition(" from ")[2]
-        path = "/".join(short_source(op.source).rstrip(")").split("/")[-2:])
-        caused = " ".join(text for text in (line, path) if text) or "-"
-        table.add_row(format_seconds(op.exposed_s), axes_text(row.axes), op.name, caused)
-    return table
-
-
-def _kernels(report: Report) -> RenderableType:
+def _kinds(shown: Shown, compute_s: float) -> RenderableType:
     """The kinds of work with the most time, each with a bar of its share of compute."""
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=20)
-    for _ in range(2):
-        table.add_column(width=8, justify="right")
-    total = report.step.compute_s or 0.0
-    for c in (report.kernels.classes if report.kernels else ())[:_MAX_KINDS]:
-        share = (c.time_s or 0.0) / total
-        table.add_row(c.kind, format_seconds(c.time_s), format_percent(share), Text("█" * round(36 * share), "green"))
-    return table
+    columns = (Column("kind of work", words=True, width=20), Column("time", width=8))
+    rows = []
+    for kind, time in kinds_table(shown).pick(*columns).rows[:_MAX_KINDS]:
+        share = (time.value or 0.0) / compute_s if isinstance(time, Value) else 0.0
+        rows.append((kind, time, format_percent(share), Text("█" * round(36 * share), "green")))
+    return Table((*columns, Column(width=8), Column(words=True, width=41, clip=True)), rows).terminal(
+        gap=1, header=None
+    )
 
 
 def _memory(report: Report) -> RenderableType:
@@ -219,9 +205,3 @@ def _goodput(part: GoodputPart) -> RenderableType:
     shares = goodput_shares(part)
     total = part.wall_s or 0.0
     return Group(bar(shares, total), _legend(shares, total, format_seconds), Text(goodput_text(part), "dim"))
-
-
-def _warning(message: str) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    table.add_row(Text("!", "bold yellow"), Text(message))
-    return table

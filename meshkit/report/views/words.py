@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshkit.predict.coverage import NOT_PREDICTED
-from meshkit.report.schema import CommunicationPart, OpPart, Report
-from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_rate, format_seconds
+from meshkit.report.history import PHASES, goodput_part
+from meshkit.report.parts import GoodputPart
+from meshkit.report.schema import CommunicationPart, Report
+from meshkit.runs.goodput import Goodput
+from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
 WORD = {"plan": "predicted", "rehearse": "rehearsed", "profile": "measured"}
 
@@ -58,6 +61,11 @@ def memory_shares(report: Report) -> list[Share]:
     if rest > 0:
         known.append(Share("reserved", "reserved outside the pool", rest))
     return known
+
+
+def share_text(value: float | None, total: float | None) -> str:
+    """A part of a total in percent; `-` where either is unknown."""
+    return format_percent(value / total) if value is not None and total else "-"
 
 
 def plural(n: int, word: str) -> str:
@@ -161,47 +169,9 @@ def group_text(row: CommunicationPart) -> str:
     return f"{row.num_groups} x {row.group_size} GPUs{inside}{part}"
 
 
-def row_cells(row: CommunicationPart) -> tuple[str, ...]:
-    """Count, payload, time, overlapped, exposed and bus bandwidth of a row."""
-    return (
-        f"{row.count:g}",
-        format_bytes(row.payload_bytes),
-        format_seconds(row.time_s),
-        format_seconds(row.overlapped_s),
-        format_seconds(row.exposed_s),
-        format_rate(row.bus_bandwidth_bytes_per_s),
-    )
-
-
 def row_name(row: CommunicationPart) -> str:
     """`all-gather bf16`."""
     return " ".join(part for part in (row.collective or "unknown", row.dtype) if part)
-
-
-def short_source(source: str | None, longest: int = 120) -> str:
-    """An op_name path without what every one of them starts with; of a combined operation, each path once."""
-    if not source:
-        return ""
-    text = re.sub(r"^jit\([^)]*\)/", "", source).replace("/eval_jaxpr", "").replace("while/body/", "loop/")
-    if text.startswith("(") and text.endswith(")") and ":" in text:
-        parts = dict.fromkeys(text[1:-1].split(":"))
-        text = f"({' : '.join(parts)})"
-    return text if len(text) <= longest else text[: longest - 3] + "..."
-
-
-def grouped_rows(report: Report) -> list[list[CommunicationPart]]:
-    """Rows over the same axes, link and shape of group together, the group with the most exposed time first."""
-    groups: dict[tuple, list[CommunicationPart]] = {}
-    for row in report.communication:
-        key = (row.axes, row.link, row.fabric, row.group_size, row.num_groups, row.gpus_per_domain, row.axes_complete)
-        groups.setdefault(key, []).append(row)
-    return sorted(groups.values(), key=lambda rows: -sum(r.exposed_s or 0 for r in rows))
-
-
-def most_exposed(report: Report, number: int) -> list[tuple[CommunicationPart, OpPart]]:
-    """The single collectives with the most exposed seconds, the longest first; those that hide are left out."""
-    ops = [(row, op) for row in report.communication for op in row.ops if op.exposed_s]
-    return sorted(ops, key=lambda item: -(item[1].exposed_s or 0.0))[:number]
 
 
 def spread_text(report: Report) -> str:
@@ -248,6 +218,56 @@ def quality_text(report: Report) -> str:
         "rows by axis withheld" if q.axes_withheld else "",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def pipeline_lines(report: Report) -> list[str]:
+    """What a pipeline costs, in sentences of at most 78 columns; none without one."""
+    p, step = report.pipeline, report.step
+    if p is None:
+        return []
+    chunks = f" x {p.virtual_stages} chunks" if p.virtual_stages > 1 else ""
+    flop = f"; layers execute {p.executed_over_useful:.3f} x their useful FLOP"
+    ticks = p.warmup_ticks + p.steady_ticks + p.drain_ticks
+    kinds = f"{p.warmup_ticks} warm-up, {p.steady_ticks} steady, {p.drain_ticks} drain"
+    lines = [
+        f"{p.schedule} over {p.axis}: {p.stages} stages{chunks}, {p.microbatches} microbatches",
+        f"{ticks} ticks: {kinds}; at most {p.slots} inputs kept",
+        f"bubble {format_seconds(step.bubble_s)}, {format_percent(step.bubble_fraction)} of the step{flop}",
+    ]
+    if p.padding_layers:
+        lines.append(f"{p.padding_layers} layers of padding are computed as well, and count as bubble")
+    if p.permute_s is not None:
+        exposed = format_seconds(p.permute_exposed_s)
+        lines.append(f"{p.permute_count:g} permutes between stages: {format_seconds(p.permute_s)}, {exposed} exposed")
+    return lines
+
+
+def goodput_shares(part: GoodputPart) -> list[Share]:
+    """The parts of a run's wall time that are not zero."""
+    shares = [Share(key, label, getattr(part, f"{key}_s")) for key, label in PHASES.values()]
+    return [share for share in shares if share.value]
+
+
+def goodput_text(part: GoodputPart) -> str:
+    """`93.1 % of 11h 24m, 3 attempts, 12 steps made again`."""
+    attempts = f", {plural(part.attempts, 'attempt')}" if part.attempts else ""
+    again = f", {plural(part.lost_steps, 'step')} made again" if part.lost_steps else ""
+    return f"{format_percent(part.share)} of {format_seconds(part.wall_s)}{attempts}{again}"
+
+
+def goodput_summary(goodput: Mapping[str, Any] | None) -> str:
+    """A sentence for the end of a training, with every part; empty where nothing is known.
+
+    Args:
+        goodput: as `Goodput.to_dict` gives it.
+    """
+    if not goodput or not goodput["wall_s"]:
+        return ""
+    part = goodput_part(
+        Goodput(goodput["wall_s"], dict(goodput["seconds"]), goodput["attempts"], goodput["lost_steps"])
+    )
+    parts = [f"{s.label} {format_seconds(s.value)}" for s in goodput_shares(part)]
+    return f"goodput {goodput_text(part)}: {', '.join(parts)}"
 
 
 _TREND = {"step_time_s": "step time", "tokens_per_s": "tokens/s", "mfu": "MFU", "loss": "loss", "exposed_s": "exposed"}

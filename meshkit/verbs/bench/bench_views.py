@@ -1,4 +1,4 @@
-"""A benchmark on a terminal: nccl-tests' table for each axis and collective, then the fits.
+"""A benchmark on a terminal and as a page: nccl-tests' table for each axis and collective, and the fits.
 
 Units are nccl-tests': bytes, us, GB/s of 10^9 bytes.
 """
@@ -6,34 +6,74 @@ Units are nccl-tests': bytes, us, GB/s of 10^9 bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
+from pathlib import Path
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from meshkit.units import format_count, format_percent, format_rate, format_seconds
+from meshkit.report.views.charts import AXIS_COLORS, GRID, frame
+from meshkit.report.views.page import Page, card, cards, folded, section, warning_panel
+from meshkit.report.views.table import Cell, Column, Table, heading, labelled, number_columns, text_columns
+from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 from meshkit.verbs.bench.bench_report import BenchFit, BenchReport, BenchRow
 
-COLUMNS = ("size", "count", "type", "time", "algbw", "busbw", "#wrong", "fit")
-UNITS = ("B", "elements", "", "us", "GB/s", "GB/s", "", "error")
-_WIDTHS = (11, 11, 8, 10, 8, 8, 7, 8)
-_FIT_COLUMNS = (("collective", 47), ("latency", 7), ("bus bw", 9), ("points", 6), ("error", 7))
+_COLLECTIVE = Column("collective", words=True, width=47)
+_COLUMNS = (
+    Column("size", unit="B", width=10),
+    Column("count", unit="elements", width=10),
+    Column("type", width=7),
+    Column("time", unit="us", width=9),
+    Column("algbw", unit="GB/s", width=7),
+    Column("busbw", unit="GB/s", width=7),
+    Column("#wrong", width=6),
+    Column("fit", unit="error", width=7),
+)
+_FIT_COLUMNS = (
+    Column("latency", width=7),
+    Column("bus bw", width=9),
+    Column("points", width=6),
+    Column("median error", short="error", width=7),
+)
 _GOOD_FIT = 0.3
+# beyond the colours of the mesh axes, so that each of ten collectives has its own
+_COLORS = (*AXIS_COLORS, "#3f7cac", "#d1495b", "#6c757d")
+_POINTS_OF_A_LINE = 60
 
 
 def render(report: BenchReport, *, title: str | None = None, rows: bool = True) -> RenderableType:
     """The whole benchmark for `rich.print`, 80 columns; `rows = False` leaves out the single sizes."""
-    parts: list[RenderableType] = [_headline(report, title)]
-    if rows:
-        for group in grouped(report.rows):
-            parts += [Padding(_group_title(group[0]), (1, 0, 0, 0)), _rows_table(group)]
-    parts += [_heading("fitted latency and bandwidth"), _fits_table(report.fits), Text(summary(report))]
-    if rates_lines(report):
-        parts += [_heading("sustained rates of one device"), *(Text(f"  {line}") for line in rates_lines(report))]
+    measured = f"{report.date}, in {format_seconds(report.wall_s)}"
+    about = (("devices", machine(report)), ("mesh", mesh_words(report)), ("measured", measured))
+    parts: list[RenderableType] = [Text(f"{title}, bench" if title else "bench", "bold underline"), labelled(about)]
+    for group in grouped(report.rows) if rows else ():
+        styles = ["bold red" if row.wrong else "" for row in group]
+        table = Table(_COLUMNS, [_row_cells(row) for row in group], styles)
+        parts += [Padding(_group_title(group[0]), (1, 0, 0, 0)), table.terminal(gap=1, header="dim")]
+    parts += [heading("fitted latency and bandwidth"), _fits(report.fits), Text(summary(report))]
+    if rates := _rates(report):
+        parts += [heading("sustained rates of one device"), *(Text(f"  {work}: {rate}") for work, rate in rates)]
     if report.warnings:
-        parts += [_heading("warnings"), *(Text(f"! {w.message}", "yellow") for w in report.warnings)]
+        parts += [heading("warnings"), *(Text(f"! {w.message}", "yellow") for w in report.warnings)]
     return Group(*parts)
+
+
+def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None = None) -> Path:
+    """Writes the page, which opens offline, and returns its path.
+
+    Raises:
+        ConfigError: Plotly, which draws the charts, is not installed.
+    """
+    sub = " · ".join((machine(report), f"mesh {mesh_words(report)}", report.date))
+    page = Page(f"{title}: measured links" if title else "Measured links", sub)
+    page.add(_cards(report), warning_panel(w.message for w in report.warnings))
+    for index, axes in enumerate(dict.fromkeys(row.axes for row in report.rows if row.axes)):
+        page.add(_axis_section(report, axes, f"axis-{index}", page))
+    page.add(_copy_section(report, page), _rates_section(report))
+    page.add(f"<footer>meshkit.bench/1 · {escape(summary(report))}</footer>")
+    return page.write(path)
 
 
 def grouped(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
@@ -45,8 +85,7 @@ def grouped(rows: Sequence[BenchRow]) -> list[list[BenchRow]]:
     return sorted(groups.values(), key=lambda group: order[group[0].axes])
 
 
-def row_texts(row: BenchRow) -> tuple[str, ...]:
-    """The cells of one size, under COLUMNS in UNITS."""
+def _row_cells(row: BenchRow) -> tuple[str, ...]:
     error = None if row.fitted_time_s is None else row.fitted_time_s / row.time_s - 1
     return (
         f"{row.size_bytes}",
@@ -85,13 +124,13 @@ def summary(report: BenchReport) -> str:
     return f"{len(report.rows)} cases, {format_count(checked).strip()} elements checked: {wrong}.{fit}"
 
 
-def rates_lines(report: BenchReport) -> list[str]:
-    """What one device sustains, a line each."""
+def _rates(report: BenchReport) -> list[tuple[str, str]]:
+    """What one device sustains: the work, and its rate."""
     rates = report.rates
-    lines = [f"matmul {name}: {_flops(rate)}" for name, rate in rates.matmul_flops_per_s.items()]
-    lines += [f"attention {name}: {_flops(rate)}" for name, rate in rates.attention_flops_per_s.items()]
+    lines = [(f"matmul {name}", _flops(rate)) for name, rate in rates.matmul_flops_per_s.items()]
+    lines += [(f"attention {name}", _flops(rate)) for name, rate in rates.attention_flops_per_s.items()]
     if rates.memory_bytes_per_s is not None:
-        lines.append(f"memory, read and written: {format_rate(rates.memory_bytes_per_s)}")
+        lines.append(("memory, read and written", format_rate(rates.memory_bytes_per_s)))
     return lines
 
 
@@ -112,19 +151,6 @@ def mesh_words(report: BenchReport) -> str:
     return " x ".join(parts)
 
 
-def _headline(report: BenchReport, title: str | None) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in (
-        ("devices", machine(report)),
-        ("mesh", mesh_words(report)),
-        ("measured", f"{report.date}, in {format_seconds(report.wall_s)}"),
-    ):
-        table.add_row(label, text)
-    return Group(Text(f"{title}, bench" if title else "bench", "bold underline"), table)
-
-
 def _group_title(row: BenchRow) -> Text:
     title = Text(", ".join(row.axes) or "device", "bold cyan")
     title.append(f"  {collective_words(row)}", "bold")
@@ -132,48 +158,26 @@ def _group_title(row: BenchRow) -> Text:
     return title.append(f"  {shape}", "dim")
 
 
-def _rows_table(rows: Sequence[BenchRow]) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    for width in _WIDTHS:
-        table.add_column(width=width - 1, justify="right", overflow="fold")
-    table.add_row(*COLUMNS, style="dim")
-    table.add_row(*UNITS, style="dim")
-    for row in rows:
-        table.add_row(*row_texts(row), style="bold red" if row.wrong else "")
-    return table
-
-
-def _fits_table(fits: Sequence[BenchFit]) -> RenderableType:
+def _fits(fits: Sequence[BenchFit]) -> RenderableType:
+    """The fits of each axis and shape of group below a title."""
     if not fits:
         return Text("none: a fit needs two sizes", "dim")
-    parts: list[RenderableType] = [_fit_line([name for name, _ in _FIT_COLUMNS], "dim")]
+    columns = (_COLLECTIVE, *_FIT_COLUMNS)
+    parts: list[RenderableType] = [Table(columns, ()).terminal(gap=1, header="dim")]
     shape = None
     for fit in fits:
         if (fit.axes, group_words(fit)) != shape:
             shape = fit.axes, group_words(fit)
             parts.append(Text(", ".join(fit.axes), "bold cyan").append(f"  {shape[1]}", "dim"))
+        row = (f"  {collective_words(fit)}", *_fit_cells(fit))
         style = "yellow" if fit.residual_median > _GOOD_FIT else ""
-        parts.append(_fit_line([f"  {collective_words(fit)}", *fit_texts(fit)], style))
+        parts.append(Table(columns, (row,), (style,)).terminal(gap=1, header=None))
     return Group(*parts)
 
 
-def _fit_line(texts: Sequence[str], style: str) -> RenderableType:
-    """One line; all lines have the same widths, so that titles may stand between them."""
-    table = Table.grid(padding=(0, 1))
-    for index, (_, width) in enumerate(_FIT_COLUMNS):
-        table.add_column(width=width, justify="right" if index else "left", style=style, overflow="fold")
-    table.add_row(*texts)
-    return table
-
-
-def fit_texts(fit: BenchFit) -> tuple[str, ...]:
-    """Latency, bandwidth, number of sizes and median error of a fit."""
+def _fit_cells(fit: BenchFit) -> tuple[str, ...]:
     error = format_percent(fit.residual_median)
     return format_seconds(fit.latency_s), format_rate(fit.bytes_per_s), str(fit.points), error
-
-
-def _heading(text: str) -> RenderableType:
-    return Padding(Text(text, "bold"), (1, 0, 0, 0))
 
 
 def _gigabytes(bytes_per_s: float | None) -> str:
@@ -186,3 +190,117 @@ def _three_digits(x: float) -> str:
 
 def _flops(flops_per_s: float) -> str:
     return f"{format_count(flops_per_s)}FLOP/s"
+
+
+def bandwidth_chart(rows: Sequence[BenchRow], fits: Sequence[BenchFit]) -> dict:
+    """Bus bandwidth against size, one colour per collective: marks where measured, a dotted line where fitted."""
+    data = []
+    measured = [group for group in grouped(rows) if group[0].bus_bandwidth_bytes_per_s is not None]
+    for group, color in zip(measured, _COLORS * 2):
+        name = collective_words(group[0])
+        data.append(_marks(group, name, color))
+        fit = next((f for f in fits if _is_fit_of(f, group[0])), None)
+        if fit is not None:
+            data.append(_line(group, fit, name, color))
+    return {"data": data, "layout": _layout()}
+
+
+def _is_fit_of(fit: BenchFit, row: BenchRow) -> bool:
+    shapes = ((x.link, x.collective, x.gpus_per_domain, x.domains) for x in (fit, row))
+    return len(set(shapes)) == 1
+
+
+def _marks(rows: Sequence[BenchRow], name: str, color: str) -> dict:
+    texts = [f"{format_bytes(r.size_bytes)}, {format_seconds(r.time_s)}, {r.wrong} wrong" for r in rows]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "legendgroup": name,
+        "x": [r.size_bytes for r in rows],
+        "y": [(r.bus_bandwidth_bytes_per_s or 0.0) / 1e9 for r in rows],
+        "customdata": texts,
+        "hovertemplate": "%{y:.3~g} GB/s at %{customdata}<extra>" + escape(name) + "</extra>",
+        "marker": {"color": color, "size": 7},
+        "line": {"color": color, "width": 1.2},
+    }
+
+
+def _line(rows: Sequence[BenchRow], fit: BenchFit, name: str, color: str) -> dict:
+    sizes = np.geomspace(rows[0].size_bytes, rows[-1].size_bytes, _POINTS_OF_A_LINE)
+    wire = sizes * (rows[0].wire_bytes or 0.0) / rows[0].size_bytes
+    rates = wire / (fit.latency_s + wire / fit.bytes_per_s) / 1e9
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": f"{name}, fitted",
+        "legendgroup": name,
+        "showlegend": False,
+        "x": [float(f"{s:.6g}") for s in sizes],
+        "y": [float(f"{r:.6g}") for r in rates],
+        "hoverinfo": "skip",
+        "line": {"color": color, "width": 1.5, "dash": "dot"},
+    }
+
+
+def _layout() -> dict:
+    sizes = [2**exponent for exponent in range(10, 37, 4)]
+    return frame(
+        430,
+        legend={"orientation": "v"},
+        xaxis={**GRID, "type": "log", "tickvals": sizes, "ticktext": [_tick(s) for s in sizes]},
+        yaxis={**GRID, "type": "log", "ticksuffix": " GB/s", "automargin": True, "dtick": 1},
+        hoverlabel={"font": {"size": 12}},
+    )
+
+
+def _tick(size_bytes: int) -> str:
+    """`16 KiB`: sizes on the axis are whole numbers of their unit."""
+    number, unit = format_bytes(size_bytes).split(" ")
+    return f"{float(number):g} {unit}"
+
+
+def _cards(report: BenchReport) -> str:
+    wrong = card(f"wrong results in {len(report.rows)} cases", f"{report.wrong}", css="bad" if report.wrong else "good")
+    error = card("median error of latency + bandwidth", format_percent(report.residual_median))
+    fastest: dict[str, BenchFit] = {}
+    for fit in report.fits:
+        if fit.collective == "all-reduce" and fit.bytes_per_s > getattr(fastest.get(fit.link), "bytes_per_s", 0.0):
+            fastest[fit.link] = fit
+    links = (card(f"all-reduce on {link}, bus", format_rate(fit.bytes_per_s)) for link, fit in fastest.items())
+    return cards((wrong, error, *links))
+
+
+def _axis_section(report: BenchReport, axes: tuple[str, ...], name: str, page: Page) -> str:
+    rows = [row for row in report.rows if row.axes == axes]
+    fits = [fit for fit in report.fits if any(_is_fit_of(fit, row) for row in rows)]
+    note = (
+        f"{group_words(rows[0])}, {rows[0].num_groups} groups at once. Bus bandwidth per GPU, one direction, as "
+        "nccl-tests counts it. Dotted: latency + bandwidth as fitted."
+    )
+    fitted = Table((_COLLECTIVE, *_FIT_COLUMNS), [(collective_words(fit), *_fit_cells(fit)) for fit in fits])
+    drawn = page.chart(name, bandwidth_chart(rows, fits))
+    return section(f"Axis {', '.join(axes)}", note, drawn, fitted.html(), _all_rows(rows))
+
+
+def _copy_section(report: BenchReport, page: Page) -> str:
+    rows = [row for row in report.rows if not row.axes]
+    if not rows:
+        return ""
+    note = "Size over time, on all devices at once; memory carries twice that, read and written."
+    return section("Copy on the device", note, page.chart("copy", bandwidth_chart(rows, ())), _all_rows(rows))
+
+
+def _rates_section(report: BenchReport) -> str:
+    rows = _rates(report)
+    if not rows:
+        return ""
+    note = "One device alone, on random data, long enough to reach its sustained clock."
+    return section("Sustained rates", note, Table([*text_columns("work"), *number_columns("rate")], rows).html())
+
+
+def _all_rows(rows: Sequence[BenchRow]) -> str:
+    cells: list[Sequence[Cell]] = [
+        (collective_words(row), *_row_cells(row)) for group in grouped(rows) for row in group
+    ]
+    return folded(f"All {len(rows)} measurements", Table((_COLLECTIVE, *_COLUMNS), cells).html())

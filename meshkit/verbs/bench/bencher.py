@@ -31,14 +31,11 @@ from meshkit.report.summarize import cluster_part, mesh_part
 from meshkit.sharding import build_mesh, prepare_platform
 from meshkit.units import KIB, format_bytes, format_percent, format_seconds
 from meshkit.verbs.bench import fit as fitting
-from meshkit.verbs.bench.bench_page import write_html
 from meshkit.verbs.bench.bench_report import BenchFit, BenchReport, BenchRow, BenchWarning, DevicesPart, RatesPart
-from meshkit.verbs.bench.bench_views import render
+from meshkit.verbs.bench.bench_views import write_bench_html
 from meshkit.verbs.bench.collectives import COPY_KIND, kinds
 from meshkit.verbs.bench.measure import DTYPE, Case, Measurement, gather, largest_size_bytes, make_case, measure
 from meshkit.verbs.bench.rates import measure_rates
-
-__all__ = ["bench", "render"]
 
 HTML_FILE = "bench.html"
 SMALLEST_BYTES, FACTOR = KIB, 4
@@ -85,7 +82,7 @@ def bench(
         folder = Path(out)
         report.write(folder)
         calibration.write(folder / calibration.CALIBRATION_FILE, report.calibration())
-        write_html(report, folder / HTML_FILE, title=experiment.name)
+        write_bench_html(report, folder / HTML_FILE, title=experiment.name)
     return report
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,6 @@ import numpy as np
 from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from meshkit.compile.preflight import check_compiler
@@ -29,6 +28,7 @@ from meshkit.lint.findings import SEVERITY_COLOURS, Finding, finding_lines
 from meshkit.lint.placements import placed_bytes
 from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part
+from meshkit.report.views.table import Cell, Table, number_columns, text_columns
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.devices import describe_devices, use_no_accelerator
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
@@ -252,33 +252,29 @@ def _placement_lines(placement: PlacementPart) -> Iterator[RenderableType]:
     yield Padding(Text(placement.reason), (0, 0, 0, 2))
 
 
-def _collectives_table(rows: tuple[CollectivePart, ...]) -> Table:
+def _collectives_table(rows: tuple[CollectivePart, ...]) -> RenderableType:
     """Most bytes first; scalars and norms, of whatever axes, in one row."""
-    table = _table("Collectives of a step")
-    table.add_column("collective", overflow="fold")
-    table.add_column("count", justify="right", no_wrap=True)
-    table.add_column("a GPU", justify="right", no_wrap=True)
-    table.add_column("why", overflow="fold", ratio=1)
     small = [row for row in rows if row.explanation == SCALARS]
+    cells: list[Sequence[Cell]] = []
     for row in rows:
         if row in small:
             continue
         axes = " x ".join(row.axes)
-        why = Text((row.explanation or "").replace(f" over {axes}", "", 1))
-        if row.explanation is None:
-            why = Text("unexplained", "yellow")
-        table.add_row(f"{row.collective} {axes}", f"{row.count:.3g}", format_bytes(int(row.payload_bytes)), why)
+        why = row.explanation and row.explanation.replace(f" over {axes}", "", 1)
+        size = format_bytes(int(row.payload_bytes))
+        cells.append((f"{row.collective} {axes}", f"{row.count:.3g}", size, why or Text("unexplained", "yellow")))
     if small:
         count, size = sum(row.count for row in small), sum(row.payload_bytes for row in small)
-        table.add_row("others", f"{count:.3g}", format_bytes(int(size)), SCALARS)
-    return table
+        cells.append(("others", f"{count:.3g}", format_bytes(int(size)), SCALARS))
+    columns = (*text_columns("collective"), *number_columns("count", "a GPU"), *text_columns("why"))
+    return Table(columns, cells).terminal(title="Collectives of a step")
 
 
-def _parameters_table(rows: tuple[PlacedPart, ...]) -> Table:
+def _parameters_table(rows: tuple[PlacedPart, ...]) -> RenderableType:
     return _placed_table("Parameters", rows, lambda row: (row.path, _dims(map(str, row.shape), row)))
 
 
-def _activations_table(rows: tuple[PlacedPart, ...]) -> Table:
+def _activations_table(rows: tuple[PlacedPart, ...]) -> RenderableType:
     def cells(row: PlacedPart) -> tuple[str]:
         names = row.logical_axes or (None,) * len(row.shape)
         return (_dims((f"{name} {n}" if name else str(n) for name, n in zip(names, row.shape)), row),)
@@ -286,27 +282,23 @@ def _activations_table(rows: tuple[PlacedPart, ...]) -> Table:
     return _placed_table("Activations", rows, cells)
 
 
-def _placed_table(title: str, rows: tuple[PlacedPart, ...], cells: Callable[[PlacedPart], tuple[str, ...]]) -> Table:
+def _placed_table(
+    title: str, placed: tuple[PlacedPart, ...], cells: Callable[[PlacedPart], tuple[str, ...]]
+) -> RenderableType:
     """What `cells` says of each array, into how many pieces it is cut, and what one GPU holds.
 
     The dtype that most arrays have is said once, in the title.
     """
-    usual = Counter(row.dtype for row in rows).most_common(1)[0][0] if rows else "none"
-    table = _table(f"{title}, {usual}")
-    for header in ("array", "shape: axes")[-len(cells(rows[0])) :] if rows else ():
-        table.add_column(header, overflow="fold")
-    table.add_column("cut in", justify="right", no_wrap=True)
-    table.add_column("a GPU", justify="right", no_wrap=True)
-    for row in rows:
+    usual = Counter(row.dtype for row in placed).most_common(1)[0][0] if placed else "none"
+    rows = []
+    for row in placed:
         *first, dims = cells(row)
         dims += "" if row.dtype == usual else f" {row.dtype}"
-        table.add_row(*map(Text, (*first, dims, str(row.shards), format_bytes(row.bytes_per_gpu))))
-    return table
+        rows.append((*first, dims, str(row.shards), format_bytes(row.bytes_per_gpu)))
+    words = ("array", "shape: axes")[-len(cells(placed[0])) :] if placed else ()
+    columns = (*text_columns(*words), *number_columns("cut in", "a GPU"))
+    return Table(columns, rows).terminal(title=f"{title}, {usual}")
 
 
 def _dims(names: Iterable[str], row: PlacedPart) -> str:
     return ", ".join(f"{name}:{'+'.join(axes)}" if axes else name for name, axes in zip(names, row.spec)) or "scalar"
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from meshkit.report.views.charts import COLORS, FONT
-from meshkit.report.views.page import cells, chart, section, table, write_page
+from meshkit.report.views.charts import COLORS, GRID, frame
+from meshkit.report.views.page import Page, section
+from meshkit.report.views.table import Table, number_columns, text_columns
 from meshkit.units import format_bytes, format_percent, format_seconds
 from meshkit.verbs.plan.outcome import mesh_text
-
-_COLUMNS = ("GPUs", "batch", "step", "exposed", "of step", "MFU", "efficiency", "memory")
 
 
 def render(report: Any) -> RenderableType:
     """The sweep (a ScalingReport), for `rich.print`."""
     title = f"{report.experiment} on {report.gpu}: {report.kind} scaling, axis '{report.axis}' grows"
-    drawn = Table(box=None, padding=(0, 1), show_edge=False, pad_edge=False)
-    drawn.add_column("mesh", overflow="fold", ratio=1)
-    for name in _COLUMNS:
-        drawn.add_column(name, justify="right", no_wrap=True)
-    for point in report.points:
-        drawn.add_row(_mesh(point), *_cells(point), style="" if point.outcome.fits else "red")
     notes = [Text(f"{p.num_gpus} GPUs: {p.outcome.error}", "red") for p in report.points if p.outcome.error]
-    return Group(Text(title, "bold underline"), drawn, *notes)
+    return Group(Text(title, "bold underline"), _sizes(report).terminal(), *notes)
 
 
 def write_scaling_html(report: Any, path: str | Path) -> Path:
@@ -37,22 +28,36 @@ def write_scaling_html(report: Any, path: str | Path) -> Path:
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
     """
-    figures: dict[str, dict] = {}
-    headline = f"{report.experiment}: {report.kind} scaling"
-    sub = f"{report.gpu} · axis {report.axis} grows · {_batch_words(report)}"
-    rows = [cells("td", (_mesh(p),), _cells(p)) for p in report.points]
+    batches = {p.global_batch for p in report.points}
+    batch = f"batch {report.points[0].global_batch}{'' if len(batches) == 1 else ' at the smallest size'}"
+    page = Page(f"{report.experiment}: {report.kind} scaling", f"{report.gpu} · axis {report.axis} grows · {batch}")
     note = "Tokens per second per GPU, relative to the smallest size; the step below, by what it is made of."
-    body = [
-        f'<h1>{escape(headline)}</h1>\n<p class="sub">{escape(sub)}</p>',
-        section(
-            "Efficiency",
-            note,
-            chart("efficiency", efficiency_chart(report), figures),
-            chart("steps", steps_chart(report), figures),
-        ),
-        section("Sizes", "", table(cells("th", ("mesh",), _COLUMNS), rows)),
-    ]
-    return write_page(path, headline, body, figures)
+    charts = page.chart("efficiency", efficiency_chart(report)), page.chart("steps", steps_chart(report))
+    page.add(section("Efficiency", note, *charts), section("Sizes", "", _sizes(report).html()))
+    return page.write(path)
+
+
+def _sizes(report: Any) -> Table:
+    columns = number_columns("GPUs", "batch", "step", "exposed", "of step", "MFU", "efficiency", "memory")
+    rows, styles = [], []
+    for point in report.points:
+        outcome = point.outcome
+        too_large = " (too large)" if outcome.status == "does_not_fit" else ""
+        rows.append(
+            (
+                mesh_text(outcome),
+                str(point.num_gpus),
+                str(point.global_batch),
+                format_seconds(outcome.time_s),
+                format_seconds(outcome.exposed_s),
+                format_percent(point.exposed_share),
+                format_percent(outcome.mfu),
+                format_percent(point.efficiency),
+                f"{format_bytes(outcome.peak_bytes)}{too_large}",
+            )
+        )
+        styles.append("" if outcome.fits else "red")
+    return Table([*text_columns("mesh"), *columns], rows, styles)
 
 
 def efficiency_chart(report: Any) -> dict:
@@ -96,39 +101,5 @@ def steps_chart(report: Any) -> dict:
 
 
 def _layout(height: int) -> dict[str, Any]:
-    grid = {"gridcolor": "#e6e9ee", "zeroline": False, "automargin": True}
-    return {
-        "height": height,
-        "font": FONT,
-        "margin": {"l": 10, "r": 20, "t": 10, "b": 30},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        "xaxis": dict(grid),
-        "yaxis": dict(grid),
-    }
-
-
-def _batch_words(report: Any) -> str:
-    batches = {p.global_batch for p in report.points}
-    first = report.points[0]
-    return f"batch {first.global_batch}" if len(batches) == 1 else f"batch {first.global_batch} at the smallest size"
-
-
-def _mesh(point: Any) -> str:
-    return mesh_text(point.outcome)
-
-
-def _cells(point: Any) -> tuple[str, ...]:
-    outcome = point.outcome
-    fits = " (too large)" if outcome.status == "does_not_fit" else ""
-    return (
-        str(point.num_gpus),
-        str(point.global_batch),
-        format_seconds(outcome.time_s),
-        format_seconds(outcome.exposed_s),
-        format_percent(point.exposed_share),
-        format_percent(outcome.mfu),
-        format_percent(point.efficiency),
-        f"{format_bytes(outcome.peak_bytes)}{fits}",
-    )
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+    return frame(height, legend=legend, xaxis={**GRID, "automargin": True}, yaxis={**GRID, "automargin": True})

@@ -30,7 +30,7 @@ def profile(
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.folder import find_prediction
     from meshkit.report.schema import read_report
-    from meshkit.report.views.compare_terminal import render as render_comparison
+    from meshkit.report.views.compare import render as render_comparison
     from meshkit.verbs.profile.profiler import profile_run
 
     folder = run if run.is_dir() else run.parent

@@ -47,7 +47,7 @@ def train(
 
 def training_summary(result: Any) -> str:
     """The last lines of a training: where its time went, and what it reached, beside what frequencies alone would."""
-    from meshkit.report.goodput_part import goodput_summary
+    from meshkit.report.views.words import goodput_summary
 
     loss = "" if result.loss is None else f": loss {result.loss:.3f}"
     held_out = "" if result.evaluation_loss is None else f", held-out {result.evaluation_loss:.3f}"

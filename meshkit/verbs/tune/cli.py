@@ -42,9 +42,7 @@ def tune(
     with what it gained over the experiment as it is. The global batch stays. Killed, it resumes where it was.
     """
     from meshkit.config.experiment import load
-    from meshkit.verbs.tune.tune_page import write_tune_html
-    from meshkit.verbs.tune.tune_progress import progress_bar
-    from meshkit.verbs.tune.tune_views import render
+    from meshkit.verbs.tune.tune_views import progress_bar, render, write_tune_html
     from meshkit.verbs.tune.tuner import WINNER_FILE, Sizes, parse_hosts
     from meshkit.verbs.tune.tuner import tune as run_search
 

@@ -1,20 +1,29 @@
-"""A search on a terminal: the winner and why, what was ruled out, and the best variants."""
+"""A search on a terminal, as a page and while it runs: the winner and why, what was ruled out, and the variants."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from html import escape
+from pathlib import Path
 
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
+import rich.table
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from meshkit.units import format_bytes, format_percent, format_seconds
+from meshkit.report.views.charts import GRID, frame, limit
+from meshkit.report.views.page import Page, card, cards, section
+from meshkit.report.views.table import Cell, Table, heading, listed, number_columns, text_columns
+from meshkit.units import GIB, format_bytes, format_percent, format_seconds
 from meshkit.verbs.plan.outcome import Outcome, mesh_text
-from meshkit.verbs.tune.tune_report import TuneReport
+from meshkit.verbs.tune.tune_report import SearchProgress, TuneReport
 
-SHOWN = 12
+_SHOWN = 12
+_OFTEN = 50  # variants between two signs of the progress
+_SYMBOLS = ("circle", "square", "triangle-up", "diamond", "pentagon")  # of sizes, the experiment's own first
+_FITS, _TOO_LARGE, _WINNER, _BASE = "#3f7cac", "#d1495b", "#4c9f70", "#28323c"
 RULE_WORDS = {
     "divisibility": "a dim or the batch does not divide",
     "memory": "state, and gradients or saved activations, exceed the pool",
@@ -27,13 +36,35 @@ def render(report: TuneReport) -> RenderableType:
     """The whole search, for `rich.print`."""
     parts: list[RenderableType] = [_headline(report)]
     if report.winner is not None and not report.winner_is_base:
-        parts += [_heading("why it wins"), *(_bullet(text) for text in report.why), _heading("the winner")]
+        parts += [heading("why it wins"), *listed(report.why), heading("the winner")]
         parts += [Text(f"--set '{setting}'") for setting in report.winner.settings]
     else:
-        parts += [_bullet(text) for text in report.why]
-    parts += [_heading("variants"), _counts(report)]
-    parts += [_heading("the best that were compiled"), _table(best_first(report.outcomes)[:SHOWN], report)]
+        parts += listed(report.why)
+    parts += [heading("variants"), _counts(report)]
+    parts += [
+        heading("the best that were compiled"),
+        variants_table(report, best_first(report.outcomes)[:_SHOWN]).terminal(),
+    ]
     return Group(*parts)
+
+
+def write_tune_html(report: TuneReport, path: str | Path) -> Path:
+    """Writes the page, which opens offline, and returns its path.
+
+    Raises:
+        ConfigError: Plotly, which draws the charts, is not installed.
+    """
+    sub = f"{report.num_gpus} x {report.gpu} · global batch {report.global_batch}"
+    page = Page(f"{report.experiment}: {report.compiled} variants", sub)
+    note = (
+        "Each point is a compiled variant, its form says on how many GPUs. The line joins those that no other of the "
+        "same size beats in both; what lies right of the dashed line does not fit."
+    )
+    drawn = page.chart("pareto", pareto_chart(report))
+    page.add(_cards(report), _why(report), section("Step time against memory", note, drawn))
+    page.add(_differences(report), _pruned(report))
+    page.add(section("Variants", "The fastest first.", variants_table(report, best_first(report.outcomes)).html()))
+    return page.write(path)
 
 
 def best_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -81,11 +112,18 @@ def _remat_text(value: str) -> str:
     return str(remat)
 
 
-def cells_of(outcome: Outcome) -> tuple[str, ...]:
-    """GPUs, step, GPU seconds, compute, exposed, MFU, memory and verdict of a row."""
+def variants_table(report: TuneReport, outcomes: Sequence[Outcome]) -> Table:
+    """Some of the variants that were compiled; the winner stands out."""
+    columns = number_columns("GPUs", "step", "GPU s", "compute", "exposed", "MFU", "memory", "")
+    styles = ["bold" if report.winner and o.settings == report.winner.settings else "" for o in outcomes]
+    return Table([*text_columns("variant"), *columns], [_cells(o) for o in outcomes], styles)
+
+
+def _cells(outcome: Outcome) -> tuple[Cell, ...]:
     verdict = {"fits": "fits", "does_not_fit": "too large", "error": "error"}[outcome.status]
     gpu_seconds = None if outcome.time_s is None or outcome.num_gpus is None else outcome.time_s * outcome.num_gpus
     return (
+        what_text(outcome),
         "-" if outcome.num_gpus is None else str(outcome.num_gpus),
         format_seconds(outcome.time_s),
         "-" if gpu_seconds is None else f"{gpu_seconds:,.0f}",
@@ -95,9 +133,6 @@ def cells_of(outcome: Outcome) -> tuple[str, ...]:
         format_bytes(outcome.peak_bytes),
         verdict,
     )
-
-
-COLUMNS = ("GPUs", "step", "GPU s", "compute", "exposed", "MFU", "memory", "")
 
 
 def _headline(report: TuneReport) -> RenderableType:
@@ -114,7 +149,7 @@ def _headline(report: TuneReport) -> RenderableType:
 
 
 def _counts(report: TuneReport) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
+    table = rich.table.Table.grid(padding=(0, 2))
     table.add_column(justify="right")
     table.add_column()
     table.add_row(f"{report.space:,}", "in the space")
@@ -126,22 +161,134 @@ def _counts(report: TuneReport) -> RenderableType:
     return table
 
 
-def _table(outcomes: Sequence[Outcome], report: TuneReport) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), show_edge=False, pad_edge=False)
-    table.add_column("variant", overflow="fold", ratio=1)
-    for name in COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        style = "bold" if report.winner is not None and outcome.settings == report.winner.settings else ""
-        table.add_row(what_text(outcome), *cells_of(outcome), style=style)
-    return table
+def pareto_chart(report: TuneReport) -> dict:
+    """Time against memory of what was compiled, and the front."""
+    drawn = [o for o in report.outcomes if o.time_s is not None and o.peak_bytes is not None]
+    sizes = sorted({o.num_gpus or 0 for o in drawn}, key=lambda n: (n != report.num_gpus, n))
+    fitting = [(n, [o for o in drawn if o.fits and (o.num_gpus or 0) == n]) for n in sizes]
+    groups = [
+        *((f"{n} GPUs", members, _FITS, _SYMBOLS[min(i, 4)], 9) for i, (n, members) in enumerate(fitting)),
+        ("does not fit", [o for o in drawn if not o.fits], _TOO_LARGE, "x", 8),
+        ("as it is", [o for o in drawn if not o.settings], _BASE, "diamond-open", 15),
+        ("the winner", [o for o in drawn if o == report.winner], _WINNER, "star", 15),
+    ]
+    data = [_points(name, members, color, symbol, size) for name, members, color, symbol, size in groups if members]
+    data += [line for n in sizes if (line := _front(report, n))]
+    return {"data": data, "layout": _layout(report)}
 
 
-def _heading(text: str) -> RenderableType:
-    return Padding(Text(text, "bold"), (1, 0, 0, 0))
+def _front(report: TuneReport, gpus: int) -> dict | None:
+    """The line through those of one size that no other beats; None where there is none of them."""
+    front = [report.outcomes[i] for i in report.pareto if (report.outcomes[i].num_gpus or 0) == gpus]
+    front.sort(key=lambda o: o.peak_bytes or 0)
+    if not front:
+        return None
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": f"no other beats them, {gpus} GPUs",
+        "x": [(o.peak_bytes or 0) / GIB for o in front],
+        "y": [o.time_s for o in front],
+        "line": {"color": _WINNER, "width": 1.2, "shape": "hv"},
+        "hoverinfo": "skip",
+    }
 
 
-def _bullet(text: str) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    table.add_row(Text("-", "dim"), Text(text))
-    return table
+def _points(name: str, outcomes: list[Outcome], color: str, symbol: str, size: int) -> dict:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [(o.peak_bytes or 0) / GIB for o in outcomes],
+        "y": [o.time_s for o in outcomes],
+        "customdata": [f"{what_text(o)}<br>{o.num_gpus} GPUs" for o in outcomes],
+        "hovertemplate": "%{y:.4~g} s, %{x:.3~g} GiB<br>%{customdata}<extra></extra>",
+        "marker": {"color": color, "size": size, "symbol": symbol},
+    }
+
+
+def _layout(report: TuneReport) -> dict:
+    layout = frame(
+        460,
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        xaxis={**GRID, "automargin": True, "ticksuffix": " GiB"},
+        yaxis={**GRID, "automargin": True, "ticksuffix": " s"},
+        hoverlabel={"font": {"size": 12}},
+    )
+    if report.base.pool_bytes:
+        layout["shapes"] = [limit(report.base.pool_bytes / GIB, "dash", 1.2)]
+    return layout
+
+
+def _cards(report: TuneReport) -> str:
+    boxes = []
+    if report.winner is not None:
+        boxes.append(card(f"a step: {mesh_text(report.winner)}", format_seconds(report.winner.time_s), css="good"))
+        boxes.append(card("MFU", format_percent(report.winner.mfu)))
+        boxes.append(card(f"of {format_bytes(report.winner.pool_bytes)}", format_bytes(report.winner.peak_bytes)))
+    boxes.append(card("as the experiment is", format_seconds(report.base.time_s)))
+    boxes.append(card(f"variants, {report.compiled} of them compiled", f"{report.space:,}"))
+    return cards(boxes)
+
+
+def _why(report: TuneReport) -> str:
+    items = "".join(f"<li>{escape(text)}</li>" for text in report.why)
+    settings = " ".join(f"--set '{s}'" for s in report.winner.settings) if report.winner else ""
+    shown = f"<p><code>{escape(settings)}</code></p>" if settings else ""
+    return section("Why it wins", "Against the experiment as it is.", f"<ul>{items}</ul>{shown}")
+
+
+def _differences(report: TuneReport) -> str:
+    rows = [(d.name, *map(format_seconds, (d.base_s, d.winner_s, d.saved_s))) for d in report.differences]
+    if not rows:
+        return ""
+    table = Table([*text_columns(""), *number_columns("as it is", "the winner", "saved")], rows)
+    return section("Where the time went", "Seconds of a step; they add up to the difference.", table.html())
+
+
+def _pruned(report: TuneReport) -> str:
+    rows = [(RULE_WORDS.get(p.rule, p.rule), p.example or "", f"{p.count:,}") for p in report.pruned]
+    table = Table([*text_columns("why", "for example"), *number_columns("variants")], rows)
+    return section("Ruled out without a compile", "By closed forms.", table.html())
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[SearchProgress]:
+    """What to tell a search; where there is no terminal, one line for every variant."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True)
+    shown = console.is_terminal
+    with bar if shown else nullcontext():
+        pruning = bar.add_task("bounds of variants", total=None)
+        compiling = bar.add_task("compiling", total=None, visible=False)
+
+        def looked_at(number: int) -> None:
+            if number % _OFTEN == 0:
+                bar.update(pruning, completed=number)
+
+        def started(candidates: int, total: int) -> None:
+            bar.update(pruning, visible=False)
+            bar.update(compiling, total=total, visible=True)
+            if not shown:
+                console.print(f"{candidates} variants were not ruled out; compiling up to {total}", highlight=False)
+
+        def done(outcome: Outcome, known: bool, best: Outcome | None) -> None:
+            text = f"best {format_seconds(best.time_s)}" if best else "none fits yet"
+            bar.update(compiling, advance=1, description=f"compiling, {text}")
+            if not shown:
+                console.print(_result_line(outcome, known), highlight=False, soft_wrap=True)
+
+        yield SearchProgress(looked_at, started, done)
+
+
+def _result_line(outcome: Outcome, known: bool) -> str:
+    what = " ".join(outcome.settings) or "as it is"
+    result = outcome.error.splitlines()[0] if outcome.error else format_seconds(outcome.time_s)
+    verdict = {"fits": "", "does_not_fit": ", does not fit", "error": ""}[outcome.status]
+    return f"{result}{verdict}{' (known)' if known else ''}: {what}"

@@ -20,7 +20,8 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.verbs.bench import collectives, fit
 from meshkit.verbs.bench.bench_report import BenchReport, bench_json_schema
-from meshkit.verbs.bench.bencher import bench, render
+from meshkit.verbs.bench.bench_views import render
+from meshkit.verbs.bench.bencher import bench
 from meshkit.verbs.bench.collectives import COPY_KIND, Kind, kinds
 from meshkit.verbs.bench.measure import largest_size_bytes, make_case, measure
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.config.experiment import load
-from meshkit.report.views.pipeline_view import pipeline_lines
+from meshkit.report.views.words import pipeline_lines
 from meshkit.verbs.plan.planner import plan_experiment
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.slow]  # half a minute of compiling

@@ -1,0 +1,290 @@
+"""The tables of a report: all columns are for the page, a terminal picks some of them.
+
+Each is a function of a `Shown` (a report and what the page calls it). Every number is a `Value`: it says where in
+report.json it stands. What is unknown everywhere is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from meshkit.report.parts import QualityPart
+from meshkit.report.schema import Report
+from meshkit.report.views.table import Cell, Column, Numbers, Source, Table, Value, number_columns, text_columns
+from meshkit.report.views.words import (
+    axes_text,
+    goodput_shares,
+    group_text,
+    link_text,
+    row_name,
+    share_text,
+)
+from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
+
+_MAX_KERNELS = 40
+_MAX_STRAGGLERS = 16
+_SPREAD = ("min", "median", "p90", "max")
+Form = Callable[[Any], str]
+# what a number is called, its key, and how it is written
+Labelled = Sequence[tuple[str, str, Form]]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A report, and its name on the page."""
+
+    report: Report
+    name: str = ""
+
+    @cached_property
+    def number(self) -> Numbers:
+        """The numbers of its report.json, by path."""
+        return Numbers(self.name, self.report)
+
+    def numbers(self, at: str, columns: Iterable[tuple[str, Form]]) -> list[Value]:
+        """The numbers of some keys below a path; exposed seconds stand out."""
+        return [self.number(f"{at}.{key}", form, "exposed" if key == "exposed_s" else "") for key, form in columns]
+
+
+def _count(value: float | None) -> str:
+    """A count: `64`, or `1.5` where it is a mean of unequal devices."""
+    return "-" if value is None else f"{value:g}"
+
+
+def step_table(shown: Shown) -> Table:
+    """The step's parts: mean, share of the step, and how they vary over devices and steps."""
+    report, step = shown.report, shown.report.step
+    lines = [
+        ("step", "time_s"),
+        ("compute", "compute_s"),
+        ("exposed communication", "exposed_s"),
+        ("memory copies", "other_s"),
+        ("idle", "idle_s"),
+        ("communication", "communication_s"),
+        ("of it under compute", "overlapped_s"),
+    ]
+    if step.bubble_s:
+        lines.append(("pipeline bubble, inside compute", "bubble_s"))
+    measured = report.spread.time_s.median is not None
+    rows = []
+    for label, key in lines:
+        spread = _spread_cells(shown, key) if measured else []
+        rows.append(
+            [label, shown.number(f"step.{key}", format_seconds), share_text(getattr(step, key), step.time_s), *spread]
+        )
+    columns = number_columns("mean", "of the step", *((*_SPREAD, "slowest") if measured else ()))
+    return Table([*text_columns("per step and GPU"), *columns], rows)
+
+
+def _spread_cells(shown: Shown, key: str) -> list[Cell]:
+    spread = getattr(shown.report.spread, key, None)
+    if spread is None or spread.max is None:
+        return [""] * (len(_SPREAD) + 1)
+    where = f"GPU {spread.worst_device}, step {spread.worst_step}"
+    return [*(shown.number(f"spread.{key}.{name}", format_seconds) for name in _SPREAD), where]
+
+
+def links_table(shown: Shown) -> Table:
+    """Communication by mesh axis and link, the most exposed first: the sums over the kinds of collectives."""
+    groups: dict[tuple, list[int]] = {}
+    for i, row in enumerate(shown.report.communication):
+        groups.setdefault((row.axes, link_text(row)), []).append(i)
+    rows = []
+    for (axes, link), members in groups.items():
+        at = f"communication.{'+'.join(map(str, members))}"
+        seconds = [("time_s", format_seconds), ("overlapped_s", format_seconds), ("exposed_s", format_seconds)]
+        sent = [("wire_bytes_nvlink", format_bytes), ("wire_bytes_infiniband", format_bytes)]
+        exposed_s = shown.number.value(f"{at}.exposed_s")
+        share = share_text(exposed_s, shown.report.step.time_s)
+        row = [axes_text(axes), link, *shown.numbers(at, seconds), share, *shown.numbers(at, sent)]
+        rows.append((-(exposed_s or 0), row))
+    rows.sort(key=lambda item: item[0])
+    columns = number_columns("time", "overlapped", "exposed", "of the step", "sent, nvlink", "sent, infiniband")
+    return Table([*text_columns("axes", "slowest link"), *columns], [row for _, row in rows])
+
+
+def rows_table(shown: Shown) -> Table:
+    """Every row of communication, as report.json has them; waiting and transfer apart where they are known."""
+    communication = shown.report.communication
+    columns: Labelled = (
+        ("count", "count", _count),
+        ("payload", "payload_bytes", format_bytes),
+        ("time", "time_s", format_seconds),
+        ("overlapped", "overlapped_s", format_seconds),
+        ("exposed", "exposed_s", format_seconds),
+        ("alone", "sole_exposed_s", format_seconds),
+        ("transfer", "transfer_s", format_seconds),
+        ("wait", "wait_s", format_seconds),
+        ("bus bw", "bus_bandwidth_bytes_per_s", format_rate),
+        ("its peak", "bus_bandwidth_peak_bytes_per_s", format_rate),
+    )
+    if all(row.wait_s is None for row in communication):
+        columns = [column for column in columns if column[0] not in ("transfer", "wait")]
+    if all(row.bus_bandwidth_peak_bytes_per_s is None for row in communication):
+        columns = [column for column in columns if column[0] != "its peak"]
+    keys = [(key, form) for _, key, form in columns]
+    rows = [
+        [axes_text(r.axes), link_text(r), group_text(r), row_name(r), *shown.numbers(f"communication.{i}", keys)]
+        for i, r in enumerate(communication)
+    ]
+    heads = text_columns("axes", "link", "groups", "collective")
+    return Table([*heads, *number_columns(*(label for label, *_ in columns))], rows)
+
+
+def ops_table(shown: Shown) -> Table:
+    """Single collectives ranked by exposed seconds, with the model code that caused them."""
+    ops = [(i, j, row, op) for i, row in enumerate(shown.report.communication) for j, op in enumerate(row.ops)]
+    ops.sort(key=lambda item: (-(item[3].exposed_s or 0), -(item[3].busy_s or 0)))
+    keys = (
+        ("exposed_s", format_seconds),
+        ("busy_s", format_seconds),
+        ("count", _count),
+        ("payload_bytes", format_bytes),
+    )
+    rows = [
+        [op.name, axes_text(row.axes), *shown.numbers(f"communication.{i}.ops.{j}", keys), Source(op.source, op.line)]
+        for i, j, row, op in ops
+    ]
+    columns = number_columns("exposed", "busy", "count", "payload")
+    return Table([*text_columns("operation", "axes"), *columns, *text_columns("caused by")], rows)
+
+
+def kinds_table(shown: Shown) -> Table:
+    """Compute by kind of work."""
+    kinds = shown.report.kernels.classes if shown.report.kernels else ()
+    keys = (("count", _count), ("time_s", format_seconds), ("busy_s", format_seconds))
+    rows = [[c.kind, *shown.numbers(f"kernels.classes.{i}", keys)] for i, c in enumerate(kinds)]
+    return Table([*text_columns("kind of work"), *number_columns("kernels a step", "time", "busy")], rows)
+
+
+def kernels_table(shown: Shown) -> Table:
+    """The instructions that take the most time."""
+    kinds = shown.report.kernels.classes if shown.report.kernels else ()
+    ops = [(i, j, op, c.kind) for i, c in enumerate(kinds) for j, op in enumerate(c.ops)]
+    ops.sort(key=lambda item: -(item[2].busy_s or 0))
+    keys = (("busy_s", format_seconds), ("count", _count))
+    rows = [
+        [op.name, kind, *shown.numbers(f"kernels.classes.{i}.ops.{j}", keys), Source(op.source, op.line)]
+        for i, j, op, kind in ops[:_MAX_KERNELS]
+    ]
+    columns = (*text_columns("operation", "kind"), *number_columns("busy", "count"), *text_columns("caused by"))
+    return Table(columns, rows)
+
+
+def memory_table(shown: Shown) -> Table:
+    """What the fullest GPU holds."""
+    lines = (
+        ("peak", "peak_bytes"),
+        ("parameters", "parameters_bytes"),
+        ("optimizer state", "optimizer_bytes"),
+        ("gradients", "gradients_bytes"),
+        ("activations", "activations_bytes"),
+        ("temporaries", "temporary_bytes"),
+        ("reserved", "reserved_bytes"),
+        ("of it cuDNN workspace", "cudnn_workspace_bytes"),
+        ("of it fragmentation", "fragmentation_bytes"),
+        ("of it NCCL buffers", "nccl_bytes"),
+        ("of it CUDA context", "context_bytes"),
+        ("budget", "pool_bytes"),
+        ("capacity", "capacity_bytes"),
+    )
+    known = [(label, key) for label, key in lines if getattr(shown.report.memory, key) is not None]
+    rows = [(label, shown.number(f"memory.{key}", format_bytes)) for label, key in known]
+    return Table([*text_columns("per GPU"), Column()], rows)
+
+
+def stragglers_table(shown: Shown) -> Table:
+    """Devices ranked by the wait that they cause."""
+    devices = shown.report.stragglers.devices if shown.report.stragglers else ()
+    columns: Labelled = (
+        ("wait caused", "caused_wait_s", format_seconds),
+        ("waited itself", "waited_s", format_seconds),
+        ("came last", "last_share", format_percent),
+        ("its compute", "compute_s", format_seconds),
+    )
+    keys = [(key, form) for _, key, form in columns]
+    rows = []
+    for i, device in enumerate(devices[:_MAX_STRAGGLERS]):
+        process = None if device.process is None else f"process {device.process}"
+        where = ", ".join(text for text in (device.host, process) if text)
+        rows.append([f"GPU {device.device}", where, *shown.numbers(f"stragglers.devices.{i}", keys)])
+    return Table([*text_columns("device", "where"), *number_columns(*(label for label, *_ in columns))], rows)
+
+
+_QUALITY: Labelled = (
+    ("operations read", "events", lambda v: f"{v:,}"),
+    ("events that the profiler lost", "dropped_events", _count),
+    ("communication whose instruction is known", "mapped_share", format_percent),
+    ("communication on mesh axes", "axis_mapped_share", format_percent),
+    ("kernels whose instruction is known", "kernels_mapped_share", format_percent),
+    ("inside CUDA graphs, a step", "graph_s", format_seconds),
+    ("kernels that compute and communicate, a step", "fused_s", format_seconds),
+    ("rows by axis withheld", "axes_withheld", lambda v: "yes" if v else "no"),
+    ("executions at the edges left out", "partial_steps", _count),
+    ("clocks", "clocks", _count),
+    ("largest clock offset taken out", "clock_offset_s", format_seconds),
+    ("ends of one collective still differ by", "clock_residual_s", format_seconds),
+    ("waiting a step, by the shortest instances", "wait_clock_free_s", format_seconds),
+    ("waiting a step, by start times", "wait_clocked_s", format_seconds),
+    ("the capture added to a step", "overhead_s", format_seconds),
+)
+
+
+def quality_table(shown: Shown) -> Table:
+    """How far the measurement can be believed."""
+    part, window = shown.report.quality or QualityPart(), shown.report.window
+    known = [(label, key, form) for label, key, form in _QUALITY if getattr(part, key) is not None]
+    rows: list[tuple[str, Cell]] = [("processes seen", f"{window.processes_seen} of {window.processes_expected}")]
+    rows += [(label, shown.number(f"quality.{key}", form)) for label, key, form in known]
+    for label, processes in (
+        ("processes without a trace", part.missing_processes),
+        ("damaged traces", part.damaged_processes),
+    ):
+        if processes:
+            rows.append((label, ", ".join(map(str, processes[:16])) + (", ..." if len(processes) > 16 else "")))
+    if part.wait_method:
+        how = {"clocked": "by start times", "clock_free": "by the shortest instance of each collective"}
+        rows.append(("waiting told from transfer", how[part.wait_method]))
+    return Table(text_columns("of the trace", ""), rows)
+
+
+def goodput_table(shown: Shown) -> Table:
+    """What the run's wall time went to."""
+    part = shown.report.goodput
+    if part is None:
+        return Table((), ())
+    rows = [
+        (s.label, shown.number(f"goodput.{s.key}_s", format_seconds), share_text(s.value, part.wall_s))
+        for s in goodput_shares(part)
+    ]
+    for label, key, form in (
+        ("wall time", "wall_s", format_seconds),
+        ("goodput", "share", format_percent),
+        ("attempts", "attempts", _count),
+        ("steps made again", "lost_steps", _count),
+    ):
+        rows.append((label, shown.number(f"goodput.{key}", form), ""))
+    return Table([*text_columns("of the run"), *number_columns("", "of the wall time")], rows)
+
+
+def pipeline_table(shown: Shown) -> Table:
+    """What a pipeline costs."""
+    lines: Labelled = (
+        ("bubble, inside compute", "step.bubble_s", format_seconds),
+        ("bubble, share of the step", "step.bubble_fraction", format_percent),
+        ("bubble, share of the layers' work", "pipeline.bubble_fraction", format_percent),
+        ("executed / useful FLOP of the layers", "pipeline.executed_over_useful", lambda v: f"{v:.4f}"),
+        ("warm-up ticks", "pipeline.warmup_ticks", _count),
+        ("steady ticks", "pipeline.steady_ticks", _count),
+        ("drain ticks", "pipeline.drain_ticks", _count),
+        ("inputs of chunks kept, at most", "pipeline.slots", _count),
+        ("layers of padding", "pipeline.padding_layers", _count),
+        ("permutes between stages", "pipeline.permute_count", _count),
+        ("their time", "pipeline.permute_s", format_seconds),
+        ("of it exposed", "pipeline.permute_exposed_s", format_seconds),
+    )
+    rows = [(label, shown.number(key, form)) for label, key, form in lines]
+    return Table([*text_columns(""), Column()], rows)
