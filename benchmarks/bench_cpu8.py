@@ -30,7 +30,7 @@ def run(out: str, overrides: list[str]) -> None:
     """One process of the benchmark, as the environment says which; the first prints."""
     from meshkit.config.experiment import load
     from meshkit.distributed.join import is_first_process, join_gang, keep_stdout
-    from meshkit.sharding.devices import prepare_platform
+    from meshkit.sharding.mesh import prepare_platform
 
     keep_stdout()
     processes = join_gang()[1]

@@ -18,8 +18,7 @@ from meshkit.compile.options import CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.experiment import Experiment, load
 from meshkit.hlo.schedule import Instruction, Schedule
-from meshkit.sharding.devices import describe_devices
-from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices
 from meshkit.step.train_step import TrainProgram, make_train_step
 
 CONFIG = Path(__file__).parent.parent / "configs/experiments/llama_debug_cpu.toml"

@@ -17,8 +17,7 @@ from meshkit.compile.derived import derive_options, loop_traffic, options_for
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.sections import PREDICTED
 from meshkit.errors import MeshkitError
-from meshkit.sharding.devices import describe_devices, use_no_accelerator
-from meshkit.sharding.mesh import build_mesh
+from meshkit.sharding.mesh import build_mesh, describe_devices, use_no_accelerator
 from meshkit.step.train_step import make_train_step
 from meshkit.verbs.plan.planner import plan_experiment
 

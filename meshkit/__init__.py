@@ -26,13 +26,13 @@ _PUBLIC = {
     "collective_time_s": "meshkit.predict.network",
     "compare": "meshkit.report.compare",
     "constrain": "meshkit.sharding.constrain",
-    "describe_devices": "meshkit.sharding.devices",
+    "describe_devices": "meshkit.sharding.mesh",
     "load_experiment": "meshkit.config.experiment",
     "make_train_step": "meshkit.step.train_step",
     "overlap": "meshkit.timeline",
     "pipeline": "meshkit.parallel.pipeline",
     "plan": "meshkit.verbs.plan.planner",
-    "prepare_platform": "meshkit.sharding.devices",
+    "prepare_platform": "meshkit.sharding.mesh",
     "profile": "meshkit.verbs.profile.profiler",
     "read_report": "meshkit.report.schema",
     "shard_model": "meshkit.sharding.resolve",
@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from meshkit.report.compare import compare
     from meshkit.report.schema import Report, read_report
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
-    from meshkit.sharding.devices import describe_devices, prepare_platform
-    from meshkit.sharding.mesh import build_mesh
+    from meshkit.sharding.mesh import build_mesh, describe_devices, prepare_platform
     from meshkit.sharding.resolve import shard_model, shardings
     from meshkit.step.train_step import make_train_step
     from meshkit.timeline import overlap

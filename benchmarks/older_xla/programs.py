@@ -17,11 +17,10 @@ from jax import export
 
 from meshkit.compile.lowering import export_for_cuda, target_config, topology_name
 from meshkit.config.experiment import Experiment
-from meshkit.hlo import wire
+from meshkit.hlo import proto as wire
 from meshkit.hlo.module import load_module, read_schedule
 from meshkit.hlo.schedule import Instruction, Schedule
-from meshkit.sharding.devices import describe_devices, use_no_accelerator
-from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
 from meshkit.step.train_step import make_train_step
 
 # Of jaxlib 0.4.38 (December 2024), the oldest that compiles without a GPU.

@@ -23,8 +23,7 @@ from meshkit.compile.program import compile_absent
 from meshkit.config.experiment import Experiment, load
 from meshkit.hlo.module import Schedule, load_module, read_schedule
 from meshkit.predict.simulate import Simulation, simulate
-from meshkit.sharding.devices import describe_devices, use_no_accelerator
-from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
 
 TIMEOUT_S = 900.0
 

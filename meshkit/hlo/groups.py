@@ -14,8 +14,7 @@ import numpy as np
 
 from meshkit.config.mesh import Placement
 from meshkit.errors import ProgramError
-from meshkit.hlo.attributes import Attributes
-from meshkit.hlo.wire import Fields, integer, ints, messages, read_fields
+from meshkit.hlo.proto import Attributes, Fields, integer, ints, message, messages
 
 # Fields of HloInstructionProto (xla/service/hlo.proto).
 _EXPLICIT, _PAIRS, _DEVICE_LIST, _IOTA_LIST, _MESH_LIST = 49, 52, 87, 92, 93
@@ -44,14 +43,14 @@ def read_groups(attributes: Attributes, num_partitions: int) -> np.ndarray:
         ProgramError: groups of unequal size.
     """
     fields = attributes.fields
-    for message in messages(fields, _MESH_LIST):
-        return _mesh_groups(read_fields(message))
-    lists = [read_fields(m) for m in messages(fields, _DEVICE_LIST)]
-    for message in (*messages(fields, _IOTA_LIST), *(m for device_list in lists for m in messages(device_list, 2))):
-        return _iota(read_fields(message))
-    groups = [_pair(read_fields(m)) for m in messages(fields, _PAIRS)]
-    explicit = (*messages(fields, _EXPLICIT), *(m for device_list in lists for m in messages(device_list, 1)))
-    groups = groups or [ints(read_fields(m), 1) for m in explicit]
+    for listed in messages(fields, _MESH_LIST):
+        return _mesh_groups(listed)
+    lists = messages(fields, _DEVICE_LIST)
+    for listed in (*messages(fields, _IOTA_LIST), *(m for each in lists for m in messages(each, 2))):
+        return _iota(listed)
+    explicit = (*messages(fields, _EXPLICIT), *(m for each in lists for m in messages(each, 1)))
+    # of a `SourceTarget` too a zero is left out of the message
+    groups = [[integer(m, 1), integer(m, 2)] for m in messages(fields, _PAIRS)] or [ints(m, 1) for m in explicit]
     if len({len(g) for g in groups}) > 1:
         sizes = sorted({len(g) for g in groups})
         raise ProgramError(f"the collective {attributes.name} has groups of unequal size: {sizes}.")
@@ -88,11 +87,6 @@ def _domains_along(differ: np.ndarray, placement: Placement) -> int:
     return len(np.unique(table[tuple(slice(None) if d else 0 for d in differ)]))
 
 
-def _pair(message: Fields) -> list[int]:
-    """`SourceTarget`; a zero is left out of the message."""
-    return [integer(message, 1), integer(message, 2)]
-
-
 def _iota(message: Fields) -> np.ndarray:
     """`[groups,size]<=[dims]T(order)`: ids counted through dims, transposed, cut into groups."""
     shape = (integer(message, 1), integer(message, 2))
@@ -101,14 +95,14 @@ def _iota(message: Fields) -> np.ndarray:
     return (ids.transpose(order) if order else ids).reshape(shape)
 
 
-def _mesh_groups(message: Fields) -> np.ndarray:
+def _mesh_groups(listed: Fields) -> np.ndarray:
     """`mesh['x'=2,'y'=4] {'y'}`: groups along the selected axes; a sub-axis `'y':(1)2` selects part of one."""
-    mesh = read_fields(next(messages(message, 1), b""))
-    axes = [read_fields(m) for m in messages(mesh, 1)]
+    mesh = message(listed, 1)
+    axes = messages(mesh, 1)
     ids = _device_ids(mesh, [integer(a, 2) for a in axes])
     dims: list[int] = []
     places: dict[tuple[int, int], int] = {}
-    chosen = [_axis_part(read_fields(m), axes) for m in messages(message, 2)]
+    chosen = [_axis_part(m, axes) for m in messages(listed, 2)]
     for axis, described in enumerate(axes):
         size = integer(described, 2)
         begin = 1
@@ -130,8 +124,7 @@ def _axis_part(reference: Fields, axes: Sequence[Fields]) -> tuple[int, int, int
     """(axis, size of what is before the part, size of the part) of an `AxisRefProto`; a whole axis is one part."""
     axis = integer(reference, 1)
     for part in messages(reference, 2):
-        fields = read_fields(part)
-        return axis, integer(fields, 1), integer(fields, 2)
+        return axis, integer(part, 1), integer(part, 2)
     return axis, 1, integer(axes[axis], 2)
 
 
@@ -140,7 +133,6 @@ def _device_ids(mesh: Fields, shape: Sequence[int]) -> np.ndarray:
     listed = ints(mesh, 2)
     if listed:
         return np.array(listed)
-    for message in messages(mesh, 3):
-        fields = read_fields(message)
-        return np.arange(math.prod(shape)).reshape(ints(fields, 1)).transpose(ints(fields, 2)).reshape(-1)
+    for iota in messages(mesh, 3):
+        return np.arange(math.prod(shape)).reshape(ints(iota, 1)).transpose(ints(iota, 2)).reshape(-1)
     return np.arange(math.prod(shape))

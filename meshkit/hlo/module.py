@@ -20,9 +20,9 @@ import numpy as np
 
 from meshkit.config.mesh import Placement
 from meshkit.errors import MeshkitError, ProgramError
-from meshkit.hlo.attributes import Attributes, ModuleAttributes, clean_path
 from meshkit.hlo.costs import FREE_CALLS, Cost, CostModel, opcode
 from meshkit.hlo.groups import group_shape, read_groups
+from meshkit.hlo.proto import Attributes, ModuleAttributes, clean_path
 from meshkit.hlo.schedule import Collective, Instruction, Schedule
 from meshkit.hlo.shapes import Shape, shape_of
 from meshkit.hlo.trips import count_trips

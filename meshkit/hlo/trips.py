@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshkit.hlo.attributes import Attributes, ModuleAttributes
-from meshkit.hlo.wire import Fields, integer, ints, messages, read_fields, text
+from meshkit.hlo.proto import Attributes, Fields, ModuleAttributes, integer, ints, message, text
 
 _ALIASES = ("copy", "bitcast", "convert", "reshape", "broadcast")
 _MIRRORED = {"GT": "LT", "GE": "LE", "LT": "GT", "LE": "GE", "NE": "NE"}
@@ -115,7 +114,7 @@ class _Scope:
 
 
 def _literal(fields: Fields) -> _Linear | None:
-    literal = read_fields(next(messages(fields, 8), b""))
+    literal = message(fields, 8)
     values = [v for number in _LITERALS for v in ints(literal, number)]
     if len(values) != 1:  # XLA leaves nothing out: a scalar zero is written
         return None

@@ -8,8 +8,7 @@ from meshkit.sharding.constrain import (
     shard_over_mesh,
     sharding_scope,
 )
-from meshkit.sharding.devices import describe_devices, prepare_platform
-from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, prepare_platform
 from meshkit.sharding.resolve import shard_model, shardings
 
 __all__ = [

@@ -1,8 +1,17 @@
-"""MeshSpec + Cluster -> a jax mesh, on attached devices or on described ones."""
+"""MeshSpec + Cluster -> a jax mesh, on attached devices in the cluster's order or on described ones that are not there.
+
+The order is the cluster's GPU index: NVLink domain by domain. Which attached GPUs share a domain is read from the
+hardware (NVML's fabric identity), never guessed from processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,8 +19,38 @@ from jax.sharding import AbstractMesh, AxisType
 
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
+from meshkit.discover import LiveProbe, domain_identities, identity_record, local_identities
 from meshkit.errors import ConfigError
-from meshkit.sharding.devices import DescribedDevice, attached_devices
+
+# Two cores that run eight virtual devices starve XLA:CPU's rendezvous for minutes; its defaults (20 s warn, 40 s abort)
+# would kill a healthy run.
+_CPU_FLAGS = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
+    "xla_cpu_collective_timeout_seconds": 1200,
+}
+
+
+@dataclass(frozen=True)
+class DescribedDevice:
+    """A device of a described cluster, present in no machine. Has the fields of a jax device that placement needs."""
+
+    id: int  # the cluster's GPU index
+    process_index: int  # the host that would run it (one process a host)
+    domain: int  # NVLink domain
+    device_kind: str  # the vendor's name, as jax prints it
+    compute_capability: str  # `"9.0"`; empty for a CPU
+    platform: str  # `gpu` or `cpu`
+
+
+def describe_devices(cluster: Cluster) -> tuple[DescribedDevice, ...]:
+    """The devices of a cluster that is not there, by GPU index."""
+    capability = ".".join(map(str, cluster.gpu.compute_capability or ()))
+    platform = "cpu" if cluster.is_cpu else "gpu"
+    return tuple(
+        DescribedDevice(i, cluster.host_of(i), cluster.domain_of(i), cluster.gpu.name, capability, platform)
+        for i in range(cluster.num_gpus)
+    )
 
 
 class DescribedMesh(AbstractMesh):
@@ -81,3 +120,139 @@ def build_mesh(spec: MeshSpec, cluster: Cluster, *, devices: Sequence | None = N
     if isinstance(chosen[0], DescribedDevice):
         return DescribedMesh(ordered, spec.axis_names)
     return jax.sharding.Mesh(ordered, spec.axis_names, axis_types=(AxisType.Auto,) * len(spec.axis_names))
+
+
+def prepare_platform(cluster: Cluster) -> None:
+    """Makes jax ready for this cluster, before it starts: virtual CPU devices, or the attached GPUs.
+
+    Raises:
+        ConfigError: jax has already started with fewer CPU devices than the cluster has.
+    """
+    if not cluster.is_cpu:
+        if not _has_driver():  # else jax prints the traceback of a CUDA plugin that finds no driver
+            use_no_accelerator()
+        return
+    if _backend_started():
+        if len(jax.devices("cpu")) < cluster.num_gpus:
+            raise ConfigError(
+                f"cluster '{cluster.name}' needs {cluster.num_gpus} CPU devices, but jax has already started with "
+                f"{len(jax.devices('cpu'))}.",
+                hint=f"jax.config.update('jax_num_cpu_devices', {cluster.num_gpus}) before any other use of jax",
+            )
+        return
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    present = {f.lstrip("-").split("=")[0] for f in flags}
+    flags += [f"--{name}={value}" for name, value in _CPU_FLAGS.items() if name not in present]
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+    jax.config.update("jax_platforms", "cpu")
+    if "xla_force_host_platform_device_count" not in present:
+        jax.config.update("jax_num_cpu_devices", max(1, cluster.num_gpus // _num_processes()))
+
+
+def use_no_accelerator() -> None:
+    """Keeps jax on the CPU in a process that only traces and lowers; does nothing once jax has started."""
+    if not _backend_started():
+        jax.config.update("jax_platforms", "cpu")
+
+
+def attached_devices(cluster: Cluster) -> tuple[Any, ...]:
+    """The attached devices, by the cluster's GPU index, once their NVLink domains are known to match it.
+
+    Raises:
+        ConfigError: too few devices, the wrong platform, or domains that are not what the cluster says.
+    """
+    prepare_platform(cluster)
+    if cluster.is_cpu:
+        devices = jax.devices("cpu")
+        if len(devices) < cluster.num_gpus:
+            raise ConfigError(
+                f"cluster '{cluster.name}' needs {cluster.num_gpus} devices, but {len(devices)} CPU devices are here.",
+                hint=f"a cluster of {len(devices)} devices, or start one process per host",
+            )
+        return tuple(devices[: cluster.num_gpus])
+    devices = [d for d in jax.devices() if d.platform == "gpu"]
+    if not devices:
+        raise ConfigError(
+            f"cluster '{cluster.name}' has {cluster.num_gpus} {cluster.gpu.name}, but no GPU is attached here.",
+            hint="`meshkit plan`, which needs no GPU, or --set cluster=cpu8",
+        )
+    return order_by_domain(devices, _domain_identities(devices), cluster)
+
+
+def order_by_domain(devices: Sequence, identities: Mapping[int, str], cluster: Cluster) -> tuple:
+    """Devices in GPU-index order, given which NVLink domain each is in.
+
+    Args:
+        devices: attached devices, of any process.
+        identities: device id -> identity of its NVLink domain.
+        cluster: what the devices are said to be.
+
+    Raises:
+        ConfigError: the real domains differ from `nvlink_domain_size` and the number of domains.
+    """
+    members: dict[str, list] = {}
+    for d in sorted(devices, key=lambda d: (d.process_index, d.id)):
+        members.setdefault(identities[d.id], []).append(d)
+    sizes = [len(m) for m in members.values()]
+    used, wanted = cluster.gpus_used_per_domain, cluster.num_nvlink_domains
+    if len(sizes) < wanted or any(n < used for n in sizes[:wanted]):
+        raise ConfigError(
+            f"cluster '{cluster.name}' needs {wanted} NVLink domains with {used} GPUs each, but the attached GPUs form "
+            f"{len(sizes)} domains of {sizes} GPUs.",
+            hint="`hosts`, `gpus_per_host` and `nvlink_domain_size` of the cluster as they are here",
+        )
+    if max(sizes) > cluster.nvlink_domain_size:
+        raise ConfigError(
+            f"cluster '{cluster.name}' says that an NVLink domain has {cluster.nvlink_domain_size} GPUs, but the "
+            f"attached GPUs form domains of {sizes}.",
+            hint=f"nvlink_domain_size = {max(sizes)}, and gpus_used_per_domain to use fewer",
+        )
+    return tuple(d for m in list(members.values())[:wanted] for d in m[:used])
+
+
+def _domain_identities(devices: Sequence) -> dict[int, str]:
+    """Device id -> domain identity, gathered over all processes through jax's coordination service."""
+    local = local_identities(
+        LiveProbe(), host=f"{socket.gethostname()}.{_boot_id()}", visible=os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
+    mine = {d.id: local[d.local_hardware_id] for d in devices if d.process_index == jax.process_index()}
+    if jax.process_count() == 1:
+        return mine
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    client.key_value_set(f"meshkit/fabric/{jax.process_index()}", identity_record(mine), allow_overwrite=True)
+    records = [client.blocking_key_value_get(f"meshkit/fabric/{p}", 60_000) for p in range(jax.process_count())]
+    return dict(domain_identities(records, devices=[d.id for d in devices]))
+
+
+def _num_processes() -> int:
+    """Processes of this job, as `jax.distributed.initialize` was told; 1 without it."""
+    from jax._src import distributed
+
+    return distributed.global_state.num_processes or 1
+
+
+def _has_driver() -> bool:
+    """Whether NVIDIA's driver library is here."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    pynvml.nvmlShutdown()
+    return True
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            return f.read().strip()
+    except OSError:
+        return "0"
+
+
+def _backend_started() -> bool:
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bool(bridge and bridge.backends_are_initialized())

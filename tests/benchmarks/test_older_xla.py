@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.older_xla.programs import in_fp8, with_groups
-from meshkit.hlo import wire
+from meshkit.hlo import proto as wire
 from meshkit.hlo.costs import Cost, Matmul
 from meshkit.hlo.schedule import Instruction, Schedule
 

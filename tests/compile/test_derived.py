@@ -16,8 +16,7 @@ from meshkit.compile.derived import (
 from meshkit.config.experiment import load
 from meshkit.config.sections import TrainTable
 from meshkit.predict.network import collective_time_s
-from meshkit.sharding.devices import describe_devices
-from meshkit.sharding.mesh import build_mesh
+from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.train_step import make_train_step
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "configs" / "experiments"

@@ -15,8 +15,7 @@ from meshkit.compile.loop import ROUNDS
 from meshkit.config.experiment import load
 from meshkit.config.sections import PGLE_OPTION
 from meshkit.hlo.module import load_module
-from meshkit.sharding.devices import describe_devices
-from meshkit.sharding.mesh import build_mesh
+from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.train_step import make_train_step
 from meshkit.verbs.plan.planner import plan_experiment
 

@@ -11,7 +11,7 @@ import pytest
 from meshkit.config.cluster import Cluster
 from meshkit.discover import domain_identities, identity_record, local_identities
 from meshkit.errors import ConfigError
-from meshkit.sharding.devices import order_by_domain
+from meshkit.sharding.mesh import order_by_domain
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 1)
 jax.distributed.initialize(f"127.0.0.1:{port}", count, process, coordinator_bind_address=f"127.0.0.1:{port}")
 from jax._src import distributed
-from meshkit.sharding.devices import order_by_domain
+from meshkit.sharding.mesh import order_by_domain
 from meshkit.config.cluster import Cluster
 from meshkit.discover import domain_identities, identity_record
 client = distributed.global_state.client

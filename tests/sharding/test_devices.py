@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import meshkit as mk
-from meshkit.sharding.devices import order_by_domain
+from meshkit.sharding.mesh import order_by_domain
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshkit.compile.program import compile_absent
 from meshkit.config.experiment import load
-from meshkit.sharding.devices import describe_devices
-from meshkit.sharding.mesh import build_mesh
+from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.loss import cross_entropy
 from meshkit.step.train_step import make_train_step
 

@@ -35,7 +35,7 @@ def bench(
     of them, and the first one writes.
     """
     from meshkit.config.experiment import load
-    from meshkit.sharding.devices import prepare_platform
+    from meshkit.sharding.mesh import prepare_platform
 
     loaded = load(experiment, set_)
     prepare_platform(loaded.cluster)

@@ -13,7 +13,7 @@ from etils import epath
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, TraceError
-from meshkit.sharding.devices import use_no_accelerator
+from meshkit.sharding.mesh import use_no_accelerator
 from meshkit.verbs.checkpoint.manifest import find_corruption, read_manifest, step_folder
 from meshkit.verbs.checkpoint.saving import STATE
 from meshkit.weights.files import write_weights

@@ -65,7 +65,7 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
     """
     import jax
 
-    from meshkit.sharding.devices import use_no_accelerator
+    from meshkit.sharding.mesh import use_no_accelerator
     from meshkit.step.state import describe_model
 
     use_no_accelerator()  # the model without its arrays needs no GPU, and a GPU's memory is not ours to take

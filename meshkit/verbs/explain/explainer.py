@@ -30,8 +30,7 @@ from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part
 from meshkit.report.views.table import Cell, Table, number_columns, text_columns
 from meshkit.sharding.constrain import Activation
-from meshkit.sharding.devices import describe_devices, use_no_accelerator
-from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
 from meshkit.sharding.resolve import Placed
 from meshkit.step.train_step import make_train_step
 from meshkit.units import format_bytes

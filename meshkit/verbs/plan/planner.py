@@ -29,8 +29,7 @@ from meshkit.predict.simulate import simulate
 from meshkit.report.program import program_part
 from meshkit.report.schema import CompilePart, Report
 from meshkit.report.summarize import Machines, summarize_simulation
-from meshkit.sharding.devices import describe_devices, use_no_accelerator
-from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
 from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.timeline import Timeline
 from meshkit.verbs.plan.memory import memory_part

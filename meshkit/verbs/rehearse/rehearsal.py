@@ -31,8 +31,7 @@ from meshkit.predict.simulate import Simulation, simulate
 from meshkit.report.program import captured_program
 from meshkit.report.schema import MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, summarize_simulation
-from meshkit.sharding.devices import describe_devices, use_no_accelerator
-from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
 from meshkit.step.facts import training_steps
 from meshkit.timeline import Timeline
 from meshkit.trace.captured import Captured, notes_of_capture, open_capture, read_captured

@@ -31,7 +31,7 @@ def train(
     """
     from meshkit.config.experiment import load
     from meshkit.distributed.join import keep_stdout
-    from meshkit.sharding.devices import prepare_platform
+    from meshkit.sharding.mesh import prepare_platform
 
     keep_stdout()
     loaded = load(experiment, set_)

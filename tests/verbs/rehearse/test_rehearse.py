@@ -24,8 +24,7 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, RunError, TraceError
 from meshkit.predict.kernels import kernel_work
 from meshkit.report.summarize import check_invariants
-from meshkit.sharding.devices import describe_devices
-from meshkit.sharding.mesh import build_mesh
+from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.train_step import make_train_step
 from meshkit.verbs.rehearse import rehearsal, rehearsal_gpu
 

@@ -4,7 +4,9 @@
     replica groups, backend configuration, op_name path
 
 The runtime's instruction objects print these and nothing more; here they are read from the message that XLA writes
-(xla/service/hlo.proto, xla/xla_data.proto), whose field numbers hold across jaxlib 0.11 and 0.12.
+(xla/service/hlo.proto, xla/xla_data.proto), whose field numbers hold across jaxlib 0.11 and 0.12. jaxlib has no Python
+classes for these messages, so they are read by their wire format, without a schema
+(https://protobuf.dev/programming-guides/encoding).
 """
 
 from __future__ import annotations
@@ -16,7 +18,88 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshkit.hlo.wire import Fields, integer, ints, messages, read_fields, text
+from meshkit.errors import ProgramError
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+Fields = dict[int, list[int | bytes]]
+
+
+def read_fields(message: bytes) -> Fields:
+    """Field number -> values in order: int of a varint, bytes of everything else.
+
+    Raises:
+        ProgramError: the bytes are no message.
+    """
+    found: Fields = {}
+    position, end = 0, len(message)
+    try:
+        while position < end:
+            tag, position = _varint(message, position)
+            kind = tag & 7
+            if kind == _VARINT:
+                value, position = _varint(message, position)
+            else:
+                if kind == _BYTES:
+                    size, position = _varint(message, position)
+                else:
+                    size = {_FIXED64: 8, _FIXED32: 4}[kind]
+                if position + size > end:
+                    raise IndexError
+                value = message[position : position + size]
+                position += size
+            found.setdefault(tag >> 3, []).append(value)
+    except (IndexError, KeyError):
+        raise ProgramError(f"not a protocol buffer: byte {position} of {end} is out of place.") from None
+    return found
+
+
+def ints(fields: Fields, number: int) -> list[int]:
+    """A repeated integer field, packed or not."""
+    return [x for value in fields.get(number, ()) for x in ([value] if isinstance(value, int) else _unpack(value))]
+
+
+def integer(fields: Fields, number: int, default: int = 0) -> int:
+    """An integer field; the default where the message leaves it out."""
+    values = ints(fields, number)
+    return values[-1] if values else default
+
+
+def messages(fields: Fields, number: int) -> list[Fields]:
+    """A repeated message field."""
+    return [read_fields(value) for value in fields.get(number, ()) if isinstance(value, bytes)]
+
+
+def message(fields: Fields, number: int) -> Fields:
+    """A message field; one without fields where the message leaves it out."""
+    return next(iter(messages(fields, number)), {})
+
+
+def text(fields: Fields, number: int) -> str:
+    """A string or bytes field; "" where the message leaves it out."""
+    return next((value for value in fields.get(number, ()) if isinstance(value, bytes)), b"").decode(errors="replace")
+
+
+def _unpack(packed: bytes) -> list[int]:
+    values, position = [], 0
+    while position < len(packed):
+        value, position = _varint(packed, position)
+        values.append(value)
+    return values
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    byte = data[position]
+    if byte < 128:
+        return byte, position + 1
+    value, shift = byte & 127, 7
+    while True:
+        position += 1
+        byte = data[position]
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position + 1
+        shift += 7
 
 
 @dataclass(frozen=True)
@@ -32,12 +115,7 @@ class Attributes:
     @property
     def source(self) -> str:
         """The op_name path of the model code that caused it; "" if XLA kept none."""
-        return clean_path(self.op_name)
-
-    @property
-    def op_name(self) -> str:
-        """`metadata.op_name` as XLA keeps it."""
-        return text(read_fields(next(messages(self.fields, 7), b"")), 2)
+        return clean_path(text(message(self.fields, 7), 2))
 
     @property
     def target(self) -> str:
@@ -47,14 +125,13 @@ class Attributes:
     @property
     def frontend(self) -> Mapping[str, str]:
         """`frontend_attributes`."""
-        pairs = (read_fields(p) for m in messages(self.fields, 68) for p in messages(read_fields(m), 1))
-        return {text(pair, 1): text(pair, 2) for pair in pairs}
+        return {text(pair, 1): text(pair, 2) for m in messages(self.fields, 68) for pair in messages(m, 1)}
 
     @functools.cached_property
     def backend(self) -> Mapping[str, Any]:
         """`backend_config` of XLA:GPU; empty where there is none, or it is no JSON object."""
         try:
-            found = json.loads(next(messages(self.fields, 43), b"") or b"{}")
+            found = json.loads(text(self.fields, 43) or "{}")
         except ValueError:
             return {}
         return found if isinstance(found, dict) else {}
@@ -77,24 +154,21 @@ class ModuleAttributes:
     Args:
         module: a serialized `HloModuleProto`.
 
-    Attributes:
-        entry: name of the computation that runs.
-        scheduled: whether the module has a schedule.
-
     Raises:
         ProgramError: the bytes are no message.
     """
 
     def __init__(self, module: bytes):
         top = read_fields(module)
-        self._computations = {text(c, 1): c for c in map(read_fields, messages(top, 3))}
+        self._computations = {text(c, 1): c for c in messages(top, 3)}
         self._names = {integer(c, 5): name for name, c in self._computations.items()}
-        self._sequences = dict(_sequences(top))
+        sequences = messages(message(top, 7), 1)
+        # computation id -> instruction ids in schedule order
+        self._sequences = {integer(pair, 1): ints(message(pair, 2), 1) for pair in sequences}
         self._instructions: dict[str, Attributes] = {}
         self._order: dict[str, list[str]] = {}
         self._parents: dict[str, str] = {}
-        self.entry = text(top, 2)
-        self.scheduled = bool(self._sequences)
+        self.entry = text(top, 2)  # name of the computation that runs
 
     def order(self, computation: str) -> list[str]:
         """Names of a computation's instructions as scheduled; operands first where the module has no schedule."""
@@ -121,8 +195,7 @@ class ModuleAttributes:
     def _read(self, name: str) -> list[str]:
         computation = self._computations[name]
         ids: dict[int, str] = {}
-        for message in messages(computation, 2):
-            fields = read_fields(message)
+        for fields in messages(computation, 2):
             instruction = text(fields, 1)
             called = tuple(self._names[i] for i in ints(fields, 38) if i in self._names)
             self._instructions[instruction] = Attributes(instruction, text(fields, 2), called, fields)
@@ -138,10 +211,3 @@ def clean_path(op_name: str) -> str:
     path = re.sub(r"(?:jit\(call\)/)?(?:call_exported/)?jit\(exported_step\)/", "", op_name)
     path = re.sub(r"(?:jit\(call\)/)?call_exported(?:[:/]|(?=[)]|$))", "", path)
     return path.replace("jit(call)", "").strip("/:") if path else ""
-
-
-def _sequences(top: Fields) -> list[tuple[int, list[int]]]:
-    """Computation id -> instruction ids in schedule order."""
-    schedule = read_fields(next(messages(top, 7), b""))
-    pairs = (read_fields(pair) for pair in messages(schedule, 1))
-    return [(integer(p, 1), ints(read_fields(next(messages(p, 2), b"")), 1)) for p in pairs]
