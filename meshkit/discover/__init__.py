@@ -11,7 +11,7 @@ from typing import Literal
 
 from meshkit.config.bounded import decode, read_bounded
 from meshkit.discover.bundle import record, replay
-from meshkit.discover.describe import Difference, check, to_cluster
+from meshkit.discover.describe import Mismatch, check, to_cluster
 from meshkit.discover.identity import domain_identities, identity_record, local_identities
 from meshkit.discover.machine import discover
 from meshkit.discover.nccl_xml import parse_topology
@@ -21,9 +21,9 @@ from meshkit.discover.rack import from_rack
 from meshkit.discover.topology import Topology, merge
 
 __all__ = [
-    "Difference",
     "FixtureProbe",
     "LiveProbe",
+    "Mismatch",
     "Probe",
     "Topology",
     "check",

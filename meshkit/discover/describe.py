@@ -127,7 +127,7 @@ def _domains(found: Topology, per_host: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Mismatch:
     """Where what is there differs from what was declared."""
 
     code: str
@@ -137,7 +137,7 @@ class Difference:
     message: str  # one sentence with the numbers
 
 
-def check(found: Topology, cluster: Cluster) -> tuple[Difference, ...]:
+def check(found: Topology, cluster: Cluster) -> tuple[Mismatch, ...]:
     """Where the machine differs from a host of the cluster (or from all of it, if as many hosts are described)."""
     if found.gpus:
         parts = (_check_gpus(found, cluster), _check_nvlink(found, cluster), _check_pcie(found))
@@ -145,10 +145,10 @@ def check(found: Topology, cluster: Cluster) -> tuple[Difference, ...]:
     if cluster.is_cpu:
         return ()
     expected = f"{cluster.gpus_per_host} {cluster.gpu.name} a host"
-    return (Difference("gpu_count", "", f"the cluster has {expected}, but there is no GPU: {found.nothing_here}."),)
+    return (Mismatch("gpu_count", "", f"the cluster has {expected}, but there is no GPU: {found.nothing_here}."),)
 
 
-def _check_gpus(found: Topology, cluster: Cluster) -> Iterator[Difference]:
+def _check_gpus(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
     hosts: list[list[FoundGpu]] = [[] for _ in range(found.hosts)]
     for gpu in found.gpus:
         hosts[gpu.host].append(gpu)
@@ -156,21 +156,21 @@ def _check_gpus(found: Topology, cluster: Cluster) -> Iterator[Difference]:
         where = f"host{host}" if found.hosts > 1 else ""
         if len(gpus) != cluster.gpus_per_host:
             what = f"the cluster has {cluster.gpus_per_host} GPUs a host, but {len(gpus)} are here."
-            yield Difference("gpu_count", where, what)
+            yield Mismatch("gpu_count", where, what)
         kinds: dict[str, list[str]] = {}
         for gpu in gpus:
             if gpu.key != cluster.gpu.key and (gpu.key or gpu.name):
                 kinds.setdefault(gpu.name or str(gpu.key), []).append(gpu.id)
         for name, ids in kinds.items():
             what = f"the cluster has {cluster.gpu.name}, but {_list(ids)} {'is' if len(ids) == 1 else 'are'} {name}."
-            yield Difference("gpu_kind", where, what)
+            yield Mismatch("gpu_kind", where, what)
 
 
-def _check_nvlink(found: Topology, cluster: Cluster) -> Iterator[Difference]:
+def _check_nvlink(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
     if cluster.scale_up != "nvlink":
         return
     if found.scale_up == "pcie":
-        yield Difference("outside_domain", "", "the cluster has NVLink, but the GPUs reach each other over PCIe.")
+        yield Mismatch("outside_domain", "", "the cluster has NVLink, but the GPUs reach each other over PCIe.")
     sizes = [len(domain.gpus) for domain in found.domains]
     largest = max(sizes, default=0)
     inside = {gpu for domain in found.domains if len(domain.gpus) == largest for gpu in domain.gpus}
@@ -178,52 +178,52 @@ def _check_nvlink(found: Topology, cluster: Cluster) -> Iterator[Difference]:
         if largest and gpu.id not in inside:
             why = f" ({gpu.fabric_problem})" if gpu.fabric_problem else ""
             what = f"{gpu.id} is outside the NVLink domain of {largest} GPUs{why}."
-            yield Difference("outside_domain", gpu.id, what)
+            yield Mismatch("outside_domain", gpu.id, what)
         up, expected = gpu.active_nvlinks, cluster.gpu.nvlink_links
         if up is not None and (gpu.nvlinks or found.domains) and 0 < up < expected:
-            yield Difference("nvlink_down", gpu.id, f"{gpu.id} has {up} of {expected} NVLinks up.")
+            yield Mismatch("nvlink_down", gpu.id, f"{gpu.id} has {up} of {expected} NVLinks up.")
     expected = min(cluster.nvlink_domain_size, len(found.gpus))
     too_small = len(inside) == len(found.gpus) and largest < expected
     if sizes and (too_small or largest > cluster.nvlink_domain_size):
         what = f"the cluster's NVLink domain has {cluster.nvlink_domain_size} GPUs, but the GPUs here form {sizes}."
-        yield Difference("domain_size", "", what)
+        yield Mismatch("domain_size", "", what)
 
 
-def _check_pcie(found: Topology) -> Iterator[Difference]:
+def _check_pcie(found: Topology) -> Iterator[Mismatch]:
     for device in (*found.gpus, *found.nics):
         slot, it = device.pcie, "but it and its slot can do"
         if slot.width and slot.max_width and slot.width < slot.max_width:
             what = f"{device.id} runs at PCIe x{slot.width}, {it} x{slot.max_width}."
-            yield Difference("pcie_width", device.id, what)
+            yield Mismatch("pcie_width", device.id, what)
         lower = slot.generation and slot.max_generation and slot.generation < slot.max_generation
         if lower and not getattr(device, "idle", False):
             what = f"{device.id} runs at PCIe generation {slot.generation}, {it} {slot.max_generation}."
-            yield Difference("pcie_generation", device.id, what)
+            yield Mismatch("pcie_generation", device.id, what)
 
 
-def _check_nics(found: Topology, cluster: Cluster) -> Iterator[Difference]:
+def _check_nics(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
     for nic in found.nics:
         if nic.active is False:
-            yield Difference("nic_down", nic.id, f"port {nic.id} is {nic.state or 'down'}.")
+            yield Mismatch("nic_down", nic.id, f"port {nic.id} is {nic.state or 'down'}.")
     if cluster.nic is None or (not found.nics and found.source != "this machine" and not found.rdma.works):
         return
     ports = compute_nics(found)
     per_host = len(ports) / found.hosts
     if per_host < cluster.nics_per_host:
         what = f"the cluster has {cluster.nics_per_host} ports a host, but {per_host:g} of one kind are up."
-        yield Difference("nic_count", "", what)
+        yield Mismatch("nic_count", "", what)
     expected = cluster.nic.bytes_per_s * 8
     slow = [nic for nic in ports if nic.bits_per_s and nic.bits_per_s < expected]
     if slow:
         ids, rate = [nic.id for nic in slow], slow[0].bits_per_s or 0
         what = f"the cluster's ports run at {expected / _GIGABIT:g} Gb/s, but {_list(ids)} at {rate / _GIGABIT:g}."
-        yield Difference("nic_kind", ids[0] if len(ids) == 1 else "", what)
+        yield Mismatch("nic_kind", ids[0] if len(ids) == 1 else "", what)
     if cluster.gpudirect_rdma and found.rdma.works is False:
         what = "the cluster has GPUDirect RDMA, but neither nvidia_peermem nor dma-buf is there."
-        yield Difference("gpudirect_rdma", "", what)
+        yield Mismatch("gpudirect_rdma", "", what)
     if found.rdma.acs_bridges:
         what = f"{found.rdma.acs_bridges} PCIe bridges redirect peer traffic to the CPU (ACS)."
-        yield Difference("gpudirect_rdma", "", what)
+        yield Mismatch("gpudirect_rdma", "", what)
 
 
 def _list(ids: list[str]) -> str:

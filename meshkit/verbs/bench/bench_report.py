@@ -74,6 +74,10 @@ class BenchFit(Part):
     residual_p90: float
     points: int
 
+    def time_s(self, wire_bytes: float) -> float:
+        """Seconds of one collective that puts `wire_bytes` on the wire per GPU."""
+        return self.latency_s + wire_bytes / self.bytes_per_s
+
 
 class RatesPart(Part):
     """Sustained rates of one device; see `meshkit.config.calibration.Rates`."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jaxlib
@@ -30,16 +30,26 @@ from meshkit.report.schema import LinkName
 from meshkit.report.summarize import cluster_part, mesh_part
 from meshkit.sharding import build_mesh, prepare_platform
 from meshkit.units import KIB, format_bytes, format_percent, format_seconds
-from meshkit.verbs.bench import fit as fitting
 from meshkit.verbs.bench.bench_report import BenchFit, BenchReport, BenchRow, BenchWarning, DevicesPart, RatesPart
 from meshkit.verbs.bench.bench_views import write_bench_html
 from meshkit.verbs.bench.collectives import COPY_KIND, kinds
-from meshkit.verbs.bench.measure import DTYPE, Case, Measurement, gather, largest_size_bytes, make_case, measure
+from meshkit.verbs.bench.measure import (
+    DTYPE,
+    Case,
+    CaseTiming,
+    gather,
+    largest_size_bytes,
+    make_case,
+    measure,
+    platform_of,
+)
 from meshkit.verbs.bench.rates import measure_rates
 
 HTML_FILE = "bench.html"
 SMALLEST_BYTES, FACTOR = KIB, 4
 _GOOD_FIT = 0.3
+_FIT_ITERATIONS = 60
+_SMALLEST_ERROR = 1e-3  # an error below 0.1 % is none: it keeps the weights finite
 _FEWEST_PROGRAMS = 5  # that a case runs: for its result, to be warm, and three for its time
 
 
@@ -159,12 +169,11 @@ class _Bench:
             self._warn("budget", f"{text} budget of {format_seconds(self.budget_s)} was spent.")
 
     def _cases(self) -> Iterator[tuple[int, MeshAxis | None, Case]]:
-        platform = self.mesh.devices.flat[0].platform
         axes = [axis for axis in self.experiment.mesh.axes if axis.size > 1]
         for size in self.sizes:
             yield size, None, make_case(COPY_KIND, None, 1, size)
             for axis in axes:
-                for kind in kinds(platform):
+                for kind in kinds(platform_of(self.mesh.devices.flat[0])):
                     if not kind.is_barrier or size == self.sizes[0]:
                         yield size, axis, make_case(kind, axis.name, axis.size, size)
 
@@ -173,8 +182,9 @@ class _Bench:
         elapsed = time.perf_counter() - self.began
         return bool(gather([float(elapsed + next_s > self.budget_s)])[0, 0])
 
-    def _row(self, case: Case, axis: MeshAxis | None, found: Measurement) -> BenchRow:
-        link = _link(axis)
+    def _row(self, case: Case, axis: MeshAxis | None, found: CaseTiming) -> BenchRow:
+        # the slowest that a group along the axis crosses
+        link = None if axis is None else "infiniband" if axis.number("infiniband") > 1 else "nvlink"
         factor = case.kind.bus_factor(case.group_size)
         algorithm = case.size_bytes / found.time_s if factor is not None else None
         return BenchRow(
@@ -219,7 +229,7 @@ class _Bench:
             cluster=cluster_part(self.experiment.cluster),
             mesh=mesh_part(self.experiment.mesh.placement(self.experiment.cluster)),
             devices=DevicesPart(
-                platform="cpu" if device.platform == "cpu" else "gpu",
+                platform=platform_of(device),
                 kind=device.device_kind,
                 count=self.mesh.size,
                 processes=jax.process_count(),
@@ -246,24 +256,23 @@ def fit_rows(rows: Sequence[BenchRow]) -> tuple[list[BenchFit], list[BenchRow]]:
     for row in rows:
         if row.link is not None and row.wire_bytes is not None:
             groups.setdefault(_fit_key(row), []).append(row)
-    fits: dict[tuple, tuple[BenchFit, fitting.Line]] = {}
-    for key, members in groups.items():
-        line = fitting.fit_line([r.wire_bytes or 0.0 for r in members], [r.time_s for r in members])
-        if line is not None:
-            fits[key] = _fit_part(members, line), line
+    fits = {key: fit for key, members in groups.items() if (fit := _fit(members)) is not None}
     fitted = []
     for row in rows:
-        found = fits.get(_fit_key(row)) if row.wire_bytes is not None else None
-        time_s = found[1].time_s(row.wire_bytes or 0.0) if found else None
+        fit = fits.get(_fit_key(row))
+        time_s = fit.time_s(row.wire_bytes) if fit is not None and row.wire_bytes is not None else None
         fitted.append(row.model_copy(update={"fitted_time_s": time_s}))
-    return [part for part, _ in fits.values()], fitted
+    return list(fits.values()), fitted
 
 
 def _fit_key(row: BenchRow) -> tuple:
     return row.link, row.collective, row.gpus_per_domain, row.domains
 
 
-def _fit_part(rows: Sequence[BenchRow], line: fitting.Line) -> BenchFit:
+def _fit(rows: Sequence[BenchRow]) -> BenchFit | None:
+    line = fit_line([r.wire_bytes or 0.0 for r in rows], [r.time_s for r in rows])
+    if line is None:
+        return None
     first = rows[0]
     return BenchFit(
         link=cast(LinkName, first.link),
@@ -273,16 +282,54 @@ def _fit_part(rows: Sequence[BenchRow], line: fitting.Line) -> BenchFit:
         axes=tuple(dict.fromkeys(axis for row in rows for axis in row.axes)),
         gpus_per_domain=first.gpus_per_domain,
         domains=first.domains,
-        latency_s=line.latency_s,
-        bytes_per_s=line.bytes_per_s,
-        residual_median=line.residual_median,
-        residual_p90=line.residual_p90,
-        points=line.points,
+        **line._asdict(),
     )
 
 
-def _link(axis: MeshAxis | None) -> LinkName | None:
-    """The slowest link that a group along the axis crosses."""
-    if axis is None:
+class FittedLine(NamedTuple):
+    """Latency and bandwidth, seconds = latency_s + wire_bytes / bytes_per_s; how far they are from measured times."""
+
+    latency_s: float
+    bytes_per_s: float
+    residual_median: float  # of |fitted / measured - 1|
+    residual_p90: float
+    points: int  # how many it is fitted to
+
+
+def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLine | None:
+    """The line through measured points; None for fewer than two sizes.
+
+    Least squares of relative errors, so that 10 us count at 1 KiB as 10 ms do at 1 GiB, made robust by iterated weights
+    (1 / |error|: the sum of absolute errors is least, and one disturbed size does not bend the line). Both terms are
+    kept physical: where the best line has a negative latency it is 0, and where time does not grow with size the
+    bandwidth is the highest that was seen.
+    """
+    wire, times = np.asarray(wire_bytes, float), np.asarray(times_s, float)
+    if len(np.unique(wire)) < 2:
         return None
-    return "infiniband" if axis.number("infiniband") > 1 else "nvlink"
+    # latency * (1 / t) + slope * (wire / t) = 1, with the errors of both sides relative ones
+    design = np.stack([1 / times, wire / times], axis=1)
+    weights = np.ones(len(times))
+    solution = np.zeros(2)
+    for _ in range(_FIT_ITERATIONS):
+        solution = _not_negative(design, weights)
+        errors = np.abs(design @ solution - 1)
+        weights = 1 / np.maximum(errors, _SMALLEST_ERROR)
+    latency, slope = solution
+    slope = slope if slope > 0 else float((times / wire).min())
+    errors = np.abs(design @ np.array([latency, slope]) - 1)
+    median, p90 = np.quantile(errors, [0.5, 0.9])
+    return FittedLine(float(latency), float(1 / slope), float(median), float(p90), len(times))
+
+
+def _not_negative(design: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weighted least squares to ones, with both unknowns >= 0: the best of the corners where the free one is not."""
+    scale = np.sqrt(weights)
+    rows, target = design * scale[:, None], scale
+    size = np.abs(rows).max(0)  # the columns differ by ten orders of magnitude
+    free = np.linalg.lstsq(rows / size, target, rcond=None)[0] / size
+    if (free >= 0).all():
+        return free
+    corners = np.diag(rows.T @ target / (rows**2).sum(0))
+    losses = ((corners @ rows.T - target) ** 2).sum(1)
+    return corners[int(losses.argmin())]

@@ -31,41 +31,25 @@ COPY, BARRIER = "copy", "barrier"
 
 @dataclass(frozen=True)
 class Place:
-    """Where one device stands in its group.
+    """Where one device stands in its group."""
 
-    Attributes:
-        members: ranks of the group, in the order of the axis.
-        place: the device's place among them.
-        piece: elements of a piece.
-    """
-
-    members: np.ndarray
-    place: int
-    piece: int
+    members: np.ndarray  # ranks of the group, in the order of the axis
+    place: int  # of the device among them
+    piece: int  # elements of a piece
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One collective.
+    """One collective."""
 
-    Attributes:
-        name: HLO opcode; `scatter`, `gather`, `reduce`, `barrier` and `copy` are not opcodes of a collective.
-        run: (operand of one device, mesh axis, group size) -> its result.
-        expected: (place, index array) -> the result at these indices.
-        gives, takes: the operand and the result of one device, where cut: `"whole"` (n pieces) or `"piece"`.
-        is_split: whether the size is that of n pieces.
-        emulated: the collective that stands in for it; None where XLA has it.
-        root_only: whether only the first member's result means anything.
-    """
-
-    name: str
-    run: Callable[[jax.Array, str, int], jax.Array]
-    expected: Callable[[Place, np.ndarray], np.ndarray]
-    is_split: bool = False
-    gives: str = "whole"
-    takes: str = "whole"
-    emulated: str | None = None
-    root_only: bool = False
+    name: str  # HLO opcode; `scatter`, `gather`, `reduce`, `barrier` and `copy` are not opcodes of a collective
+    run: Callable[[jax.Array, str, int], jax.Array]  # (operand of one device, mesh axis, group size) -> its result
+    expected: Callable[[Place, np.ndarray], np.ndarray]  # (place, index array) -> the result at these indices
+    is_split: bool = False  # whether the size is that of n pieces
+    gives: str = "whole"  # the operand of one device, where cut: `whole` (n pieces) or `piece`
+    takes: str = "whole"  # the result of one device
+    emulated: str | None = None  # the collective that stands in for it; None where XLA has it
+    root_only: bool = False  # whether only the first member's result means anything
 
     @property
     def is_barrier(self) -> bool:
@@ -91,8 +75,8 @@ def make_operand(rank: jax.Array, elements: int) -> jax.Array:
 
 
 def kinds(platform: str) -> tuple[Kind, ...]:
-    """Every collective over a mesh axis, as this platform runs it."""
-    if platform in ("gpu", "cuda"):
+    """Every collective over a mesh axis, as this platform (`cpu`, `gpu`) runs it."""
+    if platform == "gpu":
         return _KINDS
     by_sum = replace(_BROADCAST, run=_broadcast_by_sum, emulated="all-reduce")
     return tuple(by_sum if kind is _BROADCAST else kind for kind in _KINDS)

@@ -31,17 +31,12 @@ Program = Callable[[jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True)
 class Case:
-    """A collective of one size over one axis; `axis` is None for a copy, which stays on its device.
-
-    Attributes:
-        size_bytes: nccl-tests' size: a whole number of elements, and of pieces.
-        group_size: GPUs of a group.
-    """
+    """A collective of one size over one axis."""
 
     kind: Kind
-    axis: str | None
-    group_size: int
-    size_bytes: int
+    axis: str | None  # None for a copy, which stays on its device
+    group_size: int  # GPUs of a group
+    size_bytes: int  # nccl-tests' size: a whole number of elements, and of pieces
 
     @property
     def count(self) -> int:
@@ -63,7 +58,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class CaseTiming:
     """What a case came to: seconds of one collective, and the check of its result over all devices."""
 
     time_s: float
@@ -79,7 +74,7 @@ def make_case(kind: Kind, axis: str | None, group_size: int, size_bytes: int) ->
     return Case(kind, axis, group_size, size_bytes)
 
 
-def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> Measurement:
+def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> CaseTiming:
     """Runs a case for about `budget_s`; its time is the median of the runs, on virtual CPU devices the shortest one.
 
     Every process of the job must call it with the same arguments.
@@ -98,8 +93,8 @@ def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> Measurem
             times_s.append(time_s)
         # all processes must run the same number of times, else they wait for each other for ever: the first one says it
         enough = bool(gather([float(sum(times_s) >= budget_s or len(times_s) >= _MOST_RUNS)])[0, 0])
-    found = gather([_typical_s(times_s, _platform(mesh)) / loops, wrong, checked])
-    return Measurement(float(found[:, 0].max()), len(times_s), int(found[:, 1].sum()), int(found[:, 2].sum()))
+    found = gather([_typical_s(times_s, platform_of(mesh.devices.flat[0])) / loops, wrong, checked])
+    return CaseTiming(float(found[:, 0].max()), len(times_s), int(found[:, 1].sum()), int(found[:, 2].sum()))
 
 
 def _typical_s(times_s: list[float], platform: str) -> float:
@@ -107,8 +102,9 @@ def _typical_s(times_s: list[float], platform: str) -> float:
     return float(np.min(times_s) if platform == "cpu" else np.median(times_s))
 
 
-def _platform(mesh: jax.sharding.Mesh) -> str:
-    return "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
+def platform_of(device: jax.Device) -> str:
+    """`cpu` or `gpu`."""
+    return "cpu" if device.platform == "cpu" else "gpu"
 
 
 def gather(values: list[float]) -> np.ndarray:
@@ -137,7 +133,7 @@ def _operand_maker(mesh: jax.sharding.Mesh, elements: int) -> Callable[[], jax.A
 
 
 def _loops(case: Case, mesh: jax.sharding.Mesh) -> int:
-    return int(np.clip(_LOOP_BYTES[_platform(mesh)] // case.size_bytes, 1, _MOST_LOOPS))
+    return int(np.clip(_LOOP_BYTES[platform_of(mesh.devices.flat[0])] // case.size_bytes, 1, _MOST_LOOPS))
 
 
 def _program(mesh: jax.sharding.Mesh, case: Case, loops: int) -> Program:

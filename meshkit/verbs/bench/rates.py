@@ -20,6 +20,7 @@ from jax import lax
 
 from meshkit.units import GIB, MIB
 from meshkit.verbs.bench.bench_report import RatesPart
+from meshkit.verbs.bench.measure import platform_of
 
 _REPEATS = 8  # inside one program
 _FEWEST_RUNS = 6
@@ -43,7 +44,7 @@ _SIZES = {
 
 def measure_rates(device: Any) -> RatesPart:
     """The rates of one device, alone: matmul by precision, causal attention forward and backward, a copy."""
-    platform = "cpu" if device.platform == "cpu" else "gpu"
+    platform = platform_of(device)
     sizes = _SIZES[platform]
     with jax.default_device(device):
         return RatesPart(

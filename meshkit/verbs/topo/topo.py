@@ -87,7 +87,7 @@ class RdmaPart(Part):
     acs_bridges: int | None
 
 
-class DifferencePart(Part):
+class MismatchPart(Part):
     """Where the machine differs from the declared cluster."""
 
     code: str
@@ -121,7 +121,7 @@ class TopoReport(Part):
     shipped: str | None
     others: tuple[OtherPart, ...]
     checked_against: str | None
-    findings: tuple[DifferencePart, ...]
+    findings: tuple[MismatchPart, ...]
     warnings: tuple[str, ...]
     written: str | None
     recorded: str | None

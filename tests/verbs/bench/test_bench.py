@@ -18,10 +18,10 @@ from rich.console import Console
 from meshkit.config import calibration
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.verbs.bench import collectives, fit
+from meshkit.verbs.bench import collectives
 from meshkit.verbs.bench.bench_report import BenchReport, bench_json_schema
 from meshkit.verbs.bench.bench_views import render
-from meshkit.verbs.bench.bencher import bench
+from meshkit.verbs.bench.bencher import bench, fit_line
 from meshkit.verbs.bench.collectives import COPY_KIND, Kind, kinds
 from meshkit.verbs.bench.measure import largest_size_bytes, make_case, measure
 
@@ -140,7 +140,7 @@ def test_the_fit_finds_a_line_in_spite_of_outliers():
     sizes = 4.0 ** np.arange(5, 15)
     times = 20e-6 + sizes / 3e9
     times[4] *= 5
-    line = fit.fit_line(list(sizes), list(times))
+    line = fit_line(list(sizes), list(times))
     assert line is not None
     # errors below 0.1 % have equal weights, so the line may be off by about as much
     assert line.latency_s == pytest.approx(20e-6, rel=5e-3)
@@ -150,15 +150,15 @@ def test_the_fit_finds_a_line_in_spite_of_outliers():
 
 def test_the_fit_stays_physical():
     sizes = [1e3, 1e4, 1e5, 1e6]
-    shrinking = fit.fit_line(sizes, [4e-5, 3e-5, 2e-5, 1e-5])
-    growing = fit.fit_line(sizes, [1e-9, 1e-6, 1e-4, 1e-2])
+    shrinking = fit_line(sizes, [4e-5, 3e-5, 2e-5, 1e-5])
+    growing = fit_line(sizes, [1e-9, 1e-6, 1e-4, 1e-2])
     for line in (shrinking, growing):
         assert line is not None
         assert line.latency_s >= 0
         assert 0 < line.bytes_per_s < math.inf
         assert math.isfinite(line.residual_median)
-    assert fit.fit_line([1e3], [1e-5]) is None
-    assert fit.fit_line([1e3, 1e3], [1e-5, 2e-5]) is None
+    assert fit_line([1e3], [1e-5]) is None
+    assert fit_line([1e3, 1e3], [1e-5, 2e-5]) is None
 
 
 def test_a_bench_measures_every_axis_and_collective(measured):
