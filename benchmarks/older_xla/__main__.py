@@ -23,7 +23,7 @@ from meshkit.hlo.schedule import Schedule
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.simulate import Simulation
 from meshkit.timeline import overlap
-from meshkit.verbs.profile.feedback import PGLE_FILE, write_pgle
+from meshkit.trace.measured import PGLE_FILE, write_pgle
 
 
 def main() -> None:

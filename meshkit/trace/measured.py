@@ -1,21 +1,37 @@
-"""Measured kernels in place of modelled ones: their seconds by instruction, their rates by class.
+"""Measured costs: kernels in place of modelled ones, a calibration that plans read, a profile that XLA schedules by.
 
-A rehearsal captures the kernels of a program whose collectives did nothing; simulated with them, a step has measured
-compute and modelled communication.
+trace -> seconds of every instruction -> simulation of a rehearsal, whose collectives did nothing when it was captured
+      -> pgle.pbtxt                                             XLA's profile-guided latency estimator
+      -> fits of collectives, sustained rates -> calibration.toml    later plans of this cluster
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from meshkit.config.calibration import Rates
+import numpy as np
+
+from meshkit.compile.loop import profile_text
+from meshkit.config import calibration
+from meshkit.config.calibration import Calibration, Fit, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
-from meshkit.hlo.module import Instruction, Schedule
+from meshkit.errors import TraceError
+from meshkit.hlo.schedule import Collective, Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.kernels import attention_share, matmul_share, precision_of
+from meshkit.predict.network import wire_factor
 from meshkit.predict.pricing import Pricer
+from meshkit.trace.captured import Captured
 from meshkit.trace.reader import Trace
+
+PGLE_FILE = "pgle.pbtxt"
+_LEAST_FLOPS = 1e9  # of one kernel: below, its launch and ramp are what is measured
+_LEAST_BYTES = 16 * 2**20
+_LEAST_MESSAGE_BYTES = 2**20  # below, a collective's time is its latency, and a bandwidth made of it is wrong
 
 
 def kernel_runs(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
@@ -36,15 +52,12 @@ def kernel_seconds(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
 
 
 class MeasuredKernels:
-    """Seconds of an instruction: measured kernels, and the models for collectives and copies.
-
-    Attributes:
-        missing: kernels that no step of the trace has, with what the kernel model says of them.
-    """
+    """Seconds of an instruction: measured kernels, and the models for collectives and copies."""
 
     def __init__(self, times: Mapping[str, float], cluster: Cluster):
         self._times, self._model = times, Pricer(cluster, Assumptions(contention=False, slowest=False))
         self.missing: dict[str, float] = {}
+        """Kernels that no step of the trace has, with what the kernel model says of them."""
         self.known_s = 0.0
 
     def __call__(self, i: Instruction) -> float:
@@ -53,15 +66,67 @@ class MeasuredKernels:
         if i.kind == "kernel" and (measured := self._times.get(i.name)) is not None:
             self.known_s += measured
             return measured
-        seconds = _alone(self._model, i)
+        seconds = self._model.work(i).alone_s
         if i.kind == "kernel":
             self.missing[i.name] = seconds
         return seconds
 
 
-def _alone(model: Pricer, i: Instruction) -> float:
-    work = model.work(i)
-    return max(work.arithmetic_s, work.memory_s, work.host_s)
+def measured_costs(trace: Trace, schedule: Schedule | None = None) -> dict[str, float]:
+    """Seconds of one run of every instruction of a program: of a collective what moves data, where waiting is known."""
+    found = kernel_seconds(trace, schedule)
+    for collective, _, seconds in _collective_times(trace):
+        found[collective.name] = seconds
+    return found
+
+
+def write_pgle(path: str | Path, costs: Mapping[str, float]) -> Path:
+    """Writes measured costs as the text form of `tensorflow.profiler.ProfiledInstructionsProto`.
+
+    XLA reads it from `xla_gpu_pgle_profile_file_or_directory_path` (whose name must end in .pbtxt): the latency hiding
+    scheduler then knows how long each collective and each kernel takes.
+
+    Args:
+        path: the file.
+        costs: instruction -> seconds.
+
+    Raises:
+        TraceError: it cannot be written.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(profile_text(costs), encoding="utf-8")
+    except OSError as error:
+        raise TraceError(f"the profile cannot be written: {error.strerror}.", at=str(target)) from None
+    return target
+
+
+def write_calibration(path: str | Path, captured: Captured, trace: Trace) -> Path | None:
+    """Writes what a run measured of its machine, for `cluster.calibration`: fits of collectives, rates of kernels.
+
+    None without a cluster, or where a run measured neither.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    cluster, record = captured.cluster, captured.record
+    if cluster is None:
+        return None
+    fits = tuple(_fits(trace))
+    rates = _sustained(_samples(trace, captured.schedule, cluster)) if captured.schedule else Rates()
+    if not fits and rates == Rates():
+        return None
+    measured_on = MeasuredOn(
+        gpu=cluster.gpu.key,
+        scale_up=cluster.scale_up,
+        fabric=cluster.fabric,
+        devices=len(record.mesh.device_ids),
+        date=time.strftime("%Y-%m-%dT%H:%M:%S"),
+        jax=record.jax,
+        jaxlib=record.jaxlib,
+    )
+    return calibration.write(path, Calibration(fits, measured_on, rates))
 
 
 def rates_of(schedule: Schedule, times: Mapping[str, float], cluster: Cluster) -> Rates:
@@ -70,39 +135,121 @@ def rates_of(schedule: Schedule, times: Mapping[str, float], cluster: Cluster) -
     Matmuls count where they are nothing else, attention forward and backward; what multiplies nothing gives the rate of
     memory. A class without a kernel has none.
     """
-    matmul: dict[str, list[float]] = {}
-    attention: dict[str, list[float]] = {}
-    memory = [0.0, 0.0]
-    for instructions in schedule.computations.values():
-        for i in instructions:
-            if i.cost is None or i.kind != "kernel" or (seconds := times.get(i.name)) is None:
+
+    def samples() -> Iterator[_Sample]:
+        for i in (i for body in schedule.computations.values() for i in body):
+            cost, seconds = i.cost, times.get(i.name)
+            if cost is None or i.kind != "kernel" or seconds is None:
                 continue
-            if i.cost.attention_flops:
-                flops = i.cost.attention_flops / attention_share(i.cost, cluster.gpu)  # as the model multiplies it back
-                _add(attention, "backward" if i.cost.attention_backward else "forward", flops, seconds)
-            elif len(i.cost.matmul_flops) == 1:
-                ((dtype, flops),) = i.cost.matmul_flops.items()
-                _add(matmul, precision_of(cluster.gpu, dtype), flops / matmul_share(i.cost, cluster.gpu), seconds)
-            elif not i.cost.matmul_flops and i.cost.bytes_accessed:
-                memory[0] += i.cost.bytes_accessed
-                memory[1] += seconds
+            if cost.attention_flops:
+                flops = cost.attention_flops / attention_share(cost, cluster.gpu)  # as the model multiplies it back
+                yield "attention", "backward" if cost.attention_backward else "forward", flops, seconds
+            elif len(cost.matmul_flops) == 1:
+                ((dtype, flops),) = cost.matmul_flops.items()
+                yield "matmul", precision_of(cluster.gpu, dtype), flops / matmul_share(cost, cluster.gpu), seconds
+            elif not cost.matmul_flops and cost.bytes_accessed:
+                yield "memory", "", cost.bytes_accessed, seconds
+
+    return _sustained(samples())
+
+
+# (`matmul`, `attention` or `memory`; precision, direction or nothing; FLOP or bytes; seconds) of a kernel
+_Sample = tuple[str, str, float, float]
+
+
+def _sustained(samples: Iterable[_Sample]) -> Rates:
+    """The work of all samples of a class over the time that it took."""
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for kind, name, work, seconds in samples:
+        if math.isfinite(seconds):
+            sums[kind, name][0] += work
+            sums[kind, name][1] += seconds
+
+    def rates(wanted: str) -> dict[str, float]:
+        return {name: work / s for (kind, name), (work, s) in sums.items() if kind == wanted and s}
+
     return Rates(
-        matmul_flops_per_s={name: flops / seconds for name, (flops, seconds) in matmul.items() if seconds},
-        attention_flops_per_s={name: flops / seconds for name, (flops, seconds) in attention.items() if seconds},
-        memory_bytes_per_s=memory[0] / memory[1] if memory[1] else None,
+        matmul_flops_per_s=rates("matmul"),
+        attention_flops_per_s=rates("attention"),
+        memory_bytes_per_s=rates("memory").get(""),
     )
 
 
-def _add(sums: dict[str, list[float]], name: str, work: float, seconds: float) -> None:
-    total = sums.setdefault(name, [0.0, 0.0])
-    total[0] += work
-    total[1] += seconds
+def _samples(trace: Trace, schedule: Schedule, cluster: Cluster) -> Iterator[_Sample]:
+    """All kernels of a trace that are large enough to sustain any rate."""
+    costs = {i.name: i.cost for body in schedule.computations.values() for i in body if i.cost is not None}
+    busy_of = dict(zip(trace.timeline.op_names, trace.kernels.busy_s.tolist()))
+    for name, runs in kernel_runs(trace, schedule).items():
+        cost, busy = costs.get(name), busy_of[name]
+        if cost is None or not busy:
+            continue
+        flops = sum(cost.matmul_flops.values())
+        if cost.attention_flops >= _LEAST_FLOPS and not flops:
+            yield "attention", "backward" if cost.attention_backward else "forward", runs * cost.attention_flops, busy
+        elif flops >= _LEAST_FLOPS and len(cost.matmul_flops) == 1:
+            yield "matmul", precision_of(cluster.gpu, next(iter(cost.matmul_flops))), runs * flops, busy
+        elif not flops and not cost.attention_flops and not cost.host_bytes and cost.bytes_accessed >= _LEAST_BYTES:
+            yield "memory", "", runs * cost.bytes_accessed, busy
 
 
-def collectives_of_schedule(schedule: Schedule) -> Counter:
-    """How often a program communicates what: (collective, axes, dtype, bytes) -> count, loops multiplied out."""
-    found: Counter = Counter()
-    for i, times in schedule.walk():
-        if (c := i.collective) is not None:
-            found[(c.collective, c.axes, c.dtype, c.payload_bytes)] += times
+def _collective_times(trace: Trace) -> list[tuple[Collective, float, float]]:
+    """(collective, runs a step, seconds of one) of each that ran."""
+    if not trace.sweeps:
+        return []
+    count, busy = (np.mean([getattr(s, name) for s in trace.sweeps], axis=0) for name in ("count", "busy_s"))
+    known = [s.transfer_s for s in trace.sweeps if s.transfer_s is not None]
+    transfer = np.mean(known, axis=0) if len(known) == len(trace.sweeps) else np.full(len(count), np.nan)
+    moving = np.where(np.isnan(transfer), busy, transfer)
+    return [
+        (c, float(count[i]), float(moving[i] / count[i]))
+        for i, c in enumerate(trace.steps.collectives)
+        if count[i] and moving[i] > 0
+    ]
+
+
+def _fits(trace: Trace) -> list[Fit]:
+    """One fit for each kind of collective over groups of one shape, where the largest message tells a bandwidth."""
+    shapes: dict[tuple, list[tuple[float, float, float]]] = {}
+    for c, count, seconds in _collective_times(trace):
+        if c.group_size < 2 or c.collective not in calibration.COLLECTIVES or not c.axes:
+            continue
+        shape = (c.link, c.collective, c.gpus_per_domain, c.group_size // c.gpus_per_domain)
+        wire = c.payload_bytes * wire_factor(c.collective, c.group_size)
+        shapes.setdefault(shape, []).append((wire, seconds, count))
+    found = []
+    for (link, collective, local, domains), points in sorted(shapes.items()):
+        line = fit_line(points) if max(wire for wire, *_ in points) >= _LEAST_MESSAGE_BYTES else None
+        if line is not None:
+            latency_s, bytes_per_s, residual = line
+            found.append(
+                Fit(
+                    link=link,
+                    collective=collective,
+                    gpus_per_domain=local,
+                    domains=domains,
+                    latency_s=latency_s,
+                    bytes_per_s=bytes_per_s,
+                    residual_median=residual,
+                    points=len({wire for wire, *_ in points}),
+                )
+            )
     return found
+
+
+def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float] | None:
+    """(latency_s, bytes_per_s, residual_median) of points (wire bytes, seconds, weight); None for no line.
+
+    Least squares of the relative error, so that small messages count as much as large ones. Messages of one size tell
+    no latency from bandwidth: all of their time is then bandwidth.
+    """
+    wire, seconds, weight = np.array(points, float).T
+    if not (wire > 0).any():
+        return None
+    latency, slope = 0.0, 0.0
+    if len(np.unique(wire)) > 1:
+        scale = np.sqrt(weight) / seconds
+        (latency, slope), *_ = np.linalg.lstsq(np.stack([scale, wire * scale], axis=1), np.sqrt(weight), rcond=None)
+    if latency < 0 or slope <= 0:
+        latency, slope = 0.0, float((seconds * weight).sum() / (wire * weight).sum())
+    residual = float(np.median(np.abs((latency + slope * wire) / seconds - 1)))
+    return float(latency), 1 / float(slope), residual

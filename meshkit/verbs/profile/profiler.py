@@ -30,8 +30,8 @@ from meshkit.step.facts import StepFacts
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
 from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_of_capture, open_capture, read_captured
+from meshkit.trace.measured import PGLE_FILE, measured_costs, write_calibration, write_pgle
 from meshkit.trace.reader import Note, Trace
-from meshkit.verbs.profile.feedback import PGLE_FILE, measured_costs, write_calibration, write_pgle
 
 
 @dataclass(frozen=True)

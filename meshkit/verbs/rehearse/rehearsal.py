@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, u
 from meshkit.step.facts import training_steps
 from meshkit.timeline import Timeline
 from meshkit.trace.captured import Captured, notes_of_capture, open_capture, read_captured
-from meshkit.trace.measured import MeasuredKernels, collectives_of_schedule, kernel_seconds, rates_of
+from meshkit.trace.measured import MeasuredKernels, kernel_seconds, rates_of
 from meshkit.units import format_bytes, format_percent
 from meshkit.verbs.plan.memory import Reserved, reserved_memory
 
@@ -309,11 +310,11 @@ def _collectives_warning(experiment: Experiment, captured: Captured) -> list[War
     """Whether the rehearsed program communicates what the planned one does."""
     assert captured.schedule is not None
     try:
-        planned = collectives_of_schedule(planned_schedule(experiment))
+        planned = _communicated(planned_schedule(experiment))
     except MeshkitError as e:
         message = f"the rehearsed program could not be held against the planned one: {e.message}"
         return [Warning_(code="rehearsal_unchecked", message=message)]
-    rehearsed = collectives_of_schedule(captured.schedule)
+    rehearsed = _communicated(captured.schedule)
     if planned == rehearsed:
         message = f"the rehearsed program communicates exactly what the planned one does: {sum(planned.values())} times"
         return [Warning_(code="rehearsal_collectives", message=message)]
@@ -322,6 +323,15 @@ def _collectives_warning(experiment: Experiment, captured: Captured) -> list[War
     words += [f"{count} more {_words(key)}" for key, count in new.most_common(3)]
     message = f"the rehearsed program communicates something else than the planned one: {'; '.join(words)}"
     return [Warning_(code="rehearsal_collectives_differ", message=message)]
+
+
+def _communicated(schedule: Schedule) -> Counter:
+    """How often a program communicates what: (collective, axes, dtype, bytes) -> count, loops multiplied out."""
+    found: Counter = Counter()
+    for i, times in schedule.walk():
+        if (c := i.collective) is not None:
+            found[(c.collective, c.axes, c.dtype, c.payload_bytes)] += times
+    return found
 
 
 def _words(key: tuple[str, tuple[str, ...], str, int]) -> str:

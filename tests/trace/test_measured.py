@@ -9,9 +9,9 @@ from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.network import wire_factor
 from meshkit.trace.captured import Captured, CapturedMesh, CaptureRecord
+from meshkit.trace.measured import fit_line, measured_costs, write_calibration, write_pgle
 from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_trace
-from meshkit.verbs.profile.feedback import fit_line, measured_costs, write_calibration, write_pgle
 from tests.trace.trace_files import collective, gpu_op, plane_text, program, write_planes
 
 LATENCY_S, BANDWIDTH = 20e-6, 200e9
