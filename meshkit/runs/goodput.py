@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -29,7 +29,7 @@ _LARGEST_BYTES, _MOST_ATTEMPTS = 2**20, 10_000
 PRODUCTIVE = "step"
 # What a step costs besides its own time: both are lost where a step is made again.
 _OF_A_STEP = (PRODUCTIVE, "data")
-Outcome = Literal["done", "interrupted", "refused", "preempted", "failed"]
+AttemptOutcome = Literal["done", "interrupted", "refused", "preempted", "failed"]
 _WANTED_PAUSE = ("done", "interrupted", "refused")
 
 
@@ -54,13 +54,7 @@ class Goodput:
 
     def to_dict(self) -> dict:
         """As JSON has it."""
-        return {
-            "share": self.share,
-            "wall_s": self.wall_s,
-            "seconds": dict(self.seconds),
-            "attempts": self.attempts,
-            "lost_steps": self.lost_steps,
-        }
+        return {"share": self.share, **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ class Attempt:
     """The last one that it made."""
     marks: tuple[tuple[int, Mapping[str, float]], ...] = ()
     """A step that was saved -> the seconds by phase at that moment."""
-    outcome: Outcome | None = None
+    outcome: AttemptOutcome | None = None
     """None where it was killed."""
 
     @property
@@ -160,7 +154,7 @@ class GoodputLog:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(_record(self._now())))
+            temporary.write_text(json.dumps(asdict(self._now())))
             os.replace(temporary, self._path)
         except OSError:
             pass
@@ -221,24 +215,13 @@ def goodput_of(attempts: Sequence[Attempt]) -> Goodput | None:
     return Goodput(math.fsum(seconds.values()), seconds, len(attempts), lost_steps)
 
 
-def _outcome(error: BaseException | None) -> Outcome:
+def _outcome(error: BaseException | None) -> AttemptOutcome:
     if error is None:
         return "done"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     code = getattr(error, "exit_code", None)  # of an error of meshkit's: 75 preempted, 2 what the user gave is wrong
     return "preempted" if code == 75 else "refused" if code == 2 else "failed"
-
-
-def _record(attempt: Attempt) -> dict:
-    return {
-        "began": attempt.began,
-        "resumed_step": attempt.resumed_step,
-        "last_step": attempt.last_step,
-        "seconds": dict(attempt.seconds),
-        "marks": [[step, dict(seconds)] for step, seconds in attempt.marks],
-        "outcome": attempt.outcome,
-    }
 
 
 def _read(path: Path) -> Attempt | None:

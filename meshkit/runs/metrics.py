@@ -52,7 +52,7 @@ class MetricsLog:
             self._replace([records[step] for step in sorted(records)])
 
     def _replace(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the file anew, beside it first, and opens it to append; where that fails, nothing has changed."""
+        """Writes the file anew, as a whole or not at all, and opens it to append."""
         assert self._path is not None
         partial = self._path.with_suffix(".tmp")
         partial.write_text("".join(map(_line, records)))

@@ -1,4 +1,4 @@
-"""Where a run's metrics go beside metrics.jsonl: TensorBoard, and the user's own function.
+"""Where a run's metrics go besides metrics.jsonl: TensorBoard, and the user's own function.
 
 A sink never stops or slows training: it runs in a thread of its own behind a queue of bounded length. What it raises is
 said once; what comes while its queue is full is dropped and counted.

@@ -235,7 +235,7 @@ def _write_folder(
     dtype: str,
     max_shard_bytes: int,
 ) -> None:
-    """Writes beside the folder, then renames."""
+    """Writes under another name, then renames."""
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A folder of safetensors files, checked: one file, or shards with an index, and the config.json beside them.
+"""A folder of safetensors files, checked: one file, or shards with an index, and their config.json.
 
     folder -> index, links and headers checked -> {tensor name: Tensor}, nothing of it read yet
 

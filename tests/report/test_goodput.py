@@ -84,7 +84,7 @@ def test_a_report_without_a_run_has_none(report, tmp_path):
 
 def test_the_last_lines_of_a_training_say_every_part():
     goodput = Goodput(math.fsum(SECONDS.values()), SECONDS, 3, 12)
-    text = goodput_summary(goodput.to_dict())
+    text = goodput_summary(goodput)
     assert text.startswith("goodput 86.6 % of 57m 45s, 3 attempts, 12 steps made again: steps that count 50m 00s, ")
     assert "lost steps 3m 20s" in text
     assert goodput_summary(None) == ""
@@ -93,7 +93,7 @@ def test_the_last_lines_of_a_training_say_every_part():
         loss, evaluation_loss, unigram_entropy_nats = 1.0, None, None
         step, wall_s, folder = 20, 58.0, "runs/x"
 
-    Result.goodput = goodput.to_dict()
+    Result.goodput = goodput
     first, second = training_summary(Result()).split("\n")
     assert first == text
     assert second.startswith("step 20 after 58 s: loss 1.000")

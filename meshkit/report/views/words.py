@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.report.history import PHASES, goodput_part
@@ -255,17 +254,11 @@ def goodput_text(part: GoodputPart) -> str:
     return f"{format_percent(part.share)} of {format_seconds(part.wall_s)}{attempts}{again}"
 
 
-def goodput_summary(goodput: Mapping[str, Any] | None) -> str:
-    """A sentence for the end of a training, with every part; empty where nothing is known.
-
-    Args:
-        goodput: as `Goodput.to_dict` gives it.
-    """
-    if not goodput or not goodput["wall_s"]:
+def goodput_summary(goodput: Goodput | None) -> str:
+    """A sentence for the end of a training, with every part; empty where nothing is known."""
+    if goodput is None or not goodput.wall_s:
         return ""
-    part = goodput_part(
-        Goodput(goodput["wall_s"], dict(goodput["seconds"]), goodput["attempts"], goodput["lost_steps"])
-    )
+    part = goodput_part(goodput)
     parts = [f"{s.label} {format_seconds(s.value)}" for s in goodput_shares(part)]
     return f"goodput {goodput_text(part)}: {', '.join(parts)}"
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshkit.console import run_folder, say, stderr
-from meshkit.verbs.arguments import (
-    ExperimentArg,
-    JsonOption,
-    SetOption,
-)
+from meshkit.verbs.arguments import ExperimentArg, JsonOption, SetOption
+
+if TYPE_CHECKING:
+    from meshkit.verbs.train.trainer import TrainResult
 
 
 def train(
@@ -45,14 +44,14 @@ def train(
     say(training_summary(result))
 
 
-def training_summary(result: Any) -> str:
-    """The last lines of a training: where its time went, and what it reached, beside what frequencies alone would."""
+def training_summary(result: TrainResult) -> str:
+    """The last lines of a training: where its time went, what it reached, and what frequencies alone would."""
     from meshkit.report.views.words import goodput_summary
 
     loss = "" if result.loss is None else f": loss {result.loss:.3f}"
     held_out = "" if result.evaluation_loss is None else f", held-out {result.evaluation_loss:.3f}"
     entropy = result.unigram_entropy_nats
-    beside = "" if entropy is None else f" nats per token (unigram entropy of the data: {entropy:.3f})"
-    reached = f"step {result.step} after {result.wall_s:.0f} s{loss}{held_out}{beside}; run folder {result.folder}"
-    went_to = goodput_summary(result.goodput)
-    return f"{went_to}\n{reached}" if went_to else reached
+    compared = "" if entropy is None else f" nats per token (unigram entropy of the data: {entropy:.3f})"
+    reached = f"step {result.step} after {result.wall_s:.0f} s{loss}{held_out}{compared}; run folder {result.folder}"
+    goodput = goodput_summary(result.goodput)
+    return f"{goodput}\n{reached}" if goodput else reached

@@ -1,6 +1,6 @@
-"""Everything a run says of its steps: metrics.jsonl, the sinks, and what its captured steps measured.
+"""Everything a run says of its steps: the terminal, metrics.jsonl, the sinks, and what its captured steps measured.
 
-    record of a step -> metrics.jsonl, TensorBoard, the user's function
+    record of a step -> a progress bar | metrics.jsonl, TensorBoard, the user's function
     capture -> profiler, in a thread of its own -> metrics of the captured steps -> the same
 
 A trace is read after the steps it is of: their lines are amended. It is this process's own trace, so the numbers are of
@@ -14,19 +14,83 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.user_code import describe_error
 from meshkit.report.schema import Report
 from meshkit.runs.metrics import MetricsLog
 from meshkit.runs.sinks import open_sinks
+from meshkit.units import format_count, format_percent
 from meshkit.verbs.profile.profiler import measure_run
 
-# A run that ends, or is told to, waits this long for what is still being measured and handed on.
+# A run that ends waits this long for what is still being measured and handed on.
 _MEASURE_S, _SINKS_S = 30.0, 5.0
+_LINES_WITHOUT_TERMINAL = 10
+
+
+class StepProgress:
+    """A progress bar; where the console is no terminal, some ten plain lines in its place.
+
+    Args:
+        console: where to print.
+        steps: of the whole run.
+        enabled: False prints nothing.
+    """
+
+    def __init__(self, console: Console, steps: int, *, enabled: bool = True):
+        self._console, self._steps, self._enabled = console, steps, enabled
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+        )
+        bar = enabled and console.is_terminal
+        self._bar = Progress(*columns, console=console) if bar else None
+        self._task = self._bar.add_task("train", total=steps, numbers="compiled") if self._bar else None
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        if self._enabled:
+            self._console.print(text, highlight=False, markup=False)  # a path or a message may hold brackets
+
+    def start(self, step: int) -> None:
+        """Puts the bar at the step that the run resumes from."""
+        if self._bar and self._task is not None:
+            self._bar.reset(self._task, total=self._steps, completed=step, numbers="first step")
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Shows a step's record as metrics.jsonl has it."""
+        step, numbers = record["step"], describe(record)
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=step, numbers=numbers)
+        elif step == 1 or step == self._steps or step % max(1, self._steps // _LINES_WITHOUT_TERMINAL) == 0:
+            self.say(f"step {step}/{self._steps}  {numbers}")
+        if "evaluation_loss" in record:
+            self.say(f"step {step}: held-out loss {record['evaluation_loss']:.4f}")
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """`loss 2.4889  25.6 ktokens/s  MFU 41.2 %`; MFU only where a peak is known."""
+    parts = [f"loss {record['loss']:.4f}", f"{format_count(record['tokens_per_s'])}tokens/s"]
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {format_percent(record['mfu'])}")
+    return "  ".join(parts)
 
 
 class RunLog(MetricsLog):

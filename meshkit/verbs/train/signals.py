@@ -3,8 +3,8 @@
     SIGTERM in start, compile, restore -> exit 75 now: nothing has been made since the last checkpoint
     SIGTERM in the training loop       -> all processes stop after the same step, save, exit 75
 
-Of several processes all must stop after the same step, whichever of them was told: one that goes on waits for the
-others in a collective for ever. jax's preemption service brings them to agree (`reached_preemption_sync_point`). It
+Of several processes all must stop after the same step, whichever of them got the signal: one that goes on waits for
+the others in a collective for ever. jax's preemption service brings them to agree (`reached_preemption_sync_point`). It
 takes SIGTERM as its notice, so from the first step on this process leaves that signal to it, and turns SIGINT into one.
 Before that the service is off: its notice would wait until a compilation of minutes is over.
 """
@@ -31,7 +31,7 @@ _INTERRUPTED = 130
 
 
 class Preempted(RunError):
-    """The run was told to stop (SIGTERM) and has saved what there was to save; the same command resumes it."""
+    """The run got SIGTERM and has saved what there was to save; the same command resumes it."""
 
     exit_code = 75
 
@@ -121,7 +121,7 @@ class StopRequest:
         self._wakes = reader, writer = socket.socketpair()
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._leave_when_told, args=(reader,), name="meshkit-signals", daemon=True).start()
+        threading.Thread(target=self._leave_at_once, args=(reader,), name="meshkit-signals", daemon=True).start()
 
     def _stop_waking(self) -> None:
         if self._wakes is not None:
@@ -129,18 +129,18 @@ class StopRequest:
             self._wakes[1].close()  # which ends the thread
             self._wakes = None
 
-    def _leave_when_told(self, reader: socket.socket) -> None:
+    def _leave_at_once(self, reader: socket.socket) -> None:
         """Ends this process when a signal comes before the first step. Python's own way out waits for the others."""
         with reader:
             while data := reader.recv(64):
-                told = next((n for n in data if n in (signal.SIGINT, signal.SIGTERM)), None)
-                if told is None or self._armed:
+                number = next((n for n in data if n in (signal.SIGINT, signal.SIGTERM)), None)
+                if number is None or self._armed:
                     continue
                 with suppress(OSError, ValueError):
-                    name = signal.Signals(told).name
+                    name = signal.Signals(number).name
                     print(f"meshkit: stopped by {name} before the first step: nothing to save.", file=sys.stderr)
                     sys.stderr.flush()
-                os._exit(Preempted.exit_code if told == signal.SIGTERM else _INTERRUPTED)
+                os._exit(Preempted.exit_code if number == signal.SIGTERM else _INTERRUPTED)
 
 
 def _start_preemption_service() -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,13 +27,12 @@ from meshkit.compile.attached import CompiledStep, compile_step
 from meshkit.compile.compile_cache import compile_cache
 from meshkit.config.experiment import Experiment
 from meshkit.distributed.join import is_first_process, join_gang
-from meshkit.errors import RunError
+from meshkit.errors import ConfigError, RunError
 from meshkit.lint.examine import announce_findings
 from meshkit.predict.kernels import compute_peak_flops
-from meshkit.runs.goodput import GoodputLog, read_goodput
-from meshkit.runs.metrics import MetricsLog, finite, read_metrics
+from meshkit.runs.goodput import Goodput, GoodputLog, read_goodput
+from meshkit.runs.metrics import finite, read_metrics
 from meshkit.runs.phases import Phases
-from meshkit.runs.recipe import check_experiment_file, write_experiment_file
 from meshkit.runs.sinks import check_sinks
 from meshkit.sharding import build_mesh
 from meshkit.step.data import Batches, Data, check_tokens, open_data
@@ -40,11 +41,24 @@ from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
 from meshkit.trace.captured import TRACE_FOLDER
 from meshkit.verbs.checkpoint.store import CheckpointStore, open_store
-from meshkit.verbs.train.progress import StepProgress
 from meshkit.verbs.train.replicas import ReplicaCheck
-from meshkit.verbs.train.run_log import RunLog
+from meshkit.verbs.train.run_log import RunLog, StepProgress
 from meshkit.verbs.train.signals import Preempted, StopRequest
 from meshkit.weights.pretrained import first_state
+
+_EXPERIMENT_FILE = "experiment.toml"
+# What a run cannot change on the way: its arrays, its objective, and the order of its data.
+_FIXED = (
+    "model.",
+    "data.",
+    "optimizer.dtype",
+    "train.global_batch",
+    "train.sequence_length",
+    "train.seed",
+    "train.loss",
+    "local_sgd.",
+    "compression.",
+)
 
 
 @dataclass(frozen=True)
@@ -73,12 +87,13 @@ class TrainResult:
     """Seconds of this attempt."""
     compile_cached: bool | None = None
     """Whether an earlier attempt had compiled the step; None where nothing is kept."""
-    goodput: dict[str, Any] | None = None
-    """Goodput of all attempts: `share` of the wall time in steps that count, and `seconds` by phase."""
+    goodput: Goodput | None = None
+    """Where the wall time of all attempts went."""
 
     def to_dict(self) -> dict[str, Any]:
         """As `meshkit train --json` prints it."""
-        return {"schema": "meshkit.train/1", **{name: finite(value) for name, value in asdict(self).items()}}
+        values = {name: finite(value) for name, value in asdict(self).items()}
+        return {"schema": "meshkit.train/1", **values, "goodput": self.goodput.to_dict() if self.goodput else None}
 
 
 def train(
@@ -106,25 +121,23 @@ def train(
         join_gang()  # of the processes that the environment names, if it names any
         goodput = around.enter_context(GoodputLog(folder if is_first_process() else None, phases))
         mesh = build_mesh(experiment.mesh, experiment.cluster)
-        tell = lambda text: console.print(f"note: {text}", style="yellow", markup=False)
-        cache = around.enter_context(compile_cache(tell))
+        note = lambda text: console.print(f"note: {text}", style="yellow", markup=False)
+        cache = around.enter_context(compile_cache(note))
         program = make_train_step(experiment, mesh)
         announce_findings(experiment, program, console)
         data = open_data(experiment)
         check_tokens(experiment, data, program.model.abstract_model())
         check_sinks(experiment)
-        for note in (*program.notes, *changes):
-            tell(note)
+        for text in (*program.notes, *changes):
+            note(text)
         phases.enter("compile")
         missed = cache.misses if cache else None
         compiled = compile_step(program, experiment)
         compile_cached = cache.misses == missed if cache else None
-        progress = StepProgress(console, experiment.train.steps, enabled=show_progress)
-        run = _Run(experiment, folder, program, compiled, data, stop, progress, phases, goodput)
-        with run.progress:
+        with StepProgress(console, experiment.train.steps, enabled=show_progress) as progress:
+            run = _Run(experiment, folder, program, compiled, data, stop, progress, phases, goodput)
             run.execute()
-    result = run.result(compiled.seconds, time.perf_counter() - started)
-    return dataclasses.replace(result, compile_cached=compile_cached)
+    return dataclasses.replace(run.result(time.perf_counter() - started), compile_cached=compile_cached)
 
 
 @dataclass
@@ -140,23 +153,23 @@ class _Run:
     progress: StepProgress
     phases: Phases
     goodput: GoodputLog
+    store: CheckpointStore = field(init=False)
+    log: RunLog = field(init=False)
     resumed_step: int = 0
     step_times_s: list[float] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
     evaluation_loss: float | None = None
     clock: float = 0.0
     running: Mapping[str, jax.Array] = field(default_factory=dict)
-    news: Callable[[], dict[str, Any]] = dict
     waited_s: dict[str, float] = field(default_factory=lambda: {"data_wait_s": 0.0, "device_wait_s": 0.0})
 
     def execute(self) -> None:
         """Restores or initialises, then steps to the end or to a signal."""
         arrangement, say = self.program.arrangement, self.progress.say
-        store = open_store(self.experiment, self.folder, arrangement=arrangement, data=self.data, say=say)
-        self.news = store.news
+        self.store = open_store(self.experiment, self.folder, arrangement=arrangement, data=self.data, say=say)
         try:
             self.phases.enter("restore")
-            saved = store.restore_latest(self.program.abstract_state)
+            saved = self.store.restore_latest(self.program.abstract_state)
             self.resumed_step = int(saved.step) if saved is not None else 0
             self.goodput.resumed(self.resumed_step)
             if saved is None:
@@ -164,20 +177,20 @@ class _Run:
             state = saved if saved is not None else first_state(self.experiment, self.program)
             write_experiment_file(self.experiment, self.folder)
             self._greet(saved)
-            log = RunLog(self.experiment, self.folder, self.resumed_step, self.progress.say)
+            self.log = RunLog(self.experiment, self.folder, self.resumed_step, say)
             self.stop.arm()
             try:
-                self._loop(state, store, log)
-                store.wait()  # the last state is on disk, or the run has failed
+                self._loop(state)
+                self.store.wait()  # the last state is on disk, or the run has failed
             finally:
                 self.phases.enter("end")
-                log.close()
+                self.log.close()
         finally:
             self.phases.enter("save")  # what is still being written keeps the process from ending
-            store.close()
+            self.store.close()
             self.phases.enter("end")
 
-    def _loop(self, state: TrainState, store: CheckpointStore, log: RunLog) -> None:
+    def _loop(self, state: TrainState) -> None:
         train, every = self.experiment.train, self.experiment.checkpoint.every
         batches = Batches(self.data.train, self.program.abstract_step_batch, self.experiment.data.seed)
         capture = self._capture()
@@ -194,7 +207,7 @@ class _Run:
             state, metrics = self.compiled.program(state, batch)
             self.running = metrics
             if pending:
-                self._record(*pending, log)
+                self._record(*pending)
             pending = (step, metrics)
             evaluates = self._is_due(train.evaluate_every, step)
             checks = self._is_due(train.replica_check_every, step)
@@ -204,29 +217,29 @@ class _Run:
             # Metrics of a step are read while the next one runs, so that devices never wait for the host. Virtual CPU
             # devices do: two programs in flight would fight for the same cores.
             if evaluates or checks or saves or traces or stops or step == train.steps or self.experiment.cluster.is_cpu:
-                self._record(*pending, log, state if evaluates else None)
+                self._record(*pending, state if evaluates else None)
                 pending = None
-            store.check()
+            self.store.check()
             if capture and capture.active:
                 self.phases.enter("trace")
                 capture.after(step, (state, metrics))
                 self.phases.enter("step")
                 if not capture.active:
-                    log.measure_capture()
+                    self.log.measure_capture()
             if checks:  # before a checkpoint of this state replaces a good one
                 self.phases.enter("check", step)
                 replicas.check(state, step)
             if saves:
                 self.phases.enter("save", step)
                 self.goodput.mark(step)
-                store.save(state)
+                self.store.save(state)
             if saves or traces or checks:  # none of it is part of a step's time
                 self.clock = time.perf_counter()
             if stops:
-                self._leave(state, store)
+                self._leave(state)
 
     def _calls(self, batches: Batches) -> Iterator[tuple[int, Mapping[str, jax.Array]]]:
-        """The last step of every call of the program, and what it is called with: a batch, or those of a round."""
+        """The last step of every call of the program, and its argument: a batch, or several stacked."""
         each, per_call = batches.iterate(self.resumed_step, self.experiment.train.steps), self.program.steps_per_call
         for step in range(self.resumed_step + per_call, self.experiment.train.steps + 1, per_call):
             self.phases.enter("data", step)
@@ -242,7 +255,7 @@ class _Run:
         """Whether something done every `interval` steps (0: never) falls on a step of the call that ends with this."""
         return interval > 0 and step // interval > (step - self.program.steps_per_call) // interval
 
-    def _record(self, step: int, metrics: Mapping[str, jax.Array], log: MetricsLog, evaluate: Any = None) -> None:
+    def _record(self, step: int, metrics: Mapping[str, jax.Array], evaluate: Any = None) -> None:
         """Waits for the metrics of a call and writes down each of its steps, the last with an evaluation of the state.
 
         Args:
@@ -259,11 +272,9 @@ class _Run:
         for i in range(per_call):
             number = step - per_call + 1 + i
             of_step = waits | {name: value[i] for name, value in values.items()}
-            self._record_step(number, of_step, elapsed_s, log, evaluate if number == step else None)
+            self._record_step(number, of_step, elapsed_s, evaluate if number == step else None)
 
-    def _record_step(
-        self, step: int, values: dict[str, float], elapsed_s: float, log: MetricsLog, evaluate: Any = None
-    ) -> None:
+    def _record_step(self, step: int, values: dict[str, float], elapsed_s: float, evaluate: Any) -> None:
         """Writes down one step."""
         self.step_times_s.append(elapsed_s)
         loss = values.pop("loss")
@@ -274,7 +285,7 @@ class _Run:
             record["goodput"] = share
         train = self.experiment.train
         if step % train.log_every == 0 or step == train.steps or evaluate is not None:
-            log.write(record | self.news())
+            self.log.write(record | self.store.news())
         self.progress.update(record)
         self.last, self.clock = record, time.perf_counter()
         self.goodput.made(step)
@@ -328,14 +339,14 @@ class _Run:
             processes=chosen_processes(self.experiment.profile.processes, jax.process_count()),
         )
 
-    def _leave(self, state: TrainState, store: CheckpointStore) -> None:
+    def _leave(self, state: TrainState) -> None:
         """Saves, and raises what the signal asks for."""
         step = int(state.step)
         self.phases.enter("save", step)
-        # Of several processes one may have been interrupted and the others told to end: a save takes all of them.
+        # Of several processes one may have been interrupted and the others terminated: a save takes all of them.
         if self.stop.preempted or self.experiment.checkpoint.every or jax.process_count() > 1:
-            store.save(state)
-            store.wait()
+            self.store.save(state)
+            self.store.wait()
         if self.stop.preempted:
             raise Preempted(f"stopped by SIGTERM after step {step}; a checkpoint is saved.", at=str(self.folder))
         raise KeyboardInterrupt
@@ -349,7 +360,7 @@ class _Run:
             self.progress.say(f"unigram entropy of the data: {self.data.unigram_entropy_nats:.3f} nats per token")
         self.progress.start(self.resumed_step)
 
-    def result(self, compile_s: float, wall_s: float) -> TrainResult:
+    def result(self, wall_s: float) -> TrainResult:
         """The TrainResult of this attempt; of the last recorded step when there was nothing left to do."""
         recorded = read_metrics(self.folder / "metrics.jsonl")
         last = self.last or (recorded[-1] if recorded else {})
@@ -363,14 +374,59 @@ class _Run:
             evaluation_loss=self.evaluation_loss,
             unigram_entropy_nats=self.data.unigram_entropy_nats,
             step_time_s=median_s,
-            compile_s=compile_s,
+            compile_s=self.compiled.seconds,
             wall_s=wall_s,
-            goodput=goodput.to_dict() if (goodput := read_goodput(self.folder)) else None,
-            tokens_per_s=rate["tokens_per_s"],
-            mfu=rate["mfu"],
+            goodput=read_goodput(self.folder),
+            **rate,
         )
 
 
 def peak_flops_per_gpu(experiment: Experiment) -> float | None:
     """Dense peak of the compute precision, FLOP/s; None for a CPU, whose virtual devices have none."""
     return compute_peak_flops(experiment.cluster.gpu, experiment.train.precision)
+
+
+def check_experiment_file(experiment: Experiment, folder: Path) -> list[str]:
+    """What the run's own experiment file says differently, one sentence a key; none for a new run.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key differs that the state or the order of the data depends on.
+    """
+    path = folder / _EXPERIMENT_FILE
+    if not path.exists():
+        return []
+    try:
+        saved = _flat(tomllib.loads(path.read_text()))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the experiment file of this run cannot be read: {error}.",
+            at=str(path),
+            hint="the file that the run began with, copied there; or another --out",
+        ) from None
+    wanted = _flat(tomllib.loads(experiment.to_toml()))
+    changed = [key for key in {**saved, **wanted} if saved.get(key) != wanted.get(key)]
+    for key in changed:
+        if key.startswith(_FIXED):
+            raise ConfigError(
+                f"this run has {key} = {saved.get(key)!r}, but the experiment now says {wanted.get(key)!r}.",
+                at=str(path),
+                hint="another --out, or the value that the run began with",
+            )
+    return [f"{key} was {saved.get(key)!r} in this run and is now {wanted.get(key)!r}" for key in changed]
+
+
+def write_experiment_file(experiment: Experiment, folder: Path) -> None:
+    """Writes the resolved experiment into the run folder, as a whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0:
+        partial = folder / f"{_EXPERIMENT_FILE}.tmp"
+        partial.write_text(experiment.to_toml())
+        os.replace(partial, folder / _EXPERIMENT_FILE)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"train": {"seed": 0}}` as `{"train.seed": 0}`."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from meshkit.verbs.train.progress import StepProgress
+from meshkit.verbs.train.run_log import StepProgress
 
 
 def test_brackets_are_no_markup():
