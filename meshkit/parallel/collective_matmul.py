@@ -36,7 +36,7 @@ _BATCH, _LENGTH = 0, 1  # dims of every activation here
 
 @dataclass(frozen=True)
 class Cut:
-    """The mesh axis that cuts the length between blocks and the kernels inside, and what cuts the batch beside it."""
+    """The mesh axis that cuts the length between blocks and the kernels inside, and what cuts the batch."""
 
     mesh: Any
     axis: str

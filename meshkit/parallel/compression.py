@@ -32,9 +32,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
-
-from meshkit.sharding.mesh import AnyMesh
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -86,61 +83,9 @@ WIRES = {
 }
 
 
-def compressed_sum(
-    gradients: Any,
-    residuals: Any | None,
-    *,
-    mesh: AnyMesh,
-    axis: str,
-    dtype: str,
-    specs: Any,
-    also_over: tuple[str, ...] = (),
-    smallest_bytes: int = SMALLEST_BYTES,
-) -> tuple[Any, Any | None]:
-    """The sum of the gradients of all replicas along a mesh axis, exchanged in a narrow dtype, and the new residuals.
-
-    Args:
-        gradients: tree of fp32 [R, ...], one unreduced gradient per replica, the first dim cut over `axis` (with
-            `also_over`: R = all their sizes, cut over those of `also_over` first, then `axis`).
-        residuals: tree of fp32 [R of `axis` alone, ...], see `zero_residuals`; None for no error feedback.
-        mesh: attached or described.
-        axis: the slow axis.
-        dtype: a key of `WIRES`.
-        specs: tree of PartitionSpec, of one replica's gradient; sizes must divide.
-        also_over: further axes that hold unreduced replicas; they are summed in fp32 before.
-        smallest_bytes: shards with fewer bytes are summed in fp32.
-
-    Returns:
-        fp32 sums without the replica dim, sharded by `specs`, and residuals, or None.
-    """
-    leaves, tree = jax.tree.flatten(gradients)
-    places = tree.flatten_up_to(specs)
-    carried = [None] * len(leaves) if residuals is None else tree.flatten_up_to(residuals)
-    exchange = Exchange(axis, mesh.shape[axis], WIRES[dtype], smallest_bytes)
-
-    def one(gradient, residual, spec):
-        def local(gradient, residual):
-            gradient = jax.lax.psum(gradient[0], also_over) if also_over else gradient[0]
-            return exchange.sum(gradient, residual)
-
-        kept = None if residual is None else PartitionSpec(axis, *spec)
-        inputs = (PartitionSpec((*also_over, axis), *spec), kept)
-        run = jax.shard_map(local, mesh=mesh, in_specs=inputs, out_specs=(PartitionSpec(*spec), kept), check_vma=False)
-        return run(gradient.astype(jnp.float32), residual)
-
-    done = [one(*each) for each in zip(leaves, carried, places)]
-    sums = tree.unflatten([total for total, _ in done])
-    return sums, None if residuals is None else tree.unflatten([left for _, left in done])
-
-
 def zero_residuals(gradients: Any, replicas: int) -> Any:
     """Residuals before the first step: fp32 zeros [replicas, ...] for each array [...] (or its ShapeDtypeStruct)."""
     return jax.tree.map(lambda g: jnp.zeros((replicas, *g.shape), jnp.float32), gradients)
-
-
-def residual_specs(specs: Any, axis: str) -> Any:
-    """PartitionSpecs of the residuals of gradients with these specs: the replica dim over the axis, then the same."""
-    return jax.tree.map(lambda s: PartitionSpec(axis, *s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
 def wire_elements(size: int, replicas: int) -> int:

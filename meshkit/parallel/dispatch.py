@@ -21,7 +21,7 @@ Axes = tuple[str, ...]
 
 @jax.tree_util.register_dataclass
 @dataclass
-class Plan:
+class Routing:
     """Where the rows of one GPU go.
 
     Attributes:
@@ -73,65 +73,65 @@ class Dispatch:
             return self.ways * self.local_experts * self.capacity
         return self.slots if self.ways == 1 else self.ways * self.buffer_rows
 
-    def plan(self, choices: jax.Array) -> Plan:
-        """The plan for int [tokens, k] expert numbers; communicates the counts (4 bytes a GPU and expert)."""
+    def route(self, choices: jax.Array) -> Routing:
+        """The routing of int [tokens, k] expert numbers; communicates the counts (4 bytes a GPU and expert)."""
         expert = choices.T.reshape(-1)
         if self.capacity is not None:
             rank, _, _ = _rank(expert, self.experts)
             slot = jnp.where(rank < self.capacity, expert * self.capacity + rank, self.slots)
-            return Plan(slot, jnp.zeros((self.ways, self.experts), jnp.int32))
+            return Routing(slot, jnp.zeros((self.ways, self.experts), jnp.int32))
         if self.buffer_rows < worst_case_rows(self.tokens, self.choices, self.local_experts):
             rank, _, _ = _rank(expert // self.local_experts, self.ways)
             expert = jnp.where(rank < self.buffer_rows, expert, self.experts)
         rank, start, counts = _rank(expert, self.experts + 1)
         slot = jnp.where(expert < self.experts, start[expert] + rank, self.slots)
         counts = counts[: self.experts]
-        return Plan(slot, lax.all_gather(counts, self.axes) if self.ways > 1 else counts[None])
+        return Routing(slot, lax.all_gather(counts, self.axes) if self.ways > 1 else counts[None])
 
-    def fill(self, plan: Plan, values: jax.Array) -> jax.Array:
+    def fill(self, routing: Routing, values: jax.Array) -> jax.Array:
         """[tokens, k, ...] or [tokens, 1, ...] values by slot; 0 in empty slots."""
         rows = self.tokens * self.choices
-        row = jnp.full(self.slots, rows, jnp.int32).at[plan.slot].set(jnp.arange(rows, dtype=jnp.int32), mode="drop")
+        row = jnp.full(self.slots, rows, jnp.int32).at[routing.slot].set(jnp.arange(rows, dtype=jnp.int32), mode="drop")
         if values.shape[1] == 1:
             index, table = jnp.where(row < rows, row % self.tokens, self.tokens), values[:, 0]
         else:
             index, table = row, jnp.swapaxes(values, 0, 1).reshape(rows, *values.shape[2:])
         return table.at[index].get(mode="fill", fill_value=0)
 
-    def read(self, plan: Plan, buffer: jax.Array) -> jax.Array:
+    def read(self, routing: Routing, buffer: jax.Array) -> jax.Array:
         """[tokens, k, ...] of a [slots, ...] buffer; 0 where a row was dropped."""
-        rows = buffer.at[plan.slot].get(mode="fill", fill_value=0)
+        rows = buffer.at[routing.slot].get(mode="fill", fill_value=0)
         return jnp.swapaxes(rows.reshape(self.choices, self.tokens, *buffer.shape[1:]), 0, 1)
 
-    def to_experts(self, plan: Plan, buffer: jax.Array) -> jax.Array:
+    def to_experts(self, routing: Routing, buffer: jax.Array) -> jax.Array:
         """[slots, ...] of every GPU -> [received_rows, ...], grouped by this GPU's experts, sources in order."""
         if self.ways == 1:
             return buffer
         with jax.named_scope("dispatch"):
             if self.capacity is None:
-                there, back = self._slices(plan)
+                there, back = self._slices(routing)
                 return self._exchange(buffer, there, back, self.received_rows)
             pieces = buffer.reshape(self.experts, self.capacity, *buffer.shape[1:])
             pieces = lax.all_to_all(pieces, self.axes, split_axis=0, concat_axis=0, tiled=True)
             pieces = pieces.reshape(self.ways, self.local_experts, self.capacity, *buffer.shape[1:])
             return jnp.swapaxes(pieces, 0, 1).reshape(self.received_rows, *buffer.shape[1:])
 
-    def from_experts(self, plan: Plan, rows: jax.Array) -> jax.Array:
+    def from_experts(self, routing: Routing, rows: jax.Array) -> jax.Array:
         """The way back of `to_experts`: [received_rows, ...] -> [slots, ...]."""
         if self.ways == 1:
             return rows
         with jax.named_scope("combine"):
             if self.capacity is None:
-                there, back = self._slices(plan)
+                there, back = self._slices(routing)
                 return self._exchange(rows, back, there, self.slots)
             pieces = rows.reshape(self.local_experts, self.ways, self.capacity, *rows.shape[1:])
             pieces = jnp.swapaxes(pieces, 0, 1).reshape(self.experts, self.capacity, *rows.shape[1:])
             pieces = lax.all_to_all(pieces, self.axes, split_axis=0, concat_axis=0, tiled=True)
             return pieces.reshape(self.slots, *rows.shape[1:])
 
-    def group_sizes(self, plan: Plan) -> jax.Array:
+    def group_sizes(self, routing: Routing) -> jax.Array:
         """int32 [local_experts], rows that each expert of this GPU received (dropless)."""
-        return self._mine(jnp.sum(plan.counts, axis=0, keepdims=True))[0]
+        return self._mine(jnp.sum(routing.counts, axis=0, keepdims=True))[0]
 
     def _mine(self, table: jax.Array) -> jax.Array:
         """The columns of this GPU's experts."""
@@ -139,13 +139,13 @@ class Dispatch:
             return table
         return lax.dynamic_slice_in_dim(table, lax.axis_index(self.axes) * self.local_experts, self.local_experts, 1)
 
-    def _slices(self, plan: Plan) -> tuple[Slices, Slices]:
+    def _slices(self, routing: Routing) -> tuple[Slices, Slices]:
         """What this GPU sends to the experts, and what its experts receive.
 
         One slice for each pair of GPU and expert. On the sending side slices lie by expert; on the receiving side by
         expert, then by source, so that an expert's rows are contiguous without sorting them again.
         """
-        me, counts = lax.axis_index(self.axes), plan.counts
+        me, counts = lax.axis_index(self.axes), routing.counts
         sent = _exclusive_sum(counts, axis=1)
         totals = jnp.sum(counts, axis=0).reshape(self.ways, self.local_experts)
         received = _exclusive_sum(totals, axis=1).reshape(-1) + _exclusive_sum(counts, axis=0)

@@ -3,7 +3,7 @@
 Experts are cut over the mesh axes of `act_experts`, over which the tokens are cut as well (they are axes of
 `act_batch`, so outside of the experts the axis is one more data axis). A layer then is
 
-    plan -> dispatch (all-to-all) -> grouped SwiGLU -> combine (all-to-all) -> sum over the k choices
+    routing -> dispatch (all-to-all) -> grouped SwiGLU -> combine (all-to-all) -> sum over the k choices
 
 by hand on each GPU's own shards, with its own backward pass. That keeps what the experts computed where it is, needs
 no combine again when the forward pass is recomputed, and reduces a weight's gradient over the token axes only.
@@ -41,7 +41,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from meshkit.errors import ConfigError
-from meshkit.parallel.dispatch import Dispatch, Plan, one_by_one, worst_case_rows
+from meshkit.parallel.dispatch import Dispatch, Routing, one_by_one, worst_case_rows
 from meshkit.sharding.constrain import (
     Scope,
     current_scope,
@@ -242,30 +242,30 @@ class _Layer:
     def _forward(self, x, weights, choices, casts):
         d, (gate, up, down) = self.dispatch, casts
         x2, w2, c2 = (_flat(a) for a in (x, weights, choices))
-        plan = d.plan(c2)
-        rows = d.to_experts(plan, d.fill(plan, x2[:, None]))
-        matmul = self._grouped(plan)
+        routing = d.route(c2)
+        rows = d.to_experts(routing, d.fill(routing, x2[:, None]))
+        matmul = self._grouped(routing)
         a, b = matmul(rows, gate), matmul(rows, up)
-        out = d.read(plan, d.from_experts(plan, matmul(jax.nn.silu(a) * b, down)))
+        out = d.read(routing, d.from_experts(routing, matmul(jax.nn.silu(a) * b, down)))
         y = jnp.sum(w2[..., None] * out.astype(jnp.float32), axis=1)
         y = self.layout.reduce_mlp(y.astype(x.dtype).reshape(x.shape))
-        kept = (plan.slot < d.slots).reshape(d.choices, *choices.shape[:-1])
-        return y, jnp.moveaxis(kept, 0, -1), {"plan": plan, "rows": rows, "gate": a, "up": b}
+        kept = (routing.slot < d.slots).reshape(d.choices, *choices.shape[:-1])
+        return y, jnp.moveaxis(kept, 0, -1), {"routing": routing, "rows": rows, "gate": a, "up": b}
 
     def _backward(self, saved, weights, casts, g, dtypes):
-        d, (gate, up, down), (plan, rows) = self.dispatch, casts, (saved["plan"], saved["rows"])
+        d, (gate, up, down), (routing, rows) = self.dispatch, casts, (saved["routing"], saved["rows"])
         w2, g2 = _flat(weights), _flat(g)
         weighted = (w2[..., None] * g2[:, None].astype(jnp.float32)).astype(g.dtype)
-        g_rows = d.to_experts(plan, d.fill(plan, weighted))
-        matmul, outer = self._grouped(plan), self._grouped_outer(plan)
+        g_rows = d.to_experts(routing, d.fill(routing, weighted))
+        matmul, outer = self._grouped(routing), self._grouped_outer(routing)
         h, gated = jax.vjp(lambda a, b: jax.nn.silu(a) * b, saved["gate"], saved["up"])
         g_h = matmul(g_rows, down, transposed=True)
         # <gradient of the output, output> without the output: <gradient of hidden, hidden>, here times the weight.
         g_weight = jnp.sum(g_h.astype(jnp.float32) * h.astype(jnp.float32), axis=-1)
         g_a, g_b = gated(g_h)
-        g_x = d.from_experts(plan, matmul(g_a, gate, transposed=True) + matmul(g_b, up, transposed=True))
-        g_x = jnp.sum(d.read(plan, g_x).astype(jnp.float32), axis=1).astype(g.dtype).reshape(g.shape)
-        g_weight = d.read(plan, d.from_experts(plan, g_weight))
+        g_x = d.from_experts(routing, matmul(g_a, gate, transposed=True) + matmul(g_b, up, transposed=True))
+        g_x = jnp.sum(d.read(routing, g_x).astype(jnp.float32), axis=1).astype(g.dtype).reshape(g.shape)
+        g_weight = d.read(routing, d.from_experts(routing, g_weight))
         g_weight = lax.psum(g_weight, self.layout.mlp) if self.layout.mlp else g_weight
         g_weight = jnp.where(w2 == 0, 0.0, g_weight / jnp.where(w2 == 0, 1.0, w2)).reshape(weights.shape)
         pairs = ((rows, g_a, 1), (rows, g_b, 1), (h, g_rows, 2))
@@ -275,7 +275,7 @@ class _Layer:
         )
         return self.layout.reduce_mlp(g_x), g_weight.astype(weights.dtype), g_kernels
 
-    def _grouped(self, plan: Plan) -> Callable[..., jax.Array]:
+    def _grouped(self, routing: Routing) -> Callable[..., jax.Array]:
         """[rows, in] x [experts, in, out] -> [rows, out], each row by the kernel of its expert."""
         groups, ragged = self.dispatch.local_experts, self._by_sizes
 
@@ -283,7 +283,7 @@ class _Layer:
             inner = 2 if transposed else 1
             if ragged:
                 numbers = lax.RaggedDotDimensionNumbers((((1,), (inner,)), ((), ())), (0,), (0,))
-                sizes = self.dispatch.group_sizes(plan)
+                sizes = self.dispatch.group_sizes(routing)
                 return _ragged_dot(numbers, rows.dtype)(rows, kernel, sizes)
             pieces = rows.reshape(groups, -1, rows.shape[-1])
             numbers = (((2,), (inner,)), ((0,), (0,)))
@@ -292,14 +292,14 @@ class _Layer:
 
         return matmul
 
-    def _grouped_outer(self, plan: Plan) -> Callable[..., jax.Array]:
+    def _grouped_outer(self, routing: Routing) -> Callable[..., jax.Array]:
         """[rows, in] x [rows, out] -> [experts, in, out], summed over the rows of each expert."""
         groups, ragged = self.dispatch.local_experts, self._by_sizes
 
         def outer(left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
             if ragged:
                 numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-                sizes = self.dispatch.group_sizes(plan)
+                sizes = self.dispatch.group_sizes(routing)
                 return _ragged_dot(numbers, dtype)(left, right, sizes)
             left, right = (a.reshape(groups, -1, a.shape[-1]) for a in (left, right))
             return lax.dot_general(left, right, (((1,), (1,)), ((0,), (0,))), preferred_element_type=dtype)
@@ -313,9 +313,9 @@ class _Layer:
 
     @property
     def _saved(self):
-        """Layout of what the backward pass reads again; every array of the plan lies as its rows."""
+        """Layout of what the backward pass reads again; every array of the routing lies as its rows."""
         rows, hidden = (self.layout.tokens,), (self.layout.tokens, self.layout.mlp)
-        return {"plan": rows, "rows": rows, "gate": hidden, "up": hidden}
+        return {"routing": rows, "rows": rows, "gate": hidden, "up": hidden}
 
     @property
     def _tokens(self):

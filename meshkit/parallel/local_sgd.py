@@ -1,9 +1,10 @@
-"""Local SGD and DiLoCo: replicas that step on their own and meet once a round.
+"""Local SGD and DiLoCo: replicas that step on their own and are averaged once in H steps.
 
-Over a slow axis of R replicas, one *round* is (Stich 2019, arXiv:1805.09767; Douillard et al. 2023, arXiv:2311.08105):
+Over a slow axis of R replicas, an *outer step* is (Stich 2019, arXiv:1805.09767; Douillard et al. 2023,
+arXiv:2311.08105):
 
     every replica r starts at the anchor a_t and makes H inner steps on its own part of each batch -> w_t,r
-    outer gradient      G_t = a_t - mean_r w_t,r                    the one exchange of the round
+    outer gradient      G_t = a_t - mean_r w_t,r                    the one exchange of the outer step
     outer optimizer     m_t = momentum * m_(t-1) + G
                         a_(t+1) = a_t - learning_rate * (G + momentum * m_t   if nesterov else   m_t)
 
@@ -11,12 +12,12 @@ with G = G_t when `staleness` is 0. The inner optimizer's state stays with its r
 learning_rate = 1 and momentum = 0 the new anchor is the mean of the replicas: plain local SGD.
 
 **staleness = 1** puts G = G_(t-1), G_(-1) = 0, in the same formulas: the outer gradient that is applied at the end of
-round t is the one measured in the round before, at a_(t-1). Its exchange depends on nothing of round t, so it runs
-under the round's H steps. All replicas still restart from one common point, the new anchor; what a replica did in round
-t reaches everyone, itself included, at the end of round t+1. This is the stale-gradient form of asynchronous data
-parallelism with a delay of exactly one round (the naive delayed update that Kale et al. 2025, arXiv:2502.12996, compare
-with). Three things follow: round 0 leaves the anchor where it is; the outer gradient of the last round is not applied;
-and a delay narrows what is stable. Where a round contracts the distance to the optimum by 1 - c, the roots of the
+outer step t is the one measured in the one before, at a_(t-1). Its exchange depends on nothing of step t, so it runs
+under its H inner steps. All replicas still restart from one common point, the new anchor; what a replica did in outer
+step t reaches everyone, itself included, at the end of t+1. This is the stale-gradient form of asynchronous data
+parallelism with a delay of exactly one (the naive delayed update that Kale et al. 2025, arXiv:2502.12996, compare
+with). Three things follow: step 0 leaves the anchor where it is; the outer gradient of the last one is not applied; and
+a delay narrows what is stable. Where an outer step contracts the distance to the optimum by 1 - c, the roots of the
 recurrence above stay inside the unit circle for learning_rate * c below 2 without momentum, 1.35 with Nesterov's 0.9;
 with the delay below 1 without momentum, 0.56 with Nesterov's 0.5 and 0.25 with 0.9.
 
@@ -25,8 +26,8 @@ Everything is one jitted program: a `scan` over the inner steps, each of them `v
 
 XLA hides a collective under the kernels of its own computation and not under a whole loop of loops
 (docs/adr/0007-stale-exchange.md has what was tried). So the exchange of the stale outer gradient is cut into H pieces,
-and inner step h exchanges piece h beside its own work: one all-reduce of 1/H of the parameters in the body of the scan.
-The step is told to wait for it before its backward pass (`wait_before_backward`): it runs under the output head.
+and inner step h exchanges piece h during its own work: one all-reduce of 1/H of the parameters in the body of the
+scan. The step waits for it before its backward pass (`wait_before_backward`): it runs under the output head.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ InnerStep = Callable[..., tuple[Any, Any, Any]]
 @jax.tree_util.register_dataclass
 @dataclass
 class OuterState:
-    """What the outer optimizer carries from round to round.
+    """What the outer optimizer carries from one outer step to the next.
 
     Attributes:
         optimizer: of optax; momentum shaped and sharded like the anchor.
@@ -63,15 +64,15 @@ class OuterState:
 
 @dataclass(frozen=True)
 class LocalSgd:
-    """The rounds of a training along one axis; see the formulas at the top.
+    """Local SGD along one axis; see the formulas at the top.
 
     Attributes:
         mesh: attached or described.
         axis: the slow axis; its R replicas step on their own.
-        every: H, inner steps of a round.
+        every: H, inner steps of an outer step.
         specs: tree of PartitionSpec of the parameters, none of which may name the axis.
         learning_rate, momentum, nesterov: of the outer optimizer.
-        staleness: 0 or 1 rounds between an outer gradient and its use.
+        staleness: 0 or 1 outer steps between an outer gradient and its use.
     """
 
     mesh: AnyMesh
@@ -94,7 +95,7 @@ class LocalSgd:
         return optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
 
     def init(self, anchor: Any) -> OuterState:
-        """The outer state before the first round."""
+        """The outer state before the first outer step."""
         pending = None
         if self.staleness:
             pending = jax.tree.map(lambda a: jnp.zeros((self.replicas, *a.shape), jnp.float32), anchor)
@@ -118,20 +119,20 @@ class LocalSgd:
         """Each array with a leading replica dim, the same for every replica."""
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *jnp.shape(x))), tree)
 
-    def round(self, inner: InnerStep, anchor: Any, outer: OuterState, carry: Any, batches: Any):
-        """One round; to be traced inside `jit`.
+    def outer_step(self, inner: InnerStep, anchor: Any, outer: OuterState, carry: Any, batches: Any):
+        """H inner steps and one outer step; to be traced inside `jit`.
 
         Args:
-            inner: one replica's step, (params, carry, batch, beside) -> (params, carry, metrics). `beside` is what
-                is exchanged during the step, the same for all replicas, or None; a step that ends its loss with
-                `wait_before_backward(loss, beside)` hides the exchange under the end of its forward pass.
+            inner: one replica's step, (params, carry, batch, exchanged) -> (params, carry, metrics). `exchanged` is
+                what travels during the step, the same for all replicas, or None; a step that ends its loss with
+                `wait_before_backward(loss, exchanged)` hides the exchange under the end of its forward pass.
             anchor: parameters without replica dim, fp32.
-            outer: of `init`, or of the round before.
+            outer: of `init`, or of the outer step before.
             carry: whatever else `inner` carries (its optimizer's state): every array [R, ...].
             batches: every array [H, R, ...].
 
         Returns:
-            anchor, outer state and carry after the round, and metrics, every array [H, R, ...].
+            anchor, outer state and carry afterwards, and metrics, every array [H, R, ...].
         """
         replicated = jax.vmap(inner, in_axes=(0, 0, 0, None), spmd_axis_name=self.axis)
         shardings = self.replicated_shardings()
@@ -211,17 +212,17 @@ class LocalSgd:
 
 
 @jax.custom_vjp
-def wait_before_backward(loss: jax.Array, beside: jax.Array) -> jax.Array:
-    """The loss, unchanged; its gradient is computed once `beside` is there. No gradient flows to `beside`."""
+def wait_before_backward(loss: jax.Array, exchanged: jax.Array) -> jax.Array:
+    """The loss, unchanged; its gradient is computed once `exchanged` is there, to which no gradient flows."""
     return loss
 
 
-def _wait_forward(loss, beside):
-    return loss, beside
+def _wait_forward(loss, exchanged):
+    return loss, exchanged
 
 
-def _wait_backward(beside, cotangent):
-    return _after(cotangent, beside), jnp.zeros_like(beside)
+def _wait_backward(exchanged, cotangent):
+    return _after(cotangent, exchanged), jnp.zeros_like(exchanged)
 
 
 wait_before_backward.defvjp(_wait_forward, _wait_backward)

@@ -18,7 +18,7 @@ class StepFacts(BaseModel):
 
     model_flops: float | None = None  # of the model, without recompute
     model_flops_causal: float | None = None  # the same with half of the attention term
-    flops_source: str | None = None  # who counted them, see `count_model_flops`
+    flops_source: str | None = None  # `model` where it describes itself, else `shapes`
     hardware_flops_per_gpu: float | None = None  # executed matmul FLOP of one GPU, with recompute
     peak_flops_per_gpu: float | None = None  # dense peak of the compute precision, FLOP/s
     precision: str | None = None  # of the matmuls; None takes that of most of the program's FLOP

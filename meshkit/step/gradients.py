@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.rules import ShardingRules
 from meshkit.parallel.compression import Exchange
+from meshkit.sharding.constrain import spec_axes
 from meshkit.sharding.mesh import AnyMesh
 
 
@@ -193,8 +194,8 @@ def residual_shardings(params: Any, micro: MicroBatches, accumulators: Any, redu
 
 def _scattered(rank: int, micro: MicroBatches, accumulator: NamedSharding, wanted: NamedSharding):
     """Per dim: axes that cut it before the reduction, deferred axes that it is scattered over; and both as a spec."""
-    kept = _spec(accumulator.spec, rank)
-    scattered = [tuple(a for a in axes if a in micro.deferred) for axes in _spec(wanted.spec, rank)]
+    kept = spec_axes(accumulator.spec, rank)
+    scattered = [tuple(a for a in axes if a in micro.deferred) for axes in spec_axes(wanted.spec, rank)]
     return kept, scattered, PartitionSpec(*((*before, *after) or None for before, after in zip(kept, scattered)))
 
 
@@ -206,13 +207,7 @@ def strip_axes(shardings: Any, axes: Sequence[str]) -> Any:
     """NamedShardings in which these mesh axes cut nothing."""
 
     def one(sharding):
-        kept = [tuple(a for a in dim if a not in axes) for dim in _spec(sharding.spec, len(sharding.spec))]
+        kept = [tuple(a for a in dim if a not in axes) for dim in spec_axes(sharding.spec)]
         return NamedSharding(sharding.mesh, PartitionSpec(*(dim or None for dim in kept)))
 
     return jax.tree.map(one, shardings)
-
-
-def _spec(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
-    """A PartitionSpec as one tuple of axes per dim."""
-    dims = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
-    return dims + [()] * (rank - len(dims))

@@ -1,17 +1,18 @@
 """`[local_sgd]`: the training step of one replica -> a program of H steps and one outer step.
 
-    state.params              the anchor, the same for all replicas: what is evaluated, and where every round starts
+    state.params              the anchor, the same for all replicas: what is evaluated, and where all inner steps start
     state.opt_state           the inner optimizer's, one per replica: [R, ...] cut over the axis
     state.extra["outer"]      the outer optimizer's momentum, and the pending outer gradients of staleness = 1
 
-The model's other variables (batch statistics) start a round alike and are averaged over the replicas at its end. Each
-replica draws from a random stream of its own. The definition of a round is in meshkit/parallel/local_sgd.py.
+The model's other variables (batch statistics) start alike and are averaged over the replicas at the end. Each replica
+draws from a random stream of its own. The formulas are in meshkit/parallel/local_sgd.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,43 +21,37 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.experiment import Experiment
 from meshkit.parallel.local_sgd import LocalSgd
+from meshkit.sharding.constrain import spec_axes
 from meshkit.sharding.mesh import AnyMesh
-from meshkit.step.state import Layout, TrainState, replace
-
-_SUMMED = ("weight",)
+from meshkit.step.state import StateLayout, TrainState
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """A training step turned into rounds.
-
-    Attributes:
-        local: the algorithm.
-        step: one replica's (state, batch, beside) -> (state, metrics), built for the mesh without the axis; `beside` is
-            what is exchanged during the step, or None.
-        batch_axes: mesh axes that cut the global batch, the axis among them.
-    """
+class LocalSgdStep:
+    """H inner training steps of every replica, and the outer step that follows."""
 
     local: LocalSgd
     step: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
-    batch_axes: tuple[str, ...]
+    """One replica's (state, batch, exchanged) -> (state, metrics), built for the mesh without the axis; `exchanged` is
+    what travels during the step, or None."""
+    batch_axes: tuple[str, ...]  # mesh axes that cut the global batch, the axis among them
 
     @property
     def xla_options(self) -> dict[str, object]:
-        """A stale exchange hides best where the scheduler may run it beside the collectives of the inner steps."""
+        """A stale exchange hides best where the scheduler may run it next to the collectives of the inner steps."""
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2} if self.local.staleness else {}
 
     def run(self, state: TrainState, batches: Mapping[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The state after a round over batches [H, B, ...], and metrics [H]: means over the replicas, by weight."""
+        """The state after batches [H, B, ...], and metrics [H]: means over the replicas, by weight."""
         local = self.local
         alike = {"step": state.step, "variables": state.variables}
         carry = {"opt_state": state.opt_state, "rng": self._keys(state.rng), **local.replicate(alike)}
 
-        def inner(params, carry, batch, beside):
-            after, metrics = self.step(TrainState(params=params, **carry), batch, beside)
+        def inner(params, carry, batch, exchanged):
+            after, metrics = self.step(TrainState(params=params, **carry), batch, exchanged)
             return after.params, {name: getattr(after, name) for name in carry}, metrics
 
-        anchor, outer, carry, metrics = local.round(
+        anchor, outer, carry, metrics = local.outer_step(
             inner, state.params, state.extra["outer"], carry, self.split(batches)
         )
         after = replace(
@@ -70,12 +65,12 @@ class Rounds:
         return after, self._combine(metrics)
 
     def extend(self, state: TrainState) -> TrainState:
-        """The state before the first round, from that of the inner step."""
+        """The state before the first step, from that of the inner step."""
         opt_state = self.local.replicate(state.opt_state)
         return replace(state, opt_state=opt_state, extra={"outer": self.local.init(state.params)})
 
     def shardings(self, shards: TrainState, abstract_params: Any) -> TrainState:
-        """NamedShardings of a state that rounds carry, from those of the inner step."""
+        """NamedShardings of the whole state, from those of the inner step."""
 
         def lead(s: NamedSharding) -> NamedSharding:
             spec = PartitionSpec(self.local.axis, *s.spec)
@@ -85,7 +80,7 @@ class Rounds:
         return replace(shards, opt_state=opt_state, extra={"outer": self.local.outer_shardings(abstract_params)})
 
     def stack(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
-        """The abstract batches of a round [H, B, ...]."""
+        """The abstract batches of an outer step [H, B, ...]."""
 
         def one(x):
             sharding = NamedSharding(x.sharding.mesh, PartitionSpec(None, *x.sharding.spec))
@@ -97,9 +92,7 @@ class Rounds:
         """Each [H, B, ...] as [H, R, B / R, ...]; every row stays on its GPU, whatever the order of the axes."""
         mesh, axis, index = self.local.mesh, self.local.axis, self.batch_axes.index(self.local.axis)
         before, after = self.batch_axes[:index], self.batch_axes[index + 1 :]
-        pieces = 1
-        for name in before:
-            pieces *= mesh.shape[name]
+        pieces = math.prod(mesh.shape[name] for name in before)
         cut = NamedSharding(mesh, PartitionSpec(None, before or None, axis, after or None))
         kept = NamedSharding(mesh, PartitionSpec(None, axis, (*before, *after) or None))
 
@@ -121,10 +114,10 @@ class Rounds:
         """[H, R] as [H]: weights added, everything else a mean by weight."""
         weight = metrics["weight"]
         share = weight / jnp.sum(weight, axis=1, keepdims=True)
-        return {name: jnp.sum(value if name in _SUMMED else value * share, axis=1) for name, value in metrics.items()}
+        return {k: jnp.sum(value if k == "weight" else value * share, axis=1) for k, value in metrics.items()}
 
 
-def find_local_sgd(experiment: Experiment, mesh: AnyMesh, layout: Layout) -> LocalSgd | None:
+def find_local_sgd(experiment: Experiment, mesh: AnyMesh, layout: StateLayout) -> LocalSgd | None:
     """The `[local_sgd]` of an experiment; None if it has none.
 
     Raises:
@@ -146,7 +139,7 @@ def find_local_sgd(experiment: Experiment, mesh: AnyMesh, layout: Layout) -> Loc
     )
 
 
-def check_replicas(experiment: Experiment, key: str, axis: str, layout: Layout) -> None:
+def check_replicas(experiment: Experiment, key: str, axis: str, layout: StateLayout) -> None:
     """Raises ConfigError where the axis does not hold whole replicas: where it cuts an array of the state."""
     for what, tree in (
         ("parameters", layout.params),
@@ -154,7 +147,7 @@ def check_replicas(experiment: Experiment, key: str, axis: str, layout: Layout) 
         ("optimizer state", layout.reduced),
     ):
         for sharding in jax.tree.leaves(tree):
-            if any(axis in (axes if isinstance(axes, tuple) else (axes,)) for axes in sharding.spec):
+            if any(axis in axes for axes in spec_axes(sharding.spec)):
                 message = (
                     f"{key} = '{axis}', but the rules cut the {what} over '{axis}', so it holds no whole replicas."
                 )

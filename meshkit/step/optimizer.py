@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from meshkit.config.sections import OptimizerTable
-from meshkit.step.state import Layout, TrainState
+from meshkit.step.state import StateLayout, TrainState
 
 _NOT_DECAYED = ("scale", "bias")
 
@@ -55,7 +55,7 @@ def make_optimizer(spec: OptimizerTable, steps: int) -> optax.GradientTransforma
 
 
 def update_params(
-    optimizer: optax.GradientTransformation, layout: Layout, gradients: Any, state: TrainState
+    optimizer: optax.GradientTransformation, layout: StateLayout, gradients: Any, state: TrainState
 ) -> tuple[Any, Any]:
     """Parameters and optimizer state after a step.
 

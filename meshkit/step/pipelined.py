@@ -8,11 +8,10 @@ reduces gradients (added up in fp32) once a step, over every axis that cuts the 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
 from meshkit.parallel.pipeline import XLA_OPTIONS, Functions, ManualAxes, Pipeline, Stack
 from meshkit.sharding import sharding_scope
-from meshkit.sharding.constrain import partition_spec
+from meshkit.sharding.constrain import partition_spec, spec_axes
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.gradients import Sums, strip_axes
 from meshkit.step.loss import Loss
@@ -35,11 +34,10 @@ from meshkit.step.state import (
     DTYPES,
     HOST_MEMORY,
     LAYERS,
-    Layout,
     ModelDescription,
+    StateLayout,
     TrainState,
     cast,
-    replace,
     split_rng,
 )
 
@@ -57,7 +55,7 @@ class Pipelined:
     rules: ShardingRules
     train: Pipeline
     evaluation: Pipeline
-    layout: Layout
+    layout: StateLayout
 
     @property
     def stack(self) -> Stack:
@@ -140,7 +138,7 @@ def make_pipelined(
     model: ModelDescription,
     loss: Loss,
     stack: Stack,
-    layout: Layout,
+    layout: StateLayout,
 ) -> Pipelined:
     """The pipeline of an experiment that has one.
 
@@ -186,7 +184,7 @@ def make_pipelined(
     return Pipelined(experiment, rules, train, evaluation, layout)
 
 
-def _whole_gradients(experiment: Experiment, layout: Layout, data: tuple[str, ...]) -> Layout:
+def _whole_gradients(experiment: Experiment, layout: StateLayout, data: tuple[str, ...]) -> StateLayout:
     """The layout with gradients as a pipeline adds them up: whole over the axes of the batch.
 
     Raises:
@@ -201,7 +199,7 @@ def _whole_gradients(experiment: Experiment, layout: Layout, data: tuple[str, ..
                 f"in a pipeline [rules.{table}] can only leave out axes of the batch ({', '.join(data)}).",
                 hint="the same axes as in [rules.logical] otherwise",
             )
-    return dataclasses.replace(layout, gradients=gradients, compute=None)
+    return replace(layout, gradients=gradients, compute=None)
 
 
 def _check_head(experiment: Experiment, model: ModelDescription) -> None:
@@ -329,18 +327,17 @@ def _on_other_dims(
 
     Where the axis does divide the first dim, that is as it was, unless it is `always` to be left whole.
     """
-    mesh, spec = sharding.mesh, [*sharding.spec] + [None] * (len(shape) - len(sharding.spec))
+    mesh, spec = sharding.mesh, spec_axes(sharding.spec, len(shape))
     ways = mesh.shape[axis]
-    cut = [dim for dim, entry in enumerate(spec) if axis in _names(entry)]
+    cut = [dim for dim, axes in enumerate(spec) if axis in axes]
     if (cut and cut != [0]) or (not always and shape[0] % ways == 0):
         return sharding
-    spec[0] = None
+    spec[0] = ()
     for dim in range(1, len(shape)):
-        names = _names(spec[dim])
-        if shape[dim] % (ways * math.prod(mesh.shape[a] for a in names)) == 0:
-            spec[dim] = (*names, axis)
+        if shape[dim] % (ways * math.prod(mesh.shape[a] for a in spec[dim])) == 0:
+            spec[dim] = (*spec[dim], axis)
             break
-    return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
+    return NamedSharding(mesh, partition_spec(spec), memory_kind=sharding.memory_kind)
 
 
 def _on_device(state: TrainState, given: TrainState) -> TrainState:
@@ -358,9 +355,3 @@ def _constrain(tree: Any, like: Any) -> Any:
     return jax.tree.map(
         lambda x, to: jax.lax.with_sharding_constraint(x, to.sharding.with_memory_kind("device")), tree, like
     )
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,7 +1,16 @@
-"""TrainProgram: all that is needed to compile, run and describe a training step."""
+"""TrainProgram: all that is needed to compile, run and describe a training step.
+
+Model FLOP of a step, the numerator of MFU (Chowdhery et al., 2022, appendix B):
+
+    model_flops = 6 N tokens + 12 layers heads head_dim T tokens
+
+N counts the parameters that multiply activations: the output head does, a tied table once, an input look-up not. The
+second term is attention's two matmuls over a full T x T square; a causal kernel computes half of it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +25,6 @@ from meshkit.config.user_code import user_code
 from meshkit.parallel.pipeline import Pipeline
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.facts import StepFacts, training_steps
-from meshkit.step.model_flops import count_model_flops
 from meshkit.step.pipelined import Arrangement
 from meshkit.step.state import HOST_MEMORY, ModelDescription, TrainState
 
@@ -97,14 +105,10 @@ def find_facts(
     with user_code(experiment, "model.class", f"matmul_parameters or attention_shape of {name}"):
         flops = count_model_flops(model.abstract_model(), params, tokens, train.sequence_length)
     return StepFacts(
-        model_flops=flops.model_flops,
-        model_flops_causal=flops.model_flops_causal,
-        flops_source=flops.source,
+        **flops.model_dump(exclude_unset=True),
         precision=train.precision,
-        tokens=tokens,
         examples=train.global_batch,
         parameters=sum(p.size for p in jax.tree.leaves(params)),
-        matmul_parameters=flops.matmul_parameters,
         parameters_bytes=local_bytes(state.params),
         optimizer_bytes=local_bytes(state.opt_state),
         gradients_bytes=gradients_bytes,
@@ -112,6 +116,33 @@ def find_facts(
         training_steps=training_steps(train),
         steps_per_call=steps_per_call,
         pipeline=pipeline and pipeline.report(experiment.pipeline.microbatches),
+    )
+
+
+def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_length: int) -> StepFacts:
+    """The FLOP of a step on `tokens` tokens in sequences of `sequence_length`, and what they are counted from.
+
+    Args:
+        model: may have `matmul_parameters() -> int` and `attention_shape() -> (layers, heads, head_dim)`. Without,
+            every parameter of two dims or more multiplies activations, and there is no attention term.
+        abstract_params: tree of its parameters, for a model that has not.
+        tokens: of one step, over all GPUs.
+        sequence_length: T.
+    """
+    described = hasattr(model, "matmul_parameters")
+    if described:
+        n = int(model.matmul_parameters())
+    else:
+        n = sum(math.prod(p.shape) for p in jax.tree.leaves(abstract_params) if len(p.shape) >= 2)
+    layers, heads, head_dim = model.attention_shape() if hasattr(model, "attention_shape") else (0, 0, 0)
+    dense = 6.0 * n * tokens
+    attention = 12.0 * layers * heads * head_dim * sequence_length * tokens
+    return StepFacts(
+        model_flops=dense + attention,
+        model_flops_causal=dense + attention / 2,
+        flops_source="model" if described else "shapes",
+        matmul_parameters=n,
+        tokens=tokens,
     )
 
 

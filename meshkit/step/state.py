@@ -5,7 +5,6 @@ Nothing here allocates an array: shapes come from tracing, so a 405B model is de
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
@@ -163,7 +162,7 @@ def describe_model(experiment: Experiment) -> ModelDescription:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """NamedShardings of everything a step touches; each a nested dict shaped like the parameters, save `opt_state`.
 
     Attributes:
@@ -191,8 +190,8 @@ def lay_out(
     rules: ShardingRules,
     *,
     memory: str = "device",
-) -> Layout:
-    """The Layout that the rules give a model's state.
+) -> StateLayout:
+    """The StateLayout that the rules give a model's state.
 
     Args:
         model: its parameters carry the logical axes.
@@ -222,7 +221,7 @@ def lay_out(
         )
 
     same = jax.tree.leaves(compute) == jax.tree.leaves(params)
-    return Layout(
+    return StateLayout(
         params=params,
         gradients=place("gradients"),
         reduced=moments,
@@ -234,7 +233,7 @@ def lay_out(
     )
 
 
-def state_shardings(layout: Layout) -> TrainState:
+def state_shardings(layout: StateLayout) -> TrainState:
     """A TrainState of NamedShardings."""
     one = layout.replicated
     return TrainState(one, layout.params, layout.opt_state, layout.variables, one)
@@ -267,11 +266,6 @@ def split_rng(state: TrainState) -> jax.Array:
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
     """x in another dtype, if it is floating point."""
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def replace(state: TrainState, **changes: Any) -> TrainState:
-    """The state with some fields replaced."""
-    return dataclasses.replace(state, **changes)
 
 
 def _model_class(experiment: Experiment) -> Any:

@@ -8,17 +8,15 @@ constraints inside the model. Building a step touches no device: a described mes
     params, opt_state = optimizer(gradients / weight)          [rules.optimizer]
 
 Weights are gathered and gradients reduced once a step over the axes that `deferred_axes` names; see gradients.py. Over
-the axis of `[compression]` gradients travel in few bits, and with `[local_sgd]` the program is a round of several steps
-(rounds.py). With `[pipeline]` loss and gradients come from stages (pipelined.py).
+the axis of `[compression]` gradients travel in few bits, and with `[local_sgd]` the program makes several steps of each
+replica (local_sgd.py). With `[pipeline]` loss and gradients come from stages (pipelined.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,7 +27,7 @@ from flax import nnx
 from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
 from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
-from meshkit.parallel.local_sgd import LocalSgd, wait_before_backward
+from meshkit.parallel.local_sgd import wait_before_backward
 from meshkit.sharding import sharding_scope
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.data import abstract_batch
@@ -42,21 +40,20 @@ from meshkit.step.gradients import (
     strip_axes,
     sum_over_micro_batches,
 )
-from meshkit.step.local_sgd import Rounds, check_replicas, find_local_sgd
+from meshkit.step.local_sgd import LocalSgdStep, check_replicas, find_local_sgd
 from meshkit.step.loss import Loss, find_loss
 from meshkit.step.optimizer import make_optimizer, make_schedule, update_params
 from meshkit.step.pipelined import Arrangement, Pipelined, arrange_description, find_stack, make_pipelined
 from meshkit.step.program import TrainProgram, find_facts, find_notes
 from meshkit.step.state import (
     DTYPES,
-    Layout,
     ModelDescription,
+    StateLayout,
     TrainState,
     cast,
     describe_model,
     init_state,
     lay_out,
-    replace,
     split_rng,
     state_shardings,
 )
@@ -65,28 +62,148 @@ __all__ = ["TrainProgram", "make_train_step"]
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What the traced functions close over; no arrays.
-
-    Attributes:
-        inside: the rules as one replica of the deferred axes sees them.
-        exchange: of `[compression]`.
-        described: the model as it is without a pipeline.
-        pipelined: of `[pipeline]`; `model` and `layout` have its stages' layers then.
-    """
+class _Step:
+    """One training step on a mesh: what its traced functions close over, no arrays."""
 
     experiment: Experiment
     mesh: AnyMesh
     rules: ShardingRules
-    inside: ShardingRules
-    model: ModelDescription
+    inside: ShardingRules  # the rules as one replica of the deferred axes sees them
+    model: ModelDescription  # with a pipeline its layers, and those of the layout, are arranged in stages
     loss: Loss
     optimizer: optax.GradientTransformation
-    layout: Layout
+    layout: StateLayout
     micro: MicroBatches
-    described: ModelDescription
-    exchange: Exchange | None = None
-    pipelined: Pipelined | None = None
+    described: ModelDescription  # the model as it is without a pipeline
+    exchange: Exchange | None = None  # of `[compression]`
+    pipelined: Pipelined | None = None  # of `[pipeline]`
+
+    @property
+    def _keeps_residuals(self) -> bool:
+        return self.exchange is not None and self.experiment.compression.error_feedback
+
+    def init(self) -> TrainState:
+        """The state before the first step."""
+        state = init_state(self.experiment, self.optimizer, self.pipelined.stack if self.pipelined else None)
+        if self.exchange is None or not self._keeps_residuals:
+            return state
+        return replace(state, extra={"residuals": zero_residuals(state.params, self.exchange.replicas)})
+
+    def shardings(self, params: Any) -> TrainState:
+        """NamedShardings of the state that `train` carries."""
+        shards, layout = state_shardings(self.layout), self.layout
+        if self.exchange is None or not self._keeps_residuals:
+            return shards
+        residuals = residual_shardings(params, self.micro, layout.gradients, layout.reduced, self.exchange.axis)
+        return replace(shards, extra={"residuals": residuals})
+
+    def gradients_bytes(self, params: Any) -> int:
+        """fp32 bytes of one GPU's gradients, whole over the axes that are reduced once a step."""
+        shards = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)), params, self.layout.gradients)
+        return 4 * sum(jax.tree.leaves(shards))
+
+    def train(
+        self, state: TrainState, batch: Mapping[str, jax.Array], exchanged: Any = None
+    ) -> tuple[TrainState, dict]:
+        """The state after a step and its metrics; `exchanged` is what local SGD exchanges during the step."""
+        sums, gradients, variables, extra = self.mean_gradients(state, batch, exchanged)
+        with jax.named_scope("optimizer"):
+            params, opt_state = update_params(self.optimizer, self.layout, gradients, state)
+        schedule = make_schedule(self.experiment.optimizer, self.experiment.train.steps)
+        metrics = {
+            **sums.metrics,
+            "loss": sums.loss_sum / sums.weight,
+            "grad_norm": optax.tree.norm(gradients),
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "weight": sums.weight,
+        }
+        step = state.step + 1
+        after = replace(state, step=step, params=params, opt_state=opt_state, variables=variables, extra=extra)
+        return after, metrics
+
+    def mean_gradients(
+        self, state: TrainState, batch: Mapping[str, jax.Array], exchanged: Any = None
+    ) -> tuple[Sums, Any, Any, Any]:
+        """Sums over the whole batch (its metrics averaged), gradients of the mean loss; variables and extra after."""
+        if self.pipelined:
+            return *self.pipelined.mean_gradients(state, batch), state.variables, state.extra
+        weights = self._compute_weights(state.params)
+        sums, variables = sum_over_micro_batches(
+            lambda variables, batch, rng: self._loss_and_gradients(weights, variables, batch, rng, exchanged),
+            self.micro,
+            batch,
+            state.variables,
+            split_rng(state),
+        )
+        gradients, reduced, extra = sums.gradients, self.layout.reduced, state.extra
+        if self.micro.deferred:
+            gradients, residuals = reduce_replicas(
+                gradients,
+                self.micro,
+                self.layout.gradients,
+                reduced,
+                DTYPES[self.experiment.train.reduce_precision],
+                exchange=self.exchange,
+                residuals=extra.get("residuals"),
+            )
+            extra = extra if residuals is None else {"residuals": residuals}
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, gradients)
+        gradients = jax.lax.with_sharding_constraint(gradients, reduced)
+        pieces = self.micro.count * self.micro.replicas
+        sums = replace(sums, metrics=jax.tree.map(lambda m: m / pieces, sums.metrics))
+        return sums, gradients, variables, extra
+
+    def evaluate(self, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Sums over the batch, a micro-batch at a time: what fits in training fits here."""
+        if self.pipelined:
+            return self.pipelined.evaluate(state, batch)
+        weights = self._compute_weights(state.params)
+        micro = MicroBatches(self.micro.count, self.mesh, self.micro.batch_axes)
+
+        def one(piece):
+            piece, rng = jax.tree.map(lambda x: x[0], piece), split_rng(state)
+            loss_sum, (weight, _, _) = self._forward(self.rules, weights, state.variables, piece, rng, training=False)
+            return {"loss_sum": loss_sum, "weight": weight}
+
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, micro.split(batch)))
+
+    def _loss_and_gradients(self, weights, variables, batch, rng, exchanged) -> tuple[Sums, Any]:
+        """Sums of one micro-batch, gradients laid out as the accumulators are, and fp32; the variables after it."""
+
+        def forward(weights):
+            loss_sum, rest = self._forward(self.inside, weights, variables, batch, rng)
+            return (loss_sum if exchanged is None else wait_before_backward(loss_sum, exchanged)), rest
+
+        (loss_sum, (weight, metrics, variables)), gradients = jax.value_and_grad(forward, has_aux=True)(weights)
+        gradients = jax.lax.with_sharding_constraint(gradients, self.layout.gradients)
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        return Sums(loss_sum, jnp.asarray(weight, jnp.float32), metrics, gradients), variables
+
+    def _forward(self, rules: ShardingRules, weights, variables, batch, rng, *, training: bool = True):
+        """loss_sum, (weight, metrics, variables after) of the user's loss, inside the sharding scope."""
+        with sharding_scope(self.mesh, rules):
+            model = self.model.merge(weights, variables)
+            model.train() if training else model.eval()
+            loss_sum, weight, metrics = self.loss(model, batch, rng)
+        _, _, variables = nnx.split(model, nnx.Param, ...)
+        return loss_sum, (weight, dict(metrics), nnx.to_pure_dict(variables))
+
+    def _compute_weights(self, params: Any) -> Any:
+        """The weights as the model gets them: `[rules.compute]` applied, in the dtype to reduce gradients in.
+
+        A model that does its own casts is given fp32 weights for an fp32 reduction (see the precision rule in
+        models/layers.py); what `[rules.compute]` gathers still travels in the compute dtype.
+        """
+        train, layout = self.experiment.train, self.layout
+        compute, reduce = DTYPES[train.precision], DTYPES[train.reduce_precision]
+        given = reduce if self.model.takes_dtype and train.precision != "fp32" else compute
+        weights = params
+        if layout.compute is not None:
+            weights = jax.tree.map(lambda w: cast(w, compute), weights)
+            # Pinned in pieces first, so that the partitioner gathers what was cast and does not cast what it gathered.
+            weights = jax.lax.with_sharding_constraint(weights, layout.params)
+            weights = jax.lax.with_sharding_constraint(weights, layout.compute)
+        return jax.tree.map(lambda w: cast(w, given), weights)
 
 
 def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules | None = None) -> TrainProgram:
@@ -101,42 +218,46 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
         ConfigError: a model or loss that cannot be imported, options it does not take, or rules that do not fit it.
     """
     rules = rules or experiment.rules
-    parts = _gather_parts(experiment, mesh, rules)
-    local, inner = _find_rounds(parts)
-    rounds = Rounds(local, functools.partial(_train_step, inner), parts.micro.batch_axes) if local else None
-    params = nnx.to_pure_dict(parts.model.params)
-    shards = _state_shardings(parts, params)
-    if rounds:
-        shards = rounds.shardings(shards, params)
+    step = inner = _build_step(experiment, mesh, rules)
+    local = None
+    if (algorithm := find_local_sgd(experiment, mesh, step.layout)) is not None:
+        inner = _build_step(experiment, mesh, rules.without((algorithm.axis,)))
+        local = LocalSgdStep(algorithm, inner.train, step.micro.batch_axes)
+    params = nnx.to_pure_dict(step.model.params)
+    shards = step.shardings(params)
+    if local:
+        shards = local.shardings(shards, params)
 
     def train_step(state: TrainState, batch: Mapping[str, jax.Array]):
-        return rounds.run(state, batch) if rounds else _train_step(parts, state, batch)
+        return local.run(state, batch) if local else step.train(state, batch)
 
     def gradients(state: TrainState, batch: Mapping[str, jax.Array]):
-        sums, gradients, _, _ = _mean_gradients(parts, state, batch)
+        sums, gradients, _, _ = step.mean_gradients(state, batch)
         return sums.loss_sum / sums.weight, gradients
 
     def evaluate(state: TrainState, batch: Mapping[str, jax.Array]):
-        return _evaluate(parts, state, batch)
+        return step.evaluate(state, batch)
 
     def init():
-        stack = parts.pipelined.stack if parts.pipelined else None
-        state = _with_residuals(parts, init_state(experiment, parts.optimizer, stack))
-        return rounds.extend(state) if rounds else state
+        return local.extend(step.init()) if local else step.init()
+
+    def stack(batches: Sequence[Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
+        return {name: jnp.stack([batch[name] for batch in batches]) for name in batches[0]}
 
     shapes = jax.eval_shape(init)
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shards)
-    batch = abstract_batch(experiment, mesh, parts.rules)
-    stacked = rounds.stack(batch) if rounds else batch
-    pipeline = parts.pipelined.train if parts.pipelined else None
+    batch = abstract_batch(experiment, mesh, rules)
+    stacked = local.stack(batch) if local else batch
+    pipelined = step.pipelined
     facts = find_facts(
         experiment,
-        parts.described,
+        step.described,
         state,
-        gradients_bytes=_accumulated_bytes(inner, params),
-        steps_per_call=rounds.local.every if rounds else 1,
-        pipeline=pipeline,
+        gradients_bytes=inner.gradients_bytes(params),
+        steps_per_call=local.local.every if local else 1,
+        pipeline=pipelined and pipelined.train,
     )
+    wishes = local or pipelined
     return TrainProgram(
         step=jax.jit(train_step, donate_argnums=0, out_shardings=(shards, None)),
         gradients=jax.jit(gradients),
@@ -146,43 +267,19 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
         abstract_batch=stacked,
         abstract_step_batch=batch,
         mesh=mesh,
-        rules=parts.rules,
+        rules=rules,
         facts=facts,
-        model=parts.model,
-        deferred=(*([local.axis] if local else []), *inner.micro.deferred),
-        notes=find_notes(experiment, parts.model),
-        xla_options=rounds.xla_options if rounds else parts.pipelined.xla_options if parts.pipelined else {},
-        stack=jax.jit(_stack, out_shardings={n: x.sharding for n, x in stacked.items()}) if rounds else None,
-        pipeline=pipeline,
-        arrangement=_arrangement(parts, state),
+        model=step.model,
+        deferred=(*([local.local.axis] if local else []), *inner.micro.deferred),
+        notes=find_notes(experiment, step.model),
+        xla_options=wishes.xla_options if wishes else {},
+        stack=jax.jit(stack, out_shardings={n: x.sharding for n, x in stacked.items()}) if local else None,
+        pipeline=pipelined and pipelined.train,
+        arrangement=pipelined and Arrangement(pipelined.stack, pipelined.train.axis, step.optimizer, state),
     )
 
 
-def _arrangement(parts: _Parts, state: TrainState) -> Arrangement | None:
-    if parts.pipelined is None:
-        return None
-    return Arrangement(parts.pipelined.stack, parts.experiment.pipeline.axis or "", parts.optimizer, state)
-
-
-def _accumulated_bytes(parts: _Parts, abstract_params: Any) -> int:
-    """fp32 bytes of one GPU's gradients, whole over the axes that are reduced once a step."""
-    shards = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)), abstract_params, parts.layout.gradients)
-    return 4 * sum(jax.tree.leaves(shards))
-
-
-def _stack(batches: Sequence[Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
-    return {name: jnp.stack([batch[name] for batch in batches]) for name in batches[0]}
-
-
-def _find_rounds(parts: _Parts) -> tuple[LocalSgd | None, _Parts]:
-    """The `[local_sgd]` of an experiment, and the parts of the step that each replica makes on its own."""
-    local = find_local_sgd(parts.experiment, parts.mesh, parts.layout)
-    if local is None:
-        return None, parts
-    return local, _gather_parts(parts.experiment, parts.mesh, parts.rules.without((local.axis,)))
-
-
-def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> _Parts:
+def _build_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> _Step:
     described = model = describe_model(experiment)
     if experiment.train.remat != "none" and not model.takes_remat:
         name = experiment.model.class_path
@@ -198,7 +295,7 @@ def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -
         pipelined = make_pipelined(experiment, mesh, rules, described, loss, stack, layout)
         micro = MicroBatches(experiment.pipeline.microbatches, mesh, batch_axes, pipelined.data)
         layout = pipelined.layout
-        return _Parts(
+        return _Step(
             experiment, mesh, rules, rules, model, loss, optimizer, layout, micro, described, pipelined=pipelined
         )
     count = experiment.train.accumulate
@@ -213,13 +310,13 @@ def _gather_parts(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -
         compute = strip_axes(compute, deferred)
         if compute == layout.params:
             compute = None
-        layout = dataclasses.replace(layout, compute=compute, gradients=strip_axes(layout.gradients, deferred))
+        layout = replace(layout, compute=compute, gradients=strip_axes(layout.gradients, deferred))
     micro = MicroBatches(count, mesh, batch_axes, deferred)
     inside = rules.without(deferred) if deferred else rules
-    return _Parts(experiment, mesh, rules, inside, model, loss, optimizer, layout, micro, described, exchange)
+    return _Step(experiment, mesh, rules, inside, model, loss, optimizer, layout, micro, described, exchange)
 
 
-def _find_exchange(experiment: Experiment, mesh: AnyMesh, layout: Layout) -> Exchange | None:
+def _find_exchange(experiment: Experiment, mesh: AnyMesh, layout: StateLayout) -> Exchange | None:
     """The exchange of `[compression]`; None without one, or over an axis of one GPU.
 
     Raises:
@@ -234,130 +331,3 @@ def _find_exchange(experiment: Experiment, mesh: AnyMesh, layout: Layout) -> Exc
         message = f"{name} has state beside its parameters (batch statistics), which compression would not reduce."
         raise experiment.error("compression", message, hint="a model without such state, or no [compression]")
     return Exchange(spec.axis, mesh.shape[spec.axis], WIRES[spec.dtype])
-
-
-def _state_shardings(parts: _Parts, params: Any) -> TrainState:
-    """NamedShardings of the state that `_train_step` carries."""
-    shards, exchange, layout = state_shardings(parts.layout), parts.exchange, parts.layout
-    if exchange is None or not parts.experiment.compression.error_feedback:
-        return shards
-    residuals = residual_shardings(params, parts.micro, layout.gradients, layout.reduced, exchange.axis)
-    return replace(shards, extra={"residuals": residuals})
-
-
-def _with_residuals(parts: _Parts, state: TrainState) -> TrainState:
-    if parts.exchange is None or not parts.experiment.compression.error_feedback:
-        return state
-    return replace(state, extra={"residuals": zero_residuals(state.params, parts.exchange.replicas)})
-
-
-def _train_step(
-    parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array], beside: Any = None
-) -> tuple[TrainState, dict]:
-    """The state after a step and its metrics; `beside` is what another computation exchanges during the step."""
-    sums, gradients, variables, extra = _mean_gradients(parts, state, batch, beside)
-    with jax.named_scope("optimizer"):
-        params, opt_state = update_params(parts.optimizer, parts.layout, gradients, state)
-    schedule = make_schedule(parts.experiment.optimizer, parts.experiment.train.steps)
-    metrics = {
-        **sums.metrics,
-        "loss": sums.loss_sum / sums.weight,
-        "grad_norm": optax.tree.norm(gradients),
-        "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
-        "weight": sums.weight,
-    }
-    after = replace(state, step=state.step + 1, params=params, opt_state=opt_state, variables=variables, extra=extra)
-    return after, metrics
-
-
-def _mean_gradients(
-    parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array], beside: Any = None
-) -> tuple[Sums, Any, Any, Any]:
-    """Sums over the whole batch (its metrics averaged), gradients of the mean loss; variables and extra state after."""
-    if parts.pipelined:
-        return *parts.pipelined.mean_gradients(state, batch), state.variables, state.extra
-    weights = _compute_weights(parts, state.params)
-    sums, variables = sum_over_micro_batches(
-        lambda variables, batch, rng: _loss_and_gradients(parts, weights, variables, batch, rng, beside),
-        parts.micro,
-        batch,
-        state.variables,
-        split_rng(state),
-    )
-    gradients, reduced, extra = sums.gradients, parts.layout.reduced, state.extra
-    if parts.micro.deferred:
-        gradients, residuals = reduce_replicas(
-            gradients,
-            parts.micro,
-            parts.layout.gradients,
-            reduced,
-            DTYPES[parts.experiment.train.reduce_precision],
-            exchange=parts.exchange,
-            residuals=extra.get("residuals"),
-        )
-        extra = extra if residuals is None else {"residuals": residuals}
-    gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, gradients)
-    gradients = jax.lax.with_sharding_constraint(gradients, reduced)
-    pieces = parts.micro.count * parts.micro.replicas
-    sums = dataclasses.replace(sums, metrics=jax.tree.map(lambda m: m / pieces, sums.metrics))
-    return sums, gradients, variables, extra
-
-
-def _evaluate(parts: _Parts, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Sums over the batch, a micro-batch at a time: what fits in training fits here."""
-    if parts.pipelined:
-        return parts.pipelined.evaluate(state, batch)
-    weights = _compute_weights(parts, state.params)
-    micro = MicroBatches(parts.micro.count, parts.mesh, parts.micro.batch_axes)
-
-    def one(piece):
-        piece = jax.tree.map(lambda x: x[0], piece)
-        loss_sum, (weight, _, _) = _forward(
-            parts, parts.rules, weights, state.variables, piece, split_rng(state), training=False
-        )
-        return {"loss_sum": loss_sum, "weight": weight}
-
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, micro.split(batch)))
-
-
-def _loss_and_gradients(
-    parts: _Parts, weights: Any, variables: Any, batch: Any, rng: jax.Array, beside: Any = None
-) -> tuple[Sums, Any]:
-    """Sums of one micro-batch, gradients laid out as the accumulators are, and fp32."""
-
-    def forward(weights):
-        loss_sum, rest = _forward(parts, parts.inside, weights, variables, batch, rng)
-        return (loss_sum if beside is None else wait_before_backward(loss_sum, beside)), rest
-
-    (loss_sum, (weight, metrics, variables)), gradients = jax.value_and_grad(forward, has_aux=True)(weights)
-    gradients = jax.lax.with_sharding_constraint(gradients, parts.layout.gradients)
-    gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-    return Sums(loss_sum, jnp.asarray(weight, jnp.float32), metrics, gradients), variables
-
-
-def _forward(parts: _Parts, rules: ShardingRules, weights, variables, batch, rng, *, training: bool = True):
-    """loss_sum, (weight, metrics, variables after) of the user's loss, inside the sharding scope."""
-    with sharding_scope(parts.mesh, rules):
-        model = parts.model.merge(weights, variables)
-        model.train() if training else model.eval()
-        loss_sum, weight, metrics = parts.loss(model, batch, rng)
-    _, _, variables = nnx.split(model, nnx.Param, ...)
-    return loss_sum, (weight, dict(metrics), nnx.to_pure_dict(variables))
-
-
-def _compute_weights(parts: _Parts, params: Any) -> Any:
-    """The weights as the model gets them: `[rules.compute]` applied, in the dtype that gradients shall be reduced in.
-
-    A model that does its own casts is given fp32 weights for an fp32 reduction (see the precision rule in
-    models/layers.py); what `[rules.compute]` gathers still travels in the compute dtype.
-    """
-    train, layout = parts.experiment.train, parts.layout
-    compute, reduce = DTYPES[train.precision], DTYPES[train.reduce_precision]
-    given = reduce if parts.model.takes_dtype and train.precision != "fp32" else compute
-    weights = params
-    if layout.compute is not None:
-        weights = jax.tree.map(lambda w: cast(w, compute), weights)
-        # Pinned in pieces first, so that the partitioner gathers what was cast and does not cast what it gathered.
-        weights = jax.lax.with_sharding_constraint(weights, layout.params)
-        weights = jax.lax.with_sharding_constraint(weights, layout.compute)
-    return jax.tree.map(lambda w: cast(w, given), weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import chex
@@ -9,7 +10,7 @@ import chex
 from meshkit.config.experiment import Experiment
 from meshkit.config.user_code import user_code
 from meshkit.errors import ConfigError
-from meshkit.step.state import TrainState, describe_model, replace
+from meshkit.step.state import TrainState, describe_model
 from meshkit.step.train_step import TrainProgram
 from meshkit.weights.files import read_weights
 from meshkit.weights.layout import Layout

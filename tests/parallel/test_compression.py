@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import meshkit as mk
-from meshkit.parallel.compression import BLOCK, WIRES, compressed_sum, residual_specs, wire_elements, zero_residuals
+from meshkit.parallel.compression import BLOCK, SMALLEST_BYTES, WIRES, Exchange, wire_elements, zero_residuals
+from meshkit.step.gradients import MicroBatches, reduce_replicas
 
 SPECS = {"kernel": PartitionSpec("fsdp", None), "scale": PartitionSpec(None)}
 SHAPES = {"kernel": (24, 70), "scale": (6,)}  # 24 / 2 x 70 = 840 elements a shard: no multiple of 2 or 4 blocks
@@ -36,9 +37,16 @@ def gradients(seed: int, scale: float = 1.0, replicas: int = REPLICAS) -> dict[s
     return {name: one(shape) for name, shape in SHAPES.items()}
 
 
+def compressed_sum(given, residuals, *, mesh, dtype, specs=SPECS, also_over=(), smallest_bytes=SMALLEST_BYTES):
+    """Sums over axis `data`, as a training step makes them, and the new residuals."""
+    exchange = Exchange("data", mesh.shape["data"], WIRES[dtype], smallest_bytes)
+    micro = MicroBatches(1, mesh, (*also_over, "data"), deferred=(*also_over, "data"))
+    shards = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    return reduce_replicas(given, micro, shards, shards, jnp.float32, exchange=exchange, residuals=residuals)
+
+
 def summed(mesh, dtype, **options):
-    options = {"axis": "data", "specs": SPECS, "smallest_bytes": 256, **options}
-    return jax.jit(functools.partial(compressed_sum, mesh=mesh, dtype=dtype, **options))
+    return jax.jit(functools.partial(compressed_sum, mesh=mesh, dtype=dtype, **{"smallest_bytes": 256, **options}))
 
 
 def start(replicas: int = REPLICAS):
@@ -149,7 +157,7 @@ def test_zeros_stay_zeros_and_bad_numbers_stay_visible(mesh, dtype):
 def test_further_axes_are_summed_in_fp32_before():
     mesh = jax.make_mesh((2, 2, 2), ("data", "host", "fsdp"), axis_types=(AxisType.Auto,) * 3)
     given = gradients(0, replicas=4)
-    specs = residual_specs(SPECS, "data")
+    specs = {name: PartitionSpec("data", *spec) for name, spec in SPECS.items()}
     left = {k: jax.device_put(r, NamedSharding(mesh, specs[k])) for k, r in start(2).items()}
     total, left = summed(mesh, "int8", also_over=("host",))(given, left)
     after = np.asarray(total["kernel"], np.float64) + np.asarray(left["kernel"]).sum(0)
@@ -181,7 +189,7 @@ def test_the_bytes_across_infiniband_are_the_closed_form(dtype, element):
         return jax.ShapeDtypeStruct((2, *shapes[name]), jnp.float32, sharding=sharding)
 
     given = {name: array(name) for name in shapes}
-    step = functools.partial(compressed_sum, mesh=mesh, axis="data", dtype=dtype, specs=specs)
+    step = functools.partial(compressed_sum, mesh=mesh, dtype=dtype, specs=specs)
     made = make_plan(step, (given, given), mesh=mesh, cluster=cluster)
     rows = made.report.communication
     elements = wire_elements(1024 * 4096 // 8, 2) + wire_elements(100 * 4000, 2)

@@ -85,7 +85,7 @@ def run(local, params, batches):
     anchor = jax.tree.map(jax.device_put, params, shardings)
     outer = jax.tree.map(jax.device_put, local.init(anchor), local.outer_shardings(anchor))
     velocity = jax.jit(lambda: local.replicate(jax.tree.map(jnp.zeros_like, params)))()
-    step = jax.jit(functools.partial(local.round, inner_step))
+    step = jax.jit(functools.partial(local.outer_step, inner_step))
     losses = []
     for batch in batches:
         anchor, outer, velocity, metrics = step(anchor, outer, velocity, batch)
@@ -124,7 +124,7 @@ def test_one_step_of_plain_sgd_and_an_outer_step_of_one_is_data_parallelism(mesh
 
     local = LocalSgd(mesh, "data", 1, SPECS, learning_rate=1.0, momentum=0.0, nesterov=False)
     anchor, outer, wanted = params, local.init(params), params
-    step = jax.jit(functools.partial(local.round, plain))
+    step = jax.jit(functools.partial(local.outer_step, plain))
     for x, y in batches:
         batch = x[:1], y[:1]
         anchor, outer, _, _ = step(anchor, outer, (), batch)
@@ -175,7 +175,7 @@ def compiled_round(absent, staleness, size=1024):
     )
     velocity = {k: array((2, *p.shape), "data", *specs[k]) for k, p in params.items()}
     batch = tuple(array((EVERY, 2, 64, size), None, "data", "fsdp") for _ in range(2))
-    step = jax.jit(functools.partial(local.round, inner_step), donate_argnums=(0, 1, 2))
+    step = jax.jit(functools.partial(local.outer_step, inner_step), donate_argnums=(0, 1, 2))
     made = compile_absent(step, (params, outer, velocity, batch), mesh=mesh, cluster=cluster)
     schedule = made.schedule
 

@@ -10,8 +10,8 @@ from flax import nnx
 
 from meshkit.config.sections import OptimizerTable
 from meshkit.step.loss import cross_entropy
-from meshkit.step.model_flops import count_model_flops
 from meshkit.step.optimizer import make_optimizer, make_schedule
+from meshkit.step.program import count_model_flops
 from models.llama import Llama
 
 
@@ -52,7 +52,7 @@ def test_model_flops_of_a_llama():
 def test_model_flops_of_a_model_that_says_nothing():
     params = {"kernel": jax.ShapeDtypeStruct((4, 8), jnp.float32), "bias": jax.ShapeDtypeStruct((8,), jnp.float32)}
     found = count_model_flops(object(), params, tokens=10, sequence_length=5)
-    assert (found.model_flops, found.model_flops_causal, found.source) == (6 * 32 * 10, 6 * 32 * 10, "shapes")
+    assert (found.model_flops, found.model_flops_causal, found.flops_source) == (6 * 32 * 10, 6 * 32 * 10, "shapes")
 
 
 def test_cross_entropy_is_minus_log_softmax():

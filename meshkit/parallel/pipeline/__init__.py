@@ -9,7 +9,7 @@ from meshkit.parallel.pipeline import vocabulary
 from meshkit.parallel.pipeline.engine import XLA_OPTIONS, Pipeline, make_pipeline, pipeline
 from meshkit.parallel.pipeline.functions import Functions, StageContext, StageOutput, scan_layers
 from meshkit.parallel.pipeline.manual import ManualAxes
-from meshkit.parallel.pipeline.report import make_report, matmul_flops
+from meshkit.parallel.pipeline.report import make_report
 from meshkit.parallel.pipeline.schedules import SCHEDULES, Tables, make_tables
 from meshkit.parallel.pipeline.stack import Stack, parse_layout
 
@@ -27,7 +27,6 @@ __all__ = [
     "make_pipeline",
     "make_report",
     "make_tables",
-    "matmul_flops",
     "parse_layout",
     "pipeline",
     "scan_layers",

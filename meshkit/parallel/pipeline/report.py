@@ -1,4 +1,4 @@
-"""What a pipeline's schedule costs, in closed form and as counted in a traced program.
+"""What a pipeline's schedule costs, in closed form.
 
     ticks with forward = ticks with backward = M v + S - 1, of which each stage needs M v
     bubble fraction    = (S - 1) / (M v + S - 1)              time that stages of equal cost do nothing useful
@@ -8,12 +8,6 @@ Padding of uneven layers is executed as well: both then count chunk_layers for e
 """
 
 from __future__ import annotations
-
-import math
-from collections.abc import Callable
-from typing import Any
-
-import jax
 
 from meshkit.hlo.pipeline_report import PipelineReport
 from meshkit.parallel.pipeline.schedules import Tables
@@ -71,32 +65,3 @@ def _work(tables: Tables, tick: int, stage: int) -> str:
             chunk = f".{slots.chunk[tick, stage]}" if tables.virtual_stages > 1 else ""
             found.append(f"{letter}{slots.microbatch[tick, stage]}{chunk}")
     return " ".join(found)
-
-
-def matmul_flops(fn: Callable[..., Any], *args: Any) -> float:
-    """FLOP of all matmuls that one device executes in a function, loops counted as often as they run.
-
-    Counted in the traced program, before the compiler: per device inside a shard_map, so for a function that is one.
-    """
-    return _count(jax.make_jaxpr(fn)(*args).jaxpr)
-
-
-def _count(jaxpr: Any) -> float:
-    total = 0.0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            total += _of_dot(equation)
-        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    total += times * _count(inner)
-    return total
-
-
-def _of_dot(equation: Any) -> float:
-    (contracted, _), (batched, _) = equation.params["dimension_numbers"]
-    left, right = (v.aval.shape for v in equation.invars[:2])
-    shared = math.prod(left[d] for d in (*contracted, *batched))
-    return 2.0 * math.prod(left) * math.prod(right) / shared

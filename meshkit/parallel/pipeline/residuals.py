@@ -67,7 +67,7 @@ class Recompute:
 
 @dataclass
 class Stash:
-    """Keeps what the derivative of a chunk needs, beside its activations.
+    """Keeps what the derivative of a chunk needs, and its activations.
 
     Attributes:
         policy: of `jax.checkpoint`; None keeps all.

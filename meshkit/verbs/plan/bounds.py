@@ -29,8 +29,8 @@ from meshkit.predict.kernels import compute_peak_flops, memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.resolve import Placed, placements
 from meshkit.step.gradients import deferred_axes
-from meshkit.step.model_flops import count_model_flops
 from meshkit.step.pipelined import arrange_description, find_stack
+from meshkit.step.program import count_model_flops
 from meshkit.step.stages import check_model
 from meshkit.step.state import ModelDescription, describe_model
 

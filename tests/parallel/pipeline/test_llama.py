@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import pytest
 
+from meshkit.compile.traced import traced_flops
 from meshkit.config.experiment import load
-from meshkit.parallel.pipeline import matmul_flops
 from meshkit.sharding import build_mesh
 from meshkit.step.train_step import make_train_step
 
@@ -21,8 +22,8 @@ def flops(*sets):
     """(step, matmul FLOP of one GPU)."""
     experiment = load(CONFIG, [*SETS, *sets])
     program = make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster))
-    found = matmul_flops(program.gradients, program.abstract_state, program.abstract_step_batch)
-    return program, found
+    jaxpr = jax.make_jaxpr(program.gradients)(program.abstract_state, program.abstract_step_batch)
+    return program, traced_flops(jaxpr) / 8
 
 
 @pytest.mark.parametrize(

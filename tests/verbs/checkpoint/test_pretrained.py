@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,7 +15,6 @@ import meshkit as mk
 from meshkit.compile.attached import CompiledStep
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.step.state import replace
 from meshkit.step.train_step import make_train_step
 from meshkit.verbs.checkpoint.store import CheckpointStore
 from meshkit.verbs.train import trainer
