@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshkit.compile.traced import traced_flops
+from meshkit.compile.lowering import traced_flops
 from meshkit.config.experiment import load
 from meshkit.sharding import build_mesh
 from meshkit.step.train_step import make_train_step

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from meshkit.compile.traced import traced_flops
+from meshkit.compile.lowering import traced_flops
 from meshkit.errors import ConfigError
 from meshkit.parallel.pipeline import Functions, StageOutput, make_pipeline, pipeline, scan_layers
 from tests.parallel.pipeline import toy
