@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from meshkit.config.emit import dotted, inline
 from meshkit.errors import ConfigError
@@ -92,6 +93,21 @@ class Table(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
+    @classmethod
+    def fields_by_key(cls) -> dict[str, FieldInfo]:
+        """The fields by what the file calls them."""
+        return {field.alias or name: field for name, field in cls.model_fields.items()}
+
+    @classmethod
+    def table_at(cls, path: Sequence[str]) -> type[Table]:
+        """The table that a path of keys leads to; the one around it where it leads to none."""
+        found: type[Table] = cls
+        for part in path:
+            field = found.fields_by_key().get(part)
+            candidates = [field.annotation, *get_args(field.annotation)] if field else []
+            found = next((c for c in candidates if isinstance(c, type) and issubclass(c, Table)), found)
+        return found
+
 
 def check_plain(table: Mapping[str, Any]) -> None:
     """Refuse what TOML allows and no key of ours does: non-finite numbers, integers beyond 64 bits, deep nesting."""
@@ -134,7 +150,7 @@ def _translate(model: type[Table], table: Mapping[str, Any], error: ValidationEr
     problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
     path = tuple(str(part) for part in problem["loc"])
-    owner = _model_at(model, path[:-1])
+    owner = model.table_at(path[:-1])
     if problem["type"] == "extra_forbidden":
         return _unknown(owner, path, within, problem["input"])
     if problem["type"] == "missing":
@@ -144,12 +160,11 @@ def _translate(model: type[Table], table: Mapping[str, Any], error: ValidationEr
 
 
 def _unknown(owner: type[Table], path: Key, within: Key, value: Any) -> SpecError:
-    names = [field.alias or name for name, field in owner.model_fields.items()]
     return SpecError(
         f"unknown key '{path[-1]}' in {_section((*within, *path[:-1]))}.",
         key=(*within, *path),
         value=value,
-        hint=did_you_mean(path[-1], names, what="one of its keys"),
+        hint=did_you_mean(path[-1], owner.fields_by_key(), what="one of its keys"),
     )
 
 
@@ -200,14 +215,3 @@ def _example(name: str, wanted: str) -> str:
 
 def _section(key: Sequence[str]) -> str:
     return f"[{dotted(key)}]" if key else "the experiment file"
-
-
-def _model_at(model: type[Table], path: Key) -> type[Table]:
-    """The table model that a path of keys leads to."""
-    for part in path:
-        by_alias = {field.alias or name: field for name, field in model.model_fields.items()}
-        annotation = by_alias[part].annotation if part in by_alias else None
-        candidates = [annotation, *get_args(annotation)]
-        below = [c for c in candidates if isinstance(c, type) and issubclass(c, Table)]
-        model = below[0] if below else model
-    return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshkit.config.experiment import experiment_json_schema, load
-from meshkit.config.sections import RematMix
+from meshkit.config.sections import RematMix, TrainTable
 from meshkit.errors import ConfigError
 from meshkit.verbs.new.template import new_experiment
 
@@ -250,6 +251,11 @@ def test_the_template_loads(options, tmp_path):
     assert experiment.name == "fresh"
     assert experiment.model.class_path == options.get("model", "models.llama:Llama")
     assert again(experiment, tmp_path) == experiment
+
+
+def test_the_template_says_of_a_key_what_its_declaration_says():
+    meaning = TrainTable.model_fields["global_batch"].description
+    assert re.search(rf"^global_batch = 16 +# {meaning}$", new_experiment(), re.MULTILINE)
 
 
 def test_the_commented_lines_of_the_template_load_too(tmp_path):

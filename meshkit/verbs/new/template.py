@@ -1,10 +1,18 @@
-"""The commented experiment file that `meshkit new` writes."""
+"""The commented experiment file that `meshkit new` writes; what its keys mean is said where they are declared."""
 
 from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from meshkit.config.cluster import Cluster, shipped_clusters
 from meshkit.config.emit import inline, string_text
 from meshkit.config.rules import PRESETS, ShardingRules
+from meshkit.config.sections import ExperimentTable
 
 _TEXT = """\
 # {title}
@@ -17,7 +25,7 @@ name = {name}
 cluster = {cluster}
 
 [model]
-class = {model}              # package.module:Class, found from here or from the folder you work in
+class = {model}
 {preset}
 
 [mesh]                                      # {num_gpus} devices; the outermost axis first
@@ -35,49 +43,52 @@ preset = "fsdp_tensor"                      # {presets}
 # spec = ["replicated", "replicated"]
 
 [train]
-{batch:<44}# sequences, over all devices
+global_batch = {batch}
 sequence_length = {length}
 steps = 200
-# tokens_total = 1_000_000_000              # for the time and the cost of the whole training
-# accumulate = 2                            # micro-batches of a step
-precision = "bf16"                          # of compute; parameters and optimizer state stay fp32
-# reduce_precision = "fp32"                 # of gradient reductions
-# remat = "full"                            # recompute activations in the backward pass: "none", "full" or a policy,
-                                            # all but ["gate", "up"], or {{ keep = ["key"], offload = ["query"] }}
-# loss = "package.module:function"          # (model, batch, rng) -> (loss_sum, weight, metrics); default next token
-evaluate_every = 100                        # 0 = never
+# tokens_total = 1_000_000_000
+# accumulate = 2
+precision = "bf16"
+# reduce_precision = "fp32"
+# remat = "full"
+# loss = "package.module:function"
+evaluate_every = 100
 seed = 0
-# metrics = "package.module:function"       # called with every logged step; tensorboard = true writes them there
+# metrics = "package.module:function"
+# tensorboard = true
 
-[optimizer]                                 # AdamW
+[optimizer]
 learning_rate = 3e-4
 warmup_steps = 20
-schedule = "cosine"                         # constant, cosine, linear
+schedule = "cosine"
 weight_decay = 0.1
-clip = 1.0                                  # of the global gradient norm; 0 = none
+clip = 1.0
 
 [data]
-source = "python-stdlib"                    # or a folder of text, a token file, "package.module:function"
+source = "python-stdlib"
 
 [checkpoint]
-every = 0                                   # steps; 0 = none
-keep = 2                                    # the newest
-# keep_every = 1000                         # and those of every so many steps
-# verify = "own"                            # before a restore: "full", "own" (each process its share) or "off"
+every = 0
+keep = 2
+# keep_every = 1000
+# verify = "own"
 
 [profile]
-steps = [10, 12]                            # first and last step that are captured
-# processes = 8                             # of a large job: so many of them, or a list; default all
+steps = [10, 12]
+# processes = 8
 
-# [pipeline]                                # layers in stages over a mesh axis: pipeline = {{ infiniband = 4 }}
-# axis = "pipeline"
-# schedule = "interleaved_1f1b"             # gpipe, circular, 1f1b, interleaved_1f1b
-# virtual_stages = 2                        # chunks of layers on each stage
-# microbatches = 16                         # of a step; they take the place of accumulate
+# [pipeline]
+# axis = "pipeline"                         # pipeline = {{ infiniband = 4 }} in [mesh]
+# schedule = "interleaved_1f1b"
+# virtual_stages = 2
+# microbatches = 16
 
-# [xla]                                     # options of the compiler, by their names
+# [xla]
 # xla_gpu_enable_latency_hiding_scheduler = true
 """
+_COMMENT_COLUMN = 44
+_WIDTH = 120
+_SECTIONS = ExperimentTable.fields_by_key()
 
 
 def new_experiment(
@@ -103,22 +114,44 @@ def new_experiment(
     machines = Cluster.load(cluster, hosts=hosts)
     is_shipped = cluster in shipped_clusters()
     table = {"name" if is_shipped else "file": cluster, "hosts": hosts}
-    return _TEXT.format(
+    text = _TEXT.format(
         title=f"{name}: {model} on {machines.num_gpus} x {machines.gpu.name}.",
         name=string_text(name),
         clusters=", ".join(shipped_clusters()),
         cluster=inline(table if hosts is not None else cluster),
         model=string_text(model),
-        preset=f"preset = {string_text(preset)}                    # further keys override it"
-        if preset
-        else '# preset = "small"',
+        preset=f"preset = {string_text(preset)}" if preset else '# preset = "small"',
         num_gpus=machines.num_gpus,
         mesh=_mesh(machines),
         presets=", ".join(PRESETS),
         logical=_preset_rows(),
-        batch=f"global_batch = {2 * machines.num_gpus}",
+        batch=2 * machines.num_gpus,
         length=128 if machines.is_cpu else 4096,
     )
+    return "\n".join(_commented(text.splitlines())) + "\n"
+
+
+def _commented(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, with what a section or a key means behind those that say nothing yet."""
+    keys: Mapping[str, FieldInfo] = {}
+    for line in lines:
+        header = re.fullmatch(r"(?:# )?\[(\w+)\]", line)
+        key = re.fullmatch(r"(?:# )?(\w+) = [^#]*", line)
+        meaning = keys.get(key[1]) if key else None
+        if header:
+            keys, meaning = ExperimentTable.table_at([header[1]]).fields_by_key(), _SECTIONS[header[1]]
+        elif line.strip("# ").startswith("["):
+            keys = {}
+        yield from _with_comment(line, meaning) if meaning else (line,)
+
+
+def _with_comment(line: str, field: FieldInfo) -> Iterator[str]:
+    """The line and what the field means, with the values it may have where these are few."""
+    choices = ", ".join(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ""
+    comment = f"{choices}: {field.description}" if choices else field.description or ""
+    for part in textwrap.wrap(comment, _WIDTH - _COMMENT_COLUMN - len("# ")):
+        yield f"{line:<{_COMMENT_COLUMN - 2}}  # {part}"
+        line = ""
 
 
 def _mesh(cluster: Cluster) -> str:
