@@ -133,8 +133,10 @@ class Mismatch:
     code: str
     """`gpu_kind`, `gpu_count`, `outside_domain`, `domain_size`, `nvlink_down`, `pcie_width`, `pcie_generation`,
     `nic_down`, `nic_kind`, `nic_count` or `gpudirect_rdma`."""
-    where: str  # the device, or empty for the whole machine
-    message: str  # one sentence with the numbers
+    where: str
+    """The device, or empty for the whole machine."""
+    message: str
+    """One sentence with the numbers."""
 
 
 def check(found: Topology, cluster: Cluster) -> tuple[Mismatch, ...]:

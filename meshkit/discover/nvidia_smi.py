@@ -52,13 +52,19 @@ _WHOLE = "the whole output of the tool"
 class Matrix:
     """One matrix of `nvidia-smi topo -m`."""
 
-    line: int  # of its header, from 1
-    gpus: tuple[str, ...]  # `GPU0`, ...
-    nics: tuple[str, ...]  # as the kernel calls them where the legend tells
-    cells: Mapping[tuple[str, str], str]  # (device, device) -> `X`, `NV18`, `PIX`, ...
-    numa: Mapping[str, int | None]  # GPU -> NUMA node, None where the tool prints N/A
-    gpu_names: tuple[str, ...]  # in the text that follows: `Device 0: ...` of CUDA's samples, `GPU 0: ...` of -L
-    heading: tuple[str, ...]  # the lines just above, nearest first; prose, which may name a model
+    line: int
+    """The line of its header, from 1."""
+    gpus: tuple[str, ...]
+    nics: tuple[str, ...]
+    """Names as the kernel has them, where the legend tells."""
+    cells: Mapping[tuple[str, str], str]
+    """(device, device) -> `X`, `NV18`, `PIX`, ..."""
+    numa: Mapping[str, int | None]
+    """GPU -> NUMA node, None where the tool prints N/A."""
+    gpu_names: tuple[str, ...]
+    """Names in the text that follows: `Device 0: ...` of CUDA's samples, `GPU 0: ...` of -L."""
+    heading: tuple[str, ...]
+    """The lines just above, nearest first; prose, which may name a model."""
 
     @property
     def connections(self) -> tuple[Connection, ...]:

@@ -31,28 +31,37 @@ class NvLink:
     """One NVLink of a GPU."""
 
     active: bool
-    version: Small | None = None  # generation, 1 to 5
+    version: Small | None = None
+    """Generation, 1 to 5."""
     remote: Literal["gpu", "switch", "cpu"] | None = None
-    remote_bus: Text | None = None  # PCI address of the other end, where one is shown
+    remote_bus: Text | None = None
+    """PCI address of the other end, where one is shown."""
 
 
 @dataclass(frozen=True)
 class FoundGpu:
     """A GPU that is there."""
 
-    id: str  # `gpu0`; `host1.gpu0` when several hosts are merged
-    name: str | None = None  # what the driver calls it
-    key: str | None = None  # of the catalog; None when the catalog has none, or when nothing says what it is
-    stand_in: str | None = None  # why `key` is not exactly this GPU
+    id: str
+    """`gpu0`; `host1.gpu0` when several hosts are merged."""
+    name: str | None = None
+    """What the driver calls it."""
+    key: str | None = None
+    """Its catalog key; None when the catalog has none, or when nothing says what it is."""
+    stand_in: str | None = None
+    """Why `key` is not exactly this GPU."""
     bus: str | None = None
     numa: int | None = None
     memory_bytes: int | None = None
     pcie: PcieLink = PcieLink()
     nvlinks: tuple[NvLink, ...] = ()
-    nvlinks_total: int | None = None  # active links when the single ones are not listed
-    fabric: str | None = None  # NVML's `clusterUuid.cliqueId`; None where NVLink ends at the host
+    nvlinks_total: int | None = None
+    """Active links when the single ones are not listed."""
+    fabric: str | None = None
+    """NVML's `clusterUuid.cliqueId`; None where NVLink ends at the host."""
     fabric_problem: str | None = None
-    idle: bool = False  # in a power state in which the PCIe generation drops
+    idle: bool = False
+    """Whether it is in a power state in which the PCIe generation drops."""
     host: int = 0
 
     @property
@@ -70,13 +79,19 @@ class FoundGpu:
 class FoundNic:
     """A port of a network adapter that is there."""
 
-    id: str  # `mlx5_0`
-    layer: str | None = None  # `infiniband`, `ethernet` (RDMA over it), or `tcp` (no RDMA); None = unknown
-    key: str | None = None  # of the catalog, None when the catalog has none
-    stand_in: str | None = None  # why `key` is not exactly this port
+    id: str
+    """Its name in the kernel, `mlx5_0`."""
+    layer: str | None = None
+    """`infiniband`, `ethernet` (RDMA over it), or `tcp` (no RDMA); None = unknown."""
+    key: str | None = None
+    """Its catalog key; None when the catalog has none."""
+    stand_in: str | None = None
+    """Why `key` is not exactly this port."""
     bits_per_s: float | None = None
-    active: bool | None = None  # whether the port is up; None = unknown
-    state: str | None = None  # what the kernel calls that
+    active: bool | None = None
+    """Whether the port is up; None = unknown."""
+    state: str | None = None
+    """What the kernel calls that."""
     bus: str | None = None
     numa: int | None = None
     pcie: PcieLink = PcieLink()
@@ -102,9 +117,11 @@ class Connection:
 class Domain:
     """GPUs that reach each other over NVLink."""
 
-    identity: str  # the fabric's `clusterUuid.cliqueId`, or the host and part of it that they are wired in
+    identity: str
+    """The fabric's `clusterUuid.cliqueId`, or the host and part of it that they are wired in."""
     gpus: tuple[str, ...]
-    spans_hosts: bool = False  # whether GPUs of hosts that were not looked at may be in it too
+    spans_hosts: bool = False
+    """Whether GPUs of hosts that were not looked at may be in it too."""
 
 
 @dataclass(frozen=True)
@@ -127,19 +144,28 @@ class Rdma:
 class Topology:
     """What is there."""
 
-    source: str  # where this was read: `this machine`, or a file
+    source: str
+    """Where this was read: `this machine`, or a file."""
     gpus: tuple[FoundGpu, ...] = ()
     nics: tuple[FoundNic, ...] = ()
-    numa_nodes: tuple[tuple[int, int], ...] = ()  # of each host, in order: `(host, numa)`
-    connections: tuple[Connection, ...] = ()  # pairs whose path is known; ids of `gpus` and `nics`
-    domains: tuple[Domain, ...] = ()  # of NVLink; empty where no GPU has NVLink, or where nothing says
+    numa_nodes: tuple[tuple[int, int], ...] = ()
+    """NUMA nodes of each host, in order: `(host, numa)`."""
+    connections: tuple[Connection, ...] = ()
+    """Pairs whose path is known; ids of `gpus` and `nics`."""
+    domains: tuple[Domain, ...] = ()
+    """NVLink domains; empty where no GPU has NVLink, or where nothing says."""
     rdma: Rdma = Rdma()
-    hosts: int = 1  # how many machines it covers
-    scale_up: str | None = None  # `nvlink`, `pcie` or `shared_memory`; None where nothing says
-    nics_listed: bool = False  # whether every RDMA port of the machine would be in `nics`
-    assumed: tuple[tuple[str, object], ...] = ()  # cluster keys known of such a machine, with why in `warnings`
+    hosts: int = 1
+    """How many machines it covers."""
+    scale_up: str | None = None
+    """`nvlink`, `pcie` or `shared_memory`; None where nothing says."""
+    nics_listed: bool = False
+    """Whether every RDMA port of the machine would be in `nics`."""
+    assumed: tuple[tuple[str, object], ...] = ()
+    """Cluster keys known of such a machine, with why in `warnings`."""
     warnings: tuple[str, ...] = ()
-    nothing_here: str = ""  # why there is no GPU, in one sentence; empty when there is one
+    nothing_here: str = ""
+    """Why there is no GPU, in one sentence; empty when there is one."""
 
     def between(self, a: str, b: str) -> Connection | None:
         """The connection of two devices, in either order."""

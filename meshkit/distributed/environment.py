@@ -46,12 +46,17 @@ _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 class Gang:
     """What the environment says of the job, to one of its processes."""
 
-    coordinator: str  # host:port on which process 0 listens
+    coordinator: str
+    """The host:port on which process 0 listens."""
     num_processes: int
-    process_id: int  # from 0
-    local_device_ids: tuple[int, ...] | None = None  # the GPUs of its machine that it drives; None for all
-    attempt: int = 0  # restarts so far
-    mtls: str | None = None  # folder of the certificates by which the processes know each other; None: in the open
+    process_id: int
+    """Number of this process, from 0."""
+    local_device_ids: tuple[int, ...] | None = None
+    """The GPUs of its machine that it drives; None for all."""
+    attempt: int = 0
+    """Restarts so far."""
+    mtls: str | None = None
+    """Folder of the certificates by which the processes know each other; None meets in the open."""
     in_kubernetes: bool = field(default=False, compare=False)
     """Whether this is a pod, whose coordinator gets its name when it starts."""
 
@@ -96,8 +101,10 @@ class Setting:
 class Detected:
     """What one launcher says of the job."""
 
-    launcher: str  # its name, as people write it
-    settings: Mapping[str, Setting]  # by variable of the contract; absent where the launcher's own do not tell
+    launcher: str
+    """Its name, as people write it."""
+    settings: Mapping[str, Setting]
+    """Values by variable of the contract; absent where the launcher's own do not tell."""
 
 
 def read_gang(environment: Mapping[str, str] | None = None) -> Gang | None:

@@ -53,7 +53,8 @@ class _Introduction(BaseModel):
     id: int
     of: int
     host: Annotated[str, Field(max_length=255), AfterValidator(lambda host: _printable(host))]
-    token: Annotated[str, Field(max_length=64)]  # by which process 0 knows a second try
+    token: Annotated[str, Field(max_length=64)]
+    """A secret by which process 0 knows a second try."""
     time: FiniteFloat
 
 
@@ -61,11 +62,16 @@ class _Introduction(BaseModel):
 class Attendance:
     """What a roll call found; all tables by a process's number."""
 
-    expected: int  # processes of the job
-    hosts: dict[int, str]  # of those that came
-    clocks_s: dict[int, float]  # each clock less that of process 0, off by what a message takes
-    twice: dict[int, list[str]]  # numbers that more than one process claims, with the hosts of all claims
-    others: dict[int, int]  # sizes of the job by those who say another one
+    expected: int
+    """Processes of the job."""
+    hosts: dict[int, str]
+    """Host of each process that came."""
+    clocks_s: dict[int, float]
+    """Each clock less that of process 0, off by what a message takes."""
+    twice: dict[int, list[str]]
+    """Numbers that more than one process claims, with the hosts of all claims."""
+    others: dict[int, int]
+    """Sizes of the job by those who say another one."""
 
     @property
     def missing(self) -> list[int]:

@@ -33,23 +33,34 @@ COPY, BARRIER = "copy", "barrier"
 class Place:
     """Where one device stands in its group."""
 
-    members: np.ndarray  # ranks of the group, in the order of the axis
-    place: int  # of the device among them
-    piece: int  # elements of a piece
+    members: np.ndarray
+    """Ranks of the group, in the order of the axis."""
+    place: int
+    """Position of the device among them."""
+    piece: int
+    """Elements of a piece."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """One collective."""
 
-    name: str  # HLO opcode; `scatter`, `gather`, `reduce`, `barrier` and `copy` are not opcodes of a collective
-    run: Callable[[jax.Array, str, int], jax.Array]  # (operand of one device, mesh axis, group size) -> its result
-    expected: Callable[[Place, np.ndarray], np.ndarray]  # (place, index array) -> the result at these indices
-    is_split: bool = False  # whether the size is that of n pieces
-    gives: str = "whole"  # the operand of one device, where cut: `whole` (n pieces) or `piece`
-    takes: str = "whole"  # the result of one device
-    emulated: str | None = None  # the collective that stands in for it; None where XLA has it
-    root_only: bool = False  # whether only the first member's result means anything
+    name: str
+    """HLO opcode; `scatter`, `gather`, `reduce`, `barrier` and `copy` are not opcodes of a collective."""
+    run: Callable[[jax.Array, str, int], jax.Array]
+    """Maps (operand of one device, mesh axis, group size) to its result."""
+    expected: Callable[[Place, np.ndarray], np.ndarray]
+    """Maps (place, index array) to the result at these indices."""
+    is_split: bool = False
+    """Whether the size is that of n pieces."""
+    gives: str = "whole"
+    """The operand of one device, where cut: `whole` (n pieces) or `piece`."""
+    takes: str = "whole"
+    """The result of one device."""
+    emulated: str | None = None
+    """The collective that stands in for it; None where XLA has it."""
+    root_only: bool = False
+    """Whether only the first member's result means anything."""
 
     @property
     def is_barrier(self) -> bool:

@@ -34,9 +34,12 @@ class Case:
     """A collective of one size over one axis."""
 
     kind: Kind
-    axis: str | None  # None for a copy, which stays on its device
-    group_size: int  # GPUs of a group
-    size_bytes: int  # nccl-tests' size: a whole number of elements, and of pieces
+    axis: str | None
+    """The mesh axis; None for a copy, which stays on its device."""
+    group_size: int
+    """GPUs of a group."""
+    size_bytes: int
+    """Size as nccl-tests has it: a whole number of elements, and of pieces."""
 
     @property
     def count(self) -> int:

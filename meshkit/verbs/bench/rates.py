@@ -31,7 +31,8 @@ class RateSizes:
     """How large the work is, by platform, and how long each rate is measured."""
 
     matmul: int
-    attention: tuple[int, int, int, int]  # batch, length, heads, head_dim
+    attention: tuple[int, int, int, int]
+    """Batch, length, heads, head_dim."""
     copy_bytes: int
     seconds: float
 

@@ -18,12 +18,15 @@ _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("ER
 class Result(BaseModel):
     """One check."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     check: str
-    status: Status  # `error` is what makes a job fail or hang; `warning` what makes it slow, or fails later
-    message: str  # what was found, with the numbers
-    hint: str | None = None  # the way out; None where all is well
+    status: Status
+    """`error` is what makes a job fail or hang; `warning` what makes it slow, or fails later."""
+    message: str
+    """What was found, with the numbers."""
+    hint: str | None = None
+    """The way out; None where all is well."""
 
 
 class Diagnosis(BaseModel):
