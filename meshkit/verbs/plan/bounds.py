@@ -26,13 +26,13 @@ from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import RematMix
 from meshkit.errors import ConfigError
 from meshkit.predict.kernels import compute_peak_flops, memory_bytes_per_s
-from meshkit.predict.network import collective_time_s
 from meshkit.sharding.resolve import Placed, placements
 from meshkit.step.gradients import deferred_axes
 from meshkit.step.pipelined import arrange_description, find_stack
 from meshkit.step.program import count_model_flops
 from meshkit.step.stages import check_model
 from meshkit.step.state import ModelDescription, describe_model
+from meshkit.verbs.plan.proposer import CollectivePrices, group_shape
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # of activations and gathered weights
 _RESIDUAL = "embed"
@@ -52,31 +52,21 @@ _PLACES_KEPT = 8
 _ALL_TWICE = ("full", "nothing_saveable", "offload")  # policies that run all of a layer twice
 _INPUT = "layer_input"  # as `models.remat` calls it
 
-Shape = tuple[int, int]
 Where = Literal["keep", "offload", "drop"]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Of one variant; see the module.
+    """What one variant needs at least; see the module."""
 
-    Attributes:
-        state_bytes: parameters and moments on one GPU.
-        needed_bytes: with the lesser of what must be there beside them.
-        host_bytes: of host memory for one GPU, at least.
-        compute_s, link_s, host_s: below which no step is; host_s is what is offloaded, one way over the host link.
-        estimate_s: a guess of the step.
-        estimate_bytes: a guess of its memory.
-    """
-
-    state_bytes: int
-    needed_bytes: int
+    state_bytes: int  # parameters and moments on one GPU
+    needed_bytes: int  # with the lesser of what must be there beside them
     compute_s: float
     link_s: float
-    estimate_s: float
-    estimate_bytes: float
-    host_bytes: float = 0.0
-    host_s: float = 0.0
+    estimate_s: float  # a guess of the step
+    estimate_bytes: float  # a guess of its memory
+    host_bytes: float = 0.0  # of host memory for one GPU
+    host_s: float = 0.0  # of what is offloaded, one way over the host link
 
     @property
     def time_s(self) -> float:
@@ -101,7 +91,7 @@ class Bounds:
         self._cluster = cluster
         host = cluster.offload_link()
         self._host_bytes_per_s = host.bytes_per_s * host.achieved
-        self._priced: dict[tuple, float] = {}
+        self._prices = CollectivePrices(cluster)
         self._placed: deque[tuple[tuple, Mapping[str, Sequence[Placed]]]] = deque(maxlen=_PLACES_KEPT)
 
     @property
@@ -194,7 +184,7 @@ class Bounds:
         """Seconds of the busier link, if both could run at once."""
         links = {"nvlink": 0.0, "infiniband": 0.0}
         for payload in (*moved["weights"], *moved["activations"]):
-            link = "infiniband" if self._shape(payload.axes, mesh)[1] > 1 else "nvlink"
+            link = "infiniband" if group_shape(payload.axes, mesh)[1] > 1 else "nvlink"
             links[link] += self._price(payload, mesh)
         return max(links.values())
 
@@ -305,22 +295,7 @@ class Bounds:
         return {"weights": weights, "activations": activations}
 
     def _price(self, payload: _Payload, mesh: MeshSpec) -> float:
-        shape = self._shape(payload.axes, mesh)
-        key = (payload, shape)
-        if key not in self._priced:
-            self._priced[key] = collective_time_s(
-                payload.collective,
-                payload_bytes=payload.bytes,
-                gpus_per_domain=shape[0],
-                domains=shape[1],
-                cluster=self._cluster,
-            )
-        return self._priced[key]
-
-    def _shape(self, axes: Sequence[str], mesh: MeshSpec) -> Shape:
-        found = [axis for axis in mesh.axes if axis.name in axes]
-        inside = math.prod(axis.number("nvlink") for axis in found)
-        return inside, math.prod(axis.number("infiniband") for axis in found)
+        return self._prices.seconds(payload.collective, payload.bytes, group_shape(payload.axes, mesh))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshkit.compile.derived import choices_for
+from meshkit.compile.live import CARRIED, FORWARD, OTHER
 from meshkit.compile.lowering import on_own_stack
 from meshkit.compile.options import PLAIN, CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
@@ -25,38 +26,32 @@ from meshkit.hlo.module import Schedule
 from meshkit.lint.contract import rematerialization_findings
 from meshkit.lint.examine import Examined, Lint, examine
 from meshkit.predict.assumptions import assumptions_for
+from meshkit.predict.memory import reserved_memory
 from meshkit.predict.simulate import simulate
 from meshkit.report.program import program_part
-from meshkit.report.schema import CompilePart, Report
+from meshkit.report.schema import CompilePart, MemoryPart, Report
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
 from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.timeline import Timeline
-from meshkit.verbs.plan.memory import memory_part
 from meshkit.verbs.plan.plan_warnings import plan_warnings
 
 if TYPE_CHECKING:
     from meshkit.config.experiment import Experiment
+    from meshkit.step.program import TrainProgram
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan and what it was made from.
-
-    Attributes:
-        report: the contract's report.
-        timeline: the simulated step, for pictures.
-        compiled: the program, its memory and its compile times.
-        schedule: the program as read.
-        examined, lint: of an experiment: what was checked, and what was found; None of any other step.
-    """
+    """A plan and what it was made from."""
 
     report: Report
-    timeline: Timeline
-    compiled: CompiledProgram
-    schedule: Schedule
-    examined: Examined | None = None
-    lint: Lint | None = None
+    timeline: Timeline  # the simulated step, for pictures
+    compiled: CompiledProgram  # its memory and its compile times
+    schedule: Schedule  # the program as read
+    facts: StepFacts
+    examined: Examined | None = None  # what was checked, of an experiment's own step
+    lint: Lint | None = None  # what that found
 
 
 def plan(
@@ -101,22 +96,26 @@ def plan_experiment(experiment: Experiment) -> Plan:
 
 
 def _plan_experiment(experiment: Experiment) -> Plan:
-    from meshkit.step.train_step import make_train_step
-
     _check_has_gpus(experiment.cluster)
-    use_no_accelerator()
-    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
-    program = make_train_step(experiment, mesh)
-    args = (program.abstract_state, program.abstract_batch)
+    program = absent_step(experiment)
     return make_plan(
         program.step,
-        args,
-        mesh=mesh,
+        (program.abstract_state, program.abstract_batch),
+        mesh=program.mesh,
         cluster=experiment.cluster,
         facts=program.facts,
-        choices=choices_for(experiment, program, mesh),
-        examined=examine(experiment, program, mesh),
+        choices=choices_for(experiment, program, program.mesh),
+        examined=examine(experiment, program, program.mesh),
     )
+
+
+def absent_step(experiment: Experiment) -> TrainProgram:
+    """The experiment's own training step, for the GPUs that its cluster describes."""
+    from meshkit.step.train_step import make_train_step
+
+    use_no_accelerator()
+    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
+    return make_train_step(experiment, mesh)
 
 
 def make_plan(
@@ -156,7 +155,72 @@ def make_plan(
         "program": program_part(compiled, schedule),
         "compile": CompilePart(lower_s=compiled.lower_s, compile_s=compiled.compile_s, cached=compiled.cached),
     }
-    return Plan(report.model_copy(update=parts), simulation.timeline, compiled, schedule, examined, lint)
+    return Plan(report.model_copy(update=parts), simulation.timeline, compiled, schedule, facts, examined, lint)
+
+
+def memory_part(
+    compiled: CompiledProgram,
+    module: Any,
+    schedule: Schedule,
+    cluster: Cluster,
+    *,
+    memory_fraction: float,
+    facts: StepFacts = NO_FACTS,
+) -> MemoryPart:
+    """Whether a program fits, and what its peak is made of.
+
+    The parts of a training step add up to the peak: what is none of the others is temporary.
+
+    Args:
+        compiled, module, schedule: the program.
+        cluster: the GPU, and what connects it.
+        memory_fraction: share of the GPU's memory that the client may take.
+        facts: the bytes of parameters, optimizer and gradients.
+    """
+    capacity = int(cluster.gpu.memory_bytes)
+    pool = int(capacity * memory_fraction)
+    reserved = reserved_memory(module, schedule, cluster, compiled.memory["temp"])
+    room = min(pool, capacity - reserved.outside_pool)
+    margin = room - compiled.peak_bytes - reserved.inside_pool
+    parameters_bytes, optimizer_bytes = facts.parameters_bytes, facts.optimizer_bytes
+    gradients, activations = _split(compiled, facts.gradients_bytes)
+    named = sum(part or 0 for part in (gradients, activations))
+    temporary = compiled.memory["temp"] - named
+    if parameters_bytes is not None:  # what else is an argument (the batch) is nobody's
+        temporary = compiled.peak_bytes - named - parameters_bytes - (optimizer_bytes or 0)
+    return MemoryPart(
+        capacity_bytes=capacity,
+        pool_bytes=pool,
+        peak_bytes=compiled.peak_bytes,
+        reserved_bytes=reserved.inside_pool + reserved.outside_pool,
+        context_bytes=reserved.context,
+        nccl_bytes=reserved.nccl,
+        nccl_communicators=reserved.communicators,
+        cudnn_workspace_bytes=reserved.cudnn_workspace,
+        fragmentation_bytes=reserved.fragmentation,
+        margin_bytes=margin,
+        fits=margin >= 0,
+        parameters_bytes=parameters_bytes,
+        optimizer_bytes=optimizer_bytes,
+        gradients_bytes=gradients,
+        activations_bytes=activations,
+        temporary_bytes=max(0, temporary),
+    )
+
+
+def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None, int | None]:
+    """Gradients and activations among the temporaries at the peak.
+
+    What is alive at the peak says what made it. Activations are what the forward pass made: what it keeps for the
+    backward pass. Gradients are told apart where their closed form fits into what neither pass made by itself (loops
+    carry them); what was recomputed or gathered, and what packing loses, stays temporary.
+    """
+    temp, live = compiled.memory["temp"], compiled.live
+    if live is None:
+        return (gradients if (gradients or 0) <= temp else None), None
+    sums = live[CARRIED] + live[OTHER]
+    known = min(gradients, sums, temp) if gradients is not None else None
+    return known, min(live[FORWARD], temp - (known or 0))
 
 
 def _check_has_gpus(cluster: Cluster) -> None:

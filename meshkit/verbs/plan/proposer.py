@@ -27,40 +27,25 @@ Shape = tuple[int, int]  # GPUs of a group inside a domain, domains it spans
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind over the same axes in a step, on one GPU.
+    """Collectives of one kind over the same axes in a step, on one GPU."""
 
-    Attributes:
-        axes: mesh axes that a group covers whole.
-        collective: HLO opcode.
-        payload_bytes: of one of them: the operand; of an all-gather, the result.
-        count: how many a step.
-        shape: of the group, where it does not follow from whole axes: priced the same wherever the axes are.
-    """
-
-    axes: tuple[str, ...]
-    collective: str
-    payload_bytes: float
-    count: float = 1
+    axes: tuple[str, ...]  # mesh axes that a group covers whole
+    collective: str  # HLO opcode
+    payload_bytes: float  # of one of them: the operand; of an all-gather, the result
+    count: float = 1  # how many a step
     shape: Shape | None = None
+    """Of the group, where it does not follow from whole axes: priced the same wherever the axes are."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The best assignment of a mesh's axes to links.
+    """The best assignment of a mesh's axes to links."""
 
-    Attributes:
-        axes: the mesh's axes with the proposed factors, in the same order.
-        seconds_now: communication of a step as the mesh is, if nothing of it overlaps.
-        seconds_proposed: the same with `axes`.
-        reason: one sentence.
-        changed: names of the axes whose factors are others than now; empty where the mesh is best as it is.
-    """
-
-    axes: tuple[MeshAxis, ...]
-    seconds_now: float
-    seconds_proposed: float
-    reason: str
-    changed: tuple[str, ...] = ()
+    axes: tuple[MeshAxis, ...]  # the mesh's, with the proposed factors, in the same order
+    seconds_now: float  # communication of a step as the mesh is, if nothing of it overlaps
+    seconds_proposed: float  # the same with `axes`
+    reason: str  # one sentence
+    changed: tuple[str, ...] = ()  # axes whose factors are others than now; empty where the mesh is best as it is
 
     @property
     def mesh(self) -> MeshSpec:
@@ -92,10 +77,9 @@ def propose(source: Report | Sequence[Traffic], mesh: MeshSpec, cluster: Cluster
         _check_mesh(source, now)
     rows = traffic_of(source) if isinstance(source, Report) else tuple(source)
     _check_axes(rows, now)
-    prices: dict[tuple[str, float, Shape], float] = {}
+    prices = CollectivePrices(cluster)
     spent = {
-        candidate: [_row_seconds(row, candidate, cluster, prices) for row in rows]
-        for candidate in assignments(now, cluster)
+        candidate: [_row_seconds(row, candidate, prices) for row in rows] for candidate in assignments(now, cluster)
     }
     best = min(spent, key=lambda candidate: (sum(spent[candidate]), len(_changes(now, candidate))))
     seconds_now, seconds_best = sum(spent[now]), sum(spent[best])
@@ -155,21 +139,37 @@ def _check_axes(rows: Sequence[Traffic], mesh: MeshSpec) -> None:
         )
 
 
-def _row_seconds(row: Traffic, mesh: MeshSpec, cluster: Cluster, prices: dict) -> float:
-    shape = row.shape or _shape(row, mesh)
-    key = (row.collective, row.payload_bytes, shape)
-    if key not in prices:
-        prices[key] = collective_time_s(
-            row.collective, payload_bytes=row.payload_bytes, gpus_per_domain=shape[0], domains=shape[1], cluster=cluster
-        )
-    return row.count * prices[key]
+class CollectivePrices:
+    """Seconds of collectives by the network model, each asked for once."""
+
+    def __init__(self, cluster: Cluster):
+        self._cluster = cluster
+        self._known: dict[tuple[str, float, Shape], float] = {}
+
+    def seconds(self, collective: str, payload_bytes: float, shape: Shape) -> float:
+        """Seconds of one collective in groups of that shape."""
+        key = collective, payload_bytes, shape
+        if key not in self._known:
+            self._known[key] = collective_time_s(
+                collective,
+                payload_bytes=payload_bytes,
+                gpus_per_domain=shape[0],
+                domains=shape[1],
+                cluster=self._cluster,
+            )
+        return self._known[key]
 
 
-def _shape(row: Traffic, mesh: MeshSpec) -> Shape:
-    factors = [axis for axis in mesh.axes if axis.name in row.axes]
-    return math.prod(axis.number("nvlink") for axis in factors), math.prod(
-        axis.number("infiniband") for axis in factors
-    )
+def group_shape(axes: Sequence[str], mesh: MeshSpec) -> Shape:
+    """The shape of groups that cover mesh axes whole."""
+    found = [axis for axis in mesh.axes if axis.name in axes]
+    inside = math.prod(axis.number("nvlink") for axis in found)
+    return inside, math.prod(axis.number("infiniband") for axis in found)
+
+
+def _row_seconds(row: Traffic, mesh: MeshSpec, prices: CollectivePrices) -> float:
+    shape = row.shape or group_shape(row.axes, mesh)
+    return row.count * prices.seconds(row.collective, row.payload_bytes, shape)
 
 
 def _changes(now: MeshSpec, other: MeshSpec) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ def _why(
     axes = max(gains, key=lambda key: gains[key])
     moved = sum(row.payload_bytes * row.count for row in rows if row.axes == axes)
     row = next(row for row in rows if row.axes == axes)
-    before, after = _shape(row, now), _shape(row, best)
+    before, after = group_shape(row.axes, now), group_shape(row.axes, best)
     names = " and ".join(f"'{name}'" for name in axes)
     subject = f"axis {names}" if len(axes) == 1 else f"axes {names} together"
     verb = "moves" if len(axes) == 1 else "move"

@@ -32,17 +32,13 @@ _WORDS = {"full": "recompute every layer", "dots": "keep the projections, recomp
 
 @dataclass(frozen=True)
 class Change:
-    """A change that may help.
+    """A change that may help."""
 
-    Attributes:
-        group: changes of one kind: of each kind the mildest that fits is kept.
-        parts: of two changes at once, each; they are tried where too few changes are enough alone.
-    """
-
-    group: str
-    what: str
+    group: str  # its kind: of each the mildest that fits is kept
+    what: str  # in words
     settings: Settings
     parts: tuple[Change, ...] = ()
+    """Of two changes at once, each; they are tried where too few changes are enough alone."""
 
 
 def find_remedies(

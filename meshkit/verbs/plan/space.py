@@ -68,23 +68,14 @@ class PipelineChoice:
 
 @dataclass(frozen=True)
 class Variant:
-    """One choice for everything that a search varies.
+    """One choice for everything that a search varies."""
 
-    Attributes:
-        mesh: resolved.
-        accumulate: micro-batches of a step.
-        each_micro_batch: whether gradients are reduced (and weights gathered) with every micro-batch, which takes less
-            memory than once a step.
-        remat: as `train.remat`.
-        options: of XLA and of how it schedules, beyond those of the experiment: keys of its file.
-        stages: of a pipeline; None without one.
-    """
-
-    mesh: MeshSpec
-    accumulate: int
+    mesh: MeshSpec  # resolved
+    accumulate: int  # micro-batches of a step
     each_micro_batch: bool
-    remat: Any
-    options: Options = ()
+    """Whether gradients are reduced (and weights gathered) with every micro-batch: less memory than once a step."""
+    remat: Any  # as `train.remat`
+    options: Options = ()  # of XLA and of how it schedules, beyond those of the experiment: keys of its file
     stages: PipelineChoice | None = None
 
     def differences(self, other: Variant) -> int:
@@ -94,27 +85,19 @@ class Variant:
 
 @dataclass(frozen=True)
 class Space:
-    """What each choice may be.
+    """What each choice may be."""
 
-    Attributes:
-        base: the experiment as it is.
-        preset: its preset of rules; None where every rule is written out.
-        vary_reduction: whether gradients may be reduced with every micro-batch: no rule of the experiment says when.
-        pipeline: the mesh axis of pipelines; None without.
-        virtual_stages: chunks of layers that a stage of an interleaved pipeline may have.
-        hosts: of the cluster, where it is not the experiment's own size.
-    """
-
-    base: Variant
-    preset: str | None
+    base: Variant  # the experiment as it is
+    preset: str | None  # its preset of rules; None where every rule is written out
     meshes: tuple[MeshSpec, ...]
     accumulates: tuple[int, ...]
     remats: tuple[Any, ...]
     options: tuple[Options, ...]
     vary_reduction: bool = False
-    pipeline: str | None = None
-    virtual_stages: tuple[int, ...] = ()
-    hosts: int | None = None
+    """Whether gradients may be reduced with every micro-batch: no rule of the experiment says when."""
+    pipeline: str | None = None  # the mesh axis of pipelines
+    virtual_stages: tuple[int, ...] = ()  # chunks of layers that a stage of an interleaved pipeline may have
+    hosts: int | None = None  # of the cluster, where it is not the experiment's own size
 
     def variants(self) -> Iterator[Variant]:
         """Every combination, the base among them or not."""

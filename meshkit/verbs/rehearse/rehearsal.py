@@ -28,17 +28,18 @@ from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
 from meshkit.predict.assumptions import assumptions_for
+from meshkit.predict.memory import Reserved, reserved_memory
 from meshkit.predict.simulate import Simulation, simulate
 from meshkit.report.program import captured_program
 from meshkit.report.schema import MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, summarize_simulation
-from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
+from meshkit.sharding.mesh import DescribedMesh
 from meshkit.step.facts import training_steps
 from meshkit.timeline import Timeline
 from meshkit.trace.captured import Captured, notes_of_capture, open_capture, read_captured
 from meshkit.trace.measured import MeasuredKernels, kernel_seconds, rates_of
 from meshkit.units import format_bytes, format_percent
-from meshkit.verbs.plan.memory import Reserved, reserved_memory
+from meshkit.verbs.plan.planner import absent_step
 
 CALIBRATION_FILE = "calibration.toml"
 LOG_FILE = "logs/rehearsal.log"
@@ -341,12 +342,8 @@ def _words(key: tuple[str, tuple[str, ...], str, int]) -> str:
 
 def planned_schedule(experiment: Experiment) -> Schedule:
     """The schedule of the experiment's own step, compiled for GPUs that are not there, as plan does it."""
-    from meshkit.step.train_step import make_train_step
-
-    use_no_accelerator()
-    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
-    program = make_train_step(experiment, mesh)
-    assert isinstance(mesh, DescribedMesh)
+    program = absent_step(experiment)
+    assert isinstance(program.mesh, DescribedMesh)
     args = (program.abstract_state, program.abstract_batch)
-    choices = choices_for(experiment, program, mesh)
-    return compile_absent(program.step, args, mesh=mesh, cluster=experiment.cluster, choices=choices).schedule
+    choices = choices_for(experiment, program, program.mesh)
+    return compile_absent(program.step, args, mesh=program.mesh, cluster=experiment.cluster, choices=choices).schedule

@@ -1,4 +1,6 @@
-"""Search over variants of an experiment: what they are, what bounds them, who compiles them, what came out.
+"""`meshkit tune`: a search over variants of an experiment.
 
-space.py -> bounds.py -> search.py <-> workers.py (worker.py in other processes) -> views.py, page.py
+Enters: an experiment. Leaves: every outcome, the fastest that fits and why, as `tune/1`. May be imported by the CLI.
+
+    plan/space.py -> plan/bounds.py -> search.py <-> plan/workers.py (other processes) -> tune_report.py
 """

@@ -11,11 +11,12 @@ from meshkit.config.experiment import load
 from meshkit.config.mesh import Placement
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.hlo.schedule import Collective
+from meshkit.predict.memory import nccl_bytes, reserved_memory
 from meshkit.step.facts import StepFacts
 from meshkit.verbs.plan import remedies
 from meshkit.verbs.plan.bounds import Bounds
-from meshkit.verbs.plan.memory import memory_part, nccl_bytes, reserved_memory
 from meshkit.verbs.plan.outcome import Outcome
+from meshkit.verbs.plan.planner import memory_part
 from meshkit.verbs.plan.remedies import changes, find_remedies
 from tests.verbs.plan.made_up import MadeUpWorkers
 

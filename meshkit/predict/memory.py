@@ -1,4 +1,4 @@
-"""What of a GPU's memory a compiled step takes, and whether it fits.
+"""What of a GPU's memory a compiled step takes beside what its compiler counts.
 
     inside the pool    arguments + outputs + temporaries (the compiler's peak) + cuDNN's workspace + fragmentation
     outside            CUDA context + NCCL's buffers
@@ -15,36 +15,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from meshkit.compile.live import CARRIED, FORWARD, OTHER
-from meshkit.compile.program import CompiledProgram
 from meshkit.config.catalog import reserved
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import custom_call_target, opcode
 from meshkit.hlo.module import Schedule
 from meshkit.hlo.schedule import Collective
 from meshkit.hlo.shapes import shape_of
-from meshkit.report.schema import MemoryPart
-from meshkit.step.facts import NO_FACTS, StepFacts
 
 _POINT_TO_POINT = ("all-to-all", "ragged-all-to-all", "collective-permute")
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Bytes on one GPU that no compiler counts.
+    """Bytes on one GPU that no compiler counts."""
 
-    Attributes:
-        context: CUDA's context, with the kernels it has loaded.
-        nccl: buffers of NCCL's communicators; `communicators` is how many there are.
-        cudnn_workspace: of the largest fused attention.
-        fragmentation: that the client's allocator may leave unused beside the program's largest block.
-    """
-
-    context: int
-    nccl: int
-    communicators: int
-    cudnn_workspace: int
-    fragmentation: int
+    context: int  # CUDA's, with the kernels it has loaded
+    nccl: int  # buffers of its communicators
+    communicators: int  # how many there are
+    cudnn_workspace: int  # of the largest fused attention
+    fragmentation: int  # that the client's allocator may leave unused beside the program's largest block
 
     @property
     def inside_pool(self) -> int:
@@ -100,72 +89,6 @@ def nccl_bytes(members: Iterable[Collective], cluster: Cluster) -> int:
     if switched and kinds - set(_POINT_TO_POINT) and first.gpus_per_domain > 1:
         total += numbers["nccl_nvls_rank_bytes"] * first.gpus_per_domain
     return total
-
-
-def memory_part(
-    compiled: CompiledProgram,
-    module: Any,
-    schedule: Schedule,
-    cluster: Cluster,
-    *,
-    memory_fraction: float,
-    facts: StepFacts = NO_FACTS,
-) -> MemoryPart:
-    """The verdict, and what the peak is made of. The parts of a training step add up to it: what is none of the others
-    is temporary.
-
-    Args:
-        compiled: the program.
-        module: of it.
-        schedule: of it.
-        cluster: the GPU, and what connects it.
-        memory_fraction: share of the GPU's memory that the client may take.
-        facts: the bytes of parameters, optimizer and gradients.
-    """
-    capacity = int(cluster.gpu.memory_bytes)
-    pool = int(capacity * memory_fraction)
-    beside = reserved_memory(module, schedule, cluster, compiled.memory["temp"])
-    room = min(pool, capacity - beside.outside_pool)
-    margin = room - compiled.peak_bytes - beside.inside_pool
-    parameters_bytes, optimizer_bytes = facts.parameters_bytes, facts.optimizer_bytes
-    gradients, activations = _split(compiled, facts.gradients_bytes)
-    named = sum(part or 0 for part in (gradients, activations))
-    temporary = compiled.memory["temp"] - named
-    if parameters_bytes is not None:  # what else is an argument (the batch) is nobody's
-        temporary = compiled.peak_bytes - named - parameters_bytes - (optimizer_bytes or 0)
-    return MemoryPart(
-        capacity_bytes=capacity,
-        pool_bytes=pool,
-        peak_bytes=compiled.peak_bytes,
-        reserved_bytes=beside.inside_pool + beside.outside_pool,
-        context_bytes=beside.context,
-        nccl_bytes=beside.nccl,
-        nccl_communicators=beside.communicators,
-        cudnn_workspace_bytes=beside.cudnn_workspace,
-        fragmentation_bytes=beside.fragmentation,
-        margin_bytes=margin,
-        fits=margin >= 0,
-        parameters_bytes=parameters_bytes,
-        optimizer_bytes=optimizer_bytes,
-        gradients_bytes=gradients,
-        activations_bytes=activations,
-        temporary_bytes=max(0, temporary),
-    )
-
-
-def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None, int | None]:
-    """Gradients and activations among the temporaries at the peak.
-
-    What is alive at the peak says what made it. Activations are what the forward pass made: what it keeps for the
-    backward pass. Gradients are told apart where their closed form fits into what neither pass made by itself (loops
-    carry them); what was recomputed or gathered, and what packing loses, stays temporary.
-    """
-    temp, live = compiled.memory["temp"], compiled.live
-    if live is None:
-        return (gradients if (gradients or 0) <= temp else None), None
-    sums = live[CARRIED] + live[OTHER]
-    known = min(gradients, sums, temp) if gradients is not None else None
-    return known, min(live[FORWARD], temp - (known or 0))
 
 
 def _communicators(used: Iterable[Collective]) -> list[list[Collective]]:
