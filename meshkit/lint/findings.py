@@ -12,7 +12,7 @@ from rich.text import Text
 from meshkit.config.rules import path_pattern
 from meshkit.config.sections import AllowTable
 from meshkit.errors import ConditionError
-from meshkit.report.parts import Part
+from meshkit.report.schema import Part
 
 Severity = Literal["error", "warning", "note"]
 SEVERITY_COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}

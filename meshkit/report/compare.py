@@ -7,13 +7,27 @@ be joined is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+import difflib
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from pydantic import Field
 
-from meshkit.report.parts import KernelPart
-from meshkit.report.schema import CommunicationPart, LinkName, OpPart, Part, ProgramPart, Report, Source, StepPart
+from meshkit.errors import ConfigError
+from meshkit.report.schema import (
+    CommunicationPart,
+    KernelPart,
+    LinkName,
+    OpPart,
+    Part,
+    ProgramPart,
+    Report,
+    Source,
+    StepPart,
+)
+from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
 _ROW_QUANTITIES = ("count", "payload_bytes", "time_s", "overlapped_s", "exposed_s", "busy_s")
 
@@ -192,24 +206,31 @@ def total(rows: Sequence[Part] | None, name: str) -> float | None:
 def _joined_ops(a: Report, b: Report, *, by_name: bool) -> tuple[tuple[ComparedOp, ...], float | None]:
     sides = [{(op.name if by_name else op.key): (op, row) for row in r.communication for op in row.ops} for r in (a, b)]
     busy = sum(op.busy_s or 0.0 for side in sides for op, _ in side.values())
-    common = [key for key in sides[0] if key in sides[1]]
-    joined = sum(side[key][0].busy_s or 0.0 for side in sides for key in common)
-    ops = []
-    for key in common:
-        (left, row), (right, _) = sides[0][key], sides[1][key]
-        ops.append(
-            ComparedOp(
-                key=left.key,
-                a_name=left.name,
-                b_name=right.name,
-                axes=row.axes,
-                source=right.source or left.source,
-                line=right.line or left.line,
-                **_pairs(left, right, ("count", "busy_s", "exposed_s")),
-            )
-        )
+    common, joined = _common(*sides)
+    ops = [
+        ComparedOp(axes=row.axes, **_both(left, right), exposed_s=pair(left.exposed_s, right.exposed_s))
+        for (left, row), (right, _) in common
+    ]
     ops.sort(key=lambda op: (-abs(op.exposed_s.difference), -abs(op.busy_s.difference)))
     return tuple(ops), joined / busy if busy else None
+
+
+def _common(a: Mapping[str, tuple], b: Mapping[str, tuple]) -> tuple[list[tuple[tuple, tuple]], float]:
+    """What both sides have, in the order of the first, and their busy seconds; a side's values begin with the part."""
+    found = [(a[key], b[key]) for key in a if key in b]
+    return found, sum(side[key][0].busy_s or 0.0 for side in (a, b) for key in a if key in b)
+
+
+def _both(left: OpPart | KernelPart, right: OpPart | KernelPart) -> dict[str, Any]:
+    """What every instruction that is in both reports has."""
+    return {
+        "key": left.key,
+        "a_name": left.name,
+        "b_name": right.name,
+        "source": right.source or left.source,
+        "line": right.line or left.line,
+        **_pairs(left, right, ("count", "busy_s")),
+    }
 
 
 def _joined_kinds(a: Report, b: Report) -> tuple[ComparedKind, ...]:
@@ -227,23 +248,9 @@ def _joined_kernels(a: Report, b: Report, *, by_name: bool) -> tuple[tuple[Compa
     sides = [_kernels(r, by_name) for r in (a, b)]
     if not all(sides):
         return (), None
-    common = [key for key in sides[0] if key in sides[1]]
-    joined = sum(side[key][0].busy_s or 0.0 for side in sides for key in common)
+    common, joined = _common(*sides)
     busy = sum(c.busy_s or 0.0 for r in (a, b) if r.kernels for c in r.kernels.classes)
-    ops = []
-    for key in common:
-        (left, kind), (right, _) = sides[0][key], sides[1][key]
-        ops.append(
-            ComparedKernel(
-                key=left.key,
-                kind=kind,
-                a_name=left.name,
-                b_name=right.name,
-                source=right.source or left.source,
-                line=right.line or left.line,
-                **_pairs(left, right, ("count", "busy_s")),
-            )
-        )
+    ops = [ComparedKernel(kind=kind, **_both(left, right)) for (left, kind), (right, _) in common]
     ops.sort(key=lambda op: -abs(op.busy_s.difference))
     return tuple(ops), joined / busy if busy else None
 
@@ -256,3 +263,89 @@ def _kernels(report: Report, by_name: bool) -> Mapping[str, tuple[KernelPart, st
 
 def _pairs(a: OpPart | Part | None, b: OpPart | Part | None, names: Iterable[str]) -> dict[str, Pair]:
     return {name: pair(getattr(a, name, None), getattr(b, name, None)) for name in names}
+
+
+_CONDITION = re.compile(r"^\s*([A-Za-z_0-9.+]+)\s*(>=|<=|>|<)\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(x?)\s*$")
+_HOLDS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+_EXAMPLES = "exposed_s>1.1x, step.time_s>0.5, communication.fsdp.exposed_s>1.2x or mfu<0.4"
+
+
+def judge(comparison: Comparison, text: str) -> JudgedCondition:
+    """Whether a condition such as `exposed_s>1.1x` holds for b, with the numbers.
+
+    Args:
+        comparison: of the reference (a) with what is judged (b).
+        text: `QUANTITY OP NUMBER`. The quantity is a key of `step` or `memory`, with or without the part's name, or
+            `communication.AXES.KEY`: the sum over the rows of those axes (`communication.data+fsdp.exposed_s`). An
+            `x` after the number makes it a multiple of what a has.
+
+    Raises:
+        ConfigError: another form, a quantity that does not exist, or one that is unknown in a report that is needed.
+    """
+    found = _CONDITION.match(text)
+    if not found:
+        raise ConfigError(f"the condition '{text}' cannot be read.", at=f"--fail-if '{text}'", hint=_EXAMPLES)
+    name, sign, number, relative = found.groups()
+    values = _quantity(comparison, name, text)
+    try:
+        limit = float(number)
+    except ValueError:
+        raise ConfigError(f"'{number}' is not a number.", at=f"--fail-if '{text}'") from None
+    reference = None
+    if relative:
+        reference = _known(values.a, name, "first", text)
+        limit *= reference
+    value = _known(values.b, name, "second", text)
+    met = _HOLDS[sign](value, limit)
+    return JudgedCondition(condition=text, met=met, value=value, limit=limit, reference=reference)
+
+
+def condition_text(judged: JudgedCondition) -> str:
+    """`exposed_s>1.1x: 212 ms, 1.31 x of 162 ms`."""
+    form = _form(judged.condition)
+    value = form(judged.value).strip()
+    if judged.reference is None:
+        return f"{judged.condition}: it is {value}"
+    times = f", {judged.value / judged.reference:.2f} x" if judged.reference else ""
+    return f"{judged.condition}: it is {value}, it was {form(judged.reference).strip()}{times}"
+
+
+def _form(condition: str) -> Callable[[Any], str]:
+    name = re.split(r"[<>]", condition)[0].strip()
+    for suffix, form in (("per_gpu", format_count), ("_s", format_seconds), ("_bytes", format_bytes)):
+        if name.endswith(suffix):
+            return form
+    shares = ("mfu", "mfu_causal", "hfu", "bubble_fraction")
+    return format_percent if name.rpartition(".")[2] in shares else format_count
+
+
+def _known(value: float | None, name: str, which: str, text: str) -> float:
+    if value is None:
+        raise ConfigError(f"{name} is unknown in the {which} report, so '{text}' cannot be judged.")
+    return value
+
+
+def _quantity(comparison: Comparison, name: str, text: str) -> Pair:
+    if name.startswith("communication."):
+        return _communication(comparison, name, text)
+    known: dict[str, Pair] = {**comparison.memory, **comparison.step}
+    qualified = {f"{part}.{key}": v for part in ("step", "memory") for key, v in getattr(comparison, part).items()}
+    if name not in known and name not in qualified:
+        close = difflib.get_close_matches(name, [*known, *qualified], n=1)
+        hint = close[0] if close else ", ".join(list(comparison.step)[:7])
+        raise ConfigError(f"there is no quantity '{name}' to compare.", at=f"--fail-if '{text}'", hint=hint)
+    return qualified.get(name) or known[name]
+
+
+def _communication(comparison: Comparison, name: str, text: str) -> Pair:
+    """The sum over the rows of some axes; a report without such a row has none of it: 0."""
+    _, _, rest = name.partition(".")
+    axes, _, key = rest.rpartition(".")
+    keys = [key for key, field in ComparedRow.model_fields.items() if field.annotation is Pair]
+    named = {"+".join(row.axes) for row in comparison.communication}
+    if axes not in named or key not in keys:
+        hint = f"axes: {', '.join(sorted(n for n in named if n)) or 'none'}; keys: {', '.join(keys)}"
+        raise ConfigError(f"there is no communication '{rest}' to compare.", at=f"--fail-if '{text}'", hint=hint)
+    pairs = [getattr(row, key) for row in comparison.communication if "+".join(row.axes) == axes]
+    a, b = (total([p for p in pairs if getattr(p, side) is not None], side) or 0.0 for side in ("a", "b"))
+    return pair(a, b)

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshkit.report.parts import GoodputPart, HistoryPart
-from meshkit.report.schema import Warning_
+from meshkit.report.schema import GoodputPart, HistoryPart, Warning_
 from meshkit.runs.goodput import Goodput, read_goodput
 from meshkit.runs.metrics import read_metrics
 from meshkit.units import format_percent

@@ -8,8 +8,16 @@ from typing import Any
 
 from meshkit.config.sections import PGLE_OPTION, PREDICTED
 from meshkit.errors import TraceError
-from meshkit.report.parts import FeedbackPart, QualityPart, StragglerPart, StragglersPart
-from meshkit.report.schema import CommunicationPart, Report, Warning_, read_report
+from meshkit.report.schema import (
+    CommunicationPart,
+    FeedbackPart,
+    QualityPart,
+    Report,
+    StragglerPart,
+    StragglersPart,
+    Warning_,
+    read_report,
+)
 from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED
 from meshkit.trace.reader import Trace
 from meshkit.trace.skew import Skew

@@ -18,18 +18,18 @@ from meshkit.hlo.pipeline_report import PipelineReport, useful_flops
 from meshkit.hlo.schedule import Schedule
 from meshkit.predict.kernels import compute_peak_flops, peak_flops
 from meshkit.predict.network import checkpoint_time_s
-from meshkit.report.kernel_rows import kernels_part
-from meshkit.report.parts import PipelinePart, StepSample
-from meshkit.report.rows import communication_rows, group_rows
+from meshkit.report.rows import communication_rows, group_rows, kernels_part
 from meshkit.report.schema import (
     ClusterPart,
     CommunicationPart,
     MeshAxisPart,
+    PipelinePart,
     Report,
     Source,
     SpreadPart,
     SpreadsPart,
     StepPart,
+    StepSample,
     TrainingPart,
     Warning_,
     WindowPart,

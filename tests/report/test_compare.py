@@ -9,9 +9,8 @@ from rich.console import Console
 
 from meshkit.cli import main
 from meshkit.errors import ConfigError
-from meshkit.report.compare import compare
+from meshkit.report.compare import compare, condition_text, judge
 from meshkit.report.views.compare import render
-from meshkit.verbs.compare.condition import condition_text, evaluate_condition, judge
 
 
 @pytest.fixture
@@ -99,7 +98,7 @@ def test_json_names_its_schema(report, slower):
     ],
 )
 def test_conditions(report, slower, condition, holds):
-    assert evaluate_condition(compare(report, slower), condition) is holds
+    assert judge(compare(report, slower), condition).met is holds
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ def test_conditions(report, slower, condition, holds):
 )
 def test_bad_conditions(report, slower, condition, message):
     with pytest.raises(ConfigError, match=message):
-        evaluate_condition(compare(report, slower), condition)
+        judge(compare(report, slower), condition)
 
 
 def test_a_condition_says_its_numbers(report, slower):

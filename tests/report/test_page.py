@@ -7,7 +7,7 @@ import pytest
 
 from meshkit.report.compare import compare
 from meshkit.report.history import goodput_part
-from meshkit.report.parts import (
+from meshkit.report.schema import (
     FeedbackPart,
     HistoryPart,
     KernelClassPart,

@@ -12,11 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from meshkit.report.parts import KernelClassPart, KernelsPart, QualityPart, StragglerPart, StragglersPart
-from meshkit.report.schema import Report, StepPart, WindowPart
+from meshkit.report.schema import (
+    KernelClassPart,
+    KernelsPart,
+    QualityPart,
+    Report,
+    StepPart,
+    StragglerPart,
+    StragglersPart,
+    WindowPart,
+)
 from meshkit.report.views.html import write_html
-from meshkit.report.views.lanes import common, lanes, step_to_draw
 from meshkit.report.views.terminal import bar, render
+from meshkit.report.views.timeline_chart import common, lanes, step_to_draw
 from meshkit.report.views.words import Share, step_shares
 from meshkit.timeline import DeviceStep, Timeline
 

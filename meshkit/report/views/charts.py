@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshkit.report.parts import GoodputPart, KernelClassPart
-from meshkit.report.schema import CommunicationPart, Report
+from meshkit.report.schema import CommunicationPart, GoodputPart, KernelClassPart, Report
 from meshkit.report.views.words import WORD, axes_text, goodput_shares, memory_shares, row_name, share_text, step_shares
 from meshkit.units import GIB, format_bytes, format_percent, format_seconds
 

@@ -43,16 +43,14 @@ def render(comparison: Comparison) -> RenderableType:
     kernels = [f"{op.b_name} ({op.kind})" for op in comparison.kernel_ops[:_MAX_OPS]]
     ops = [op.b_name for op in comparison.ops[:_MAX_OPS]]
     tables = [
-        _known(comparison, "step", _QUANTITIES),
         _known(comparison, "communication: time of each kind", _rows(comparison, "time_s")),
         _known(comparison, "  of it exposed", _rows(comparison, "exposed_s")),
         _known(comparison, "collectives, busy", _numbered("ops.{}.busy_s", ops)),
         _known(comparison, "compute: time of each kind", _kinds(comparison)),
         _known(comparison, "operations, busy", _numbered("kernel_ops.{}.busy_s", kernels)),
     ]
-    first, *more = (table.terminal() for table in tables if table.rows)
-    below = (*more, Text(joined_text(comparison), "dim"))
-    return Group(first, *(Padding(part, (1, 0, 0, 0)) for part in below))
+    below = [*(table.terminal() for table in tables if table.rows), Text(joined_text(comparison), "dim")]
+    return Group(_known(comparison, "step", _QUANTITIES).terminal(), *(Padding(part, (1, 0, 0, 0)) for part in below))
 
 
 def compared_section(a: Report, b: Report) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshkit.report.parts import PipelinePart
+from meshkit.report.schema import PipelinePart
 from meshkit.report.views.charts import frame
 
 _MASKED = "#d9dde3"

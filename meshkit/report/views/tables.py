@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from meshkit.report.parts import QualityPart
-from meshkit.report.schema import Report
+from meshkit.report.schema import QualityPart, Report
 from meshkit.report.views.table import Cell, Column, Numbers, Source, Table, Value, number_columns, text_columns
 from meshkit.report.views.words import (
     axes_text,

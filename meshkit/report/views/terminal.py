@@ -8,8 +8,7 @@ import rich.table
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshkit.report.parts import GoodputPart
-from meshkit.report.schema import CommunicationPart, Report
+from meshkit.report.schema import CommunicationPart, GoodputPart, Report
 from meshkit.report.views.table import Column, Table, Value, heading, labelled, listed
 from meshkit.report.views.tables import Shown, kinds_table, ops_table, rows_table
 from meshkit.report.views.words import (

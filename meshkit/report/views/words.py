@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.report.history import PHASES, goodput_part
-from meshkit.report.parts import GoodputPart
-from meshkit.report.schema import CommunicationPart, Report
+from meshkit.report.schema import CommunicationPart, GoodputPart, Report
 from meshkit.runs.goodput import Goodput
 from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 

@@ -26,10 +26,10 @@ def compare(
 ) -> None:
     """Two reports side by side, with ratios; a regression check for CI."""
     from meshkit.report.compare import compare as compare_reports
+    from meshkit.report.compare import condition_text, judge
     from meshkit.report.schema import read_report
     from meshkit.report.views.compare import render as render_comparison
     from meshkit.report.views.html import write_html
-    from meshkit.verbs.compare.condition import condition_text, judge
 
     first, second = read_report(a), read_report(b)
     comparison = compare_reports(first, second)

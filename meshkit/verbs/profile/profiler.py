@@ -20,11 +20,10 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.hlo.instructions import read_instructions
 from meshkit.report.folder import write_folder
-from meshkit.report.parts import StragglersPart
 from meshkit.report.program import captured_program
 from meshkit.report.quality import feedback_part, quality_part, stragglers_part, withhold_axes
 from meshkit.report.rows import group_rows
-from meshkit.report.schema import MemoryPart, Report, Warning_
+from meshkit.report.schema import MemoryPart, Report, StragglersPart, Warning_
 from meshkit.report.summarize import Machines, summarize
 from meshkit.step.facts import StepFacts
 from meshkit.timeline import Timeline

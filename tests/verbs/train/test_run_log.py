@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshkit.report.parts import StepSample
-from meshkit.report.schema import CommunicationPart, Report, StepPart, WindowPart
+from meshkit.report.schema import CommunicationPart, Report, StepPart, StepSample, WindowPart
 from meshkit.runs.metrics import read_metrics
 from meshkit.verbs.train import run_log
 from meshkit.verbs.train.run_log import RunLog, metrics_of
