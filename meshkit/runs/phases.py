@@ -34,17 +34,17 @@ class Phases:
     Args:
         pulse: the file that tells the supervisor; by default the one that MESHKIT_PULSE names, None for no pulse.
         clock: seconds.
-
-    Attributes:
-        seconds: phase -> seconds so far, without the present stay.
     """
+
+    seconds: dict[str, float]
+    """Phase -> seconds so far, without the present stay."""
 
     def __init__(self, pulse: Path | None = None, *, clock: Callable[[], float] = time.monotonic):
         named = os.environ.get(PULSE_VARIABLE)
         self._pulse = pulse or (Path(named) if named else None)
         self._clock, self._entered = clock, clock()
         self.phase, self.step, self._moves = "start", 0, 0
-        self.seconds: dict[str, float] = {"start": _age_s()}
+        self.seconds = {"start": _age_s()}
         self._moving = threading.Lock()  # another thread may ask for the totals in the middle of a move
         self._news, self._ends = threading.Event(), False
         self._thread: threading.Thread | None = None

@@ -219,7 +219,7 @@ def read_slice(
 
 
 def _check_free(folder: Path) -> None:
-    """On every process, what the first one sees: nothing is in the way."""
+    """Stops every process where the first one sees something in the way."""
     taken = jax.process_index() == 0 and (folder.is_file() or (folder.is_dir() and any(folder.iterdir())))
     if jax.process_count() > 1:
         taken = bool(multihost_utils.broadcast_one_to_all(taken))

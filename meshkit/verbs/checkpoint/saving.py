@@ -124,7 +124,7 @@ class Saving:
             self._copied.set()
 
     def _commit(self, parts: list[dict[str, Any]]) -> str | None:
-        """On process 0: makes the checkpoint whole, or removes it; why it failed, if it did."""
+        """Makes the checkpoint whole on process 0, or removes it; why it failed, if it did."""
         error = next((_of_process(rank, p["error"], len(parts)) for rank, p in enumerate(parts) if "error" in p), None)
         try:
             if error is None:

@@ -100,7 +100,7 @@ class CheckpointStore:
             )
 
     def _open(self) -> tuple[list[int], str | None]:
-        """On process 0: the steps that have a checkpoint, and why the folder cannot be written."""
+        """The steps that have a checkpoint, as process 0 finds them, and why the folder cannot be written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_unfinished(self.folder)
@@ -291,7 +291,7 @@ class CheckpointStore:
                 )
 
     def _say_first(self, line: str) -> None:
-        """On process 0 alone: what every process has come to know."""
+        """Prints on process 0 alone what every process has come to know."""
         if self._agreement.rank == 0:
             self._say(line)
 
@@ -338,7 +338,7 @@ def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | 
 
 
 def _first_problem(every: list[dict[str, Any]]) -> str | None:
-    """Of what each process says: the first problem, or that they read different manifests."""
+    """The first problem that any process has found, or that they read different manifests."""
     for rank, found in enumerate(every):
         if found["problem"]:
             return found["problem"] if len(every) == 1 else f"{found['problem']}, found by process {rank}"

@@ -57,38 +57,33 @@ def make_certificates(hosts: Sequence[str], *, days: int = VALID_DAYS) -> dict[s
             "a certificate needs the name or address of the coordinator.", at="--host", hint="--host gpu7"
         )
     now = datetime.datetime.now(datetime.UTC)
-
-    def begin(subject: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-        name = lambda text: x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-        builder = x509.CertificateBuilder().subject_name(name(subject)).issuer_name(name(issuer))
-        builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - _BACK).not_valid_after(now + datetime.timedelta(days=days))
-        identity = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-        return builder.add_extension(identity, critical=False)
-
-    def usage(**allowed: bool) -> x509.KeyUsage:
-        uses = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
-        uses += ("key_cert_sign", "crl_sign", "encipher_only", "decipher_only")
-        return x509.KeyUsage(**{use: allowed.get(use, False) for use in uses})
-
     ca_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
-    ca = (
-        begin("meshkit run authority", "meshkit run authority", ca_key)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage(key_cert_sign=True), critical=True)
-        .sign(ca_key, hashes.SHA256())
-    )
-    leaf = (
-        begin("meshkit run", "meshkit run authority", key)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(usage(digital_signature=True), critical=True)
-        .add_extension(
-            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
-        )
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(signer, critical=False)
-        .sign(ca_key, hashes.SHA256())
+    uses = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    uses += ("key_cert_sign", "crl_sign", "encipher_only", "decipher_only")
+
+    def certificate(
+        subject: str, of: ec.EllipticCurvePrivateKey, use: str, authority: bool, *extensions: x509.ExtensionType
+    ) -> x509.Certificate:
+        name = lambda text: x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+        builder = x509.CertificateBuilder().subject_name(name(subject)).issuer_name(name("meshkit run authority"))
+        builder = builder.public_key(of.public_key()).serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(now - _BACK).not_valid_after(now + datetime.timedelta(days=days))
+        constraints = x509.BasicConstraints(ca=authority, path_length=0 if authority else None)
+        for extension in (x509.SubjectKeyIdentifier.from_public_key(of.public_key()), *extensions):
+            builder = builder.add_extension(extension, critical=False)
+        for extension in (constraints, x509.KeyUsage(**{name: name == use for name in uses})):
+            builder = builder.add_extension(extension, critical=True)
+        return builder.sign(ca_key, hashes.SHA256())
+
+    ca = certificate("meshkit run authority", ca_key, "key_cert_sign", True)
+    leaf = certificate(
+        "meshkit run",
+        key,
+        "digital_signature",
+        False,
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+        x509.SubjectAlternativeName(names),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()),
     )
     pem = serialization.Encoding.PEM
     secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
@@ -138,16 +133,11 @@ def write_certificates(folder: Path, files: Mapping[str, bytes]) -> None:
     except OSError as e:
         raise ConfigError(f"certificates cannot be written to {folder}: {e.strerror}.", hint="another folder") from None
     if mode & 0o077:
-        remove_certificates(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(
             f"the file system of {folder} keeps no permissions (mode {mode:04o}): others could read the private key.",
             hint="another folder",
         )
-
-
-def remove_certificates(folder: Path) -> None:
-    """Removes the folder. Nothing else is in it: `write_certificates` sees to that."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -161,4 +151,4 @@ def certificates_for(folder: Path, hosts: Sequence[str]) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        remove_certificates(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # nothing else is in it: `write_certificates` sees to that

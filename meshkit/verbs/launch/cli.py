@@ -82,8 +82,8 @@ def local(
     from meshkit.distributed.environment import check_address
     from meshkit.verbs.launch.certificates import certificates_for
     from meshkit.verbs.launch.job import Job, job_name
-    from meshkit.verbs.launch.local import LocalPart, check_devices, supervise
-    from meshkit.verbs.launch.supervisor import Policy
+    from meshkit.verbs.launch.local import LocalPart, check_devices
+    from meshkit.verbs.launch.supervisor import Policy, Supervisor
     from meshkit.verbs.launch.watchdog import Limits
 
     loaded = load(experiment, set_)
@@ -114,7 +114,9 @@ def local(
     with ExitStack() as stack:
         if secrets:
             stack.enter_context(certificates_for(secrets, [known_as]))
-        code = supervise(part, loaded, command, folder, policy, say)
+        logs = folder / "logs" if hosts == 1 else folder / "logs" / f"host{host_index}"
+        environments = lambda attempt: part.environments(attempt, virtual=loaded.cluster.is_cpu)
+        code = Supervisor(command, environments, folder, policy, say, logs=logs, first_rank=part.first_rank).run()
     if code:
         raise typer.Exit(code)
 

@@ -1,6 +1,6 @@
 """`meshkit launch local`: the gang of an experiment on this machine.
 
-experiment, N processes, M devices -> environment of each process and attempt -> Supervisor
+experiment, N processes, M devices -> LocalPart -> environment of each process and attempt -> Supervisor
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshkit.config.experiment import Experiment
 from meshkit.distributed.environment import FIRST_PORT, JOIN_TIMEOUT, NUM_PORTS, Gang, without_launchers
 from meshkit.errors import ConfigError, RunError
-from meshkit.verbs.launch.supervisor import Policy, Supervisor
 
 _LOOPBACK = "127.0.0.1"
 _JOIN_S = "120"
@@ -27,7 +25,7 @@ class LocalPart:
     """The processes of a job that this machine runs."""
 
     processes: int
-    """On this machine."""
+    """Processes on this machine."""
     devices: int
     """Devices of each process."""
     hosts: int = 1
@@ -65,7 +63,7 @@ class LocalPart:
         return [inherited | self._gang(i, coordinator, attempt, virtual).emit() for i in range(self.processes)]
 
     def _gang(self, index: int, coordinator: str, attempt: int, virtual: bool) -> Gang:
-        """Of GPUs, every process sees all (they reach each other through CUDA IPC) and drives its own."""
+        """Every process sees all GPUs (they reach each other through CUDA IPC) and drives its own."""
         ids = None if virtual else tuple(range(index * self.devices, (index + 1) * self.devices))
         number = attempt if self.attempt is None else self.attempt
         return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number, self.mtls)
@@ -99,34 +97,6 @@ def check_devices(part: LocalPart, experiment: Experiment) -> None:
             at="--processes, --devices",
             hint=f"{_even_share(cluster.num_gpus, part)}, or a cluster of {started}",
         )
-
-
-def supervise(
-    part: LocalPart,
-    experiment: Experiment,
-    train_command: Sequence[str],
-    folder: Path,
-    policy: Policy,
-    show: Callable[[str], None],
-) -> int:
-    """Runs the job's processes of this machine to their end.
-
-    Returns:
-        The exit code: see `Supervisor.run`.
-
-    Raises:
-        RunError: the job failed for good.
-    """
-    virtual = experiment.cluster.is_cpu
-    return Supervisor(
-        train_command,
-        lambda attempt: part.environments(attempt, virtual=virtual),
-        folder,
-        policy,
-        show,
-        logs=None if part.hosts == 1 else folder / "logs" / f"host{part.host_index}",
-        first_rank=part.first_rank,
-    ).run()
 
 
 def free_port(host: str = _LOOPBACK) -> int:

@@ -58,11 +58,12 @@ class ReplicaCheck:
     Args:
         mesh: attached devices.
         state: tree of arrays, or ShapeDtypeStructs with NamedShardings on that mesh.
-
-    Attributes:
-        paths: the arrays that have replicas, in tree order; the others have one copy of each part only.
-        read_bytes: what the largest share of a GPU reads for one check.
     """
+
+    paths: list[str]
+    """Arrays that have replicas, in tree order; the others have one copy of each part only."""
+    read_bytes: int
+    """What the largest share of a GPU reads for one check."""
 
     def __init__(self, mesh: jax.sharding.Mesh, state: Any):
         self._mesh = mesh
@@ -137,7 +138,7 @@ class ReplicaCheck:
         return lax.all_gather(jnp.stack([hash_bits(x) for x in shards]), self._mesh.axis_names)
 
     def _outliers(self, index: int, hashes: np.ndarray) -> list[Difference]:
-        """Of one array: hashes laid out as the mesh is, compared among the devices that hold the same part."""
+        """Compares hashes of one array, laid out as the mesh is, among the devices that hold the same part."""
         replicas = [self._mesh.axis_names.index(a) for a in self._axes[index]]
         last = range(-len(replicas), 0)
         copies = int(np.prod([hashes.shape[a] for a in replicas]))
@@ -196,7 +197,7 @@ def _on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _host_names() -> list[str]:
-    """Of every process; a collective."""
+    """The host of every process; a collective."""
     name = socket.gethostname().encode()[:_HOST_NAME_BYTES].ljust(_HOST_NAME_BYTES)
     rows = multihost_utils.process_allgather(np.frombuffer(name, np.uint8))
     return [bytes(row).decode(errors="replace").strip() for row in np.atleast_2d(rows)]

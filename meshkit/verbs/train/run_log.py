@@ -76,21 +76,15 @@ class StepProgress:
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Shows a step's record as metrics.jsonl has it."""
-        step, numbers = record["step"], describe(record)
+        step, mfu = record["step"], record.get("mfu")
+        numbers = f"loss {record['loss']:.4f}  {format_count(record['tokens_per_s'])}tokens/s"
+        numbers += f"  MFU {format_percent(mfu)}" if mfu is not None else ""  # None where no peak is known
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=step, numbers=numbers)
         elif step == 1 or step == self._steps or step % max(1, self._steps // _LINES_WITHOUT_TERMINAL) == 0:
             self.say(f"step {step}/{self._steps}  {numbers}")
         if "evaluation_loss" in record:
             self.say(f"step {step}: held-out loss {record['evaluation_loss']:.4f}")
-
-
-def describe(record: Mapping[str, Any]) -> str:
-    """`loss 2.4889  25.6 ktokens/s  MFU 41.2 %`; MFU only where a peak is known."""
-    parts = [f"loss {record['loss']:.4f}", f"{format_count(record['tokens_per_s'])}tokens/s"]
-    if record.get("mfu") is not None:
-        parts.append(f"MFU {format_percent(record['mfu'])}")
-    return "  ".join(parts)
 
 
 class RunLog(MetricsLog):

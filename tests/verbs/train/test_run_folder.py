@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,15 @@ def run(out, *overrides, console=None):
     return trainer.train(load(EXPERIMENT, [*CPU, *overrides]), out, console=console or Console(quiet=True))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run(folder := tmp_path_factory.mktemp("trained"))
+    return folder
+
+
 @pytest.fixture
-def finished(tmp_path):
-    run(tmp_path / "run")
-    return tmp_path / "run"
+def finished(tmp_path, trained):
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 def checkpoints(folder):
