@@ -21,7 +21,7 @@ def to_cluster(found: Topology, *, gpu: str | None = None) -> dict[str, Any]:
 
     Args:
         found: what is there.
-        gpu: the catalog key where discovery cannot tell it, or tells it wrongly.
+        gpu: the catalog key where discovery does not know it, or is wrong.
 
     Raises:
         ConfigError: no GPU, GPUs of several kinds or none that the catalog has, hosts that are not alike.
@@ -68,7 +68,7 @@ def _unusual_switch(found: Topology, table: dict[str, Any]) -> dict[str, bool]:
 
 
 def _has_nvswitch(found: Topology) -> bool | None:
-    """Whether NVLink goes through a switch; None where nothing tells."""
+    """Whether NVLink goes through a switch; None where it is not known."""
     remotes = {link.remote for gpu in found.gpus for link in gpu.nvlinks if link.active}
     if "switch" in remotes or remotes == {"gpu"}:
         return "switch" in remotes

@@ -67,7 +67,7 @@ def nic_by_rate(layer: str, bits_per_s: float, technology: str = "") -> Match:
     Args:
         layer: `infiniband`, `ethernet` (RDMA over it), or `tcp`.
         bits_per_s: of the port.
-        technology: the kernel's word for it (`NDR`), which tells two InfiniBand ports of one rate apart.
+        technology: the kernel's word for it (`NDR`), which distinguishes two InfiniBand ports of one rate.
     """
     prefix = {"infiniband": "ib_", "ethernet": "roce_", "tcp": "tcp_"}[layer]
     entries = [catalog.nic(key) for key in catalog.nic_keys() if key.startswith(prefix)]

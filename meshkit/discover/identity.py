@@ -1,4 +1,4 @@
-"""Which NVLink domain each device of a job is in, told by the machines themselves.
+"""Which NVLink domain each device of a job is in, as the machines themselves say.
 
 Every process publishes one record (text) with the identities of its own GPUs; all processes read all records. GPUs with
 the same identity share a domain. Nothing is guessed from processes or ranks.

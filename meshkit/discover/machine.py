@@ -151,7 +151,7 @@ def _between_gpus(
 
 
 def _peer_access(snapshot: Snapshot) -> bool:
-    """Whether GPUs can read each other's memory, as far as is known; else they meet in the host's."""
+    """Whether GPUs can read each other's memory, as far as is known; else they go through the host's."""
     peers = [peer for gpu in snapshot.gpus for peer in gpu.peers]
     return not peers or any(peer.nvlink is not False or peer.pci is not False for peer in peers)
 
@@ -159,7 +159,7 @@ def _peer_access(snapshot: Snapshot) -> bool:
 def _to_nics(
     gpus: tuple[FoundGpu, ...], nics: tuple[FoundNic, ...], printed: Mapping[frozenset[str], Connection]
 ) -> list[Connection]:
-    """Paths from GPUs to NICs: nvidia-smi's, else what the NUMA nodes tell."""
+    """Paths from GPUs to NICs: nvidia-smi's, else by NUMA node."""
     found = []
     for gpu in gpus:
         for nic in nics:

@@ -1,7 +1,7 @@
 """NCCL's topology XML (NCCL_TOPO_FILE, NCCL_TOPO_DUMP_FILE), and its graph XML.
 
 NCCL's own dumps say everything; files of vendors are partial: PCI addresses and slots, some with invented addresses of
-switches. What a file does not say stays unknown, unless its name or comment tells which vendor's machine it is.
+switches. What a file does not say stays unknown, unless its name or comment says which vendor's machine it is.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Place:
     switches: tuple[int, ...] = ()
 
     def path_to(self, other: _Place) -> str:
-        """The PCI path between two devices, as far as the tree tells."""
+        """The PCI path between two devices, as far as the tree shows it."""
         shared = sum(x == y for x, y in zip(self.switches, other.switches))
         if shared:
             return "PIX" if len(self.switches) == len(other.switches) == shared else "PXB"
@@ -264,7 +264,7 @@ class _System:
         return tuple(links)
 
     def _connections(self) -> Iterator[Connection]:
-        """NVLink between GPUs where it is listed, else the PCI path, as far as the tree tells."""
+        """NVLink between GPUs where it is listed, else the PCI path, as far as the tree shows it."""
         by_bus = {(gpu.host, gpu.bus): gpu.id for gpu in self.gpus}
         gpus = {gpu.id: gpu for gpu in self.gpus}
         direct: dict[tuple[str, str], int] = {}
@@ -287,7 +287,7 @@ class _System:
 
 
 def _graph(root: Element, at: str) -> Topology:
-    """What a file of NCCL's chosen rings tells of the machine: how many GPUs, and the worst path between them."""
+    """What a file of NCCL's chosen rings says of the machine: how many GPUs, and the worst path between them."""
     graphs = root.each("graph")
     channels = [channel for graph in graphs for channel in graph.all("channel")]
     if not channels:
@@ -333,8 +333,8 @@ def _bad(element: Element, name: str, at: str) -> TraceError:
 def _parse_xml(data: bytes, *, at: str) -> tuple[Element, tuple[str, ...]]:
     """The root element of a document, and its comments; bounded, without DOCTYPE and entities.
 
-    Topology files come from vendors, images and other people's tickets; ElementTree expands entities, and tells no line
-    of an element.
+    Topology files come from vendors, images and other people's tickets; ElementTree expands entities, and knows no
+    lines.
 
     Raises:
         TraceError: not XML, a DOCTYPE or entity in it, nested too deeply, too many elements.

@@ -56,7 +56,7 @@ class Matrix:
     """The line of its header, from 1."""
     gpus: tuple[str, ...]
     nics: tuple[str, ...]
-    """Names as the kernel has them, where the legend tells."""
+    """Names as the kernel has them, where the legend has them."""
     cells: Mapping[tuple[str, str], str]
     """(device, device) -> `X`, `NV18`, `PIX`, ..."""
     numa: Mapping[str, int | None]
@@ -83,7 +83,7 @@ class Matrix:
 def from_matrix(matrix: Matrix, source: str) -> Topology:
     """The Topology that a matrix describes.
 
-    Its GPUs are told by what the text around the matrix calls them, else by their NVLinks alone.
+    Its GPUs are identified by what the text around the matrix calls them, else by their NVLinks alone.
     """
     links = matrix.connections
     totals = _nvlinks_per_gpu([f"gpu{i}" for i in range(len(matrix.gpus))], links)
@@ -233,7 +233,7 @@ def _row(line: str, names: Sequence[str], affinities: Sequence[str], where: str)
 
 
 def _affinities(name: str, rest: list[str], affinities: Sequence[str], where: str, *, by_tabs: bool) -> list[str]:
-    """The affinity cells of a GPU's row, empty ones as "" (without tabs they cannot be told); NICs have none."""
+    """The affinity cells of a GPU's row, empty ones as "" (without tabs they cannot be recognized); NICs have none."""
     if len(rest) > len(affinities):
         rest = [*rest[:2], *(cell for cell in rest[2:] if cell)]  # the tool writes two tabs before a last N/A
     while rest and not rest[-1]:

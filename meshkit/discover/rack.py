@@ -61,7 +61,7 @@ def _parse(text: str, *, at: str) -> tuple[_Block, ...]:
 
 
 def from_rack(text: str, *, at: str) -> Topology:
-    """The Topology of a rack model; its name tells how many GPUs a host has, where it tells the kind of rack.
+    """The Topology of a rack model; the name of its kind of rack says how many GPUs a host has.
 
     Raises:
         TraceError: a damaged file, or a rack that is not known.

@@ -1,4 +1,4 @@
-"""The environment contract: the variables by which every launcher tells a process what job it is part of.
+"""The environment contract: the variables by which every launcher says to a process what job it is part of.
 
     launcher -> Gang.emit() -> MESHKIT_* variables -> read_gang() -> Gang -> jax.distributed.initialize
     SLURM_*, OMPI_*, PMI_*, PMIX_*, RANK..., JOB_COMPLETION_INDEX -> detect() -> Detected -> read_gang()
@@ -104,7 +104,7 @@ class Detected:
     launcher: str
     """Its name, as people write it."""
     settings: Mapping[str, Setting]
-    """Values by variable of the contract; absent where the launcher's own do not tell."""
+    """Values by variable of the contract; absent where the launcher's own do not say."""
 
 
 def read_gang(environment: Mapping[str, str] | None = None) -> Gang | None:
@@ -314,7 +314,7 @@ def _pmi(env: Mapping[str, str]) -> Detected | None:
 
 
 def _pmix(env: Mapping[str, str]) -> Detected | None:
-    """PMIx tells a rank, but the number of processes only through its library; srun --mpi=pmix tells both."""
+    """PMIx sets a rank, but has the number of processes only in its library; srun --mpi=pmix sets both."""
     if not env.get("PMIX_RANK"):
         return None
     rank, slurm = _setting(env, "PMIX_RANK"), _slurm(env)
@@ -357,7 +357,7 @@ def _slurm_devices(env: Mapping[str, str]) -> dict[str, Setting]:
 
 
 def _kubernetes(env: Mapping[str, str]) -> Detected | None:
-    """An Indexed Job tells a pod its number alone; the others come from the contract, as `launch jobset` renders it."""
+    """An Indexed Job gives a pod its number alone; the others come from the contract, as `launch jobset` renders it."""
     if not env.get("JOB_COMPLETION_INDEX"):
         return None
     return Detected("Kubernetes", {PROCESS_ID: _setting(env, "JOB_COMPLETION_INDEX")})

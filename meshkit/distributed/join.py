@@ -69,9 +69,9 @@ def join_gang(environment: Mapping[str, str] | None = None, *, timeout_s: float 
     mtls = _mtls_arguments(certificates)
     if timeout_s is None:
         timeout_s = join_timeout_s(environment, otherwise=_JOIN_HERE_S if gang.on_loopback else _JOIN_S)
-    wait_for_name(gang, timeout_s, _tell)
+    wait_for_name(gang, timeout_s, _log)
     bind = bind_address(gang.coordinator)
-    attendance = call_roll(gang, timeout_s, bind=bind, certificates=certificates, tell=_tell)
+    attendance = call_roll(gang, timeout_s, bind=bind, certificates=certificates, log=_log)
     if attendance.problem is not None:
         wrong = ConfigError if attendance.is_final else RunError
         raise wrong(attendance.problem, at="environment", hint="meshkit doctor --gang in place of the training")
@@ -149,7 +149,7 @@ def bind_address(coordinator: str) -> str | None:
 
 
 def _mtls_arguments(certificates: Certificates | None) -> dict[str, Any]:
-    """What jax.distributed.initialize is told; an older jax has no such arguments."""
+    """Arguments of jax.distributed.initialize; an older jax has no such arguments."""
     if certificates is None:
         return {}
     if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
@@ -166,7 +166,7 @@ def _mtls_arguments(certificates: Certificates | None) -> dict[str, Any]:
     }
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(f"meshkit: {line}", file=sys.stderr, flush=True)
 
 

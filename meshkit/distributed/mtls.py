@@ -3,7 +3,7 @@
     verbs/launch/certificates.py makes them -> folder, MESHKIT_MTLS -> read_certificates -> roll call, jax.distributed
 
 Mutual TLS: the coordinator and every process show a certificate of one authority, which is made for the run. Whoever
-has none is not let in, and is told nothing.
+has none is not let in, and learns nothing.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def read_certificates(folder: str, *, coordinator_host: str | None = None) -> Ce
 
 
 def _shake_hands(certificates: Certificates, host: str | None) -> None:
-    """Both ends of a connection, in memory. OpenSSL says what a meeting over the network would."""
+    """Both ends of a connection, in memory. OpenSSL says what a handshake over the network would."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     context = certificates.client()
     context.check_hostname = host is not None

@@ -29,7 +29,7 @@ from meshkit.errors import ConfigError, RunError
 
 _ANSWER_BYTES, _LINE_BYTES = 1 << 24, 1024
 _RETRY_S, _CONNECT_S = 0.1, 5.0
-# What process 0 says at once to a process of the job, so that one that listens there by accident is told apart.
+# What process 0 says at once to a process of the job, so that one that listens there by accident is recognized.
 _GREETING, _GREETING_S = b"meshkit", 10.0
 _MOST_NAMED = 16
 # Silent connections at a time, beyond the job's own; a process says its line as soon as it is connected.
@@ -43,7 +43,7 @@ _NAME_S = 20.0
 # Certificates, logs and time stamps of checkpoints are of no use beyond it; a message on a busy machine takes seconds.
 _CLOCK_S = 60.0
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 _Contexts = tuple[ssl.SSLContext, ssl.SSLContext] | tuple[None, None]
 
 
@@ -112,16 +112,16 @@ def call_roll(
     *,
     bind: str | None = None,
     certificates: Certificates | None = None,
-    tell: Tell = lambda _: None,
+    log: Log = lambda _: None,
 ) -> Attendance:
-    """Meets the other processes of the job; all of them call it.
+    """Finds out which processes of the job are there; all of them call it.
 
     Args:
         gang: of this process.
         timeout_s: for all to come.
         bind: host:port on which process 0 listens; None for all interfaces.
         certificates: of this process; None meets in the open.
-        tell: where a line goes on whom this process waits for, when it takes long.
+        log: where a line goes on whom this process waits for, when it takes long.
 
     Raises:
         ConfigError: nobody knows the coordinator's name.
@@ -131,20 +131,20 @@ def call_roll(
         contexts = (certificates.server(), certificates.client()) if certificates else (None, None)
     except OSError as e:
         raise ConfigError(f"the certificates cannot be used: {e.strerror or e}.", at=str(gang.mtls)) from None
-    wait_for_name(gang, timeout_s, tell)
+    wait_for_name(gang, timeout_s, log)
     if gang.process_id == 0:
-        return _listen(gang, timeout_s, bind, contexts, tell)
-    return _answer(gang, timeout_s, contexts[1], tell)
+        return _listen(gang, timeout_s, bind, contexts, log)
+    return _answer(gang, timeout_s, contexts[1], log)
 
 
-def wait_for_name(gang: Gang, timeout_s: float, tell: Tell = lambda _: None) -> None:
+def wait_for_name(gang: Gang, timeout_s: float, log: Log = lambda _: None) -> None:
     """Waits until the coordinator's name can be looked up, for seconds; in Kubernetes for all of `timeout_s`.
 
     Raises:
         ConfigError: nobody knows it.
     """
     host, port = gang.address
-    progress, began = _Progress(tell, timeout_s), time.monotonic()
+    progress, began = _Progress(log, timeout_s), time.monotonic()
     patience_s = timeout_s if gang.in_kubernetes else min(timeout_s, _NAME_S)
     while True:
         try:
@@ -165,22 +165,22 @@ def wait_for_name(gang: Gang, timeout_s: float, tell: Tell = lambda _: None) -> 
 class _Progress:
     """Says now and then what is waited for."""
 
-    def __init__(self, tell: Tell, timeout_s: float):
-        self._tell, self._timeout_s = tell, timeout_s
+    def __init__(self, log: Log, timeout_s: float):
+        self._log, self._timeout_s = log, timeout_s
         self._began, self._next = time.monotonic(), _FIRST_WORD_S
 
     def say(self, text: str) -> None:
         waited = time.monotonic() - self._began
         if waited >= self._next:
             self._next *= 2
-            self._tell(f"{text} ({waited:.0f} s so far, {self._timeout_s:g} s at most)")
+            self._log(f"{text} ({waited:.0f} s so far, {self._timeout_s:g} s at most)")
 
 
 # ---------------------------------------------------------------------------------------------- process 0
 
 
-def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts, tell: Tell) -> Attendance:
-    roll, progress, rival = _Roll(gang), _Progress(tell, timeout_s), _Rival(gang, contexts[1])
+def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts, log: Log) -> Attendance:
+    roll, progress, rival = _Roll(gang), _Progress(log, timeout_s), _Rival(gang, contexts[1])
     try:
         server = _server(gang, bind)
     except OSError as e:
@@ -358,9 +358,9 @@ class _Connections:
 # ---------------------------------------------------------------------------------------------- the others
 
 
-def _answer(gang: Gang, timeout_s: float, context: ssl.SSLContext | None, tell: Tell) -> Attendance:
+def _answer(gang: Gang, timeout_s: float, context: ssl.SSLContext | None, log: Log) -> Attendance:
     began, token = time.monotonic(), secrets.token_hex(8)
-    progress, why = _Progress(tell, timeout_s), "nobody listens"
+    progress, why = _Progress(log, timeout_s), "nobody listens"
     while (left := began + timeout_s - time.monotonic()) > 0:
         try:
             # Process 0 began at another moment: its answer may come a whole timeout later than this process's own.

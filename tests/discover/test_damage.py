@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshkit.config.cluster import Cluster
-from meshkit.discover import check, from_matrix, parse_matrices, parse_topology, record, to_cluster
+from meshkit.discover import check, record, to_cluster
 from meshkit.discover.bundle import replay
+from meshkit.discover.nccl_xml import parse_topology
+from meshkit.discover.nvidia_smi import from_matrix, parse_matrices
 from meshkit.discover.rack import from_rack
 from meshkit.errors import ConfigError, MeshkitError, TraceError
 

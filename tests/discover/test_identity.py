@@ -105,8 +105,8 @@ client.wait_at_barrier("done", 60_000)
 
 
 @pytest.mark.multiprocess
-def test_eight_processes_exchange_identities_through_the_coordination_service():
-    count = 8
+def test_processes_exchange_identities_through_the_coordination_service():
+    count = 4
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -128,7 +128,7 @@ def test_eight_processes_exchange_identities_through_the_coordination_service():
         for worker in workers:
             worker.kill()
     assert [worker.returncode for worker in workers] == [0] * count, outputs[0][1][-2000:]
-    assert {out.strip() for out, _ in outputs} == {"order [0, 2, 4, 6, 1, 3, 5, 7]"}
+    assert {out.strip() for out, _ in outputs} == {"order [0, 2, 1, 3]"}
 
 
 def test_identities_take_no_commands_where_nvml_answers(hgx):

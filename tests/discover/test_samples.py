@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshkit.config.cluster import Cluster
-from meshkit.discover import parse_matrices, read_recorded, to_cluster
+from meshkit.discover import read_recorded, to_cluster
+from meshkit.discover.nvidia_smi import parse_matrices
 from meshkit.errors import ConfigError
 from meshkit.verbs.topo.topo import run
 

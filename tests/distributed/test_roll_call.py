@@ -70,7 +70,8 @@ def test_nobody_listens():
     assert "did not reach the coordinator" in result.message
 
 
-def test_a_port_that_is_taken():
+def test_a_port_that_is_taken(monkeypatch):
+    monkeypatch.setattr(roll_call, "_OTHER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(RunError, match="cannot listen on"):
@@ -212,7 +213,7 @@ def test_a_coordinator_that_nobody_knows(monkeypatch, process, in_kubernetes, se
 def test_whom_it_waits_for_is_said(monkeypatch):
     monkeypatch.setattr(roll_call, "_FIRST_WORD_S", 0.3)
     port, said = free_port(), []
-    found = call_roll(Gang(f"127.0.0.1:{port}", 3, 0), 2.5, bind=f"127.0.0.1:{port}", tell=said.append)
+    found = call_roll(Gang(f"127.0.0.1:{port}", 3, 0), 2.5, bind=f"127.0.0.1:{port}", log=said.append)
     assert found.missing == [1, 2]
     assert said[0].startswith("waiting for 2 of 3 processes: 1, 2 (")
     assert 1 <= len(said) <= 3  # after 0.3, 0.6 and 1.2 s, at the most

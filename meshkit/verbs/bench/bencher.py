@@ -123,7 +123,7 @@ def _sizes(sizes: Sequence[int] | None, mesh: jax.sharding.Mesh) -> list[int]:
 
 
 def _available_bytes() -> int | None:
-    """Memory of this machine that programs may take, file cache included; None where it cannot be told."""
+    """Memory of this machine that programs may take, file cache included; None where it is not known."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -68,7 +68,7 @@ def _capability(device: Any) -> tuple[int, ...]:
 
 
 def _matmul_flops_per_s(precision: str, sizes: RateSizes) -> float:
-    """Of a matmul as large as the catalog's `achieved.matmul` refers to: no shape could be faster."""
+    """The rate of a matmul as large as the catalog's `achieved.matmul` refers to: no shape could be faster."""
     n = sizes.matmul
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp8": jnp.float8_e4m3fn}.get(precision, jnp.float32)
     a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.float32).astype(dtype) for i in range(2))

@@ -37,7 +37,7 @@ _INTERFACES = "/sys/class/net"
 def check_variables(
     env: Mapping[str, str], *, memory_fraction: float | None = None, interfaces: Path = Path(_INTERFACES)
 ) -> list[Result]:
-    """Everything that the environment alone tells.
+    """Everything that the environment alone shows.
 
     Args:
         env: of the process that would train.

@@ -155,7 +155,7 @@ def run(
         record: where to write a scrubbed bundle of this machine.
         xml: NCCL's topology XML to read instead of this machine.
         matrix: output of `nvidia-smi topo -m` (or a rack model of topograph) to read instead.
-        gpu: catalog key of the GPUs, where discovery cannot tell it.
+        gpu: catalog key of the GPUs, where discovery does not know it.
 
     Raises:
         ConfigError: contradictory arguments, a file that is missing or exists, nothing to write for `out`.

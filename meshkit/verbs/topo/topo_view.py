@@ -95,7 +95,7 @@ def _rdma(report: TopoReport) -> str:
 
 
 def _picture(report: TopoReport) -> RenderableType:
-    """Hosts, their NUMA nodes, and each GPU beside the NICs that are near it."""
+    """Hosts, their NUMA nodes, and each GPU with the NICs that are near it."""
     trees = []
     for host in range(report.hosts):
         tree = Tree(Text(f"host {host}", style="bold"), guide_style="bright_black")
