@@ -19,16 +19,12 @@ _LEAST_RATE = 0.25  # a normal distribution has no end, a GPU that is in use doe
 class Assumptions:
     """The ingredients of the model of a step."""
 
-    shapes: bool = True
-    """Matmuls are as fast as their shape allows; False: all as fast as a large one."""
-    sustained: bool = True
-    """At the rate that the power cap leaves; False: at that of a short burst."""
-    attention: bool = True
-    """Fused attention at its measured rates; False: as fast as a matmul."""
+    shapes: bool = True  # matmuls are as fast as their shape allows; False: all as fast as a large one
+    sustained: bool = True  # at the rate that the power cap leaves; False: at that of a short burst
+    attention: bool = True  # fused attention at its measured rates; False: as fast as a matmul
     contention: bool = True
     """A collective takes multiprocessors and memory bandwidth from what computes at the same time."""
-    slowest: bool = True
-    """All GPUs wait for the slowest of them, see `slowest_of`; False: all are alike."""
+    slowest: bool = True  # all GPUs wait for the slowest of them, see `slowest_of`; False: all are alike
     separate_links: bool = False
     """Collectives inside an NVLink domain and between domains run on streams of their own, as XLA does it when
     `xla_gpu_experimental_parallel_collective_overlap_limit` is above 1; False: one after the other, in order of their

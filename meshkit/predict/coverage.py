@@ -42,10 +42,8 @@ class FlopNote:
     """`flops`: it executes less, so that not all of it was read and the step is no prediction; `repeated_work` or
     `ragged_dot`: it executes more, and the step has it all."""
     message: str
-    names: tuple[str, ...] = ()
-    """Instructions that execute more than needed."""
-    share: float = 0.0
-    """The part of their FLOP that is too much."""
+    names: tuple[str, ...] = ()  # instructions that execute more than needed
+    share: float = 0.0  # the part of their FLOP that is too much
 
 
 def executed_flops(schedule: Schedule, name: str | None = None) -> float:

@@ -151,41 +151,24 @@ class Wires:
 
     g: int
     k: int
-    inside_bytes_per_s: float
-    """Usable, of one GPU and direction, inside its domain."""
-    outside_bytes_per_s: float
-    """The same out of its domain."""
-    peer_bytes_per_s: float
-    """Inside, to one other GPU: without a switch only the links that lead there."""
-    hops: float
-    """NVLinks that a byte crosses between two members, on average; more than one in a cube mesh."""
-    taper: float
-    """NVLink bandwidth to other hosts of the domain, relative to inside the host."""
-    inside: str
-    """Row of NCCL's latencies: `nvlink` or `pcie`."""
-    outside: str
-    """Another: `net`, or `pcie` where no NIC is between domains."""
-    inside_extra_s: tuple[float, float]
-    """What a step costs beyond that table, (LL and LL128, Simple)."""
+    inside_bytes_per_s: float  # usable, of one GPU and direction, inside its domain
+    outside_bytes_per_s: float  # the same out of its domain
+    peer_bytes_per_s: float  # inside, to one other GPU: without a switch only the links that lead there
+    hops: float  # NVLinks that a byte crosses between two members, on average; more than one in a cube mesh
+    taper: float  # NVLink bandwidth to other hosts of the domain, relative to inside the host
+    inside: str  # row of NCCL's latencies: `nvlink` or `pcie`
+    outside: str  # another: `net`, or `pcie` where no NIC is between domains
+    inside_extra_s: tuple[float, float]  # what a step costs beyond that table, (LL and LL128, Simple)
     outside_extra_s: tuple[float, float]
-    generation: Mapping[str, Any] | None
-    """NVLink's row of nccl.toml; None without NVLink."""
-    ll128: bool
-    """Whether NCCL may use the protocol."""
-    nvls: bool
-    """Whether NCCL may add in the switch."""
-    plateau: float
-    """Factor on the latency of a Simple all-reduce ring over hosts."""
-    ports: int
-    """Network ports that lead out of the group's part of a domain."""
-    port_bytes_per_s: float
-    """What one of them sends."""
-    ranks: int
-    """GPUs of a domain that the job uses."""
-    per_host: int
-    """Of which on one host."""
-    fitted: Mapping[str, float]
-    """Launch, and steps that a ring needs to turn around: `[fitted]` of nccl.toml."""
+    generation: Mapping[str, Any] | None  # NVLink's row of nccl.toml; None without NVLink
+    ll128: bool  # whether NCCL may use the protocol
+    nvls: bool  # whether NCCL may add in the switch
+    plateau: float  # factor on the latency of a Simple all-reduce ring over hosts
+    ports: int  # network ports that lead out of the group's part of a domain
+    port_bytes_per_s: float  # what one of them sends
+    ranks: int  # GPUs of a domain that the job uses
+    per_host: int  # of which on one host
+    fitted: Mapping[str, float]  # launch, and steps that a ring needs to turn around: `[fitted]` of nccl.toml
 
     @classmethod
     def of(cls, cluster: Cluster, g: int, k: int, *, concurrent_groups: int | None = None, nvls: bool = True) -> Wires:

@@ -32,22 +32,14 @@ _MOST_BESIDE = 256
 class Simulation:
     """A simulated step."""
 
-    timeline: Timeline
-    """One step of one GPU."""
-    all_overlapped_s: float
-    """The step if every collective hid under compute and took nothing from it."""
-    all_exposed_s: float
-    """The step if none did."""
-    flops: dict[str, float]
-    """Dtype of the operands -> matmul and attention FLOP that one GPU executes."""
-    notes: Mapping[str, list[str]]
-    """Assumptions made about single instructions, by kind."""
-    host_bytes: float = 0.0
-    """What crosses the link between one GPU and its host's memory."""
-    host_transfer_s: float = 0.0
-    """Seconds that this takes, both ways one after the other."""
-    contention_s: float = 0.0
-    """Seconds by which collectives slow kernels."""
+    timeline: Timeline  # one step of one GPU
+    all_overlapped_s: float  # the step if every collective hid under compute and took nothing from it
+    all_exposed_s: float  # the step if none did
+    flops: dict[str, float]  # dtype of the operands -> matmul and attention FLOP that one GPU executes
+    notes: Mapping[str, list[str]]  # assumptions made about single instructions, by kind
+    host_bytes: float = 0.0  # what crosses the link between one GPU and its host's memory
+    host_transfer_s: float = 0.0  # seconds that this takes, both ways one after the other
+    contention_s: float = 0.0  # seconds by which collectives slow kernels
     noted_s: Mapping[str, float] = field(default_factory=dict)
     """Control flow in the notes -> its seconds in the step: of a conditional those of its longest branch, of a loop of
     unknown length those of one iteration."""
@@ -156,17 +148,14 @@ class _Segment:
 class _Streams:
     """Where each stream is, in seconds from the start of a computation."""
 
-    now: float = 0.0
-    """The compute stream."""
-    network: dict[str, float] = field(default_factory=lambda: {"": 0.0})
-    """When the stream of each link is free again."""
+    now: float = 0.0  # the compute stream
+    network: dict[str, float] = field(default_factory=lambda: {"": 0.0})  # when the stream of each link is free again
     copy: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
     """When those of asynchronous copies are: on the device, and over the host link. XLA spreads them over four streams
     in turn; which of them share one is not in the module, and they are taken as apart."""
     flying: list[tuple[float, float, Load]] = field(default_factory=list)
     """(start_s, end_s, what it leaves) of collectives that may still run."""
-    pending: dict[str, float] = field(default_factory=dict)
-    """Name of a start -> when it is done."""
+    pending: dict[str, float] = field(default_factory=dict)  # name of a start -> when it is done
 
 
 class _Simulator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from meshkit.report.schema import (
     Warning_,
     read_report,
 )
-from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED
+from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED, Note
 from meshkit.trace.reader import Trace
 from meshkit.trace.skew import Skew
 from meshkit.units import format_percent
@@ -90,6 +90,11 @@ def stragglers_part(skew: Skew, hosts: Mapping[int, str], compute_s: Mapping[int
         for s in skew.stragglers[:_MAX_STRAGGLERS]
     ]
     return StragglersPart(method=skew.method, instances=skew.instances, devices=tuple(devices))  # pyright: ignore[reportArgumentType]
+
+
+def noted(notes: Iterable[Note]) -> list[Warning_]:
+    """What a reader of a trace must know, as warnings."""
+    return [Warning_(code=n.code, message=n.message, seconds=n.seconds) for n in notes]
 
 
 def feedback_part(options: Mapping[str, Any] | None) -> FeedbackPart | None:

@@ -47,16 +47,12 @@ _HOST_TRACER_LEVEL = 1  # the lowest level at which XLA:CPU's operations are tra
 class CapturedStep:
     """A compiled step, and what is known of it."""
 
-    program: Any
-    """The compiled step (`jitted.lower(...).compile()`), or anything with the method `runtime_executable`."""
-    mesh: jax.sharding.Mesh
-    """The mesh it was compiled for."""
-    cluster: Cluster | None = None
-    """What the mesh was built from, if it was."""
+    program: Any  # the compiled step (`jitted.lower(...).compile()`), or anything with the method `runtime_executable`
+    mesh: jax.sharding.Mesh  # the mesh it was compiled for
+    cluster: Cluster | None = None  # what the mesh was built from, if it was
     mesh_spec: MeshSpec | None = None
     facts: StepFacts = NO_FACTS
-    options: Mapping[str, Any] | None = None
-    """What it was compiled with."""
+    options: Mapping[str, Any] | None = None  # what it was compiled with
 
     @property
     def placement(self) -> Placement | None:

@@ -137,22 +137,14 @@ class CaptureRecord(_Record):
 class Captured:
     """One capture."""
 
-    folder: Path
-    """`trace/` of the run."""
-    records: tuple[CaptureRecord, ...]
-    """The sidecars, by process."""
-    cluster: Cluster | None
-    """What the mesh was built from, if that was recorded."""
-    placement: Placement
-    """Where the partitions of the program were."""
-    module: Any
-    """The compiled program."""
-    schedule: Schedule | None
-    """The same, read; None where this version does not know a form of HLO in it."""
-    program: TracedProgram
-    """What its traces are read with."""
-    broken: dict[int, str]
-    """Process -> what is wrong with its trace file, of those that cannot be used."""
+    folder: Path  # `trace/` of the run
+    records: tuple[CaptureRecord, ...]  # the sidecars, by process
+    cluster: Cluster | None  # what the mesh was built from, if that was recorded
+    placement: Placement  # where the partitions of the program were
+    module: Any  # the compiled program
+    schedule: Schedule | None  # the same, read; None where this version does not know a form of HLO in it
+    program: TracedProgram  # what its traces are read with
+    broken: dict[int, str]  # process -> what is wrong with its trace file, of those that cannot be used
 
     @property
     def record(self) -> CaptureRecord:

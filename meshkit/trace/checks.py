@@ -33,40 +33,26 @@ class Note:
 class Facts:
     """Sums over everything that was read; seconds are of the operations' own durations."""
 
-    device_steps: int = 0
-    """Device steps that were swept."""
-    events: int = 0
-    """Operations read."""
-    dropped: int | None = None
-    """Operations lost by the profiler; None where it does not say."""
-    discarded: int = 0
-    """Operations with impossible times."""
-    graph_s: float = 0.0
-    """Inside CUDA graphs without a name."""
-    fused_s: float = 0.0
-    """In kernels that compute and communicate at once."""
+    device_steps: int = 0  # device steps that were swept
+    events: int = 0  # operations read
+    dropped: int | None = None  # operations lost by the profiler; None where it does not say
+    discarded: int = 0  # operations with impossible times
+    graph_s: float = 0.0  # inside CUDA graphs without a name
+    fused_s: float = 0.0  # in kernels that compute and communicate at once
     compute_s: float = 0.0
-    mapped_compute_s: float = 0.0
-    """In kernels that compute and whose instruction is known."""
+    mapped_compute_s: float = 0.0  # in kernels that compute and whose instruction is known
     communication_s: float = 0.0
-    mapped_s: float = 0.0
-    """In communication whose instruction is known."""
-    on_axes_s: float = 0.0
-    """In communication that also lies on mesh axes."""
-    partial_steps: int = 0
-    """Executions that were not seen on every device."""
-    missing_devices: list[int] = field(default_factory=list)
-    """Devices without an operation of the program."""
+    mapped_s: float = 0.0  # in communication whose instruction is known
+    on_axes_s: float = 0.0  # in communication that also lies on mesh axes
+    partial_steps: int = 0  # executions that were not seen on every device
+    missing_devices: list[int] = field(default_factory=list)  # devices without an operation of the program
     odd_executions: dict[int, int] = field(default_factory=dict)
     """Device -> executions, where they are not those that were captured."""
     odd_counts: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Collectives that ran more or less often than the program says: name -> (expected, seen)."""
-    namesakes: int = 0
-    """Programs in a trace that bear the name of the one that is measured, itself included."""
-    damaged: dict[int, str] = field(default_factory=dict)
-    """Process -> what is wrong with its trace."""
-    messages: list[str] = field(default_factory=list)
-    """What the profiler says itself."""
+    namesakes: int = 0  # programs in a trace that bear the name of the one that is measured, itself included
+    damaged: dict[int, str] = field(default_factory=dict)  # process -> what is wrong with its trace
+    messages: list[str] = field(default_factory=list)  # what the profiler says itself
 
     @property
     def mapped_share(self) -> float | None:

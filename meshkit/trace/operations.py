@@ -31,12 +31,9 @@ _LONGEST_TRACE_NS = 86_400 * 10**9  # a day; a time further from the start is no
 class TraceFile:
     """One process's XSpace file."""
 
-    path: Path
-    """The `.xplane.pb` file."""
-    devices: Mapping[int, int]
-    """Ordinal in the file -> global device id; operations of other devices are ignored."""
-    process: int = 0
-    """The process of the job that wrote it."""
+    path: Path  # the `.xplane.pb` file
+    devices: Mapping[int, int]  # ordinal in the file -> global device id; operations of other devices are ignored
+    process: int = 0  # the process of the job that wrote it
 
 
 @dataclass(frozen=True)
@@ -65,18 +62,12 @@ class DeviceOperations:
 class Operations:
     """What one file holds about the devices of interest."""
 
-    labels: list[Label] = field(default_factory=list)
-    """The kinds of operations."""
-    devices: dict[int, DeviceOperations] = field(default_factory=dict)
-    """Global device id -> its operations."""
-    clock_ns: int | None = None
-    """Time since the epoch at which this process's clock reads zero; None if unknown."""
-    messages: list[str] = field(default_factory=list)
-    """What the profiler reports about itself."""
-    dropped: int | None = None
-    """Events that it says it lost; None if it does not say."""
-    discarded: int = 0
-    """Events with impossible times, left out."""
+    labels: list[Label] = field(default_factory=list)  # the kinds of operations
+    devices: dict[int, DeviceOperations] = field(default_factory=dict)  # global device id -> its operations
+    clock_ns: int | None = None  # time since the epoch at which this process's clock reads zero; None if unknown
+    messages: list[str] = field(default_factory=list)  # what the profiler reports about itself
+    dropped: int | None = None  # events that it says it lost; None if it does not say
+    discarded: int = 0  # events with impossible times, left out
 
     @property
     def events(self) -> int:
@@ -282,14 +273,10 @@ _FUSED_KERNEL = re.compile(rf"{_MATMUL}.*{_COLLECTIVE}|{_COLLECTIVE}.*{_MATMUL}"
 class TracedProgram:
     """What must be known of a compiled program to read its trace."""
 
-    module: str
-    """Name of the HLO module whose executions are the steps."""
-    collectives: Mapping[str, Collective] = field(default_factory=dict)
-    """Instruction name -> what it communicates."""
-    containers: Set[str] = frozenset()
-    """Its loops, calls and conditionals, whose time is that of the operations inside."""
-    fused: Set[str] = frozenset()
-    """Its instructions that compute and communicate in one kernel."""
+    module: str  # name of the HLO module whose executions are the steps
+    collectives: Mapping[str, Collective] = field(default_factory=dict)  # instruction name -> what it communicates
+    containers: Set[str] = frozenset()  # its loops, calls and conditionals, whose time is that of the operations inside
+    fused: Set[str] = frozenset()  # its instructions that compute and communicate in one kernel
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Instruction name -> [groups, members] global device ids, or [pairs, 2] of a collective-permute."""
     expected: Mapping[str, int] = field(default_factory=dict)
@@ -305,16 +292,11 @@ class TracedProgram:
 class Classes:
     """What each label is, [labels]."""
 
-    kind: np.ndarray
-    """COMPUTE, COMMUNICATION, COPY, CONTAINER or FUSED."""
-    collective: np.ndarray
-    """Index into the timeline's collectives; -1 for none, or for one that maps to no instruction."""
-    op: np.ndarray
-    """Index into the timeline's op names, of what computes; else -1."""
-    of_program: np.ndarray
-    """Whether it is an operation of the program."""
-    lost: np.ndarray
-    """Ran in a CUDA graph without a name."""
+    kind: np.ndarray  # COMPUTE, COMMUNICATION, COPY, CONTAINER or FUSED
+    collective: np.ndarray  # index into the timeline's collectives; -1 for none, or for one that maps to no instruction
+    op: np.ndarray  # index into the timeline's op names, of what computes; else -1
+    of_program: np.ndarray  # whether it is an operation of the program
+    lost: np.ndarray  # ran in a CUDA graph without a name
 
 
 class Classifier:

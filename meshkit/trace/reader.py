@@ -44,20 +44,13 @@ _NO_INDEX = np.zeros(0, np.intp)
 class Trace:
     """What was read, and what could not be."""
 
-    timeline: Timeline
-    """The steps with their spans; of a large trace those of the first devices only."""
-    steps: Timeline
-    """Every step of every device, without spans where there are too many."""
-    sweeps: tuple[Sweep, ...]
-    """Of `steps`."""
-    kernels: KernelTotals
-    """What computes, as means over `steps`."""
-    skew: Skew
-    """Waiting and transfer, and who waited for whom."""
-    facts: Facts
-    """How much of the trace could be used."""
-    notes: tuple[Note, ...]
-    """What a reader of the numbers must know."""
+    timeline: Timeline  # the steps with their spans; of a large trace those of the first devices only
+    steps: Timeline  # every step of every device, without spans where there are too many
+    sweeps: tuple[Sweep, ...]  # of `steps`
+    kernels: KernelTotals  # what computes, as means over `steps`
+    skew: Skew  # waiting and transfer, and who waited for whom
+    facts: Facts  # how much of the trace could be used
+    notes: tuple[Note, ...]  # what a reader of the numbers must know
 
 
 def read_trace(

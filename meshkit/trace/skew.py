@@ -109,19 +109,13 @@ class Straggler:
 class Skew:
     """Wait and transfer of every instance whose members were all seen."""
 
-    method: str | None = None
-    """How waits were measured, `clocked` or `clock_free`; None where nothing is known."""
-    clocks: Clocks | None = None
-    """Those of the processes, where there are several."""
-    instances: int = 0
-    """How many were judged."""
-    median_wait_s: float | None = None
-    """Of the instances' members that waited, clock-free."""
-    wait_clock_free_s: float | None = None
-    """All added up."""
+    method: str | None = None  # how waits were measured, `clocked` or `clock_free`; None where nothing is known
+    clocks: Clocks | None = None  # those of the processes, where there are several
+    instances: int = 0  # how many were judged
+    median_wait_s: float | None = None  # of the instances' members that waited, clock-free
+    wait_clock_free_s: float | None = None  # all added up
     wait_clocked_s: float | None = None
-    stragglers: tuple[Straggler, ...] = ()
-    """The device that caused the most waiting first."""
+    stragglers: tuple[Straggler, ...] = ()  # the device that caused the most waiting first
     transfer_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
     _slices: tuple[slice, ...] = ()
 
@@ -353,18 +347,13 @@ def _stragglers(judged: _Judged, device, process, wait, late) -> tuple[Straggler
 class Clocks:
     """Offsets that were taken out."""
 
-    process: np.ndarray
-    """[p] numbers of the processes."""
-    offset_s: np.ndarray
-    """[p] what each clock is ahead by, against the first one it is connected with."""
-    drift: np.ndarray
-    """[p] seconds per second by which each clock runs fast; zeros in a short trace."""
-    middle_s: float
-    """When the offset holds exactly."""
+    process: np.ndarray  # [p] numbers of the processes
+    offset_s: np.ndarray  # [p] what each clock is ahead by, against the first one it is connected with
+    drift: np.ndarray  # [p] seconds per second by which each clock runs fast; zeros in a short trace
+    middle_s: float  # when the offset holds exactly
     residual_s: float | None
     """Median over instances of (last - first) of the aligned ends; None without instances in common."""
-    connected: bool
-    """Whether collectives connect all processes."""
+    connected: bool  # whether collectives connect all processes
 
     @property
     def count(self) -> int:

@@ -118,10 +118,8 @@ class Plane:
 class Events:
     """Events in the file's order, as columns."""
 
-    metadata: np.ndarray
-    """[n] ids into the plane's `event_names`."""
-    offset_ps: np.ndarray
-    """[n] from the line's timestamp."""
+    metadata: np.ndarray  # [n] ids into the plane's `event_names`
+    offset_ps: np.ndarray  # [n] from the line's timestamp
     duration_ps: np.ndarray
     stats: dict[str, np.ndarray]
     """Wanted stat -> [n] values; `NO_VALUE` where the event has none. Strings are ids for `Plane.text`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,16 @@ from meshkit.config.mesh import MeshSpec
 from meshkit.hlo.instructions import read_instructions
 from meshkit.report.folder import write_folder
 from meshkit.report.program import captured_program
-from meshkit.report.quality import feedback_part, quality_part, stragglers_part, withhold_axes
+from meshkit.report.quality import feedback_part, noted, quality_part, stragglers_part, withhold_axes
 from meshkit.report.rows import group_rows
-from meshkit.report.schema import MemoryPart, Report, StragglersPart, Warning_
+from meshkit.report.schema import MemoryPart, Report, StragglersPart
 from meshkit.report.summarize import Machines, summarize
 from meshkit.step.facts import StepFacts
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
 from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_of_capture, open_capture, read_captured
 from meshkit.trace.measured import PGLE_FILE, measured_costs, write_calibration, write_pgle
-from meshkit.trace.reader import Note, Trace
+from meshkit.trace.reader import Trace
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,12 @@ class ProfileCapture:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._measurement: Measurement | None = None
 
+    @cached_property
     def _measured(self) -> Measurement:
-        if self._measurement is None:
-            self._measurement = measure_run(self.folder)
-            self._measurement.report.write(self.folder)
-        return self._measurement
+        measured = measure_run(self.folder)
+        measured.report.write(self.folder)
+        return measured
 
     @property
     def report(self) -> Report:
@@ -63,12 +63,12 @@ class ProfileCapture:
         Raises:
             TraceError: the block is still running, or ran no step of the program.
         """
-        return self._measured().report
+        return self._measured.report
 
     @property
     def timeline(self) -> Timeline:
         """The measured steps."""
-        return self._measured().timeline
+        return self._measured.timeline
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
         facts=record.work,
         instructions=read_instructions(captured.module),
         swept=trace,
-        warnings=[_warning(note) for note in (*notes_of_capture(captured), *trace.notes)],
+        warnings=noted([*notes_of_capture(captured), *trace.notes]),
     )
     overhead_s = _overhead_s(captured)
     parts = {
@@ -209,7 +209,3 @@ def _stragglers(captured: Captured, trace: Trace) -> StragglersPart | None:
     hosts = {r.process: r.host for r in captured.records}
     steps = len({step.step for step in trace.steps.steps}) * each
     return stragglers_part(trace.skew, hosts, compute_s, steps)
-
-
-def _warning(note: Note) -> Warning_:
-    return Warning_(code=note.code, message=note.message, seconds=note.seconds)

@@ -14,23 +14,25 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshkit.compile.derived import choices_for
 from meshkit.compile.program import compile_absent
 from meshkit.config import calibration, catalog
-from meshkit.config.calibration import Calibration, MeasuredOn, Rates
+from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
+from meshkit.discover.nvml import read_nvml
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
 from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.memory import Reserved, reserved_memory
-from meshkit.predict.simulate import Simulation, simulate
+from meshkit.predict.simulate import simulate
 from meshkit.report.program import captured_program
+from meshkit.report.quality import noted
 from meshkit.report.schema import MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh
@@ -41,7 +43,6 @@ from meshkit.trace.measured import MeasuredKernels, kernel_seconds, rates_of
 from meshkit.units import format_bytes, format_percent
 from meshkit.verbs.plan.planner import absent_step
 
-CALIBRATION_FILE = "calibration.toml"
 LOG_FILE = "logs/rehearsal.log"
 COMMAND = ("-m", "meshkit.verbs.rehearse.rehearsal_gpu")  # beyond the interpreter
 # Below this share of the kernels' seconds, what the trace does not name is not worth a warning.
@@ -52,17 +53,11 @@ _EXPECTED = ("process_subset", "collective_counts")
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """A rehearsal, read.
+    """A rehearsal, read."""
 
-    Attributes:
-        report: with source `rehearse`.
-        timeline: the simulated step, for pictures.
-        calibration: the file with the rates of its kernels.
-    """
-
-    report: Report
-    timeline: Timeline
-    calibration: Path
+    report: Report  # with source `rehearse`
+    timeline: Timeline  # the simulated step, for pictures
+    calibration: Path  # the file with the rates of its kernels
 
 
 def check_gpu() -> None:
@@ -80,15 +75,8 @@ def check_gpu() -> None:
 
 def gpus_here() -> int:
     """NVIDIA GPUs that this machine's driver knows; 0 without one."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return 0
-    return int(count)
+    found = read_nvml()
+    return 0 if isinstance(found, str) else len(found["gpus"])
 
 
 def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
@@ -157,27 +145,37 @@ def measure(experiment: Experiment, folder: Path) -> Rehearsed:
     Raises:
         TraceError: there is no capture, it cannot be read, or it is of another mesh.
     """
+    cluster, train = experiment.cluster, experiment.train
     captured = open_capture(folder)
     _check_same(experiment, captured)
-    trace = read_captured(captured)
-    if captured.schedule is None:
+    trace, record, schedule = read_captured(captured), captured.record, captured.schedule
+    if schedule is None:
         raise TraceError("this version does not know a form of HLO in the captured program.", at=str(captured.folder))
-    times = kernel_seconds(trace, captured.schedule)
-    price = MeasuredKernels(times, experiment.cluster)
+    times = kernel_seconds(trace, schedule)
+    price = MeasuredKernels(times, cluster)
     assumptions = replace(assumptions_for(experiment.xla), contention=False, slowest=False)
-    simulation = simulate(captured.schedule, experiment.cluster, seconds=price, assumptions=assumptions)
-    beside = reserved_memory(captured.module, captured.schedule, experiment.cluster, 0)
-    rates = rates_of(captured.schedule, times, experiment.cluster)
-    file = calibration.write(folder / CALIBRATION_FILE, _calibration(rates, captured, experiment.cluster))
-    warnings = [
-        *_other_gpu(captured, experiment.cluster),
-        *_not_real(experiment, beside),
-        *_unnamed(price),
-        *_collectives_warning(experiment, captured),
-    ]
+    simulation = simulate(schedule, cluster, seconds=price, assumptions=assumptions)
+    reserved = reserved_memory(captured.module, schedule, cluster, 0)
+    rates = rates_of(schedule, times, cluster)
+    file = calibration.write(folder / CALIBRATION_FILE, _calibration(rates, captured, cluster))
     notes = [n for n in (*notes_of_capture(captured), *trace.notes) if n.code not in _EXPECTED]
-    warnings += [Warning_(code=n.code, message=n.message, seconds=n.seconds) for n in notes]
-    return Rehearsed(_report(experiment, captured, simulation, beside, warnings), simulation.timeline, file)
+    report = summarize_simulation(
+        simulation,
+        schedule,
+        source="rehearse",
+        machines=Machines(captured.placement, cluster, processes_expected=cluster.num_gpus),
+        facts=record.work.model_copy(update={"precision": train.precision, "training_steps": training_steps(train)}),
+        instructions=read_instructions(captured.module),
+        warnings=[
+            *_other_gpu(captured, cluster),
+            *_not_measured(experiment, reserved),
+            *_unnamed(price),
+            _collectives_warning(experiment, schedule),
+            *noted(notes),
+        ],
+    )
+    parts = {"memory": _memory(experiment, captured, reserved), "program": captured_program(record, schedule)}
+    return Rehearsed(report.model_copy(update=parts), simulation.timeline, file)
 
 
 def _check_same(experiment: Experiment, captured: Captured) -> None:
@@ -202,38 +200,20 @@ def _calibration(rates: Rates, captured: Captured, cluster: Cluster) -> Calibrat
     return Calibration((), measured, rates)
 
 
-def _report(
-    experiment: Experiment, captured: Captured, simulation: Simulation, beside: Reserved, warnings: list[Warning_]
-) -> Report:
-    record, cluster, train = captured.record, experiment.cluster, experiment.train
-    assert captured.schedule is not None
-    report = summarize_simulation(
-        simulation,
-        captured.schedule,
-        source="rehearse",
-        machines=Machines(captured.placement, cluster, processes_expected=cluster.num_gpus),
-        facts=record.work.model_copy(update={"precision": train.precision, "training_steps": training_steps(train)}),
-        instructions=read_instructions(captured.module),
-        warnings=warnings,
-    )
-    parts = {"memory": _memory(experiment, captured, beside), "program": captured_program(record, captured.schedule)}
-    return report.model_copy(update=parts)
-
-
-def _memory(experiment: Experiment, captured: Captured, beside: Reserved) -> MemoryPart:
+def _memory(experiment: Experiment, captured: Captured, reserved: Reserved) -> MemoryPart:
     """The allocator's peak, judged by the cluster's memory; it holds cuDNN's workspace and what was lost to packing."""
     capacity = int(experiment.cluster.gpu.memory_bytes)
     pool = int(capacity * experiment.train.memory_fraction)
     peak = captured.record.memory.peak_bytes
-    margin = None if peak is None else min(pool, capacity - beside.outside_pool) - peak
+    margin = None if peak is None else min(pool, capacity - reserved.outside_pool) - peak
     return MemoryPart(
         capacity_bytes=capacity,
         pool_bytes=pool,
         peak_bytes=peak,
-        reserved_bytes=beside.outside_pool,
-        context_bytes=beside.context,
-        nccl_bytes=beside.nccl,
-        nccl_communicators=beside.communicators,
+        reserved_bytes=reserved.outside_pool,
+        context_bytes=reserved.context,
+        nccl_bytes=reserved.nccl,
+        nccl_communicators=reserved.communicators,
         margin_bytes=margin,
         fits=None if margin is None else margin >= 0,
     )
@@ -257,44 +237,24 @@ def _other_gpu(captured: Captured, cluster: Cluster) -> list[Warning_]:
     return [Warning_(code="rehearsal_other_gpu", message=message)]
 
 
-def _not_real(experiment: Experiment, beside: Reserved) -> list[Warning_]:
+def _not_measured(experiment: Experiment, reserved: Reserved) -> Iterator[Warning_]:
     """What a reader must not take for measured."""
-    found = [
-        Warning_(
-            code="rehearsal",
-            message="measured: kernels of one GPU and its allocator's peak; from the network model: every collective",
-        ),
-        Warning_(
-            code="rehearsal_values",
-            message="mocked collectives move nothing, so the values are not those of a training: losses mean nothing, "
-            "and power (hence clocks) may differ a little",
-        ),
-        Warning_(
-            code="rehearsal_contention",
-            message="no collective ran beside the kernels, so they are faster than where NCCL takes multiprocessors "
-            "and memory bandwidth; stragglers are none",
-        ),
-        Warning_(
-            code="rehearsal_nccl_memory",
-            message=f"NCCL allocated nothing; {format_bytes(beside.nccl)} for {beside.communicators} communicators is "
-            "the memory model's",
-        ),
-    ]
-    if _has_experts(experiment):
-        found.append(
-            Warning_(
-                code="rehearsal_routing",
-                message="tokens that other GPUs would send are not there, so the experts' load is what mocked "
-                "buffers give, not a trained router's: their kernels count as balanced",
-            )
-        )
-    return found
-
-
-def _has_experts(experiment: Experiment) -> bool:
-    mapping = experiment.rules.mapping("parameters")
+    messages = {
+        "rehearsal": "measured: kernels of one GPU and its allocator's peak; from the network model: every collective",
+        "rehearsal_values": "mocked collectives move nothing, so the values are not those of a training: losses mean "
+        "nothing, and power (hence clocks) may differ a little",
+        "rehearsal_contention": "no collective ran beside the kernels, so they are faster than where NCCL takes "
+        "multiprocessors and memory bandwidth; stragglers are none",
+        "rehearsal_nccl_memory": f"NCCL allocated nothing; {format_bytes(reserved.nccl)} for {reserved.communicators} "
+        "communicators is the memory model's",
+    }
     sizes = dict(zip(experiment.mesh.axis_names, experiment.mesh.shape))
-    return any(sizes.get(axis, 1) > 1 for axis in mapping.get("experts", ()))
+    if any(sizes.get(axis, 1) > 1 for axis in experiment.rules.mapping("parameters").get("experts", ())):
+        messages["rehearsal_routing"] = (
+            "tokens that other GPUs would send are not there, so the experts' load is what mocked buffers give, not a "
+            "trained router's: their kernels count as balanced"
+        )
+    return (Warning_(code=code, message=message) for code, message in messages.items())
 
 
 def _unnamed(price: MeasuredKernels) -> list[Warning_]:
@@ -307,23 +267,21 @@ def _unnamed(price: MeasuredKernels) -> list[Warning_]:
     return [Warning_(code="rehearsal_unnamed", message=message, seconds=missing)]
 
 
-def _collectives_warning(experiment: Experiment, captured: Captured) -> list[Warning_]:
+def _collectives_warning(experiment: Experiment, schedule: Schedule) -> Warning_:
     """Whether the rehearsed program communicates what the planned one does."""
-    assert captured.schedule is not None
     try:
         planned = _communicated(planned_schedule(experiment))
     except MeshkitError as e:
         message = f"the rehearsed program could not be held against the planned one: {e.message}"
-        return [Warning_(code="rehearsal_unchecked", message=message)]
-    rehearsed = _communicated(captured.schedule)
+        return Warning_(code="rehearsal_unchecked", message=message)
+    rehearsed = _communicated(schedule)
     if planned == rehearsed:
         message = f"the rehearsed program communicates exactly what the planned one does: {sum(planned.values())} times"
-        return [Warning_(code="rehearsal_collectives", message=message)]
-    lost, new = planned - rehearsed, rehearsed - planned
-    words = [f"{count} fewer {_words(key)}" for key, count in lost.most_common(3)]
-    words += [f"{count} more {_words(key)}" for key, count in new.most_common(3)]
+        return Warning_(code="rehearsal_collectives", message=message)
+    words = [f"{count} fewer {_words(key)}" for key, count in (planned - rehearsed).most_common(3)]
+    words += [f"{count} more {_words(key)}" for key, count in (rehearsed - planned).most_common(3)]
     message = f"the rehearsed program communicates something else than the planned one: {'; '.join(words)}"
-    return [Warning_(code="rehearsal_collectives_differ", message=message)]
+    return Warning_(code="rehearsal_collectives_differ", message=message)
 
 
 def _communicated(schedule: Schedule) -> Counter:
