@@ -16,96 +16,55 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU (or a virtual CPU device, key `cpu`).
+    """One kind of GPU (or a virtual CPU device, key `cpu`)."""
 
-    Attributes:
-        key: name in the catalog, `h100_sxm`.
-        name: what the driver calls it.
-        compute_capability: (major, minor); None for the CPU.
-        sms: streaming multiprocessors.
-        clock_hz: boost clock.
-        memory_bytes: what CUDA can allocate from, without ECC and reserved pages.
-        memory_bytes_per_s: peak.
-        l2_bytes: second-level cache.
-        peak_flops: dense FLOP/s by precision among fp32 tf32 bf16 fp16 fp8; absent = not supported.
-        achieved: sustained fraction of a peak: `matmul` and `attention` (of peak_flops), `memory`, `nvlink`; and
-            `attention_backward`, the rate of a backward pass relative to a forward one.
-        nvlink_generation: None where there is no NVLink.
-        nvlink_links: NVLinks of one GPU; 0 where there are none.
-        nvlink_bytes_per_s: all links of one GPU, one direction; links x the generation's rate per link.
-        pcie_generation: of its x16 slot.
-        pcie_bytes_per_s: of that slot, one direction.
-        target: further numbers that compiling for it needs.
-        cpu_link: what its own package has towards the CPU, a key of the catalog's `cpu_links`: `pcie`, `c2c_gh200`, ...
-    """
-
-    key: str
-    name: str
-    compute_capability: tuple[int, int] | None
-    sms: int
-    clock_hz: float
-    memory_bytes: int
-    memory_bytes_per_s: float
-    l2_bytes: int
-    peak_flops: Mapping[str, float]
+    key: str  # name in the catalog, `h100_sxm`
+    name: str  # what the driver calls it
+    compute_capability: tuple[int, int] | None  # (major, minor); None for the CPU
+    sms: int  # streaming multiprocessors
+    clock_hz: float  # boost clock
+    memory_bytes: int  # what CUDA can allocate from, without ECC and reserved pages
+    memory_bytes_per_s: float  # peak
+    l2_bytes: int  # second-level cache
+    peak_flops: Mapping[str, float]  # dense FLOP/s by precision among fp32 tf32 bf16 fp16 fp8; absent = not supported
+    # sustained fraction of a peak: `matmul` and `attention` (of peak_flops), `memory`, `nvlink`; and
+    # `attention_backward`, the rate of a backward pass relative to a forward one
     achieved: Mapping[str, float]
-    nvlink_generation: int | None
-    nvlink_links: int
-    nvlink_bytes_per_s: float
-    pcie_generation: int
-    pcie_bytes_per_s: float
-    target: Mapping[str, int | float]
-    cpu_link: str = "pcie"
+    nvlink_generation: int | None  # None where there is no NVLink
+    nvlink_links: int  # of one GPU; 0 where there are none
+    nvlink_bytes_per_s: float  # all links of one GPU, one direction; links x the generation's rate per link
+    pcie_generation: int  # of its x16 slot
+    pcie_bytes_per_s: float  # of that slot, one direction
+    target: Mapping[str, int | float]  # further numbers that compiling for it needs
+    cpu_link: str = "pcie"  # what its own package has towards the CPU, a key of `cpu_links`: `pcie`, `c2c_gh200`, ...
 
 
 @dataclass(frozen=True)
 class Nic:
-    """One kind of network port.
+    """One kind of network port."""
 
-    Attributes:
-        key: name in the catalog, `ib_ndr`.
-        bytes_per_s: line rate of one port, one direction.
-        fabric: `infiniband`, `roce` or `ethernet`.
-        label: what a report calls it, `infiniband_ndr`.
-        achieved: sustained fraction of the line rate.
-        latency_s: one ring step of a large message (NCCL Simple).
-        latency_small_s: one ring step of a small message (NCCL LL).
-        pcie_generation: newest that the adapter speaks; its slot has this or the host's, whichever is older.
-        pcie_lanes: of its slot.
-        rdma: whether it moves memory itself (InfiniBand, RoCE, iWARP) rather than through the kernel's TCP.
-    """
-
-    key: str
-    bytes_per_s: float
-    fabric: str
-    label: str
-    achieved: float
-    latency_s: float
-    latency_small_s: float
-    pcie_generation: int
-    pcie_lanes: int
-    rdma: bool
+    key: str  # name in the catalog, `ib_ndr`
+    bytes_per_s: float  # line rate of one port, one direction
+    fabric: str  # `infiniband`, `roce` or `ethernet`
+    label: str  # what a report calls it, `infiniband_ndr`
+    achieved: float  # sustained fraction of the line rate
+    latency_s: float  # one ring step of a large message (NCCL Simple)
+    latency_small_s: float  # one ring step of a small message (NCCL LL)
+    pcie_generation: int  # newest that the adapter speaks; its slot has this or the host's, whichever is older
+    pcie_lanes: int  # of its slot
+    rdma: bool  # whether it moves memory itself (InfiniBand, RoCE, iWARP) rather than through the kernel's TCP
 
 
 @dataclass(frozen=True)
 class CpuLink:
-    """What connects one GPU with its host's CPU and memory.
+    """What connects one GPU with its host's CPU and memory."""
 
-    Attributes:
-        key: name in the catalog, `c2c_gh200`.
-        label: what a report calls it, `nvlink_c2c`.
-        bytes_per_s: one GPU, one direction, peak.
-        achieved: sustained fraction of that.
-        nvlinks: NVLinks of the GPU that it takes, which then lead to no other GPU.
-        host_memory_bytes_per_s: of the CPU memory behind it, one GPU's part, reads and writes together.
-    """
-
-    key: str
-    label: str
-    bytes_per_s: float
-    achieved: float
-    nvlinks: int
-    host_memory_bytes_per_s: float
+    key: str  # name in the catalog, `c2c_gh200`
+    label: str  # what a report calls it, `nvlink_c2c`
+    bytes_per_s: float  # one GPU, one direction, peak
+    achieved: float  # sustained fraction of that
+    nvlinks: int  # NVLinks of the GPU that it takes, which then lead to no other GPU
+    host_memory_bytes_per_s: float  # of the CPU memory behind it, one GPU's part, reads and writes together
 
 
 @functools.cache

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshkit.config import catalog
 from meshkit.config.catalog import CpuLink, Gpu, Nic
@@ -25,6 +25,9 @@ from meshkit.config.document import TomlDocument, absolute, as_table
 from meshkit.config.sections import ClusterTable
 from meshkit.config.validate import SpecError, check_plain, did_you_mean, kind, show, validate
 from meshkit.errors import ConfigError
+
+if TYPE_CHECKING:  # numpy takes longer to import than an experiment to load
+    import numpy as np
 
 __all__ = ["Cluster", "Gpu", "Link", "Nic", "shipped_clusters"]
 
@@ -93,22 +96,24 @@ class Cluster(ClusterTable):
         """GPUs that the job uses, over all domains."""
         return self.num_nvlink_domains * self.gpus_used_per_domain
 
-    def domain_of(self, gpu_index: int) -> int:
-        """The scale-up domain of a GPU."""
+    def domain_of[T: (int, np.ndarray)](self, gpu_index: T) -> T:
+        """The scale-up domain of a GPU, or of each of an array."""
         return gpu_index // self.gpus_used_per_domain
 
-    def host_of(self, gpu_index: int) -> int:
-        """The host of a GPU; the GPUs used are the first of each domain."""
-        domain, local = divmod(gpu_index, self.gpus_used_per_domain)
-        return (domain * self.nvlink_domain_size + local) // self.gpus_per_host
+    def host_of[T: (int, np.ndarray)](self, gpu_index: T) -> T:
+        """The host of a GPU, or of each of an array; the GPUs used are the first of each domain."""
+        return self._among_all(gpu_index) // self.gpus_per_host
 
-    def rail_of(self, gpu_index: int) -> int | None:
+    def rail_of[T: (int, np.ndarray)](self, gpu_index: T) -> T | None:
         """The port of its host that a GPU sends through; GPUs of one rail meet at one switch. None without a NIC."""
         if not self.nics_per_host:
             return None
-        domain, local = divmod(gpu_index, self.gpus_used_per_domain)
-        place = (domain * self.nvlink_domain_size + local) % self.gpus_per_host
-        return place * self.nics_per_host // self.gpus_per_host
+        return self._among_all(gpu_index) % self.gpus_per_host * self.nics_per_host // self.gpus_per_host
+
+    def _among_all[T: (int, np.ndarray)](self, gpu_index: T) -> T:
+        """The number of a GPU among all of the cluster, used or not."""
+        unused = self.nvlink_domain_size - self.gpus_used_per_domain
+        return gpu_index + self.domain_of(gpu_index) * unused
 
     @property
     def has_nvswitch(self) -> bool:
@@ -215,31 +220,27 @@ def _resolve(table: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
         return {**tomllib.loads(text), **table}, name
     if name is not None and "gpu" not in table:
         hint = did_you_mean(str(name), shipped_clusters(), what="a path that ends in .toml, or one of")
-        raise SpecError(f"there is no shipped cluster {show(name)}.", key=("cluster", "name"), value=name, hint=hint)
+        raise _refused("name", name, f"there is no shipped cluster {show(name)}.", hint)
     return table, name if isinstance(name, str) else "inline"
 
 
 def _find_calibration(file: str, folder: Path) -> str:
     path = Path(absolute(file, folder))
     if not path.is_file():
-        hint = "`meshkit bench` writes one; or leave out calibration"
-        key = ("cluster", "calibration")
-        raise SpecError(f"there is no calibration file '{_relative(path)}'.", key=key, value=file, hint=hint)
+        message = f"there is no calibration file '{_relative(path)}'."
+        raise _refused("calibration", file, message, "`meshkit bench` writes one; or leave out calibration")
     return str(path)
 
 
 def _merge_file(table: dict[str, Any], file: Any, folder: Path) -> tuple[dict[str, Any], str]:
-    key = ("cluster", "file")
     if not isinstance(file, str):
-        raise SpecError(f"cluster.file must be a path, not {kind(file)}.", key=key, value=file, hint='"cluster.toml"')
+        raise _refused("file", file, f"cluster.file must be a path, not {kind(file)}.", '"cluster.toml"')
     if "name" in table:
-        raise SpecError(
-            "a cluster has either a 'name' or a 'file', not both.", key=key, value=file, hint="removing one of them"
-        )
+        raise _refused("file", file, "a cluster has either a 'name' or a 'file', not both.", "removing one of them")
     path = Path(absolute(file, folder))
     if not path.exists():
         hint = "a path relative to the file that names it, or the name of a shipped cluster"
-        raise SpecError(f"there is no cluster file '{_relative(path)}'.", key=key, value=file, hint=hint)
+        raise _refused("file", file, f"there is no cluster file '{_relative(path)}'.", hint)
     document = TomlDocument.read(_relative(path), what="cluster file", root=("cluster",))
     try:
         check_plain({"cluster": document.table})
@@ -262,7 +263,10 @@ def _relative(path: Path) -> str:
 
 
 def _build(table: ClusterTable, name: str) -> Cluster:
-    gpu, nic = _find_gpu(table.gpu), _find_nic(table.nic)
+    _check_known("gpu", table.gpu, catalog.gpu_keys(), "GPU")
+    if table.nic is not None:
+        _check_known("nic", table.nic, catalog.nic_keys(), "NIC")
+    gpu, nic = catalog.gpu(table.gpu), catalog.nic(table.nic) if table.nic is not None else None
     domain_size = table.nvlink_domain_size or table.gpus_per_host
     filled = {
         "name": name,
@@ -284,121 +288,88 @@ def _build(table: ClusterTable, name: str) -> Cluster:
     return cluster
 
 
-def _find_gpu(key: str) -> Gpu:
-    if key not in catalog.gpu_keys():
-        hint = did_you_mean(key, catalog.gpu_keys(), what="a GPU of the catalog")
-        raise SpecError(f"the catalog has no GPU '{key}'.", key=("cluster", "gpu"), value=key, hint=hint)
-    return catalog.gpu(key)
+def _refused(key: str, value: Any, message: str, hint: str) -> SpecError:
+    return SpecError(message, key=("cluster", key), value=value, hint=hint)
 
 
-def _find_nic(key: str | None) -> Nic | None:
-    if key is None:
-        return None
-    if key not in catalog.nic_keys():
-        hint = did_you_mean(key, catalog.nic_keys(), what="a NIC of the catalog")
-        raise SpecError(f"the catalog has no NIC '{key}'.", key=("cluster", "nic"), value=key, hint=hint)
-    return catalog.nic(key)
+def _check_known(key: str, value: str, known: Sequence[str], what: str) -> None:
+    if value not in known:
+        hint = did_you_mean(value, known, what=f"a {what} of the catalog")
+        raise _refused(key, value, f"the catalog has no {what} '{value}'.", hint)
 
 
 def _check_domains(cluster: Cluster) -> None:
     size, per_host, total = cluster.nvlink_domain_size, cluster.gpus_per_host, cluster.hosts * cluster.gpus_per_host
-    key = ("cluster", "nvlink_domain_size")
+    key, used = "nvlink_domain_size", cluster.gpus_used_per_domain
     if size % per_host and per_host % size:
-        raise SpecError(
-            f"an NVLink domain of {size} GPUs is neither whole hosts nor a whole part of one ({per_host} GPUs).",
-            key=key,
-            value=size,
-            hint=f"nvlink_domain_size = {per_host}",
-        )
+        message = f"an NVLink domain of {size} GPUs is neither whole hosts nor a whole part of one ({per_host} GPUs)."
+        raise _refused(key, size, message, f"nvlink_domain_size = {per_host}")
     if total % size:
-        raise SpecError(
-            f"{cluster.hosts} hosts x {per_host} GPUs = {total} do not make whole NVLink domains of {size} GPUs.",
-            key=key,
-            value=size,
-            hint=f"hosts = {-(-total // size) * size // per_host}, or nvlink_domain_size = {min(total, per_host)}",
-        )
-    if cluster.gpus_used_per_domain > size:
-        raise SpecError(
-            f"{cluster.gpus_used_per_domain} GPUs are to be used of each NVLink domain, but a domain has {size}.",
-            key=("cluster", "gpus_used_per_domain"),
-            value=cluster.gpus_used_per_domain,
-            hint=f"gpus_used_per_domain = {size}",
-        )
+        hosts = -(-total // size) * size // per_host
+        message = f"{cluster.hosts} hosts x {per_host} GPUs = {total} do not make whole NVLink domains of {size} GPUs."
+        raise _refused(key, size, message, f"hosts = {hosts}, or nvlink_domain_size = {min(total, per_host)}")
+    if used > size:
+        message = f"{used} GPUs are to be used of each NVLink domain, but a domain has {size}."
+        raise _refused("gpus_used_per_domain", used, message, f"gpus_used_per_domain = {size}")
 
 
 def _check_scale_up(cluster: Cluster) -> None:
-    if cluster.is_cpu and cluster.scale_up != "shared_memory":
-        raise SpecError(
-            f"the scale-up fabric of gpu '{cluster.gpu.key}' cannot be '{cluster.scale_up}'.",
-            key=("cluster", "scale_up"),
-            value=cluster.scale_up,
-            hint='scale_up = "shared_memory"',
-        )
-    if cluster.scale_up == "nvlink" and not cluster.gpu.nvlink_links:
-        raise SpecError(
-            f"GPU '{cluster.gpu.key}' has no NVLink.",
-            key=("cluster", "scale_up"),
-            value=cluster.scale_up,
-            hint='scale_up = "pcie"',
-        )
+    gpu, given = cluster.gpu, cluster.scale_up
+    if cluster.is_cpu and given != "shared_memory":
+        message = f"the scale-up fabric of gpu '{gpu.key}' cannot be '{given}'."
+        raise _refused("scale_up", given, message, 'scale_up = "shared_memory"')
+    if given == "nvlink" and not gpu.nvlink_links:
+        raise _refused("scale_up", given, f"GPU '{gpu.key}' has no NVLink.", 'scale_up = "pcie"')
 
 
 def _check_nvlink_switch(cluster: Cluster) -> None:
-    given, gpu, size = cluster.nvlink_switch, cluster.gpu, cluster.nvlink_domain_size
-    key, value = ("cluster", "nvlink_switch"), given
-    if given is None:  # what follows is then about the size of the domain
-        key, value = ("cluster", "nvlink_domain_size"), size
+    gpu, size, per_host = cluster.gpu, cluster.nvlink_domain_size, cluster.gpus_per_host
+    key, value = "nvlink_switch", cluster.nvlink_switch
+    if value is None:  # what follows is then about the size of the domain
+        key, value = "nvlink_domain_size", size
     generation = gpu.nvlink_generation or 0
     if cluster.scale_up != "nvlink":
-        if given is not None:
+        if cluster.nvlink_switch is not None:
             message = f"cluster.nvlink_switch is given, but the scale-up fabric is '{cluster.scale_up}'."
-            raise SpecError(message, key=key, value=value, hint="removing it")
+            raise _refused(key, value, message, "removing it")
     elif cluster.has_nvswitch:
         if catalog.nvswitch(generation) is None:
-            message = (
-                f"no switch speaks NVLink {generation} of GPU '{gpu.key}', which a domain of {size} GPUs would need."
-            )
-            raise SpecError(message, key=key, value=value, hint="nvlink_domain_size = 8, and no nvlink_switch")
-    elif size > cluster.gpus_per_host:
-        message = f"without a switch, an NVLink domain of {size} GPUs cannot span hosts of {cluster.gpus_per_host}."
-        raise SpecError(message, key=key, value=value, hint=f"nvlink_domain_size = {cluster.gpus_per_host}")
+            speaker = f"no switch speaks NVLink {generation} of GPU '{gpu.key}'"
+            message = f"{speaker}, which a domain of {size} GPUs would need."
+            raise _refused(key, value, message, "nvlink_domain_size = 8, and no nvlink_switch")
+    elif size > per_host:
+        message = f"without a switch, an NVLink domain of {size} GPUs cannot span hosts of {per_host}."
+        raise _refused(key, value, message, f"nvlink_domain_size = {per_host}")
     elif size - 1 > gpu.nvlink_links and not (size == 8 and catalog.cube_mesh(generation)):
         message = f"without a switch, {gpu.nvlink_links} NVLinks of a GPU do not reach {size - 1} others."
-        raise SpecError(message, key=key, value=value, hint="nvlink_switch = true, or a smaller nvlink_domain_size")
+        raise _refused(key, value, message, "nvlink_switch = true, or a smaller nvlink_domain_size")
 
 
 def _check_cpu_link(cluster: Cluster) -> None:
     given, gpu = cluster.cpu_link, cluster.gpu
     if given in (None, "pcie", gpu.cpu_link):
         return
-    key = ("cluster", "cpu_link")
     if given not in catalog.cpu_link_keys():
-        hint = did_you_mean(str(given), catalog.cpu_link_keys())
-        raise SpecError(f"the catalog has no link to a CPU '{given}'.", key=key, value=given, hint=hint)
+        hint = did_you_mean(given, catalog.cpu_link_keys())
+        raise _refused("cpu_link", given, f"the catalog has no link to a CPU '{given}'.", hint)
     cpu = _cpu_link_of(cluster)
     takes = cpu.nvlinks * gpu.nvlink_bytes_per_s / gpu.nvlink_links if gpu.nvlink_links else 0.0
     if not cpu.nvlinks or takes != cpu.bytes_per_s:
         message = f"GPU '{gpu.key}' has no link '{given}' to a CPU."
-        raise SpecError(message, key=key, value=given, hint=f'cpu_link = "{gpu.cpu_link}"')
+        raise _refused("cpu_link", given, message, f'cpu_link = "{gpu.cpu_link}"')
 
 
 def _check_scale_out(cluster: Cluster, table: ClusterTable) -> None:
-    one_host_or_domain = cluster.hosts * cluster.gpus_per_host <= max(cluster.nvlink_domain_size, cluster.gpus_per_host)
-    if cluster.nic is None and not one_host_or_domain and not cluster.is_cpu:
-        raise SpecError(
-            f"{cluster.hosts} hosts with no 'nic' cannot reach each other.",
-            key=("cluster", "hosts"),
-            value=cluster.hosts,
-            hint='a line nic = "ib_ndr" in the cluster, or hosts = 1',
-        )
-    if cluster.nic is None and (table.nics_per_host or table.fabric):
-        key = "nics_per_host" if table.nics_per_host else "fabric"
-        raise SpecError(
-            f"cluster.{key} is given, but no 'nic'.",
-            key=("cluster", key),
-            value=getattr(table, key),
-            hint='a line nic = "ib_ndr" in the cluster',
-        )
+    if cluster.nic is not None:
+        return
+    hosts, per_host = cluster.hosts, cluster.gpus_per_host
+    if hosts * per_host > max(cluster.nvlink_domain_size, per_host) and not cluster.is_cpu:
+        hint = 'a line nic = "ib_ndr" in the cluster, or hosts = 1'
+        raise _refused("hosts", hosts, f"{hosts} hosts with no 'nic' cannot reach each other.", hint)
+    for key in ("nics_per_host", "fabric"):
+        if given := getattr(table, key):
+            message = f"cluster.{key} is given, but no 'nic'."
+            raise _refused(key, given, message, 'a line nic = "ib_ndr" in the cluster')
 
 
 def _cpu_link_of(cluster: Cluster) -> CpuLink:

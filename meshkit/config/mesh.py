@@ -65,14 +65,8 @@ class MeshAxis:
         """The shortest TOML value that says the same."""
         if self.infiniband == 1:
             return self.nvlink
-        return (
-            {"infiniband": self.infiniband}
-            if self.nvlink == 1
-            else {
-                "nvlink": self.nvlink,
-                "infiniband": self.infiniband,
-            }
-        )
+        inside = {} if self.nvlink == 1 else {"nvlink": self.nvlink}
+        return {**inside, "infiniband": self.infiniband}
 
 
 @dataclass(frozen=True)
@@ -152,26 +146,17 @@ class MeshSpec:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where each partition of a program runs; a partition's id is its row-major position in the mesh.
+    """Where each partition of a program runs; a partition's id is its row-major position in the mesh."""
 
-    Attributes:
-        axis_names: of the mesh, outermost first.
-        shape: of the mesh.
-        gpus: [partitions] GPU index in the cluster.
-        domains: [partitions] NVLink domain.
-        hosts: [partitions] host.
-        fabric: what each link is made of.
-        rails: [partitions] port of the host that the GPU sends through; GPUs with the same place in their NVLink domain
-            have the same one wherever domains are whole hosts, so that what goes across domains stays on its rail. None
-            without ports, or where the cluster is not known.
-    """
-
-    axis_names: tuple[str, ...]
+    axis_names: tuple[str, ...]  # of the mesh, outermost first
     shape: tuple[int, ...]
-    gpus: np.ndarray
-    domains: np.ndarray
-    hosts: np.ndarray
-    fabric: Mapping[str, str]
+    gpus: np.ndarray  # [partitions] GPU index in the cluster
+    domains: np.ndarray  # [partitions] NVLink domain
+    hosts: np.ndarray  # [partitions]
+    fabric: Mapping[str, str]  # what each link is made of
+    # [partitions] port of the host that the GPU sends through; GPUs with the same place in their NVLink domain have the
+    # same one wherever domains are whole hosts, so that what goes across domains stays on its rail. None without ports,
+    # or where the cluster is not known
     rails: np.ndarray | None = None
 
     @property
@@ -190,15 +175,16 @@ class Placement:
     @classmethod
     def of_gpus(cls, axis_names: Sequence[str], shape: Sequence[int], gpus: np.ndarray, cluster: Cluster) -> Placement:
         """Where the GPUs of a cluster are, given their indices in the order of the partitions."""
-        per_domain = cluster.gpus_used_per_domain
-        domains = gpus // per_domain
-        places = domains * cluster.nvlink_domain_size + gpus % per_domain  # among all GPUs, used or not
-        hosts, local = places // cluster.gpus_per_host, places % cluster.gpus_per_host
-        rails = local * cluster.nics_per_host // cluster.gpus_per_host if cluster.nics_per_host else None
-        fabric = {"nvlink": cluster.link("nvlink").fabric}
-        if cluster.num_nvlink_domains > 1:
-            fabric["infiniband"] = cluster.link("infiniband").fabric
-        return cls(tuple(axis_names), tuple(shape), gpus, domains, hosts, fabric, rails)
+        links = LINKS if cluster.num_nvlink_domains > 1 else ("nvlink",)
+        return cls(
+            axis_names=tuple(axis_names),
+            shape=tuple(shape),
+            gpus=gpus,
+            domains=cluster.domain_of(gpus),
+            hosts=cluster.host_of(gpus),
+            fabric={name: cluster.link(name).fabric for name in links},
+            rails=cluster.rail_of(gpus),
+        )
 
     @classmethod
     def from_shape(
