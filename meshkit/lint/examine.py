@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from meshkit.sharding.constrain import Activation, record_activations
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
 from meshkit.sharding.resolve import Placed, placements
 from meshkit.sharding.strategy import StageRuns, Strategy, make_weights
-from meshkit.step.state import HOST_MEMORY
+from meshkit.step.program import local_bytes
 from meshkit.step.train_step import TrainProgram
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "int8": 1}
@@ -97,7 +96,7 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
         spec=experiment.mesh,
         others=others,
         deferred=deferred,
-        state_bytes=_state_bytes(program),
+        state_bytes=local_bytes(program.abstract_state),
         pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * experiment.train.memory_fraction),
         written=document.table.get("rules", {}) if document is not None else None,
     )
@@ -128,12 +127,6 @@ def _stages(experiment: Experiment, program: TrainProgram) -> StageRuns | None:
         return None
     s, v = pipe.stack.stages, pipe.stack.virtual_stages
     return StageRuns(pipe.axis, count, count * v + s - 1, count + v * s, pipe.stack.chunk_layers, pipe.stack.layers)
-
-
-def _state_bytes(program: TrainProgram) -> int:
-    """Of one GPU's shards of the state, without what lies in host memory."""
-    leaves = [x for x in jax.tree.leaves(program.abstract_state) if x.sharding.memory_kind != HOST_MEMORY]
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def announce_findings(experiment: Experiment, program: TrainProgram, console: Console) -> None:

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-import jax
-import numpy as np
+import jax.numpy as jnp
 from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -25,16 +24,14 @@ from meshkit.errors import ConfigError
 from meshkit.lint.contract import SCALARS, Explained
 from meshkit.lint.examine import examine
 from meshkit.lint.findings import SEVERITY_COLOURS, Finding, finding_lines
-from meshkit.lint.placements import placed_bytes
+from meshkit.lint.placements import Subject
 from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part
 from meshkit.report.views.table import Cell, Table, number_columns, text_columns
 from meshkit.sharding.constrain import Activation
-from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
 from meshkit.sharding.resolve import Placed
-from meshkit.step.train_step import make_train_step
 from meshkit.units import format_bytes
-from meshkit.verbs.plan.planner import Plan, plan_experiment
+from meshkit.verbs.plan.planner import Plan, absent_step, plan_experiment
 from meshkit.verbs.plan.proposer import propose
 
 
@@ -108,31 +105,32 @@ def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
         ProgramError: XLA refuses the step.
     """
     note = why_not_compiled(experiment) if compile else "--no-compile"
-    use_no_accelerator()
-    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
-    assert isinstance(mesh, DescribedMesh)
-    program = make_train_step(experiment, mesh)
-    made = plan_experiment(experiment) if note is None else None
-    if made is not None and made.examined is not None and made.lint is not None:
-        examined, lint = made.examined, made.lint
+    made = None
+    if note is None:
+        made = plan_experiment(experiment)
+        facts, examined, lint = made.facts, made.examined, made.lint
+        assert examined is not None
+        assert lint is not None
     else:
-        examined = examine(experiment, program, mesh)
+        program = absent_step(experiment)
+        facts, examined = program.facts, examine(experiment, program, program.mesh)
         lint = examined.lint()
-    facts = program.facts
     assert facts.parameters_bytes is not None
     assert facts.optimizer_bytes is not None
-    rows = lint.collectives
     return Explanation(
         experiment=experiment.name,
-        mesh=tuple(row.model_dump() for row in mesh_part(mesh.placement(experiment.cluster))),
+        mesh=tuple(row.model_dump() for row in mesh_part(experiment.mesh.placement(experiment.cluster))),
         rules=experiment.rules.to_dict(),
-        parameters=tuple(_parameter(p, mesh) for p in examined.parameters),
-        activations=tuple(_activation(a, mesh) for a in examined.activations),
+        parameters=tuple(_placed(p, examined.subject, p.path, p.rule) for p in examined.parameters),
+        activations=tuple(
+            _placed(a, examined.subject, " ".join(x or "-" for x in a.logical_axes), "logical")
+            for a in examined.activations
+        ),
         parameters_bytes_per_gpu=facts.parameters_bytes,
         optimizer_bytes_per_gpu=facts.optimizer_bytes,
         findings=tuple(lint.findings),
         allowed=tuple(lint.allowed),
-        collectives=None if rows is None else tuple(map(_collective, rows)),
+        collectives=None if lint.collectives is None else tuple(map(_collective, lint.collectives)),
         collectives_note=None if note is None else f"collectives were not checked: {note}",
         placement=_placement(made, experiment) if made is not None else None,
     )
@@ -177,31 +175,16 @@ def _placement(made: Plan, experiment: Experiment) -> PlacementPart:
     )
 
 
-def _parameter(p: Placed, mesh: DescribedMesh) -> PlacedPart:
-    total, shards = placed_bytes(p), p.shards(mesh)
+def _placed(array: Placed | Activation, subject: Subject, path: str, rule: str) -> PlacedPart:
+    total = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+    shards = subject.pieces(axis for axes in array.spec for axis in axes)
     return PlacedPart(
-        path=p.path,
-        shape=p.shape,
-        dtype=p.dtype,
-        logical_axes=p.logical_axes,
-        spec=p.spec,
-        rule=p.rule,
-        shards=shards,
-        bytes=total,
-        bytes_per_gpu=total // shards,
-    )
-
-
-def _activation(a: Activation, mesh: DescribedMesh) -> PlacedPart:
-    total = int(np.prod(a.shape, dtype=np.int64)) * jax.numpy.dtype(a.dtype).itemsize
-    shards = math.prod(mesh.shape[x] for axes in a.spec for x in axes)
-    return PlacedPart(
-        path=" ".join(x or "-" for x in a.logical_axes),
-        shape=a.shape,
-        dtype=a.dtype,
-        logical_axes=a.logical_axes,
-        spec=a.spec,
-        rule="logical",
+        path=path,
+        shape=array.shape,
+        dtype=array.dtype,
+        logical_axes=array.logical_axes,
+        spec=array.spec,
+        rule=rule,
         shards=shards,
         bytes=total,
         bytes_per_gpu=total // shards,

@@ -15,6 +15,7 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.lint.examine import announce_findings
 from meshkit.sharding import build_mesh, describe_devices
+from meshkit.step import train_step
 from meshkit.step.train_step import make_train_step
 from meshkit.verbs.explain.explainer import Explanation, explain
 from meshkit.verbs.plan.planner import plan_experiment
@@ -154,7 +155,9 @@ def test_the_gathers_and_reductions_of_the_debug_llama_are_its_closed_forms():
 
 
 @pytest.mark.deviceless
-def test_explain_compiles_checks_and_places_by_default(capsys):
+def test_explain_compiles_checks_and_places_by_default_and_builds_the_step_once(capsys, monkeypatch):
+    built = []
+    monkeypatch.setattr(train_step, "make_train_step", lambda *args: built.append(args) or make_train_step(*args))
     sets = [f"--set={o}" for o in ON_H100S]
     code, out, _ = run(capsys, MLP, *sets, "--json")
     found = Explanation.model_validate_json(out)
@@ -162,6 +165,7 @@ def test_explain_compiles_checks_and_places_by_default(capsys):
     assert {"all-gather", "reduce-scatter", "all-reduce"} <= {row.collective for row in found.collectives}
     assert all(row.explanation for row in found.collectives)
     assert found.placement.communication_now_s > 0
+    assert len(built) == 1
 
 
 def test_without_a_compiler_or_gpus_one_line_says_that_collectives_were_not_checked(capsys, monkeypatch):
