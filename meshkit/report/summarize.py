@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -23,7 +24,9 @@ from meshkit.report.schema import (
     ClusterPart,
     CommunicationPart,
     MeshAxisPart,
+    OptionPart,
     PipelinePart,
+    ProgramPart,
     Report,
     Source,
     SpreadPart,
@@ -39,8 +42,10 @@ from meshkit.timeline import KernelTotals, Sweep, Timeline, kernel_totals, sweep
 from meshkit.units import format_seconds
 
 if TYPE_CHECKING:
+    from meshkit.compile.program import CompiledProgram
     from meshkit.config.cluster import Cluster
     from meshkit.predict.simulate import Simulation
+    from meshkit.trace.captured import CaptureRecord
 
 _ADDITIVE = ("time_s", "compute_s", "communication_s", "overlapped_s", "exposed_s", "other_s", "idle_s")
 _MOST_CELLS = 200_000  # of a pipeline's picture in report.json; a larger one is left out
@@ -373,3 +378,26 @@ def _unmapped_warning(rows: Sequence[CommunicationPart]) -> list[Warning_]:
     kinds = ", ".join(sorted({row.collective or "unknown" for row in unmapped}))
     message = f"{format_seconds(seconds)} of communication a step ({kinds}) map to no mesh axis."
     return [Warning_(code="unmapped_communication", message=message, seconds=seconds)]
+
+
+def program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
+    """What is known of a program that was compiled for GPUs that are not there."""
+    return ProgramPart(
+        fingerprint=schedule.fingerprint,
+        options_hash=compiled.options_hash,
+        options=tuple(OptionPart(name=o.name, value=o.value, why=o.why) for o in compiled.chosen),
+        jax=metadata.version("jax"),
+        jaxlib=metadata.version("jaxlib"),
+        partitioner=compiled.partitioner,
+    )
+
+
+def captured_program(record: CaptureRecord, schedule: Schedule | None) -> ProgramPart:
+    """What is known of a program that a process captured."""
+    return ProgramPart(
+        fingerprint=schedule.fingerprint if schedule else None,
+        options_hash=record.options_hash,
+        jax=record.jax,
+        jaxlib=record.jaxlib,
+        partitioner=record.partitioner,
+    )

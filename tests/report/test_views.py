@@ -22,9 +22,9 @@ from meshkit.report.schema import (
     StragglersPart,
     WindowPart,
 )
+from meshkit.report.views.charts import common, lanes, step_to_draw
 from meshkit.report.views.html import write_html
 from meshkit.report.views.terminal import bar, render
-from meshkit.report.views.timeline_chart import common, lanes, step_to_draw
 from meshkit.report.views.words import Share, step_shares
 from meshkit.timeline import DeviceStep, Timeline
 

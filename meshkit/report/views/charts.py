@@ -1,15 +1,17 @@
-"""The page's charts, as the plain dictionaries that Plotly draws."""
+"""The charts of a report, as the plain dictionaries that Plotly draws."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from meshkit.report.schema import CommunicationPart, GoodputPart, KernelClassPart, Report
+from meshkit.report.schema import GoodputPart, PipelinePart, Report
 from meshkit.report.views.words import WORD, axes_text, goodput_shares, memory_shares, row_name, share_text, step_shares
-from meshkit.units import GIB, format_bytes, format_percent, format_seconds
+from meshkit.timeline import DeviceStep, Timeline, exposed_spans
+from meshkit.units import GIB, format_bytes, format_seconds
 
 COLORS = {
     "compute": "#3f7cac",
@@ -56,6 +58,15 @@ _MAX_ROWS = 14
 _VISIBLE = 2e-3  # of all communication: a shorter bar is no wider than a pixel
 GRID = {"gridcolor": "#e6e9ee", "zeroline": False}
 FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": "#28323c"}
+# lanes of the timeline
+_LANE, _EXPOSED_PART = 0.72, 0.2  # heights, of the distance between lanes
+_MAX_SPANS = 1500  # per lane: what a browser still pans smoothly
+_RESOLUTION = 3000  # of a step: gaps shorter than this part of it are closed where there are too many spans
+_MAX_DEVICES = 8
+# the picture of a pipeline
+_MASKED = "#d9dde3"
+_FORWARD, _BACKWARD = ("#1f5a8a", "#9cc7e8"), ("#2f7d4f", "#a9dcb8")  # of the first and of the last chunk
+_READABLE_TICKS = 44  # at 1280 pixels, a cell is wide enough for the number of its microbatch
 
 
 def step_chart(reports: Sequence[Report]) -> dict:
@@ -65,27 +76,48 @@ def step_chart(reports: Sequence[Report]) -> dict:
     data = []
     for i, share in enumerate(step_shares(reports[0])):
         parts = [step_shares(r)[i].value for r in reports]
-        percents = [format_percent(v / r.step.time_s) if v and r.step.time_s else "" for v, r in zip(parts, reports)]
+        percents = [share_text(v or None, r.step.time_s).strip("-") for v, r in zip(parts, reports)]
         texts = [f"{format_seconds(v)}<br>{p}" for v, p in zip(parts, percents)]
-        data.append(bar(share.label, [_scaled(v, scale) for v in parts], names, COLORS[share.key], texts))
+        data.append(bar(share.label, _scaled(parts, scale), names, COLORS[share.key], texts))
     return bars(data, names, names, unit, bar_height=50)
 
 
 def communication_chart(reports: Sequence[Report]) -> dict:
     """Overlapped and exposed time of each axis, link and collective; a bar each where there are two reports."""
-    labels = _largest_labels(reports)
-    names = names_of(reports)
-    scale, unit = unit_of(max((r.time_s or 0.0 for report in reports for r in report.communication), default=0.0))
-    places = [(label, i) for label in labels for i in range(len(reports))]
-    y = [f"{label}|{i}" for label, i in places]
-    ticks = [label if len(reports) == 1 else names[i] if i else f"{label} · {names[i]}" for label, i in places]
     found = [_seconds_by_label(report) for report in reports]
+    y, ticks, places = _places(_largest_labels(reports, found), names_of(reports))
+    scale, unit = unit_of(max((r.time_s or 0.0 for report in reports for r in report.communication), default=0.0))
     data = []
-    for key in ("overlapped", "exposed"):
-        values = [found[i].get(label, {}).get(key) for label, i in places]
+    for key, at in (("overlapped", 0), ("exposed", 1)):
+        values = [found[i][label][at] if label in found[i] else None for label, i in places]
         texts = [f"{tick}: {key} {format_seconds(v)}" for tick, v in zip(ticks, values)]
-        data.append(bar(key, [_scaled(v, scale) for v in values], y, COLORS[key], texts, inside=False))
+        data.append(bar(key, _scaled(values, scale), y, COLORS[key], texts, inside=False))
     return bars(data, y, ticks, unit, bar_height=30 if len(reports) == 1 else 24)
+
+
+def _seconds_by_label(report: Report) -> dict[str, np.ndarray]:
+    """Axis, link and collective -> [2] overlapped and exposed seconds."""
+    found: dict[str, np.ndarray] = {}
+    for row in report.communication:
+        label = f"{axes_text(row.axes)} · {row.link or '-'} · {row_name(row)}"
+        found[label] = found.get(label, 0.0) + np.array([row.overlapped_s or 0.0, row.exposed_s or 0.0])
+    return found
+
+
+def _largest_labels(reports: Sequence[Report], found: Sequence[dict[str, np.ndarray]]) -> list[str]:
+    """Labels of all reports, in the order of the tables: the most exposed first."""
+    labels = dict.fromkeys(label for sums in found for label in sums)
+    total = {label: sum((sums[label] for sums in found if label in sums), np.zeros(2)) for label in labels}
+    shortest_s = _VISIBLE * max(r.step.communication_s or 0.0 for r in reports)
+    seen = [label for label in labels if total[label].sum() >= shortest_s] or list(labels)
+    return sorted(seen, key=lambda label: (-total[label][1], -total[label].sum()))[:_MAX_ROWS]
+
+
+def _places(labels: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str], list[tuple[str, int]]]:
+    """A bar of every label for each report: its place on the axis, its tick, and which label and report it is of."""
+    places = [(label, i) for label in labels for i in range(len(names))]
+    ticks = [label if len(names) == 1 else names[i] if i else f"{label} · {names[i]}" for label, i in places]
+    return [f"{label}|{i}" for label, i in places], ticks, places
 
 
 def memory_chart(reports: Sequence[Report]) -> dict | None:
@@ -131,37 +163,18 @@ def per_step_chart(report: Report) -> dict | None:
 
 
 def kernels_chart(reports: Sequence[Report]) -> dict | None:
-    """Compute by kind of work; None where no report knows it."""
-    known = [r for r in reports if r.kernels]
+    """Compute by kind of work, the longest first; None where no report knows it."""
+    known = [(name, r.kernels.classes) for name, r in zip(names_of(reports), reports) if r.kernels]
     if not known:
         return None
-    names = names_of(reports)
-    labels = kernel_kinds(known)
-    scale, unit = unit_of(max((c.time_s or 0.0 for r in known for c in kernel_classes(r)), default=0.0))
-    places = [(label, r) for label in labels for r in known]
-    y = [f"{label}|{reports.index(r)}" for label, r in places]
-    ticks = [
-        label if len(known) == 1 else f"{label} · {names[0]}" if r is known[0] else names[reports.index(r)]
-        for label, r in places
-    ]
-    seconds = [next((c.time_s for c in kernel_classes(r) if c.kind == label), None) for label, r in places]
-    texts = [f"{tick}: {format_seconds(v)}" for tick, v in zip(ticks, seconds)]
-    drawn = bar("compute", [_scaled(v, scale) for v in seconds], y, COLORS["compute"], texts, inside=False)
+    seconds = [{c.kind: c.time_s for c in classes} for _, classes in known]
+    longest = {kind: max(s.get(kind) or 0.0 for s in seconds) for kind in dict.fromkeys(k for s in seconds for k in s)}
+    y, ticks, places = _places(sorted(longest, key=lambda kind: -longest[kind]), [name for name, _ in known])
+    scale, unit = unit_of(max(longest.values(), default=0.0))
+    values = [seconds[i].get(kind) for kind, i in places]
+    texts = [f"{tick}: {format_seconds(v)}" for tick, v in zip(ticks, values)]
+    drawn = bar("compute", _scaled(values, scale), y, COLORS["compute"], texts, inside=False)
     return bars([drawn], y, ticks, unit, bar_height=26)
-
-
-def kernel_classes(report: Report) -> tuple[KernelClassPart, ...]:
-    """Compute by kind of work; empty where unknown."""
-    return report.kernels.classes if report.kernels else ()
-
-
-def kernel_kinds(reports: Sequence[Report]) -> list[str]:
-    """Kinds of work in any of the reports, the longest first."""
-    seconds: dict[str, float] = {}
-    for report in reports:
-        for c in kernel_classes(report):
-            seconds[c.kind] = max(seconds.get(c.kind, 0.0), c.time_s or 0.0)
-    return sorted(seconds, key=lambda kind: -seconds[kind])
 
 
 def history_chart(report: Report) -> dict | None:
@@ -223,38 +236,13 @@ def names_of(reports: Sequence[Report]) -> list[str]:
     return [f"{w} {'AB'[i]}" if words.count(w) > 1 else w for i, w in enumerate(words)]
 
 
-def _label(row: CommunicationPart) -> str:
-    return f"{axes_text(row.axes)} · {row.link or '-'} · {row_name(row)}"
-
-
-def _seconds_by_label(report: Report) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for row in report.communication:
-        sums = found.setdefault(_label(row), {"overlapped": 0.0, "exposed": 0.0})
-        sums["overlapped"] += row.overlapped_s or 0.0
-        sums["exposed"] += row.exposed_s or 0.0
-    return found
-
-
-def _largest_labels(reports: Sequence[Report]) -> list[str]:
-    """Labels of all reports, in the order of the tables: the most exposed first."""
-    total: dict[str, np.ndarray] = {}
-    for report in reports:
-        for row in report.communication:
-            seconds = np.array([row.exposed_s or 0.0, row.time_s or 0.0])
-            total[_label(row)] = total.get(_label(row), np.zeros(2)) + seconds
-    shortest_s = _VISIBLE * max(r.step.communication_s or 0.0 for r in reports)
-    seen = [label for label, (_, time_s) in total.items() if time_s >= shortest_s] or list(total)
-    return sorted(seen, key=lambda label: tuple(-total[label]))[:_MAX_ROWS]
-
-
 def unit_of(longest_s: float) -> tuple[float, str]:
     """The unit in which the longest time reads well, as (units per second, name)."""
     return next(((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms")) if longest_s * scale >= 2), (1e6, "us"))
 
 
-def _scaled(seconds: float | None, scale: float) -> float | None:
-    return None if seconds is None else seconds * scale
+def _scaled(seconds: Sequence[float | None], scale: float) -> list[float | None]:
+    return [None if value is None else value * scale for value in seconds]
 
 
 def bar(name: str, x: list, y: list, color: str, texts: list[str], *, inside: bool = True) -> dict:
@@ -335,3 +323,217 @@ def limit(x: float, dash: str, width: float = 1.5) -> dict:
     """A line across a chart at a limit of what it shows."""
     style = {"color": "#28323c", "width": width, "dash": dash}
     return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": style}
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Spans that are drawn on one line."""
+
+    name: str  # what the axis of the chart says
+    kind: str  # `compute`, `communication`, `exposed` or `copies`
+    spans: np.ndarray  # [n, 2] seconds from the start of the step
+    labels: Sequence[str]  # [n] what each span is
+    exposed: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
+    """[k, 2] the parts of communication under which nothing computes."""
+
+
+def step_to_draw(timeline: Timeline) -> list[DeviceStep]:
+    """One step of up to eight devices: the one whose slowest device is the median, so neither a hiccup nor luck."""
+    numbers = sorted({s.step for s in timeline.steps})
+    longest = {n: max(s.window[1] - s.window[0] for s in timeline.steps if s.step == n) for n in numbers}
+    chosen = sorted(numbers, key=longest.__getitem__)[len(numbers) // 2]
+    return sorted((s for s in timeline.steps if s.step == chosen), key=lambda s: s.device)[:_MAX_DEVICES]
+
+
+def lanes(timeline: Timeline, step: DeviceStep) -> list[Lane]:
+    """The lanes of one device step, from top to bottom; lanes without spans are left out."""
+    start = step.window[0]
+    found = [_lane("compute", "compute", step.compute - start, step.compute_op, timeline.op_names, step)]
+    exposed = exposed_spans(step)
+    found.append(_lane("exposed", "exposed", exposed, None, (), step))
+    names = [f"{c.name} ({c.collective} {c.dtype})" for c in timeline.collectives] + ["unmapped communication"]
+    axes = [f"{axes_text(c.axes)} · {c.link}" for c in timeline.collectives] + [axes_text(())]
+    present = list(dict.fromkeys(axes[i] for i in step.collective))
+    for axis in sorted(present):
+        mine = np.array([axes[i] == axis for i in step.collective], bool)
+        spans = step.communication[mine] - start
+        lane = _lane(axis, "communication", spans, step.collective[mine], names, step)
+        found.append(replace(lane, exposed=_lane(axis, "exposed", common(spans, exposed), None, (), step).spans))
+    found.append(_lane("copies", "copies", step.copies - start, None, (), step))
+    return [lane for lane in found if len(lane.spans)]
+
+
+def common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """[n, 2] where spans of a and spans of b both run; b is sorted and does not overlap itself.
+
+    Spans of a may overlap each other: they are joined first.
+    """
+    if not len(a) or not len(b):
+        return np.zeros((0, 2))
+    joined, _ = _joined(a[np.argsort(a[:, 0], kind="stable")], 0.0)
+    # every piece of the intersection starts where a span of one starts inside a span of the other
+    starts = np.unique(np.r_[joined[:, 0], b[:, 0]])
+    ends = np.minimum(*(_end_of_span_at(spans, starts) for spans in (joined, b)))
+    return np.stack([starts, ends], axis=1)[ends > starts]
+
+
+def _joined(spans: np.ndarray, shortest: float) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted spans as one where no gap longer than the shortest lies between, and the index of the first in each."""
+    ended = np.maximum.accumulate(spans[:, 1])
+    first = np.flatnonzero(np.r_[True, spans[1:, 0] - ended[:-1] > shortest])
+    return np.stack([spans[first, 0], np.r_[ended[first[1:] - 1], ended[-1]]], axis=1), first
+
+
+def _end_of_span_at(spans: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """The end of the span that covers each time (disjoint, sorted); minus infinity where none does."""
+    at = np.searchsorted(spans[:, 0], times, "right") - 1
+    ends = np.where(at >= 0, spans[np.maximum(at, 0), 1], -np.inf)
+    return np.where(ends > times, ends, -np.inf)
+
+
+def _lane(
+    name: str, kind: str, spans: np.ndarray, index: np.ndarray | None, names: Sequence[str], step: DeviceStep
+) -> Lane:
+    """Spans in time order, joined to their neighbours where there are too many to draw."""
+    order = np.argsort(spans[:, 0], kind="stable")
+    spans = spans[order]
+    labels = [name] * len(spans) if index is None or not names else [names[int(i)] for i in index[order]]
+    if len(spans) <= _MAX_SPANS:
+        return Lane(name, kind, spans, labels)
+    shortest = (step.window[1] - step.window[0]) / _RESOLUTION
+    joined, first = _joined(spans, shortest)
+    counts = np.diff(np.r_[first, len(spans)])
+    texts = [labels[i] if n == 1 else f"{labels[i]} and {n - 1} more" for i, n in zip(first, counts)]
+    return Lane(name, kind, joined, texts)
+
+
+def timeline_charts(timeline: Timeline) -> list[tuple[str, dict]]:
+    """One chart per GPU of one step, with the GPU's name; the page shows one at a time."""
+    drawn = step_to_draw(timeline) if timeline.steps else []
+    return [(f"GPU {step.device}, step {step.step}", _timeline_chart(timeline, step)) for step in drawn]
+
+
+def _timeline_chart(timeline: Timeline, step: DeviceStep) -> dict:
+    length_s = step.window[1] - step.window[0]
+    scale, unit = unit_of(length_s)
+    data, ticks = [], []
+    colors = iter(AXIS_COLORS * 4)
+    for lane in lanes(timeline, step):
+        ticks.append(lane.name)
+        color = COLORS[lane.kind] if lane.kind in COLORS else next(colors)
+        data.append(_spans(lane, lane.spans, lane.labels, color, scale, unit))
+        if len(lane.exposed):
+            texts = [f"{lane.name}: exposed"] * len(lane.exposed)
+            under = _spans(lane, lane.exposed, texts, COLORS["exposed"], scale, unit)
+            data.append(under | {"name": f"{lane.name}: exposed", "width": _EXPOSED_PART, "offset": 0.16})
+    layout: dict[str, Any] = layout_of(72 + 36 * len(ticks), unit) | {"barmode": "overlay", "dragmode": "pan"}
+    layout["margin"] = layout["margin"] | {"t": 34}
+    layout["modebar"] = {"bgcolor": "rgba(0,0,0,0)", "color": "#a9b4c2", "activecolor": "#28323c"}
+    layout["xaxis"] = layout["xaxis"] | {"range": [0, length_s * scale]}
+    # the order of the lanes is fixed, so that one that is hidden (or has a part drawn twice) moves no other
+    places = {"categoryorder": "array", "categoryarray": ticks, "range": [len(ticks) - 0.5, -0.5]}
+    layout["yaxis"] = layout["yaxis"] | places | {"fixedrange": True}
+    return {"data": data, "layout": layout, "narrow": narrow_layout(ticks, ticks, 54, 44, lift=18)}
+
+
+def _spans(lane: Lane, spans, labels: Iterable[str], color: str, scale: float, unit: str) -> dict:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": lane.name,
+        "y": [lane.name] * len(spans),
+        "base": _rounded(spans[:, 0] * scale),
+        "x": _rounded((spans[:, 1] - spans[:, 0]) * scale),
+        "customdata": list(labels),
+        "hovertemplate": f"%{{customdata}}<br>at %{{base:.4~f}} {unit}, %{{x:.4~f}} {unit}<extra></extra>",
+        "marker": {"color": color, "line": {"width": 0}},
+        "width": _LANE,
+        "showlegend": False,
+    }
+
+
+def _rounded(values) -> list[float]:
+    """Six digits are finer than a pixel, and a third of the bytes."""
+    return [float(f"{v:.6g}") for v in values]
+
+
+def schedule_chart(part: PipelinePart) -> dict | None:
+    """Stage by tick: what runs forward and backward, by chunk, and what is masked. None where there is no picture."""
+    if part.picture is None:
+        return None
+    z, texts = [], []
+    for row in part.picture:
+        for letter in "FB":
+            found = [_work(cell, letter) for cell in row]
+            z.append([_shade(part, letter, tick, work) for tick, work in enumerate(found)])
+            texts.append([work or "" for work in found])
+    ticks = part.warmup_ticks + part.steady_ticks + part.drain_ticks
+    trace = {
+        "type": "heatmap",
+        "z": z,
+        "text": texts,
+        "colorscale": _scale(part),
+        "zmin": 0,
+        "zmax": 2 * part.virtual_stages,
+        "showscale": False,
+        "xgap": 1 if ticks <= 4 * _READABLE_TICKS else 0,
+        "ygap": 1,
+        "hoverongaps": False,
+        "hovertemplate": "tick %{x}: %{text}<extra></extra>",
+    }
+    if ticks <= _READABLE_TICKS:
+        trace |= {"texttemplate": "%{text}", "textfont": {"size": 10}}
+    stages = list(range(part.stages))
+    step = -(-part.stages // 16)
+    layout = frame(
+        90 + 26 * max(2, min(part.stages, 24)),
+        margin={"l": 70, "r": 10, "t": 10, "b": 45},
+        xaxis={"title": {"text": "tick"}, "showgrid": False, "zeroline": False},
+        yaxis={
+            "autorange": "reversed",
+            "showgrid": False,
+            "zeroline": False,
+            "tickvals": [2 * s + 0.5 for s in stages[::step]],
+            "ticktext": [f"stage {s}" for s in stages[::step]],
+        },
+    )
+    return {"data": [trace], "layout": layout}
+
+
+def _work(cell: str, letter: str) -> str | None:
+    """`F3.1` of `F3.1 B0.0`."""
+    return next((word for word in cell.split() if word[0] == letter), None)
+
+
+def _shade(part: PipelinePart, letter: str, tick: int, work: str | None) -> int | None:
+    """Index of a colour: 0 masked, then the chunks forward, then backward; None where the direction does not run."""
+    if work is not None:
+        chunk = int(work.partition(".")[2] or 0)
+        return 1 + chunk + (part.virtual_stages if letter == "B" else 0)
+    runs = tick < part.warmup_ticks + part.steady_ticks if letter == "F" else tick >= part.warmup_ticks
+    return 0 if runs else None
+
+
+def _scale(part: PipelinePart) -> list[list]:
+    """A colour for each index, as Plotly spells steps: every colour from one border to the next."""
+    colors = [_MASKED, *_shades(_FORWARD, part.virtual_stages), *_shades(_BACKWARD, part.virtual_stages)]
+    most = len(colors) - 1
+    stops: list[list] = []
+    for i, color in enumerate(colors):
+        stops += [[max(0.0, (i - 0.5) / most), color], [min(1.0, (i + 0.5) / most), color]]
+    return stops
+
+
+def _shades(ends: tuple[str, str], count: int) -> list[str]:
+    first, last = ([int(end[i : i + 2], 16) for i in (1, 3, 5)] for end in ends)
+    steps = [i / max(1, count - 1) for i in range(count)]
+    return ["#" + "".join(f"{round(a + (b - a) * t):02x}" for a, b in zip(first, last)) for t in steps]
+
+
+def schedule_legend(part: PipelinePart) -> list[tuple[str, str]]:
+    """What the colours of the picture stand for."""
+    entries = []
+    for word, ends in (("forward", _FORWARD), ("backward", _BACKWARD)):
+        for chunk, color in enumerate(_shades(ends, part.virtual_stages)):
+            entries.append((f"{word}, chunk {chunk}" if part.virtual_stages > 1 else word, color))
+    return [*entries, ("masked", _MASKED)]

@@ -20,14 +20,15 @@ from meshkit.report.views.charts import (
     memory_parts,
     names_of,
     per_step_chart,
+    schedule_chart,
+    schedule_legend,
     step_chart,
+    timeline_charts,
 )
 from meshkit.report.views.compare import compared_section
 from meshkit.report.views.page import Page, card, cards, folded, legend, section, warning_panel
-from meshkit.report.views.pipeline_chart import schedule_chart, schedule_legend
 from meshkit.report.views.table import inline
 from meshkit.report.views.tables import Shown
-from meshkit.report.views.timeline_chart import timeline_charts
 from meshkit.report.views.words import (
     WORD,
     goodput_shares,

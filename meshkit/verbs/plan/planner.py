@@ -28,9 +28,8 @@ from meshkit.lint.examine import Examined, Lint, examine
 from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.memory import reserved_memory
 from meshkit.predict.simulate import simulate
-from meshkit.report.program import program_part
 from meshkit.report.schema import CompilePart, MemoryPart, Report
-from meshkit.report.summarize import Machines, summarize_simulation
+from meshkit.report.summarize import Machines, program_part, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
 from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.timeline import Timeline

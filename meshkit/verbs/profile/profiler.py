@@ -21,11 +21,10 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.hlo.instructions import read_instructions
 from meshkit.report.folder import write_folder
-from meshkit.report.program import captured_program
 from meshkit.report.quality import feedback_part, noted, quality_part, stragglers_part, withhold_axes
 from meshkit.report.rows import group_rows
 from meshkit.report.schema import MemoryPart, Report, StragglersPart
-from meshkit.report.summarize import Machines, summarize
+from meshkit.report.summarize import Machines, captured_program, summarize
 from meshkit.step.facts import StepFacts
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes

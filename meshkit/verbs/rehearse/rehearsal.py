@@ -31,10 +31,9 @@ from meshkit.hlo.module import Schedule
 from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.memory import Reserved, reserved_memory
 from meshkit.predict.simulate import simulate
-from meshkit.report.program import captured_program
 from meshkit.report.quality import noted
 from meshkit.report.schema import MemoryPart, Report, Warning_
-from meshkit.report.summarize import Machines, summarize_simulation
+from meshkit.report.summarize import Machines, captured_program, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh
 from meshkit.step.facts import training_steps
 from meshkit.timeline import Timeline
