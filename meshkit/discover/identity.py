@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-from meshkit.config.bounded import integer
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+
 from meshkit.discover.machine import discover
 from meshkit.discover.nvml import check_snapshot
 from meshkit.discover.probe import Probe
 from meshkit.errors import ConfigError
 
 _LONGEST_RECORD = 2**20
+_RECORD = TypeAdapter(dict[NonNegativeInt, str])
+_SAME_VERSION = "the same version of meshkit in every process"
 
 
 def local_identities(probe: Probe, *, host: str, visible: str | None = None) -> tuple[str, ...]:
@@ -93,19 +96,14 @@ def domain_identities(records: Iterable[str], *, devices: Iterable[int] | None =
     if missing:
         raise ConfigError(
             f"{len(missing)} devices have no NVLink identity, the first is {missing[0]}.",
-            hint="the same version of meshkit in every process",
+            hint=_SAME_VERSION,
         )
     return found
 
 
 def _read_record(text: str, process: int) -> dict[int, str]:
     try:
-        value = json.loads(text) if len(text) <= _LONGEST_RECORD else None
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict) or not all(integer(k) is not None and isinstance(v, str) for k, v in value.items()):
-        raise ConfigError(
-            f"the NVLink identities that process {process} published cannot be read.",
-            hint="the same version of meshkit in every process",
-        )
-    return {int(name): item for name, item in value.items()}
+        return _RECORD.validate_json(text if len(text) <= _LONGEST_RECORD else "")
+    except ValidationError:
+        what = f"the NVLink identities that process {process} published cannot be read."
+        raise ConfigError(what, hint=_SAME_VERSION) from None

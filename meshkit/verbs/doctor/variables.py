@@ -31,6 +31,11 @@ _DEBUG_NCCL = (
 )
 _CHATTY = ("INFO", "TRACE", "ABORT")
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_COSTLY_MEMORY = (
+    ("XLA_PYTHON_CLIENT_PREALLOCATE", ("false", "0"), ": memory fragments, and a step that fits may fail later."),
+    ("XLA_PYTHON_CLIENT_ALLOCATOR", ("platform",), " asks the driver for every buffer, which is very slow."),
+    ("TF_FORCE_UNIFIED_MEMORY", ("1",), " lets GPU memory spill into the host's, at its bandwidth."),
+)
 _INTERFACES = "/sys/class/net"
 
 
@@ -151,15 +156,9 @@ def _memory(env: Mapping[str, str], memory_fraction: float | None) -> list[Resul
         if not _same(value, memory_fraction):
             message = f"{name}={value}, but the experiment's train.memory_fraction is {memory_fraction:g}."
             found.append(warning("memory", message, f"unset {name}: the experiment sets it"))
-    if env.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
-        message = "XLA_PYTHON_CLIENT_PREALLOCATE=false: memory fragments, and a step that fits may fail later."
-        found.append(warning("memory", message, "unset XLA_PYTHON_CLIENT_PREALLOCATE"))
-    if env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
-        message = "XLA_PYTHON_CLIENT_ALLOCATOR=platform asks the driver for every buffer, which is very slow."
-        found.append(warning("memory", message, "unset XLA_PYTHON_CLIENT_ALLOCATOR"))
-    if env.get("TF_FORCE_UNIFIED_MEMORY") == "1":
-        message = "TF_FORCE_UNIFIED_MEMORY=1 lets GPU memory spill into the host's, at its bandwidth."
-        found.append(warning("memory", message, "unset TF_FORCE_UNIFIED_MEMORY"))
+    for name, values, why in _COSTLY_MEMORY:
+        if env.get(name, "").lower() in values:
+            found.append(warning("memory", f"{name}={values[0]}{why}", f"unset {name}"))
     return found or [ok("memory", "no memory variable that conflicts")]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -20,24 +20,28 @@ _LAYERS = {"infiniband": "InfiniBand", "ethernet": "RoCE", "tcp": "Ethernet"}
 
 def render(report: TopoReport) -> RenderableType:
     """The report for `rich.print`: headline, tables, picture, cluster, and what is wrong."""
+    recorded = [f"recorded in {report.recorded}"] if report.recorded else []
     if not report.gpus:
-        return _without_gpu(report)
+        findings = [f"✗ {finding.message}" for finding in report.findings]
+        lines = [f"No NVIDIA GPU: {report.nothing_here}.", *recorded, *findings]
+        return Group(*map(Text, lines))
     parts: list[RenderableType] = [_headline(report)]
     if report.hosts <= _MOST_HOSTS_DRAWN:
-        parts += [_gpu_table(report), *([_nic_table(report)] if report.nics else []), _picture(report)]
-    parts += [_domains(report), *_cluster(report), *_others(report), *_findings(report), *_warnings(report)]
-    if report.written:
-        parts.append(Text(f"\nwrote {report.written}"))
-    if report.recorded:
-        parts.append(Text(f"\nrecorded in {report.recorded}"))
+        parts += [_heading("GPUs"), _gpu_table(report)]
+        if report.nics:
+            parts += [_heading("network ports"), _nic_table(report), Text(_rdma(report), "bright_black")]
+        parts += [_heading("picture"), *_picture(report)]
+    cluster = (f"{key} = {inline(value)}" for key, value in (report.cluster or {}).items())
+    others = (f"{other.source}: {other.num_gpus} GPUs, {_short(other.cluster)}" for other in report.others)
+    parts += [_domains(report), *_section("cluster file", cluster)]
+    parts += _section("further machines in the same file", others)
+    if report.checked_against and not report.findings:
+        parts.append(Padding(Text(f"✓ as {report.checked_against} says", "green"), (1, 0, 0, 0)))
+    findings = (Text.assemble(("✗ ", "red"), finding.message) for finding in report.findings)
+    parts += _section(f"not as {report.checked_against} says", findings)
+    parts += _section("notes", (f"- {warning}" for warning in report.warnings))
+    parts += [Text(f"\n{line}") for line in ([f"wrote {report.written}"] if report.written else []) + recorded]
     return Group(*parts)
-
-
-def _without_gpu(report: TopoReport) -> RenderableType:
-    line = Text(f"No NVIDIA GPU: {report.nothing_here}.")
-    recorded = [Text(f"recorded in {report.recorded}")] if report.recorded else []
-    findings = [Text(f"✗ {finding.message}") for finding in report.findings]
-    return Group(line, *recorded, *findings) if recorded or findings else line
 
 
 def _headline(report: TopoReport) -> RenderableType:
@@ -52,10 +56,21 @@ def _heading(text: str) -> RenderableType:
     return Padding(Text(text, style="bold"), (1, 0, 0, 0))
 
 
-def _gpu_table(report: TopoReport) -> RenderableType:
+def _section(title: str, lines: Iterable[str | Text]) -> list[RenderableType]:
+    """A heading and its lines; nothing where there are none."""
+    found = [Text(line) if isinstance(line, str) else line for line in lines]
+    return [_heading(title), *found] if found else []
+
+
+def _table(*names: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for name in ("GPU", "memory", "NUMA", "PCIe", "NVLink", "domain", "nearest NIC"):
+    for name in names:
         table.add_column(name, overflow="fold")
+    return table
+
+
+def _gpu_table(report: TopoReport) -> RenderableType:
+    table = _table("GPU", "memory", "NUMA", "PCIe", "NVLink", "domain", "nearest NIC")
     for gpu in report.gpus:
         near = f"{', '.join(gpu.nearest_nics[:2])}{' ...' if len(gpu.nearest_nics) > 2 else ''}"
         cells = (
@@ -68,19 +83,17 @@ def _gpu_table(report: TopoReport) -> RenderableType:
             f"{near} ({gpu.nearest_path})" if near else "-",
         )
         table.add_row(*map(Text, cells))  # Text, as a plain string would be read for markup
-    return Group(_heading("GPUs"), table)
+    return table
 
 
 def _nic_table(report: TopoReport) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for name in ("port", "rate", "state", "NUMA", "PCIe", "catalog"):
-        table.add_column(name, overflow="fold")
+    table = _table("port", "rate", "state", "NUMA", "PCIe", "catalog")
     for nic in report.nics:
         state = nic.state or {True: "up", False: "DOWN", None: "-"}[nic.active]
         style = "red" if nic.active is False else ""
         last = (_or_dash(nic.numa), _pcie(nic.pcie), nic.key or "-")
         table.add_row(Text(nic.id), Text(_rate(nic)), Text(state, style), *map(Text, last))
-    return Group(_heading("network ports"), table, Text(_rdma(report), "bright_black"))
+    return table
 
 
 def _rdma(report: TopoReport) -> str:
@@ -94,54 +107,41 @@ def _rdma(report: TopoReport) -> str:
     return f"{text}; ACS redirects on {rdma.acs_bridges} bridges" if rdma.acs_bridges else f"{text}; ACS off"
 
 
-def _picture(report: TopoReport) -> RenderableType:
+def _picture(report: TopoReport) -> Iterator[Tree]:
     """Hosts, their NUMA nodes, and each GPU with the NICs that are near it."""
-    trees = []
     for host in range(report.hosts):
         tree = Tree(Text(f"host {host}", style="bold"), guide_style="bright_black")
         gpus = [gpu for gpu in report.gpus if gpu.host == host]
         nics = [nic for nic in report.nics if nic.host == host]
-        for numa in _numas(gpus, nics):
+        for numa in sorted({d.numa for d in (*gpus, *nics)}, key=lambda n: (n is None, n)):
             branch = tree.add(Text("NUMA node not known" if numa is None else f"NUMA {numa}"))
             _draw_node(branch, [g for g in gpus if g.numa == numa], [n for n in nics if n.numa == numa])
-        trees.append(tree)
-    return Group(_heading("picture"), *trees)
+        yield tree
 
 
 def _draw_node(branch: Tree, gpus: Sequence[GpuPart], nics: Sequence[NicPart]) -> None:
     """GPUs behind one switch with their NICs on one line each; then NICs that are near none."""
+    groups: dict[tuple[str, ...], list[GpuPart]] = {}
+    for gpu in gpus:
+        groups.setdefault(gpu.nearest_nics, []).append(gpu)
     near: set[str] = set()
-    for group, names in _by_nics(gpus):
+    for names, group in groups.items():
         path = group[0].nearest_path
-        ids = "  ".join(_last(gpu.id) for gpu in group)
+        line = Text("  ".join(_last(gpu.id) for gpu in group), "green")
         ports = [nic for nic in nics if nic.id in names and path in ("PIX", "PXB")]
-        near |= {nic.id for nic in ports}
-        if not ports:
-            branch.add(Text(ids, style="green"))
-            continue
-        line = Text.assemble((ids, "green"), (f" ─{path}─ ", "bright_black"))
-        line.append("  ".join(_port(nic) for nic in ports), "cyan")
+        if ports:
+            near |= {nic.id for nic in ports}
+            line = Text.assemble(line, (f" ─{path}─ ", "bright_black"))
+            line.append("  ".join(_port(nic) for nic in ports), "cyan")
         branch.add(line)
     rest = [nic for nic in nics if nic.id not in near]
     if rest:
         branch.add(Text("  ".join(_port(nic) for nic in rest), "cyan"))
 
 
-def _by_nics(gpus: Iterable[GpuPart]) -> list[tuple[list[GpuPart], tuple[str, ...]]]:
-    groups: dict[tuple[str, ...], list[GpuPart]] = {}
-    for gpu in gpus:
-        groups.setdefault(gpu.nearest_nics, []).append(gpu)
-    return [(members, names) for names, members in groups.items()]
-
-
 def _port(nic: NicPart) -> str:
     rate = f" {_rate(nic)}" if nic.bits_per_s else ""
     return f"{_last(nic.id)}{rate}{' DOWN' if nic.active is False else ''}"
-
-
-def _numas(gpus: Sequence[GpuPart], nics: Sequence[NicPart]) -> list[int | None]:
-    found = {device.numa for device in (*gpus, *nics)}
-    return [*sorted(n for n in found if n is not None), *([None] if None in found else [])]
 
 
 def _domains(report: TopoReport) -> RenderableType:
@@ -165,37 +165,8 @@ def _paths(report: TopoReport, gpus: Sequence[str]) -> str:
     return f" ({', '.join(paths)})" if paths else ""
 
 
-def _cluster(report: TopoReport) -> list[RenderableType]:
-    if report.cluster is None:
-        return []
-    lines = [Text(f"{key} = {inline(value)}") for key, value in report.cluster.items()]
-    return [_heading("cluster file"), *lines]
-
-
-def _others(report: TopoReport) -> list[RenderableType]:
-    if not report.others:
-        return []
-    lines = [f"{other.source}: {other.num_gpus} GPUs, {_short(other.cluster)}" for other in report.others]
-    return [_heading("further machines in the same file"), *(Text(line) for line in lines)]
-
-
 def _short(cluster: dict | None) -> str:
     return f"{cluster['gpu']} over {cluster['scale_up']}" if cluster else "which nothing tells"
-
-
-def _findings(report: TopoReport) -> list[RenderableType]:
-    if report.checked_against is None:
-        return []
-    if not report.findings:
-        return [Padding(Text(f"✓ as {report.checked_against} says", "green"), (1, 0, 0, 0))]
-    lines = [Text.assemble(("✗ ", "red"), finding.message) for finding in report.findings]
-    return [_heading(f"not as {report.checked_against} says"), *lines]
-
-
-def _warnings(report: TopoReport) -> list[RenderableType]:
-    if not report.warnings:
-        return []
-    return [_heading("notes"), *(Text(f"- {warning}") for warning in report.warnings)]
 
 
 def _nvlink(gpu: GpuPart) -> str:
