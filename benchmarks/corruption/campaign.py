@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from meshkit.config.sections import CheckpointTable
 from meshkit.errors import MeshkitError
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.store import CheckpointStore
@@ -89,7 +90,7 @@ def same_bits(a: TrainState, b: TrainState) -> bool:
 
 def save_steps(folder: Path) -> None:
     """Two checkpoints of random states."""
-    store = CheckpointStore(folder, keep=2)
+    store = CheckpointStore(folder, CheckpointTable(keep=2))
     for step in (BEFORE, DAMAGED):
         store.save(random_state(step))
     store.wait()
@@ -125,7 +126,7 @@ def restore_damaged(saved: Path, damage: Damage, *, verify: str = "own") -> str:
         folder = Path(scratch) / "checkpoints"
         shutil.copytree(saved, folder)
         apply(folder / str(DAMAGED), damage)
-        store = CheckpointStore(folder, verify=verify)
+        store = CheckpointStore(folder, CheckpointTable(verify=verify))
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:

@@ -26,6 +26,7 @@ from meshkit.errors import ConfigError
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _LONGEST_INDEX, _LONGEST_CONFIG = 100_000_000, 10_000_000  # bytes
+_LONGEST_SHOWN = 120  # characters of a message
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "the download or copy once more: the file is damaged, or it is no safetensors file"
 
@@ -103,11 +104,11 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return config
 
 
-def shown(value: Any, longest: int = 120) -> str:
+def shown(value: Any) -> str:
     """A value out of an untrusted file, printable and not long."""
     text = value if isinstance(value, str) else repr(value)
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
-    return text if len(text) <= longest else f"{text[:longest]}..."
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _nothing_in(folder: Path) -> ConfigError:

@@ -28,6 +28,7 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from meshkit.config.experiment import Experiment
+from meshkit.config.sections import CheckpointTable
 from meshkit.distributed.agreement import Agreement
 from meshkit.errors import ConfigError, RunError, TraceError
 from meshkit.sharding.resolve import path_name
@@ -58,13 +59,10 @@ class CheckpointStore:
 
     Args:
         folder: made if missing.
-        keep: how many of the newest to keep.
-        keep_every: keep those of every so many steps as well; 0 keeps none but the newest.
-        verify: before restoring, compare contents with the manifest: `full`, every process all files; `own`, every
-            process its share of them; `off`, only names and sizes.
+        table: `[checkpoint]` of the experiment: which are kept, and how they are verified before they are restored.
+            Where it has some saved, a folder that cannot be written is an error now.
         arrangement: of a pipeline's state, which is written in the order that it has without one.
         facts: what the manifest says of the run besides its arrays, JSON. A resumed run with other `data` is warned.
-        must_write: the run saves checkpoints: a folder that cannot be written is an error now.
         say: prints one line.
 
     Raises:
@@ -74,16 +72,13 @@ class CheckpointStore:
     def __init__(
         self,
         folder: Path,
+        table: CheckpointTable | None = None,
         *,
-        keep: int = 2,
-        keep_every: int = 0,
-        verify: str = "own",
         arrangement: Arrangement | None = None,
         facts: Mapping[str, Any] | None = None,
-        must_write: bool = False,
         say: Callable[[str], None] | None = None,
     ):
-        self.folder, self.keep, self.keep_every, self.verify = Path(folder).absolute(), keep, keep_every, verify
+        self.folder, self.table = Path(folder).absolute(), table or CheckpointTable()
         self.arrangement, self._facts = arrangement, dict(facts or {})
         self._say = say or _warn
         self._numbers, self._saving, self._failed = itertools.count(), None, None
@@ -92,7 +87,7 @@ class CheckpointStore:
         silence_orbax()
         self._agreement = Agreement(f"checkpoints/{next(_stores)}")
         self._steps, unwritable = self._agreement.reach("open", None, lambda _: self._open(), timeout_s=_READ_S)
-        if must_write and unwritable:
+        if self.table.every and unwritable:
             raise ConfigError(
                 f"the folder of checkpoints cannot be written: {unwritable}.",
                 at=str(self.folder),
@@ -125,7 +120,7 @@ class CheckpointStore:
             "processes": self._agreement.size,
             **self._facts,
         }
-        kept = kept_steps([step, *self._steps], keep=self.keep, keep_every=self.keep_every)
+        kept = kept_steps([step, *self._steps], keep=self.table.keep, keep_every=self.table.keep_every)
         self._saving = Saving(
             self.folder,
             number,
@@ -213,8 +208,8 @@ class CheckpointStore:
     def _try(self, step: int, abstract: TrainState) -> tuple[str | None, TrainState | None]:
         """What is wrong with a checkpoint, the same on every process, and its state where nothing is."""
         checkpoint, mine = self.folder / str(step), (self._agreement.rank, self._agreement.size)
-        share = mine if self.verify == "own" else (0, 1)
-        problem = find_corruption(checkpoint, contents=self.verify != "off", share=share)
+        share = mine if self.table.verify == "own" else (0, 1)
+        problem = find_corruption(checkpoint, contents=self.table.verify != "off", share=share)
         seal = read_manifest(checkpoint).seal if problem is None else None
         if problem := self._agree(f"verify/{step}", {"problem": problem, "seal": seal}, _first_problem):
             return problem, None
@@ -304,22 +299,13 @@ def open_store(
     Raises:
         ConfigError: it saves checkpoints, and their folder cannot be written.
     """
-    spec = experiment.checkpoint
     order = {
         "examples": len(data.train),
         "examples a step": experiment.train.global_batch,
         "seed": experiment.data.seed,
     }
-    return CheckpointStore(
-        folder / "checkpoints",
-        keep=spec.keep,
-        keep_every=spec.keep_every,
-        verify=spec.verify,
-        arrangement=arrangement,
-        facts={"experiment": experiment.to_toml(), "data": order},
-        must_write=spec.every > 0,
-        say=say,
-    )
+    facts = {"experiment": experiment.to_toml(), "data": order}
+    return CheckpointStore(folder / "checkpoints", experiment.checkpoint, arrangement=arrangement, facts=facts, say=say)
 
 
 def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | None, str | None]:

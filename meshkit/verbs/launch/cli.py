@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,9 +17,6 @@ from meshkit.console import run_folder, say
 from meshkit.distributed.environment import Gang, read_gang
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.arguments import ExperimentArg, SetOption
-
-if TYPE_CHECKING:
-    from meshkit.verbs.launch.job import Job
 
 launch_app = typer.Typer(
     help="Start a job of several processes: here, or by SLURM, Kubernetes or MPI.",
@@ -144,9 +141,9 @@ def slurm(
 ) -> None:
     """An sbatch script: one allocation, restarts in it, and back into the queue when preempted."""
     from meshkit.verbs.launch.batch import Slurm, slurm_script
-    from meshkit.verbs.launch.job import submit
+    from meshkit.verbs.launch.job import make_job, submit
 
-    job = _job(experiment, set_, out, processes_per_host, max_restarts)
+    job = make_job(experiment, set_, out, processes_per_host, max_restarts)
     site = Slurm(_pairs(sbatch, "--sbatch"), container_image, tuple(container_mount), container_workdir, python, mtls)
     text = slurm_script(job, site)
     print(text, end="") if dry_run else say(submit(["sbatch"], text))
@@ -180,9 +177,10 @@ def jobset(
     dry_run: DryRunOption = False,
 ) -> None:
     """A Kubernetes JobSet: one pod a host, and all pods start again together."""
+    from meshkit.verbs.launch.job import make_job
     from meshkit.verbs.launch.jobset import Kubernetes, jobset_yaml, submit_jobset
 
-    job = _job(experiment, set_, out, processes_per_host, max_restarts)
+    job = make_job(experiment, set_, out, processes_per_host, max_restarts)
     claims, resources = _pairs(claim, "--claim"), _pairs(resource, "--resource")
     site = Kubernetes(image, namespace, claims, resources, shm, workdir, python, mtls)
     print(jobset_yaml(job, site), end="") if dry_run else say(submit_jobset(job, site))
@@ -202,8 +200,9 @@ def mpi(
 ) -> None:
     """A script around OpenMPI's mpirun, which runs until the job is done."""
     from meshkit.verbs.launch.batch import mpi_script
+    from meshkit.verbs.launch.job import make_job
 
-    job = _job(experiment, set_, out, processes_per_host, max_restarts)
+    job = make_job(experiment, set_, out, processes_per_host, max_restarts)
     text = mpi_script(job, hostfile, python=python, mtls=mtls)
     if dry_run:
         print(text, end="")
@@ -268,14 +267,6 @@ def _gang_of_several() -> Gang | None:
     except ConfigError:
         return None
     return gang if gang is not None and gang.num_processes > 1 else None
-
-
-def _job(experiment: Path, overrides: list[str], out: str | None, processes_per_host: int, max_restarts: int) -> Job:
-    from meshkit.config.experiment import load
-    from meshkit.verbs.launch.job import make_job
-
-    sizes = {"processes_per_host": processes_per_host, "max_restarts": max_restarts}
-    return make_job(load(experiment, overrides), experiment, overrides, out=out, **sizes)
 
 
 def _pairs(texts: list[str], at: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshkit.config.experiment import Experiment
+from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, RunError
 
 SAVE_S = 120  # from SIGTERM to the end of a job: for a checkpoint
@@ -49,20 +49,13 @@ class Job:
         return (*python, "-m", "meshkit", "train", self.experiment, *sets, "--out", self.out)
 
 
-def make_job(
-    experiment: Experiment,
-    file: Path,
-    overrides: Sequence[str],
-    *,
-    out: str | None = None,
-    processes_per_host: int = 1,
-    max_restarts: int = 3,
-) -> Job:
-    """The job of an experiment on the hosts of its cluster.
+def make_job(file: Path, overrides: Sequence[str], out: str | None, processes_per_host: int, max_restarts: int) -> Job:
+    """The job of an experiment file on the hosts of its cluster.
 
     Raises:
         ConfigError: the processes cannot share a host's GPUs evenly, or the cluster is one of virtual CPU devices.
     """
+    experiment = load(file, overrides)
     cluster = experiment.cluster
     if cluster.is_cpu:
         raise ConfigError(

@@ -99,7 +99,7 @@ def check_devices(part: LocalPart, experiment: Experiment) -> None:
         )
 
 
-def free_port(host: str = _LOOPBACK) -> int:
+def free_port() -> int:
     """A random port that nothing listens on, outside the range from which connections get theirs.
 
     Raises:
@@ -109,11 +109,11 @@ def free_port(host: str = _LOOPBACK) -> int:
         port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
         with socket.socket() as probe:
             try:
-                probe.bind((host, port))
+                probe.bind((_LOOPBACK, port))
             except OSError:
                 continue
             return port
-    raise RunError(f"no port from {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1} is free on {host}.")
+    raise RunError(f"no port from {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1} is free on {_LOOPBACK}.")
 
 
 def _virtual_devices(env: Mapping[str, str], devices: int) -> dict[str, str]:

@@ -377,7 +377,8 @@ class _Run:
             compile_s=self.compiled.seconds,
             wall_s=wall_s,
             goodput=read_goodput(self.folder),
-            **rate,
+            tokens_per_s=rate["tokens_per_s"],
+            mfu=rate["mfu"],
         )
 
 

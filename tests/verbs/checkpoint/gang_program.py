@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from benchmarks.corruption.campaign import abstract, random_state, same_bits
+from meshkit.config.sections import CheckpointTable
 from meshkit.distributed.join import join_gang
 from meshkit.verbs.checkpoint import manifest
 from meshkit.verbs.checkpoint.store import CheckpointStore
@@ -25,7 +26,7 @@ def main(folder: Path) -> None:
     seen: dict = {"processes": size, "devices": len(jax.devices())}
     wanted = abstract(random_state(0, shape=(2, 4)))
     lines: list[str] = []
-    store = CheckpointStore(folder / "checkpoints", verify="own", say=lines.append)
+    store = CheckpointStore(folder / "checkpoints", CheckpointTable(verify="own"), say=lines.append)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         state = store.restore_latest(wanted)

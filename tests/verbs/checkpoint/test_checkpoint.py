@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshkit.config.experiment import load
+from meshkit.config.sections import CheckpointTable
 from meshkit.errors import ConfigError, RunError, TraceError
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint import manifest
@@ -44,7 +45,7 @@ def abstract(state: TrainState) -> TrainState:
 
 @pytest.fixture
 def store(tmp_path):
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path, CheckpointTable(keep=2))
     for step in (1, 2, 3):
         store.save(state_at(step))
     store.wait()
@@ -148,7 +149,7 @@ def test_a_second_damaged_copy_of_a_step_replaces_no_evidence(store):
 def test_what_each_way_to_verify_finds(store, verify, finds):
     """A bit of the file that holds orbax's shardings, which a restore with shardings of its own does not read."""
     flip_a_bit(store.folder / "3" / "state" / "_sharding")
-    careful = CheckpointStore(store.folder, verify=verify)
+    careful = CheckpointStore(store.folder, CheckpointTable(verify=verify))
     if finds:
         with pytest.warns(UserWarning, match=r"checkpoint 3 is corrupt \(state/_sharding has other contents"):
             assert int(careful.restore_latest(abstract(state_at(0))).step) == 2
@@ -205,7 +206,7 @@ def ended(store):
 
 def test_a_failed_save_is_said_at_the_next_step_and_the_next_save_works(tmp_path, disk):
     said = []
-    store = CheckpointStore(tmp_path, keep=1, say=said.append)
+    store = CheckpointStore(tmp_path, CheckpointTable(keep=1), say=said.append)
     store.save(state_at(1))
     ended(store)
     assert store.news().keys() == {"checkpoint_step", "checkpoint_s"}
@@ -226,7 +227,7 @@ def test_a_failed_save_is_said_at_the_next_step_and_the_next_save_works(tmp_path
 
 
 def test_the_last_good_checkpoint_stays_until_the_newer_one_is_whole(tmp_path, disk):
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path, CheckpointTable(keep=1))
     store.save(state_at(1))
     store.wait()
     disk.gate.clear()
@@ -243,7 +244,7 @@ def test_the_last_good_checkpoint_stays_until_the_newer_one_is_whole(tmp_path, d
 def test_a_save_that_outlasts_the_interval_is_waited_for_and_said_once(tmp_path, disk, monkeypatch):
     monkeypatch.setattr("meshkit.verbs.checkpoint.store._SAID_AFTER_S", 0.0)
     said = []
-    store = CheckpointStore(tmp_path, keep=9, say=said.append)
+    store = CheckpointStore(tmp_path, CheckpointTable(keep=9), say=said.append)
     for step in (1, 2, 3):
         disk.gate.clear()
         threading.Timer(0.2, disk.gate.set).start()
@@ -292,7 +293,7 @@ def test_a_run_whose_last_state_cannot_be_saved_fails(tmp_path, disk):
 
 
 def test_every_so_many_steps_are_kept_beside_the_newest(tmp_path):
-    store = CheckpointStore(tmp_path, keep=1, keep_every=2)
+    store = CheckpointStore(tmp_path, CheckpointTable(keep=1, keep_every=2))
     for step in (1, 2, 3, 4, 5):
         store.save(state_at(step))
     store.wait()

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.corruption import campaign
 from benchmarks.corruption.campaign import abstract, random_state, same_bits
+from meshkit.config.sections import CheckpointTable
 from meshkit.verbs.checkpoint.manifest import read_manifest, share_of_files
 from meshkit.verbs.checkpoint.store import CheckpointStore
 from meshkit.verbs.launch.local import LocalPart
@@ -66,6 +67,6 @@ def test_two_processes_restore_fall_back_fail_and_save_as_one(tmp_path):
     assert {name.split("/")[1] for name in record["files"]} >= {"ocdbt.process_0", "ocdbt.process_1"}
     for shape in ((4, 2), (2, 4), (8, 1), (1, 1)):  # and one process restores what two have saved
         wanted = random_state(30, shape=shape)
-        restored = CheckpointStore(folder, verify="full").restore_latest(abstract(wanted))
+        restored = CheckpointStore(folder, CheckpointTable(verify="full")).restore_latest(abstract(wanted))
         assert restored is not None
         assert same_bits(restored, wanted)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from benchmarks.corruption.campaign import abstract, random_state, same_bits
 from meshkit.config.experiment import load
+from meshkit.config.sections import CheckpointTable
 from meshkit.errors import ConfigError
 from meshkit.runs.metrics import read_metrics
 from meshkit.verbs.checkpoint import saving
@@ -56,7 +57,7 @@ def save(store, step):
 
 def test_a_full_disk_costs_one_checkpoint_and_no_state(small_disk):
     said = []
-    store = CheckpointStore(small_disk / "checkpoints", keep=1, say=said.append)
+    store = CheckpointStore(small_disk / "checkpoints", CheckpointTable(keep=1), say=said.append)
     save(store, 10)
     assert said == []
     filler = small_disk / "filler"
@@ -83,7 +84,7 @@ def test_a_disk_that_turns_read_only_is_said_and_can_still_be_read(small_disk):
     save(store, 20)
     assert "checkpoint 20 could not be saved; the newest is 10: Read-only file system" in said[0]
     with pytest.raises(ConfigError, match=r"the folder of checkpoints cannot be written: Read-only file system\."):
-        CheckpointStore(small_disk / "checkpoints", must_write=True)
+        CheckpointStore(small_disk / "checkpoints", CheckpointTable(every=1))
     restored = CheckpointStore(small_disk / "checkpoints").restore_latest(abstract(random_state(0)))
     assert restored is not None
     assert same_bits(restored, random_state(10))
