@@ -22,7 +22,7 @@ from pydantic import Field
 
 from meshkit.config.document import TomlDocument
 from meshkit.config.emit import to_toml
-from meshkit.config.validate import SpecError, Table, check_plain, did_you_mean, kind, validate
+from meshkit.config.validate import SpecError, TomlTable, check_plain, did_you_mean, kind, validate
 from meshkit.errors import ConfigError
 
 SCHEMA = "meshkit.calibration/1"
@@ -37,7 +37,7 @@ _Positive = Annotated[float, Field(gt=0)]
 _NotNegative = Annotated[float, Field(ge=0)]
 
 
-class Fit(Table):
+class Fit(TomlTable):
     """Latency and bandwidth of one collective over groups of one shape."""
 
     link: Literal["nvlink", "infiniband"]  # the slowest that a group crosses
@@ -59,7 +59,7 @@ class Fit(Table):
         return self.latency_s + wire_bytes / self.bytes_per_s
 
 
-class Rates(Table):
+class Rates(TomlTable):
     """Sustained rates of one device: matmul and attention in FLOP/s, memory in bytes/s (read and written)."""
 
     memory_bytes_per_s: _Positive | None = None  # of a copy, both directions; None if it was not measured
@@ -69,7 +69,7 @@ class Rates(Table):
     attention_flops_per_s: dict[Literal["forward", "backward"], _Positive] = {}
 
 
-class MeasuredOn(Table):
+class MeasuredOn(TomlTable):
     """The machine and the software of a calibration."""
 
     gpu: str

@@ -208,13 +208,19 @@ def load_table(table: Mapping[str, Any], *, folder: Path) -> Cluster:
     return _build(checked, name)
 
 
-def _resolve(table: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
-    """The table with what `name` or `file` stand for merged in below it, and the cluster's name."""
+def _resolve(table: dict[str, Any], folder: Path, inside: tuple[Path, ...] = ()) -> tuple[dict[str, Any], str]:
+    """The table with what `name` or `file` stand for merged in below it, and the cluster's name.
+
+    Args:
+        table: as it is written.
+        folder: what its paths are relative to.
+        inside: the cluster files that led here.
+    """
     name, file = table.get("name"), table.pop("file", None)
     if isinstance(table.get("calibration"), str):
         table["calibration"] = _find_calibration(table["calibration"], folder)
     if file is not None:
-        return _merge_file(table, file, folder)
+        return _merge_file(table, file, folder, inside)
     if isinstance(name, str) and name in shipped_clusters():
         text = resources.files("meshkit.config").joinpath(f"clusters/{name}.toml").read_text(encoding="utf-8")
         return {**tomllib.loads(text), **table}, name
@@ -232,7 +238,7 @@ def _find_calibration(file: str, folder: Path) -> str:
     return str(path)
 
 
-def _merge_file(table: dict[str, Any], file: Any, folder: Path) -> tuple[dict[str, Any], str]:
+def _merge_file(table: dict[str, Any], file: Any, folder: Path, inside: tuple[Path, ...]) -> tuple[dict[str, Any], str]:
     if not isinstance(file, str):
         raise _refused("file", file, f"cluster.file must be a path, not {kind(file)}.", '"cluster.toml"')
     if "name" in table:
@@ -241,12 +247,16 @@ def _merge_file(table: dict[str, Any], file: Any, folder: Path) -> tuple[dict[st
     if not path.exists():
         hint = "a path relative to the file that names it, or the name of a shipped cluster"
         raise _refused("file", file, f"there is no cluster file '{_relative(path)}'.", hint)
+    if path.resolve() in inside:
+        raise _refused(
+            "file", file, "a cluster file leads back to itself.", "every key, or the name of a shipped cluster"
+        )
     document = TomlDocument.read(_relative(path), what="cluster file", root=("cluster",))
     try:
         check_plain({"cluster": document.table})
         overridden = {"calibration"} & table.keys()  # a file that is not used need not be there
         own = {key: value for key, value in document.table.items() if key not in overridden}
-        base, base_name = _resolve(own, path.parent)
+        base, base_name = _resolve(own, path.parent, (*inside, document.path))
         validate(ClusterTable, base, within=("cluster",))
     except SpecError as error:
         raise document.locate(error) from None

@@ -35,7 +35,7 @@ from meshkit.config.sections import (
     TrainTable,
 )
 from meshkit.config.site import check_files
-from meshkit.config.validate import SpecError, Table, check_plain, validate
+from meshkit.config.validate import SpecError, TomlTable, check_plain, validate
 from meshkit.errors import ConfigError
 
 __all__ = ["Experiment", "experiment_json_schema", "load"]
@@ -178,7 +178,7 @@ def _says_something(value: Any) -> bool:
     return any(item is not None for item in value.values()) if isinstance(value, dict) else value is not None
 
 
-def _plain(section: Table) -> dict[str, Any]:
+def _plain(section: TomlTable) -> dict[str, Any]:
     """The keys of a section with the values that a file has."""
     return {name: _plain_value(getattr(section, name)) for name in type(section).model_fields}
 

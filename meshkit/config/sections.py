@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from meshkit.config.validate import FUNCTION_PATTERN, NAME_PATTERN, Table, kind, show
+from meshkit.config.validate import FUNCTION_PATTERN, NAME_PATTERN, TomlTable, kind, show
 
 # The XLA option that names a profile to schedule by, and what `train.pgle` says instead of one.
 PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -128,7 +128,7 @@ Processes = Annotated[int | list[int], PlainValidator(_number_or_list), WithJson
 Remat = Annotated[str | tuple[str, ...] | RematMix, PlainValidator(_policy_or_names), WithJsonSchema(_REMAT_SCHEMA)]
 
 
-class ClusterTable(Table):
+class ClusterTable(TomlTable):
     """The machines: every key of a cluster file."""
 
     name: str | None = Field(default=None, description="a shipped cluster that the other keys override, or a label")
@@ -170,7 +170,7 @@ class ClusterTable(Table):
     )
 
 
-class OverrideTable(Table):
+class OverrideTable(TomlTable):
     """A rule for the parameters whose path matches a pattern."""
 
     path: Annotated[str, Field(min_length=1)] = Field(description="parameter path; ** is any depth, * one segment")
@@ -179,7 +179,7 @@ class OverrideTable(Table):
     )
 
 
-class RulesTable(Table):
+class RulesTable(TomlTable):
     """Which mesh axes shard which logical axes."""
 
     preset: str | None = Field(default=None, description="a named table of rules, which what follows overrides")
@@ -199,17 +199,17 @@ class RulesTable(Table):
     auto: AutoTable | None = Field(default=None, description="a rule for parameters without dim names")
 
 
-class AutoTable(Table):
+class AutoTable(TomlTable):
     """A rule for parameters without dim names: the largest dim that the axes divide is cut, small arrays stay whole."""
 
     axis: RuleValue = Field(description="a mesh axis, or a list of them")
     min_bytes: Natural = Field(default=2**20, description="smaller arrays stay whole; bytes of the global array")
 
 
-class ModelTable(Table):
+class ModelTable(TomlTable):
     """The model's class and how it is built; keys beyond these two are passed to it."""
 
-    model_config = {**Table.model_config, "extra": "allow"}
+    model_config = {**TomlTable.model_config, "extra": "allow"}
     class_path: Function = Field(alias="class", description="import path, pkg.mod:Class")
     preset: str | None = Field(default=None, description="of the model; further keys override it")
 
@@ -219,7 +219,7 @@ class ModelTable(Table):
         return dict(self.model_extra or {})
 
 
-class TrainTable(Table):
+class TrainTable(TomlTable):
     """The training loop."""
 
     global_batch: Count = Field(description="sequences or examples of a step, over all devices")
@@ -267,7 +267,7 @@ class TrainTable(Table):
         return isinstance(self.remat, RematMix) or str(self.remat).startswith("offload")
 
 
-class OptimizerTable(Table):
+class OptimizerTable(TomlTable):
     """AdamW and its schedule."""
 
     learning_rate: Positive = Field(default=3e-4, description="at its highest")
@@ -282,7 +282,7 @@ class OptimizerTable(Table):
     eps: Positive = Field(default=1e-8, description="added to the denominator")
 
 
-class DataTable(Table):
+class DataTable(TomlTable):
     """Where training examples come from."""
 
     source: Annotated[str, Field(min_length=1)] = Field(
@@ -304,7 +304,7 @@ def _verify_of(value: Any) -> Any:
     return {True: "own", False: "off"}[value] if isinstance(value, bool) else value
 
 
-class CheckpointTable(Table):
+class CheckpointTable(TomlTable):
     """When checkpoints are written."""
 
     every: Natural = Field(default=0, description="steps; 0 = none")
@@ -320,7 +320,7 @@ class CheckpointTable(Table):
     )
 
 
-class ProfileTable(Table):
+class ProfileTable(TomlTable):
     """Which steps are captured."""
 
     steps: Annotated[list[Natural], Field(min_length=2, max_length=2), AfterValidator(tuple)] | None = Field(
@@ -332,7 +332,7 @@ class ProfileTable(Table):
     )
 
 
-class LocalSgdTable(Table):
+class LocalSgdTable(TomlTable):
     """Local SGD (DiLoCo): replicas step on their own and meet every few steps through an outer optimizer."""
 
     axis: SectionAxis = Field(description="the mesh axis whose replicas step on their own")
@@ -345,7 +345,7 @@ class LocalSgdTable(Table):
     )
 
 
-class CompressionTable(Table):
+class CompressionTable(TomlTable):
     """Gradients travel over one axis in fewer bits."""
 
     axis: SectionAxis = Field(description="the mesh axis over which gradients are reduced compressed")
@@ -353,7 +353,7 @@ class CompressionTable(Table):
     error_feedback: bool = Field(default=True, description="whether what rounding lost is added to the next step")
 
 
-class PipelineTable(Table):
+class PipelineTable(TomlTable):
     """Pipeline parallelism: the layers are cut into stages over one mesh axis."""
 
     axis: SectionAxis = Field(description="the mesh axis whose GPUs are the stages")
@@ -376,7 +376,7 @@ class PipelineTable(Table):
     )
 
 
-class AllowTable(Table):
+class AllowTable(TomlTable):
     """A finding that is meant."""
 
     code: Name = Field(description="of the finding")
@@ -386,13 +386,13 @@ class AllowTable(Table):
     reason: Annotated[str, Field(min_length=1)] = Field(description="why it is meant")
 
 
-class LintTable(Table):
+class LintTable(TomlTable):
     """What the lint shall not report."""
 
     allow: list[AllowTable] = Field(default=[], description="findings that are meant")
 
 
-class ExperimentTable(Table):
+class ExperimentTable(TomlTable):
     """A whole experiment file."""
 
     name: Name | None = Field(default=None, description="default the file's name")

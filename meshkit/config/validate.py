@@ -88,7 +88,7 @@ def did_you_mean(word: str, choices: Iterable[str], *, what: str = "one of") -> 
     return f"'{close[0]}'" if close else f"{what}: {', '.join(sorted(names)) or '(none)'}"
 
 
-class Table(BaseModel):
+class TomlTable(BaseModel):
     """Base of every table of a TOML file: strict types, no unknown keys, no inf or nan; never changed."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
@@ -99,13 +99,13 @@ class Table(BaseModel):
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @classmethod
-    def table_at(cls, path: Sequence[str]) -> type[Table]:
+    def table_at(cls, path: Sequence[str]) -> type[TomlTable]:
         """The table that a path of keys leads to; the one around it where it leads to none."""
-        found: type[Table] = cls
+        found: type[TomlTable] = cls
         for part in path:
             field = found.fields_by_key().get(part)
             candidates = [field.annotation, *get_args(field.annotation)] if field else []
-            found = next((c for c in candidates if isinstance(c, type) and issubclass(c, Table)), found)
+            found = next((c for c in candidates if isinstance(c, type) and issubclass(c, TomlTable)), found)
         return found
 
 
@@ -130,7 +130,7 @@ def check_plain(table: Mapping[str, Any]) -> None:
             raise SpecError(f"{dotted(path)} is beyond 64 bits.", key=path, hint="a smaller number")
 
 
-def validate[T: Table](model: type[T], table: Any, *, within: Sequence[str] = ()) -> T:
+def validate[T: TomlTable](model: type[T], table: Any, *, within: Sequence[str] = ()) -> T:
     """The table as `model`; the first thing that is wrong with it as a SpecError under the path `within`."""
     if not isinstance(table, Mapping):
         raise SpecError(
@@ -145,7 +145,7 @@ def validate[T: Table](model: type[T], table: Any, *, within: Sequence[str] = ()
         raise _translate(model, table, error, tuple(within)) from None
 
 
-def _translate(model: type[Table], table: Mapping[str, Any], error: ValidationError, within: Key) -> SpecError:
+def _translate(model: type[TomlTable], table: Mapping[str, Any], error: ValidationError, within: Key) -> SpecError:
     # An unknown key is often the misspelt form of a missing one, so it is what to say first.
     problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
@@ -159,7 +159,7 @@ def _translate(model: type[Table], table: Mapping[str, Any], error: ValidationEr
     return SpecError(message, key=(*within, *path), value=problem["input"], hint=hint)
 
 
-def _unknown(owner: type[Table], path: Key, within: Key, value: Any) -> SpecError:
+def _unknown(owner: type[TomlTable], path: Key, within: Key, value: Any) -> SpecError:
     return SpecError(
         f"unknown key '{path[-1]}' in {_section((*within, *path[:-1]))}.",
         key=(*within, *path),

@@ -125,6 +125,14 @@ def test_an_error_in_a_cluster_file_names_that_file_and_line(tmp_path):
     assert caught.value.at == f'{path}:3: hosts = "four"'
 
 
+def test_a_file_that_leads_back_to_itself_is_refused(tmp_path):
+    path = tmp_path / "ours.toml"
+    path.write_text('file = "ours.toml"\n')
+    with pytest.raises(ConfigError, match="a cluster file leads back to itself") as caught:
+        Cluster.load(path)
+    assert caught.value.at == f'{path}:1: file = "ours.toml"'
+
+
 @pytest.mark.parametrize("path", ["configs/clusters/dgx_h100_pair.toml", "configs/clusters/pcie_workstation.toml"])
 def test_the_example_cluster_files_load(path, pytestconfig):
     assert Cluster.load(pytestconfig.rootpath / path).num_gpus >= 4
