@@ -18,31 +18,18 @@ from meshkit.hlo.schedule import Collective
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """What one device did in one step.
+    """What one device did in one step."""
 
-    Attributes:
-        device: global device id (partition id in a simulation).
-        step: step number.
-        window: (start_s, end_s) of the step on this device.
-        compute: [n, 2] spans of kernels that compute.
-        compute_op: [n] indices into `Timeline.op_names`.
-        communication: [m, 2] spans of collectives.
-        collective: [m] indices into `Timeline.collectives`; -1 for communication that maps to no instruction.
-        copies: [k, 2] spans of memory copies.
-        transfer_s: [m] seconds of each communication span that moved data; None where waiting is unknown.
-        bubble_s: seconds inside compute that a masked pipeline slot wasted; None where unknown (a trace does not say).
-    """
-
-    device: int
-    step: int
-    window: tuple[float, float]
-    compute: np.ndarray
-    compute_op: np.ndarray
-    communication: np.ndarray
-    collective: np.ndarray
-    copies: np.ndarray
-    transfer_s: np.ndarray | None = None
-    bubble_s: float | None = 0.0
+    device: int  # global device id (partition id in a simulation)
+    step: int  # step number
+    window: tuple[float, float]  # (start_s, end_s) of the step on this device
+    compute: np.ndarray  # [n, 2] spans of kernels that compute
+    compute_op: np.ndarray  # [n] indices into `Timeline.op_names`
+    communication: np.ndarray  # [m, 2] spans of collectives
+    collective: np.ndarray  # [m] indices into `Timeline.collectives`; -1: communication that maps to no instruction
+    copies: np.ndarray  # [k, 2] spans of memory copies
+    transfer_s: np.ndarray | None = None  # [m] seconds of each that moved data; None where waiting is unknown
+    bubble_s: float | None = 0.0  # inside compute, wasted by masked pipeline slots; None where unknown (in a trace)
 
 
 @dataclass(frozen=True)
@@ -56,25 +43,15 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of one window, split by what ran: `compute_s + exposed_s + other_s + idle_s == window_s`.
-
-    Attributes:
-        window_s: length of the window.
-        compute_s: union of the compute spans.
-        communication_s: union of the communication spans; `overlapped_s + exposed_s` of it.
-        overlapped_s: communication under compute.
-        exposed_s: communication with no compute at the same time.
-        other_s: memory copies under neither compute nor communication.
-        idle_s: nothing ran.
-    """
+    """Seconds of one window, split by what ran: `compute_s + exposed_s + other_s + idle_s == window_s`."""
 
     window_s: float
-    compute_s: float
-    communication_s: float
-    overlapped_s: float
-    exposed_s: float
-    other_s: float
-    idle_s: float
+    compute_s: float  # union of the compute spans
+    communication_s: float  # union of the communication spans; `overlapped_s + exposed_s` of it
+    overlapped_s: float  # communication under compute
+    exposed_s: float  # communication with no compute at the same time
+    other_s: float  # memory copies under neither compute nor communication
+    idle_s: float  # nothing ran
 
 
 @dataclass(frozen=True)
@@ -84,23 +61,15 @@ class Sweep:
     The arrays have one entry per collective of the timeline, and a last one for unmapped communication. `share_s` and
     `exposed_share_s` divide every instant equally among the rows active in it, and a row's part equally among its
     instances, so they add up to `total.communication_s` and `total.exposed_s`. `busy_s` does not add up.
-
-    Attributes:
-        total: the window split by what ran.
-        share_s, exposed_share_s: additive parts of communication, and of exposed communication.
-        sole_exposed_s: the row of this collective was the only thing that ran.
-        busy_s: sum of the instances' own durations, inside the window.
-        transfer_s: sum of the instances' seconds that moved data; None where unknown.
-        count: instances.
     """
 
-    total: Overlap
-    share_s: np.ndarray
-    exposed_share_s: np.ndarray
-    sole_exposed_s: np.ndarray
-    busy_s: np.ndarray
-    transfer_s: np.ndarray | None
-    count: np.ndarray
+    total: Overlap  # the window split by what ran
+    share_s: np.ndarray  # additive parts of communication
+    exposed_share_s: np.ndarray  # additive parts of exposed communication
+    sole_exposed_s: np.ndarray  # the row of this collective was the only thing that ran
+    busy_s: np.ndarray  # sum of the instances' own durations, inside the window
+    transfer_s: np.ndarray | None  # sum of the instances' seconds that moved data; None where unknown
+    count: np.ndarray  # instances
 
     def each_of(self, steps: int) -> Sweep:
         """The mean of the training steps that one execution of a program makes."""
@@ -198,12 +167,9 @@ def shares_by_op(step: DeviceStep, num_ops: int) -> np.ndarray:
 class KernelTotals:
     """What each operation that computes took; indexed as `Timeline.op_names`."""
 
-    time_s: np.ndarray
-    """Its part of the union of compute: of k that run at once each has 1/k. Adds up to `compute_s`."""
-    busy_s: np.ndarray
-    """Sum of its own durations."""
-    count: np.ndarray
-    """How often it ran."""
+    time_s: np.ndarray  # its part of the union of compute: of k that run at once each has 1/k. Adds up to `compute_s`.
+    busy_s: np.ndarray  # sum of its own durations
+    count: np.ndarray  # how often it ran
 
     @classmethod
     def of(cls, step: DeviceStep, num_ops: int) -> KernelTotals:

@@ -38,21 +38,13 @@ def span_of(value: object) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A file in memory.
-
-    Attributes:
-        path: the file.
-        size: its bytes.
-        data: the bytes, to walk through.
-        bytes: the same and some padding, to gather from.
-        words: [size + 25] the eight bytes from every position on, little-endian; a view.
-    """
+    """A file in memory."""
 
     path: Path
-    size: int
-    data: memoryview
-    bytes: np.ndarray
-    words: np.ndarray
+    size: int  # bytes of the file
+    data: memoryview  # the bytes, to walk through
+    bytes: np.ndarray  # the same and some padding, to gather from
+    words: np.ndarray  # [size + 25] the eight bytes from every position on, little-endian; a view
 
     @classmethod
     def read(cls, path: Path) -> Buffer:

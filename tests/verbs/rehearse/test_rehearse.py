@@ -259,7 +259,7 @@ def test_kernels_of_another_gpu_are_named_and_calibrate_that_one(planned, tmp_pa
 
 @pytest.mark.deviceless
 @pytest.mark.usefixtures("as_planned")
-def test_of_a_pipeline_the_masked_slots_are_told(planned, tmp_path):
+def test_of_a_pipeline_the_masked_slots_are_named(planned, tmp_path):
     """Half of what the layer `up` does counts; what the schedule costs is in the report as a plan has it."""
     experiment, module, serialized, schedule = planned
     kernels = kernels_of(schedule)
@@ -293,14 +293,23 @@ def test_kernels_that_the_trace_lacks_are_priced_and_named(planned, tmp_path, mo
 
 
 @pytest.mark.deviceless
-def test_another_mesh_and_another_program_are_told(planned, tmp_path):
+def test_another_mesh_and_another_program_are_named(planned, tmp_path, monkeypatch):
     experiment, module, serialized, schedule = planned
     write_capture(tmp_path, experiment, module, serialized, kernels_of(schedule))
     with pytest.raises(TraceError, match=r"the capture is of a mesh \{'data': 2, 'fsdp': 8\}"):
         rehearsal.measure(load(TINY, (ON_16[0], "mesh={ data = { infiniband = 2, nvlink = 2 }, fsdp = 4 }")), tmp_path)
-    wider = load(TINY, (*ON_16, "model.mlp=512"))
-    found = {w.code: w.message for w in rehearsal.measure(wider, tmp_path).report.warnings}
+    wider = {name: tuple(_twice_as_wide(i) for i in body) for name, body in schedule.computations.items()}
+    monkeypatch.setattr(rehearsal, "planned_schedule", lambda _: replace(schedule, computations=wider))
+    found = {w.code: w.message for w in rehearsal.measure(experiment, tmp_path).report.warnings}
     assert re.search(r"\d+ (fewer|more) all-gather bf16 over fsdp of", found["rehearsal_collectives_differ"])
+
+
+def _twice_as_wide(i):
+    return (
+        i
+        if i.collective is None
+        else replace(i, collective=replace(i.collective, payload_bytes=2 * i.collective.payload_bytes))
+    )
 
 
 # ---------------------------------------------------------------------------------- the process of the GPU, on CPUs
