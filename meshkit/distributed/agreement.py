@@ -48,7 +48,7 @@ class Agreement:
         if self.size == 1:
             return decide([mine])
         said, answer = f"{self._prefix}/{topic}/said", f"{self._prefix}/{topic}/answer"
-        client = _client()
+        client = jax_runtime().client
         if self.rank != 0:
             client.key_value_set(f"{said}/{self.rank}", json.dumps(mine))
             decided = json.loads(self._get(client, answer, timeout_s + _ANSWER_S, "process 0 gives no answer"))
@@ -85,7 +85,8 @@ class Agreement:
             raise RunError(f"{problem} within {timeout_s:.0f} s: {str(error).splitlines()[0]}") from None
 
 
-def _client() -> Any:
+def jax_runtime() -> Any:
+    """The state of jax.distributed, which has no public name: `client`, `process_id`, `num_processes`, ..."""
     from jax._src import distributed
 
-    return distributed.global_state.client
+    return distributed.global_state

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from meshkit.distributed.agreement import jax_runtime
 from meshkit.distributed.environment import (
     NUM_PROCESSES,
     PROCESS_ID,
@@ -50,7 +51,7 @@ def join_gang(environment: Mapping[str, str] | None = None, *, timeout_s: float 
         RunError: a process does not come, the coordinator cannot be reached, or its port is taken.
     """
     gang = read_gang(environment)
-    state = _state()
+    state = jax_runtime()
     if state.client is not None:
         mine = int(state.process_id), int(state.num_processes)
         if gang is not None and mine != (gang.process_id, gang.num_processes):
@@ -112,7 +113,7 @@ def certificates_of(gang: Gang) -> Certificates | None:
 
 def is_first_process() -> bool:
     """Whether this process speaks for the job: process 0, or the only one. Does not start jax."""
-    return not _state().process_id
+    return not jax_runtime().process_id
 
 
 def keep_stdout() -> None:
@@ -180,12 +181,6 @@ def _check_not_started(gang: Gang) -> None:
             at="environment",
             hint="join_gang() before any other use of jax",
         )
-
-
-def _state() -> Any:
-    from jax._src import distributed
-
-    return distributed.global_state
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.discover import LiveProbe, domain_identities, identity_record, local_identities
+from meshkit.distributed.agreement import jax_runtime
 from meshkit.errors import ConfigError
 
 # Two cores that run eight virtual devices starve XLA:CPU's rendezvous for minutes; its defaults (20 s warn, 40 s abort)
@@ -218,9 +219,7 @@ def _domain_identities(devices: Sequence) -> dict[int, str]:
     mine = {d.id: local[d.local_hardware_id] for d in devices if d.process_index == jax.process_index()}
     if jax.process_count() == 1:
         return mine
-    from jax._src import distributed
-
-    client: Any = distributed.global_state.client
+    client = jax_runtime().client
     client.key_value_set(f"meshkit/fabric/{jax.process_index()}", identity_record(mine), allow_overwrite=True)
     records = [client.blocking_key_value_get(f"meshkit/fabric/{p}", 60_000) for p in range(jax.process_count())]
     return dict(domain_identities(records, devices=[d.id for d in devices]))
@@ -228,9 +227,7 @@ def _domain_identities(devices: Sequence) -> dict[int, str]:
 
 def _num_processes() -> int:
     """Processes of this job, as `jax.distributed.initialize` was told; 1 without it."""
-    from jax._src import distributed
-
-    return distributed.global_state.num_processes or 1
+    return jax_runtime().num_processes or 1
 
 
 def _has_driver() -> bool:

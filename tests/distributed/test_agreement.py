@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,7 +41,7 @@ class Service:
 def reach(monkeypatch):
     """Runs one round on processes of the given numbers, of a job of so many; rank -> the answer, or the error."""
     service = Service()
-    monkeypatch.setattr(agreement, "_client", lambda: service)
+    monkeypatch.setattr(agreement, "jax_runtime", lambda: SimpleNamespace(client=service))
 
     def run(ranks, size, decide, topic="t", timeout_s=10.0):
         found = {}

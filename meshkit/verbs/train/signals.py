@@ -22,6 +22,7 @@ from typing import Any, Self
 import jax
 from jax.experimental import multihost_utils
 
+from meshkit.distributed.agreement import jax_runtime
 from meshkit.distributed.environment import read_gang
 from meshkit.errors import RunError
 from meshkit.runs.phases import PULSE_VARIABLE
@@ -145,8 +146,6 @@ class StopRequest:
 
 def _start_preemption_service() -> None:
     """What `jax.distributed.initialize` does last, unless the service is off or it was done before."""
-    from jax._src import distributed
-
     jax.config.update(_SERVICE, True)
-    if distributed.global_state.preemption_sync_manager is None:
-        distributed.global_state.initialize_preemption_sync_manager()
+    if jax_runtime().preemption_sync_manager is None:
+        jax_runtime().initialize_preemption_sync_manager()
