@@ -48,7 +48,7 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class _Executable:
-    """One compile of the step for GPUs; see `loop.Attempt`."""
+    """One compile of the step for GPUs; see `loop.CompileAttempt`."""
 
     program: Any
     chosen: Sequence[Option]

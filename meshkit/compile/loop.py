@@ -52,7 +52,7 @@ def predicted_costs(schedule: Schedule, cluster: Cluster, assumptions: Assumptio
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
-class Attempt(Protocol):
+class CompileAttempt(Protocol):
     """One compile of a program."""
 
     @property
@@ -76,7 +76,7 @@ class Attempt(Protocol):
         ...
 
 
-def compile_to_fit[T: Attempt](
+def compile_to_fit[T: CompileAttempt](
     make: Callable[[Sequence[Option]], T],
     cluster: Cluster,
     choices: CompileChoices,
@@ -118,7 +118,7 @@ def compile_to_fit[T: Attempt](
     return replace(cast(Any, best), chosen=without_path(best.chosen)), made
 
 
-def _fitting[T: Attempt](
+def _fitting[T: CompileAttempt](
     make: Callable[[Sequence[Option]], T], cluster: Cluster, choices: CompileChoices, derived: Sequence[Option]
 ) -> T:
     """A program with the derived options as they are, or else with tight values, or without those that cost memory.
