@@ -41,7 +41,7 @@ _DISTRIBUTIONS = (
     "nvidia-nvjitlink",
     "nvidia-nvvm",
 )
-_COMPILER = ("child.py", "live.py", "options.py")
+_COMPILER = ("compile/child.py", "compile/live.py", "compile/options.py", "hlo/proto.py")
 # Variables by which jax, XLA and its plugins change what they compile.
 _VARIABLES = ("JAX_", "XLA_", "TF_", "MOSAIC_", "TRITON_", "CUDA_", "MESHKIT_XLA_")
 
@@ -158,5 +158,5 @@ def text_file(text: str) -> Iterator[Path]:
 
 def _source_digest() -> str:
     """Of the code that runs in the compiler process: what it leaves behind is what is kept."""
-    sources = (Path(__file__).with_name(name).read_bytes() for name in _COMPILER)
+    sources = (Path(__file__).parent.parent.joinpath(name).read_bytes() for name in _COMPILER)
     return hashlib.sha256(b"\0".join(sources)).hexdigest()

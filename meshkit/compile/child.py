@@ -18,6 +18,7 @@ from typing import Any
 
 from meshkit.compile.live import live_bytes
 from meshkit.compile.options import RefusedOption, compile_lowered, memory_of
+from meshkit.hlo.proto import ModuleAttributes
 
 
 def main(folder: Path) -> None:
@@ -76,15 +77,15 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
     compiled, left_out = compile_lowered(lowered, options, request["users_options"])
     done = time.perf_counter()
     executable: Any = compiled.runtime_executable()
-    module = executable.hlo_modules()[0]
-    module_path.write_bytes(module.as_serialized_hlo_module_proto())
+    module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
+    module_path.write_bytes(module)
     return {
         "left_out": {name: why for name, why in left_out.items() if name in request["compiler_options"]},
         "lower_s": lowered_at - start,
         "compile_s": done - lowered_at,
         "memory": memory_of(compiled),
         "host_memory": memory_of(compiled, "host_"),
-        "live": live_bytes(dump, module.to_string()),
+        "live": live_bytes(dump, ModuleAttributes(module)),
         "partitioner": "shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
     }
 

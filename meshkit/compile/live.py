@@ -15,17 +15,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshkit.hlo.proto import ModuleAttributes
+
 _PEAK = re.compile(r"^\s*Live ranges at \d+ \(peak\):")
 _BUFFER = re.compile(r"^\s*(\S+?)\{([\d,]*)\}: (\d+) bytes")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_LOOP = re.compile(r"\bwhile\(.*body=%?([\w.\-]+)")
 FORWARD, BACKWARD, CARRIED, ARGUMENT, OTHER = "forward", "backward", "carried", "argument", "other"
 KINDS: tuple[str, ...] = (FORWARD, BACKWARD, CARRIED, ARGUMENT, OTHER)
 
 
-def live_bytes(folder: Path, module_text: str) -> dict[str, int] | None:
+def live_bytes(folder: Path, module: ModuleAttributes) -> dict[str, int] | None:
     """Bytes at the peak by kind of KINDS, from a folder that XLA dumped into; None where it left no live ranges.
 
     `forward`: made by the forward pass: what it keeps for the backward pass, or works on. `backward`: made by the
@@ -34,12 +32,12 @@ def live_bytes(folder: Path, module_text: str) -> dict[str, int] | None:
 
     Args:
         folder: of the dump.
-        module_text: the scheduled module, printed.
+        module: that was compiled.
     """
     files = sorted(folder.glob("*live-range.txt"))
     if not files:
         return None
-    kinds = _kinds(module_text)
+    kinds = _kinds(module)
     found = dict.fromkeys(KINDS, 0)
     for name, size in _at_peak(files[-1]):
         found[kinds.get(name, OTHER)] += size
@@ -60,28 +58,20 @@ def _at_peak(file: Path) -> Iterator[tuple[str, int]]:
                 inside = True
 
 
-def _kinds(text: str) -> dict[str, str]:
+def _kinds(module: ModuleAttributes) -> dict[str, str]:
     """Instruction -> kind; a parameter of a loop's body has that of the loop."""
     kinds: dict[str, str] = {}
-    computation, entry = "", False
     parameters: dict[str, list[str]] = {}
     loops: dict[str, str] = {}
-    for line in text.splitlines():
-        if line and not line[0].isspace():
-            header = _COMPUTATION.match(line)
-            computation, entry = (header[2], bool(header[1])) if header else ("", False)
-            continue
-        named = _INSTRUCTION.match(line)
-        if not named:
-            continue
-        op = _OP_NAME.search(line)
-        kind = _of_path(op[1] if op else "")
-        if " parameter(" in line:
-            parameters.setdefault(computation, []).append(named[1])
-            kind = ARGUMENT if entry else OTHER
-        if loop := _LOOP.search(line):
-            loops[loop[1]] = kind
-        kinds[named[1]] = kind
+    for computation in module.computations:
+        for at in map(module.of, module.order(computation)):
+            kind = _of_path(at.source)
+            if at.opcode == "parameter":
+                parameters.setdefault(computation, []).append(at.name)
+                kind = ARGUMENT if computation == module.entry else OTHER
+            if at.opcode == "while":
+                loops[at.called[0]] = kind
+            kinds[at.name] = kind
     for body, kind in loops.items():
         for name in parameters.get(body, ()):
             kinds[name] = CARRIED if kind == BACKWARD else kind

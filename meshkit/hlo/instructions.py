@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshkit.hlo.costs import custom_call_target, opcode
-from meshkit.hlo.module import source_path
+from meshkit.hlo.proto import Attributes, Fields, ModuleAttributes, integer, messages, text, texts
+from meshkit.hlo.shapes import shape_of
 
 _MOVES = {
     "bitcast", "bitcast-convert", "broadcast", "concatenate", "constant", "copy", "dynamic-slice",
@@ -27,11 +27,6 @@ _BY_OPCODE = (
     ("random numbers", {"rng-bit-generator", "rng", "rng-get-and-update-state"}),
     ("reduction", {"reduce", "reduce-window", "select-and-scatter"}),
 )
-_CALLED = re.compile(r"calls=%?([\w.\-]+)")
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
-_PLAIN_LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
-_SHAPE = re.compile(r"=\s*(\((?:[^()]|\([^()]*\))*\)|\S+)\s+[\w\-]+\(")
-_LAYOUT = re.compile(r"\{[^}]*\}|/\*[^*]*\*/|\s")
 _NOT_USERS = re.compile(  # `training` and `xla` are in programs that earlier versions captured
     r"^<|(?:^|/)bin/[^/]*$|/site-packages/|/dist-packages/|/lib/python\d"
     r"|(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|lint|parallel|sharding|step|training|verbs|weights|xla)/)"
@@ -52,49 +47,43 @@ class InstructionInfo:
 
 def read_instructions(module: Any) -> dict[str, InstructionInfo]:
     """Name -> what it is, of every instruction of a compiled HloModule that can run by itself."""
-    text = module.to_string()
-    lines = StackFrames(text)
-    computations = {c.name: c for c in module.computations()}
-    inside = {name for c in computations.values() for i in c.instructions() for name in _fused(i)}
-    kinds = _Kinds(computations)
+    attributes = ModuleAttributes(module.as_serialized_hlo_module_proto())
+    lines = SourceLines(attributes.stack_frames)
+    bodies = {name: [attributes.of(i) for i in attributes.order(name)] for name in attributes.computations}
+    kinds = {name: _kind(body) for name, body in bodies.items()}
+    inside = {_fused(at) for body in bodies.values() for at in body}
     seen: Counter[str] = Counter()
     found = {}
-    for name, computation in computations.items():
-        if name in inside:
+    for computation in module.computations():
+        if computation.name in inside:
             continue
         for i in computation.instructions():
-            printed = i.to_string()
-            kind, source = kinds.of(i, printed), source_path(printed)
-            base = f"{kind}|{_shape(printed)}|{_plain_path(source)}"
+            at = attributes.of(i.name)
+            kind = kinds.get(_fused(at) or "") or _kind([at])
+            shape = str(shape_of(i)).replace(" ", "")
+            base = f"{kind}|{shape}|{_plain_path(at.source)}"
             seen[base] += 1
-            found[i.name] = InstructionInfo(kind, f"{base}|{seen[base]}", source, lines.of(printed))
+            found[i.name] = InstructionInfo(kind, f"{base}|{seen[base]}", at.source, lines.of(at.metadata))
     return found
 
 
-class StackFrames:
-    """The source lines of a module: its printed tables of files, locations and frames.
+class SourceLines:
+    """The source lines of a module: its tables of files, locations and frames.
 
     Args:
-        text: the printed module.
+        index: `StackFrameIndexProto`; ids in it count from 1.
     """
 
-    def __init__(self, text: str):
-        self._files = {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.M)}
-        located = re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", _table(text, "FileLocations"), re.M)
-        self._locations = {int(n): (int(file), int(line)) for n, file, line in located}
-        framed = re.findall(
-            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _table(text, "StackFrames"), re.M
-        )
-        # XLA prints the parent's id plus one, so that the outermost frame (whose parent is 0) seems its own parent
-        shift = int(bool(framed) and framed[0][2] == framed[0][0])
-        self._frames = {int(n): (int(location), int(parent or 0) - shift) for n, location, parent in framed}
+    def __init__(self, index: Fields):
+        self._files = dict(enumerate(texts(index, 1), 1))
+        self._locations = {n: (integer(f, 1), integer(f, 3)) for n, f in enumerate(messages(index, 3), 1)}
+        self._frames = {n: (integer(f, 1), integer(f, 2)) for n, f in enumerate(messages(index, 4), 1)}
 
-    def of(self, printed: str) -> str | None:
-        """Lines of a printed instruction, each file with its last folder; see `InstructionInfo.line`."""
-        if plain := _PLAIN_LINE.search(printed):  # programs of earlier compilers
-            return f"{_short(plain[1])}:{plain[2]}"
-        found = _FRAME.search(printed)
-        return self._user_line(int(found[1])) if found else None
+    def of(self, metadata: Fields) -> str | None:
+        """Lines of an instruction, each file with its last folder; see `InstructionInfo.line`."""
+        if plain := text(metadata, 3):  # programs of earlier compilers
+            return f"{_short(plain)}:{integer(metadata, 4)}"
+        return self._user_line(integer(metadata, 15))
 
     def _user_line(self, frame: int) -> str | None:
         """The innermost line in user code, and the line of the next file that led there; else the innermost of all."""
@@ -119,36 +108,14 @@ class StackFrames:
             frame = parent
 
 
-class _Kinds:
-    def __init__(self, computations: Mapping[str, Any]):
-        self._computations = computations
-        self._known: dict[str, str] = {}
-
-    def of(self, instruction: Any, printed: str) -> str:
-        """The kind of an instruction, by what it or the computation that it fuses holds."""
-        op = opcode(instruction)
-        if op == "custom-call":
-            return _custom_kind(custom_call_target(printed))
-        fused = [name for name in _fused(instruction, printed) if name in self._computations]
-        if not fused:
-            return _kind([op])
-        if fused[0] not in self._known:
-            self._known[fused[0]] = self._fused_kind(fused[0])
-        return self._known[fused[0]]
-
-    def _fused_kind(self, name: str) -> str:
-        inner = list(self._computations[name].instructions())
-        custom = [_custom_kind(custom_call_target(i.to_string())) for i in inner if opcode(i) == "custom-call"]
-        return next((kind for kind in custom if kind != "custom call"), None) or _kind([opcode(i) for i in inner])
-
-
-def _kind(opcodes: Iterable[str]) -> str:
-    held = set(opcodes)
-    for kind, ops in _BY_OPCODE:
-        if held & ops:
-            return kind
-    if "custom-call" in held:
-        return "custom call"
+def _kind(body: Iterable[Attributes]) -> str:
+    """The kind of an instruction, or of one that fuses several."""
+    held = {at.opcode for at in body}
+    custom = [_custom_kind(at.target) for at in body if at.opcode == "custom-call"]
+    named = next((kind for kind in custom if kind != "custom call"), None)
+    named = named or next((kind for kind, opcodes in _BY_OPCODE if held & opcodes), None)
+    if named or custom:
+        return named or "custom call"
     return "data movement" if held <= _MOVES else "elementwise"
 
 
@@ -165,26 +132,14 @@ def _custom_kind(target: str) -> str:
     return "custom call"
 
 
-def _fused(instruction: Any, printed: str | None = None) -> list[str]:
-    if opcode(instruction) != "fusion":
-        return []
-    return _CALLED.findall(printed or instruction.to_string())
-
-
-def _shape(printed: str) -> str:
-    found = _SHAPE.search(printed)
-    return _LAYOUT.sub("", found[1]) if found else ""
+def _fused(at: Attributes) -> str | None:
+    """The computation that a fusion runs."""
+    return at.called[0] if at.opcode == "fusion" and at.called else None
 
 
 def _plain_path(source: str) -> str:
     """Without numeric suffixes; a bare name is an argument's, which differs with how the function was called."""
     return re.sub(r"[._]\d+(?=/|$)", "", source) if "/" in source else ""
-
-
-def _table(text: str, title: str) -> str:
-    """The lines of one of the module's printed tables, up to the next empty line or title."""
-    found = re.search(rf"^{title}\n((?:\d+ .*\n?)*)", text, re.M)
-    return found[1] if found else ""
 
 
 def _short(path: str) -> str:

@@ -75,9 +75,14 @@ def message(fields: Fields, number: int) -> Fields:
     return next(iter(messages(fields, number)), {})
 
 
+def texts(fields: Fields, number: int) -> list[str]:
+    """A repeated string field."""
+    return [value.decode(errors="replace") for value in fields.get(number, ()) if isinstance(value, bytes)]
+
+
 def text(fields: Fields, number: int) -> str:
-    """A string or bytes field; "" where the message leaves it out."""
-    return next((value for value in fields.get(number, ()) if isinstance(value, bytes)), b"").decode(errors="replace")
+    """A string field; "" where the message leaves it out."""
+    return next(iter(texts(fields, number)), "")
 
 
 def _unpack(packed: bytes) -> list[int]:
@@ -115,7 +120,12 @@ class Attributes:
     @property
     def source(self) -> str:
         """The op_name path of the model code that caused it; "" if XLA kept none."""
-        return clean_path(text(message(self.fields, 7), 2))
+        return clean_path(text(self.metadata, 2))
+
+    @property
+    def metadata(self) -> Fields:
+        """`OpMetadata`: where it comes from."""
+        return message(self.fields, 7)
 
     @property
     def target(self) -> str:
@@ -169,6 +179,12 @@ class ModuleAttributes:
         self._order: dict[str, list[str]] = {}
         self._parents: dict[str, str] = {}
         self.entry = text(top, 2)  # name of the computation that runs
+        self.stack_frames = message(top, 17)  # `StackFrameIndexProto`
+
+    @property
+    def computations(self) -> list[str]:
+        """Names of all computations."""
+        return list(self._computations)
 
     def order(self, computation: str) -> list[str]:
         """Names of a computation's instructions as scheduled; operands first where the module has no schedule."""

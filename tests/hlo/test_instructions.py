@@ -6,59 +6,48 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshkit.hlo.instructions import StackFrames, read_instructions
+from meshkit.hlo.instructions import SourceLines, read_instructions
+from meshkit.hlo.proto import Fields
 
-TABLES = """HloModule m
+FILES = (
+    "/usr/lib/python3.12/runpy.py",
+    "/home/me/meshkit/models/llama.py",
+    "/home/me/meshkit/meshkit/sharding/constrain.py",
+    "/venv/lib/python3.12/site-packages/optax/_src/update.py",
+    "/home/me/meshkit/models/layers.py",
+)
+LOCATIONS = ((1, 10), (2, 20), (3, 30), (4, 40), (5, 50), (5, 60))  # file, line
+PARENTS = (0, 1, 2, 1, 3, 5)
 
-FileNames
-1 "/usr/lib/python3.12/runpy.py"
-2 "/home/me/meshkit/models/llama.py"
-3 "/home/me/meshkit/meshkit/sharding/constrain.py"
-4 "/venv/lib/python3.12/site-packages/optax/_src/update.py"
-5 "/home/me/meshkit/models/layers.py"
 
-FunctionNames
-1 "f"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=1 end_column=2}
-2 {file_name_id=2 function_name_id=1 line=20 end_line=20 column=1 end_column=2}
-3 {file_name_id=3 function_name_id=1 line=30 end_line=30 column=1 end_column=2}
-4 {file_name_id=4 function_name_id=1 line=40 end_line=40 column=1 end_column=2}
-5 {file_name_id=5 function_name_id=1 line=50 end_line=50 column=1 end_column=2}
-6 {file_name_id=5 function_name_id=1 line=60 end_line=60 column=1 end_column=2}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=2}
-3 {file_location_id=3 parent_frame_id=3}
-4 {file_location_id=4 parent_frame_id=2}
-5 {file_location_id=5 parent_frame_id=4}
-6 {file_location_id=6 parent_frame_id=6}
-
-%x = f32[] parameter(0)
-"""
+def lines(parents=PARENTS, locations=range(1, 7)):
+    """The message of these frames: tables of files (1), locations (3: file 1, line 3) and frames (4: location 1, 2)."""
+    index: Fields = {
+        1: [name.encode() for name in FILES],
+        3: [bytes((8, file, 24, line)) for file, line in LOCATIONS],
+        4: [bytes((8, location, 16, parent)) for location, parent in zip(locations, parents)],
+    }
+    return SourceLines(index)
 
 
 @pytest.mark.parametrize(
-    ("printed", "line"),
+    ("metadata", "line"),
     [
-        ("%a = f32[] add(), metadata={stack_frame_id=2}", "models/llama.py:20"),
-        ("%a = f32[] add(), metadata={stack_frame_id=3}", "models/llama.py:20"),  # called by the user's line
-        ("%a = f32[] add(), metadata={stack_frame_id=4}", "_src/update.py:40"),  # nobody's line: the innermost
-        ("%a = f32[] add(), metadata={stack_frame_id=6}", "models/layers.py:60 from models/llama.py:20"),
-        ("%a = f32[] add(), metadata={stack_frame_id=9}", None),
-        ("%a = f32[] add()", None),
-        ('%a = f32[] add(), metadata={source_file="/x/y/z.py" source_line=3}', "y/z.py:3"),
+        ({15: [2]}, "models/llama.py:20"),
+        ({15: [3]}, "models/llama.py:20"),  # called by the user's line
+        ({15: [4]}, "_src/update.py:40"),  # nobody's line: the innermost
+        ({15: [6]}, "models/layers.py:60 from models/llama.py:20"),
+        ({15: [9]}, None),
+        ({}, None),
+        ({3: [b"/x/y/z.py"], 4: [3]}, "y/z.py:3"),
     ],
 )
-def test_lines_of_printed_tables(printed, line):
-    assert StackFrames(TABLES).of(printed) == line
+def test_lines_of_frames(metadata, line):
+    assert lines().of(metadata) == line
 
 
-def test_tables_that_name_no_parent_twice_end():
-    text = TABLES.replace("2 {file_location_id=2 parent_frame_id=2}", "2 {file_location_id=1 parent_frame_id=4}")
-    assert StackFrames(text).of("%a = f32[] add(), metadata={stack_frame_id=2}") is not None
+def test_frames_that_call_each_other_end():
+    assert lines(parents=(0, 4, 2, 2, 3, 5), locations=(1, 1, 3, 4, 5, 6)).of({15: [2]}) is not None
 
 
 def model(x, w):

@@ -9,7 +9,8 @@ from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.config.mesh import Placement
-from meshkit.hlo.module import Instruction, Schedule
+from meshkit.hlo.module import Instruction, Schedule, parse_hlo
+from meshkit.hlo.proto import ModuleAttributes
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.memory import nccl_bytes, reserved_memory
 from meshkit.step.facts import StepFacts
@@ -142,15 +143,32 @@ def test_the_parts_of_the_peak_add_up():
 MODULE = """HloModule jit_step
 %body.1 (param.2: (s32[], bf16[64])) -> (s32[], bf16[64]) {
   %param.2 = (s32[], bf16[64]) parameter(0)
-  %add.9 = bf16[64] add(x, y), metadata={op_name="jit(step)/transpose(jvp(layers))/while/body/add"}
+  %i.1 = s32[] get-tuple-element(%param.2), index=0
+  %x.1 = bf16[64] get-tuple-element(%param.2), index=1
+  %add.9 = bf16[64] add(%x.1, %x.1), metadata={op_name="jit(step)/transpose(jvp(layers))/while/body/add"}
+  ROOT %t.1 = (s32[], bf16[64]) tuple(%i.1, %add.9)
+}
+%other.3 (param.3: (s32[], bf16[64])) -> (s32[], bf16[64]) {
+  ROOT %param.3 = (s32[], bf16[64]) parameter(0)
+}
+%condition.1 (param.5: (s32[], bf16[64])) -> pred[] {
+  %param.5 = (s32[], bf16[64]) parameter(0)
+  ROOT %true.1 = pred[] constant(true)
+}
+%condition.2 (param.6: (s32[], bf16[64])) -> pred[] {
+  %param.6 = (s32[], bf16[64]) parameter(0)
+  ROOT %true.2 = pred[] constant(true)
 }
 ENTRY %main.6 (param.4: bf16[64]) -> bf16[64] {
   %param.4 = bf16[64] parameter(0), metadata={op_name="w"}
-  %while.20 = (s32[], bf16[64]) while(t), body=%other.3, metadata={op_name="jit(step)/jvp(layers)/while"}
-  %while.21 = (s32[], bf16[64]) while(t), body=%body.1, metadata={op_name="jit(step)/transpose(jvp(layers))/while"}
-  ROOT %all-gather.9 = bf16[64] all-gather(p)
+  %zero = s32[] constant(0)
+  %t = (s32[], bf16[64]) tuple(%zero, %param.4)
+  %while.20 = (s32[], bf16[64]) while(%t), condition=%condition.1, body=%other.3, metadata={op_name="jit(step)/jvp(layers)/while"}
+  %while.21 = (s32[], bf16[64]) while(%while.20), condition=%condition.2, body=%body.1, metadata={op_name="jit(step)/transpose(jvp(layers))/while"}
+  %x = bf16[64] get-tuple-element(%while.21), index=1
+  ROOT %all-gather.9 = bf16[64] all-gather(%x), dimensions={0}
 }
-"""
+"""  # noqa: E501
 LIVE = """HloLiveRange (max 113):
   Live ranges at 92 (peak):
     all-gather.9{1}: 2097152 bytes (cumulative: 2097152 bytes)
@@ -164,9 +182,10 @@ LIVE = """HloLiveRange (max 113):
 
 
 def test_live_ranges_are_told_apart_by_what_made_them(tmp_path):
-    assert live_bytes(tmp_path, MODULE) is None
+    module = ModuleAttributes(parse_hlo(MODULE).as_serialized_hlo_module_proto())
+    assert live_bytes(tmp_path, module) is None
     (tmp_path / "module_0001.jit_step.sm_9.0a_gpu_after_optimizations-live-range.txt").write_text(LIVE)
-    assert live_bytes(tmp_path, MODULE) == {
+    assert live_bytes(tmp_path, module) == {
         "forward": 786_432,
         "backward": 524_288,
         "carried": 1_572_864,
