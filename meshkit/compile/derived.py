@@ -11,6 +11,7 @@ of a larger message costs more than it saves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,13 +20,11 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.mesh import AnyMesh
-from meshkit.sharding.resolve import placements
-from meshkit.sharding.strategy import AxisRoles, Weight, make_weights
+from meshkit.sharding.resolve import placements_by_state
+from meshkit.sharding.strategy import BYTES_OF, AxisRoles, Weight, make_weights
 from meshkit.step.program import TrainProgram
 from meshkit.units import format_bytes
 
-_KINDS = ("parameters", "compute", "gradients", "optimizer")
-_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 # XLA's own: 30 MiB of output. Messages are not combined less than that.
 _DEFAULT_BYTES = 30 * 2**20
 # Sizes between which the bandwidth of large messages is taken.
@@ -98,9 +97,9 @@ def _waits_in_every_layer(experiment: Experiment, mesh: AnyMesh) -> bool:
 def loop_traffic(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> LoopTraffic | None:
     """What the loop over layers gathers; None if nothing."""
     roles = AxisRoles.of(experiment.rules)
-    placed = {kind: placements(program.model.params, mesh, experiment.rules, kind=kind) for kind in _KINDS}
+    placed = placements_by_state(program.model.params, mesh, experiment.rules)
     sizes = dict(zip(mesh.axis_names, mesh.devices.shape))
-    bytes_each = _COMPUTE_BYTES[experiment.train.precision]
+    bytes_each = BYTES_OF[experiment.train.precision]
     moved: dict[tuple[str, ...], float] = {}
     for weight in make_weights(placed, roles):
         axes = _gathered_over(weight, program.deferred, sizes)
@@ -175,8 +174,4 @@ def _gathered_over(weight: Weight, deferred: Sequence[str], sizes: Mapping[str, 
 
 def _elements(weight: Weight, gathered: Sequence[str], sizes: Mapping[str, int]) -> float:
     """Of one GPU's weight, whole over the gathered axes."""
-    kept = weight.cuts["compute"] - set(gathered)
-    elements = float(weight.size)
-    for name in kept:
-        elements /= sizes[name]
-    return elements
+    return weight.size / math.prod(sizes[name] for name in weight.cuts["compute"] - set(gathered))

@@ -34,14 +34,12 @@ _CUDNN = "9.10.2"
 CUDNN_NUMBER = 91200
 # Custom calls that jax.export refuses by default because their backend may change; ours is compiled at once.
 _ALLOWED_CALLS = (
-    "__cudnn$fmhaSoftmax",
-    "__cudnn$fmhaSoftmaxBackward",
-    "__cudnn$fmhaSoftmaxDropout",
-    "__cudnn$fmhaSoftmaxDropoutBackward",
-    "__cudnn$fmhaScaleBiasSoftmax",
-    "__cudnn$fmhaScaleBiasSoftmaxBackward",
-    "__cudnn$fmhaScaleBiasSoftmaxDropout",
-    "__cudnn$fmhaScaleBiasSoftmaxDropoutBackward",
+    *(
+        f"__cudnn$fmha{scores}{dropout}{backward}"
+        for scores in ("Softmax", "ScaleBiasSoftmax")
+        for dropout in ("", "Dropout")
+        for backward in ("", "Backward")
+    ),
     "__cudnn$fmhaSoftmaxF8",
     "__cudnn$fmhaSoftmaxBackwardF8",
     "__cudnn$blockScaledDot",

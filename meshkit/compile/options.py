@@ -96,24 +96,6 @@ def planners_options(*, jaxlib: str | None = None) -> dict[str, object]:
     return {o.name: o.value for o in PLANNERS if _is_for(o, release)}
 
 
-def compiler_options(
-    gpu: Gpu,
-    user: Mapping[str, Any] | None = None,
-    derived: Sequence[Option] = (),
-    *,
-    jaxlib: str | None = None,
-) -> dict[str, object]:
-    """Options for one GPU: meshkit's own, those derived from the program, then the user's `[xla]` table, which wins.
-
-    Args:
-        gpu: to compile for.
-        user: by name.
-        derived: of the program, see derived.py.
-        jaxlib: release; default the installed one.
-    """
-    return {o.name: o.value for o in chosen_options(gpu, user, derived, jaxlib=jaxlib)}
-
-
 def chosen_options(
     gpu: Gpu,
     user: Mapping[str, Any] | None = None,
@@ -121,7 +103,14 @@ def chosen_options(
     *,
     jaxlib: str | None = None,
 ) -> list[Option]:
-    """The same, each with its reason; what the user sets has the reason `[xla]`."""
+    """Options for one GPU: meshkit's own, those derived from the program, then the user's `[xla]` table, which wins.
+
+    Args:
+        gpu: to compile for.
+        user: by name; their reason is `[xla]`.
+        derived: of the program, see derived.py.
+        jaxlib: release; default the installed one.
+    """
     release = jaxlib or version_of("jaxlib") or ""
     before_hopper = gpu.compute_capability is not None and gpu.compute_capability < (9, 0)
     own = (o for o in (*OPTIONS, *derived) if (o.applies == "all" or before_hopper) and _is_for(o, release))

@@ -42,7 +42,8 @@ from meshkit.compile.preflight import check_compiler, version_of
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
 from meshkit.errors import ProgramError
-from meshkit.hlo.module import Schedule, load_module, read_schedule, source_path
+from meshkit.hlo.module import Schedule, load_module, read_schedule
+from meshkit.hlo.proto import clean_path
 from meshkit.sharding.mesh import DescribedMesh
 
 # What XLA says of failures that we know, and what to try.
@@ -318,5 +319,6 @@ def read_rematerializations(stderr: str) -> tuple[Rematerialization, ...]:
         if "Involuntary full rematerialization" not in line or "%fake_parameter" in line:
             continue
         array = re.search(r"HLO operation:? %\S+ = (\w+\[[\d,]*\])", line)
-        found[Rematerialization(array[1] if array else "an array", source_path(line))] = None
+        source = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
+        found[Rematerialization(array[1] if array else "an array", clean_path(source[1]) if source else "")] = None
     return tuple(found)

@@ -22,7 +22,7 @@ from meshkit.config.mesh import Placement
 from meshkit.errors import MeshkitError, ProgramError
 from meshkit.hlo.costs import FREE_CALLS, Cost, CostModel, opcode
 from meshkit.hlo.groups import group_shape, read_groups
-from meshkit.hlo.proto import Attributes, ModuleAttributes, clean_path
+from meshkit.hlo.proto import Attributes, ModuleAttributes
 from meshkit.hlo.schedule import Collective, Instruction, Schedule
 from meshkit.hlo.shapes import Shape, shape_of
 from meshkit.hlo.trips import count_trips
@@ -34,7 +34,6 @@ __all__ = [
     "read_collectives",
     "read_program",
     "read_schedule",
-    "source_path",
 ]
 
 COLLECTIVES = {
@@ -132,12 +131,6 @@ def read_schedule(module: Any, placement: Placement) -> Schedule:
         ProgramError: a form of HLO that this version does not know.
     """
     return _Reader(module, placement).schedule()
-
-
-def source_path(text: str) -> str:
-    """The op_name of a printed instruction, without what the way through `jax.export` put in front of it."""
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', text)
-    return clean_path(found[1]) if found else ""
 
 
 def _fingerprint(module: Any) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshkit.compile.program import CompiledProgram
@@ -49,7 +49,10 @@ class Explained:
 def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explained]:
     """Every collective of a step with its reason, the most bytes first."""
     rows: dict[tuple, Explained] = {}
-    for collective, times in _walk(schedule, schedule.entry, 1 / strategy.steps_per_call):
+    for instruction, runs in schedule.walk():
+        if (collective := instruction.collective) is None:
+            continue
+        times = runs / strategy.steps_per_call
         axes = frozenset(collective.axes)
         parts = _parts(collective)
         largest = max(range(len(parts)), key=lambda i: parts[i][1])
@@ -105,15 +108,6 @@ def rematerialization_findings(compiled: CompiledProgram) -> list[Finding]:
         )
         for r in compiled.rematerializations
     ]
-
-
-def _walk(schedule: Schedule, name: str, times: float) -> Iterator[tuple[Collective, float]]:
-    """Collectives with how often a step runs them; a loop of unknown length runs once."""
-    for i in schedule.computations.get(name, ()):
-        if i.collective is not None:
-            yield i.collective, times
-        for body in i.bodies:
-            yield from _walk(schedule, body, times * (i.trip_count or 1))
 
 
 def _parts(c: Collective) -> list[tuple[Payload, float]]:

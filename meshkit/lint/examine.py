@@ -28,12 +28,10 @@ from meshkit.lint.findings import Finding, apply_allow_list, finding_lines
 from meshkit.lint.placements import Subject, lint
 from meshkit.sharding.constrain import Activation, record_activations
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
-from meshkit.sharding.resolve import Placed, placements
-from meshkit.sharding.strategy import StageRuns, Strategy, make_weights
+from meshkit.sharding.resolve import STATES, Placed, placements, placements_by_state
+from meshkit.sharding.strategy import BYTES_OF, StageRuns, Strategy, make_weights
 from meshkit.step.program import local_bytes
 from meshkit.step.train_step import TrainProgram
-
-_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,7 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
     with target, record_activations() as record:
         jax.eval_shape(program.step, program.abstract_state, program.abstract_batch)
     activations = list(dict.fromkeys(record))
-    kinds = ("parameters", "compute", "gradients", "optimizer")
-    placed = {kind: placements(model.params, mesh, experiment.rules, kind=kind) for kind in kinds}
+    placed = placements_by_state(model.params, mesh, experiment.rules)
     others = placements(model.variables, mesh, experiment.rules)
     deferred = frozenset(program.deferred)
     document, cluster = experiment.document, experiment.cluster
@@ -105,14 +102,14 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
         sizes=subject.sizes,
         roles=subject.roles,
         weights=make_weights(placed, subject.roles),
-        statistics=make_weights(dict.fromkeys(kinds, others), subject.roles),
+        statistics=make_weights(dict.fromkeys(STATES, others), subject.roles),
         activations=activations,
         tokens=train.global_batch * max(1, train.sequence_length),
         accumulate=train.accumulate,
         steps_per_call=program.steps_per_call,
         deferred=deferred,
-        compute_bytes=_BYTES[train.precision],
-        reduce_bytes=_BYTES[train.reduce_precision],
+        compute_bytes=BYTES_OF[train.precision],
+        reduce_bytes=BYTES_OF[train.reduce_precision],
         local_sgd=experiment.local_sgd.axis,
         compression=experiment.compression.axis,
         compressed_bytes={"bf16": 2, "fp8": 1, "int8": 1}[experiment.compression.dtype],

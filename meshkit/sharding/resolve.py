@@ -24,6 +24,8 @@ from meshkit.sharding.mesh import AnyMesh
 from meshkit.units import format_bytes
 
 Names = tuple[str | None, ...] | None
+# In what a parameter is there, each with rules of its own.
+STATES = ("parameters", "compute", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,11 @@ def placements(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "p
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]
     placed = (_place(path_name(path), leaf, mesh, rules, kind) for path, leaf in leaves)
     return [p for p in placed if p is not None]
+
+
+def placements_by_state(tree: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str, list[Placed]]:
+    """The `placements` of parameters in each of STATES."""
+    return {state: placements(tree, mesh, rules, kind=state) for state in STATES}
 
 
 def shard_model(make_model: Callable[[], nnx.Module], mesh: AnyMesh, rules: ShardingRules) -> nnx.Module:

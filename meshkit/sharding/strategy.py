@@ -16,7 +16,7 @@ from functools import cached_property
 
 from meshkit.config.rules import ShardingRules
 from meshkit.sharding.constrain import Activation
-from meshkit.sharding.resolve import Placed
+from meshkit.sharding.resolve import STATES, Placed
 
 # A collective of at most this payload is a scalar, a count or a norm: nobody's strategy names those.
 SCALAR_BYTES = 4096
@@ -26,13 +26,14 @@ GATHERS_A_STEP = 3
 _SMALL_BYTES = 2**20
 # What XLA may put into one flat array with the gradients: sums of the loss and of metrics, in elements.
 _SCALARS = SCALAR_BYTES // 4
-_KINDS = ("parameters", "compute", "gradients", "optimizer")
 _LONGEST_TOP_K = 16
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all-gather", "all-reduce", "reduce-scatter"
 ALL_TO_ALL, RAGGED, PERMUTE = "all-to-all", "ragged-all-to-all", "collective-permute"
 
 Axes = frozenset[str]
+# Of an element that is computed with or sent in a precision.
+BYTES_OF = {"fp32": 4, "bf16": 2, "fp8": 2, "int8": 1}
 # Logical axes whose mesh axes are tensor or expert parallelism.
 _TENSOR_ACTIVATIONS = ("act_heads", "act_kv_heads", "act_mlp", "act_vocab")
 _TENSOR_PARAMETERS = ("heads", "kv_heads", "mlp", "vocab")
@@ -176,12 +177,12 @@ class Strategy:
     def weight_of(self, part: Payload, over: Axes) -> Weight | None:
         """A weight whose elements, whole over these axes, are those of the part."""
         whole = (w for w in self.weights if part.elements in (w.size, w.size // w.stack))
-        exact = (w for w in self.weights if part.elements in self._whole(w, over, _KINDS))
+        exact = (w for w in self.weights if part.elements in self._whole(w, over))
         return next(exact, None) or next(whole, None)
 
     def gathers_whole(self, part: Payload, over: Axes) -> bool:
         """Whether a reduction moves a gradient whole although it is kept in shards."""
-        return any(part.elements in self._whole(w, over, _KINDS) and over & w.cuts["gradients"] for w in self.weights)
+        return any(part.elements in self._whole(w, over) and over & w.cuts["gradients"] for w in self.weights)
 
     # -- weights and gradients
 
@@ -199,7 +200,7 @@ class Strategy:
             uses, item = GATHERS_A_STEP * self.accumulate, self.compute_bytes
         bound = uses * sum(self._elements(w, over, "parameters") * (4 if w.size == max(w.shape, default=1) * w.stack
                            else item) for w in of)  # fmt: skip
-        counts = {n for w in of for n in self._whole(w, over, _KINDS)}
+        counts = {n for w in of for n in self._whole(w, over)}
         yield Term(words, frozenset({ALL_GATHER, PERMUTE}), lambda p: p.is_float and p.elements in counts, bound)
 
     def _reductions(self, over: Axes) -> Iterator[Term]:
@@ -216,8 +217,8 @@ class Strategy:
         whole = over if over <= once else over | once
         each = [self._elements(w, whole, "gradients") for w in of]
         item = [max(self.reduce_bytes, 4 if "vocab" in w.names or len(w.shape) <= 2 else 0) for w in of]
-        counts = {n for w in of for n in (*self._whole(w, over, _KINDS), *self._whole(w, whole, _KINDS))}
-        kept = {n for w in of if over & w.cuts["gradients"] for n in self._whole(w, over, _KINDS)}
+        counts = {n for w in of for n in (*self._whole(w, over), *self._whole(w, whole))}
+        kept = {n for w in of if over & w.cuts["gradients"] for n in self._whole(w, over)}
         total = sum(each)
 
         def fits(p: Payload) -> bool:
@@ -250,9 +251,9 @@ class Strategy:
         """Elements of a weight on one GPU, whole over some axes."""
         return w.size // self._ways(w.cuts[kind] - over)
 
-    def _whole(self, w: Weight, over: Axes, kinds: Iterable[str]) -> set[int]:
+    def _whole(self, w: Weight, over: Axes) -> set[int]:
         """Element counts under which a weight, or one layer of it, shows in a collective over these axes."""
-        found = {self._elements(w, over, kind) for kind in kinds}
+        found = {self._elements(w, over, state) for state in STATES}
         return found | {n // w.stack for n in found}
 
     # -- activations
@@ -269,7 +270,7 @@ class Strategy:
         bound_fp32 = moved * 4 if math.isfinite(moved) else None
         few = 4 * self.tokens
 
-        of_weights = {n for w in self.weights for n in (w.size, *self._whole(w, over, _KINDS))}
+        of_weights = {n for w in self.weights for n in (w.size, *self._whole(w, over))}
         exact = {math.prod(a.shape) // self._ways(_cut(a) - over) for a in self.activations}
 
         def within(largest: float) -> Callable[[Payload], bool]:
@@ -385,12 +386,12 @@ class Strategy:
 def make_weights(placed: Mapping[str, Sequence[Placed]], roles: AxisRoles) -> list[Weight]:
     """Weights of a model from its placements in each kind of state, all in the same order."""
     made = []
-    for states in zip(*(placed[kind] for kind in _KINDS)):
+    for states in zip(*(placed[state] for state in STATES)):
         p, names = states[0], states[0].logical_axes or (None,) * len(states[0].shape)
         by_dim = [frozenset().union(*(s.spec[dim] for s in states)) for dim in range(len(p.shape))]
         experts = {a for name, axes in zip(names, by_dim) if name == "experts" for a in axes}
         stacked = len(p.shape) > 1 and (names[0] == "layers" or not any(names))
-        cuts = {kind: frozenset(a for axes in s.spec for a in axes) for kind, s in zip(_KINDS, states)}
+        cuts = {kind: frozenset(a for axes in s.spec for a in axes) for kind, s in zip(STATES, states)}
         made.append(Weight(p.path, p.shape, names, cuts, roles.tensor | experts, p.shape[0] if stacked else 1))
     return made
 

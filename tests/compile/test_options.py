@@ -11,7 +11,6 @@ from meshkit.compile.options import (
     _names_in,
     chosen_options,
     compile_lowered,
-    compiler_options,
     known_options,
     left_out_lines,
     option_error,
@@ -39,6 +38,10 @@ class Lowered:
         return "compiled"
 
 
+def values(*args, **keywords):
+    return {o.name: o.value for o in chosen_options(*args, **keywords)}
+
+
 def test_every_option_has_a_reason_and_no_two_have_one_name():
     both = (*OPTIONS, *PLANNERS)
     assert all(o.why and o.name.startswith("xla_") for o in both)
@@ -47,14 +50,14 @@ def test_every_option_has_a_reason_and_no_two_have_one_name():
 
 @pytest.mark.parametrize(("key", "hides"), [("a100_80gb", True), ("v100", True), ("h100_sxm", False), ("b200", False)])
 def test_gpus_before_hopper_are_told_to_run_collectives_beside_compute(key, hides):
-    assert (HIDING in compiler_options(gpu(key))) == hides
+    assert (HIDING in values(gpu(key))) == hides
 
 
 @pytest.mark.parametrize(
     ("jaxlib", "has"), [("0.10.2", False), ("0.11", True), ("0.12.0.1", True), ("0.13.0.dev3", True)]
 )
 def test_an_option_is_set_for_the_releases_that_have_it(jaxlib, has):
-    assert (KERNELS in compiler_options(gpu("h100_sxm"), jaxlib=jaxlib)) == has
+    assert (KERNELS in values(gpu("h100_sxm"), jaxlib=jaxlib)) == has
 
 
 @pytest.mark.parametrize(("jaxlib", "searches"), [("0.11.2", True), ("0.12.0.1", False)])
@@ -74,7 +77,7 @@ def test_an_option_ends_with_the_release_that_dropped_it():
 
 def test_the_user_wins_over_what_is_derived_and_that_over_the_table():
     derived = (Option(KERNELS, "derived", "the program asks for it"),)
-    assert compiler_options(gpu("h100_sxm"), derived=derived)[KERNELS] == "derived"
+    assert values(gpu("h100_sxm"), derived=derived)[KERNELS] == "derived"
     chosen = {o.name: o for o in chosen_options(gpu("h100_sxm"), {KERNELS: "mine"}, derived)}
     assert (chosen[KERNELS].value, chosen[KERNELS].why) == ("mine", "[xla]")
 
@@ -82,7 +85,7 @@ def test_the_user_wins_over_what_is_derived_and_that_over_the_table():
 @pytest.mark.parametrize("message", [UNKNOWN, INVALID])
 def test_one_of_ours_that_xla_refuses_is_left_out_and_named(message):
     lowered = Lowered({KERNELS: message, HIDING: message})
-    options = compiler_options(gpu("a100_80gb"))
+    options = values(gpu("a100_80gb"))
     compiled, left_out = compile_lowered(lowered, options)
     assert compiled == "compiled"
     assert set(left_out) == {KERNELS, HIDING}

@@ -16,7 +16,7 @@ from jax.profiler import ProfileData
 from meshkit.cli import main
 from meshkit.compile.attached import compile_step
 from meshkit.compile.derived import derive_options
-from meshkit.compile.options import CompileChoices, compiler_options
+from meshkit.compile.options import CompileChoices, chosen_options
 from meshkit.compile.program import compile_absent
 from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
@@ -335,7 +335,8 @@ def test_the_process_of_the_gpu_compiles_with_the_options_of_the_plan():
     derived = derive_options(experiment, program, mesh)
     assert derived
     assert asked == [made.options]
-    assert made.options == compiler_options(experiment.cluster.gpu, {"xla_gpu_graph_level": 0}, derived)
+    chosen = chosen_options(experiment.cluster.gpu, {"xla_gpu_graph_level": 0}, derived)
+    assert made.options == {o.name: o.value for o in chosen}
 
 
 @pytest.mark.slow
