@@ -63,8 +63,11 @@ def _kinds(module: ModuleAttributes) -> dict[str, str]:
     kinds: dict[str, str] = {}
     parameters: dict[str, list[str]] = {}
     loops: dict[str, str] = {}
-    for computation in module.computations:
-        for at in map(module.of, module.order(computation)):
+    bodies = {name: [module.of(i) for i in module.order(name)] for name in module.computations}
+    # What an asynchronous start wraps has no kind of its own: OTHER.
+    wrapped = {name for body in bodies.values() for at in body if at.opcode == "async-start" for name in at.called}
+    for computation, body in bodies.items():
+        for at in body if computation not in wrapped else ():
             kind = _of_path(at.source)
             if at.opcode == "parameter":
                 parameters.setdefault(computation, []).append(at.name)
@@ -72,8 +75,8 @@ def _kinds(module: ModuleAttributes) -> dict[str, str]:
             if at.opcode == "while":
                 loops[at.called[0]] = kind
             kinds[at.name] = kind
-    for body, kind in loops.items():
-        for name in parameters.get(body, ()):
+    for loop, kind in loops.items():
+        for name in parameters.get(loop, ()):
             kinds[name] = CARRIED if kind == BACKWARD else kind
     return kinds
 
