@@ -58,7 +58,7 @@ class Goodput:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RunAttempt:
     """One attempt's record."""
 
     began: float
@@ -107,7 +107,7 @@ class GoodputLog:
 
     def __init__(self, folder: Path | None, phases: Phases):
         self._phases = phases
-        self._attempt = Attempt(time.time() - sum(phases.totals().values()), {})
+        self._attempt = RunAttempt(time.time() - sum(phases.totals().values()), {})
         self._path = folder / _FOLDER / f"{self._attempt.began:.3f}.json" if folder else None
         self._before = read_attempts(folder) if folder else []
         self._at_loop: tuple[Goodput, Mapping[str, float]] | None = None
@@ -143,7 +143,7 @@ class GoodputLog:
         wall_s = known.wall_s + math.fsum(now.values()) - math.fsum(then.values())
         return productive / wall_s if wall_s else None
 
-    def _now(self) -> Attempt:
+    def _now(self) -> RunAttempt:
         return replace(self._attempt, seconds=self._phases.totals())
 
     def write(self) -> None:
@@ -184,13 +184,13 @@ def read_goodput(folder: Path) -> Goodput | None:
     return goodput_of(read_attempts(folder))
 
 
-def read_attempts(folder: Path) -> list[Attempt]:
+def read_attempts(folder: Path) -> list[RunAttempt]:
     """The attempts at a run, the first one first; what cannot be read is left out."""
     files = sorted((folder / _FOLDER).glob("*.json"))[-_MOST_ATTEMPTS:]
     return sorted((a for path in files if (a := _read(path)) is not None), key=lambda a: a.began)
 
 
-def goodput_of(attempts: Sequence[Attempt]) -> Goodput | None:
+def goodput_of(attempts: Sequence[RunAttempt]) -> Goodput | None:
     """The sums over the attempts of a run, in the order in which they began; None for none."""
     if not attempts:
         return None
@@ -224,13 +224,13 @@ def _outcome(error: BaseException | None) -> AttemptOutcome:
     return "preempted" if code == 75 else "refused" if code == 2 else "failed"
 
 
-def _read(path: Path) -> Attempt | None:
+def _read(path: Path) -> RunAttempt | None:
     try:
         if path.stat().st_size > _LARGEST_BYTES:
             return None
         found = json.loads(path.read_text())
         resumed = found["resumed_step"]
-        return Attempt(
+        return RunAttempt(
             began=_finite(found["began"]),
             seconds=_seconds(found["seconds"]),
             resumed_step=None if resumed is None else int(resumed),

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from meshkit.errors import ConfigError, RunError
-from meshkit.runs.goodput import Attempt, GoodputLog, goodput_of, read_attempts, read_goodput
+from meshkit.runs.goodput import RunAttempt, GoodputLog, goodput_of, read_attempts, read_goodput
 from meshkit.runs.phases import Phases
 
 
@@ -91,7 +91,7 @@ def test_parts_add_up_to_the_wall_time_whatever_happened():
                 at = rng.randint(resumed + 1, last)
                 marks = ((at, {p: s * rng.random() for p, s in seconds.items()}),)
                 saved.append(at)
-            attempts.append(Attempt(clock, seconds, resumed, last, marks))
+            attempts.append(RunAttempt(clock, seconds, resumed, last, marks))
             clock += attempts[-1].wall_s + rng.random() * 30
         found = goodput_of(attempts)
         assert min(found.seconds.values()) >= 0

@@ -243,7 +243,13 @@ class CheckpointStore:
         """Renames corrupt checkpoints, on process 0; the others wait, so that none of them saves that step before."""
 
         def rename(_: Any) -> list[str]:
-            return [problem for step in steps if (problem := _try_set_aside(self.folder, step))]
+            refused = []
+            for step in steps:
+                try:
+                    set_aside(self.folder, step)
+                except OSError as error:
+                    refused.append(f"checkpoint {step} is corrupt and cannot be set aside: {explain(error)}.")
+            return refused
 
         if not steps:
             return
@@ -313,14 +319,14 @@ def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | 
     try:
         handler = ocp.StandardCheckpointHandler()
         state = handler.restore(epath.Path(checkpoint / STATE), args=ocp.args.StandardRestore(saved))
-        chex.assert_trees_all_equal_shapes_and_dtypes(state, saved)
-        if int(state.step) != step:
-            return None, f"its state is of step {int(state.step)}"
-    except AssertionError:
-        return None, "its arrays have other shapes or dtypes than its manifest says"
+        found = int(state.step)
     except Exception as error:  # whatever orbax and tensorstore raise for files that they cannot read
         return None, explain(error)
-    return state, None
+    try:
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, saved)
+    except AssertionError:
+        return None, "its arrays have other shapes or dtypes than its manifest says"
+    return (state, None) if found == step else (None, f"its state is of step {found}")
 
 
 def _first_problem(every: list[dict[str, Any]]) -> str | None:
@@ -335,14 +341,6 @@ def _first_problem(every: list[dict[str, Any]]) -> str | None:
 
 def _warn(line: str) -> None:
     warnings.warn(line.removeprefix("warning: "), stacklevel=4)
-
-
-def _try_set_aside(folder: Path, step: int) -> str | None:
-    try:
-        set_aside(folder, step)
-    except OSError as error:
-        return f"checkpoint {step} is corrupt and cannot be set aside: {explain(error)}."
-    return None
 
 
 def _describe(state: TrainState) -> dict[str, str]:
