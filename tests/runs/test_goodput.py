@@ -10,7 +10,7 @@ import time
 import pytest
 
 from meshkit.errors import ConfigError, RunError
-from meshkit.runs.goodput import RunAttempt, GoodputLog, goodput_of, read_attempts, read_goodput
+from meshkit.runs.goodput import GoodputLog, RunAttempt, goodput_of, read_attempts, read_goodput
 from meshkit.runs.phases import Phases
 
 

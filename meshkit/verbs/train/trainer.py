@@ -36,6 +36,7 @@ from meshkit.runs.phases import Phases
 from meshkit.runs.sinks import check_sinks
 from meshkit.sharding import build_mesh
 from meshkit.step.data import Batches, Data, check_tokens, open_data
+from meshkit.step.facts import StepFacts
 from meshkit.step.state import TrainState
 from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
@@ -153,6 +154,7 @@ class _Run:
     progress: StepProgress
     phases: Phases
     goodput: GoodputLog
+    facts: StepFacts = field(init=False)
     store: CheckpointStore = field(init=False)
     log: RunLog = field(init=False)
     resumed_step: int = 0
@@ -162,6 +164,10 @@ class _Run:
     clock: float = 0.0
     running: Mapping[str, jax.Array] = field(default_factory=dict)
     waited_s: dict[str, float] = field(default_factory=lambda: {"data_wait_s": 0.0, "device_wait_s": 0.0})
+
+    def __post_init__(self) -> None:
+        peak = compute_peak_flops(self.experiment.cluster.gpu, self.experiment.train.precision)
+        self.facts = self.program.facts.model_copy(update={"peak_flops_per_gpu": peak})
 
     def execute(self) -> None:
         """Restores or initialises, then steps to the end or to a signal."""
@@ -299,9 +305,10 @@ class _Run:
 
     def _rate(self, step_time_s: float) -> dict[str, float | None]:
         """Tokens per second and MFU at a step time."""
-        facts, peak = self.program.facts, peak_flops_per_gpu(self.experiment)
+        facts = self.facts
         assert facts.tokens is not None
         assert facts.model_flops is not None
+        peak = facts.peak_flops_per_gpu  # None for a CPU, whose virtual devices have none
         capacity = peak * self.program.mesh.size * step_time_s if peak else None
         return {
             "tokens_per_s": facts.tokens / step_time_s,
@@ -323,13 +330,12 @@ class _Run:
         steps = self.experiment.profile.steps
         if steps is None or steps[1] <= self.resumed_step:
             return None
-        peak = peak_flops_per_gpu(self.experiment)
         step = CapturedStep(
             self.compiled.program,
             cast(jax.sharding.Mesh, self.program.mesh),
             self.experiment.cluster,
             self.experiment.mesh,
-            self.program.facts.model_copy(update={"peak_flops_per_gpu": peak}),
+            self.facts,
             self.compiled.options,
         )
         return Capture(
@@ -380,11 +386,6 @@ class _Run:
             tokens_per_s=rate["tokens_per_s"],
             mfu=rate["mfu"],
         )
-
-
-def peak_flops_per_gpu(experiment: Experiment) -> float | None:
-    """Dense peak of the compute precision, FLOP/s; None for a CPU, whose virtual devices have none."""
-    return compute_peak_flops(experiment.cluster.gpu, experiment.train.precision)
 
 
 def check_experiment_file(experiment: Experiment, folder: Path) -> list[str]:
