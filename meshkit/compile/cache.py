@@ -48,7 +48,7 @@ _VARIABLES = ("JAX_", "XLA_", "TF_", "MOSAIC_", "TRITON_", "CUDA_", "MESHKIT_XLA
 
 @dataclass(frozen=True)
 class KeptProgram:
-    """What the compiler process left behind."""
+    """The output of the compiler process."""
 
     result: Mapping[str, Any]
     log: str
@@ -60,7 +60,7 @@ def program_key(program: bytes, request: Mapping[str, Any], environment: Mapping
 
     Args:
         program: as `jax.export` serializes it.
-        request: what the compiler process is told beside it: target, topology, mesh, options.
+        request: what the compiler process gets with it: target, topology, mesh, options.
         environment: of the compiler process.
     """
     decided_by = {
@@ -157,6 +157,6 @@ def text_file(text: str) -> Iterator[Path]:
 
 
 def _source_digest() -> str:
-    """Of the code that runs in the compiler process: what it leaves behind is what is kept."""
+    """Digest of the code that runs in the compiler process: its output is what is kept."""
     sources = (Path(__file__).parent.parent.joinpath(name).read_bytes() for name in _COMPILER)
     return hashlib.sha256(b"\0".join(sources)).hexdigest()

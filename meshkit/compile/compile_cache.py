@@ -63,7 +63,7 @@ class CompileCache(CacheInterface):
 
 @contextmanager
 def compile_cache(say: Callable[[str], None]) -> Iterator[CompileCache | None]:
-    """Inside, jax keeps what it compiles and finds it again. After jax.distributed has started, where it does.
+    """Lets jax keep what it compiles inside, and find it again. After jax.distributed has started, where it does.
 
     Args:
         say: takes a sentence where nothing is kept although it would be.

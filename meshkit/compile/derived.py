@@ -71,7 +71,7 @@ def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
 
     XLA counts before it knows which buffers share memory, so that a step can be over the limit and fit: Llama 3 70B on
     64 H100s (data 2 x fsdp 32, whole layers recomputed) is counted as 79.8 GiB and takes 70.0. A step that does not fit
-    is compiled anew with the limit at what the client may take, but where activations wait in host memory: XLA counts
+    is compiled again with the limit at what the client may take, but where activations wait in host memory: XLA counts
     them, some twice, as if they lay on the GPU, and would make room that they do not take.
     """
     why = "XLA counts what waits in host memory as the GPU's, and would make room for it"
@@ -173,5 +173,5 @@ def _gathered_over(weight: Weight, deferred: Sequence[str], sizes: Mapping[str, 
 
 
 def _elements(weight: Weight, gathered: Sequence[str], sizes: Mapping[str, int]) -> float:
-    """Of one GPU's weight, whole over the gathered axes."""
+    """Elements of a weight on one GPU, whole over the gathered axes."""
     return weight.size / math.prod(sizes[name] for name in weight.cuts["compute"] - set(gathered))

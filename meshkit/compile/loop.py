@@ -28,8 +28,8 @@ from meshkit.units import format_bytes
 # Of the memory that a step may take, what XLA does not count in it (cuDNN's workspace, gaps between blocks): a program
 # that is not held to a limit leaves this much.
 _SPARE = 0.02
-# Another schedule pipelines other collectives, whose names the first profile had not got: a second round knows them.
-# Later rounds go back and forth.
+# Another schedule pipelines other collectives, whose names the first profile lacks: the second has them.
+# Further ones go back and forth.
 ROUNDS = 2
 _WHY = "train.pgle: XLA's own latencies know neither the links of this cluster nor what its kernels sustain"
 
@@ -40,7 +40,7 @@ def profile_text(costs: Mapping[str, float]) -> str:
 
 
 def predicted_costs(schedule: Schedule, cluster: Cluster, assumptions: Assumptions) -> dict[str, float]:
-    """Seconds of one run of every instruction that takes any: of a collective on its own, of a kernel beside none."""
+    """Seconds of one run of every instruction that takes any, each as if nothing else ran."""
     pricer, found = Pricer(cluster, assumptions), {}
     for body in schedule.computations.values():
         for i in body:

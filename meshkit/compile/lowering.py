@@ -30,7 +30,7 @@ from meshkit.sharding.mesh import DescribedMesh
 # ones that jaxlib 0.11 and 0.12 wheels are built against.
 _VERSIONS = {"driver_version": "13.0.0", "runtime_version": "12.9.0", "compile_time_toolkit_version": "12.9.0"}
 _CUDNN = "9.10.2"
-# What jax is told of cuDNN, as cuDNN counts: 9.12, since attention on compute capability 10.3 needs 9.11.
+# The version of cuDNN that jax assumes, as cuDNN counts: 9.12, since attention on compute capability 10.3 needs 9.11.
 CUDNN_NUMBER = 91200
 # Custom calls that jax.export refuses by default because their backend may change; ours is compiled at once.
 _ALLOWED_CALLS = (
@@ -193,9 +193,9 @@ def _pallas_answers(cluster: Cluster) -> list[_Answer]:
 def on_own_stack[Result](work: Callable[[], Result]) -> Result:
     """What work returns or raises, run in a thread, where no frame of a caller is below it.
 
-    jax writes the lines of source that led to an operation into the program, those of its callers among them, and the
-    cache of compiled programs tells programs apart by every byte: planned from the command line, by a search or in a
-    notebook, an experiment is then the same program.
+    jax writes the lines of source that led to an operation into the program, from the outermost call on, and the cache
+    of compiled programs tells programs apart by every byte: planned from the command line, by a search or in a notebook
+    an experiment is then the same program.
 
     Settings of jax that hold for one thread (`jax.set_mesh`, `jax.enable_x64` as contexts) are not passed on. Ctrl-C is
     heard at once; what the thread still does ends with the process.
@@ -352,7 +352,10 @@ def _of_convolution(equation: Any) -> float:
 
 
 def _of_attention(equation: Any) -> float:
-    """As hlo/costs.py counts a cuDNN call: two matmuls forward, five backward, half of them under a causal mask."""
+    """FLOP of fused attention, as `hlo.costs` counts a cuDNN call.
+
+    Two matmuls forward, five backward, half of them under a causal mask.
+    """
     query, key = (v.aval.shape for v in equation.invars[:2])
     names = equation.params.get("layout", 0)
     batch, length, heads, head_dim = query if names == 0 else (query[0], query[2], query[1], query[3])

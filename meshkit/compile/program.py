@@ -99,7 +99,7 @@ class CompiledProgram:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """The same as read."""
+        """The program as its instructions run."""
         return read_schedule(self.hlo, self.placement)
 
     @property
@@ -120,7 +120,7 @@ class CompiledProgram:
 
     @property
     def host_peak_bytes(self) -> int:
-        """The same, of host memory for one GPU."""
+        """Bytes of host memory that the program needs at once for one GPU."""
         return bytes_at_once(self.host_memory) if self.host_memory else 0
 
 
@@ -245,7 +245,7 @@ def _compile(
 
 
 def _child_environment() -> dict[str, str]:
-    """Of the compiler process: the user's, but for what would keep from us what XLA says or does.
+    """Environment of the compiler process: the user's, but for what would keep from us what XLA says or does.
 
     XLA's warnings of replicated arrays are read from its log, and its buffers from a dump that a program from jax's own
     cache has not got.

@@ -225,7 +225,7 @@ def _matmuls_of(instruction: Any) -> tuple[Matmul, ...]:
 
 
 def _sort_of(instruction: Any) -> tuple[int, float]:
-    """Of a sort: its kernels, and the bytes that all but the first read and write again; of anything else (1, 0)."""
+    """Kernels of a sort, and the bytes that all but the first read and write again; (1, 0) of anything else."""
     if opcode(instruction) != "sort":
         return 1, 0.0
     operands = [shape_of(o) for o in instruction.operands()]
@@ -294,7 +294,7 @@ def _convolution_flops(output: Shape, kernel: Shape, text: str) -> float:
 
 
 def _cudnn_convolution(instruction: Any, text: str, target: str) -> dict[str, float]:
-    """The same multiply-adds in all three directions: those of the forward convolution of output and kernel."""
+    """FLOP of a convolution by cuDNN: in all three directions those of the forward one of output and kernel."""
     first, second = (shape_of(o) for o in instruction.operands()[:2])
     result = shape_of(instruction)
     result = result.parts[0] if result.parts else result

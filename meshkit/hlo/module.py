@@ -364,7 +364,7 @@ def _moved(op: str, operands: list[Shape]) -> list[Shape]:
 
 
 def _host_bytes(i: Any, op: str) -> float:
-    """Bytes between the host and the GPU: what is sent or fed out, or what arrives beside the token."""
+    """Bytes between the host and the GPU: what is sent or fed out, or what arrives with the token."""
     if op in ("send", "outfeed"):
         return float(shape_of(i.operands()[0]).bytes)
     shape = shape_of(i)

@@ -95,7 +95,7 @@ class _Scope:
         return None
 
     def limit(self) -> int | None:
-        """Of a condition `counter < limit`, however it is written; None of any other."""
+        """The limit of a condition `counter < limit`, however it is written; None of any other."""
         if self.root.opcode == "fusion":
             return self._inside(self.root).limit()
         if self.root.opcode != "compare":

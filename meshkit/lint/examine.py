@@ -41,7 +41,7 @@ class Lint:
     findings: list[Finding]  # that nobody allowed, errors first
     allowed: list[Finding]  # that the experiment's allow list silences, each with its reason
     collectives: list[Explained] | None = None
-    """Of the compiled step with their reasons; None where nothing was compiled."""
+    """Collectives of the compiled step with their reasons; None where nothing was compiled."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Examined:
 
     @property
     def parameters(self) -> Sequence[Placed]:
-        """Of the model."""
+        """Parameters of the model, as placed."""
         return self.subject.parameters
 
     @property
     def activations(self) -> Sequence[Activation]:
-        """As the model constrained them, each once."""
+        """Activations as the model constrained them, each once."""
         return self.subject.activations
 
     def lint(self) -> Lint:
@@ -68,7 +68,7 @@ class Examined:
         return Lint(kept, allowed)
 
     def lint_compiled(self, compiled: CompiledProgram, schedule: Schedule) -> Lint:
-        """The same, and those of the compiled step's collectives."""
+        """Findings of the same, and of the compiled step's collectives."""
         rows = explain_collectives(schedule, self.strategy)
         found = [*lint(self.subject), *collective_findings(rows), *rematerialization_findings(compiled)]
         kept, allowed = apply_allow_list(found, self.experiment.lint.allow)

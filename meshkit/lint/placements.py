@@ -66,7 +66,7 @@ class Subject:
         return math.prod(self.sizes[a] for a in axes)
 
     def bytes_per_gpu(self, p: Placed) -> int:
-        """Of one parameter."""
+        """Bytes of one parameter on one GPU."""
         return placed_bytes(p) // self.pieces(a for axes in p.spec for a in axes)
 
 

@@ -1,4 +1,8 @@
-"""spec to jax: devices, meshes, shardings, constraints. Models may import this."""
+"""Config to jax: devices, meshes, shardings, constraints, and what a strategy may communicate.
+
+Enters: a cluster, a mesh's spec, rules, a tree of arrays. Leaves: a mesh, NamedShardings, constraints, a `Strategy`.
+May be imported by models, parallel, step, compile, lint and the verbs.
+"""
 
 from meshkit.sharding.constrain import (
     attention_implementation,

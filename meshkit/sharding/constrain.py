@@ -45,7 +45,7 @@ class Scope:
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """Of the target GPUs, attached or described; None on CPUs."""
+        """Compute capability of the target GPUs, attached or described; None on CPUs."""
         device = self.mesh.devices.flat[0]
         if device.platform not in ("gpu", "cuda"):
             return None

@@ -226,7 +226,7 @@ def _domain_identities(devices: Sequence) -> dict[int, str]:
 
 
 def _num_processes() -> int:
-    """Processes of this job, as `jax.distributed.initialize` was told; 1 without it."""
+    """Processes of this job, as `jax.distributed.initialize` got it; 1 without."""
     return jax_runtime().num_processes or 1
 
 

@@ -235,7 +235,7 @@ class Strategy:
     def _outer_step(self, over: Axes) -> Term:
         total = sum(self._elements(w, over, "parameters") for w in self.weights)
         words = f"local SGD: weights averaged over {_names(over)} by the outer step"
-        # The fp32 differences, once a round.
+        # The fp32 differences, once an outer step.
         return Term(words, frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER}),
                     lambda p: p.is_float and p.elements <= total + _SCALARS,
                     4 * total / self.steps_per_call)  # fmt: skip
@@ -263,7 +263,7 @@ class Strategy:
         limit = max(whole, self._largest(over, lambda a: bool(over & _cut(a))))
         kernels = max(1, sum(w.stack * self._runs(w) for w in self.weights if over & w.everywhere))
         # A kernel that the axis cuts needs one sum: a row-parallel one of its output (once more where that is
-        # recomputed), a column-parallel one of its input's gradient. With sequence parallelism a gather stands beside
+        # recomputed), a column-parallel one of its input's gradient. With sequence parallelism a gather goes with
         # each scatter, in fp32 where XLA gathers before it casts.
         moved = 2 * self.accumulate * kernels * whole
         bound = moved * self.compute_bytes if math.isfinite(moved) else None
@@ -359,7 +359,7 @@ class Strategy:
 
     @property
     def _within_stages(self) -> Axes:
-        """Axes that cut activations inside of stages, beside the batch."""
+        """Axes that cut activations inside of stages, without the batch."""
         return self.roles.tensor | self.roles.residual
 
     def _combined(self, p: Payload) -> int:
