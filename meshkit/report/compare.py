@@ -1,4 +1,4 @@
-"""Two reports side by side: predicted beside measured, or this run beside the last.
+"""Two reports compared: a prediction with its measurement, or this run with the last.
 
 Rows of communication are joined by axes, link, collective and dtype; compute by kind of work; single operations by name
 where both reports are about the same compiled program, else by key, which survives a recompile. How many seconds could

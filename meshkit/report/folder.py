@@ -1,9 +1,9 @@
-"""The report's files in a run folder: report.json, report.html, trace.json.gz, and the prediction kept beside.
+"""The report's files in a run folder: report.json, report.html, trace.json.gz, and the prediction of what was measured.
 
 report.json     the report of the last verb
-report.html     its page; predicted beside measured where a prediction is known
+report.html     its page; predicted and measured side by side where a prediction is known
 trace.json.gz   the steps for Perfetto
-plan.json       the prediction that a measurement is shown beside
+plan.json       the prediction that a measurement is compared with
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def write_folder(
         report: of the plan, or of the measurement.
         folder: the run folder.
         timeline: what it summarizes, for the page and for Perfetto.
-        predicted: what to show a measurement beside; None looks in the folder (see `find_prediction`).
+        predicted: what to compare a measurement with; None looks in the folder (see `find_prediction`).
         title: what the page is about; the folder's name by default.
     """
     folder = Path(folder)

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from meshkit.report.schema import GoodputPart, PipelinePart, Report
-from meshkit.report.views.words import WORD, axes_text, goodput_shares, memory_shares, row_name, share_text, step_shares
+from meshkit.report.views.words import (
+    axes_text,
+    goodput_shares,
+    memory_shares,
+    names_of,
+    row_name,
+    share_text,
+    step_shares,
+)
 from meshkit.timeline import DeviceStep, Timeline, exposed_spans
 from meshkit.units import GIB, format_bytes, format_seconds
 
@@ -71,7 +79,7 @@ _READABLE_TICKS = 44  # at 1280 pixels, a cell is wide enough for the number of 
 
 def step_chart(reports: Sequence[Report]) -> dict:
     """The step's time, one stacked bar per report."""
-    names = names_of(reports)
+    names = names_of([r.source for r in reports])
     scale, unit = unit_of(max(r.step.time_s or 0.0 for r in reports))
     data = []
     for i, share in enumerate(step_shares(reports[0])):
@@ -85,7 +93,7 @@ def step_chart(reports: Sequence[Report]) -> dict:
 def communication_chart(reports: Sequence[Report]) -> dict:
     """Overlapped and exposed time of each axis, link and collective; a bar each where there are two reports."""
     found = [_seconds_by_label(report) for report in reports]
-    y, ticks, places = _places(_largest_labels(reports, found), names_of(reports))
+    y, ticks, places = _places(_largest_labels(reports, found), names_of([r.source for r in reports]))
     scale, unit = unit_of(max((r.time_s or 0.0 for report in reports for r in report.communication), default=0.0))
     data = []
     for key, at in (("overlapped", 0), ("exposed", 1)):
@@ -125,7 +133,7 @@ def memory_chart(reports: Sequence[Report]) -> dict | None:
     known = [r for r in reports if r.memory.peak_bytes is not None]
     if not known:
         return None
-    names = names_of(known)
+    names = names_of([r.source for r in known])
     data = []
     for key, label in memory_parts(known):
         values = [next((s.value for s in memory_shares(r) if s.key == key), None) for r in known]
@@ -164,7 +172,7 @@ def per_step_chart(report: Report) -> dict | None:
 
 def kernels_chart(reports: Sequence[Report]) -> dict | None:
     """Compute by kind of work, the longest first; None where no report knows it."""
-    known = [(name, r.kernels.classes) for name, r in zip(names_of(reports), reports) if r.kernels]
+    known = [(name, r.kernels.classes) for name, r in zip(names_of([r.source for r in reports]), reports) if r.kernels]
     if not known:
         return None
     seconds = [{c.kind: c.time_s for c in classes} for _, classes in known]
@@ -228,12 +236,6 @@ def goodput_chart(part: GoodputPart) -> dict:
         color = COLORS[f"goodput_{share.key}"]
         data.append(bar(share.label, [(share.value or 0.0) * scale], ["run"], color, texts))
     return bars(data, ["run"], ["run"], unit, bar_height=50)
-
-
-def names_of(reports: Sequence[Report]) -> list[str]:
-    """What each report is called: `predicted`, `measured`; two of a kind are A and B."""
-    words = [WORD[r.source] for r in reports]
-    return [f"{w} {'AB'[i]}" if words.count(w) > 1 else w for i, w in enumerate(words)]
 
 
 def unit_of(longest_s: float) -> tuple[float, str]:

@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from meshkit.report.compare import ComparedRow, Comparison, Pair, compare
+from meshkit.report.compare import Comparison, Pair, compare
 from meshkit.report.schema import Report
 from meshkit.report.views.page import folded, section
 from meshkit.report.views.table import Cell, Column, Numbers, Source, Table, text_columns
-from meshkit.report.views.words import WORD, axes_text
+from meshkit.report.views.words import axes_text, names_of, row_name
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
 DOCUMENT = "compare"
@@ -49,14 +49,14 @@ def render(comparison: Comparison) -> RenderableType:
         _known(comparison, "compute: time of each kind", _kinds(comparison)),
         _known(comparison, "operations, busy", _numbered("kernel_ops.{}.busy_s", kernels)),
     ]
-    below = [*(table.terminal() for table in tables if table.rows), Text(joined_text(comparison), "dim")]
+    below = [*(table.terminal() for table in tables if table.rows), Text(_joined_text(comparison), "dim")]
     return Group(_known(comparison, "step", _QUANTITIES).terminal(), *(Padding(part, (1, 0, 0, 0)) for part in below))
 
 
 def compared_section(a: Report, b: Report) -> str:
     """The page's panel: step, rows, kinds of work and single operations, the largest difference first."""
     found = compare(a, b)
-    sides = side_names(found)
+    sides = _sides(found)
     parts = [_known(found, "per step and GPU", _QUANTITIES).html()]
     for table in (
         _known(found, "exposed communication", _rows(found, "exposed_s")),
@@ -69,7 +69,7 @@ def compared_section(a: Report, b: Report) -> str:
     kernels = [((op.b_name, op.kind), Source(op.source, op.line)) for op in found.kernel_ops]
     heads = text_columns("operation", "kind")
     parts.append(_operations(found, "compute operations", heads, "kernel_ops.{}.busy_s", kernels))
-    note = f"{joined_text(found)} Difference: what the second has more than the first."
+    note = f"{_joined_text(found)} Difference: what the second has more than the first."
     return section(f"{sides[0][0].upper()}{sides[0][1:]} beside {sides[1]}", note, *parts)
 
 
@@ -77,13 +77,16 @@ def _known(comparison: Comparison, title: str, lines: Iterable[Line]) -> Table:
     """The lines of which either report knows the quantity."""
     number = Numbers(DOCUMENT, comparison)
     known = [line for line in lines if (values := number.value(line[1])).a is not None or values.b is not None]
-    columns = [Column(title, words=True, width=36), *_columns(*side_names(comparison))]
+    columns = [Column(title, words=True, width=36), *_columns(*_sides(comparison))]
     return Table(columns, [(label, *_cells(number, key, form, zero)) for label, key, form, zero in known])
 
 
 def _rows(comparison: Comparison, key: str) -> list[Line]:
-    rows = enumerate(comparison.communication)
-    return [(row_text(row), f"communication.{i}.{key}", format_seconds, row.one_sided) for i, row in rows]
+    found = []
+    for i, row in enumerate(comparison.communication):
+        label = f"{axes_text(row.axes)}, {row.link or '-'}: {row_name(row)}"
+        found.append((label, f"communication.{i}.{key}", format_seconds, row.one_sided))
+    return found
 
 
 def _kinds(comparison: Comparison) -> list[Line]:
@@ -100,7 +103,7 @@ def _operations(
     """Single operations, folded, with what caused them; empty without any."""
     if not ops:
         return ""
-    number, sides = Numbers(DOCUMENT, comparison), side_names(comparison)
+    number, sides = Numbers(DOCUMENT, comparison), _sides(comparison)
     quantity = "exposed" if key.endswith("exposed_s") else "busy"
     rows = [
         (*names, *_cells(number, key.format(i), format_seconds, True), source)
@@ -123,13 +126,11 @@ def _cells(number: Numbers, key: str, form: Form, absent_is_zero: bool) -> list[
     return [number(f"{key}.a", form), number(f"{key}.b", form), difference, replace(ratio, style=style)]
 
 
-def side_names(comparison: Comparison) -> tuple[str, str]:
-    """`predicted`, `measured`; two of a kind are A and B."""
-    a, b = WORD[comparison.a.source], WORD[comparison.b.source]
-    return (f"{a} A", f"{b} B") if a == b else (a, b)
+def _sides(comparison: Comparison) -> list[str]:
+    return names_of([comparison.a.source, comparison.b.source])
 
 
-def joined_text(comparison: Comparison) -> str:
+def _joined_text(comparison: Comparison) -> str:
     """How much of the seconds of single operations found their other half."""
     shares = [
         f"{format_percent(share)} of the seconds of single {what}"
@@ -144,12 +145,6 @@ def joined_text(comparison: Comparison) -> str:
     how = "the same program: joined by name" if comparison.joined_by == "name" else "different programs: joined by key"
     text = " and ".join(shares)
     return f"In both reports: {text} ({how}). The largest difference comes first."
-
-
-def row_text(row: ComparedRow) -> str:
-    """`fsdp, nvlink: all-gather bf16`."""
-    kind = " ".join(part for part in (row.collective or "unknown", row.dtype) if part)
-    return f"{axes_text(row.axes)}, {row.link or '-'}: {kind}"
 
 
 def _difference_text(values: Pair, form: Form, absent_is_zero: bool) -> str:

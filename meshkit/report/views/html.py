@@ -18,7 +18,6 @@ from meshkit.report.views.charts import (
     kernels_chart,
     memory_chart,
     memory_parts,
-    names_of,
     per_step_chart,
     schedule_chart,
     schedule_legend,
@@ -35,6 +34,7 @@ from meshkit.report.views.words import (
     machines,
     memory_text,
     mesh_text,
+    names_of,
     plural,
     share_text,
     step_shares,
@@ -63,17 +63,18 @@ def write_html(
         report: what the page is about.
         path: the file.
         timeline: what the report summarizes; without it the page has no timeline.
-        other, other_timeline: a second report to stand beside the first: the measurement beside its prediction.
+        other, other_timeline: a second report to compare with: the measurement, where the first is its prediction.
         title: what it is about: an experiment, a run.
-        trace_file: name of the Perfetto trace beside the page, if there is one.
+        trace_file: name of the Perfetto trace in the page's folder, if there is one.
 
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
     """
     reports = [report] if other is None else [report, other]
-    shown = [Shown(r, name) for r, name in zip(reports, names_of(reports))]
+    names = names_of([r.source for r in reports])
+    shown = [Shown(r, name) for r, name in zip(reports, names)]
     headline = f"{title}: {_title(reports)}" if title else _title(reports).capitalize()
-    page = Page(headline, " · ".join(_header(reports)))
+    page = Page(headline, " · ".join(_header(reports, names)))
     page.add(_cards(shown), _warnings(reports), _step(shown, page))
     if other is not None:
         page.add(compared_section(report, other))
@@ -91,11 +92,14 @@ def _title(reports: Sequence[Report]) -> str:
     return f"{words} step on {c.num_gpus or '?'} x {c.gpu or 'unknown'}"
 
 
-def _header(reports: Sequence[Report]) -> list[str]:
+def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
     lines = list(dict.fromkeys(machines(r) for r in reports))
-    lines += list(dict.fromkeys(f"mesh {mesh_text(r)}" for r in reports))
+    lines += list(dict.fromkeys(f"mesh {mesh_text(r.mesh)}" for r in reports))
     if len(reports) > 1 and len(lines) > 2:
-        lines = [f"{name}: {machines(r)}, mesh {mesh_text(r)}" for name, r in zip(names_of(reports), reports)]
+        lines = [
+            f"{name}: {machines(r)}, mesh {mesh_text(r.mesh)}"
+            for name, r in zip(names_of([r.source for r in reports]), reports)
+        ]
     if any(r.source != "plan" for r in reports):
         measured = next(r for r in reports if r.source != "plan").window
         lines.append(f"{plural(measured.steps, 'step')} on {plural(measured.devices, 'device')} measured")

@@ -1,4 +1,4 @@
-"""An annotated trace beside the report: the steps as Perfetto and chrome://tracing show them.
+"""An annotated trace: the steps as Perfetto and chrome://tracing show them.
 
 Chrome's JSON trace format (Trace Event Format), gzip-compressed; ui.perfetto.dev opens it as it is. Each GPU is a
 process. Its threads are tracks: the steps, compute, exposed communication, each axis's communication, copies. A

@@ -47,6 +47,11 @@ class Shown:
         """The numbers of some keys below a path; exposed seconds stand out."""
         return [self.number(f"{at}.{key}", form, "exposed" if key == "exposed_s" else "") for key, form in columns]
 
+    def known(self, at: str, lines: Labelled) -> list[tuple[str, Cell]]:
+        """The labels of what is known below a path, with the numbers."""
+        found = ((label, self.number(f"{at}.{key}", form)) for label, key, form in lines)
+        return [(label, number) for label, number in found if number.value is not None]
+
 
 def _count(value: float | None) -> str:
     """A count: `64`, or `1.5` where it is a mean of unequal devices."""
@@ -173,26 +178,26 @@ def kernels_table(shown: Shown) -> Table:
     return Table(columns, rows)
 
 
+_MEMORY: Labelled = (
+    ("peak", "peak_bytes", format_bytes),
+    ("parameters", "parameters_bytes", format_bytes),
+    ("optimizer state", "optimizer_bytes", format_bytes),
+    ("gradients", "gradients_bytes", format_bytes),
+    ("activations", "activations_bytes", format_bytes),
+    ("temporaries", "temporary_bytes", format_bytes),
+    ("reserved", "reserved_bytes", format_bytes),
+    ("of it cuDNN workspace", "cudnn_workspace_bytes", format_bytes),
+    ("of it fragmentation", "fragmentation_bytes", format_bytes),
+    ("of it NCCL buffers", "nccl_bytes", format_bytes),
+    ("of it CUDA context", "context_bytes", format_bytes),
+    ("budget", "pool_bytes", format_bytes),
+    ("capacity", "capacity_bytes", format_bytes),
+)
+
+
 def memory_table(shown: Shown) -> Table:
     """What the fullest GPU holds."""
-    lines = (
-        ("peak", "peak_bytes"),
-        ("parameters", "parameters_bytes"),
-        ("optimizer state", "optimizer_bytes"),
-        ("gradients", "gradients_bytes"),
-        ("activations", "activations_bytes"),
-        ("temporaries", "temporary_bytes"),
-        ("reserved", "reserved_bytes"),
-        ("of it cuDNN workspace", "cudnn_workspace_bytes"),
-        ("of it fragmentation", "fragmentation_bytes"),
-        ("of it NCCL buffers", "nccl_bytes"),
-        ("of it CUDA context", "context_bytes"),
-        ("budget", "pool_bytes"),
-        ("capacity", "capacity_bytes"),
-    )
-    known = [(label, key) for label, key in lines if getattr(shown.report.memory, key) is not None]
-    rows = [(label, shown.number(f"memory.{key}", format_bytes)) for label, key in known]
-    return Table([*text_columns("per GPU"), Column()], rows)
+    return Table([*text_columns("per GPU"), Column()], shown.known("memory", _MEMORY))
 
 
 def stragglers_table(shown: Shown) -> Table:
@@ -214,7 +219,7 @@ def stragglers_table(shown: Shown) -> Table:
 
 
 _QUALITY: Labelled = (
-    ("operations read", "events", lambda v: f"{v:,}"),
+    ("operations read", "events", lambda v: "-" if v is None else f"{v:,}"),
     ("events that the profiler lost", "dropped_events", _count),
     ("communication whose instruction is known", "mapped_share", format_percent),
     ("communication on mesh axes", "axis_mapped_share", format_percent),
@@ -235,9 +240,8 @@ _QUALITY: Labelled = (
 def quality_table(shown: Shown) -> Table:
     """How far the measurement can be believed."""
     part, window = shown.report.quality or QualityPart(), shown.report.window
-    known = [(label, key, form) for label, key, form in _QUALITY if getattr(part, key) is not None]
     rows: list[tuple[str, Cell]] = [("processes seen", f"{window.processes_seen} of {window.processes_expected}")]
-    rows += [(label, shown.number(f"quality.{key}", form)) for label, key, form in known]
+    rows += shown.known("quality", _QUALITY)
     for label, processes in (
         ("processes without a trace", part.missing_processes),
         ("damaged traces", part.damaged_processes),

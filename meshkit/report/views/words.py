@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshkit.predict.coverage import NOT_PREDICTED
+from meshkit.report.compare import ComparedRow
 from meshkit.report.history import PHASES, goodput_part
-from meshkit.report.schema import CommunicationPart, GoodputPart, Report
+from meshkit.report.schema import CommunicationPart, GoodputPart, MeshAxisPart, Report
 from meshkit.runs.goodput import Goodput
 from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
@@ -48,14 +49,14 @@ def memory_shares(report: Report) -> list[Share]:
     rest = (m.peak_bytes or 0) - sum(share.value or 0 for share in known)
     if rest > 0:
         known.append(Share("rest", "other" if known else "peak", rest))
-    beside = [
+    reserved = [
         Share("cudnn", "cuDNN workspace", m.cudnn_workspace_bytes),
         Share("fragmentation", "fragmentation", m.fragmentation_bytes),
         Share("context", "CUDA context", m.context_bytes),
         Share("nccl", f"NCCL, {m.nccl_communicators or '?'} communicators", m.nccl_bytes),
     ]
-    known += [share for share in beside if share.value]
-    rest = (m.reserved_bytes or 0) - sum(share.value or 0 for share in beside)
+    known += [share for share in reserved if share.value]
+    rest = (m.reserved_bytes or 0) - sum(share.value or 0 for share in reserved)
     if rest > 0:
         known.append(Share("reserved", "reserved outside the pool", rest))
     return known
@@ -64,6 +65,12 @@ def memory_shares(report: Report) -> list[Share]:
 def share_text(value: float | None, total: float | None) -> str:
     """A part of a total in percent; `-` where either is unknown."""
     return format_percent(value / total) if value is not None and total else "-"
+
+
+def names_of(sources: Sequence[str]) -> list[str]:
+    """What reports are called: `predicted`, `measured`; two of a kind are A and B."""
+    words = [WORD[source] for source in sources]
+    return [f"{w} {'AB'[i]}" if words.count(w) > 1 else w for i, w in enumerate(words)]
 
 
 def plural(n: int, word: str) -> str:
@@ -82,10 +89,10 @@ def machines(report: Report) -> str:
     return f"{gpus}: {hosts} x {c.gpus_per_host}, {c.scale_up} domains of {c.nvlink_domain_size}{fabric}"
 
 
-def mesh_text(report: Report) -> str:
+def mesh_text(mesh: Sequence[MeshAxisPart]) -> str:
     """`data 2 (infiniband) x fsdp 8 (nvlink 2 x infiniband 4) x tensor 4`; inside a domain, just the size."""
     parts = []
-    for axis in report.mesh:
+    for axis in mesh:
         across = axis.infiniband or 1
         where = "" if across == 1 else f" (nvlink {axis.nvlink} x infiniband {across})"
         where = " (infiniband)" if across == axis.size and across > 1 else where
@@ -98,7 +105,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
     step, window = report.step, report.window
     found = [
         ("cluster", machines(report)),
-        ("mesh", mesh_text(report)),
+        ("mesh", mesh_text(report.mesh)),
         ("step", step_text(report)),
         ("MFU", format_percent(step.mfu) + _utilization(report)),
         ("throughput", _throughput(report)),
@@ -167,7 +174,7 @@ def group_text(row: CommunicationPart) -> str:
     return f"{row.num_groups} x {row.group_size} GPUs{inside}{part}"
 
 
-def row_name(row: CommunicationPart) -> str:
+def row_name(row: CommunicationPart | ComparedRow) -> str:
     """`all-gather bf16`."""
     return " ".join(part for part in (row.collective or "unknown", row.dtype) if part)
 
@@ -189,9 +196,9 @@ def waiting_lines(report: Report) -> list[str]:
     wait_s, busy_s = sum(r.wait_s or 0.0 for r in rows), sum(r.busy_s or 0.0 for r in rows)
     how = {"clocked": "by start times", "clock_free": "by the shortest instance of each"}
     method = report.quality.wait_method if report.quality else None
-    told = f" ({how[method]})" if method else ""
+    split = f" ({how[method]})" if method else ""
     lines = [
-        f"{format_seconds(wait_s)} of {format_seconds(busy_s)} in collectives, {format_percent(wait_s / busy_s)}{told}"
+        f"{format_seconds(wait_s)} of {format_seconds(busy_s)} in collectives, {format_percent(wait_s / busy_s)}{split}"
     ]
     for d in (report.stragglers.devices if report.stragglers else ())[:3]:
         if d.caused_wait_s:

@@ -17,6 +17,7 @@ from rich.text import Text
 from meshkit.report.views.charts import AXIS_COLORS, GRID, frame
 from meshkit.report.views.page import Page, card, cards, folded, section, warning_panel
 from meshkit.report.views.table import Cell, Column, Table, heading, labelled, number_columns, text_columns
+from meshkit.report.views.words import mesh_text
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 from meshkit.verbs.bench.bench_report import BenchFit, BenchReport, BenchRow
 
@@ -46,7 +47,7 @@ _POINTS_OF_A_LINE = 60
 def render(report: BenchReport, *, title: str | None = None, rows: bool = True) -> RenderableType:
     """The whole benchmark for `rich.print`, 80 columns; `rows = False` leaves out the single sizes."""
     measured = f"{report.date}, in {format_seconds(report.wall_s)}"
-    about = (("devices", machine(report)), ("mesh", mesh_words(report)), ("measured", measured))
+    about = (("devices", machine(report)), ("mesh", mesh_text(report.mesh)), ("measured", measured))
     parts: list[RenderableType] = [Text(f"{title}, bench" if title else "bench", "bold underline"), labelled(about)]
     for group in grouped(report.rows) if rows else ():
         styles = ["bold red" if row.wrong else "" for row in group]
@@ -66,7 +67,7 @@ def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
     """
-    sub = " · ".join((machine(report), f"mesh {mesh_words(report)}", report.date))
+    sub = " · ".join((machine(report), f"mesh {mesh_text(report.mesh)}", report.date))
     page = Page(f"{title}: measured links" if title else "Measured links", sub)
     page.add(_cards(report), warning_panel(w.message for w in report.warnings))
     for index, axes in enumerate(dict.fromkeys(row.axes for row in report.rows if row.axes)):
@@ -139,16 +140,6 @@ def machine(report: BenchReport) -> str:
     d = report.devices
     processes = f" in {d.processes} processes" if d.processes > 1 else ""
     return f"{d.count} x {d.kind}{processes}, jax {d.jax}, jaxlib {d.jaxlib}"
-
-
-def mesh_words(report: BenchReport) -> str:
-    """`data 2 (infiniband) x fsdp 4`."""
-    parts = []
-    for axis in report.mesh:
-        across, inside = axis.infiniband or 1, axis.nvlink or 1
-        where = "" if across == 1 else " (infiniband)" if inside == 1 else f" (nvlink {inside} x infiniband {across})"
-        parts.append(f"{axis.axis} {axis.size}{where}")
-    return " x ".join(parts)
 
 
 def _group_title(row: BenchRow) -> Text:

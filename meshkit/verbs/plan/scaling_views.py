@@ -13,16 +13,17 @@ from meshkit.report.views.page import Page, section
 from meshkit.report.views.table import Table, number_columns, text_columns
 from meshkit.units import format_bytes, format_percent, format_seconds
 from meshkit.verbs.plan.outcome import mesh_text
+from meshkit.verbs.plan.scaling import ScalingReport
 
 
-def render(report: Any) -> RenderableType:
-    """The sweep (a ScalingReport), for `rich.print`."""
+def render(report: ScalingReport) -> RenderableType:
+    """The sweep, for `rich.print`."""
     title = f"{report.experiment} on {report.gpu}: {report.kind} scaling, axis '{report.axis}' grows"
     notes = [Text(f"{p.num_gpus} GPUs: {p.outcome.error}", "red") for p in report.points if p.outcome.error]
     return Group(Text(title, "bold underline"), _sizes(report).terminal(), *notes)
 
 
-def write_scaling_html(report: Any, path: str | Path) -> Path:
+def write_scaling_html(report: ScalingReport, path: str | Path) -> Path:
     """Writes the page and returns its path.
 
     Raises:
@@ -37,7 +38,7 @@ def write_scaling_html(report: Any, path: str | Path) -> Path:
     return page.write(path)
 
 
-def _sizes(report: Any) -> Table:
+def _sizes(report: ScalingReport) -> Table:
     columns = number_columns("GPUs", "batch", "step", "exposed", "of step", "MFU", "efficiency", "memory")
     rows, styles = [], []
     for point in report.points:
@@ -60,7 +61,7 @@ def _sizes(report: Any) -> Table:
     return Table([*text_columns("mesh"), *columns], rows, styles)
 
 
-def efficiency_chart(report: Any) -> dict:
+def efficiency_chart(report: ScalingReport) -> dict:
     """Efficiency against GPUs; with a line where one NVLink domain ends."""
     points = [p for p in report.points if p.efficiency is not None]
     line = {
@@ -68,7 +69,7 @@ def efficiency_chart(report: Any) -> dict:
         "mode": "lines+markers",
         "name": "efficiency",
         "x": [p.num_gpus for p in points],
-        "y": [100 * p.efficiency for p in points],
+        "y": [100 * (p.efficiency or 0.0) for p in points],
         "hovertemplate": "%{x} GPUs: %{y:.1f} %<extra></extra>",
         "line": {"color": COLORS["compute"]},
     }
@@ -78,7 +79,7 @@ def efficiency_chart(report: Any) -> dict:
     return {"data": [line], "layout": layout}
 
 
-def steps_chart(report: Any) -> dict:
+def steps_chart(report: ScalingReport) -> dict:
     """What a step is made of at every size."""
     points = [p for p in report.points if p.outcome.time_s]
     names = [str(p.num_gpus) for p in points]
