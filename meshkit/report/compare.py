@@ -145,10 +145,6 @@ class Comparison(Part):
     kernels_joined_share: float | None = None
     conditions: tuple[JudgedCondition, ...] = ()
 
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """The text that `meshkit compare --json` prints."""
-        return self.model_dump_json(indent=indent)
-
 
 def compare(a: Report, b: Report) -> Comparison:
     """Both reports side by side, b relative to a."""

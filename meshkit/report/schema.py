@@ -36,6 +36,10 @@ class Part(BaseModel):
         json_schema_serialization_defaults_required=True,
     )
 
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """The text that `--json` prints, and that lies in a run folder."""
+        return self.model_dump_json(indent=indent)
+
 
 class ClusterPart(Part):
     """The machines."""
@@ -489,10 +493,6 @@ class Report(Part):
         """The report as plain values, every key present."""
         return self.model_dump(mode="json")
 
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """The text of `report.json`."""
-        return self.model_dump_json(indent=indent)
-
     def write(self, path: str | Path) -> Path:
         """Writes `report.json` into a run folder, or to a file that ends in `.json`; returns the file."""
         path = Path(path)
@@ -526,11 +526,6 @@ def read_report(path: str | Path) -> Report:
         return Report.model_validate_json(text)
     except ValidationError as e:
         raise TraceError(f"this file is not a {SCHEMA}: {_first_error(e)}.", at=str(file)) from None
-
-
-def report_json_schema() -> dict:
-    """JSON Schema of `report.json`, with every key required."""
-    return Report.model_json_schema(mode="serialization")
 
 
 def _first_error(error: ValidationError) -> str:

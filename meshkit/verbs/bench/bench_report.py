@@ -111,10 +111,6 @@ class BenchReport(Part):
     wall_s: float
     warnings: tuple[BenchWarning, ...] = ()
 
-    def to_json(self) -> str:
-        """One JSON object."""
-        return self.model_dump_json(by_alias=True, indent=2)
-
     def write(self, folder: str | Path) -> Path:
         """Writes `bench.json` into a folder and returns its path."""
         path = Path(folder) / BENCH_FILE
@@ -136,8 +132,3 @@ class BenchReport(Part):
             jaxlib=self.devices.jaxlib,
         )
         return Calibration(fits, machine, Rates(**self.rates.model_dump()))
-
-
-def bench_json_schema() -> dict:
-    """JSON Schema of `meshkit bench --json`."""
-    return BenchReport.model_json_schema(by_alias=True, mode="serialization")

@@ -10,6 +10,7 @@ import typer
 
 from meshkit.console import run_folder, say, status, stdout
 from meshkit.errors import ConditionError, ConfigError
+from meshkit.units import format_bytes
 from meshkit.verbs.arguments import (
     ExperimentArg,
     JobsOption,
@@ -52,6 +53,7 @@ def plan(
     from meshkit.config.experiment import load
     from meshkit.report.folder import write_folder
     from meshkit.verbs.plan.planner import plan_experiment
+    from meshkit.verbs.plan.proposer import propose as propose_placement
     from meshkit.verbs.plan.remedies import remedies_table
 
     start = time.perf_counter()
@@ -63,21 +65,26 @@ def plan(
         return
     loaded = load(experiment, set_)
     title = f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"
-    with status(title), cache_off(when=no_cache):
-        made = plan_experiment(loaded)
-    report = made.report
-    if remedies and report.memory.fits is False:
-        with cache_off(when=no_cache):
+    with cache_off(when=no_cache):
+        with status(title):
+            made = plan_experiment(loaded)
+        report = made.report
+        if remedies and report.memory.fits is False:
             report = _with_remedies(report, experiment, set_, jobs)
     if out is not None:
         write_folder(report, out, made.timeline, title=loaded.name)
     show_report(report, as_json, loaded.name)
     if report.memory.remedies and not as_json:
         stdout().print(remedies_table(report))
-    seconds = time.perf_counter() - start
-    say(f"planned in {seconds:.1f} s; peak memory {memory_text(made.compiled.peak_rss_bytes)}{wrote_text(out)}")
+    own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    memory = f"{format_bytes(own_bytes)} here, {format_bytes(made.compiled.peak_rss_bytes)} in the compiler"
+    wrote = f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""
+    say(f"planned in {time.perf_counter() - start:.1f} s; peak memory {memory}{wrote}")
     if propose:
-        say_proposal(report, loaded)
+        proposal = propose_placement(report, loaded.mesh, loaded.cluster)
+        say(f"placement: {proposal.reason}")
+        if proposal.changed:
+            say("  try " + " ".join(f"--set '{setting}'" for setting in proposal.settings))
     if require_fit and report.memory.fits is False:
         raise ConditionError("the step does not fit, and --require-fit asks that it does.")
     if strict and made.lint is not None:
@@ -87,19 +94,14 @@ def plan(
 
 
 def _with_remedies(report: Any, experiment: Path, set_: list[str], jobs: int | None) -> Any:
-    from meshkit.verbs.plan.remedies import TRIES, find_remedies, with_remedies
+    from meshkit.verbs.plan.remedies import TRIES, find_remedies
 
-    done = 0
-
-    def told(outcome: Any) -> None:
-        nonlocal done
-        done += 1
-
+    compiled: list[Any] = []
     with status(f"the step does not fit: compiling up to {TRIES} changes with which it may"):
-        found = find_remedies(experiment, set_, jobs=jobs, done=told)
+        found = find_remedies(experiment, set_, jobs=jobs, done=compiled.append)
     if not found:
-        say(f"none of {done} changes that were compiled makes the step fit; `meshkit tune` looks further.")
-    return with_remedies(report, found)
+        say(f"none of {len(compiled)} changes that were compiled makes the step fit; `meshkit tune` looks further.")
+    return report.model_copy(update={"memory": report.memory.model_copy(update={"remedies": found})})
 
 
 def _sweep(
@@ -122,28 +124,3 @@ def _sweep(
         stdout().print(render(report))
     wrote = f"; wrote {out / SCALING_FILE} and {out / 'scaling.html'}" if out else ""
     say(f"planned {len(report.points)} sizes in {time.perf_counter() - start:.1f} s{wrote}")
-
-
-def say_proposal(report: Any, experiment: Any) -> None:
-    """Prints the best assignment of axes to links on stderr: stdout may hold JSON."""
-    from meshkit.verbs.plan.proposer import propose
-
-    proposal = propose(report, experiment.mesh, experiment.cluster)
-    say(f"placement: {proposal.reason}")
-    if proposal.changed:
-        say("  try " + " ".join(f"--set '{setting}'" for setting in proposal.settings))
-
-
-def memory_text(child_bytes: int) -> str:
-    """Peak memory of this process and of the compiler's."""
-    import resource
-
-    from meshkit.units import format_bytes
-
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return f"{format_bytes(own)} here, {format_bytes(child_bytes)} in the compiler"
-
-
-def wrote_text(out: Path | None) -> str:
-    """What a plan left in its run folder."""
-    return f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""

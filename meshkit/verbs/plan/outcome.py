@@ -6,7 +6,7 @@ from typing import Literal
 
 from meshkit.report.schema import LinkName, Part, Report
 
-_EXCEEDED = "host_memory_exceeded"  # of plan_warnings.py
+HOST_MEMORY_EXCEEDED = "host_memory_exceeded"  # the code of a warning: what is offloaded has no room on a host
 Status = Literal["fits", "does_not_fit", "error"]
 
 
@@ -71,47 +71,30 @@ class Outcome(Part):
         return self.status == "fits"
 
 
+_OF_STEP = {
+    *("time_s", "compute_s", "communication_s", "exposed_s", "idle_s"),
+    *("mfu", "hfu", "tokens_per_s_per_gpu"),
+}
+
+
 def outcome_of(
     report: Report, settings: tuple[str, ...], mesh: dict[str, str], wall_s: float, host_bytes: int = 0
 ) -> Outcome:
     """The outcome that a plan's report holds."""
     step, memory = report.step, report.memory
-    fits = memory.fits is not False and not any(w.code == _EXCEEDED for w in report.warnings)
+    fits = memory.fits is not False and not any(w.code == HOST_MEMORY_EXCEEDED for w in report.warnings)
     return Outcome(
         settings=settings,
         status="fits" if fits else "does_not_fit",
         mesh=mesh,
         num_gpus=report.cluster.num_gpus,
-        time_s=step.time_s,
-        compute_s=step.compute_s,
-        communication_s=step.communication_s,
-        exposed_s=step.exposed_s,
-        idle_s=step.idle_s,
-        mfu=step.mfu,
-        hfu=step.hfu,
-        tokens_per_s_per_gpu=step.tokens_per_s_per_gpu,
-        peak_bytes=memory.peak_bytes,
-        margin_bytes=memory.margin_bytes,
+        **step.model_dump(include=_OF_STEP),
+        **memory.model_dump(include={"peak_bytes", "margin_bytes", "pool_bytes"}),
         host_bytes=host_bytes or None,
-        pool_bytes=memory.pool_bytes,
         fingerprint=report.program.fingerprint,
-        lower_s=report.compile.lower_s,
-        compile_s=report.compile.compile_s,
+        **report.compile.model_dump(include={"lower_s", "compile_s"}),
         wall_s=wall_s,
-        rows=tuple(
-            OutcomeRow(
-                axes=row.axes,
-                link=row.link,
-                collective=row.collective,
-                dtype=row.dtype,
-                group_size=row.group_size,
-                count=row.count,
-                payload_bytes=row.payload_bytes,
-                time_s=row.time_s,
-                exposed_s=row.exposed_s,
-            )
-            for row in report.communication
-        ),
+        rows=tuple(OutcomeRow(**row.model_dump(include=set(OutcomeRow.model_fields))) for row in report.communication),
     )
 
 

@@ -24,6 +24,7 @@ from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_o
 from meshkit.predict.simulate import Simulation
 from meshkit.report.schema import MemoryPart, Warning_
 from meshkit.units import format_bytes, format_rate, format_seconds
+from meshkit.verbs.plan.outcome import HOST_MEMORY_EXCEEDED
 
 
 def plan_warnings(
@@ -59,7 +60,6 @@ def plan_warnings(
     ]
 
 
-HOST_MEMORY_EXCEEDED = "host_memory_exceeded"
 # Of the step: below, the least that kernels take changes no number that anybody acts on.
 _NOTABLE = 0.05
 _NOTES = {

@@ -89,11 +89,6 @@ def find_remedies(
     return tuple(_part(change, outcome) for change, outcome in found[:WANTED])
 
 
-def with_remedies(report: Report, remedies: Sequence[RemedyPart]) -> Report:
-    """A report that holds them."""
-    return report.model_copy(update={"memory": report.memory.model_copy(update={"remedies": tuple(remedies)})})
-
-
 def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
     """What may make an experiment fit, the mildest of each kind first; then recomputation together with another."""
     alone = list(_single_changes(experiment, bounds))

@@ -59,15 +59,6 @@ class ScalingReport(Part):
     axis: str
     points: tuple[ScalingPoint, ...]
 
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """The text that `meshkit plan --sweep --json` prints."""
-        return self.model_dump_json(indent=indent)
-
-
-def scaling_json_schema() -> dict:
-    """JSON Schema of `scaling/1`."""
-    return ScalingReport.model_json_schema(mode="serialization")
-
 
 @dataclass(frozen=True)
 class Size:

@@ -12,15 +12,15 @@ from meshkit.errors import ConfigError
 
 # Name of an output or file -> its model, or the function that makes its JSON Schema.
 SCHEMAS = {
-    "bench": "meshkit.verbs.bench.bench_report:bench_json_schema",
+    "bench": "meshkit.verbs.bench.bench_report:BenchReport",
     "compare": "meshkit.report.compare:Comparison",
     "doctor": "meshkit.verbs.doctor.diagnosis:Diagnosis",
     "experiment": "meshkit.config.experiment:experiment_json_schema",
     "explain": "meshkit.verbs.explain.explainer:Explanation",
-    "report": "meshkit.report.schema:report_json_schema",
-    "scaling": "meshkit.verbs.plan.scaling:scaling_json_schema",
-    "topo": "meshkit.verbs.topo.topo:topo_json_schema",
-    "tune": "meshkit.verbs.tune.tune_report:tune_json_schema",
+    "report": "meshkit.report.schema:Report",
+    "scaling": "meshkit.verbs.plan.scaling:ScalingReport",
+    "topo": "meshkit.verbs.topo.topo:TopoReport",
+    "tune": "meshkit.verbs.tune.tune_report:TuneReport",
 }
 
 

@@ -126,15 +126,6 @@ class TopoReport(Part):
     written: str | None
     recorded: str | None
 
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """The object that `--json` prints."""
-        return self.model_dump_json(indent=indent, by_alias=True)
-
-
-def topo_json_schema() -> dict[str, Any]:
-    """JSON Schema of the report."""
-    return TopoReport.model_json_schema(mode="serialization")
-
 
 def run(
     *,

@@ -48,7 +48,7 @@ def tune(
 
     folder = run_folder(out or Path("runs") / f"{load(experiment, set_).name}-tune")
     names = [name.strip() for name in axes.split(",")] if axes else None
-    with progress_bar(stderr()) as told:
+    with progress_bar(stderr()) as progress:
         report = run_search(
             experiment,
             set_,
@@ -57,7 +57,7 @@ def tune(
             jobs=jobs,
             axes=names,
             sizes=Sizes(parse_hosts(hosts), objective),
-            progress=told,
+            progress=progress,
         )
     write_tune_html(report, folder / "tune.html")
     if as_json:

@@ -225,13 +225,13 @@ def _header(experiment: Experiment) -> dict[str, str]:
 
 
 class Search:
-    """One sitting of a search, of one size of the cluster.
+    """One run of a search, at one size of the cluster.
 
     Args:
         found: from `candidates`.
         base: its own variant.
-        journal: outcomes of this and of earlier sittings.
-        budget: variants to compile at most, those of earlier sittings among them.
+        journal: outcomes of this and of earlier runs.
+        budget: variants to compile at most, those of earlier runs among them.
         pruned: takes those that the time rule drops.
         wrong: by how much guesses were wrong at another size, by family.
     """
@@ -282,7 +282,7 @@ class Search:
 
         Args:
             workers: that plan.
-            report: hears every outcome, and whether an earlier sitting had it.
+            report: hears every outcome, and whether an earlier run had it.
             base_first: whether the experiment as it is begins: nothing that must be slower need be compiled.
         """
 
@@ -308,7 +308,7 @@ class Search:
         workers.run(choose, take)
 
     def _is_known(self, settings: Settings, stage: str, report: Callable[[Outcome, bool], None]) -> bool:
-        """Notes that a variant is tried; whether an earlier sitting has its outcome, which is then kept."""
+        """Notes that a variant is tried; whether an earlier run has its outcome, which is then kept."""
         self._tried[settings] = stage
         candidate = self._known.get(settings)
         self._left.pop(settings, None)

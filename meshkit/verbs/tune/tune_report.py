@@ -54,9 +54,9 @@ class TuneReport(Part):
         differences: compute, and every row of communication, the largest saving first.
         pareto: indices into `outcomes`: no other fits that is faster with no more memory and no more GPUs.
         space: variants before pruning.
-        compiled: variants compiled, in this and in earlier sittings; `reused` of them in earlier ones.
+        compiled: variants compiled, in this and in earlier runs; `reused` of them in earlier ones.
         left: variants that nothing ruled out, and that were not compiled.
-        wall_s: of this sitting.
+        wall_s: of this run.
     """
 
     schema_: Literal["meshkit.tune/1"] = Field(default=TUNE_SCHEMA, alias="schema")
@@ -80,10 +80,6 @@ class TuneReport(Part):
     wall_s: float
     jobs: int
 
-    def to_json(self, *, indent: int | None = 2) -> str:
-        """The text that `meshkit tune --json` prints."""
-        return self.model_dump_json(indent=indent)
-
 
 @dataclass(frozen=True)
 class SearchProgress:
@@ -92,15 +88,10 @@ class SearchProgress:
     pruning: Callable[[int], None]  # number of variants looked at so far
     started: Callable[[int, int], None]  # candidates that were not ruled out; how many variants will be compiled
     done: Callable[[Outcome, bool, Outcome | None], None]
-    """An outcome, whether an earlier sitting had it, and the best so far."""
+    """An outcome, whether an earlier run had it, and the best so far."""
 
 
 SILENT = SearchProgress(lambda _: None, lambda *_: None, lambda *_: None)
-
-
-def tune_json_schema() -> dict:
-    """JSON Schema of `tune/1`."""
-    return TuneReport.model_json_schema(mode="serialization")
 
 
 def pareto(outcomes: Sequence[Outcome]) -> tuple[int, ...]:

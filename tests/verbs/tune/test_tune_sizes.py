@@ -9,8 +9,7 @@ import pytest
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.report.schema import Report, StepPart, Warning_, WindowPart
-from meshkit.verbs.plan.outcome import OutcomeRow, outcome_of
-from meshkit.verbs.plan.plan_warnings import HOST_MEMORY_EXCEEDED
+from meshkit.verbs.plan.outcome import HOST_MEMORY_EXCEEDED, OutcomeRow, outcome_of
 from meshkit.verbs.tune.tune_report import differences, why
 from meshkit.verbs.tune.tuner import Sizes, parse_hosts, tune
 from tests.verbs.plan.made_up import MadeUpWorkers
@@ -43,7 +42,7 @@ def test_other_sizes_get_a_share_and_the_objective_says_whose_winner_it_is(monke
     assert load(tmp_path / "winner.toml").cluster.num_gpus == gpus
     said = [text for text in report.why if "GPU seconds" in text]
     assert said == ([] if objective == "time" else [said[0]])
-    MadeUpWorkers(lambda _: 1 / 0).install(monkeypatch)  # a second sitting plans nothing
+    MadeUpWorkers(lambda _: 1 / 0).install(monkeypatch)  # a second run plans nothing
     assert tune(TINY, batch, **search).reused == 12
 
 
