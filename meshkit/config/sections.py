@@ -40,6 +40,8 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Function = Annotated[str, Field(pattern=FUNCTION_PATTERN)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Text = Annotated[str, Field(min_length=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 # The axis of a section that is about one: a file must name it, and None is the section that a file has not.
 SectionAxis = Annotated[Name | None, WithJsonSchema({"type": "string", "pattern": NAME_PATTERN})]
 
@@ -173,7 +175,7 @@ class ClusterTable(TomlTable):
 class OverrideTable(TomlTable):
     """A rule for the parameters whose path matches a pattern."""
 
-    path: Annotated[str, Field(min_length=1)] = Field(description="parameter path; ** is any depth, * one segment")
+    path: Text = Field(description="parameter path; ** is any depth, * one segment")
     spec: Annotated[Any, WithJsonSchema({"type": "array", "items": _RULE_SCHEMA})] = Field(
         description='a mesh axis, a list of them, or "replicated" for each dim'
     )
@@ -277,21 +279,17 @@ class OptimizerTable(TomlTable):
     dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="of the first moment; the second stays fp32")
     memory: Literal["device", "host"] = Field(default="device", description="where its state lives between steps")
     schedule: Literal["constant", "cosine", "linear"] = Field(default="cosine", description="after the warm-up")
-    b1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="decay of the first moment")
-    b2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="decay of the second moment")
+    b1: Decay = Field(default=0.9, description="decay of the first moment")
+    b2: Decay = Field(default=0.95, description="decay of the second moment")
     eps: Positive = Field(default=1e-8, description="added to the denominator")
 
 
 class DataTable(TomlTable):
     """Where training examples come from."""
 
-    source: Annotated[str, Field(min_length=1)] = Field(
-        default="python-stdlib", description="python-stdlib, a folder, a token file, or pkg.mod:fn"
-    )
+    source: Text = Field(default="python-stdlib", description="python-stdlib, a folder, a token file, or pkg.mod:fn")
     seed: Natural = Field(default=0, description="of the order")
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.05, description="held out for evaluation"
-    )
+    validation_fraction: Decay = Field(default=0.05, description="held out for evaluation")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -315,7 +313,7 @@ class CheckpointTable(TomlTable):
         description="before a restore, compare contents with their hashes: every process all files, "
         "every process its share of them, or only names and sizes",
     )
-    initial: Annotated[str, Field(min_length=1)] | None = Field(
+    initial: Text | None = Field(
         default=None, description="a folder of safetensors, in Hugging Face's layout, that a new run starts from"
     )
 
@@ -338,7 +336,7 @@ class LocalSgdTable(TomlTable):
     axis: SectionAxis = Field(description="the mesh axis whose replicas step on their own")
     every: Count = Field(default=1, description="steps between two meetings")
     learning_rate: Positive = Field(default=0.7, description="of the outer optimizer")
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="of the outer optimizer")
+    momentum: Decay = Field(default=0.9, description="of the outer optimizer")
     nesterov: bool = Field(default=True, description="Nesterov's form of that momentum")
     staleness: Literal[0, 1] = Field(
         default=0, description="1: the outer update of the previous round is applied, so that it hides under a round"
@@ -371,7 +369,7 @@ class PipelineTable(TomlTable):
         default="vocab_parallel",
         description="vocab_parallel: embedding and output head are cut over the stages; replicated: whole on each",
     )
-    layout: Annotated[str, Field(min_length=1)] | None = Field(
+    layout: Text | None = Field(
         default=None, description='layers of each virtual stage, as "7|8*14|7"; default as even as they go'
     )
 
@@ -380,10 +378,8 @@ class AllowTable(TomlTable):
     """A finding that is meant."""
 
     code: Name = Field(description="of the finding")
-    path: Annotated[str, Field(min_length=1)] = Field(
-        default="**", description="of what it is about; ** is any depth, * one segment"
-    )
-    reason: Annotated[str, Field(min_length=1)] = Field(description="why it is meant")
+    path: Text = Field(default="**", description="of what it is about; ** is any depth, * one segment")
+    reason: Text = Field(description="why it is meant")
 
 
 class LintTable(TomlTable):

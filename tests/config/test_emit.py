@@ -35,7 +35,7 @@ def ordered(value):
     return [ordered(item) for item in value] if isinstance(value, list) else (type(value), value)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(texts, values, max_size=5))
 def test_round_trip(table):
     assert ordered(tomllib.loads(to_toml(table))) == ordered(table)
