@@ -40,8 +40,9 @@ def run(corpus, out, *overrides, **options):
 def traced_once(monkeypatch):
     """A second trace of the step or of the evaluation, which is a silent recompile, is an error."""
     chex.clear_trace_counter()
-    for name in ("_train_step", "_evaluate"):
-        monkeypatch.setattr(train_step, name, chex.assert_max_traces(getattr(train_step, name), 1))
+    for name in ("train", "evaluate"):
+        traced = chex.assert_max_traces(getattr(train_step._Step, name), 1)
+        monkeypatch.setattr(train_step._Step, name, traced)
 
 
 def losses(out) -> list[float]:
