@@ -29,7 +29,6 @@ class DeviceStep:
     collective: np.ndarray  # [m] indices into `Timeline.collectives`; -1: communication that maps to no instruction
     copies: np.ndarray  # [k, 2] spans of memory copies
     transfer_s: np.ndarray | None = None  # [m] seconds of each that moved data; None where waiting is unknown
-    bubble_s: float | None = 0.0  # inside compute, wasted by masked pipeline slots; None where unknown (in a trace)
 
 
 @dataclass(frozen=True)

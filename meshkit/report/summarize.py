@@ -111,7 +111,7 @@ def summarize(
     rows = communication_rows(
         timeline, sweeps, row_of, groups, {name: info.line for name, info in known.items()}, machines.cluster
     )
-    step = _step_part(timeline, sweeps, facts, machines.num_gpus, step_bounds)
+    step = _step_part(source, sweeps, facts, machines.num_gpus, step_bounds)
     totals = None
     if timeline.steps and (known or facts.pipeline):
         totals = swept.kernels if swept else kernel_totals(timeline)
@@ -277,7 +277,7 @@ def _bubble_s(
 
 
 def _step_part(
-    timeline: Timeline, sweeps: Sequence[Sweep], facts: StepFacts, num_gpus: int | None, bounds: tuple
+    source: Source, sweeps: Sequence[Sweep], facts: StepFacts, num_gpus: int | None, bounds: tuple
 ) -> StepPart:
     if not sweeps:
         return StepPart(model_flops=facts.model_flops)
@@ -287,9 +287,7 @@ def _step_part(
         return math.fsum(getattr(t, name) for t in totals) / len(totals)
 
     time_s = mean("window_s")
-    bubbles = [s.bubble_s for s in timeline.steps if s.bubble_s is not None]
-    known = len(bubbles) == len(totals)
-    bubble_s = math.fsum(bubbles) / len(totals) / facts.steps_per_call if known else None
+    bubble_s = None if source == "profile" else 0.0  # a trace does not say which slots of a pipeline were masked
     peak = facts.peak_flops_per_gpu
     peak_of_all = peak * num_gpus if peak and num_gpus else None
     return StepPart(

@@ -159,7 +159,6 @@ class _Reader:
             communication=spans[communicates],
             collective=classes.collective[label[communicates]].astype(np.intp),
             copies=spans[kind == COPY],
-            bubble_s=None,
         )
         seconds = spans[:, 1] - spans[:, 0]
         self.facts.graph_s += float(seconds[classes.lost[label]].sum())
