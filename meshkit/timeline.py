@@ -172,7 +172,7 @@ class KernelTotals:
 
     @classmethod
     def of(cls, step: DeviceStep, num_ops: int) -> KernelTotals:
-        """Of one device step."""
+        """The totals of one device step."""
         seconds = np.diff(np.clip(step.compute, *step.window), axis=1).ravel()
         busy_s, count = (np.bincount(step.compute_op, weights=w, minlength=num_ops) for w in (seconds, None))
         return cls(shares_by_op(step, num_ops), busy_s, count)

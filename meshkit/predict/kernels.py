@@ -67,7 +67,7 @@ class KernelWork:
 
     @property
     def alone_s(self) -> float:
-        """The kernel with nothing beside it, without its launch."""
+        """The kernel when nothing else runs, without its launch."""
         return max(self.arithmetic_s, self.memory_s, self.host_s)
 
 
@@ -133,7 +133,7 @@ def _is_of(found: calibration.Calibration, cluster: Cluster) -> bool:
 
 
 def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions) -> float:
-    """Of all matmuls; FLOP that have no shape (convolutions) run as fast as a large one."""
+    """Seconds of all matmuls; FLOP that have no shape (convolutions) run as fast as a large one."""
     seconds, shaped = 0.0, dict.fromkeys(cost.matmul_flops, 0.0)
     for matmul in cost.matmuls if assumptions.shapes else ():
         rate = _matmul_flops_per_s(gpu, matmul.dtype, rates, assumptions)
@@ -145,7 +145,7 @@ def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions) -> f
 
 
 def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumptions) -> float:
-    """Of a large matmul."""
+    """Sustained rate of a large matmul."""
     precision = precision_of(gpu, dtype)
     peak, kind = gpu.peak_flops[precision], "matmul" if assumptions.sustained else "burst"
     share = gpu.achieved.get(f"{kind}_{precision}", gpu.achieved.get(kind, gpu.achieved["matmul"]))
@@ -153,7 +153,7 @@ def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumpt
 
 
 def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions) -> float:
-    """Of fused attention: by length and mask, less where there are too few queries to fill the GPU.
+    """Sustained rate of fused attention: by length and mask, less where there are too few queries to fill the GPU.
 
     A backward pass does less well than a forward pass.
     """
@@ -244,7 +244,7 @@ def _padded(size: int, tile: int) -> int:
 
 
 def _interpolated(generation: str, precision: str, batch: float, m: float, n: float, k: float) -> float:
-    """Of the measured rates, over the largest of them with every dim at the table's end."""
+    """The measured rates between their shapes, over the largest of them with every dim at the table's end."""
     grids, table = _table(generation, precision)
     most_batch, most_m, most_n, most_k = (float(grid[-1]) for grid in grids)
     batch, m, n = batch * max(1.0, m / most_m) * max(1.0, n / most_n), min(m, most_m), min(n, most_n)

@@ -1,4 +1,4 @@
-"""What of a GPU's memory a compiled step takes beside what its compiler counts.
+"""What of a GPU's memory a compiled step takes that its compiler does not count.
 
     inside the pool    arguments + outputs + temporaries (the compiler's peak) + cuDNN's workspace + fragmentation
     outside            CUDA context + NCCL's buffers
@@ -33,7 +33,7 @@ class Reserved:
     nccl: int  # buffers of its communicators
     communicators: int  # how many there are
     cudnn_workspace: int  # of the largest fused attention
-    fragmentation: int  # that the client's allocator may leave unused beside the program's largest block
+    fragmentation: int  # that the client's allocator may leave unused next to the program's largest block
 
     @property
     def inside_pool(self) -> int:
@@ -42,12 +42,12 @@ class Reserved:
 
     @property
     def outside_pool(self) -> int:
-        """What must find place beside the pool."""
+        """What must find place outside the pool."""
         return self.context + self.nccl
 
 
 def reserved_memory(module: Any, schedule: Schedule, cluster: Cluster, temporary_bytes: int) -> Reserved:
-    """What a compiled module takes beside what its compiler counts; `temporary_bytes` is its largest block."""
+    """What a compiled module takes that its compiler does not count; `temporary_bytes` is its largest block."""
     numbers = reserved()
     used = [i.collective for instructions in schedule.computations.values() for i in instructions if i.collective]
     communicators = _communicators(used)

@@ -23,8 +23,8 @@ from meshkit.config import calibration, catalog
 from meshkit.config.cluster import Cluster, Link
 from meshkit.errors import ConfigError
 
-# Rounds of a ring: all-reduce reduces and then gathers.
-ROUNDS = {
+# Times that a payload goes around a ring: all-reduce reduces and then gathers.
+RING_TURNS = {
     "all-reduce": 2,
     "all-gather": 1,
     "reduce-scatter": 1,
@@ -72,7 +72,7 @@ def collective_time_s(
         gpus_per_domain: members of the group inside one NVLink domain.
         domains: NVLink domains that the group spans.
         cluster: its links, with what they are measured to achieve; its calibration, if it names one, comes first.
-        concurrent_groups: such groups in a domain at the same time. Unless told, each GPU is in one, as in an SPMD
+        concurrent_groups: such groups in a domain at the same time. By default each GPU is in one, as in an SPMD
             program, and has its own NVLinks and its share of the host's NICs; idle GPUs leave theirs to the others.
         nvls: whether NCCL may add in the NVLink switch; False as with `NCCL_NVLS_ENABLE=0`.
         fitted: replaces `[fitted]` of nccl.toml (for refits).
@@ -81,8 +81,8 @@ def collective_time_s(
         ConfigError: an unknown collective, a group that makes no sense, or a calibration that cannot be read.
     """
     n = gpus_per_domain * domains
-    if collective not in ROUNDS:
-        raise ConfigError(f"unknown collective '{collective}'.", hint=", ".join(sorted(ROUNDS)))
+    if collective not in RING_TURNS:
+        raise ConfigError(f"unknown collective '{collective}'.", hint=", ".join(sorted(RING_TURNS)))
     if not 0 <= payload_bytes < math.inf or gpus_per_domain < 1 or domains < 1:
         raise ConfigError(
             f"a {collective} of {payload_bytes} bytes over {domains} domains x {gpus_per_domain} GPUs makes no sense."
@@ -117,7 +117,7 @@ def checkpoint_time_s(state_bytes: float | None, cluster: Cluster) -> float | No
     return None if rate is None or state_bytes is None else state_bytes / rate
 
 
-# A Cluster holds mappings and has no hash; its identity, with the object kept alive beside the value, serves as one.
+# A Cluster holds mappings and has no hash; its identity, with the object kept alive with the value, serves as one.
 _known_wires: dict[tuple[int, int, int, int | None, bool], tuple[Cluster, Wires]] = {}
 _MOST_KNOWN = 1024
 
@@ -141,7 +141,7 @@ def _calibrated_s(path: str, collective: str, payload: float, g: int, k: int) ->
     if fit is None:
         return None
     n, measured_n = g * k, fit.gpus_per_domain * fit.domains
-    steps = max(1, ROUNDS[collective] * (n - 1)) / max(1, ROUNDS[collective] * (measured_n - 1))
+    steps = max(1, RING_TURNS[collective] * (n - 1)) / max(1, RING_TURNS[collective] * (measured_n - 1))
     return fit.latency_s * steps + payload * wire_factor(collective, n) / fit.bytes_per_s
 
 
@@ -305,8 +305,8 @@ def _ring(collective: str, protocol: str, payload: float, wires: Wires) -> Algor
         inside_step = max(inside_step, constants["step_latency_s"]["net"]["post"][protocol])
     if g == 1 and k > 1:
         outside_step = _step_s("tree", protocol, wires)[1]  # nothing hides it (tuning.cc, one GPU a node)
-    crossing = ROUNDS[collective] * (k - 1)
-    latency = (ROUNDS[collective] * (n - 1) - crossing) * inside_step + crossing * outside_step
+    crossing = RING_TURNS[collective] * (k - 1)
+    latency = (RING_TURNS[collective] * (n - 1) - crossing) * inside_step + crossing * outside_step
     latency += constants["base_latency_s"]["ring"][protocol]
     if collective == "all-reduce" and protocol == "simple" and k > 1:
         latency *= wires.plateau

@@ -2,10 +2,10 @@
 
 One GPU stands for all (SPMD). Kernels run on one stream in schedule order; asynchronous collectives on another, in
 order of their starts; asynchronous copies on a third, and those over the host link on a fourth. A `done` waits for its
-start. While a collective runs, kernels beside it are slower (pricing.py). XLA lets no start outlive its loop body
+start. While a collective runs, kernels are slower (pricing.py). XLA lets no start outlive its loop body
 (what it pipelines over iterations starts and ends in the one before, and travels in the loop's state), so the
-iterations of a loop are alike: one is simulated and repeated, after those that a collective from before the loop is
-still in flight beside.
+iterations of a loop are alike: one is simulated and repeated, after those during which a collective from before the
+loop is still in flight.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from meshkit.predict.network import nccl_constants
 from meshkit.predict.pricing import Load, Pricer, host_bytes_per_s
 from meshkit.timeline import Collective, DeviceStep, Timeline
 
-# Iterations that are simulated one by one for what is in flight beside them; beyond, it slows nothing.
-_MOST_BESIDE = 256
+# Iterations that are simulated one by one for what is in flight during them; beyond, it slows nothing.
+_MOST_SINGLE = 256
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,10 @@ class _Simulator:
 
     def _nested(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
         """A loop, a branch or a call. A body is simulated once for all of its iterations, but for those that something
-        started before is still in flight beside: it slows their kernels, and their collectives queue behind it."""
+        started before is still in flight: it slows their kernels, and their collectives queue behind it."""
         name = max(i.bodies, key=lambda body: self.computation(body).duration_s)
         times, began = 1 if i.trip_count is None else i.trip_count, streams.now
-        for _ in range(min(times, _MOST_BESIDE)):
+        for _ in range(min(times, _MOST_SINGLE)):
             if not any(end > streams.now for _, end, _ in streams.flying):
                 break
             self._follow(self._schedule.computations[name], out, streams)
@@ -240,7 +240,7 @@ class _Simulator:
             out.flops.update({"bf16": i.cost.attention_flops} if i.cost.attention_flops else {})
 
     def _until(self, work: KernelWork, start: float, streams: _Streams) -> float:
-        """When a kernel that starts now is done, slowed by what is in flight beside it.
+        """When a kernel that starts now is done, slowed by what is in flight.
 
         What is in flight is known: a collective that the schedule starts later waits for this kernel.
         """
@@ -248,8 +248,8 @@ class _Simulator:
         now, left = start, 1.0
         cuts = sorted({t for a, b, _ in streams.flying for t in (a, b) if t > start})
         for cut in (*cuts, float("inf")):
-            beside = [load for a, b, load in streams.flying if a <= now < b]
-            seconds = work.alone_s * max((load.slowdown(work) for load in beside), default=1.0)
+            loads = [load for a, b, load in streams.flying if a <= now < b]
+            seconds = work.alone_s * max((load.slowdown(work) for load in loads), default=1.0)
             if seconds * left <= cut - now:
                 return now + seconds * left
             left -= (cut - now) / seconds

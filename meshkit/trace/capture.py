@@ -1,4 +1,4 @@
-"""Capture of real steps: a profiler trace, and beside it what the trace does not say.
+"""Capture of real steps: a profiler trace, and what the trace does not say.
 
     trace/plugins/profile/p0/HOST.xplane.pb   what ran (TensorBoard and XProf open `trace/` as well)
     trace/program-p0.hlo.pb.gz                the compiled program: what each operation communicates
@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.mesh import MeshSpec, Placement
+from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
 from meshkit.redaction import recorded_environment
 from meshkit.step.facts import NO_FACTS, StepFacts
@@ -37,7 +37,6 @@ from meshkit.trace.captured import (
     CapturedTrace,
     CaptureRecord,
     digest,
-    mesh_placement,
 )
 
 _HOST_TRACER_LEVEL = 1  # the lowest level at which XLA:CPU's operations are traced; GPU kernels need none
@@ -53,15 +52,6 @@ class CapturedStep:
     mesh_spec: MeshSpec | None = None
     facts: StepFacts = NO_FACTS
     options: Mapping[str, Any] | None = None  # what it was compiled with
-
-    @property
-    def placement(self) -> Placement | None:
-        """Where the devices are; None without a cluster."""
-        mesh = self.mesh
-        if self.cluster is None:
-            return None
-        ids = [d.id for d in mesh.devices.flat]
-        return mesh_placement(mesh.axis_names, mesh.devices.shape, ids, self.cluster, self.mesh_spec)
 
 
 class Capture:
@@ -124,34 +114,28 @@ class Capture:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         options.host_tracer_level = _HOST_TRACER_LEVEL
-        options.enable_hlo_proto = False  # recorded beside it, in a form that can be read without the trace
+        options.enable_hlo_proto = False  # recorded apart, in a form that can be read without the trace
         options.session_id = f"p{jax.process_index()}"  # processes on one host would overwrite each other's file
         jax.profiler.start_trace(str(self.folder), profiler_options=options)
         self.active, self._done = True, 0
         self._began = time.perf_counter()
         self._start_s = self._began - began
 
-    def stop(self, pending: Any = None, *, num_steps: int | None = None) -> None:
-        """Stops the trace and writes the files beside it.
-
-        Args:
-            pending: arrays to wait for; None waits for every array of this process.
-            num_steps: steps in the trace, where `after` did not count them.
-        """
+    def stop(self, pending: Any = None) -> None:
+        """Stops the trace once `pending` arrays are ready (None: all of this process), and writes the other files."""
         if not self.active:
             return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
         ended = time.perf_counter()
-        steps = self._done if num_steps is None else num_steps
         jax.profiler.stop_trace()
         self.active = False
         cost = CapturedCost(
             start_s=self._start_s,
             stop_s=time.perf_counter() - ended,
-            traced_step_s=(ended - self._began) / steps / self._step.facts.steps_per_call if steps else None,
+            traced_step_s=(ended - self._began) / self._done / self._step.facts.steps_per_call if self._done else None,
             untraced_step_s=self.untraced_step_s,
         )
-        self._write(steps, cost)
+        self._write(cost)
 
     def abandon(self) -> None:
         """Stops the trace and keeps nothing: the steps failed."""
@@ -166,12 +150,18 @@ class Capture:
         for name in (f"capture-p{process}.json", f"program-p{process}.hlo.pb.gz"):
             (self.folder / name).unlink(missing_ok=True)
 
-    def _write(self, num_steps: int, cost: CapturedCost) -> None:
+    def _write(self, cost: CapturedCost) -> None:
         process = jax.process_index()
         program_file = f"program-p{process}.hlo.pb.gz"
         serialized = self._module.as_serialized_hlo_module_proto()
         (self.folder / program_file).write_bytes(gzip.compress(serialized, compresslevel=6))
-        step, mesh, placement = self._step, self._step.mesh, self._step.placement
+        step, mesh = self._step, self._step.mesh
+        devices = CapturedMesh(
+            axes=mesh.axis_names, shape=mesh.devices.shape, device_ids=tuple(d.id for d in mesh.devices.flat)
+        )
+        placement = devices.placement(step.cluster, step.mesh_spec) if step.cluster else None
+        across = placement.domains_along().items() if placement else ()
+        links = {name: "infiniband" if domains > 1 else "nvlink" for name, domains in across} or None
         record = CaptureRecord(
             process=process,
             processes=jax.process_count(),
@@ -179,24 +169,20 @@ class Capture:
             platform=mesh.devices.flat[0].platform,
             device_kind=next((d.device_kind for d in mesh.local_devices), None),
             devices=tuple(CapturedDevice(id=d.id, ordinal=_ordinal(d)) for d in mesh.local_devices),
-            mesh=CapturedMesh(
-                axes=mesh.axis_names,
-                shape=mesh.devices.shape,
-                device_ids=tuple(d.id for d in mesh.devices.flat),
-            ),
+            mesh=devices,
             mesh_spec=step.mesh_spec.to_dict() if step.mesh_spec else None,
             cluster=step.cluster.to_dict() if step.cluster else None,
             module=self._module.name,
             program_file=program_file,
             first_step=self.first,
-            num_steps=num_steps,
+            num_steps=self._done,
             partitioner="shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
             options_hash=_hash(step.options) if step.options else None,
             work=step.facts,
             memory=_memory(mesh.local_devices),
             captured_processes=self._processes,
             domains=tuple(placement.domains.tolist()) if placement else None,
-            links=_links(placement) if placement else None,
+            links=links,
             options=dict(step.options) if step.options else None,
             xla_flags=recorded_environment().get("XLA_FLAGS"),
             trace=_written_trace(self.folder, process),
@@ -207,11 +193,6 @@ class Capture:
         )
         # last, and complete: a reader that finds this file finds the others
         (self.folder / f"capture-p{process}.json").write_text(record.model_dump_json(indent=1))
-
-
-def _links(placement: Placement) -> dict[str, str]:
-    """The slowest link along each axis."""
-    return {name: "infiniband" if across > 1 else "nvlink" for name, across in placement.domains_along().items()}
 
 
 def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tuple[int, ...] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -52,6 +52,15 @@ class CapturedMesh(_Record):
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     device_ids: tuple[int, ...]
+
+    def placement(self, cluster: Cluster | None, spec: MeshSpec | None) -> Placement:
+        """Where its devices are: as its spec says, else by id, in the order of the cluster's GPU index."""
+        if spec is not None and cluster is not None:
+            return spec.resolve(cluster).placement(cluster)
+        gpus = np.argsort(np.argsort(self.device_ids))  # rank of each id
+        if cluster is None or cluster.num_gpus != gpus.size:
+            return Placement.from_shape(self.axes, self.shape)
+        return Placement.of_gpus(self.axes, self.shape, gpus, cluster)
 
 
 class CapturedDevice(_Record):
@@ -180,7 +189,7 @@ def open_capture(run: str | Path, *, only_process: int | None = None) -> Capture
     record = records[0]
     cluster = Cluster.load(record.cluster) if record.cluster else None
     spec = MeshSpec.parse(record.mesh_spec) if record.mesh_spec and cluster else None
-    placement = mesh_placement(record.mesh.axes, record.mesh.shape, record.mesh.device_ids, cluster, spec)
+    placement = record.mesh.placement(cluster, spec)
     module = _read_module(folder, record)
     read = read_program(module, placement)
     broken: dict[int, str] = {}
@@ -218,27 +227,25 @@ def read_captured(captured: Captured, rows: np.ndarray | None = None) -> Trace:
     return trace
 
 
-def notes_of_capture(captured: Captured) -> list[Note]:
+def notes_of_capture(captured: Captured) -> Iterator[Note]:
     """What is known to be missing before a trace is opened."""
-    found: list[Note] = []
     expected, missing, broken = captured.expected, captured.missing, captured.broken
     if missing:
-        message = (
+        yield Note(
+            "missing_processes",
             f"The traces of {len(missing)} of {len(expected)} processes are missing ({some(missing)}); the means are "
-            "of the others."
+            "of the others.",
         )
-        found.append(Note("missing_processes", message))
     if broken:
         first, reason = next(iter(broken.items()))
         message = f"The traces of {len(broken)} of {len(expected)} processes cannot be used; process {first}: {reason}"
-        found.append(Note("damaged_traces", message))
+        yield Note("damaged_traces", message)
     if len(expected) < captured.record.processes:
-        message = (
+        yield Note(
+            "process_subset",
             f"{len(expected)} of {captured.record.processes} processes captured, as [profile] processes asks: the "
-            "means are of their devices, and waiting is unknown in groups with others."
+            "means are of their devices, and waiting is unknown in groups with others.",
         )
-        found.append(Note("process_subset", message))
-    return found
 
 
 def read_records(folder: Path) -> list[CaptureRecord]:
@@ -308,20 +315,15 @@ def _check_trace(folder: Path, record: CaptureRecord) -> None:
     file = trace_file(folder, record)
     if record.trace is None:
         return
-    size = file.stat().st_size
-    if size != record.trace.bytes:
-        what = "is cut short" if size < record.trace.bytes else "is another one"
-        raise TraceError(
-            f"this trace {what}: it has {size} bytes of the {record.trace.bytes} that process {record.process} wrote.",
-            at=str(file),
-            hint="copying it again, or capturing again",
-        )
-    if digest(file) != record.trace.blake2b:
-        raise TraceError(
-            f"this trace is not the one that process {record.process} wrote: its {size} bytes differ.",
-            at=str(file),
-            hint="copying it again, or capturing again",
-        )
+    size, written, process = file.stat().st_size, record.trace.bytes, record.process
+    if size != written:
+        what = "is cut short" if size < written else "is another one"
+        message = f"this trace {what}: it has {size} bytes of the {written} that process {process} wrote."
+    elif digest(file) != record.trace.blake2b:
+        message = f"this trace is not the one that process {process} wrote: its {size} bytes differ."
+    else:
+        return
+    raise TraceError(message, at=str(file), hint="copying it again, or capturing again")
 
 
 def _trace_folder(run: Path) -> Path:
@@ -370,22 +372,6 @@ def _traced_program(module: Any, read: Program, record: CaptureRecord) -> Traced
         groups={name: ids[partitions] for name, partitions in read.participants.items()},
         expected=expected,
     )
-
-
-def mesh_placement(
-    axes: Sequence[str],
-    shape: Sequence[int],
-    device_ids: Sequence[int],
-    cluster: Cluster | None,
-    mesh_spec: MeshSpec | None = None,
-) -> Placement:
-    """Where the devices of a mesh are: as its spec says, else by id, in the order of the cluster's GPU index."""
-    if mesh_spec is not None and cluster is not None:
-        return mesh_spec.resolve(cluster).placement(cluster)
-    gpus = np.argsort(np.argsort(device_ids))  # rank of each id
-    if cluster is None or cluster.num_gpus != gpus.size:
-        return Placement.from_shape(tuple(axes), tuple(shape))
-    return Placement.of_gpus(axes, shape, gpus, cluster)
 
 
 def digest(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""How much of a trace could be used, and what its reader has to be told.
+"""How much of a trace could be used, and what a reader of its numbers must know.
 
 Nothing that was lost goes by in silence: what the profiler dropped, kernels without a name, devices and processes
 without a trace, collectives that ran more or less often than the program says.

@@ -1,4 +1,4 @@
-"""Waiting for a late peer, told from moving data; who is waited for.
+"""Waiting for a late peer apart from moving data; who is waited for.
 
 An instance is one collective, in one step, its k-th time, over one group of devices. All of its members leave it
 together, so whoever is in it longer than the one that spends the least time has waited. Two ways to tell how long:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import meshkit as mk
 from meshkit.config.calibration import Calibration, Fit, write
-from meshkit.predict.network import ROUNDS, Wires, collective_time_s, fastest, nccl_constants, wire_factor
+from meshkit.predict.network import RING_TURNS, Wires, collective_time_s, fastest, nccl_constants, wire_factor
 
-KINDS = sorted(ROUNDS)
+KINDS = sorted(RING_TURNS)
 RINGS = ["all-gather", "reduce-scatter"]
 HUGE = 2**40
 FITTED = nccl_constants()["fitted"]

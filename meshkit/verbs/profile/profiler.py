@@ -121,13 +121,13 @@ def profile(
 def profile_run(run: str | Path, *, predicted: Report | None = None) -> Report:
     """The measured report of a run folder that holds a capture; writes its files into the folder (see `report.folder`).
 
-    Beside them `calibration.toml`, which a cluster may name for later plans, where the run had messages and kernels
+    Also `calibration.toml`, which a cluster may name for later plans, where the run had messages and kernels
     large enough to measure one; and `pgle.pbtxt`, by which XLA schedules a recompile
     (`[xla] xla_gpu_pgle_profile_file_or_directory_path`).
 
     Args:
         run: the folder, or the `report.json` in it.
-        predicted: a plan's report, which the page shows beside the measurement; None looks for one in the folder.
+        predicted: a plan's report, which the page shows next to the measurement; None looks for one in the folder.
 
     Raises:
         TraceError: there is no capture, or it cannot be read.
