@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -105,7 +106,7 @@ def _typical_s(times_s: list[float], platform: str) -> float:
     return float(np.min(times_s) if platform == "cpu" else np.median(times_s))
 
 
-def platform_of(device: jax.Device) -> str:
+def platform_of(device: Any) -> str:
     """`cpu` or `gpu`."""
     return "cpu" if device.platform == "cpu" else "gpu"
 

@@ -43,7 +43,7 @@ def examine(
     has_gpus = any(r.check == "gpus" and " x " in r.message for r in hardware)
     results = [*check_packages(has_gpus=has_gpus), *hardware]
     results += check_variables(env, memory_fraction=experiment.train.memory_fraction if experiment else None)
-    results += check_xla_flags(env)
+    results.append(check_xla_flags(env))
     results += check_limits(has_gpus=has_gpus)
     results += check_site()
     results += check_network(env, several=_is_one_of_several(env))

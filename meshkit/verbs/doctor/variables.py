@@ -36,11 +36,12 @@ _COSTLY_MEMORY = (
     ("XLA_PYTHON_CLIENT_ALLOCATOR", ("platform",), " asks the driver for every buffer, which is very slow."),
     ("TF_FORCE_UNIFIED_MEMORY", ("1",), " lets GPU memory spill into the host's, at its bandwidth."),
 )
-_INTERFACES = "/sys/class/net"
+_INTERFACES = Path("/sys/class/net")
+_XLA_TIMEOUT_S = 60
 
 
 def check_variables(
-    env: Mapping[str, str], *, memory_fraction: float | None = None, interfaces: Path = Path(_INTERFACES)
+    env: Mapping[str, str], *, memory_fraction: float | None = None, interfaces: Path = _INTERFACES
 ) -> list[Result]:
     """Everything that the environment alone shows.
 
@@ -49,18 +50,18 @@ def check_variables(
         memory_fraction: of the experiment, if there is one.
         interfaces: folder with one entry for each network interface.
     """
-    found = [*_launcher(env), *_nccl(env), *_sockets(env, interfaces), *_memory(env, memory_fraction)]
+    found = [_launcher(env), *_nccl(env), *_sockets(env, interfaces), *_memory(env, memory_fraction)]
     proxies = sorted(n for n in env if n.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"))
     if proxies:
         found.append(ok("proxies", f"{', '.join(proxies)}: left out when the processes of a job meet"))
     return found
 
 
-def check_xla_flags(env: Mapping[str, str], timeout_s: float = 60) -> list[Result]:
+def check_xla_flags(env: Mapping[str, str]) -> Result:
     """Whether jaxlib takes XLA_FLAGS: an unknown flag aborts the process, so another process tries."""
     flags = env.get("XLA_FLAGS", "")
     if not flags.strip():
-        return [ok("xla_flags", "XLA_FLAGS is not set")]
+        return ok("xla_flags", "XLA_FLAGS is not set")
     code = "from jax._src.lib import xla_client; xla_client.make_cpu_client()"
     try:
         done = subprocess.run(
@@ -68,26 +69,26 @@ def check_xla_flags(env: Mapping[str, str], timeout_s: float = 60) -> list[Resul
             env={**env, "JAX_PLATFORMS": "cpu"},
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=_XLA_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [warning("xla_flags", f"jaxlib was not done with XLA_FLAGS after {timeout_s:g} s.", "unset XLA_FLAGS")]
+        return warning("xla_flags", f"jaxlib was not done with XLA_FLAGS after {_XLA_TIMEOUT_S} s.", "unset XLA_FLAGS")
     if done.returncode == 0:
-        return [ok("xla_flags", f"XLA takes {len(flags.split())} flags")]
+        return ok("xla_flags", f"XLA takes {len(flags.split())} flags")
     named = [line for line in done.stderr.splitlines() if "nknown flag" in line or "XLA_FLAGS" in line]
     why = named[-1].split("]", 1)[-1].strip() if named else f"jaxlib ends with {done.returncode}"
-    return [error("xla_flags", f"XLA aborts with these XLA_FLAGS: {why}", "take the flag out of XLA_FLAGS")]
+    return error("xla_flags", f"XLA aborts with these XLA_FLAGS: {why}", "take the flag out of XLA_FLAGS")
 
 
-def _launcher(env: Mapping[str, str]) -> list[Result]:
+def _launcher(env: Mapping[str, str]) -> Result:
     try:
         gang = read_gang(env)
     except MeshkitError as e:
-        return [failed("launcher", e, "meshkit launch sets them all")]
+        return failed("launcher", e, "meshkit launch sets them all")
     if gang is None:
-        return [ok("launcher", "no job of several processes in the environment")]
-    return [ok("launcher", f"process {gang.process_id} of {gang.num_processes}, coordinator {gang.coordinator}")]
+        return ok("launcher", "no job of several processes in the environment")
+    return ok("launcher", f"process {gang.process_id} of {gang.num_processes}, coordinator {gang.coordinator}")
 
 
 def _nccl_files(env: Mapping[str, str]) -> dict[str, tuple[str, Path]]:

@@ -79,12 +79,12 @@ def test_variables_that_are_fine(tmp_path, env):
 
 
 def test_a_flag_that_xla_does_not_know():
-    found = wrong(check_xla_flags({**os.environ, "XLA_FLAGS": "--xla_no_such_flag=1"}))
-    assert "no_such_flag" in found[("xla_flags", "error")]
+    found = check_xla_flags({**os.environ, "XLA_FLAGS": "--xla_no_such_flag=1"})
+    assert (found.status, "no_such_flag" in found.message) == ("error", True)
 
 
 def test_flags_that_xla_knows():
-    assert wrong(check_xla_flags({**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"})) == {}
+    assert check_xla_flags({**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}).status == "ok"
 
 
 def test_gpus_that_the_cluster_has_and_the_machine_has_not():
