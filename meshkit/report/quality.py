@@ -46,22 +46,18 @@ def quality_part(
     clocks = skew.clocks
     swept = max(1, len(trace.sweeps)) * steps_per_execution
     free, clocked = skew.wait_clock_free_s, skew.wait_clocked_s
-    return QualityPart(
-        events=facts.events,
+    return QualityPart.of(
+        facts,
         dropped_events=facts.dropped,
-        mapped_share=facts.mapped_share,
-        axis_mapped_share=facts.axis_mapped_share,
-        kernels_mapped_share=facts.kernels_mapped_share,
         graph_s=facts.graph_s / each,
         fused_s=facts.fused_s / each,
         axes_withheld=not facts.believes_axes,
         missing_processes=tuple(missing),
         damaged_processes=tuple(sorted(facts.damaged)),
-        partial_steps=facts.partial_steps,
         clocks=clocks.count if clocks else 1,
         clock_residual_s=clocks.residual_s if clocks else None,
         clock_offset_s=float(abs(clocks.offset_s).max()) if clocks else None,
-        wait_method=skew.method,  # pyright: ignore[reportArgumentType]  pydantic checks the word
+        wait_method=skew.method,
         overhead_s=overhead_s,
         wait_clock_free_s=None if free is None else free / swept,
         wait_clocked_s=None if clocked is None or skew.method != "clocked" else clocked / swept,
@@ -78,18 +74,16 @@ def stragglers_part(skew: Skew, hosts: Mapping[int, str], compute_s: Mapping[int
         steps: how many training steps `skew` is of.
     """
     devices = [
-        StragglerPart(
-            device=s.device,
-            process=s.process,
+        StragglerPart.of(
+            s,
             host=hosts.get(s.process),
             caused_wait_s=s.caused_wait_s / steps,
             waited_s=s.waited_s / steps,
-            last_share=s.last_share,
             compute_s=compute_s.get(s.device),
         )
         for s in skew.stragglers[:_MAX_STRAGGLERS]
     ]
-    return StragglersPart(method=skew.method, instances=skew.instances, devices=tuple(devices))  # pyright: ignore[reportArgumentType]
+    return StragglersPart.of(skew, devices=tuple(devices))
 
 
 def noted(notes: Iterable[Note]) -> list[Warning_]:

@@ -98,16 +98,8 @@ def _row(
     across = wire * infiniband_share(first)
     seconds = _seconds(members, mean)
     moving_s = seconds["busy_s"] if seconds["transfer_s"] is None else seconds["transfer_s"]
-    return CommunicationPart(
-        axes=first.axes,
-        axes_complete=first.axes_complete,
-        link=first.link,  # pyright: ignore[reportArgumentType]  pydantic checks the word
-        fabric=first.fabric,
-        collective=first.collective,
-        dtype=first.dtype,
-        group_size=first.group_size,
-        num_groups=first.num_groups,
-        gpus_per_domain=first.gpus_per_domain,
+    return CommunicationPart.of(
+        first,
         payload_bytes=payload,
         wire_bytes=_whole(wire),
         wire_bytes_nvlink=_whole(wire - across),
@@ -147,9 +139,8 @@ def _ops(
     lines: Mapping[str, str | None],
 ) -> tuple[OpPart, ...]:
     ops = [
-        OpPart(
-            name=collectives[i].name,
-            key=collectives[i].key,
+        OpPart.of(
+            collectives[i],
             source=collectives[i].source or None,
             line=lines.get(collectives[i].name),
             count=_whole(mean["count"][i]),
@@ -240,16 +231,9 @@ def _kernel_ops(
     parts = []
     for name, indices in by_name.items():
         info = known[indices[0]]
-        parts.append(
-            KernelPart(
-                name=name,
-                key=info.key if info else None,
-                source=(info.source or None) if info else None,
-                line=info.line if info else None,
-                count=_whole(float(count[indices].sum())),
-                busy_s=float(busy_s[indices].sum()),
-            )
-        )
+        source = (info.source or None) if info else None
+        total = _whole(float(count[indices].sum()))
+        parts.append(KernelPart.of(info, name=name, source=source, count=total, busy_s=float(busy_s[indices].sum())))
     return tuple(sorted((p for p in parts if p.count), key=lambda p: (-(p.busy_s or 0), p.name))[:_MAX_KERNELS])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -35,6 +35,14 @@ class Part(BaseModel):
         protected_namespaces=(),
         json_schema_serialization_defaults_required=True,
     )
+
+    @classmethod
+    def of(cls, *sources: object, **values: Any) -> Self:
+        """The part with what the sources call by the names of its fields (the first that has it), and the values."""
+        for name in cls.model_fields.keys() - values.keys():
+            if (source := next((s for s in sources if hasattr(s, name)), None)) is not None:
+                values[name] = getattr(source, name)
+        return cls(**values)
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """The text that `--json` prints, and that lies in a run folder."""

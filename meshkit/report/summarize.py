@@ -228,16 +228,7 @@ def cluster_part(cluster: Cluster | None, num_gpus: int | None = None) -> Cluste
     """The cluster as a report has it; without a description only the number of GPUs."""
     if cluster is None:
         return ClusterPart(num_gpus=num_gpus)
-    return ClusterPart(
-        gpu=cluster.gpu.key,
-        hosts=cluster.hosts,
-        gpus_per_host=cluster.gpus_per_host,
-        num_gpus=cluster.num_gpus,
-        nvlink_domain_size=cluster.nvlink_domain_size,
-        num_nvlink_domains=cluster.num_nvlink_domains,
-        scale_up=cluster.scale_up,
-        fabric=cluster.fabric,
-    )
+    return ClusterPart.of(cluster, gpu=cluster.gpu.key)
 
 
 def mesh_part(placement: Placement) -> tuple[MeshAxisPart, ...]:
@@ -281,18 +272,13 @@ def _step_part(
 ) -> StepPart:
     if not sweeps:
         return StepPart(model_flops=facts.model_flops)
-    totals = [s.total for s in sweeps]
-
-    def mean(name: str) -> float:
-        return math.fsum(getattr(t, name) for t in totals) / len(totals)
-
-    time_s = mean("window_s")
+    means = _means(sweeps)
+    time_s = means["time_s"]
     bubble_s = None if source == "profile" else 0.0  # a trace does not say which slots of a pipeline were masked
     peak = facts.peak_flops_per_gpu
     peak_of_all = peak * num_gpus if peak and num_gpus else None
     return StepPart(
-        time_s=time_s,
-        **{name: mean(name) for name in _ADDITIVE[1:]},
+        **means,
         bubble_s=bubble_s,
         bubble_fraction=_ratio(bubble_s, time_s),
         model_flops=facts.model_flops,
@@ -303,6 +289,12 @@ def _step_part(
         all_overlapped_s=bounds[0],
         all_exposed_s=bounds[1],
     )
+
+
+def _means(sweeps: Sequence[Sweep]) -> dict[str, float]:
+    """Additive seconds as means over device steps."""
+    of_sweep = {name: "window_s" if name == "time_s" else name for name in _ADDITIVE}
+    return {name: math.fsum(getattr(s.total, field) for s in sweeps) / len(sweeps) for name, field in of_sweep.items()}
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:
@@ -317,29 +309,23 @@ def _utilization(amount: float | None, time_s: float, capacity: float | None) ->
 def _spreads(timeline: Timeline, sweeps: Sequence[Sweep], steps_per_execution: int) -> SpreadsPart:
     if not sweeps:
         return SpreadsPart()
-    names = {"time_s": "window_s", "compute_s": "compute_s", "exposed_s": "exposed_s", "idle_s": "idle_s"}
-    numbers = _training_steps(timeline, steps_per_execution)
-    values = {key: np.array([getattr(s.total, field) for s in sweeps]) for key, field in names.items()}
-    return SpreadsPart(**{key: _spread(timeline, numbers, of_key) for key, of_key in values.items()})
+    steps = _training_steps(timeline, steps_per_execution)
+
+    def spread(field: str) -> SpreadPart:
+        values = np.array([getattr(s.total, field) for s in sweeps])
+        low, median, p90, high = map(float, np.percentile(values, [0, 50, 90, 100]))
+        worst = int(np.argmax(values))
+        worst_device = timeline.steps[worst].device
+        return SpreadPart(min=low, median=median, p90=p90, max=high, worst_device=worst_device, worst_step=steps[worst])
+
+    fields = {"time_s": "window_s", "compute_s": "compute_s", "exposed_s": "exposed_s", "idle_s": "idle_s"}
+    return SpreadsPart(**{key: spread(field) for key, field in fields.items()})
 
 
 def _training_steps(timeline: Timeline, steps_per_execution: int) -> list[int]:
     """The training step of each device step; where one execution makes several, the number of its last."""
     first = min((s.step for s in timeline.steps), default=0)
     return [first + (s.step - first) * steps_per_execution for s in timeline.steps]
-
-
-def _spread(timeline: Timeline, numbers: Sequence[int], values: np.ndarray) -> SpreadPart:
-    worst = int(np.argmax(values))
-    low, median, p90, high = np.percentile(values, [0, 50, 90, 100])
-    return SpreadPart(
-        min=float(low),
-        median=float(median),
-        p90=float(p90),
-        max=float(high),
-        worst_device=timeline.steps[worst].device,
-        worst_step=numbers[worst],
-    )
 
 
 def step_samples(timeline: Timeline, sweeps: Sequence[Sweep], steps_per_execution: int = 1) -> tuple[StepSample, ...]:
@@ -352,14 +338,11 @@ def step_samples(timeline: Timeline, sweeps: Sequence[Sweep], steps_per_executio
         by_step.setdefault(number, []).append(i)
     samples = []
     for number, members in sorted(by_step.items()):
-        totals = [sweeps[i].total for i in members]
         slowest = max(members, key=lambda i: sweeps[i].total.window_s)
-        means = {name: math.fsum(getattr(t, name) for t in totals) / len(totals) for name in _ADDITIVE[1:]}
         samples.append(
             StepSample(
                 step=number,
-                time_s=math.fsum(t.window_s for t in totals) / len(totals),
-                **means,
+                **_means([sweeps[i] for i in members]),
                 slowest_device=timeline.steps[slowest].device,
                 slowest_time_s=sweeps[slowest].total.window_s,
             )
@@ -380,22 +363,11 @@ def _unmapped_warning(rows: Sequence[CommunicationPart]) -> list[Warning_]:
 
 def program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
     """What is known of a program that was compiled for GPUs that are not there."""
-    return ProgramPart(
-        fingerprint=schedule.fingerprint,
-        options_hash=compiled.options_hash,
-        options=tuple(OptionPart(name=o.name, value=o.value, why=o.why) for o in compiled.chosen),
-        jax=metadata.version("jax"),
-        jaxlib=metadata.version("jaxlib"),
-        partitioner=compiled.partitioner,
-    )
+    options = tuple(map(OptionPart.of, compiled.chosen))
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    return ProgramPart.of(schedule, compiled, options=options, **versions)
 
 
 def captured_program(record: CaptureRecord, schedule: Schedule | None) -> ProgramPart:
     """What is known of a program that a process captured."""
-    return ProgramPart(
-        fingerprint=schedule.fingerprint if schedule else None,
-        options_hash=record.options_hash,
-        jax=record.jax,
-        jaxlib=record.jaxlib,
-        partitioner=record.partitioner,
-    )
+    return ProgramPart.of(record, fingerprint=schedule.fingerprint if schedule else None, options=None)

@@ -154,41 +154,19 @@ def rules_toml(experiment: Experiment) -> str:
 
 def _collective(row: Explained) -> CollectivePart:
     ranked = sorted(row.sources, key=lambda source: -row.sources[source])
-    return CollectivePart(
-        collective=row.collective,
-        axes=row.axes,
-        count=row.count,
-        payload_bytes=row.payload_bytes,
-        explanation=row.explanation,
-        bound_bytes=row.bound_bytes,
-        sources=tuple(source for source in ranked if source)[:5],
-    )
+    return CollectivePart.of(row, sources=tuple(source for source in ranked if source)[:5])
 
 
 def _placement(made: Plan, experiment: Experiment) -> PlacementPart:
     best = propose(made.report, experiment.mesh, experiment.cluster)
-    return PlacementPart(
-        reason=best.reason,
-        settings=best.settings,
-        communication_now_s=best.seconds_now,
-        communication_proposed_s=best.seconds_proposed,
-    )
+    seconds = {"communication_now_s": best.seconds_now, "communication_proposed_s": best.seconds_proposed}
+    return PlacementPart.of(best, **seconds)
 
 
 def _placed(array: Placed | Activation, subject: Subject, path: str, rule: str) -> PlacedPart:
     total = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
     shards = subject.pieces(axis for axes in array.spec for axis in axes)
-    return PlacedPart(
-        path=path,
-        shape=array.shape,
-        dtype=array.dtype,
-        logical_axes=array.logical_axes,
-        spec=array.spec,
-        rule=rule,
-        shards=shards,
-        bytes=total,
-        bytes_per_gpu=total // shards,
-    )
+    return PlacedPart.of(array, path=path, rule=rule, shards=shards, bytes=total, bytes_per_gpu=total // shards)
 
 
 def render(explanation: Explanation) -> RenderableType:

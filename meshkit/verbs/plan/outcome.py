@@ -71,30 +71,23 @@ class Outcome(Part):
         return self.status == "fits"
 
 
-_OF_STEP = {
-    *("time_s", "compute_s", "communication_s", "exposed_s", "idle_s"),
-    *("mfu", "hfu", "tokens_per_s_per_gpu"),
-}
-
-
 def outcome_of(
     report: Report, settings: tuple[str, ...], mesh: dict[str, str], wall_s: float, host_bytes: int = 0
 ) -> Outcome:
     """The outcome that a plan's report holds."""
-    step, memory = report.step, report.memory
-    fits = memory.fits is not False and not any(w.code == HOST_MEMORY_EXCEEDED for w in report.warnings)
-    return Outcome(
+    fits = report.memory.fits is not False and not any(w.code == HOST_MEMORY_EXCEEDED for w in report.warnings)
+    return Outcome.of(
+        report.step,
+        report.memory,
+        report.compile,
         settings=settings,
         status="fits" if fits else "does_not_fit",
         mesh=mesh,
         num_gpus=report.cluster.num_gpus,
-        **step.model_dump(include=_OF_STEP),
-        **memory.model_dump(include={"peak_bytes", "margin_bytes", "pool_bytes"}),
         host_bytes=host_bytes or None,
         fingerprint=report.program.fingerprint,
-        **report.compile.model_dump(include={"lower_s", "compile_s"}),
         wall_s=wall_s,
-        rows=tuple(OutcomeRow(**row.model_dump(include=set(OutcomeRow.model_fields))) for row in report.communication),
+        rows=tuple(map(OutcomeRow.of, report.communication)),
     )
 
 
