@@ -7,7 +7,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.report.summarize import check_invariants
-from meshkit.verbs.plan.planner import make_plan
 
 pytestmark = pytest.mark.deviceless
 
@@ -44,7 +43,18 @@ def rows_of(report):
     return {(r.axes, r.link, r.collective, r.dtype): (r.count, r.payload_bytes) for r in report.communication}
 
 
-def test_mlp_under_fsdp_moves_the_closed_form():
+@pytest.fixture(scope="module")
+def under_fsdp():
+    cluster = mk.Cluster.load("dgx_h100", hosts=2)
+    mesh = mk.build_mesh(
+        mk.MeshSpec.parse({"fsdp": {"nvlink": 8, "infiniband": 2}}), cluster, devices=mk.describe_devices(cluster)
+    )
+    whole, rows = PartitionSpec(), PartitionSpec("fsdp")
+    step = mlp_step(mesh, (whole, whole), rows, rows)
+    return mk.plan(step, arguments(mesh, rows, rows, rows), mesh=mesh, cluster=cluster)
+
+
+def test_mlp_under_fsdp_moves_the_closed_form(under_fsdp):
     """FSDP over n = 16 GPUs. Per step and GPU:
 
     - each weight is gathered once (forward and backward share it): 2 all-gathers of EMBED x MLP bf16;
@@ -54,13 +64,7 @@ def test_mlp_under_fsdp_moves_the_closed_form():
     XLA combines collectives until their results reach 30 MiB. Two gathers have results of 32 MiB each and stay two; two
     reduce-scatters have results of 2 MiB each and become one.
     """
-    cluster = mk.Cluster.load("dgx_h100", hosts=2)
-    mesh = mk.build_mesh(
-        mk.MeshSpec.parse({"fsdp": {"nvlink": 8, "infiniband": 2}}), cluster, devices=mk.describe_devices(cluster)
-    )
-    whole, rows = PartitionSpec(), PartitionSpec("fsdp")
-    step = mlp_step(mesh, (whole, whole), rows, rows)
-    report = mk.plan(step, arguments(mesh, rows, rows, rows), mesh=mesh, cluster=cluster)
+    report = under_fsdp
     weight = EMBED * MLP * BF16
     assert rows_of(report) == {
         (("fsdp",), "infiniband", "all-gather", "bf16"): (2, 2 * weight),
@@ -97,17 +101,10 @@ def test_mlp_under_tensor_parallelism_moves_the_closed_form():
     }
 
 
-def test_matmul_flops_equal_the_closed_form():
+def test_matmul_flops_equal_the_closed_form(under_fsdp):
     """Five matmuls (forward 2; backward dW1, dW2, dH) of 2 x ROWS x EMBED x MLP FLOP, over 16 GPUs."""
-    cluster = mk.Cluster.load("dgx_h100", hosts=2)
-    mesh = mk.build_mesh(
-        mk.MeshSpec.parse({"fsdp": {"nvlink": 8, "infiniband": 2}}), cluster, devices=mk.describe_devices(cluster)
-    )
-    whole, rows = PartitionSpec(), PartitionSpec("fsdp")
-    step = mlp_step(mesh, (whole, whole), rows, rows)
-    args = arguments(mesh, rows, rows, rows)
-    plan = make_plan(step, args, mesh=mesh, cluster=cluster)
-    executed = plan.report.step.hfu * plan.report.step.time_s * cluster.gpu.peak_flops["bf16"]
+    peak = mk.Cluster.load("dgx_h100").gpu.peak_flops["bf16"]
+    executed = under_fsdp.step.hfu * under_fsdp.step.time_s * peak
     assert executed == pytest.approx(5 * 2 * ROWS * EMBED * MLP / 16, rel=1e-9)
 
 

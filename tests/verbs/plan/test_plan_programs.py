@@ -48,30 +48,38 @@ def local(mesh, fn, inputs, output):
     return jax.shard_map(fn, mesh=mesh, in_specs=inputs, out_specs=output, check_vma=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "operation", "expected"),
-    [
-        # 16 GPUs, [1024, 64] f32 a GPU = 256 KiB; over fsdp n = 4 with 2 per domain, over data n = 4 in one domain
-        ("all-reduce", lambda x: jax.lax.psum(x, "fsdp"), ("fsdp", "infiniband", 4, 2, 2**18)),
-        ("all-gather", lambda x: jax.lax.all_gather(x, "data"), ("data", "nvlink", 4, 4, 2**20)),
-        (
-            "reduce-scatter",
-            lambda x: jax.lax.psum_scatter(x, "fsdp", tiled=True),
-            ("fsdp", "infiniband", 4, 2, 2**18),
-        ),
-        ("all-to-all", lambda x: jax.lax.all_to_all(x, "data", 0, 1, tiled=True), ("data", "nvlink", 4, 4, 2**18)),
-        (
-            "collective-permute",
-            lambda x: jax.lax.ppermute(x, "fsdp", [(i, (i + 1) % 4) for i in range(4)]),
-            ("fsdp", "infiniband", 4, 2, 2**18),
-        ),
-    ],
-)
-def test_each_collective_has_its_axes_link_and_bytes(plan, mesh, name, operation, expected):
+# 16 GPUs, [1024, 64] f32 a GPU = 256 KiB; over fsdp n = 4 with 2 per domain, over data n = 4 in one domain
+COLLECTIVES = {
+    "all-reduce": (lambda x: jax.lax.psum(x, "fsdp"), ("fsdp", "infiniband", 4, 2, 2**18)),
+    "all-gather": (lambda x: jax.lax.all_gather(x, "data"), ("data", "nvlink", 4, 4, 2**20)),
+    "reduce-scatter": (
+        lambda x: jax.lax.psum_scatter(x, "fsdp", tiled=True),
+        ("fsdp", "infiniband", 4, 2, 2**18),
+    ),
+    "all-to-all": (lambda x: jax.lax.all_to_all(x, "data", 0, 1, tiled=True), ("data", "nvlink", 4, 4, 2**18)),
+    "collective-permute": (
+        lambda x: jax.lax.ppermute(x, "fsdp", [(i, (i + 1) % 4) for i in range(4)]),
+        ("fsdp", "infiniband", 4, 2, 2**18),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def collectives(cluster, mesh):
+    """The plan of a step that makes each of them once, of an operand of its own."""
+
+    def every(x):
+        return [operation(x * (i + 2)) + 1 for i, (operation, _) in enumerate(COLLECTIVES.values())]
+
     shards = PartitionSpec(("data", "fsdp"))
-    step = local(mesh, lambda x: operation(x * 2) + 1, (shards,), shards)
-    made = plan(step, array(mesh, (16 * 1024, 64), ("data", "fsdp")))
-    (row,) = [r for r in made.report.communication if r.collective == name]
+    args = (array(mesh, (16 * 1024, 64), ("data", "fsdp")),)
+    return make_plan(local(mesh, every, (shards,), shards), args, mesh=mesh, cluster=cluster)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_each_collective_has_its_axes_link_and_bytes(collectives, name):
+    (row,) = [r for r in collectives.report.communication if r.collective == name]
+    _, expected = COLLECTIVES[name]
     axis, link, size, per_domain, payload = expected
     assert (row.axes, row.link, row.group_size, row.gpus_per_domain) == ((axis,), link, size, per_domain)
     assert (row.count, row.payload_bytes) == (1, payload)
