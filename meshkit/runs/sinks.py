@@ -101,7 +101,7 @@ class Sink:
 class Sinks:
     """All sinks of a run."""
 
-    def __init__(self, sinks: Sequence[Sink] = ()):
+    def __init__(self, sinks: Sequence[Sink]):
         self._sinks = tuple(sinks)
 
     def put(self, record: Mapping[str, Any]) -> None:
@@ -122,13 +122,13 @@ def open_sinks(experiment: Experiment, folder: Path, say: Callable[[str], None])
     Raises:
         ConfigError: a function that does not exist, or no TensorBoard where it is asked for: before the first step.
     """
-    train, sinks = experiment.train, []
-    write = _function(experiment, train.metrics) if train.metrics else None
-    if train.tensorboard:
-        board = _TensorBoard(_writer_type(experiment), folder / TENSORBOARD_FOLDER)
+    write, writer_type = _find(experiment)
+    sinks = []
+    if writer_type is not None:
+        board = _TensorBoard(writer_type, folder / TENSORBOARD_FOLDER)
         sinks.append(Sink("TensorBoard", board.write, say, finish=board.close))
     if write is not None:
-        sinks.append(Sink(f"train.metrics ({train.metrics})", write, say))
+        sinks.append(Sink(f"train.metrics ({experiment.train.metrics})", write, say))
     return Sinks(sinks)
 
 
@@ -138,29 +138,26 @@ def check_sinks(experiment: Experiment) -> None:
     Raises:
         ConfigError: a function that does not exist, or no TensorBoard where it is asked for.
     """
-    if experiment.train.metrics:
-        _function(experiment, experiment.train.metrics)
+    _find(experiment)
+
+
+def _find(experiment: Experiment) -> tuple[Callable[[Record], Any] | None, Any]:
+    """The user's function, and TensorBoard's type of a writer; None for what is not asked for."""
+    name, found, writer_type = experiment.train.metrics, None, None
+    if name:
+        found = load_object(name, experiment.search_paths, at=experiment.error("train.metrics", "").at)
+        if not callable(found):
+            raise experiment.error("train.metrics", f"{name} is a {type(found).__name__}, not a function.")
     if experiment.train.tensorboard:
-        _writer_type(experiment)
-
-
-def _function(experiment: Experiment, name: str) -> Callable[[Record], Any]:
-    found = load_object(name, experiment.search_paths, at=experiment.error("train.metrics", "").at)
-    if not callable(found):
-        raise experiment.error("train.metrics", f"{name} is a {type(found).__name__}, not a function.")
-    return found
-
-
-def _writer_type(experiment: Experiment) -> Any:
-    try:
-        from tensorboard.summary import Writer  # pyright: ignore[reportMissingImports]  the extra
-    except ImportError:
-        raise experiment.error(
-            "train.tensorboard",
-            "train.tensorboard asks for TensorBoard, which is not installed.",
-            hint="pip install 'meshkit[tensorboard]'",
-        ) from None
-    return Writer
+        try:
+            from tensorboard.summary import Writer as writer_type  # pyright: ignore[reportMissingImports]  the extra
+        except ImportError:
+            raise experiment.error(
+                "train.tensorboard",
+                "train.tensorboard asks for TensorBoard, which is not installed.",
+                hint="pip install 'meshkit[tensorboard]'",
+            ) from None
+    return found, writer_type
 
 
 class _TensorBoard:

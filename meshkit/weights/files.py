@@ -96,15 +96,15 @@ def write_weights(
     _check_parameters(layout, {path: x.shape for path, x in arrays.items()})
     _check_free(folder)
     tensors = [(row, index, name) for row in layout.rows for index, name in row.names(layout.sizes)]
+    written = DTYPES[_WRITTEN[dtype]]
     values = (
-        row.to_file(_fetch(arrays[row.path], index), layout.sizes).astype(DTYPES[_WRITTEN[dtype]], order="C")
+        row.to_file(_fetch(arrays[row.path], index), layout.sizes).astype(written, order="C")
         for row, index, _ in tensors
     )
     shapes = [(name, row.file_shape(layout.sizes)) for row, _, name in tensors]
     if jax.process_index() == 0:
-        _write_folder(
-            folder, {**layout.config, "torch_dtype": _TORCH_DTYPE[dtype]}, shapes, values, dtype, max_shard_bytes
-        )
+        config = {**layout.config, "torch_dtype": _TORCH_DTYPE[dtype]}
+        _write_folder(folder, config, shapes, values, written.itemsize, max_shard_bytes)
     else:
         for _ in values:  # every process takes part in gathering each tensor
             pass
@@ -232,16 +232,24 @@ def _write_folder(
     config: Mapping[str, Any],
     tensors: list[tuple[str, tuple[int, ...]]],
     values: Iterator[np.ndarray],
-    dtype: str,
+    itemsize: int,
     max_shard_bytes: int,
 ) -> None:
-    """Writes under another name, then renames."""
+    """Writes under another name, a file at a time, then renames."""
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
         try:
-            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            _write_shards(partial, tensors, values, _WRITTEN[dtype], max_shard_bytes)
+            _write_json(partial / CONFIG, config)
+            shards = _cut(tensors, itemsize, max_shard_bytes)
+            index: dict[str, str] = {}
+            for number, shard in enumerate(shards, start=1):
+                file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                index |= dict.fromkeys(shard, file)
+                _write_file(partial / file, {name: next(values) for name in shard})
+            if len(shards) > 1:
+                total = sum(math.prod(shape) for _, shape in tensors) * itemsize
+                _write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
             os.replace(partial, folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -250,20 +258,8 @@ def _write_folder(
         raise RunError(f"the weights could not be written: {error}.", at=str(folder)) from error
 
 
-def _write_shards(
-    folder: Path, tensors: list[tuple[str, tuple[int, ...]]], values: Iterator[np.ndarray], dtype: str, most: int
-) -> None:
-    shards = _cut(tensors, DTYPES[dtype].itemsize, most)
-    index: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        index |= dict.fromkeys(shard, file)
-        _write_file(folder / file, {name: next(values) for name in shard})
-    if len(shards) == 1:
-        return
-    total = sum(math.prod(shape) for _, shape in tensors) * DTYPES[dtype].itemsize
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-    (folder / INDEX).write_text(text + "\n", encoding="utf-8")
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:

@@ -125,7 +125,8 @@ class Saving:
 
     def _commit(self, parts: list[dict[str, Any]]) -> str | None:
         """Makes the checkpoint whole on process 0, or removes it; why it failed, if it did."""
-        error = next((_of_process(rank, p["error"], len(parts)) for rank, p in enumerate(parts) if "error" in p), None)
+        errors = [f"process {rank}: {p['error']}" for rank, p in enumerate(parts) if "error" in p]
+        error = parts[0].get("error") if len(parts) == 1 else next(iter(errors), None)
         try:
             if error is None:
                 self._finish({name: found for part in parts for name, found in part["files"].items()})
@@ -193,10 +194,6 @@ def explain(problem: BaseException) -> str:
         return os.strerror(int(found[1]))
     lines = [line for line in text.splitlines() if line.strip()]
     return (lines[0] if lines else type(problem).__name__)[:300]
-
-
-def _of_process(rank: int, error: str, size: int) -> str:
-    return error if size == 1 else f"process {rank}: {error}"
 
 
 def _size(path: Path) -> int | None:

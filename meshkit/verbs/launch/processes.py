@@ -148,7 +148,8 @@ class LocalGang:
         """Sends a signal to every process group, also to what is left of one whose leader has ended."""
         for member in self.members:
             if member.process.returncode is None:
-                _signal_group(member.process.pid, number)
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody left, or (macOS) zombies only
+                    os.killpg(member.process.pid, number)
 
     def stop(self, grace_s: float) -> None:
         """SIGTERM, at most `grace_s` seconds for the processes to end, then SIGKILL."""
@@ -203,8 +204,3 @@ def _ending(process: subprocess.Popen) -> Ending | None:
     if found is None:
         return None
     return Ending(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) zombies only
-        os.killpg(group, number)

@@ -62,19 +62,15 @@ class ReplicaCheck:
 
     paths: list[str]
     """Arrays that have replicas, in tree order; the others have one copy of each part only."""
-    read_bytes: int
-    """What the largest share of a GPU reads for one check."""
 
     def __init__(self, mesh: jax.sharding.Mesh, state: Any):
         self._mesh = mesh
         leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-        spread = [(i, path_name(p), x.sharding, _replica_axes(x, mesh)) for i, (p, x) in enumerate(leaves)]
-        spread = [row for row in spread if row[3]]
-        self._indices = [index for index, *_ in spread]
-        self.paths = [path for _, path, _, _ in spread]
-        self._shardings = [sharding for _, _, sharding, _ in spread]
-        self._axes = [axes for *_, axes in spread]
-        self.read_bytes = sum(_shard_bytes(leaves[i][1]) for i in self._indices)
+        axes = [_replica_axes(x, mesh) for _, x in leaves]
+        self._indices = [i for i, replicated in enumerate(axes) if replicated]
+        self._axes = [axes[i] for i in self._indices]
+        self.paths = [path_name(leaves[i][0]) for i in self._indices]
+        self._shardings = [leaves[i][1].sharding for i in self._indices]
         self._differ = jax.jit(self._over_mesh(self._compare))
         self._gather = jax.jit(self._over_mesh(self._all_hashes))
 
@@ -98,7 +94,8 @@ class ReplicaCheck:
 
     def differences(self, state: Any) -> list[Difference]:
         """The parts of arrays whose copies differ, in tree order."""
-        arrays = self._arrays(state)
+        leaves = jax.tree.leaves(state)
+        arrays = [leaves[index] for index in self._indices]
         if not arrays:
             return []
         differ = np.asarray(self._differ(*arrays).addressable_data(0))
@@ -106,10 +103,6 @@ class ReplicaCheck:
             return []
         hashes = np.asarray(self._gather(*arrays).addressable_data(0)).reshape(*self._mesh.devices.shape, -1)
         return [d for i in np.flatnonzero(differ) for d in self._outliers(int(i), hashes[..., i])]
-
-    def _arrays(self, state: Any) -> list[jax.Array]:
-        leaves = jax.tree.leaves(state)
-        return [leaves[index] for index in self._indices]
 
     def _over_mesh(self, local: Any) -> Any:
         """`local`, called by each GPU with its own shards; its result is the same on all."""
@@ -184,11 +177,6 @@ def _replica_axes(x: Any, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     spec = x.sharding.spec
     cut = {a for axes in spec if axes is not None for a in (axes if isinstance(axes, tuple) else (axes,))}
     return tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in cut)
-
-
-def _shard_bytes(x: Any) -> int:
-    elements = int(np.prod(x.sharding.shard_shape(x.shape)))
-    return elements * x.dtype.itemsize
 
 
 def _on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
