@@ -28,7 +28,7 @@ import jax
 
 from meshkit.compile import cache
 from meshkit.compile.loop import compile_to_fit
-from meshkit.compile.lowering import Exported, export_for_cuda, target_config, topology_name
+from meshkit.compile.lowering import export_for_cuda, target_config, topology_name
 from meshkit.compile.options import (
     PLAIN,
     CompileChoices,
@@ -55,10 +55,7 @@ _REMEDIES = (
     ("size mismatch when packing elements", '[xla] xla_gpu_experimental_use_collective_kernels = ""'),
     ("cudaErrorInvalidDevice", "[xla] xla_gpu_enable_cub_radix_sort = false"),
     ("Cannot infer shape for dot operation", "[xla] without xla_gpu_threshold_for_windowed_einsum_mib"),
-    (
-        "Unsupported algorithm on the current device",
-        'train.precision = "fp32": GPUs before Ampere have no bf16',
-    ),
+    ("Unsupported algorithm on the current device", 'train.precision = "fp32": GPUs before Ampere have no bf16'),
     ("No supported config", "[xla] without xla_gpu_deterministic_ops"),
 )
 
@@ -151,7 +148,6 @@ def compile_absent(
     start = time.perf_counter()
     exported = export_for_cuda(step, args, mesh, cluster)
     lower_s = time.perf_counter() - start
-    placement = mesh.placement(cluster)
     request = {
         "topology": topology_name(cluster),
         "target_config": target_config(cluster.gpu),
@@ -166,7 +162,22 @@ def compile_absent(
     }
 
     def make(chosen: Sequence[Option]) -> CompiledProgram:
-        return _compile_or_read(exported, request, chosen, placement, lower_s, timeout_s)
+        asked = {**request, "compiler_options": {o.name: o.value for o in chosen}}
+        kept, notes, read_s = _kept_or_compiled(exported.program, asked, timeout_s)
+        found = dict(kept.result)
+        left_out = found.pop("left_out")
+        found["lower_s"] = lower_s + (found["lower_s"] if read_s is None else 0.0)
+        found["compile_s"] = found["compile_s"] if read_s is None else read_s
+        return CompiledProgram(
+            **found,
+            module=kept.module,
+            placement=mesh.placement(cluster),
+            chosen=tuple(o for o in chosen if o.name not in left_out),
+            log=(*notes, *left_out_lines(left_out, chosen), *_notable(kept.log)),
+            rematerializations=read_rematerializations(kept.log),
+            cached=read_s is not None,
+            traced_flops=exported.flops,
+        )
 
     best, made = compile_to_fit(make, cluster, choices)
     if len(made) == 1:
@@ -176,52 +187,24 @@ def compile_absent(
     )
 
 
-def _compile_or_read(
-    exported: Exported,
-    request: Mapping[str, Any],
-    chosen: Sequence[Option],
-    placement: Placement,
-    lower_s: float,
-    timeout_s: float,
-) -> CompiledProgram:
-    """What was kept of a program with these options, or else what XLA makes of it now."""
-    request = {**request, "compiler_options": {o.name: o.value for o in chosen}}
+def _kept_or_compiled(
+    program: bytes, request: Mapping[str, Any], timeout_s: float
+) -> tuple[cache.KeptProgram, list[str], float | None]:
+    """What XLA made of a program, lines for the user about the cache, and the seconds of reading where it was kept."""
     began = time.perf_counter()
-    environment = _child_environment()
+    environment, notes = _child_environment(), []
     folder = cache.cache_folder()
-    key = cache.program_key(exported.program, request, environment) if folder else ""
-    kept, notes = _kept(folder, key)
-    read_s = time.perf_counter() - began
-    made = kept or _compile(exported.program, request, environment, timeout_s)
-    if folder and kept is None:
-        cache.store(folder, key, made)
-    left_out = made.result["left_out"]
-    return CompiledProgram(
-        module=made.module,
-        placement=placement,
-        memory=made.result["memory"],
-        host_memory=made.result["host_memory"],
-        lower_s=lower_s + (0.0 if kept else made.result["lower_s"]),
-        compile_s=read_s if kept else made.result["compile_s"],
-        peak_rss_bytes=made.result["peak_rss_bytes"],
-        partitioner=made.result["partitioner"],
-        chosen=tuple(o for o in chosen if o.name not in left_out),
-        log=(*notes, *left_out_lines(left_out, chosen), *_notable(made.log)),
-        rematerializations=read_rematerializations(made.log),
-        cached=kept is not None,
-        live=made.result.get("live"),
-        traced_flops=exported.flops,
-    )
-
-
-def _kept(folder: Path | None, key: str) -> tuple[cache.KeptProgram | None, tuple[str, ...]]:
-    """What was kept under a key, and what a user must know where that was damaged."""
     if folder is None:
-        return None, ()
+        return _compile(program, request, environment, timeout_s), notes, None
+    key = cache.program_key(program, request, environment)
     try:
-        return cache.load(folder, key), ()
+        if kept := cache.load(folder, key):
+            return kept, notes, time.perf_counter() - began
     except cache.DamagedEntry as e:
-        return None, (f"a kept program, {folder / str(e)}; it was compiled anew",)
+        notes.append(f"a kept program, {folder / str(e)}; it was compiled anew")
+    made = _compile(program, request, environment, timeout_s)
+    cache.store(folder, key, made)
+    return made, notes, None
 
 
 def _compile(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -26,9 +25,9 @@ from meshkit.lint.contract import (
 )
 from meshkit.lint.findings import Finding, apply_allow_list, finding_lines
 from meshkit.lint.placements import Subject, lint
-from meshkit.sharding.constrain import Activation, record_activations
+from meshkit.sharding.constrain import record_activations
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
-from meshkit.sharding.resolve import STATES, Placed, placements, placements_by_state
+from meshkit.sharding.resolve import STATES, placements, placements_by_state
 from meshkit.sharding.strategy import BYTES_OF, StageRuns, Strategy, make_weights
 from meshkit.step.program import local_bytes
 from meshkit.step.train_step import TrainProgram
@@ -51,16 +50,6 @@ class Examined:
     experiment: Experiment
     subject: Subject  # placements and rules
     strategy: Strategy  # what the compiled step may communicate
-
-    @property
-    def parameters(self) -> Sequence[Placed]:
-        """Parameters of the model, as placed."""
-        return self.subject.parameters
-
-    @property
-    def activations(self) -> Sequence[Activation]:
-        """Activations as the model constrained them, each once."""
-        return self.subject.activations
 
     def lint(self) -> Lint:
         """Findings of rules, parameters and activations."""

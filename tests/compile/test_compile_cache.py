@@ -65,7 +65,7 @@ def test_jax_is_left_as_it_was(root):
     assert [p for p in root.rglob("*") if p.is_file()] == []
 
 
-def test_the_function_of_jax_that_is_replaced_is_as_expected():
+def test_the_function_of_jax_that_is_replaced_is_as_expected(root):
     """Else processes beyond the first would compile again on CPUs, silently."""
     from meshkit.compile.compile_cache import _WRITE_ARGUMENTS
 

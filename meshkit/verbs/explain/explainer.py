@@ -121,10 +121,10 @@ def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
         experiment=experiment.name,
         mesh=tuple(row.model_dump() for row in mesh_part(experiment.mesh.placement(experiment.cluster))),
         rules=experiment.rules.to_dict(),
-        parameters=tuple(_placed(p, examined.subject, p.path, p.rule) for p in examined.parameters),
+        parameters=tuple(_placed(p, examined.subject, p.path, p.rule) for p in examined.subject.parameters),
         activations=tuple(
             _placed(a, examined.subject, " ".join(x or "-" for x in a.logical_axes), "logical")
-            for a in examined.activations
+            for a in examined.subject.activations
         ),
         parameters_bytes_per_gpu=facts.parameters_bytes,
         optimizer_bytes_per_gpu=facts.optimizer_bytes,
