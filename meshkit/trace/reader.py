@@ -118,7 +118,7 @@ class _Reader:
         namesakes = {label.program for label in labels if label.module == self.program.module}
         facts.namesakes = max(facts.namesakes, len(namesakes))
         classes = self.classifier.classify(labels)
-        clock_s = self.instances.process(file.process, operations.clock_ns)
+        clock_s = self.instances.begin(file.process, operations.clock_ns)
         for device in sorted(file.devices.values()):
             if device in operations.devices:
                 self._device(device, operations.devices[device], classes, clock_s)
@@ -169,8 +169,7 @@ class _Reader:
 
     def _add(self, step: DeviceStep, run: int, own: np.ndarray, starts_at_s: float) -> None:
         swept = sweep(step, len(self.collectives), self.rows)
-        entry = len(self.steps)
-        self.instances.add(entry, step, own, starts_at_s)
+        self.instances.add(step, own, starts_at_s)
         self._count_communication(step)
         key = step.step if run == -1 else run
         known = [self.kernels[key]] if key in self.kernels else []
@@ -197,15 +196,13 @@ class _Reader:
         numbers = _numbers(self.steps, self.runs)
         keep = _in_common(self.steps, numbers, self.facts)
         skew = measure_skew(self.instances, self.collectives, self.program.groups, self.steps, numbers, keep)
-        steps, sweeps = [], []
+        steps, sweeps, n = [], [], len(self.collectives)
+        owners = self.instances.by_step(self.instances.columns()[1])
         for entry in np.flatnonzero(keep).tolist():
-            step = replace(self.steps[entry], step=first_step + int(numbers[entry]))
-            swept, transfer = self.sweeps[entry], skew.transfer_of(entry)
-            if transfer is not None:
-                owner = self.instances.collective_of(entry)
-                owner = np.where(owner < 0, len(self.collectives), owner)
-                total = np.bincount(owner, weights=transfer, minlength=len(self.collectives) + 1)
-                swept = replace(swept, transfer_s=total)
+            step, swept = replace(self.steps[entry], step=first_step + int(numbers[entry])), self.sweeps[entry]
+            if skew.transfers:
+                transfer, owner = skew.transfers[entry], np.where(owners[entry] < 0, n, owners[entry])
+                swept = replace(swept, transfer_s=np.bincount(owner, weights=transfer, minlength=n + 1))
                 step = replace(step, transfer_s=transfer) if len(step.communication) else step
             steps.append(step)
             sweeps.append(swept)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,24 +37,21 @@ class Instances:
     """The communication of every device step, in order: which collective, its k-th time, from when to when."""
 
     def __init__(self) -> None:
+        self.clock_ns: dict[int, int | None] = {}  # process -> when its clock reads zero
+        self.process: list[int] = []  # of each device step
         self._columns: list[tuple[np.ndarray, ...]] = []
         self._bounds = [0]
-        self._clock_ns: dict[int, int | None] = {}
-        self._current = 0
-        self._process: list[int] = []
 
-    def process(self, number: int, clock_ns: int | None) -> float:
+    def begin(self, process: int, clock_ns: int | None) -> float:
         """Begins a process; returns when its clock reads zero, in seconds after the first process's does."""
-        self._clock_ns[number] = clock_ns
-        self._current = number
-        first = next(iter(self._clock_ns.values()))
+        self.clock_ns[process] = clock_ns
+        first = next(iter(self.clock_ns.values()))
         return (clock_ns - first) * 1e-9 if clock_ns is not None and first is not None else 0.0
 
-    def add(self, entry: int, step: DeviceStep, own: np.ndarray, starts_at_s: float) -> None:
-        """Adds the communication of one device step.
+    def add(self, step: DeviceStep, own: np.ndarray, starts_at_s: float) -> None:
+        """Adds the communication of the next device step, of the process that was begun last.
 
         Args:
-            entry: number of the device step.
             step: its spans.
             own: [m] whether a communication span began in this step, and not in the one before.
             starts_at_s: start of the step's window.
@@ -62,11 +59,11 @@ class Instances:
         start, end = step.communication[:, 0], step.communication[:, 1]
         inside = np.clip(end, *step.window) - np.clip(start, *step.window)
         occurrence = np.where(own & (step.collective >= 0), _occurrence(step.collective, start, own), -1)
-        entries = np.full(len(start), entry, np.int32)
+        entries = np.full(len(start), len(self.process), np.int32)
         self._columns.append((entries, step.collective.astype(np.int32), occurrence.astype(np.int32),
                               start + starts_at_s, end + starts_at_s, inside))  # fmt: skip
         self._bounds.append(self._bounds[-1] + len(start))
-        self._process.append(self._current)
+        self.process.append(next(reversed(self.clock_ns)))
 
     def columns(self) -> tuple[np.ndarray, ...]:
         """Entry, collective, occurrence (-1: none), start_s, end_s, and seconds inside the step's window."""
@@ -76,22 +73,9 @@ class Instances:
             self._columns = [tuple(np.concatenate(c) for c in zip(*self._columns))]
         return self._columns[0]
 
-    def slice_of(self, entry: int) -> slice:
-        """Where the instances of one device step are."""
-        return slice(self._bounds[entry], self._bounds[entry + 1])
-
-    def collective_of(self, entry: int) -> np.ndarray:
-        """[m] collective of each communication span of one device step; -1 for unmapped ones."""
-        return self.columns()[1][self.slice_of(entry)]
-
-    def process_of(self) -> np.ndarray:
-        """[entries] the process of each device step."""
-        return np.array(self._process, np.int64)
-
-    @property
-    def processes(self) -> int:
-        """How many there are."""
-        return len(self._clock_ns)
+    def by_step(self, column: np.ndarray) -> list[np.ndarray]:
+        """A column, cut into the device steps."""
+        return np.split(column, self._bounds[1:-1])
 
 
 @dataclass(frozen=True)
@@ -116,14 +100,8 @@ class Skew:
     wait_clock_free_s: float | None = None  # all added up
     wait_clocked_s: float | None = None
     stragglers: tuple[Straggler, ...] = ()  # the device that caused the most waiting first
-    transfer_s: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    _slices: tuple[slice, ...] = ()
-
-    def transfer_of(self, entry: int) -> np.ndarray | None:
-        """[m] seconds of each communication span of a device step that moved data, NaN where unknown; None for all."""
-        if not len(self.transfer_s):
-            return None
-        return self.transfer_s[self._slices[entry]]
+    transfers: Sequence[np.ndarray] = ()
+    """[m] seconds of each communication span of every device step that moved data, NaN where unknown; empty for all."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +139,8 @@ def measure_skew(
     judged, permutes = _group(collectives, groups, collective, device, numbers[entry], occurrence, usable)
     free, clocked = np.full(len(entry), np.nan), np.full(len(entry), np.nan)
     duration = end - start
-    process = instances.process_of()[entry]
-    clocks = align(judged.instance, process[judged.row], end[judged.row]) if instances.processes > 1 else None
+    process = np.array(instances.process, np.int64)[entry]
+    clocks = align(judged.instance, process[judged.row], end[judged.row]) if len(instances.clock_ns) > 1 else None
     if clocks is not None:
         start = start - clocks.ahead_s(process, start)
     for rows, peers in ((judged.row, judged.instance), *permutes):
@@ -179,12 +157,12 @@ def measure_skew(
         return Skew(clocks=clocks)
     waits = free[known & (free > 0)]
     median = float(np.median(waits)) if len(waits) else 0.0
-    residual = None if clocks is None else clocks.residual_s
-    good = residual is not None and _clocks_are_good(residual, median, float(np.median(duration[known])))
-    method = "clocked" if clocks is None or good else "clock_free"
+    # aligned clocks can tell who came last, or are wrong by too little of a collective to matter
+    most = max(_MOST_RESIDUAL * median, _LEAST_RESIDUAL * float(np.median(duration[known])))
+    good = clocks is None or (clocks.residual_s is not None and clocks.residual_s <= most)
+    method = "clocked" if good else "clock_free"
     wait = clocked if method == "clocked" else free
     share = np.divide(inside, duration, out=np.zeros_like(inside), where=duration > 0)
-    transfer = np.where(known, (duration - wait) * share, np.nan)
     late = -duration if method == "clock_free" else start
     return Skew(
         method=method,
@@ -194,14 +172,8 @@ def measure_skew(
         wait_clock_free_s=float(free[known].sum()),
         wait_clocked_s=float(clocked[known].sum()),
         stragglers=_stragglers(judged, device, process, wait, late),
-        transfer_s=transfer,
-        _slices=tuple(instances.slice_of(i) for i in range(len(steps))),
+        transfers=instances.by_step(np.where(known, (duration - wait) * share, np.nan)),
     )
-
-
-def _clocks_are_good(residual_s: float, median_wait_s: float, median_s: float) -> bool:
-    """Whether aligned clocks can tell who came last, or are wrong by too little of a collective to matter."""
-    return residual_s <= max(_MOST_RESIDUAL * median_wait_s, _LEAST_RESIDUAL * median_s)
 
 
 def _occurrence(collective: np.ndarray, start: np.ndarray, own: np.ndarray) -> np.ndarray:
