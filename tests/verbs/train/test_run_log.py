@@ -1,15 +1,17 @@
 """What a run says of its steps: captured ones get what was measured; nothing that fails reaches training."""
 
+import io
 import json
 import threading
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from meshkit.report.schema import CommunicationPart, Report, StepPart, StepSample, WindowPart
 from meshkit.runs.metrics import read_metrics
 from meshkit.verbs.train import run_log
-from meshkit.verbs.train.run_log import RunLog, metrics_of
+from meshkit.verbs.train.run_log import RunLog, StepProgress, metrics_of
 
 
 def sample(step, exposed_s):
@@ -124,3 +126,11 @@ def test_of_several_processes_one_that_fails_waits_for_no_measurement(log, monke
         finally:
             log.close()
     assert asked == [run_log._MEASURE_S if waits else 0]
+
+
+def test_brackets_are_no_markup():
+    out = io.StringIO()
+    progress = StepProgress(Console(file=out, width=80), 10, enabled=True)
+    for text in ("resuming runs/[/x] after step 3", "[red]", "KeyError: '[/bold]'"):
+        progress.say(text)
+    assert out.getvalue().splitlines() == ["resuming runs/[/x] after step 3", "[red]", "KeyError: '[/bold]'"]

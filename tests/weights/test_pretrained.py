@@ -20,11 +20,11 @@ from meshkit.verbs.checkpoint.store import CheckpointStore
 from meshkit.verbs.train import trainer
 from meshkit.weights import pretrained
 from meshkit.weights.files import write_weights
-from tests.verbs.checkpoint.weight_files import (
+from tests.weights.weight_files import (
     assert_same_bits,
 )
 
-EXPERIMENT = Path(__file__).parents[3] / "configs" / "experiments" / "llama_debug_cpu.toml"
+EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 TINY = [
     *("model.layers=1", "model.embed=16", "model.mlp=24", "model.heads=4", "model.kv_heads=2", "model.head_dim=8"),
     *("train.global_batch=8", "train.sequence_length=16", "train.steps=1", "profile.steps="),

@@ -12,7 +12,7 @@ from flax import nnx
 
 from meshkit.errors import ConfigError
 from meshkit.weights.files import read_weights, write_weights
-from tests.verbs.checkpoint.weight_files import (
+from tests.weights.weight_files import (
     assert_same_bits,
     describe,
     fill,

@@ -18,7 +18,7 @@ from meshkit.weights.files import read_weights, write_weights
 from meshkit.weights.folder import open_file
 from meshkit.weights.layout import Layout, Row
 from models import hf
-from tests.verbs.checkpoint.weight_files import (
+from tests.weights.weight_files import (
     MOE,
     abstract,
     assert_same_bits,
