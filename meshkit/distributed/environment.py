@@ -17,13 +17,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshkit.distributed.mtls import MTLS
 from meshkit.errors import ConfigError
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "MESHKIT_COORDINATOR", "MESHKIT_NUM_PROCESSES", "MESHKIT_PROCESS_ID"
 LOCAL_DEVICE_IDS, ATTEMPT = "MESHKIT_LOCAL_DEVICE_IDS", "MESHKIT_ATTEMPT"
 CONTRACT = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICE_IDS, ATTEMPT)
-JOIN_TIMEOUT = "MESHKIT_JOIN_TIMEOUT"
+JOIN_TIMEOUT, MTLS = "MESHKIT_JOIN_TIMEOUT", "MESHKIT_MTLS"
 
 # Above Linux's ephemeral ports (32768 to 60999), where a port that is free now is not given to another connection.
 FIRST_PORT, NUM_PORTS = 61000, 4000

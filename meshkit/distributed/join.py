@@ -17,6 +17,7 @@ import jax
 
 from meshkit.distributed.agreement import jax_runtime
 from meshkit.distributed.environment import (
+    MTLS,
     NUM_PROCESSES,
     PROCESS_ID,
     Gang,
@@ -24,7 +25,7 @@ from meshkit.distributed.environment import (
     read_gang,
     split_address,
 )
-from meshkit.distributed.mtls import MTLS, Certificates, read_certificates
+from meshkit.distributed.mtls import Certificates, read_certificates
 from meshkit.distributed.roll_call import call_roll, wait_for_name
 from meshkit.errors import ConfigError, RunError
 from meshkit.redaction import redact_streams

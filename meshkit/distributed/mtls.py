@@ -14,9 +14,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshkit.distributed.environment import MTLS
 from meshkit.errors import ConfigError
 
-MTLS = "MESHKIT_MTLS"
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "certificate.pem", "key.pem"
 FILES = (CA_FILE, CERTIFICATE_FILE, KEY_FILE)
 MAKE_HINT = "meshkit launch certificates DIR --host NAME, on a file system that all hosts share"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 
-from meshkit.distributed.mtls import MTLS
+from meshkit.distributed.environment import MTLS
 from meshkit.errors import ConfigError
 from meshkit.verbs.launch.job import SAVE_S, Job
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
-from meshkit.distributed.environment import ATTEMPT, COORDINATOR, FIRST_PORT, NUM_PROCESSES, PROCESS_ID
-from meshkit.distributed.mtls import FILES, MTLS
+from meshkit.distributed.environment import ATTEMPT, COORDINATOR, FIRST_PORT, MTLS, NUM_PROCESSES, PROCESS_ID
+from meshkit.distributed.mtls import FILES
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.launch.certificates import make_certificates
 from meshkit.verbs.launch.job import SAVE_S, Job, submit
