@@ -141,15 +141,10 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 class RefusedOption(Exception):
-    """XLA refuses an option that the user set.
-
-    Attributes:
-        name: of the option.
-        reason: XLA's, in one line.
-    """
+    """XLA refuses an option that the user set."""
 
     def __init__(self, name: str, reason: str):
-        self.name, self.reason = name, reason
+        self.name, self.reason = name, reason  # XLA's, in one line
         super().__init__(f"{name}: {reason}")
 
 
@@ -230,13 +225,6 @@ def known_options() -> set[str]:
 
 
 def _names_in(library: Path) -> set[str]:
-    """Mapped and searched for the prefix alone: the library is some hundred megabytes."""
-    names: set[str] = set()
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        position = content.find(b"xla_")
-        while position >= 0:
-            found = _NAME.match(content[position : position + 100])
-            if found and not (position and content[position - 1 : position].isalnum()):
-                names.add(found[0].decode())
-            position = content.find(b"xla_", position + 4)
-    return names
+        found = _NAME.finditer(content)
+        return {m[0].decode() for m in found if not content[max(0, m.start() - 1) : m.start()].isalnum()}
