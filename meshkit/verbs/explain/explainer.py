@@ -158,12 +158,14 @@ def _collective(row: Explained) -> CollectivePart:
 
 
 def _placement(made: Plan, experiment: Experiment) -> PlacementPart:
+    """The best assignment of the mesh's axes to links, by what the planned step moves."""
     best = propose(made.report, experiment.mesh, experiment.cluster)
     seconds = {"communication_now_s": best.seconds_now, "communication_proposed_s": best.seconds_proposed}
     return PlacementPart.of(best, **seconds)
 
 
 def _placed(array: Placed | Activation, subject: Subject, path: str, rule: str) -> PlacedPart:
+    """One array as explain lists it."""
     total = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
     shards = subject.pieces(axis for axes in array.spec for axis in axes)
     return PlacedPart.of(array, path=path, rule=rule, shards=shards, bytes=total, bytes_per_gpu=total // shards)

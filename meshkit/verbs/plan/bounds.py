@@ -295,6 +295,7 @@ class Bounds:
         return {"weights": weights, "activations": activations}
 
     def _price(self, payload: _Payload, mesh: MeshSpec) -> float:
+        """Seconds of one collective on a mesh."""
         return self._prices.seconds(payload.collective, payload.bytes, group_shape(payload.axes, mesh))
 
 
@@ -338,12 +339,15 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Payload:
+    """A collective over whole mesh axes; `bytes` of its operand, of an all-gather its result."""
+
     collective: str
     axes: tuple[str, ...]
     bytes: float
 
 
 def _abstract(mesh: MeshSpec) -> Any:
+    """A mesh without devices: what placements need to know of one."""
     return AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
 
 
@@ -354,7 +358,7 @@ def _work(model: ModelDescription, experiment: Experiment) -> tuple[int, float]:
     params = [leaf for leaf in jax.tree.leaves(model.params) if hasattr(leaf, "shape")]
     flops = count_model_flops(made, params, tokens, experiment.train.sequence_length)
     layers = made.attention_shape()[0] if hasattr(made, "attention_shape") else 0  # pyright: ignore
-    return layers, flops.model_flops_causal
+    return layers, flops.model_flops_causal or 0.0
 
 
 def _token_axes(variant: Experiment) -> tuple[str, ...]:
@@ -365,10 +369,12 @@ def _token_axes(variant: Experiment) -> tuple[str, ...]:
 
 
 def _local(leaf: Placed, sizes: Mapping[str, int], without: Sequence[str] = ()) -> float:
+    """Elements of an array on one GPU, were it not cut over the axes in `without`."""
     return math.prod(leaf.shape) / math.prod(sizes[a] for axes in leaf.spec for a in axes if a not in without)
 
 
 def _state_bytes(places: Mapping[str, Sequence[Placed]], sizes: Mapping[str, int], variant: Experiment) -> float:
+    """fp32 parameters and the moments of the optimizer on one GPU; what waits in host memory is none of it."""
     optimizer = variant.optimizer
     moments = 0 if optimizer.memory == "host" else 4 + _BYTES[optimizer.dtype]
     state = 4 * sum(_local(leaf, sizes) for leaf in places["parameters"])

@@ -49,6 +49,8 @@ def plan(
     Compiles the real training step with XLA:GPU and predicts step time, MFU, memory, and communication per axis, link
     and collective, overlapped and exposed. Where it does not fit, the cheapest changes with which it does.
     """
+    import resource
+
     from meshkit.compile.store import cache_off
     from meshkit.config.experiment import load
     from meshkit.report.folder import write_folder
@@ -94,6 +96,7 @@ def plan(
 
 
 def _with_remedies(report: Any, experiment: Path, set_: list[str], jobs: int | None) -> Any:
+    """The report with the changes by which the step fits, each compiled."""
     from meshkit.verbs.plan.remedies import TRIES, find_remedies
 
     compiled: list[Any] = []
@@ -107,6 +110,7 @@ def _with_remedies(report: Any, experiment: Path, set_: list[str], jobs: int | N
 def _sweep(
     experiment: Path, set_: list[str], sweep: str, scaling: str, out: Path | None, as_json: bool, jobs: int | None
 ) -> None:
+    """Plans, prints and writes the sizes of `--sweep`."""
     from meshkit.verbs.plan.scaling import SCALING_FILE, scale
     from meshkit.verbs.plan.scaling_views import render, write_scaling_html
 

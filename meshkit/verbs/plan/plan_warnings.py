@@ -71,6 +71,7 @@ _NOTES = {
 
 
 def _finding_warning(finding: Finding) -> Warning_:
+    """A finding of the lint as a warning of the report."""
     hint = f"; {finding.hint}" if finding.hint else ""
     return Warning_(code=finding.code, message=f"{finding.severity}: {finding.message}{hint}")
 
@@ -172,6 +173,7 @@ def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cl
 
 
 def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, each: int) -> list[Warning_]:
+    """What was assumed of single instructions, what the compiler said, and by how much the step is too large."""
     seconds = unpriced_seconds(simulation, steps=each)
     found = [
         Warning_(code=kind.replace(" ", "_"), message=f"{_NOTES.get(kind, kind)}: {', '.join(names[:5])}"

@@ -95,6 +95,7 @@ def plan_experiment(experiment: Experiment) -> Plan:
 
 
 def _plan_experiment(experiment: Experiment) -> Plan:
+    """The work of `plan_experiment`, without a frame of its caller below it."""
     _check_has_gpus(experiment.cluster)
     program = absent_step(experiment)
     return make_plan(
@@ -223,6 +224,7 @@ def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None
 
 
 def _check_has_gpus(cluster: Cluster) -> None:
+    """Stops where there is nothing to predict: on a cluster of CPUs."""
     if cluster.is_cpu:
         raise ConfigError(
             f"cluster '{cluster.name}' has no GPUs, and plan predicts GPUs.",
@@ -231,6 +233,7 @@ def _check_has_gpus(cluster: Cluster) -> None:
 
 
 def _described(mesh: DescribedMesh | jax.sharding.Mesh, cluster: Cluster) -> DescribedMesh:
+    """The mesh with the cluster's described GPUs in its places; of attached devices only the shape counts."""
     if mesh.devices.size != cluster.num_gpus:
         raise ConfigError(
             f"the mesh has {mesh.devices.size} devices, but cluster '{cluster.name}' has {cluster.num_gpus} GPUs.",

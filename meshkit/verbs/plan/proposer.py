@@ -126,6 +126,7 @@ def _divisors(n: int) -> Iterator[int]:
 
 
 def _check_mesh(report: Report, mesh: MeshSpec) -> None:
+    """Stops where a report is of another mesh; one without rows of its mesh is taken as it is."""
     sizes = {axis.axis: axis.size for axis in report.mesh}
     expected = dict(zip(mesh.axis_names, mesh.shape))
     if sizes and sizes != expected:
@@ -133,6 +134,7 @@ def _check_mesh(report: Report, mesh: MeshSpec) -> None:
 
 
 def _check_axes(rows: Sequence[Traffic], mesh: MeshSpec) -> None:
+    """Stops at traffic over an axis that the mesh has not."""
     for name in {name for row in rows if row.shape is None for name in row.axes} - set(mesh.axis_names):
         raise ConfigError(
             f"there is traffic over axis '{name}', which the mesh has not.", hint="the mesh of the report"
@@ -168,15 +170,18 @@ def group_shape(axes: Sequence[str], mesh: MeshSpec) -> Shape:
 
 
 def _row_seconds(row: Traffic, mesh: MeshSpec, prices: CollectivePrices) -> float:
+    """Seconds of all collectives of a row, one after the other."""
     shape = row.shape or group_shape(row.axes, mesh)
     return row.count * prices.seconds(row.collective, row.payload_bytes, shape)
 
 
 def _changes(now: MeshSpec, other: MeshSpec) -> tuple[str, ...]:
+    """Names of the axes whose factors differ."""
     return tuple(old.name for old, new in zip(now.axes, other.axes) if old != new)
 
 
 def _why_not(assignments: int, seconds: float, cluster: Cluster) -> str:
+    """Why the mesh is best as it is, in one sentence."""
     if assignments == 1:
         domains = cluster.num_nvlink_domains
         where = f"{domains} NVLink domain{'s' if domains > 1 else ''} of {cluster.gpus_used_per_domain} GPUs"
@@ -213,6 +218,7 @@ def _why(
 
 
 def _where(before: Shape, after: Shape) -> str:
+    """How a group comes to lie, as words behind `would`."""
     if after[1] == 1 < before[1]:
         return f"stay inside an NVLink domain instead of crossing {before[1]}"
     if before[1] != after[1]:

@@ -101,6 +101,7 @@ def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
 
 
 def _single_changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
+    """Changes of one thing each, the mildest of each kind first."""
     train, optimizer = experiment.train, experiment.optimizer
     if experiment.pipeline.axis is not None and experiment.pipeline.residuals == "stash":
         yield Change("remat", "keep the inputs of chunks, run each again", ('pipeline.residuals="recompute"',))
@@ -164,12 +165,14 @@ def _larger_axes(experiment: Experiment, space) -> Iterator[Change]:
 
 
 def _grows_only(now: dict[str, int], then: dict[str, int], name: str) -> bool:
+    """Whether an axis grows by what the axes that it may take from lose, and all others stay."""
     grown = then.get(name, 1) > now.get(name, 1)
     taken = ("data",) if name == "fsdp" else ("data", "fsdp")
     return grown and all(then.get(n, 1) == now.get(n, 1) for n in {*now, *then} - {name, *taken})
 
 
 def _may_fit(path: str | Path, overrides: Sequence[str], change: Change, bounds: Bounds) -> bool:
+    """Whether the closed forms leave room for the experiment with a change; False also where it cannot be loaded."""
     try:
         experiment = load(path, (*overrides, *change.settings))
         return bounds.of(experiment).needed_bytes <= pool_bytes(experiment)
@@ -200,6 +203,7 @@ def remedies_table(report: Report) -> Table:
 
 
 def _part(change: Change, outcome: Outcome) -> RemedyPart:
+    """A change that fits, with what its compile has shown, for the report."""
     return RemedyPart(
         settings=change.settings,
         what=change.what,

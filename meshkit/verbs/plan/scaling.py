@@ -129,6 +129,7 @@ def growing_axis(experiment: Experiment) -> MeshAxis:
 
 
 def _size(experiment: Experiment, axis: MeshAxis, what: str, number: int, kind: Kind) -> Size:
+    """One size: the cluster, the mesh with its growing axis, and the batch."""
     cluster = experiment.cluster
     target = _cluster_of(cluster, what, number)
     inside = _grown(experiment, axis, "nvlink", target.gpus_used_per_domain)
@@ -220,6 +221,7 @@ def scale(
 
 
 def _points(sizes: Sequence[Size], found: dict[tuple[str, ...], Outcome]) -> tuple[ScalingPoint, ...]:
+    """The sizes with their outcomes, held against the smallest that has one."""
     rates = {s: found[s.settings].tokens_per_s_per_gpu for s in sizes}
     first = next(((s, rate) for s in sizes if (rate := rates[s])), None)
     points = []

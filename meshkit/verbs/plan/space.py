@@ -250,6 +250,7 @@ def _option_sets(experiment: Experiment) -> list[Options]:
 
 
 def _preset(experiment: Experiment) -> str | None:
+    """The preset that the file's rules begin with; None where they name none."""
     rules = experiment.document.table.get("rules", {}) if experiment.document else {}
     name = rules.get("preset") if isinstance(rules, Mapping) else None
     return name if isinstance(name, str) and name in PRESETS else None
@@ -311,6 +312,7 @@ def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _plain(remat: Any) -> Any:
+    """A policy of `train.remat` as TOML has it."""
     if isinstance(remat, RematMix):
         return remat.to_dict()
     return list(remat) if isinstance(remat, tuple) else remat

@@ -98,6 +98,7 @@ class Workers:
             self._log.close()
 
     def _serve(self, index: int) -> None:
+        """Answers requests with the process of one thread, started again after it died."""
         while (settings := self._requests.get()) is not None and not self._closing:
             process = self._processes.get(index) or self._start(index)
             try:
@@ -113,6 +114,7 @@ class Workers:
             _end(process)
 
     def _start(self, index: int) -> subprocess.Popen:
+        """A planning process that imports from where this one does."""
         environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         command = [sys.executable, *COMMAND]
         pipe = subprocess.PIPE
@@ -122,6 +124,7 @@ class Workers:
         return process
 
     def _lost(self, index: int, settings: Settings) -> Outcome:
+        """The outcome of a variant whose process died."""
         code = _end(self._processes.pop(index))
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return Outcome(settings=settings, status="error", error=f"the planning process died ({how}).")

@@ -70,8 +70,9 @@ class Candidate:
 
 @dataclass
 class Pruned:
-    """How many variants each rule took away."""
+    """How many variants there were, and how many of them each rule took away."""
 
+    variants: int = 0
     counts: Counter = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
@@ -95,6 +96,7 @@ def candidates(
     meshes: dict[tuple[MeshSpec, bool], Experiment | ConfigError] = {}
     for number, variant in enumerate(space.variants()):
         progress(number)
+        pruned.variants += 1
         settings = functools.partial(space.settings, variant)
         place = variant.mesh, variant.stages is None
         if place not in meshes:
@@ -179,6 +181,7 @@ class Journal:
         self._append(outcome.model_dump_json())
 
     def _append(self, line: str) -> None:
+        """Writes one line whole, and waits until it is on disk."""
         if self._path is None:
             return
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -189,6 +192,7 @@ class Journal:
             os.close(descriptor)
 
     def _read(self, path: Path, header: Mapping[str, str]) -> None:
+        """Takes the outcomes of earlier runs, but for errors; cuts off a torn last line."""
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
@@ -217,6 +221,7 @@ class Journal:
 
 
 def _header(experiment: Experiment) -> dict[str, str]:
+    """What a journal is of: the resolved experiment, its calibration, and the versions that plan it."""
     versions = {name: metadata.version(name) for name in ("meshkit", "jax", "jaxlib")}
     text = experiment.to_toml()
     if experiment.cluster.calibration is not None:
@@ -322,6 +327,7 @@ class Search:
         return known is not None
 
     def _keep(self, outcome: Outcome) -> None:
+        """Notes an outcome; one that is the best so far rules out all that must be slower."""
         self._done[outcome.settings] = outcome
         candidate = self._known.get(outcome.settings)
         if candidate and outcome.time_s and candidate.bound.estimate_s:

@@ -105,6 +105,7 @@ def pareto(outcomes: Sequence[Outcome]) -> tuple[int, ...]:
 
 
 def _costs(outcome: Outcome) -> tuple[float, int, int]:
+    """What an outcome is judged by, less of each being better: seconds, memory, GPUs."""
     return outcome.time_s or 0.0, outcome.peak_bytes or 0, outcome.num_gpus or 0
 
 
@@ -164,10 +165,12 @@ def _is_reason(part: DifferencePart, step: float, largest: float) -> bool:
 
 
 def _is_gone(part: DifferencePart) -> bool:
+    """Whether a row of exposed communication is nearly nothing with the winner."""
     return part.name.startswith("exposed") and (part.winner_s or 0.0) < _GONE * (part.base_s or 0.0)
 
 
 def _gpus(base: Outcome, winner: Outcome) -> str:
+    """How many GPUs the winner takes, and GPU seconds a step."""
     seconds = [(o.time_s or 0.0) * (o.num_gpus or 0) for o in (winner, base)]
     return (
         f"{winner.num_gpus} GPUs instead of {base.num_gpus}: a step takes {seconds[0]:,.0f} GPU seconds instead of "
@@ -195,17 +198,20 @@ def _collectives(base: Outcome, winner: Outcome, named: bool) -> list[str]:
 
 
 def _row_name(row: OutcomeRow) -> str:
+    """A row of exposed communication in words, which are its name in `differences`."""
     words = [word for word in (row.collective, row.dtype) if word]
     return f"exposed {' '.join(words)} over {axes_text(row.axes)} on {row.link or '-'}"
 
 
 def _rest(outcome: Outcome) -> float | None:
+    """Seconds of a step in which neither a kernel computes nor a collective is exposed."""
     if outcome.time_s is None or outcome.compute_s is None or outcome.exposed_s is None:
         return None
     return outcome.time_s - outcome.compute_s - outcome.exposed_s
 
 
 def _sentence(part: DifferencePart) -> str:
+    """What became of one quantity."""
     before, after = format_seconds(part.base_s or 0.0), format_seconds(part.winner_s or 0.0)
     if not part.winner_s:
         return f"{part.name} went away: {before}."

@@ -93,7 +93,6 @@ def tune(
     left = sum(1 for c in found if c.settings)
     progress.started(len(found), min(own_share, left + 1) + other_share * len(others))
     searches.append(Search(found, space.base, journal, own_share, pruned))
-    number = sum(1 for _ in space.variants())
     with open_workers(path, overrides, jobs, out / LOG_FILE if out else None) as workers:
         searches[0].run(workers, tell)
         for other, sized in at_sizes.items():
@@ -102,8 +101,7 @@ def tune(
             search = Search(found, space.base, journal, other_share, pruned, searches[0].wrong)
             searches.append(search)
             search.run(workers, tell, base_first=False)
-            number += sum(1 for _ in space.variants())
-    report = _report(loaded, searches, pruned, number, workers.jobs, sizes.objective)
+    report = _report(loaded, searches, pruned, workers.jobs, sizes.objective)
     report = report.model_copy(update={"wall_s": time.perf_counter() - start})
     if out is not None:
         (out / REPORT_FILE).write_text(report.to_json() + "\n", encoding="utf-8")
@@ -186,6 +184,7 @@ def _at_size(path: str, overrides: Sequence[str], own: Experiment, hosts: int) -
 
 
 def _check(experiment: Experiment, budget: int, jobs: int | None, objective: str) -> None:
+    """Stops at an experiment, a budget or an objective that no search can have."""
     if experiment.cluster.is_cpu:
         raise ConfigError(
             f"cluster '{experiment.cluster.name}' has no GPUs, and tune predicts GPUs.",
@@ -206,8 +205,9 @@ def _best(searches: Sequence[Search], objective: str) -> Outcome | None:
 
 
 def _report(
-    experiment: Experiment, searches: Sequence[Search], pruned: Pruned, space: int, jobs: int, objective: str
+    experiment: Experiment, searches: Sequence[Search], pruned: Pruned, jobs: int, objective: str
 ) -> TuneReport:
+    """What all searches found, each at its own size of the cluster."""
     outcomes = [outcome for search in searches for outcome in search.outcomes]
     base, winner = outcomes[0], _best(searches, objective)
     if all(outcome.status == "error" for outcome in outcomes):
@@ -226,7 +226,7 @@ def _report(
         differences=parts,
         outcomes=tuple(outcomes),
         pareto=pareto(outcomes),
-        space=space,
+        space=pruned.variants,
         pruned=pruned.parts(),
         compiled=len(outcomes),
         reused=sum(search.reused for search in searches),
