@@ -10,7 +10,9 @@ closest option there is.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
+import json
 import mmap
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -88,6 +90,12 @@ PLANNERS = (
         since="0.12",  # before, nothing else gives a matmul its tiles: "No supported config found"
     ),
 )
+
+
+def options_hash(options: Mapping[str, Any]) -> str:
+    """Equal for equal options."""
+    text = json.dumps(dict(options), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def planners_options(*, jaxlib: str | None = None) -> dict[str, object]:

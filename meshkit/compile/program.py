@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import re
@@ -36,6 +35,7 @@ from meshkit.compile.options import (
     bytes_at_once,
     left_out_lines,
     option_error,
+    options_hash,
     planners_options,
 )
 from meshkit.compile.preflight import check_compiler, version_of
@@ -107,8 +107,7 @@ class CompiledProgram:
     @property
     def options_hash(self) -> str:
         """Equal for equal options."""
-        text = json.dumps(self.options, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return options_hash(self.options)
 
     @property
     def peak_bytes(self) -> int:

@@ -11,8 +11,6 @@ Each process writes its own files; of a large job some are enough. The trace its
 from __future__ import annotations
 
 import gzip
-import hashlib
-import json
 import shutil
 import socket
 import time
@@ -24,6 +22,7 @@ from typing import Any
 
 import jax
 
+from meshkit.compile.options import options_hash
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
@@ -177,7 +176,7 @@ class Capture:
             first_step=self.first,
             num_steps=self._done,
             partitioner="shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
-            options_hash=_hash(step.options) if step.options else None,
+            options_hash=options_hash(step.options) if step.options else None,
             work=step.facts,
             memory=_memory(mesh.local_devices),
             captured_processes=self._processes,
@@ -220,11 +219,6 @@ def _written_trace(folder: Path, process: int) -> CapturedTrace | None:
         return None
     file = found[0]
     return CapturedTrace(file=str(file.relative_to(folder)), bytes=file.stat().st_size, blake2b=digest(file))
-
-
-def _hash(options: Mapping[str, Any]) -> str:
-    text = json.dumps(dict(options), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _compiled_module(program: Any) -> Any:
