@@ -34,7 +34,7 @@ TINY = [
 def test_a_new_run_starts_from_the_weights_and_a_resumed_one_does_not(tmp_path, monkeypatch):
     begun = []
     monkeypatch.setattr(trainer, "compile_step", lambda *_: CompiledStep(None, {}, 0.0))
-    monkeypatch.setattr(trainer._Run, "_loop", lambda self, state, store, log: begun.append(state))
+    monkeypatch.setattr(trainer._Run, "_loop", lambda self, state: begun.append(state))
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
 
