@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import jax.numpy as jnp
-
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import AutoRule, ShardingRules, path_pattern
 from meshkit.lint.findings import Finding, sort_findings
@@ -59,7 +57,7 @@ class Subject:
     @cached_property
     def cut_by(self) -> frozenset[str]:
         """Mesh axes that cut some parameter."""
-        return frozenset(a for p in self.parameters for axes in p.spec for a in axes)
+        return frozenset().union(*(p.axes for p in self.parameters))
 
     def pieces(self, axes: Iterable[str]) -> int:
         """Number of pieces that axes cut a dim into."""
@@ -67,7 +65,7 @@ class Subject:
 
     def bytes_per_gpu(self, p: Placed) -> int:
         """Bytes of one parameter on one GPU."""
-        return placed_bytes(p) // self.pieces(a for axes in p.spec for a in axes)
+        return p.bytes // self.pieces(p.axes)
 
 
 def lint(subject: Subject) -> list[Finding]:
@@ -76,11 +74,6 @@ def lint(subject: Subject) -> list[Finding]:
         _too_large, _unmatched, _replicated, _uneven, _never_used, _duplicates, _crossing, _idle, _unconstrained
     )  # fmt: skip
     return sort_findings(f for check in checks for f in check(subject))
-
-
-def placed_bytes(p: Placed) -> int:
-    """Bytes of the whole array."""
-    return math.prod(p.shape) * jnp.dtype(p.dtype).itemsize
 
 
 def _too_large(s: Subject) -> Iterator[Finding]:
@@ -111,7 +104,7 @@ def _unmatched(s: Subject) -> Iterator[Finding]:
             severity="warning" if s.cut_by else "note",
             path=p.path,
             message=f"{p.path} {list(p.shape)} has no dim names and no rule is about it, so every GPU holds all of it "
-            f"({format_bytes(placed_bytes(p))})",
+            f"({format_bytes(p.bytes)})",
             hint=_override_hint(s, p),
         )
 
@@ -120,7 +113,7 @@ def _replicated(s: Subject) -> Iterator[Finding]:
     """Large parameters that an axis which cuts the others does not cut."""
     held = sum(s.bytes_per_gpu(p) for p in s.parameters)
     for p in s.parameters:
-        own = {a for axes in p.spec for a in axes}
+        own = p.axes
         each = s.bytes_per_gpu(p)
         if p.rule == "none" or each < max(SMALL_BYTES, _WORTH * held):
             continue
@@ -149,8 +142,7 @@ def _uneven(s: Subject) -> Iterator[Finding]:
         if not a.dropped:
             continue
         wanted = s.rules.spec_for(a.logical_axes, kind="activations")
-        cuts = s.pieces(x for axes in a.spec for x in axes)
-        each = math.prod(a.shape) * jnp.dtype(a.dtype).itemsize / cuts
+        each = a.bytes / s.pieces(a.axes)
         for dim, (axes, kept) in enumerate(zip(wanted, a.spec)):
             if axes == kept:
                 continue
@@ -270,7 +262,7 @@ def _idle(s: Subject) -> Iterator[Finding]:
         a for kind in ("compute", "gradients", "optimizer") for n, axes in getattr(s.rules, kind).items()
         if n in names for a in axes
     }  # fmt: skip
-    cut = s.cut_by | states | {x for a in s.activations for axes in a.spec for x in axes}
+    cut = s.cut_by | states | frozenset().union(*(a.axes for a in s.activations))
     cut = cut | s.deferred
     if not s.activations:  # the step cuts the batch without being asked
         cut = cut | s.roles.batch
@@ -287,7 +279,7 @@ def _idle(s: Subject) -> Iterator[Finding]:
 def _unconstrained(s: Subject) -> Iterator[Finding]:
     """The propagation trap: the partitioner is left to guess every activation from the weights' shards."""
     batch = [a for a in s.spec.axis_names if a in s.roles.batch - s.deferred and s.sizes[a] > 1]
-    if not batch or any(set(batch) <= {x for axes in a.spec for x in axes} for a in s.activations):
+    if not batch or any(a.axes.issuperset(batch) for a in s.activations):
         return
     what = "constrains no activation" if not s.activations else "constrains none of its activations over the batch"
     trapped = s.cut_by & set(batch)
@@ -318,8 +310,7 @@ def _best_cut(s: Subject, p: Placed, axes: Sequence[str]) -> tuple[str, int] | N
 
 def _override_hint(s: Subject, p: Placed) -> str | None:
     """An override that cuts p, ready to be put below [rules]."""
-    own = {a for axes in p.spec for a in axes}
-    candidates = [a for a in s.spec.axis_names if s.sizes[a] > 1 and a not in own]
+    candidates = [a for a in s.spec.axis_names if s.sizes[a] > 1 and a not in p.axes]
     # An axis that cuts other parameters already is gathered anyway; else one that cuts the batch.
     ranked = sorted(candidates, key=lambda a: (a in s.roles.tensor, a not in s.cut_by, -s.sizes[a]))
     best = _best_cut(s, p, ranked)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.rules import ShardingRules
@@ -24,8 +25,26 @@ LogicalAxes = Sequence[str | None]
 Spec = Sequence[Sequence[str]]
 
 
+class Sharded:
+    """An array, and the mesh axes that cut each of its dims."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: tuple[tuple[str, ...], ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Mesh axes that cut it."""
+        return frozenset(axis for axes in self.spec for axis in axes)
+
+
 @dataclass(frozen=True)
-class Activation:
+class Activation(Sharded):
     """One constrained activation, as `explain` lists it."""
 
     logical_axes: tuple[str | None, ...]

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.rules import AutoRule, ShardingRules
 from meshkit.errors import ConfigError
-from meshkit.sharding.constrain import partition_spec, sharding_scope
+from meshkit.sharding.constrain import Sharded, partition_spec, sharding_scope
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.units import format_bytes
 
@@ -29,7 +29,7 @@ STATES = ("parameters", "compute", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
-class Placed:
+class Placed(Sharded):
     """One leaf of a pytree and where the rules put it."""
 
     path: str  # `layers/attention/query/kernel`
@@ -41,7 +41,7 @@ class Placed:
 
     def shards(self, mesh: AnyMesh) -> int:
         """Number of distinct pieces over the mesh."""
-        return math.prod(mesh.shape[a] for axes in self.spec for a in axes)
+        return math.prod(mesh.shape[a] for a in self.axes)
 
 
 def shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "parameters") -> Any:
@@ -157,8 +157,7 @@ def _padding(placed: Placed, dim: int, pieces: int, mesh: AnyMesh) -> str:
     """What it would cost to pad a dim until that many pieces divide it."""
     size = placed.shape[dim]
     padded = -(-size // pieces) * pieces
-    whole = math.prod(placed.shape) * jnp.dtype(placed.dtype).itemsize
-    more = whole / placed.shards(mesh) * (padded - size) / size
+    more = placed.bytes / placed.shards(mesh) * (padded - size) / size
     return f"padded to {padded} it would cost {format_bytes(math.ceil(more))} more a GPU"
 
 

@@ -259,8 +259,8 @@ class Strategy:
     # -- activations
 
     def _tensor(self, over: Axes) -> Iterator[Term]:
-        whole = self._largest(over, lambda a: over.isdisjoint(_cut(a)))
-        limit = max(whole, self._largest(over, lambda a: bool(over & _cut(a))))
+        whole = self._largest(over, lambda a: over.isdisjoint(a.axes))
+        limit = max(whole, self._largest(over, lambda a: bool(over & a.axes)))
         kernels = max(1, sum(w.stack * self._runs(w) for w in self.weights if over & w.everywhere))
         # A kernel that the axis cuts needs one sum: a row-parallel one of its output (once more where that is
         # recomputed), a column-parallel one of its input's gradient. With sequence parallelism a gather goes with
@@ -271,7 +271,7 @@ class Strategy:
         few = 4 * self.tokens
 
         of_weights = {n for w in self.weights for n in (w.size, *self._whole(w, over))}
-        exact = {math.prod(a.shape) // self._ways(_cut(a) - over) for a in self.activations}
+        exact = {math.prod(a.shape) // self._ways(a.axes - over) for a in self.activations}
 
         def within(largest: float) -> Callable[[Payload], bool]:
             return lambda p: p.elements <= largest
@@ -348,7 +348,7 @@ class Strategy:
 
     def _largest(self, over: Axes, wanted: Callable[[Activation], bool], *, default: float | None = None) -> float:
         """Elements of the largest wanted activation on one GPU, whole over some axes; unlimited if none is known."""
-        found = [math.prod(a.shape) / self._ways(_cut(a) - over) for a in self.activations if wanted(a)]
+        found = [math.prod(a.shape) / self._ways(a.axes - over) for a in self.activations if wanted(a)]
         if not found:
             return default if default is not None else 0 if self.activations else math.inf
         return max(found)
@@ -391,13 +391,9 @@ def make_weights(placed: Mapping[str, Sequence[Placed]], roles: AxisRoles) -> li
         by_dim = [frozenset().union(*(s.spec[dim] for s in states)) for dim in range(len(p.shape))]
         experts = {a for name, axes in zip(names, by_dim) if name == "experts" for a in axes}
         stacked = len(p.shape) > 1 and (names[0] == "layers" or not any(names))
-        cuts = {kind: frozenset(a for axes in s.spec for a in axes) for kind, s in zip(STATES, states)}
+        cuts = {kind: s.axes for kind, s in zip(STATES, states)}
         made.append(Weight(p.path, p.shape, names, cuts, roles.tensor | experts, p.shape[0] if stacked else 1))
     return made
-
-
-def _cut(a: Activation) -> Axes:
-    return frozenset(x for axes in a.spec for x in axes)
 
 
 def _names(axes: Iterable[str]) -> str:

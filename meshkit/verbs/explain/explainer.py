@@ -6,12 +6,10 @@ does, to hold its collectives against the strategy and to say which link each me
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-import jax.numpy as jnp
 from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -166,9 +164,8 @@ def _placement(made: Plan, experiment: Experiment) -> PlacementPart:
 
 def _placed(array: Placed | Activation, subject: Subject, path: str, rule: str) -> PlacedPart:
     """One array as explain lists it."""
-    total = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
-    shards = subject.pieces(axis for axes in array.spec for axis in axes)
-    return PlacedPart.of(array, path=path, rule=rule, shards=shards, bytes=total, bytes_per_gpu=total // shards)
+    shards = subject.pieces(array.axes)
+    return PlacedPart.of(array, path=path, rule=rule, shards=shards, bytes_per_gpu=array.bytes // shards)
 
 
 def render(explanation: Explanation) -> RenderableType:
