@@ -14,6 +14,7 @@ from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.coverage import executed_flops, flop_note, kernel_seconds_by_name, rematerialized, unpriced_seconds
 from meshkit.predict.simulate import simulate
 from meshkit.report.schema import MemoryPart
+from meshkit.step.facts import StepFacts
 from meshkit.verbs.plan.plan_warnings import plan_warnings
 
 
@@ -154,7 +155,8 @@ def test_the_plan_says_what_it_costs_and_what_to_try(fits, why, way):
     memory = MemoryPart(fits=fits, peak_bytes=20 * 2**30, margin_bytes=-1, reserved_bytes=1)
     compiled = SimpleNamespace(log=(LOG,), traced_flops=None, chosen=(Option(LIMIT, 115, why),))
     cluster = Cluster.load("dgx_h100")
-    found = {w.code: w for w in plan_warnings(compiled, EMPTY, simulated(), memory, cluster, (), steps=2)}
+    facts = StepFacts(steps_per_call=2)
+    found = {w.code: w for w in plan_warnings(compiled, EMPTY, simulated(), memory, cluster, (), facts)}
     warning = found["xla_rematerialization"]
     assert warning.seconds == pytest.approx(1e-3)  # of each of the two steps
     assert "recomputes 2 kernels, 1.00 ms a step, to keep within the memory (it counts 22.3 GiB)" in warning.message

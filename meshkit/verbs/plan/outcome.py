@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Literal
 
 from meshkit.report.schema import LinkName, Part, Report
@@ -94,15 +95,10 @@ def outcome_of(
 def mesh_text(outcome: Outcome) -> str:
     """`fsdp 4x8 tensor 2`: GPUs in a domain x domains, of each axis."""
     words = []
-    for name, value in outcome.mesh.items():
-        numbers = {"nvlink": "1", "infiniband": "1"}
-        if value.startswith("{"):
-            for part in value.strip("{} ").split(","):
-                link, _, number = part.partition("=")
-                numbers[link.strip()] = number.strip()
-        else:
-            numbers["nvlink"] = value
-        if (numbers["nvlink"], numbers["infiniband"]) != ("1", "1"):
-            across = numbers["infiniband"]
-            words.append(f"{name} {numbers['nvlink']}" + (f"x{across}" if across != "1" else ""))
+    for name, text in outcome.mesh.items():
+        value = tomllib.loads(f"axis = {text}")["axis"]
+        factors = value if isinstance(value, dict) else {"nvlink": value}
+        inside, across = factors.get("nvlink", 1), factors.get("infiniband", 1)
+        if (inside, across) != (1, 1):
+            words.append(f"{name} {inside}" + (f"x{across}" if across != 1 else ""))
     return " ".join(words) or "one GPU"

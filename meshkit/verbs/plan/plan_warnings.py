@@ -23,6 +23,7 @@ from meshkit.predict.coverage import (
 from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_of
 from meshkit.predict.simulate import Simulation
 from meshkit.report.schema import MemoryPart, Warning_
+from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.units import format_bytes, format_rate, format_seconds
 from meshkit.verbs.plan.outcome import HOST_MEMORY_EXCEEDED
 
@@ -34,9 +35,7 @@ def plan_warnings(
     memory: MemoryPart,
     cluster: Cluster,
     findings: Sequence[Finding],
-    *,
-    steps: int = 1,
-    precision: str | None = None,
+    facts: StepFacts = NO_FACTS,
 ) -> list[Warning_]:
     """Everything there is to warn of, what changes the meaning of all numbers first.
 
@@ -45,11 +44,11 @@ def plan_warnings(
         memory: of its report.
         cluster: it is planned for.
         findings: of the lint.
-        steps: training steps that one call of the program makes.
-        precision: of `[train]`, where the program is a training step.
+        facts: the precision of a training step, and how many one call of the program makes.
     """
+    steps = facts.steps_per_call
     return [
-        *_precision_warning(precision, cluster),
+        *_precision_warning(facts.precision, cluster),
         *_calibration_warning(cluster),
         *_flop_warning(compiled, schedule, simulation, cluster, steps),
         *_rematerialization_warning(compiled, simulation, memory, steps),

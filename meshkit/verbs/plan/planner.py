@@ -147,9 +147,8 @@ def make_plan(
         machines=Machines(compiled.placement, cluster, processes_seen=0, processes_expected=cluster.hosts),
         facts=facts,
         instructions=read_instructions(module),
-        warnings=plan_warnings(compiled, schedule, simulation, memory, cluster, findings,
-                               steps=facts.steps_per_call, precision=facts.precision),
-    )  # fmt: skip
+        warnings=plan_warnings(compiled, schedule, simulation, memory, cluster, findings, facts),
+    )
     parts = {
         "memory": memory,
         "program": program_part(compiled, schedule),

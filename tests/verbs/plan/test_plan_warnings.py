@@ -13,6 +13,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Schedule
 from meshkit.report.schema import MemoryPart, Report, StepPart, Warning_, WindowPart
 from meshkit.report.views.words import step_text
+from meshkit.step.facts import StepFacts
 from meshkit.verbs.plan.plan_warnings import plan_warnings
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "a100x4_fsdp_gpu0.csv.gz"
@@ -36,7 +37,7 @@ def warned(*, compute=(), step_s=1.0, cluster="dgx_h100", precision=None, traced
         MemoryPart(fits=True),
         Cluster.load(cluster),
         (),
-        precision=precision,
+        StepFacts(precision=precision),
     )
     return {w.code: w for w in found}
 
