@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 
 from meshkit.config.experiment import Experiment
@@ -46,7 +45,12 @@ def examine(
     results.append(check_xla_flags(env))
     results += check_limits(has_gpus=has_gpus)
     results += check_site()
-    results += check_network(env, several=_is_one_of_several(env))
+    try:
+        gang = read_gang(env)
+        several = gang is not None and gang.num_processes > 1
+    except MeshkitError:  # of which check_variables speaks
+        gang, several = None, True
+    results += check_network(gang, several=several)
     needed_bytes = None
     if experiment is not None:
         result, needed_bytes = check_experiment(experiment)
@@ -79,11 +83,3 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
     if not experiment.checkpoint.every:
         return ok("experiment", f"{text}, of which none is written"), None
     return ok("experiment", text), each * (experiment.checkpoint.keep + 1)
-
-
-def _is_one_of_several(env: Mapping[str, str]) -> bool:
-    try:
-        gang = read_gang(env)
-    except MeshkitError:
-        return True
-    return gang is not None and gang.num_processes > 1

@@ -34,19 +34,15 @@ _CLOCK_S = 1.0
 
 
 def check_network(
-    env: Mapping[str, str], *, several: bool, ports: Path = _PORT_RANGE, reserved: Path = _RESERVED_PORTS
+    gang: Gang | None, *, several: bool, ports: Path = _PORT_RANGE, reserved: Path = _RESERVED_PORTS
 ) -> list[Result]:
     """This machine's name, a port on it, the range of ports that launchers use, its clock, and the certificates.
 
     Args:
-        env: of the process that would train.
-        several: whether it is one of several.
+        gang: the job of the process that would train, if it is part of one.
+        several: whether it is one of several, even where the environment is wrong and `gang` is None.
         ports, reserved: where Linux says from which ports connections get theirs, and which it leaves out.
     """
-    try:
-        gang = read_gang(env)
-    except MeshkitError:  # of which another check speaks
-        gang = None
     found = [_host_name(gang, several), _port(), *_port_range(ports, reserved, several)]
     if gang is not None and gang.num_processes > 1:
         found += [*_coordinator(gang), _certificates(gang)]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from meshkit.distributed.environment import read_gang
 from meshkit.distributed.roll_call import Attendance
 from meshkit.verbs.doctor import network
 from meshkit.verbs.doctor.network import check_clock, check_gang, check_network
@@ -54,7 +55,7 @@ def test_the_kernel_is_asked_about_the_clock():
 def test_ports_that_connections_may_take(tmp_path, ports, reserved, status):
     (tmp_path / "range").write_text(ports + "\n")
     (tmp_path / "reserved").write_text(reserved + "\n")
-    found = check_network({}, several=True, ports=tmp_path / "range", reserved=tmp_path / "reserved")
+    found = check_network(None, several=True, ports=tmp_path / "range", reserved=tmp_path / "reserved")
     worst = [r for r in found if r.check == "ports" and r.status != "ok"]
     assert [r.status for r in worst] == [status] * (status != "ok")
     assert all("ip_local_reserved_ports=61000-64999" in r.hint for r in worst)
@@ -68,12 +69,15 @@ def gang(port, process=0):
 def test_the_coordinators_port(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = wrong(check_network(gang(port), several=True))
+        found = wrong(check_network(read_gang(gang(port)), several=True))
         assert f"process 0 cannot listen on 127.0.0.1:{port}" in found[("coordinator", "error")]
-        assert ("coordinator", "error") not in wrong(check_network(gang(port, 1), several=True))
-    assert ("coordinator", "error") not in wrong(check_network(gang(port), several=True))
+        assert ("coordinator", "error") not in wrong(check_network(read_gang(gang(port, 1)), several=True))
+    assert ("coordinator", "error") not in wrong(check_network(read_gang(gang(port)), several=True))
     monkeypatch.setattr(network, "bind_address", lambda _: None)
-    assert "no address of this machine" in wrong(check_network(gang(port), several=True))[("coordinator", "warning")]
+    assert (
+        "no address of this machine"
+        in wrong(check_network(read_gang(gang(port)), several=True))[("coordinator", "warning")]
+    )
 
 
 def test_a_coordinator_that_nobody_knows(monkeypatch):
@@ -81,14 +85,14 @@ def test_a_coordinator_that_nobody_knows(monkeypatch):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(network.socket, "getaddrinfo", nobody)
-    found = wrong(check_network(gang(1) | {"MESHKIT_COORDINATOR": "gpu7:61000"}, several=True))
+    found = wrong(check_network(read_gang(gang(1) | {"MESHKIT_COORDINATOR": "gpu7:61000"}), several=True))
     assert "knows no host by the name of the coordinator gpu7:61000" in found[("coordinator", "error")]
 
 
 def test_certificates(tmp_path):
-    found = check_network(gang(1, 1), several=True)
+    found = check_network(read_gang(gang(1, 1)), several=True)
     assert "can join or stop the job" in next(r.message for r in found if r.check == "mtls")
-    missing = check_network(gang(1, 1) | {"MESHKIT_MTLS": str(tmp_path)}, several=True)
+    missing = check_network(read_gang(gang(1, 1) | {"MESHKIT_MTLS": str(tmp_path)}), several=True)
     assert "ca.pem cannot be read" in wrong(missing)[("mtls", "error")]
 
 
