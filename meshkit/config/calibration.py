@@ -100,6 +100,7 @@ class Calibration:
             return exact[0] if exact else None
 
         def distance(fit: Fit) -> tuple[float, float, int]:
+            """How far a fit's group is from the one asked for: by size, then by domains, the larger first."""
             size = abs(math.log(fit.group_size / (gpus_per_domain * domains)))
             return round(size, 9), round(abs(math.log(fit.domains / domains)), 9), -fit.group_size
 
@@ -158,6 +159,7 @@ _HEADER = """\
 
 
 def _build(table: Mapping[str, Any]) -> Calibration:
+    """The calibration of a file's tables."""
     if table.get("schema") != SCHEMA:
         raise SpecError(
             "this is no calibration file that this version reads.",
@@ -177,6 +179,7 @@ def _build(table: Mapping[str, Any]) -> Calibration:
 
 
 def _fits(entries: Any) -> tuple[Fit, ...]:
+    """The `[[fit]]` sections."""
     if not isinstance(entries, list):
         raise SpecError(f"fit must be a list of tables, not {kind(entries)}.", key=("fit",), hint="[[fit]] sections")
     fits = tuple(validate(Fit, entry, within=("fit", str(index))) for index, entry in enumerate(entries))
@@ -185,6 +188,7 @@ def _fits(entries: Any) -> tuple[Fit, ...]:
 
 
 def _check_unique(fits: Sequence[Fit]) -> None:
+    """Refuses groups of one GPU, and two fits of one collective over groups of one shape."""
     seen: set[tuple[str, str, int, int]] = set()
     for index, fit in enumerate(fits):
         shape = (fit.link, fit.collective, fit.gpus_per_domain, fit.domains)

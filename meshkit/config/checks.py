@@ -119,6 +119,7 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
 
 
 def _check_captured_steps(table: ExperimentTable) -> None:
+    """Refuses steps that training does not have."""
     if table.profile.steps is None:
         return
     (first, last), key = table.profile.steps, ("profile", "steps")
@@ -132,6 +133,7 @@ def _check_captured_steps(table: ExperimentTable) -> None:
 
 
 def _check_xla_options(options: Mapping[str, Any]) -> None:
+    """Refuses names that are no option of XLA, and values that no option has."""
     for name, value in options.items():
         if not name.startswith("xla_"):
             hint = f"xla_{name.removeprefix('--').removeprefix('xla_')}"
@@ -214,6 +216,7 @@ def _check_pipeline(
 
 
 def _check_pipeline_rules(axis: str, rules: ShardingRules) -> None:
+    """Refuses rules that cut something else over the pipeline's axis, and accumulators that no pipeline cuts."""
     for table in ("logical", "compute", "gradients", "optimizer"):
         for logical, axes in (getattr(rules, table) or {}).items():
             if axis in axes and logical not in ("layers", "vocab"):
@@ -237,6 +240,7 @@ def _check_pipeline_rules(axis: str, rules: ShardingRules) -> None:
 
 
 def _check_schedule(pipeline: PipelineTable, stages: int) -> None:
+    """Refuses virtual stages that the schedule does not have, or that the microbatches do not fill."""
     chunks, microbatches = pipeline.virtual_stages, pipeline.microbatches
     if chunks == 1:
         return

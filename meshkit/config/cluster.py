@@ -231,6 +231,7 @@ def _resolve(table: dict[str, Any], folder: Path, inside: tuple[Path, ...] = ())
 
 
 def _find_calibration(file: str, folder: Path) -> str:
+    """The absolute path of a calibration file, which must be there."""
     path = Path(absolute(file, folder))
     if not path.is_file():
         message = f"there is no calibration file '{_relative(path)}'."
@@ -239,6 +240,7 @@ def _find_calibration(file: str, folder: Path) -> str:
 
 
 def _merge_file(table: dict[str, Any], file: Any, folder: Path, inside: tuple[Path, ...]) -> tuple[dict[str, Any], str]:
+    """The keys of a cluster file with those of `table` over them, and the cluster's name."""
     if not isinstance(file, str):
         raise _refused("file", file, f"cluster.file must be a path, not {kind(file)}.", '"cluster.toml"')
     if "name" in table:
@@ -273,6 +275,7 @@ def _relative(path: Path) -> str:
 
 
 def _build(table: ClusterTable, name: str) -> Cluster:
+    """The cluster of a checked table: what is left out filled in, what does not fit together refused."""
     _check_known("gpu", table.gpu, catalog.gpu_keys(), "GPU")
     if table.nic is not None:
         _check_known("nic", table.nic, catalog.nic_keys(), "NIC")
@@ -299,16 +302,19 @@ def _build(table: ClusterTable, name: str) -> Cluster:
 
 
 def _refused(key: str, value: Any, message: str, hint: str) -> SpecError:
+    """An error about a key of the cluster."""
     return SpecError(message, key=("cluster", key), value=value, hint=hint)
 
 
 def _check_known(key: str, value: str, known: Sequence[str], what: str) -> None:
+    """Refuses a key that the catalog does not have."""
     if value not in known:
         hint = did_you_mean(value, known, what=f"a {what} of the catalog")
         raise _refused(key, value, f"the catalog has no {what} '{value}'.", hint)
 
 
 def _check_domains(cluster: Cluster) -> None:
+    """Refuses domains that hosts do not make, and more GPUs of one than it has."""
     size, per_host, total = cluster.nvlink_domain_size, cluster.gpus_per_host, cluster.hosts * cluster.gpus_per_host
     key, used = "nvlink_domain_size", cluster.gpus_used_per_domain
     if size % per_host and per_host % size:
@@ -324,6 +330,7 @@ def _check_domains(cluster: Cluster) -> None:
 
 
 def _check_scale_up(cluster: Cluster) -> None:
+    """Refuses a fabric that the GPU does not have."""
     gpu, given = cluster.gpu, cluster.scale_up
     if cluster.is_cpu and given != "shared_memory":
         message = f"the scale-up fabric of gpu '{gpu.key}' cannot be '{given}'."
@@ -333,6 +340,7 @@ def _check_scale_up(cluster: Cluster) -> None:
 
 
 def _check_nvlink_switch(cluster: Cluster) -> None:
+    """Refuses a switch that nobody made, and GPUs that without one do not reach each other."""
     gpu, size, per_host = cluster.gpu, cluster.nvlink_domain_size, cluster.gpus_per_host
     key, value = "nvlink_switch", cluster.nvlink_switch
     if value is None:  # what follows is then about the size of the domain
@@ -356,6 +364,7 @@ def _check_nvlink_switch(cluster: Cluster) -> None:
 
 
 def _check_cpu_link(cluster: Cluster) -> None:
+    """Refuses a link that the GPU does not have towards its CPU."""
     given, gpu = cluster.cpu_link, cluster.gpu
     if given in (None, "pcie", gpu.cpu_link):
         return
@@ -370,6 +379,7 @@ def _check_cpu_link(cluster: Cluster) -> None:
 
 
 def _check_scale_out(cluster: Cluster, table: ClusterTable) -> None:
+    """Refuses hosts that nothing connects, and what ports are said to be where there are none."""
     if cluster.nic is not None:
         return
     hosts, per_host = cluster.hosts, cluster.gpus_per_host
@@ -403,6 +413,7 @@ def _scale_out(cluster: Cluster, port: Nic) -> Link:
 
 
 def _nvlink(cluster: Cluster, gpus: int | None) -> Link:
+    """NVLink inside a domain, for a group of that many GPUs; None: all links of a GPU."""
     gpu, latency = cluster.gpu, catalog.fabric("nvlink")
     rate = gpu.nvlink_bytes_per_s * (1 - _cpu_link_of(cluster).nvlinks / gpu.nvlink_links)
     if cluster.has_nvswitch:
@@ -464,14 +475,17 @@ def _gpu_to_nic(cluster: Cluster, *, direct: bool) -> Iterable[Hop]:
 
 
 def _host_memory(cpu: CpuLink, *, passes: int) -> Hop:
+    """Host memory as a hop that each byte crosses so many times."""
     return cpu.host_memory_bytes_per_s / passes, catalog.fabric("host_memory")["memory_achieved"]
 
 
 def _slowest(hops: Iterable[Hop]) -> Hop:
+    """The hop with the lowest sustained rate."""
     return min(hops, key=lambda hop: hop[0] * hop[1])
 
 
 def _latencies(fabric: str) -> tuple[float, float]:
+    """Seconds of one ring step of a large and of a small message."""
     row = catalog.fabric(fabric)
     return row["latency_s"], row["latency_small_s"]
 

@@ -169,6 +169,7 @@ class TomlDocument:
 
 
 def _statement(path: Key, value: str | None) -> str:
+    """A key with its value as the file has it, on one line, cut where it is long."""
     if value is None:
         return f"[{dotted(path)}]"
     value = " ".join(value.split())
@@ -176,6 +177,7 @@ def _statement(path: Key, value: str | None) -> str:
 
 
 def _read_text(path: Path, display: str, what: str) -> str:
+    """The text of a file of a size and kind that somebody writes by hand."""
     try:
         if path.is_dir():
             raise ConfigError(f"the {what} is a folder.", at=display, hint="a file in it that ends in .toml")
@@ -202,6 +204,7 @@ def _read_text(path: Path, display: str, what: str) -> str:
 
 
 def _parse(text: str, display: str, what: str) -> dict[str, Any]:
+    """The tables of a TOML text."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -215,6 +218,7 @@ def _parse(text: str, display: str, what: str) -> dict[str, Any]:
 
 
 def _not_toml(text: str, display: str, what: str, message: str) -> ConfigError:
+    """What is wrong with a text that is no TOML: a key given twice, or what tomllib found on which line."""
     duplicate = find_duplicate(text)
     if duplicate is not None:
         path, first, second = duplicate
@@ -238,6 +242,7 @@ def _not_toml(text: str, display: str, what: str, message: str) -> ConfigError:
 
 
 def _lay(table: dict[str, Any], override: Override, value: Any) -> None:
+    """Puts the value of an override into the table, or removes its key."""
     *parents, last = override.key
     holder: Any = table
     for depth, part in enumerate(parents):
@@ -268,6 +273,7 @@ def _step(holder: Any, part: str, override: Override, depth: int, *, create: boo
 
 
 def _index(holder: list[Any], part: str, override: Override) -> int:
+    """The place in a list that a part of a key names."""
     if part.isascii() and part.isdigit() and len(part) < 6 and int(part) < len(holder):
         return int(part)
     message = f"a list of {len(holder)} entries has no entry '{part}'."
@@ -275,6 +281,7 @@ def _index(holder: list[Any], part: str, override: Override) -> int:
 
 
 def _not_a_table(override: Override, depth: int) -> ConfigError:
+    """An error: a key leads through something that has no keys."""
     key = dotted(override.key[:depth])
     return override.error(f"{key} is not a table, so it has no key '{override.key[depth]}'.", f"--set {key}=...")
 

@@ -21,6 +21,7 @@ def to_toml(table: Mapping[str, Any]) -> str:
     import tomlkit  # takes longer to import than an experiment to load
 
     def fill(section: Any, table: Mapping[str, Any], sections: Sequence[str]) -> Any:
+        """A document or section of tomlkit with the keys of a table in it."""
         for key, item in table.items():
             if key not in sections and item is not None:
                 section.append(tomlkit.key(key), tomlkit.value(inline(item)))
@@ -72,6 +73,7 @@ def _escape(char: str) -> str:
 
 
 def _scalar(value: Any) -> str:
+    """A value that is neither a table nor a list."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -84,6 +86,7 @@ def _scalar(value: Any) -> str:
 
 
 def _is_array_of_tables(value: Any) -> bool:
+    """Whether `[[sections]]` can say it."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 

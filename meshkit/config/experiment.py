@@ -127,6 +127,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experim
 
 
 def _build(document: TomlDocument) -> Experiment:
+    """The experiment of a document: every table checked, the mesh resolved, the rules made."""
     check_plain(document.table)
     checked = validate(ExperimentTable, document.table)
     cluster = load_table(as_table(checked.cluster), folder=document.path.parent)
@@ -155,6 +156,7 @@ def _build(document: TomlDocument) -> Experiment:
 
 
 def _build_rules(checked: ExperimentTable, mesh: MeshSpec, document: TomlDocument) -> ShardingRules:
+    """The rules of the file over those of its preset, and those that a pipeline adds."""
     table = checked.rules
     preset = preset_rules(table.preset, mesh.axis_names) if table.preset is not None else {}
     logical = preset.get("logical", {})
@@ -175,6 +177,7 @@ def _build_rules(checked: ExperimentTable, mesh: MeshSpec, document: TomlDocumen
 
 
 def _says_something(value: Any) -> bool:
+    """Whether a key or section belongs into the resolved file."""
     return any(item is not None for item in value.values()) if isinstance(value, dict) else value is not None
 
 
@@ -184,6 +187,7 @@ def _plain(section: TomlTable) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
+    """A value as TOML has it."""
     if isinstance(value, RematMix):
         return value.to_dict()
     return list(value) if isinstance(value, tuple) else value

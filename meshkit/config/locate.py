@@ -100,6 +100,7 @@ def entries(text: str) -> list[WrittenKey]:
 
 @functools.lru_cache(maxsize=16)
 def _positions(text: str) -> Mapping[Path, Position]:
+    """Path of a key -> where it stands first."""
     starts, source = _line_starts(text), text.split("\n")
     positions: dict[Path, Position] = {}
     for entry in entries(text):
@@ -110,10 +111,12 @@ def _positions(text: str) -> Mapping[Path, Position]:
 
 
 def _line_starts(text: str) -> list[int]:
+    """Offsets at which lines begin."""
     return [0, *(match.end() for match in re.finditer("\n", text))]
 
 
 def _line(starts: list[int], offset: int) -> int:
+    """The line of an offset, counted from 1."""
     return bisect.bisect_right(starts, offset)
 
 
@@ -149,6 +152,7 @@ class _Scanner:
             parts.append(self._key_part())
 
     def _header(self) -> Iterator[WrittenKey]:
+        """`[a.b]` or `[[a.b]]`, which begins a table."""
         start, brackets = self.position, 2 if self.text.startswith("[[", self.position) else 1
         self.position += brackets
         self._skip(_SPACE)
@@ -166,6 +170,7 @@ class _Scanner:
         yield WrittenKey(path, start, None, defines=True)
 
     def _inside_arrays(self, parts: Path) -> Path:
+        """The path of a table, with the index of the last table of each array on the way."""
         path: Path = ()
         for part in parts:
             path = (*path, part)
@@ -174,10 +179,12 @@ class _Scanner:
         return path
 
     def _passing(self, path: Path, start: int, skip: int = 0) -> Iterator[WrittenKey]:
+        """The tables on the way to a key, which it implies."""
         for length in range(skip + 1, min(len(path), _DEEPEST_KEY) + 1):
             yield WrittenKey(path[:length], start, None, defines=False)
 
     def _key_value(self, table: Path) -> Iterator[WrittenKey]:
+        """`a.b = value` inside a table."""
         start = self.position
         path = (*table, *self.key())
         self._skip(_SPACE)
@@ -187,6 +194,7 @@ class _Scanner:
         yield from self._value(path, start, defines=True)
 
     def _value(self, path: Path, start: int, *, defines: bool) -> Iterator[WrittenKey]:
+        """The value at the cursor: its own key, then those inside it."""
         begin, opening = self.position, self._peek()
         inner: list[WrittenKey] = []
         if opening == "[":
@@ -201,11 +209,13 @@ class _Scanner:
         yield from inner
 
     def _array(self, path: Path) -> Iterator[WrittenKey]:
+        """The elements of an array."""
         self.position += 1
         for index in self._until("]"):
             yield from self._value((*path, str(index)), self.position, defines=False)
 
     def _inline_table(self, path: Path) -> Iterator[WrittenKey]:
+        """The keys of an inline table."""
         self.position += 1
         for _ in self._until("}"):
             yield from self._key_value(path)
@@ -227,6 +237,7 @@ class _Scanner:
                 raise _Unexpected
 
     def _key_part(self) -> str:
+        """One part of a dotted key, bare or quoted."""
         if self._peek() in ('"', "'"):
             raw = self._string()
             try:
@@ -240,6 +251,7 @@ class _Scanner:
         return match.group()
 
     def _string(self) -> str:
+        """A string in any of its four forms, with its quotes."""
         for pattern in _STRINGS:
             match = pattern.match(self.text, self.position)
             if match is not None:
@@ -248,14 +260,17 @@ class _Scanner:
         raise _Unexpected
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
+        """Moves over what the pattern matches."""
         match = pattern.match(self.text, self.position)
         assert match is not None  # every pattern given here matches the empty text
         self.position = match.end()
 
     def _expect(self, text: str) -> None:
+        """Moves over a text that must stand here."""
         if not self.text.startswith(text, self.position):
             raise _Unexpected
         self.position += len(text)
 
     def _peek(self) -> str:
+        """The character at the cursor; nothing at the end."""
         return self.text[self.position : self.position + 1]

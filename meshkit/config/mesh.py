@@ -199,6 +199,7 @@ class Placement:
 
 
 def _parse_axis(name: str, value: Any) -> MeshAxis:
+    """The axis of a key of `[mesh]`."""
     key = ("mesh", name)
     if name == RESERVED or not name:
         raise SpecError(
@@ -225,6 +226,7 @@ def _parse_axis(name: str, value: Any) -> MeshAxis:
 
 
 def _parse_factor(key: tuple[str, ...], value: Any) -> Factor:
+    """Ways on one link: a number, or `fill`."""
     if value == "fill":
         return "fill"
     forms = 'a positive integer, "fill"' + (", or a table of nvlink and infiniband" if len(key) == 2 else "")
@@ -238,6 +240,7 @@ def _parse_factor(key: tuple[str, ...], value: Any) -> Factor:
 
 
 def _check_one_fill(spec: MeshSpec, link: str) -> None:
+    """Refuses two axes that both take what is left of a link."""
     names = [axis.name for axis in spec.axes if axis.factor(link) == "fill"]
     if len(names) > 1:
         raise SpecError(
@@ -261,6 +264,7 @@ def _resolve_link(spec: MeshSpec, link: str, total: int) -> list[int]:
 
 
 def _check_axis_fits(axis: MeshAxis, link: str, total: int) -> None:
+    """Refuses an axis that alone is larger than what the link connects."""
     ways = axis.factor(link)
     if isinstance(ways, str) or ways <= total:
         return
@@ -277,6 +281,7 @@ def _check_axis_fits(axis: MeshAxis, link: str, total: int) -> None:
 
 
 def _wrong_product(spec: MeshSpec, link: str, product: int, total: int) -> SpecError:
+    """An error: the factors on a link do not multiply to what it connects."""
     parts = [f"{axis.name} {axis.factor(link)}" for axis in spec.axes if axis.factor(link) not in (1, "fill")]
     shown = f"{product} ({' x '.join(parts)})" if len(parts) > 1 else str(product)
     if link == "nvlink":
@@ -301,4 +306,5 @@ def _mend(spec: MeshSpec, link: str, total: int) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
+    """Names in words."""
     return " and ".join(f"'{name}'" for name in names)

@@ -191,6 +191,7 @@ class ShardingRules:
         return {name: value for name, value in table.items() if value}
 
     def _all_axes(self) -> Iterable[tuple[tuple[str, ...], Axes]]:
+        """Every rule: its key in the file, and its mesh axes."""
         for name in _TABLES:
             for logical, axes in getattr(self, name).items():
                 yield ("rules", name, logical), axes
@@ -202,6 +203,7 @@ class ShardingRules:
     def _used_twice(
         self, axis: str, first: int, second: int, logical_axes: Sequence[str | None], kind: str
     ) -> SpecError:
+        """An error: one mesh axis would shard two dims."""
         names = [f"dim {index} ('{logical_axes[index]}')" for index in (first, second)]
         logical = logical_axes[second] or ""
         key = ("rules", kind if logical in self._own(kind) else "logical", logical)
@@ -261,6 +263,7 @@ def _axes(key: tuple[str, ...], value: Any) -> Axes:
 
 
 def _parse_override(index: int, path: Any, spec: Any) -> tuple[str, Spec]:
+    """The pattern and the axes of each dim of an override."""
     key = ("rules", "override", str(index))
     if not isinstance(path, str) or not path:
         raise SpecError(
@@ -298,6 +301,7 @@ def _first_repeated(spec: Spec) -> tuple[str, int, int] | None:
 
 
 def _plain(axes: Axes) -> Any:
+    """The value that a rule has in a file."""
     if not axes:
         return _REPLICATED
     return axes[0] if len(axes) == 1 else list(axes)

@@ -90,6 +90,7 @@ def _policy_or_names(value: Any) -> str | tuple[str, ...] | RematMix:
 
 
 def _check_names(names: Sequence[Any]) -> None:
+    """Refuses what is no name, and a name that stands twice."""
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
             raise ValueError(f"holds {show(name)}, which is no name")
@@ -98,6 +99,7 @@ def _check_names(names: Sequence[Any]) -> None:
 
 
 def _mix(value: Mapping[str, Any]) -> RematMix:
+    """The table form of `train.remat`."""
     if unknown := [key for key in value if key not in ("keep", "offload")]:
         raise ValueError(f"holds the key '{unknown[0]}', and may have keep and offload")
     keep, offload = value.get("keep", []), value.get("offload", [])

@@ -101,6 +101,7 @@ def check_files(table: Mapping[str, Any]) -> None:
 
 
 def _read_file(path: Path) -> dict[str, tuple[Path, ...]]:
+    """The folders that the site's file declares; none without a file."""
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
@@ -126,6 +127,7 @@ def _read_file(path: Path) -> dict[str, tuple[Path, ...]]:
 
 
 def _roots(texts: Sequence[str], at: str) -> tuple[Path, ...]:
+    """Absolute folders, with links resolved."""
     for text in texts:
         if not os.path.isabs(text):
             raise ConfigError(f"'{text}' is not an absolute path.", at=at, hint="folders from / on")

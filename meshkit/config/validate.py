@@ -147,6 +147,7 @@ def validate[T: TomlTable](model: type[T], table: Any, *, within: Sequence[str] 
 
 def _translate(model: type[TomlTable], table: Mapping[str, Any], error: ValidationError, within: Key) -> SpecError:
     # An unknown key is often the misspelt form of a missing one, so it is what to say first.
+    """The first error of pydantic in our words."""
     problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
     path = tuple(str(part) for part in problem["loc"])
@@ -160,6 +161,7 @@ def _translate(model: type[TomlTable], table: Mapping[str, Any], error: Validati
 
 
 def _unknown(owner: type[TomlTable], path: Key, within: Key, value: Any) -> SpecError:
+    """An error: a key that the table does not have, with the one that was probably meant."""
     return SpecError(
         f"unknown key '{path[-1]}' in {_section((*within, *path[:-1]))}.",
         key=(*within, *path),
@@ -169,6 +171,7 @@ def _unknown(owner: type[TomlTable], path: Key, within: Key, value: Any) -> Spec
 
 
 def _missing(path: Key, within: Key) -> SpecError:
+    """An error: a key that the table needs."""
     section = (*within, *path[:-1])
     return SpecError(
         f"{_section(section)} has no '{path[-1]}', which it needs.",
@@ -178,6 +181,7 @@ def _missing(path: Key, within: Key) -> SpecError:
 
 
 def _wrong_value(key: Key, problem: Any) -> tuple[str, str]:
+    """Message and hint for a value of the wrong type, out of range or of the wrong form."""
     name, given, code, context = dotted(key), problem["input"], problem["type"], problem.get("ctx", {})
     if code.endswith("_type") or code in ("int_from_float", "dataclass_type"):
         wanted = _WANTED.get(code.removesuffix("_type"), "another type")
@@ -198,20 +202,24 @@ def _wrong_value(key: Key, problem: Any) -> tuple[str, str]:
 
 
 def _pattern(context: Mapping[str, Any]) -> str:
+    """What a text of that pattern looks like."""
     return {FUNCTION_PATTERN: "package.module:name", NAME_PATTERN: "a_single_word"}.get(
         context["pattern"], str(context["pattern"])
     )
 
 
 def _length(context: Mapping[str, Any]) -> int:
+    """How many entries a list must have."""
     return context.get("min_length") or context.get("max_length") or 0
 
 
 def _example(name: str, wanted: str) -> str:
+    """A line with a value of the right type."""
     short = name.rsplit(".", 1)[-1]
     example = {"an integer": "1", "a number": "1.0", "a string": '"text"', "true or false": "true", "a list": "[0, 1]"}
     return f"{short} = {example[wanted]}" if wanted in example else f"{wanted} for {short}"
 
 
 def _section(key: Sequence[str]) -> str:
+    """A table in words."""
     return f"[{dotted(key)}]" if key else "the experiment file"

@@ -163,5 +163,6 @@ def _mesh(cluster: Cluster) -> str:
 
 
 def _preset_rows() -> str:
+    """The rules of the preset that the file names, as comments."""
     rules = ShardingRules.preset("fsdp_tensor").to_dict()["logical"]
     return "\n".join(f"# {logical} = {inline(axes)}" for logical, axes in rules.items())
