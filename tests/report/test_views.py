@@ -25,7 +25,7 @@ from meshkit.report.schema import (
 from meshkit.report.views.charts import common, lanes, step_to_draw
 from meshkit.report.views.html import write_html
 from meshkit.report.views.terminal import bar, render
-from meshkit.report.views.words import Share, step_shares
+from meshkit.report.views.words import LOOKS, Share, step_shares
 from meshkit.timeline import DeviceStep, Timeline
 
 
@@ -65,10 +65,10 @@ def test_bar_has_its_width_and_shows_every_part(values):
 def test_every_part_of_a_bar_has_a_mark_of_its_own():
     # a pipe has no colour: what stands in one bar differs by its mark
     memory = ["parameters", "optimizer", "gradients", "activations", "temporary", "rest", "cudnn", "fragmentation"]
-    run = ["step", "data_wait", "evaluate", "checkpoint", "start", "compile", "restore", "init", "lost", "restart"]
+    run = [key for key in LOOKS if key.startswith("goodput.")]
     for keys in (
         ["compute", "exposed", "other", "idle"],
-        [*run, "other"],
+        run,
         [*memory, "context", "nccl", "reserved", "free"],
     ):
         marks = [bar([Share(key, key, 1)], 1, 1).plain for key in keys]
@@ -115,7 +115,7 @@ def test_charts_hold_the_numbers_of_the_report(report, timeline, tmp_path):
     text = write_html(report, tmp_path / "report.html", timeline).read_text()
     figures = figures_of(text)
     drawn = {trace["name"]: trace["x"][0] for trace in figures["step"]["data"]}
-    assert drawn == {s.label: pytest.approx(1e3 * s.value) for s in step_shares(report)}
+    assert drawn == {s.label: pytest.approx(1e3 * s.value) for s in step_shares(report.step)}
     exposed = next(t for t in figures["communication"]["data"] if t["name"] == "exposed")
     assert sum(exposed["x"]) == pytest.approx(1e3 * report.step.exposed_s)
     assert {"memory", "timeline-profile-0", "timeline-profile-1"} <= set(figures)

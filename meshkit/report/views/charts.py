@@ -10,6 +10,8 @@ import numpy as np
 
 from meshkit.report.schema import GoodputPart, PipelinePart, Report
 from meshkit.report.views.words import (
+    LOOKS,
+    Share,
     axes_text,
     goodput_shares,
     memory_shares,
@@ -21,36 +23,7 @@ from meshkit.report.views.words import (
 from meshkit.timeline import DeviceStep, Timeline, exposed_spans
 from meshkit.units import GIB, format_bytes, format_seconds
 
-COLORS = {
-    "compute": "#3f7cac",
-    "overlapped": "#95c5e8",
-    "exposed": "#d1495b",
-    "other": "#edae49",
-    "copies": "#edae49",
-    "idle": "#d9dde3",
-    "parameters": "#30638e",
-    "optimizer": "#5b9bc9",
-    "gradients": "#8f6bb0",
-    "activations": "#4c9f70",
-    "temporary": "#edae49",
-    "rest": "#a9b4c2",
-    "cudnn": "#c9a0dc",
-    "fragmentation": "#bfc5cd",
-    "context": "#6c757d",
-    "nccl": "#4a5260",
-    "reserved": "#6c757d",
-    "goodput_step": "#4c9f70",
-    "goodput_data_wait": "#edae49",
-    "goodput_evaluate": "#5b9bc9",
-    "goodput_checkpoint": "#8f6bb0",
-    "goodput_start": "#a9b4c2",
-    "goodput_compile": "#30638e",
-    "goodput_restore": "#c9a0dc",
-    "goodput_init": "#6c757d",
-    "goodput_lost": "#d1495b",
-    "goodput_restart": "#8c2f39",
-    "goodput_other": "#d9dde3",
-}
+COLORS = {key: look.color for key, look in LOOKS.items()} | {"overlapped": "#95c5e8", "copies": LOOKS["other"].color}
 AXIS_COLORS = ("#4c9f70", "#8f6bb0", "#c77d2e", "#2a9d9d", "#b5678a", "#7a8b3a", "#5b6fb5", "#8d6e63")
 # column of a run's metrics -> its label, and what its value is shown in
 HISTORY = {
@@ -82,11 +55,11 @@ def step_chart(reports: Sequence[Report]) -> dict:
     names = names_of([r.source for r in reports])
     scale, unit = unit_of(max(r.step.time_s or 0.0 for r in reports))
     data = []
-    for i, share in enumerate(step_shares(reports[0])):
-        parts = [step_shares(r)[i].value for r in reports]
-        percents = [share_text(v or None, r.step.time_s).strip("-") for v, r in zip(parts, reports)]
-        texts = [f"{format_seconds(v)}<br>{p}" for v, p in zip(parts, percents)]
-        data.append(bar(share.label, _scaled(parts, scale), names, COLORS[share.key], texts))
+    for shares in zip(*(step_shares(r.step) for r in reports)):
+        values = [share.value for share in shares]
+        percents = [share_text(v or None, r.step.time_s).strip("-") for v, r in zip(values, reports)]
+        texts = [f"{format_seconds(v)}<br>{p}" for v, p in zip(values, percents)]
+        data.append(bar(shares[0].label, _scaled(values, scale), names, shares[0].look.color, texts))
     return bars(data, names, names, unit, bar_height=50)
 
 
@@ -128,31 +101,27 @@ def _places(labels: Sequence[str], names: Sequence[str]) -> tuple[list[str], lis
     return [f"{label}|{i}" for label, i in places], ticks, places
 
 
-def memory_chart(reports: Sequence[Report]) -> dict | None:
-    """What the fullest GPU holds, against its capacity and what the program may take; None where unknown."""
-    known = [r for r in reports if r.memory.peak_bytes is not None]
-    if not known:
-        return None
-    names = names_of([r.source for r in known])
+def memory_chart(reports: Sequence[Report]) -> dict:
+    """What the fullest GPU holds, against its capacity and what the program may take; of reports that know it."""
+    names = names_of([r.source for r in reports])
     data = []
-    for key, label in memory_parts(known):
-        values = [next((s.value for s in memory_shares(r) if s.key == key), None) for r in known]
+    for part in memory_parts(reports):
+        values = [next((s.value for s in memory_shares(r) if s.key == part.key), None) for r in reports]
         texts = [format_bytes(v) if v else "" for v in values]
-        data.append(bar(label, [(v or 0) / GIB for v in values], names, COLORS[key], texts))
+        data.append(bar(part.label, [(v or 0) / GIB for v in values], names, part.look.color, texts))
     figure = bars(data, names, names, "GiB", bar_height=50)
-    m = known[0].memory
-    limits = [("capacity", m.capacity_bytes, "solid"), ("budget", m.pool_bytes, "dash")]
-    drawn = [(text, v / GIB, dash) for text, v, dash in limits if v]
-    figure["layout"]["shapes"] = [limit(x, dash) for _, x, dash in drawn]
+    m = reports[0].memory
+    drawn = [(v / GIB, dash) for v, dash in ((m.capacity_bytes, "solid"), (m.pool_bytes, "dash")) if v]
+    figure["layout"]["shapes"] = [limit(x, dash) for x, dash in drawn]
     if drawn:
-        peak = max(sum(s.value or 0 for s in memory_shares(r)) for r in known) / GIB
-        figure["layout"]["xaxis"]["range"] = [0, 1.04 * max(peak, *(x for _, x, _ in drawn))]
+        peak = max(sum(s.value or 0 for s in memory_shares(r)) for r in reports) / GIB
+        figure["layout"]["xaxis"]["range"] = [0, 1.04 * max(peak, *(x for x, _ in drawn))]
     return figure
 
 
-def memory_parts(reports: Sequence[Report]) -> list[tuple[str, str]]:
-    """(key, label) of everything that any of the reports' memory holds."""
-    return list({s.key: s.label for r in reports for s in memory_shares(r)}.items())
+def memory_parts(reports: Sequence[Report]) -> list[Share]:
+    """Everything that any of the reports' memory holds."""
+    return list({share.key: share for r in reports for share in memory_shares(r)}.values())
 
 
 def per_step_chart(report: Report) -> dict | None:
@@ -163,10 +132,10 @@ def per_step_chart(report: Report) -> dict | None:
     scale, unit = unit_of(max(s.time_s for s in samples))
     names = [f"step {s.step}" for s in samples]
     data = []
-    for share in step_shares(report):
-        values = [getattr(s, f"{share.key}_s") for s in samples]
+    for shares in zip(*map(step_shares, samples)):
+        values = [share.value for share in shares]
         texts = [format_seconds(v) for v in values]
-        data.append(bar(share.label, [v * scale for v in values], names, COLORS[share.key], texts))
+        data.append(bar(shares[0].label, _scaled(values, scale), names, shares[0].look.color, texts))
     return bars(data, names, names, unit, bar_height=26)
 
 
@@ -233,8 +202,7 @@ def goodput_chart(part: GoodputPart) -> dict:
     data = []
     for share in goodput_shares(part):
         texts = [f"{format_seconds(share.value)}<br>{share_text(share.value, part.wall_s)}"]
-        color = COLORS[f"goodput_{share.key}"]
-        data.append(bar(share.label, [(share.value or 0.0) * scale], ["run"], color, texts))
+        data.append(bar(share.label, [(share.value or 0.0) * scale], ["run"], share.look.color, texts))
     return bars(data, ["run"], ["run"], unit, bar_height=50)
 
 

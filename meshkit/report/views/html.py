@@ -159,7 +159,7 @@ def _step(shown: Sequence[Shown], page: Page) -> str:
         if r.step.all_overlapped_s is not None and r.step.all_exposed_s is not None:
             low, high = format_seconds(r.step.all_overlapped_s), format_seconds(r.step.all_exposed_s)
             note += f" The {WORD[r.source]} step would take {low} if all communication hid, {high} if none did."
-    colors = legend((s.label, COLORS[s.key]) for s in step_shares(reports[0]))
+    colors = legend((s.label, s.look.color) for s in step_shares(reports[0].step))
     numbers = _each(shown, lambda s: tables.step_table(s).html())
     return section("Step time", note, colors, page.chart("step", step_chart(reports)), numbers, _feedback(shown))
 
@@ -275,7 +275,7 @@ def _over_steps(shown: Sequence[Shown], page: Page) -> str:
     for s in shown:
         steps, history = per_step_chart(s.report), history_chart(s.report)
         if steps is not None:
-            colors = legend((share.label, COLORS[share.key]) for share in step_shares(s.report))
+            colors = legend((share.label, share.look.color) for share in step_shares(s.report.step))
             parts.append("<h3>the captured steps, means over their devices</h3>" + colors)
             parts.append(page.chart(f"per-step-{s.report.source}", steps))
         if history is not None:
@@ -296,15 +296,14 @@ def _goodput(shown: Sequence[Shown], page: Page) -> str:
         "What every second of the run's wall time went to, over all its attempts. Goodput is the share of steps that "
         "count; lost steps were made again by a later attempt, restart lies between two attempts."
     )
-    colors = legend((share.label, COLORS[f"goodput_{share.key}"]) for share in goodput_shares(part))
+    colors = legend((share.label, share.look.color) for share in goodput_shares(part))
     numbers = tables.goodput_table(known[-1]).html()
     return section("Goodput of the run", note, colors, page.chart("goodput", goodput_chart(part)), numbers)
 
 
 def _memory(shown: Sequence[Shown], page: Page) -> str:
     known = [s.report for s in shown if s.report.memory.peak_bytes is not None]
-    figure = memory_chart(known)
-    if figure is None:
+    if not known:
         return ""
     lines = [f"{WORD[r.source]}: {memory_text(r)}." for r in known]
     m = known[0].memory
@@ -314,9 +313,11 @@ def _memory(shown: Sequence[Shown], page: Page) -> str:
         if v
     ]
     note = " ".join(lines) + f" {', '.join(limits)}. The budget is what the program may take; the rest is left to CUDA "
-    colors = legend((label, COLORS[key]) for key, label in memory_parts(known))
+    colors = legend((part.label, part.look.color) for part in memory_parts(known))
     numbers = _each(shown, lambda s: folded("In numbers", tables.memory_table(s).html()))
-    return section("Memory of the fullest GPU", note + "and NCCL.", colors, page.chart("memory", figure), numbers)
+    return section(
+        "Memory of the fullest GPU", note + "and NCCL.", colors, page.chart("memory", memory_chart(known)), numbers
+    )
 
 
 def _quality(shown: Sequence[Shown]) -> str:

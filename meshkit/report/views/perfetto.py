@@ -23,6 +23,7 @@ from meshkit.timeline import DeviceStep, Timeline, exposed_spans
 
 TRACE_FILE = "trace.json.gz"
 MAX_EVENTS = 200_000  # 4 MB compressed, written and opened in seconds
+_DETAILS = ("collective", "axes", "link", "fabric", "dtype", "group_size", "payload_bytes", "source")
 _COMPUTE, _EXPOSED = "compute", "exposed communication"
 
 
@@ -114,17 +115,7 @@ def _track(c: Collective) -> str:
 
 
 def _details(c: Collective) -> dict[str, Any]:
-    known = {
-        "collective": c.collective,
-        "axes": list(c.axes),
-        "link": c.link,
-        "fabric": c.fabric,
-        "dtype": c.dtype,
-        "group_size": c.group_size,
-        "payload_bytes": c.payload_bytes,
-        "source": c.source,
-    }
-    return {key: value for key, value in known.items() if value not in (None, "")}
+    return {key: value for key in _DETAILS if (value := getattr(c, key)) not in (None, "")}
 
 
 def _split(busy_s: float, transfer_s: float) -> dict[str, float]:

@@ -260,7 +260,7 @@ def goodput_table(shown: Shown) -> Table:
     if part is None:
         return Table((), ())
     rows = [
-        (s.label, shown.number(f"goodput.{s.key}_s", format_seconds), share_text(s.value, part.wall_s))
+        (s.label, shown.number(f"{s.key}_s", format_seconds), share_text(s.value, part.wall_s))
         for s in goodput_shares(part)
     ]
     for label, key, form in (

@@ -23,6 +23,7 @@ from meshkit.report.views.words import (
     memory_shares,
     pipeline_lines,
     quality_text,
+    share_text,
     spread_text,
     step_shares,
     waiting_lines,
@@ -30,37 +31,6 @@ from meshkit.report.views.words import (
 from meshkit.units import format_bytes, format_percent, format_seconds
 
 WIDTH = 78
-# each part differs in shade as well as in colour, so that a log file or a colour-blind reader loses nothing
-_STYLES = {
-    "compute": ("█", "green"),
-    "exposed": ("▓", "red"),
-    "other": ("▒", "yellow"),
-    "idle": ("░", "bright_black"),
-    # of the memory bar each part has a mark of its own, since a pipe has no colour
-    "parameters": ("█", "blue"),
-    "optimizer": ("▓", "cyan"),
-    "gradients": ("▒", "magenta"),
-    "activations": ("░", "green"),
-    "temporary": ("▚", "yellow"),
-    "rest": ("=", "bright_black"),
-    "cudnn": ("c", "bright_black"),
-    "fragmentation": ("f", "bright_black"),
-    "context": ("u", "bright_black"),
-    "nccl": ("n", "bright_black"),
-    "reserved": ("x", "bright_black"),
-    "free": ("·", "bright_black"),
-    # of the run's wall time
-    "step": ("█", "green"),
-    "data_wait": ("d", "yellow"),
-    "evaluate": ("e", "cyan"),
-    "checkpoint": ("▓", "magenta"),
-    "start": ("s", "bright_black"),
-    "compile": ("c", "blue"),
-    "restore": ("r", "bright_black"),
-    "init": ("i", "bright_black"),
-    "lost": ("x", "red"),
-    "restart": ("░", "red"),
-}
 _MAX_KINDS = 8
 _MAX_EXPOSED = 6
 _COLUMNS = (
@@ -113,8 +83,7 @@ def bar(shares: Sequence[Share], total: float, width: int = WIDTH) -> Text:
         cells[cells.index(max(cells))] -= max(0, sum(cells) - width)
     text = Text()
     for share, n in zip(shares, cells):
-        symbol, style = _STYLES[share.key]
-        text.append(symbol * n, style)
+        text.append(share.look.mark * n, share.look.style)
     return text
 
 
@@ -127,7 +96,7 @@ def _headline(report: Report, title: str | None) -> RenderableType:
 
 def _step_bar(report: Report) -> RenderableType:
     total = report.step.time_s or 0.0
-    shares = step_shares(report)
+    shares = step_shares(report.step)
     hidden = (
         f"{format_seconds(report.step.overlapped_s)} of {format_seconds(report.step.communication_s)} communication"
     )
@@ -141,9 +110,9 @@ def _step_bar(report: Report) -> RenderableType:
 def _legend(shares: Sequence[Share], total: float | None, form) -> RenderableType:
     table = rich.table.Table.grid(padding=(0, 1))
     for share in shares:
-        symbol, style = _STYLES[share.key]
-        percent = format_percent(share.value / total) if share.value is not None and total else ""
-        table.add_row(Text(symbol, style), share.label, Text(form(share.value), justify="right"), Text(percent, "dim"))
+        percent = share_text(share.value, total).strip("-")
+        numbers = (Text(form(share.value), justify="right"), Text(percent, "dim"))
+        table.add_row(Text(share.look.mark, share.look.style), share.label, *numbers)
     return table
 
 

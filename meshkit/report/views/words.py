@@ -4,15 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.report.compare import ComparedRow
 from meshkit.report.history import PHASES, goodput_part
-from meshkit.report.schema import CommunicationPart, GoodputPart, MeshAxisPart, Report
+from meshkit.report.schema import CommunicationPart, GoodputPart, MeshAxisPart, Report, StepPart, StepSample
 from meshkit.runs.goodput import Goodput
 from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
 WORD = {"plan": "predicted", "rehearse": "rehearsed", "profile": "measured"}
+
+
+class Look(NamedTuple):
+    """How a part of a bar is drawn: its mark and style (as rich spells it) on a terminal, its colour on the page.
+
+    Marks differ inside a bar as colours do, so that a log file or a colour-blind reader loses nothing.
+    """
+
+    mark: str
+    style: str
+    color: str
+
+
+LOOKS = {
+    "compute": Look("█", "green", "#3f7cac"),
+    "exposed": Look("▓", "red", "#d1495b"),
+    "other": Look("▒", "yellow", "#edae49"),
+    "idle": Look("░", "bright_black", "#d9dde3"),
+    # of the memory
+    "parameters": Look("█", "blue", "#30638e"),
+    "optimizer": Look("▓", "cyan", "#5b9bc9"),
+    "gradients": Look("▒", "magenta", "#8f6bb0"),
+    "activations": Look("░", "green", "#4c9f70"),
+    "temporary": Look("▚", "yellow", "#edae49"),
+    "rest": Look("=", "bright_black", "#a9b4c2"),
+    "cudnn": Look("c", "bright_black", "#c9a0dc"),
+    "fragmentation": Look("f", "bright_black", "#bfc5cd"),
+    "context": Look("u", "bright_black", "#6c757d"),
+    "nccl": Look("n", "bright_black", "#4a5260"),
+    "reserved": Look("x", "bright_black", "#6c757d"),
+    "free": Look("·", "bright_black", ""),
+    # of the run's wall time
+    "goodput.step": Look("█", "green", "#4c9f70"),
+    "goodput.data_wait": Look("d", "yellow", "#edae49"),
+    "goodput.evaluate": Look("e", "cyan", "#5b9bc9"),
+    "goodput.checkpoint": Look("▓", "magenta", "#8f6bb0"),
+    "goodput.start": Look("s", "bright_black", "#a9b4c2"),
+    "goodput.compile": Look("c", "blue", "#30638e"),
+    "goodput.restore": Look("r", "bright_black", "#c9a0dc"),
+    "goodput.init": Look("i", "bright_black", "#6c757d"),
+    "goodput.lost": Look("x", "red", "#d1495b"),
+    "goodput.restart": Look("░", "red", "#8c2f39"),
+    "goodput.other": Look("▒", "yellow", "#d9dde3"),
+}
 
 
 @dataclass(frozen=True)
@@ -23,29 +68,23 @@ class Share:
     label: str
     value: float | None
 
+    @property
+    def look(self) -> Look:
+        """How it is drawn."""
+        return LOOKS[self.key]
 
-def step_shares(report: Report) -> list[Share]:
-    """What the step's time is made of; the parts add up to it."""
-    step = report.step
-    return [
-        Share("compute", "compute", step.compute_s),
-        Share("exposed", "exposed communication", step.exposed_s),
-        Share("other", "memory copies", step.other_s),
-        Share("idle", "idle", step.idle_s),
-    ]
+
+def step_shares(step: StepPart | StepSample) -> list[Share]:
+    """What a step's time is made of; the parts add up to it."""
+    labels = {"compute": "compute", "exposed": "exposed communication", "other": "memory copies", "idle": "idle"}
+    return [Share(key, label, getattr(step, f"{key}_s")) for key, label in labels.items()]
 
 
 def memory_shares(report: Report) -> list[Share]:
     """What a GPU's memory holds at the peak, as far as known, then the rest of the peak and what is reserved."""
     m = report.memory
-    named = [
-        Share("parameters", "parameters", m.parameters_bytes),
-        Share("optimizer", "optimizer", m.optimizer_bytes),
-        Share("gradients", "gradients", m.gradients_bytes),
-        Share("activations", "activations", m.activations_bytes),
-        Share("temporary", "temporary", m.temporary_bytes),
-    ]
-    known = [share for share in named if share.value]
+    keys = ("parameters", "optimizer", "gradients", "activations", "temporary")
+    known = [Share(key, key, value) for key in keys if (value := getattr(m, f"{key}_bytes"))]
     rest = (m.peak_bytes or 0) - sum(share.value or 0 for share in known)
     if rest > 0:
         known.append(Share("rest", "other" if known else "peak", rest))
@@ -249,8 +288,8 @@ def pipeline_lines(report: Report) -> list[str]:
 
 def goodput_shares(part: GoodputPart) -> list[Share]:
     """The parts of a run's wall time that are not zero."""
-    shares = [Share(key, label, getattr(part, f"{key}_s")) for key, label in PHASES.values()]
-    return [share for share in shares if share.value]
+    found = ((f"goodput.{key}", label, getattr(part, f"{key}_s")) for key, label in PHASES.values())
+    return [Share(key, label, seconds) for key, label, seconds in found if seconds]
 
 
 def goodput_text(part: GoodputPart) -> str:

@@ -9,11 +9,7 @@ import typer
 
 from meshkit.console import run_folder, say, stderr, stdout
 from meshkit.errors import ConfigError, RunError
-from meshkit.verbs.arguments import (
-    ExperimentArg,
-    JsonOption,
-    SetOption,
-)
+from meshkit.verbs.arguments import ExperimentArg, JsonOption, SetOption
 
 
 def bench(

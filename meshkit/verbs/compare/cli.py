@@ -9,9 +9,7 @@ import typer
 
 from meshkit.console import run_folder, stdout
 from meshkit.errors import ConditionError
-from meshkit.verbs.arguments import (
-    JsonOption,
-)
+from meshkit.verbs.arguments import JsonOption
 
 
 def compare(

@@ -9,11 +9,7 @@ import typer
 
 from meshkit.console import say, status, stdout
 from meshkit.errors import ConfigError
-from meshkit.verbs.arguments import (
-    ExperimentArg,
-    JsonOption,
-    SetOption,
-)
+from meshkit.verbs.arguments import ExperimentArg, JsonOption, SetOption
 
 
 def explain(

@@ -8,12 +8,7 @@ from typing import Annotated
 import typer
 
 from meshkit.console import run_folder, say, stderr, stdout
-from meshkit.verbs.arguments import (
-    ExperimentArg,
-    JobsOption,
-    JsonOption,
-    SetOption,
-)
+from meshkit.verbs.arguments import ExperimentArg, JobsOption, JsonOption, SetOption
 
 
 def tune(
