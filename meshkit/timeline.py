@@ -314,6 +314,7 @@ class _Segments:
 
 
 def _checked_spans(spans, name: str) -> np.ndarray:
+    """Spans that a user gave, as float64 [n, 2]."""
     try:
         array = np.asarray(spans, np.float64)
     except (TypeError, ValueError) as e:

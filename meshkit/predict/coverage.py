@@ -100,6 +100,7 @@ def flop_note(
 
 
 def _flops_of(i: Instruction) -> float:
+    """FLOP of the matmuls and the attention of one instruction."""
     return sum(i.cost.matmul_flops.values()) + i.cost.attention_flops if i.cost else 0.0
 
 

@@ -224,6 +224,7 @@ def shape_share(matmul: Matmul, gpu: Gpu, precision: str) -> float:
 
 @functools.lru_cache(maxsize=65536)
 def _share(batch: int, m: int, n: int, k: int, key: str, generation: str, precision: str) -> float:
+    """The share of a shape, as if it ran on the measured GPU of the same generation."""
     gpu, measured = catalog.gpu(key), catalog.gpu(_MEASURED[generation])
     tiles_each = batch * measured.sms / gpu.sms
     slower = (_rate(measured, precision) / measured.sms) / (_rate(gpu, precision) / gpu.sms)
@@ -233,6 +234,7 @@ def _share(batch: int, m: int, n: int, k: int, key: str, generation: str, precis
 
 
 def _rate(gpu: Gpu, precision: str) -> float:
+    """Sustained rate of a large matmul by the catalog, FLOP/s."""
     return gpu.peak_flops.get(precision, gpu.peak_flops["fp32"]) * gpu.achieved["matmul"]
 
 
@@ -258,6 +260,7 @@ def _interpolated(generation: str, precision: str, batch: float, m: float, n: fl
 
 
 def _log_linear(grids: tuple[np.ndarray, ...], table: np.ndarray, point: list[float]) -> float:
+    """The table between its grid points: linear in the logarithms of dims and rates."""
     values = np.log(table)
     for grid, x in zip(grids, point):
         position = float(np.interp(math.log(x), np.log(grid), np.arange(len(grid))))

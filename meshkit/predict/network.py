@@ -123,6 +123,7 @@ _MOST_KNOWN = 1024
 
 
 def _wires(cluster: Cluster, g: int, k: int, concurrent_groups: int | None, nvls: bool) -> Wires:
+    """`Wires.of`, made once for each cluster and shape of group."""
     key = (id(cluster), g, k, concurrent_groups, nvls)
     if key not in _known_wires:
         if len(_known_wires) >= _MOST_KNOWN:
@@ -254,6 +255,7 @@ class Algorithm:
 
     @property
     def time_s(self) -> float:
+        """Seconds with the best size of piece."""
         return self.latency_s + self.wire_s + 2 * math.sqrt(self.handoff_s * self.wire_s)
 
 
@@ -269,6 +271,7 @@ def fastest(collective: str, payload: float, wires: Wires) -> Algorithm:
 
 
 def _options(collective: str, payload: float, wires: Wires) -> Iterator[Algorithm]:
+    """What NCCL can choose from for a reduction or a gather."""
     for protocol in _PROTOCOLS:
         if protocol == "ll128" and not wires.ll128:
             continue
@@ -378,6 +381,7 @@ def _ll_bytes_per_s(wires: Wires) -> float:
 
 
 def _channels(g: int) -> int:
+    """Channels over the network of a group with g GPUs in a domain."""
     net = nccl_constants()["net"]
     return min(net["max_channels"], net["channels_per_gpu"] * g)
 

@@ -192,6 +192,7 @@ class _Simulator:
         return self._done[name]
 
     def _follow(self, instructions: tuple[Instruction, ...], out: _Segment, streams: _Streams) -> None:
+        """Runs instructions in schedule order from where the streams are."""
         for i in instructions:
             if i.kind == "free" or i.kind == "host":
                 continue
@@ -226,6 +227,7 @@ class _Simulator:
             out.noted_s[i.name] += streams.now - began
 
     def _kernel(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
+        """A kernel on the compute stream, after the gap that its launch leaves."""
         work = self._pricer.work(i)
         start = streams.now + self._gap
         launches = self._gap * (i.cost.launches - 1) if i.cost else 0.0
@@ -257,6 +259,7 @@ class _Simulator:
         return now
 
     def _communicate(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
+        """A collective on the stream of its link; what is asynchronous goes on while the next kernels run."""
         assert i.collective is not None
         link = i.collective.link if self._assumptions.separate_links else ""
         free = streams.network.get(link, 0.0)
@@ -275,6 +278,7 @@ class _Simulator:
             streams.now = end
 
     def _copy(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
+        """An asynchronous copy, on the stream of its direction."""
         over_host = bool(i.cost and i.cost.host_bytes)
         start = max(streams.now, streams.copy[over_host])
         end = start + self._pricer.work(i).alone_s

@@ -144,12 +144,14 @@ class Capture:
             self._clean()
 
     def _clean(self) -> None:
+        """Removes what an earlier capture of this process left."""
         process = jax.process_index()
         shutil.rmtree(self.folder / "plugins" / "profile" / f"p{process}", ignore_errors=True)
         for name in (f"capture-p{process}.json", f"program-p{process}.hlo.pb.gz"):
             (self.folder / name).unlink(missing_ok=True)
 
     def _write(self, cost: CapturedCost) -> None:
+        """Writes the program and the sidecar."""
         process = jax.process_index()
         program_file = f"program-p{process}.hlo.pb.gz"
         serialized = self._module.as_serialized_hlo_module_proto()
@@ -214,6 +216,7 @@ def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tupl
 
 
 def _written_trace(folder: Path, process: int) -> CapturedTrace | None:
+    """The trace file that the profiler left."""
     found = sorted((folder / "plugins" / "profile" / f"p{process}").glob("*.xplane.pb"))
     if not found:
         return None
@@ -222,6 +225,7 @@ def _written_trace(folder: Path, process: int) -> CapturedTrace | None:
 
 
 def _compiled_module(program: Any) -> Any:
+    """The HLO module of a compiled program."""
     try:
         modules = program.runtime_executable().hlo_modules()
     except AttributeError:
@@ -240,6 +244,7 @@ def _ordinal(device: Any) -> int:
 
 
 def _memory(devices: Any) -> CapturedMemory:
+    """The allocator of the fullest of some devices."""
     found = [stats for d in devices if (stats := d.memory_stats())]
     if not found:
         return CapturedMemory()

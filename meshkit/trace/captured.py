@@ -274,6 +274,7 @@ def read_records(folder: Path) -> list[CaptureRecord]:
 
 
 def _check_one_job(folder: Path, records: Sequence[CaptureRecord]) -> None:
+    """Whether the sidecars are those of one capture of one program."""
     if len({r.process for r in records}) < len(records):
         raise TraceError("two files describe the capture of one process.", at=str(folder))
     if len({(r.module, r.mesh.device_ids) for r in records}) > 1:
@@ -327,6 +328,7 @@ def _check_trace(folder: Path, record: CaptureRecord) -> None:
 
 
 def _trace_folder(run: Path) -> Path:
+    """The folder with the sidecars, of a run folder or itself."""
     folder = run / TRACE_FOLDER
     if folder.is_dir():
         return folder
@@ -337,6 +339,7 @@ def _trace_folder(run: Path) -> Path:
 
 
 def _read_module(folder: Path, record: CaptureRecord) -> Any:
+    """The compiled program, checked to be the one that the sidecar names."""
     file = folder / Path(record.program_file).name
     try:
         module = load_module(gunzip(file.read_bytes(), _LARGEST_PROGRAM_BYTES))
@@ -350,6 +353,7 @@ def _read_module(folder: Path, record: CaptureRecord) -> Any:
 
 
 def _traced_program(module: Any, read: Program, record: CaptureRecord) -> TracedProgram:
+    """What the program says of the operations that its traces hold."""
     computations = {c.name: c.instructions() for c in module.computations()}
     instructions = [i for body in computations.values() for i in body]
     fused = set()  # one kernel which computes a matmul and communicates

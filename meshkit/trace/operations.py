@@ -157,6 +157,7 @@ class _Reader:
         return min(max(since, -_LONGEST_TRACE_NS), 2 * _LONGEST_TRACE_NS)
 
     def _add(self, plane: Plane, device: int, start, end, events: Events, run) -> None:
+        """Keeps the operations of one device whose times are possible, sorted by start."""
         limit = self.duration_ns * _PS_PER_NS
         good = (end >= start) & (start >= -limit) & (end <= limit)
         if not good.all():
@@ -334,6 +335,7 @@ class Classifier:
 
 
 def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, Collective | None]:
+    """What a label is, and what it communicates."""
     if (of_program and label.op in program.containers) or _CONTAINER_OP.match(label.op):
         return CONTAINER, None
     collective = program.collectives.get(label.op) if of_program else None

@@ -148,11 +148,13 @@ class Buffer:
         return value.view(np.int64), length
 
     def _ninth_and_tenth(self, at: np.ndarray) -> np.ndarray:
+        """The bits of a number beyond its first eight bytes."""
         ninth, tenth = self.bytes[at + 8].astype(np.uint64), self.bytes[at + 9].astype(np.uint64)
         more = ninth >= np.uint64(0x80)
         return ((ninth & np.uint64(0x7F)) << np.uint64(56)) | np.where(more, tenth << np.uint64(63), np.uint64(0))
 
     def _inside(self, at: int, length: int, end: int) -> int:
+        """Where some bytes end, if there are as many."""
         if at + length > end:
             raise WireError(f"{length} bytes from byte {at} on reach beyond the {end} there are")
         return at + length

@@ -144,6 +144,7 @@ class _Reader:
             self._add(step, int(runs[i]) if len(runs) else -1, own, clock_s + w0 * 1e-12)
 
     def _step(self, device, number, window, ops: DeviceOperations, inside: slice, classes: Classes) -> DeviceStep:
+        """One execution on one device as spans; adds what it holds to the facts."""
         label = ops.label[inside]
         begin = int(window[0])
         spans = np.stack([ops.start_ps[inside] - begin, ops.end_ps[inside] - begin], axis=1) * 1e-12
@@ -168,6 +169,7 @@ class _Reader:
         return step
 
     def _add(self, step: DeviceStep, run: int, own: np.ndarray, starts_at_s: float) -> None:
+        """Sweeps a device step and keeps what the steps together need; its spans only while there is room."""
         swept = sweep(step, len(self.collectives), self.rows)
         self.instances.add(step, own, starts_at_s)
         self._count_communication(step)
@@ -184,6 +186,7 @@ class _Reader:
         self.runs.append(run)
 
     def _count_communication(self, step: DeviceStep) -> None:
+        """Adds seconds of communication to the facts: all, of known instructions, on mesh axes."""
         seconds = np.diff(step.communication, axis=1).ravel()
         known = step.collective >= 0
         on_axes = np.array([bool(c.axes) or c.group_size == 1 for c in self.collectives] + [False])
@@ -217,6 +220,7 @@ class _Reader:
 
 
 def _not_the_program(file: TraceFile, program: TracedProgram, labels: Sequence) -> TraceError:
+    """Why a file holds no execution of the program, and what to do."""
     devices = sorted(file.devices.values())
     if any(label.graph for label in labels):
         return TraceError(
@@ -294,6 +298,7 @@ def runs_in_order(start: np.ndarray, run: np.ndarray) -> np.ndarray:
 
 
 def _starts_by_run(start: np.ndarray, run: np.ndarray) -> np.ndarray:
+    """Start of each execution where the runtime numbers them."""
     numbered = run != -1
     _, index = np.unique(run[numbered], return_index=True)  # first of each run, as start is sorted
     return np.sort(start[numbered][index])

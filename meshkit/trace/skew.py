@@ -241,6 +241,7 @@ def _complete(where: np.ndarray, device: np.ndarray, occurrence: np.ndarray, mem
 
 
 def _rows_by_collective(collective: np.ndarray, usable: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The usable rows of each collective."""
     rows = np.flatnonzero(usable)
     rows = rows[np.argsort(collective[rows], kind="stable")]
     found, begin = np.unique(collective[rows], return_index=True)
@@ -280,6 +281,7 @@ def _neighbours(pairs: np.ndarray, device, moment, rows) -> tuple[np.ndarray, np
 
 
 def _first_of_each(number: np.ndarray, n: int) -> np.ndarray:
+    """[n] the first row of each number; -1 for none."""
     first = np.full(n, -1, np.int64)
     first[number[::-1]] = np.arange(len(number))[::-1]
     return first
@@ -406,6 +408,7 @@ def _correction(inst, proc, end, processes: int) -> np.ndarray:
 
 
 def _medians(number: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
+    """[n] the median of the values of each number; 0 for none."""
     order = np.lexsort((values, number))
     count = np.bincount(number, minlength=n)
     begin = np.cumsum(count) - count
@@ -416,6 +419,7 @@ def _medians(number: np.ndarray, values: np.ndarray, n: int) -> np.ndarray:
 
 
 def _drift(inst, proc, end, processes: int) -> tuple[np.ndarray, float]:
+    """[processes] how fast each clock runs, by a line through its ends, and the middle of them."""
     drift, middle = np.zeros(processes), float(end.mean()) if len(end) else 0.0
     if not len(end) or np.ptp(end) < _DRIFT_AFTER_S:
         return drift, middle
@@ -427,6 +431,7 @@ def _drift(inst, proc, end, processes: int) -> tuple[np.ndarray, float]:
 
 
 def _residual(inst, end) -> float | None:
+    """Median over instances of how far the aligned ends lie apart."""
     if not len(inst):
         return None
     n = inst.max() + 1

@@ -200,6 +200,7 @@ def read_xspace(path: str | Path) -> XSpace:
 
 
 def _read_plane(buffer: Buffer, start: int, end: int) -> Plane:
+    """Lines, names and stats of a plane; names are far more than all else, so they are walked through by hand."""
     name, lines = "", []
     spans: dict[int, list[tuple[int, int]]] = {_PLANE_EVENT_METADATA: [], _PLANE_STAT_METADATA: [], _PLANE_STAT: []}
     data, at = buffer.data, start
@@ -349,6 +350,7 @@ class _Decoder:
                 self.slot_of[id_] = slot
 
     def decode(self, begin: np.ndarray, end: np.ndarray) -> Events:
+        """The events of a chunk, given where each begins and ends."""
         n = len(begin)
         self.odd = np.zeros(n, bool)
         self.values = np.full((len(self.wanted), n), NO_VALUE, np.int64)
@@ -417,6 +419,7 @@ class _Decoder:
             self.values[slot, event] = value
 
     def _slow(self, events: Events, i: int, start: int, end: int) -> None:
+        """Decodes one event whose fields stand in any order."""
         header = {_EVENT_METADATA: 0, _EVENT_OFFSET_PS: 0, _EVENT_DURATION_PS: 0}
         self.values[:, i] = NO_VALUE
         for number, value in self.buffer.fields(start, end):

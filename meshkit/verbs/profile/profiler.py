@@ -198,6 +198,7 @@ def _overhead_s(captured: Captured) -> float | None:
 
 
 def _stragglers(captured: Captured, trace: Trace) -> StragglersPart | None:
+    """Who is waited for, with the compute and the host of each."""
     if not trace.skew.instances:
         return None
     each = captured.record.work.steps_per_call

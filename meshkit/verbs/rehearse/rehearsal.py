@@ -178,6 +178,7 @@ def measure(experiment: Experiment, folder: Path) -> Rehearsed:
 
 
 def _check_same(experiment: Experiment, captured: Captured) -> None:
+    """Stops where the capture is of another mesh than the experiment."""
     axes, shape = captured.record.mesh.axes, captured.record.mesh.shape
     if (axes, shape) != (experiment.mesh.axis_names, experiment.mesh.shape):
         raise TraceError(
@@ -189,6 +190,7 @@ def _check_same(experiment: Experiment, captured: Captured) -> None:
 
 
 def _calibration(rates: Rates, captured: Captured, cluster: Cluster) -> Calibration:
+    """The rates of the kernels, and where they were measured."""
     record = captured.record
     file = captured.folder / f"capture-p{record.process}.json"
     date = datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
@@ -257,6 +259,7 @@ def _not_measured(experiment: Experiment, reserved: Reserved) -> Iterator[Warnin
 
 
 def _unnamed(price: MeasuredKernels) -> list[Warning_]:
+    """That some kernels were priced, as the trace lacks them."""
     missing, known = sum(price.missing.values()), price.known_s
     if not missing or missing < _NOTABLE * (missing + known):
         return []
@@ -293,6 +296,7 @@ def _communicated(schedule: Schedule) -> Counter:
 
 
 def _words(key: tuple[str, tuple[str, ...], str, int]) -> str:
+    """A kind of collective for a reader."""
     collective, axes, dtype, payload = key
     return f"{collective} {dtype} over {' + '.join(axes) or 'no axis'} of {format_bytes(payload)}"
 
