@@ -1,6 +1,6 @@
 """What NVML says of the GPUs, as plain data that a bundle can hold.
 
-`read_nvml` asks the driver through the optional module pynvml (distribution nvidia-ml-py); `Snapshot` is the form in
+`read_nvml` asks the driver through pynvml (distribution nvidia-ml-py); `Snapshot` is the form in
 which its answers are recorded, replayed and checked.
 """
 
