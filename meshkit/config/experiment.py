@@ -68,9 +68,11 @@ class Experiment:
 
     def error(self, key: str, message: str, hint: str | None = None) -> ConfigError:
         """An error about a key (dotted), pointing at where it was written."""
-        path = split_key(key)
-        at = self.document.where(path) if self.document else key
-        return SpecError(message, key=path, hint=hint, at=at)
+        return SpecError(message, key=split_key(key), hint=hint, at=self.where(key))
+
+    def where(self, key: str) -> str:
+        """Where a key (dotted) was written."""
+        return self.document.where(split_key(key)) if self.document else key
 
     @property
     def search_paths(self) -> list[Path]:

@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,18 @@ def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None 
         hint = f'"{module_name}:{near[0]}"' if near else None
         raise ConfigError(f"module '{module_name}' has no '{attribute}'.", at=at, hint=hint)
     return getattr(module, attribute)
+
+
+def load_function(experiment: Experiment, key: str, name: str) -> Callable[..., Any]:
+    """The user's function that a key of the experiment names.
+
+    Raises:
+        ConfigError: at that key; see `load_object`, or it is no function.
+    """
+    found = load_object(name, experiment.search_paths, at=experiment.where(key))
+    if not callable(found):
+        raise experiment.error(key, f"{name} is a {type(found).__name__}, not a function.")
+    return found
 
 
 def _check_roots(module_name: str, roots: Sequence[Path], at: str | None) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.config.experiment import Experiment
-from meshkit.config.user_code import describe_error, load_object
+from meshkit.config.user_code import describe_error, load_function
 from meshkit.errors import ConfigError
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -145,9 +145,7 @@ def _find(experiment: Experiment) -> tuple[Callable[[Record], Any] | None, Any]:
     """The user's function, and TensorBoard's type of a writer; None for what is not asked for."""
     name, found, writer_type = experiment.train.metrics, None, None
     if name:
-        found = load_object(name, experiment.search_paths, at=experiment.error("train.metrics", "").at)
-        if not callable(found):
-            raise experiment.error("train.metrics", f"{name} is a {type(found).__name__}, not a function.")
+        found = load_function(experiment, "train.metrics", name)
     if experiment.train.tensorboard:
         try:
             from tensorboard.summary import Writer as writer_type  # pyright: ignore[reportMissingImports]  the extra

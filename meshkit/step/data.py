@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
-from meshkit.config.user_code import describe_error, load_object, user_code
+from meshkit.config.user_code import describe_error, load_function, user_code
 from meshkit.errors import ConfigError, MeshkitError, RunError
 from meshkit.sharding.constrain import partition_spec
 from meshkit.sharding.mesh import AnyMesh
@@ -233,10 +233,8 @@ def abstract_example(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _load_examples(experiment: Experiment) -> Examples:
     """What `data.source = "pkg.mod:fn"` returns when called with `seed=` and `experiment=`; first and last are read."""
-    at, name = experiment.error("data.source", "").at, experiment.data.source
-    make: Any = load_object(name, experiment.search_paths, at=at)
-    if not callable(make):
-        raise ConfigError(f"{name} is a {type(make).__name__}, not a function.", at=at)
+    at, name = experiment.where("data.source"), experiment.data.source
+    make = load_function(experiment, "data.source", name)
     with user_code(
         experiment, "data.source", name, hint=f"the line it names; {name} is called with seed and experiment"
     ):

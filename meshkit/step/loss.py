@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshkit.config.experiment import Experiment
-from meshkit.config.user_code import load_object, user_code
+from meshkit.config.user_code import load_function, user_code
 
 Loss = Callable[[Any, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, jax.Array, Mapping[str, jax.Array]]]
 
@@ -35,9 +35,7 @@ def find_loss(experiment: Experiment) -> Loss:
     name = experiment.train.loss
     if name is None:
         return _checked_next_token(experiment)
-    own = load_object(name, experiment.search_paths, at=experiment.error("train.loss", "").at)
-    if not callable(own):
-        raise experiment.error("train.loss", f"{name} is a {type(own).__name__}, not a function.")
+    own = load_function(experiment, "train.loss", name)
 
     def loss(model: Any, batch: Mapping[str, jax.Array], rng: jax.Array):
         takes = f"{name} is called with (model, batch, rng); the batch has {', '.join(batch)}"

@@ -190,7 +190,7 @@ def _own_loss(experiment: Experiment) -> Callable[..., Any] | None:
     name = experiment.train.loss
     if name is None:
         return None
-    own = load_object(name, experiment.search_paths, at=experiment.error("train.loss", "").at)
+    own = load_object(name, experiment.search_paths, at=experiment.where("train.loss"))
     if experiment.pipeline.head == "vocab_parallel" and not hasattr(own, "of_hidden"):
         raise experiment.error(
             "train.loss",

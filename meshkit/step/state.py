@@ -269,7 +269,7 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _model_class(experiment: Experiment) -> Any:
-    at = experiment.error("model.class", "").at
+    at = experiment.where("model.class")
     name, hint = experiment.model.class_path, "a subclass of flax.nnx.Module or flax.linen.Module"
     make = load_object(name, experiment.search_paths, at=at)
     if isinstance(make, linen.Module):
