@@ -92,7 +92,7 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
     Raises:
         SpecError: which key, and what would do.
     """
-    sizes = dict(zip(mesh.axis_names, mesh.shape))
+    sizes = mesh.sizes
     cut = rules.mapping("activations")
     _check_captured_steps(table)
     _check_xla_options(table.xla)

@@ -102,6 +102,11 @@ class MeshSpec:
         return tuple(axis.size for axis in self.axes)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> its size, outermost first."""
+        return dict(zip(self.axis_names, self.shape))
+
+    @property
     def size(self) -> int:
         """Devices in the mesh."""
         return math.prod(self.shape)

@@ -47,7 +47,7 @@ class Subject:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Mesh axis -> size."""
-        return dict(zip(self.spec.axis_names, self.spec.shape))
+        return self.spec.sizes
 
     @cached_property
     def roles(self) -> AxisRoles:

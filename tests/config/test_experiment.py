@@ -90,7 +90,7 @@ def test_what_the_shipped_experiments_say():
     loaded = {path.stem: load(path) for path in SHIPPED}
     debug = loaded["llama_debug_cpu"]
     assert debug.cluster.is_cpu
-    assert dict(zip(debug.mesh.axis_names, debug.mesh.shape)) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert debug.mesh.sizes == {"data": 2, "fsdp": 2, "tensor": 2}
     assert loaded["llama3_8b"].cluster.num_gpus == 16
     assert loaded["llama3_70b"].cluster.hosts == 64
     assert loaded["llama3_70b"].mesh.axes[0].infiniband == 64

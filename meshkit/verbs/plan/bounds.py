@@ -134,7 +134,7 @@ class Bounds:
         """
         mesh = _abstract(variant.mesh)
         places = self._places(variant, mesh)
-        sizes = dict(zip(variant.mesh.axis_names, variant.mesh.shape))
+        sizes = variant.mesh.sizes
         deferred = deferred_axes(variant.rules, mesh) if variant.train.accumulate > 1 else ()
         token_axes = _token_axes(variant)
         tokens = variant.train.global_batch * variant.train.sequence_length
@@ -259,7 +259,7 @@ class Bounds:
         self, places: Mapping[str, Sequence[Placed]], variant: Experiment, token_axes: Sequence[str], tokens: float
     ) -> dict[str, list[_Payload]]:
         """What a step moves at least: gathers and reductions of weights, and of activations over other axes."""
-        sizes = dict(zip(variant.mesh.axis_names, variant.mesh.shape))
+        sizes = variant.mesh.sizes
         bytes_each = _BYTES[variant.train.precision]
         reduce_bytes = _BYTES[variant.train.reduce_precision]
         gathered: dict[tuple[str, ...], float] = defaultdict(float)

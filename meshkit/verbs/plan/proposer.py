@@ -128,7 +128,7 @@ def _divisors(n: int) -> Iterator[int]:
 def _check_mesh(report: Report, mesh: MeshSpec) -> None:
     """Stops where a report is of another mesh; one without rows of its mesh is taken as it is."""
     sizes = {axis.axis: axis.size for axis in report.mesh}
-    expected = dict(zip(mesh.axis_names, mesh.shape))
+    expected = mesh.sizes
     if sizes and sizes != expected:
         raise ConfigError(f"the report is of a mesh {sizes}, not of {expected}.", hint="a plan of the same experiment")
 

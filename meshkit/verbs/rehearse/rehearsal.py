@@ -182,8 +182,7 @@ def _check_same(experiment: Experiment, captured: Captured) -> None:
     axes, shape = captured.record.mesh.axes, captured.record.mesh.shape
     if (axes, shape) != (experiment.mesh.axis_names, experiment.mesh.shape):
         raise TraceError(
-            f"the capture is of a mesh {dict(zip(axes, shape))}, and the experiment has "
-            f"{dict(zip(experiment.mesh.axis_names, experiment.mesh.shape))}.",
+            f"the capture is of a mesh {dict(zip(axes, shape))}, and the experiment has {experiment.mesh.sizes}.",
             at=str(captured.folder),
             hint="the experiment that was rehearsed, or rehearsing again",
         )
@@ -249,7 +248,7 @@ def _not_measured(experiment: Experiment, reserved: Reserved) -> Iterator[Warnin
         "rehearsal_nccl_memory": f"NCCL allocated nothing; {format_bytes(reserved.nccl)} for {reserved.communicators} "
         "communicators is the memory model's",
     }
-    sizes = dict(zip(experiment.mesh.axis_names, experiment.mesh.shape))
+    sizes = experiment.mesh.sizes
     if any(sizes.get(axis, 1) > 1 for axis in experiment.rules.mapping("parameters").get("experts", ())):
         messages["rehearsal_routing"] = (
             "tokens that other GPUs would send are not there, so the experts' load is what mocked buffers give, not a "
