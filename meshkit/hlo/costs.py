@@ -116,11 +116,9 @@ class CostModel:
             return self._custom_call(instruction)
         if op == "copy":
             return self.copy(instruction)
+        flops, matmuls = _matmul_work(instruction)
         passes, again = _sort_of(instruction)
-        moved = _plain_bytes(instruction, op) + again
-        return Cost(
-            self._flops_of(instruction), bytes_accessed=moved, matmuls=_matmuls_of(instruction), launches=passes
-        )
+        return Cost(flops, bytes_accessed=_plain_bytes(instruction, op) + again, matmuls=matmuls, launches=passes)
 
     def copy(self, instruction: Any) -> Cost:
         """Work of a copy: on the device read and write, to or from host memory (space 5) once over the host link."""
@@ -163,22 +161,11 @@ class CostModel:
             total: Counter = Counter()
             shapes: list[Matmul] = []
             for i in self._computations[name].instructions():
-                total.update(self._flops_of(i))
-                shapes += _matmuls_of(i)
-                for inner in self._called(i):
-                    flops, matmuls = self._matmuls_in(inner)
+                for flops, matmuls in (_matmul_work(i), *map(self._matmuls_in, self._called(i))):
                     total.update(flops)
                     shapes += matmuls
             self._matmuls[name] = total, tuple(shapes)
         return self._matmuls[name]
-
-    def _flops_of(self, instruction: Any) -> dict[str, float]:
-        op = opcode(instruction)
-        if op == "convolution":
-            return _convolution(instruction)
-        if op == "custom-call":
-            return dict(self._custom_call(instruction).matmul_flops)
-        return {m.dtype: m.flops for m in _matmuls_of(instruction)}
 
     def _custom_call(self, instruction: Any) -> Cost:
         text = instruction.to_string()
@@ -186,13 +173,9 @@ class CostModel:
         moved = sum(shape_of(o).bytes for o in instruction.operands()) + _result_bytes(shape_of(instruction))
         if "fmha" in target:
             return replace(_attention(instruction, text, target), bytes_accessed=moved)
-        matmuls = _matmuls_of(instruction)
-        if matmuls:
-            return Cost({m.dtype: m.flops for m in matmuls}, bytes_accessed=moved, matmuls=matmuls)
-        if target.startswith("__cudnn$conv"):
-            return Cost(_cudnn_convolution(instruction, text, target), bytes_accessed=moved)
-        known = target in STREAMING_CALLS or target in FREE_CALLS
-        return Cost(bytes_accessed=moved, priced_by="roofline" if known else "bytes")
+        flops, matmuls = _matmul_work(instruction)
+        known = flops or target in STREAMING_CALLS or target in FREE_CALLS
+        return Cost(flops, bytes_accessed=moved, matmuls=matmuls, priced_by="roofline" if known else "bytes")
 
 
 def custom_call_target(text: str) -> str:
@@ -201,27 +184,28 @@ def custom_call_target(text: str) -> str:
     return found[1] if found else ""
 
 
-def _matmuls_of(instruction: Any) -> tuple[Matmul, ...]:
-    """The matmul that an instruction itself is: a dot, or a call of cuBLAS or cuDNN; none otherwise."""
+def _matmul_work(instruction: Any) -> tuple[dict[str, float], tuple[Matmul, ...]]:
+    """FLOP by dtype of an instruction that is itself a matmul or a convolution, also by cuBLAS or cuDNN; its shape."""
     op = opcode(instruction)
-    if op in ("dot", "scaled-dot", "ragged-dot"):
-        text = instruction.to_string()
-        contracted, batch = _dims(_DOT_CONTRACTED, text), _dims(_DOT_BATCH, text)
-        out = shape_of(instruction)
-    elif op == "custom-call" and _GEMM.search(custom_call_target(text := instruction.to_string())):
-        contracted, batch = _dims(_CALL_CONTRACTED, text), _dims(_CALL_BATCH, text)
-        result = shape_of(instruction)
-        out = result.parts[0] if result.parts else result
-    else:
-        return ()
+    if op not in ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call"):
+        return {}, ()
+    text, out = instruction.to_string(), shape_of(instruction)
+    out = out.parts[0] if out.parts else out
+    target = custom_call_target(text)
+    if op == "convolution" or target.startswith("__cudnn$conv"):
+        return _convolution(instruction, out, text, target), ()
+    if op == "custom-call" and not _GEMM.search(target):
+        return {}, ()
+    patterns = (_CALL_CONTRACTED, _CALL_BATCH) if op == "custom-call" else (_DOT_CONTRACTED, _DOT_BATCH)
+    contracted, batch = (_dims(pattern, text) for pattern in patterns)
     lhs = shape_of(instruction.operands()[0])
     k = math.prod(lhs.dims[d] for d in contracted)
     batches = math.prod(lhs.dims[d] for d in batch)
     m = math.prod(lhs.dims) // max(1, k * batches)
     n = math.prod(out.dims) // max(1, batches * m)
-    if lhs.dtype in _PARTS_OF:
-        return (Matmul(_matmul_dtype(_PARTS_OF[lhs.dtype], text), 4 * batches, m, n, k),)
-    return (Matmul(_matmul_dtype(lhs.dtype, text), batches, m, n, k),)
+    parts = 4 if lhs.dtype in _PARTS_OF else 1
+    matmul = Matmul(_matmul_dtype(_PARTS_OF.get(lhs.dtype, lhs.dtype), text), parts * batches, m, n, k)
+    return {matmul.dtype: matmul.flops}, (matmul,)
 
 
 def _sort_of(instruction: Any) -> tuple[int, float]:
@@ -280,31 +264,21 @@ def _matmul_dtype(name: str, text: str) -> str:
     return "f32_highest" if name == "f32" and _NO_TF32.search(text) else name
 
 
-def _convolution(instruction: Any) -> dict[str, float]:
-    kernel = shape_of(instruction.operands()[1])
-    flops = _convolution_flops(shape_of(instruction), kernel, instruction.to_string())
-    return {_matmul_dtype(kernel.dtype, instruction.to_string()): flops}
+def _convolution(instruction: Any, result: Shape, text: str, target: str) -> dict[str, float]:
+    """2 x outputs x (kernel window x input features): the kernel's elements per output feature.
 
-
-def _convolution_flops(output: Shape, kernel: Shape, text: str) -> float:
-    """2 x outputs x (kernel window x input features): the kernel's elements per output feature."""
-    labels = re.search(r"dim_labels=\w+_(\w+)->", text)
-    position = labels[1].index("o") if labels else len(kernel.dims) - 1
-    return 2.0 * math.prod(output.dims) * math.prod(kernel.dims) / max(1, kernel.dims[position])
-
-
-def _cudnn_convolution(instruction: Any, text: str, target: str) -> dict[str, float]:
-    """FLOP of a convolution by cuDNN: in all three directions those of the forward one of output and kernel."""
+    In all three directions of cuDNN's the FLOP are those of the forward convolution of output and kernel.
+    """
     first, second = (shape_of(o) for o in instruction.operands()[:2])
-    result = shape_of(instruction)
-    result = result.parts[0] if result.parts else result
+    output, kernel = result, second
     if "BackwardInput" in target:
-        output, kernel = first, second
+        output = first
     elif "BackwardFilter" in target:
         output, kernel = second, result
-    else:
-        output, kernel = result, second
-    return {_matmul_dtype(first.dtype, text): _convolution_flops(output, kernel, text)}
+    labels = re.search(r"dim_labels=\w+_(\w+)->", text)
+    position = labels[1].index("o") if labels else len(kernel.dims) - 1
+    flops = 2.0 * math.prod(output.dims) * math.prod(kernel.dims) / max(1, kernel.dims[position])
+    return {_matmul_dtype(first.dtype, text): flops}
 
 
 def _plain_bytes(instruction: Any, op: str) -> float:
