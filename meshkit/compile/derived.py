@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from meshkit.compile.options import CompileChoices, Option
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
+from meshkit.hlo.groups import domains_spanned
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import placements_by_state
@@ -88,31 +89,25 @@ def _waits_in_every_layer(experiment: Experiment, mesh: AnyMesh) -> bool:
 
     They share a stream with the gathers and would queue behind them.
     """
-    sizes = dict(zip(mesh.axis_names, mesh.devices.shape))
     roles = AxisRoles.of(experiment.rules)
     waited_for = roles.tensor | roles.residual | roles.expert
-    return experiment.pipeline.axis is not None or any(sizes.get(axis, 1) > 1 for axis in waited_for)
+    return experiment.pipeline.axis is not None or any(mesh.shape.get(axis, 1) > 1 for axis in waited_for)
 
 
 def loop_traffic(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> LoopTraffic | None:
     """What the loop over layers gathers; None if nothing."""
-    roles = AxisRoles.of(experiment.rules)
-    placed = placements_by_state(program.model.params, mesh, experiment.rules)
-    sizes = dict(zip(mesh.axis_names, mesh.devices.shape))
+    placed, sizes = placements_by_state(program.model.params, mesh, experiment.rules), mesh.shape
     bytes_each = BYTES_OF[experiment.train.precision]
     moved: dict[tuple[str, ...], float] = {}
-    for weight in make_weights(placed, roles):
+    for weight in make_weights(placed, AxisRoles.of(experiment.rules)):
         axes = _gathered_over(weight, program.deferred, sizes)
         if weight.stack > 1 and axes:
             moved[axes] = moved.get(axes, 0.0) + bytes_each * _elements(weight, axes, sizes) / weight.stack
     if not moved:
         return None
     axes = max(moved, key=lambda over: moved[over])
-    placement = experiment.mesh.placement(experiment.cluster)
-    table = placement.domains.reshape(placement.shape)
-    line = table[tuple(slice(None) if name in axes else 0 for name in placement.axis_names)]
-    domains = len(set(line.reshape(-1).tolist()))
-    return LoopTraffic(axes, sum(moved.values()), line.size // domains, domains)
+    domains = domains_spanned(experiment.mesh.placement(experiment.cluster), axes)
+    return LoopTraffic(axes, sum(moved.values()), math.prod(sizes[name] for name in axes) // domains, domains)
 
 
 def options_for(traffic: LoopTraffic, cluster: Cluster) -> tuple[Option, ...]:

@@ -7,7 +7,7 @@ turned into explicit partition ids, and the ids alone decide which axes and whic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,16 +75,16 @@ def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = Fal
     size = span if permute else groups.shape[1]
     count = placement.num_partitions // span if permute else groups.shape[0]
     if permute:
-        local = size // _domains_along(differ, placement)
+        local = size // domains_spanned(placement, axes)
     else:
         local = size // (int(crossing.max()) + 1)
     return GroupShape(axes, size == span, link, size, count, max(1, local))
 
 
-def _domains_along(differ: np.ndarray, placement: Placement) -> int:
+def domains_spanned(placement: Placement, axes: Collection[str]) -> int:
     """NVLink domains that the first line of the mesh along some axes spans."""
     table = placement.domains.reshape(placement.shape)
-    return len(np.unique(table[tuple(slice(None) if d else 0 for d in differ)]))
+    return len(np.unique(table[tuple(slice(None) if name in axes else 0 for name in placement.axis_names)]))
 
 
 def _iota(message: Fields) -> np.ndarray:
