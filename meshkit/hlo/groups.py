@@ -28,7 +28,7 @@ class GroupShape:
     axes_complete: bool  # whether a group spans these axes entirely
     link: str  # `infiniband` if any group crosses NVLink domains
     group_size: int  # members of a group
-    num_groups: int  # groups
+    num_groups: int
     gpus_per_domain: int  # members of one group that share a domain (the fewest, where groups differ)
 
 

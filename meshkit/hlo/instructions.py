@@ -37,7 +37,7 @@ _NOT_USERS = re.compile(  # `training` and `xla` are in programs that earlier ve
 class InstructionInfo:
     """What an instruction is."""
 
-    kind: str  # of its work: `matmul`, `attention`, `convolution`, `reduction`, `elementwise`, `data movement`,
+    kind: str  # of its work: `matmul`, `attention`, `convolution`, `reduction`, `elementwise`, ...
     key: str  # `kind|shape|op_name path|occurrence`; survives a recompile, which the name does not
     source: str  # op_name path of the model code that caused it; "" if unknown
     line: str | None

@@ -20,11 +20,9 @@ class Collective:
     link: str  # the slowest link a group crosses: `nvlink` or `infiniband`
     fabric: str | None  # what that link is made of (`nvlink4_nvswitch`, `shared_memory`, ...); None if unknown
     dtype: str  # element type on the wire, as XLA spells it; `mixed` for a combined collective of several
-    group_size: int
+    group_size: int  # participants of a group
     num_groups: int
-    gpus_per_domain: int
-    """Participants of a group, groups, and participants of one group that share an NVLink domain. #JOINT group_size,
-    num_groups, gpus_per_domain."""
+    gpus_per_domain: int  # participants of one group that share an NVLink domain
     payload_bytes: int  # bytes of one instance on one GPU (operand; result for all-gather)
     source: str = ""  # the op_name path of the model code that caused it
 
@@ -33,8 +31,8 @@ class Collective:
 class Instruction:
     """One instruction of a schedule."""
 
-    name: str  # as XLA prints them
-    opcode: str  # an asynchronous one has the opcode of what it starts
+    name: str  # as XLA prints it
+    opcode: str  # as XLA prints it; an asynchronous one has the opcode of what it starts
     kind: str
     """`kernel`, `collective` (blocks), `start` and `done` (asynchronous), `while`, `conditional`, `call`, `free` (no
     time)."""

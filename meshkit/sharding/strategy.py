@@ -146,9 +146,9 @@ class Strategy:
     deferred: Axes = frozenset()  # axes over which gradients are reduced, and weights gathered, once a step
     compute_bytes: int = 4  # of an element of a weight on the wire
     reduce_bytes: int = 4  # of an element of a gradient on the wire
-    local_sgd: str | None = None  # the axis each is about
-    compression: str | None = None  # None where it is off
-    compressed_bytes: int = 1  # of an element on that wire
+    local_sgd: str | None = None  # its axis; None where it is off
+    compression: str | None = None  # the axis whose gradients are compressed; None where it is off
+    compressed_bytes: int = 1  # of an element of a compressed gradient
     stages: StageRuns | None = None  # of the pipeline; None without one. Activations then are those of one microbatch
 
     def terms(self, over: Axes) -> Iterator[Term]:
