@@ -34,7 +34,7 @@ class Saved:
     """Bytes of its files."""
     arrays: int | None
     """How many it holds; None where its manifest cannot be read."""
-    problem: str | None
+    corruption: str | None
     """What is wrong with it; None if nothing was found."""
     set_aside: bool
     """Whether a run has found it corrupt and passed it over."""
@@ -87,9 +87,9 @@ def export(
     if not saved:
         raise ConfigError(f"{run} has no checkpoint of step {step}.", hint="meshkit checkpoint list RUN")
     newest = saved[-1]
-    problem = find_corruption(newest.folder)
-    if problem is not None:
-        raise TraceError(f"checkpoint {newest.step} is corrupt: {problem}.", at=str(newest.folder), hint="--step")
+    corruption = find_corruption(newest.folder)
+    if corruption is not None:
+        raise TraceError(f"checkpoint {newest.step} is corrupt: {corruption}.", at=str(newest.folder), hint="--step")
     use_no_accelerator()
     layout = layout_of(load(run / "experiment.toml"))
     write_weights(_read_params(newest.folder / STATE), out, layout, dtype=dtype, max_shard_bytes=max_shard_bytes)

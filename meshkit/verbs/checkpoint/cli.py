@@ -41,7 +41,7 @@ def verify(run: RunFolder, step: StepOption = None) -> None:
     if not found:
         raise ConfigError(f"{run} has no checkpoint of step {step}.", hint="meshkit checkpoint list RUN")
     _show(found)
-    bad = [s for s in found if s.problem]
+    bad = [s for s in found if s.corruption]
     if bad:
         raise ConditionError(
             f"{len(bad)} of {len(found)} checkpoints are corrupt: {', '.join(s.folder.name for s in bad)}."
@@ -68,7 +68,7 @@ def _show(found: list) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state")
     for s in found:
-        state = "intact" if s.problem is None else f"corrupt: {s.problem}"
+        state = "intact" if s.corruption is None else f"corrupt: {s.corruption}"
         state += "; set aside" if s.set_aside else ""
         table.add_row(str(s.step), format_bytes(s.size_bytes), "-" if s.arrays is None else str(s.arrays), state)
     Console(stderr=True, markup=False).print(table)

@@ -187,14 +187,14 @@ class CheckpointStore:
         """
         corrupt: list[int] = []
         for step in self._steps:
-            problem, state = self._try(step, abstract)
-            if problem is None:
+            corruption, state = self._try(step, abstract)
+            if corruption is None:
                 self._set_aside(corrupt)
                 assert state is not None
                 return self.arrangement.from_saved(state) if self.arrangement else state
             before = "trying the one before it" if step != self._steps[-1] else "there is none before it"
-            warnings.warn(f"checkpoint {step} is corrupt ({problem}); {before}.", stacklevel=2)
-            self._news["checkpoint_corrupt"] = f"checkpoint {step}: {problem}"
+            warnings.warn(f"checkpoint {step} is corrupt ({corruption}); {before}.", stacklevel=2)
+            self._news["checkpoint_corrupt"] = f"checkpoint {step}: {corruption}"
             corrupt.append(step)
         aside = self._agree("aside", None, lambda _: len(steps_aside(self.folder)))
         if corrupt or aside:
@@ -209,15 +209,15 @@ class CheckpointStore:
         """What is wrong with a checkpoint, the same on every process, and its state where nothing is."""
         checkpoint, mine = self.folder / str(step), (self._agreement.rank, self._agreement.size)
         share = mine if self.table.verify == "own" else (0, 1)
-        problem = find_corruption(checkpoint, contents=self.table.verify != "off", share=share)
-        seal = read_manifest(checkpoint).seal if problem is None else None
-        if problem := self._agree(f"verify/{step}", {"problem": problem, "seal": seal}, _first_problem):
-            return problem, None
+        corruption = find_corruption(checkpoint, contents=self.table.verify != "off", share=share)
+        seal = read_manifest(checkpoint).seal if corruption is None else None
+        if corruption := self._agree(f"verify/{step}", {"corruption": corruption, "seal": seal}, _first_corruption):
+            return corruption, None
         saved = self.arrangement.saved if self.arrangement else abstract
         self._check_fits(step, saved)
-        state, problem = _read(checkpoint, saved, step)
-        problem = self._agree(f"restore/{step}", {"problem": problem, "seal": None}, _first_problem)
-        return problem, state
+        state, corruption = _read(checkpoint, saved, step)
+        corruption = self._agree(f"restore/{step}", {"corruption": corruption, "seal": None}, _first_corruption)
+        return corruption, state
 
     def _check_fits(self, step: int, abstract: TrainState) -> None:
         """Stops where the checkpoint is of another run: orbax would cast a dtype without a word."""
@@ -253,8 +253,8 @@ class CheckpointStore:
 
         if not steps:
             return
-        for problem in self._agree("aside/rename", None, rename):
-            warnings.warn(problem, stacklevel=3)
+        for refusal in self._agree("aside/rename", None, rename):
+            warnings.warn(refusal, stacklevel=3)
         self._steps = [step for step in self._steps if step not in steps]
 
     def _agree(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
@@ -329,11 +329,11 @@ def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | 
     return (state, None) if found == step else (None, f"its state is of step {found}")
 
 
-def _first_problem(every: list[dict[str, Any]]) -> str | None:
-    """The first problem that any process has found, or that they read different manifests."""
+def _first_corruption(every: list[dict[str, Any]]) -> str | None:
+    """The first corruption that any process has found, or that they read different manifests."""
     for rank, found in enumerate(every):
-        if found["problem"]:
-            return found["problem"] if len(every) == 1 else f"{found['problem']}, found by process {rank}"
+        if found["corruption"]:
+            return found["corruption"] if len(every) == 1 else f"{found['corruption']}, found by process {rank}"
         if found["seal"] != every[0]["seal"]:
             return f"{MANIFEST} is another one on process {rank} than on process 0"
     return None
