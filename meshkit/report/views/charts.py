@@ -57,7 +57,7 @@ def step_chart(reports: Sequence[Report]) -> dict:
     data = []
     for shares in zip(*(step_shares(r.step) for r in reports)):
         values = [share.value for share in shares]
-        percents = [share_text(v or None, r.step.time_s).strip("-") for v, r in zip(values, reports)]
+        percents = [share_text(v or None, r.step.time_s, unknown="") for v, r in zip(values, reports)]
         texts = [f"{format_seconds(v)}<br>{p}" for v, p in zip(values, percents)]
         data.append(bar(shares[0].label, _scaled(values, scale), names, shares[0].look.color, texts))
     return bars(data, names, names, unit, bar_height=50)

@@ -13,7 +13,7 @@ from html import escape
 from typing import Any
 
 import rich.table
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
@@ -180,6 +180,15 @@ class Table:
         for row, style in zip(self.rows, styles):
             drawn.add_row(*map(_text, row), style=style)
         return drawn
+
+
+def below_titles(columns: Sequence[Column], groups: Iterable[tuple[Text, Table]]) -> RenderableType:
+    """Tables of the same columns, which have fixed widths, on a terminal: each below its title, under one header."""
+    parts: list[RenderableType] = [Table(columns, ()).terminal(gap=1, header="dim")]
+    for title, table in groups:
+        indented = [(f"  {row[0]}", *row[1:]) for row in table.rows]
+        parts += [title, Table(columns, indented, table.styles).terminal(gap=1, header=None)]
+    return Group(*parts)
 
 
 def _cell(tag: str, column: Column, cell: Cell) -> str:

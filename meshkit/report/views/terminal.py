@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshkit.report.schema import CommunicationPart, GoodputPart, Report
-from meshkit.report.views.table import Column, Table, Value, heading, labelled, listed
+from meshkit.report.views.table import Column, Table, Value, below_titles, heading, labelled, listed
 from meshkit.report.views.tables import Shown, kinds_table, ops_table, rows_table
 from meshkit.report.views.words import (
     WORD,
@@ -110,7 +110,7 @@ def _step_bar(report: Report) -> RenderableType:
 def _legend(shares: Sequence[Share], total: float | None, form) -> RenderableType:
     table = rich.table.Table.grid(padding=(0, 1))
     for share in shares:
-        percent = share_text(share.value, total).strip("-")
+        percent = share_text(share.value, total, unknown="")
         numbers = (Text(form(share.value), justify="right"), Text(percent, "dim"))
         table.add_row(Text(share.look.mark, share.look.style), share.label, *numbers)
     return table
@@ -126,12 +126,11 @@ def _communication(shown: Shown) -> RenderableType:
         key = (row.axes, row.link, row.fabric, row.group_size, row.num_groups, row.gpus_per_domain, row.axes_complete)
         groups.setdefault(key, []).append(i)
     rows = rows_table(shown).pick(*_COLUMNS).rows
-    parts: list[RenderableType] = [Table(_COLUMNS, ()).terminal(gap=1, header="dim")]
-    for members in sorted(groups.values(), key=lambda members: -sum(communication[i].exposed_s or 0 for i in members)):
-        parts.append(_group_title(communication[members[0]]))
-        indented = [(f"  {rows[i][0]}", *rows[i][1:]) for i in members]
-        parts.append(Table(_COLUMNS, indented).terminal(gap=1, header=None))
-    return Group(*parts)
+    ordered = sorted(groups.values(), key=lambda members: -sum(communication[i].exposed_s or 0 for i in members))
+    return below_titles(
+        _COLUMNS,
+        [(_group_title(communication[m[0]]), Table(_COLUMNS, [rows[i] for i in m])) for m in ordered],
+    )
 
 
 def _exposed_ops(shown: Shown) -> RenderableType | None:

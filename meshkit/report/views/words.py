@@ -101,9 +101,9 @@ def memory_shares(report: Report) -> list[Share]:
     return known
 
 
-def share_text(value: float | None, total: float | None) -> str:
-    """A part of a total in percent; `-` where either is unknown."""
-    return format_percent(value / total) if value is not None and total else "-"
+def share_text(value: float | None, total: float | None, *, unknown: str = "-") -> str:
+    """A part of a total in percent."""
+    return format_percent(value / total) if value is not None and total else unknown
 
 
 def names_of(sources: Sequence[str]) -> list[str]:

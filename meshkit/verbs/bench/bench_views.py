@@ -5,6 +5,7 @@ Units are nccl-tests': bytes, us, GB/s of 10^9 bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -16,7 +17,16 @@ from rich.text import Text
 
 from meshkit.report.views.charts import AXIS_COLORS, GRID, frame
 from meshkit.report.views.page import Page, card, cards, folded, section, warning_panel
-from meshkit.report.views.table import Cell, Column, Table, heading, labelled, number_columns, text_columns
+from meshkit.report.views.table import (
+    Cell,
+    Column,
+    Table,
+    below_titles,
+    heading,
+    labelled,
+    number_columns,
+    text_columns,
+)
 from meshkit.report.views.words import mesh_text
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 from meshkit.verbs.bench.bench_report import BenchFit, BenchReport, BenchRow
@@ -154,16 +164,13 @@ def _fits(fits: Sequence[BenchFit]) -> RenderableType:
     if not fits:
         return Text("none: a fit needs two sizes", "dim")
     columns = (_COLLECTIVE, *_FIT_COLUMNS)
-    parts: list[RenderableType] = [Table(columns, ()).terminal(gap=1, header="dim")]
-    shape = None
-    for fit in fits:
-        if (fit.axes, group_words(fit)) != shape:
-            shape = fit.axes, group_words(fit)
-            parts.append(Text(", ".join(fit.axes), "bold cyan").append(f"  {shape[1]}", "dim"))
-        row = (f"  {collective_words(fit)}", *_fit_cells(fit))
-        style = "yellow" if fit.residual_median > _GOOD_FIT else ""
-        parts.append(Table(columns, (row,), (style,)).terminal(gap=1, header=None))
-    return Group(*parts)
+    groups = []
+    for (axes, words), members in itertools.groupby(fits, lambda fit: (fit.axes, group_words(fit))):
+        found = list(members)
+        styles = ["yellow" if fit.residual_median > _GOOD_FIT else "" for fit in found]
+        table = Table(columns, [(collective_words(fit), *_fit_cells(fit)) for fit in found], styles)
+        groups.append((Text(", ".join(axes), "bold cyan").append(f"  {words}", "dim"), table))
+    return below_titles(columns, groups)
 
 
 def _fit_cells(fit: BenchFit) -> tuple[str, ...]:
