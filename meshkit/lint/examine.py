@@ -15,7 +15,6 @@ from meshkit.compile.lowering import lowering_for
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.experiment import Experiment
 from meshkit.errors import ConfigError
-from meshkit.hlo.module import Schedule
 from meshkit.lint.contract import (
     CODES,
     Explained,
@@ -56,9 +55,9 @@ class Examined:
         kept, allowed = apply_allow_list(lint(self.subject), self.experiment.lint.allow, unchecked=CODES)
         return Lint(kept, allowed)
 
-    def lint_compiled(self, compiled: CompiledProgram, schedule: Schedule) -> Lint:
+    def lint_compiled(self, compiled: CompiledProgram) -> Lint:
         """Findings of the same, and of the compiled step's collectives."""
-        rows = explain_collectives(schedule, self.strategy)
+        rows = explain_collectives(compiled.schedule, self.strategy)
         found = [*lint(self.subject), *collective_findings(rows), *rematerialization_findings(compiled)]
         kept, allowed = apply_allow_list(found, self.experiment.lint.allow)
         return Lint(kept, allowed, rows)

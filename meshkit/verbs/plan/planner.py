@@ -138,7 +138,7 @@ def make_plan(
     module, schedule = compiled.hlo, compiled.schedule
     simulation = simulate(schedule, cluster, assumptions=assumptions_for(compiled.options))
     memory = memory_part(compiled, module, schedule, cluster, memory_fraction=choices.memory_fraction, facts=facts)
-    lint = examined.lint_compiled(compiled, schedule) if examined else None
+    lint = examined.lint_compiled(compiled) if examined else None
     findings = lint.findings if lint else rematerialization_findings(compiled)
     report = summarize_simulation(
         simulation,
