@@ -87,12 +87,14 @@ def write_html(
 
 
 def _title(reports: Sequence[Report]) -> str:
+    """`predicted beside measured step on 8 x h100_sxm`."""
     words = " beside ".join(dict.fromkeys(WORD[r.source] for r in reports))
     c = reports[-1].cluster
     return f"{words} step on {c.num_gpus or '?'} x {c.gpu or 'unknown'}"
 
 
 def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
+    """Machines, meshes and what was measured: said once where the reports agree."""
     lines = list(dict.fromkeys(machines(r) for r in reports))
     lines += list(dict.fromkeys(f"mesh {mesh_text(r.mesh)}" for r in reports))
     if len(reports) > 1 and len(lines) > 2:
@@ -107,6 +109,7 @@ def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
 
 
 def _cards(shown: Sequence[Shown]) -> str:
+    """The numbers of the headline, of both reports in one box."""
     names = [s.name for s in shown] if len(shown) > 1 else []
 
     def box(label: str, key: str, form: Callable[[Any], str], css: str = "") -> str:
@@ -215,6 +218,7 @@ def _communication_tables(shown: Shown) -> str:
 
 
 def _pipeline(shown: Sequence[Shown], page: Page) -> str:
+    """The schedule of a pipeline as a picture, and what it costs."""
     found = [s for s in shown if s.report.pipeline is not None]
     part = found[0].report.pipeline if found else None
     if part is None:
@@ -232,6 +236,7 @@ def _pipeline(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _timeline(shown: Shown, timeline: Timeline | None, page: Page, trace_file: str | None) -> str:
+    """One step of several GPUs, of which one is shown at a time."""
     charts = timeline_charts(timeline) if timeline else []
     if not charts:
         return ""
@@ -271,6 +276,7 @@ def _stragglers(shown: Sequence[Shown]) -> str:
 
 
 def _over_steps(shown: Sequence[Shown], page: Page) -> str:
+    """The captured steps one by one, and the metrics of the whole run."""
     parts = []
     for s in shown:
         steps, history = per_step_chart(s.report), history_chart(s.report)
@@ -302,6 +308,7 @@ def _goodput(shown: Sequence[Shown], page: Page) -> str:
 
 
 def _memory(shown: Sequence[Shown], page: Page) -> str:
+    """What the fullest GPU holds, against its capacity and the budget."""
     known = [s.report for s in shown if s.report.memory.peak_bytes is not None]
     if not known:
         return ""
@@ -327,6 +334,7 @@ def _quality(shown: Sequence[Shown]) -> str:
 
 
 def _footer(reports: Sequence[Report]) -> str:
+    """With what the programs were compiled."""
     parts = []
     for r in reports:
         p, c = r.program, r.compile
