@@ -13,9 +13,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
 
 from meshkit.parallel import gathered_attention, ring_attention, ulysses_attention
-from meshkit.parallel.layout import ContextLayout, balance, positions_here, restore
+from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, positions_here, restore
 from meshkit.sharding import attention_implementation, constrain, current_scope, shard_over
 from meshkit.sharding.constrain import partition_spec
 
@@ -37,11 +38,11 @@ def check_context(context: str) -> str:
     return context
 
 
-def rotate(x: jax.Array, theta: float, positions: jax.Array | None = None) -> jax.Array:
-    """Rotary position embedding of [batch, length, heads, head_dim], halves convention (Su et al., 2021).
+def rotate(x: Queries, theta: float, positions: Int[Array, " length"] | None = None) -> Queries:
+    """Rotary position embedding, halves convention (Su et al., 2021).
 
     Args:
-        positions: int32 [length], of each token in its sequence; 0, 1, ... by default.
+        positions: of each token in its sequence; 0, 1, ... by default.
     """
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -67,17 +68,17 @@ class TokenOrder:
     layout: ContextLayout | None = None
     balanced: bool = False
 
-    def positions(self, length: int) -> jax.Array:
-        """Of each token in its sequence: int32 [length]."""
+    def positions(self, length: int) -> Int[Array, " {length}"]:
+        """The place of each token in its sequence."""
         if self.layout is None:
             return jnp.arange(length)
         return positions_here(length, self.layout, balanced=self.balanced)
 
-    def enter(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    def enter(self, x: Shaped[Array, "*dims"], *logical_axes: str | None) -> Shaped[Array, "*dims"]:
         """x from natural order into this one; `logical_axes` name its dims, the second is the length."""
         return balance(x, self.layout, _spec(x, logical_axes)) if self.layout and self.balanced else x
 
-    def leave(self, x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    def leave(self, x: Shaped[Array, "*dims"], *logical_axes: str | None) -> Shaped[Array, "*dims"]:
         """x from this order into natural order."""
         return restore(x, self.layout, _spec(x, logical_axes)) if self.layout and self.balanced else x
 
@@ -100,17 +101,14 @@ def token_order(context: str, length: int) -> TokenOrder:
     return TokenOrder(layout, balanced=True)
 
 
-def causal_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, context: str = "all_gather", order: TokenOrder = NATURAL
-) -> jax.Array:
+def causal_attention(q: Queries, k: Keys, v: Keys, context: str = "all_gather", order: TokenOrder = NATURAL) -> Queries:
     """softmax(q k^T / sqrt(head_dim)) v under a causal mask; k and v may have fewer heads (Ainslie et al., 2023).
 
     The implementation follows the target of the sharding scope. cuDNN's kernel cannot be partitioned, so each GPU runs
     it on its own batch and heads, and its own queries where rules cut `act_length`.
 
     Args:
-        q: [batch, length, heads, head_dim].
-        k, v: [batch, length, kv_heads, head_dim].
+        q, k, v: queries, keys and values.
         context: how keys and values of other GPUs are reached where rules cut `act_length`: `all_gather` (every GPU
             gathers them all), `ring` (they go around), `ulysses` (heads are cut instead). What each costs is in
             `meshkit.parallel.ring` and `meshkit.parallel.ulysses`.

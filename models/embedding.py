@@ -9,13 +9,20 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from meshkit.parallel.pipeline.manual import psum
 from meshkit.sharding import constrain, current_scope, shard_over_mesh
 
 
-def lookup(table: jax.Array, tokens: jax.Array, dtype, vocab: int | None = None, axis: str | None = None) -> jax.Array:
-    """Rows of a [vocab, embed] table, in `dtype`; the gradient is scattered, and reduced, in fp32.
+def lookup(
+    table: Float[Array, "vocab embed"],
+    tokens: Int[Array, "batch length"],
+    dtype,
+    vocab: int | None = None,
+    axis: str | None = None,
+) -> Float[Array, "batch length embed"]:
+    """Rows of a table, in `dtype`; the gradient is scattered, and reduced, in fp32.
 
     Always in fp32, since a frequent token adds up thousands of rows, more than bf16 can count.
 
@@ -24,7 +31,7 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype, vocab: int | None = None,
 
     Args:
         table: whole, or one stage's part of the rows in a pipeline.
-        tokens: int32 [batch, length].
+        tokens: which rows.
         dtype: of the result.
         vocab: rows of the whole table; None where this is it.
         axis: of the pipeline, whose stages then give each row by one all-reduce.

@@ -16,7 +16,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
+from meshkit.parallel.layout import Keys, Queries
 from meshkit.sharding import constrain
 from models.attention import HEAD_AXES, causal_attention, check_context
 from models.embedding import lookup
@@ -95,7 +97,7 @@ class Attention(nnx.Module):
         return self.output(causal_attention(q, k, v, self.context))
 
 
-def materialized_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def materialized_attention(q: Queries, k: Keys, v: Keys) -> Queries:
     """softmax(q k^T / sqrt(head_dim)) v under a causal mask, with scores and probabilities in memory.
 
     They are stored in the dtype of q, the softmax is computed in fp32; no half of the square is skipped.
@@ -179,7 +181,7 @@ class GPT(nnx.Module):
         if not c.tied:
             self.head = Projection("head", {"embed": c.embed}, {"vocab": c.vocab}, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
         if tokens.shape[1] > self.config.length:
             raise ValueError(f"{tokens.shape[1]} tokens are more than the {self.config.length} positions of this GPT.")
         with jax.named_scope("embedding"):

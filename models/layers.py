@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from meshkit.parallel.collective_matmul import gather_matmul, matmul_cut, matmul_scatter
 from meshkit.sharding import constrain, current_scope, sharding_scope
@@ -48,7 +49,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.scale = parameter(rngs, jax.nn.initializers.ones, (embed,), ("embed",), stack=stack)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*dims embed"]) -> Float[Array, "*dims embed"]:
         h = x.astype(jnp.float32)
         h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + self.eps)
         return (h * self.scale.get_value().astype(jnp.float32)).astype(x.dtype)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from meshkit.parallel.pipeline import StageContext
 from meshkit.sharding import constrain
@@ -177,15 +178,17 @@ class Llama(nnx.Module):
         """The same as calling the class."""
         return cls(preset, rngs=rngs, **overrides)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
         x = self.first({"tokens": tokens})
         with jax.named_scope("layers"):
             graph, stacked = nnx.split(self.layers)
             x = scan_layers(self._plain_layer(graph), x, stacked, self.remat)[0]
         return self.last(x)
 
-    def first(self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None) -> jax.Array:
-        """What enters the layers: activations [batch, length, embed]; of a pipeline the part before its first stage."""
+    def first(
+        self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None
+    ) -> Float[Array, "batch length embed"]:
+        """What enters the layers; of a pipeline the part before its first stage."""
         tokens = batch["tokens"]
         order = token_order(self.context, tokens.shape[1])
         with jax.named_scope("embedding"):
@@ -199,8 +202,10 @@ class Llama(nnx.Module):
         graph, _ = nnx.split(self.layers)
         return recompute(self._plain_layer(graph), self.remat)(x, nnx.State(parameters))[0]
 
-    def last(self, x: jax.Array, ctx: StageContext | None = None) -> jax.Array:
-        """Logits of what leaves the layers: fp32 [batch, length, vocab], or a stage's part of the vocabulary."""
+    def last(
+        self, x: Float[Array, "batch length embed"], ctx: StageContext | None = None
+    ) -> Float[Array, "batch length some_vocab"]:
+        """fp32 logits of what leaves the layers, or a stage's part of the vocabulary."""
         del ctx
         order = token_order(self.context, x.shape[1])
         with jax.named_scope("logits"):

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from meshkit.parallel.pipeline import StageContext, vocabulary
 
 
-def next_token_losses(logits: jax.Array, targets: jax.Array, vocab: int, ctx: StageContext | None = None) -> jax.Array:
-    """logsumexp(logits) - logits[target], fp32 [batch, length].
+def next_token_losses(
+    logits: Float[Array, "batch length some_vocab"],
+    targets: Int[Array, "batch length"],
+    vocab: int,
+    ctx: StageContext | None = None,
+) -> Float[Array, "batch length"]:
+    """logsumexp(logits) - logits[target] in fp32.
 
     By comparison, not by index, so that a cut vocabulary needs no gather.
 
     Args:
-        logits: [batch, length, vocab], or a stage's part of the vocabulary.
-        targets: int32 [batch, length].
+        logits: of the whole vocabulary, or a stage's part of it.
+        targets: ids of tokens.
         vocab: size of the whole vocabulary.
         ctx: of a pipeline, if the logits were made in one.
     """

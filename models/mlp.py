@@ -65,7 +65,7 @@ def regression_loss(model: MLP, batch: dict, rng: jax.Array) -> tuple[jax.Array,
 
 
 def random_examples(*, seed: int, experiment) -> Mirrored:
-    """For `[data] source`: examples as wide as the experiment's `model.embed`."""
+    """A `[data] source`: examples as wide as the experiment's `model.embed`."""
     return Mirrored(seed, experiment.model.options.get("embed", 64))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
 
 from meshkit.parallel.expert import GATHERED, expert_layer
 from meshkit.parallel.pipeline import StageContext
@@ -139,8 +140,8 @@ class MoeMlp(nnx.Module):
         return y, routing_values(scores, chosen, kept)
 
 
-def choose(scores: jax.Array, k: int) -> jax.Array:
-    """The k experts with the highest scores of each token, int32 [batch, length, k]; equal ones in order.
+def choose(scores: Float[Array, "batch length experts"], k: int) -> Int[Array, "batch length {k}"]:
+    """The k experts with the highest scores of each token; equal ones in order.
 
     Each GPU sorts its own tokens: the partitioner flattens batch and length for a sort, and gathers both to do so.
     """
@@ -154,7 +155,11 @@ def choose(scores: jax.Array, k: int) -> jax.Array:
     return largest(jax.lax.stop_gradient(scores))
 
 
-def routing_values(scores: jax.Array, chosen: jax.Array, kept: jax.Array) -> dict[str, jax.Array]:
+def routing_values(
+    scores: Float[Array, "batch length experts"],
+    chosen: Float[Array, "batch length k experts"],
+    kept: Bool[Array, "batch length k"],
+) -> dict[str, Float[Array, ""]]:
     """How evenly one layer loads its experts, each a mean over all tokens.
 
     `load_balance_loss` is E sum_e f_e P_e, with f_e the share of the choices that fell on expert e and P_e its mean
@@ -162,9 +167,9 @@ def routing_values(scores: jax.Array, chosen: jax.Array, kept: jax.Array) -> dic
     scores' logsumexp.
 
     Args:
-        scores: [batch, length, experts].
-        chosen: one-hot [batch, length, k, experts].
-        kept: bool [batch, length, k].
+        scores: of the router.
+        chosen: one-hot.
+        kept: whether a choice was, or dropped.
     """
     means = {
         "share": jnp.mean(chosen, axis=(0, 1, 2)),
@@ -250,7 +255,7 @@ class Moe(nnx.Module):
         self.norm = RMSNorm(c.embed, eps=c.norm_eps, rngs=rngs)
         self.head = Projection("head", {"embed": c.embed}, {"vocab": c.vocab}, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
         return self.with_routing(tokens)[0]
 
     def with_routing(self, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -284,8 +289,10 @@ class Moe(nnx.Module):
         graph, _ = nnx.split(self.layers)
         return self._one_layer(graph)(x, nnx.State(parameters))
 
-    def last(self, x: jax.Array, ctx: StageContext | None = None) -> jax.Array:
-        """Logits of what leaves the layers: fp32 [batch, length, vocab], or a stage's part of the vocabulary."""
+    def last(
+        self, x: Float[Array, "batch length embed"], ctx: StageContext | None = None
+    ) -> Float[Array, "batch length some_vocab"]:
+        """fp32 logits of what leaves the layers, or a stage's part of the vocabulary."""
         del ctx
         order = token_order(self.context, x.shape[1])
         with jax.named_scope("logits"):

@@ -82,26 +82,26 @@ class _Residuals:
 
     Attributes:
         avals: shapes and dtypes.
-        fates: what becomes of each: `keep`, `offload`, or the index of the parameter that it is.
+        kinds: what becomes of each: `keep`, `offload`, or the index of the parameter that it is.
     """
 
     avals: Sequence[Any]
-    fates: Sequence[str | int]
+    kinds: Sequence[str | int]
 
-    def pick(self, found: Sequence[Any], fate: str) -> list[Any]:
-        return [value for value, its in zip(found, self.fates, strict=True) if its == fate]
+    def pick(self, found: Sequence[Any], kind: str) -> list[Any]:
+        return [value for value, its in zip(found, self.kinds, strict=True) if its == kind]
 
     def join(self, parameters: Sequence[Any], held: Sequence[Any], fetched: Sequence[Any]) -> list[Any]:
         streams = {"keep": iter(held), "offload": iter(fetched)}
-        return [parameters[fate] if isinstance(fate, int) else next(streams[fate]) for fate in self.fates]
+        return [parameters[kind] if isinstance(kind, int) else next(streams[kind]) for kind in self.kinds]
 
     def nothing(self) -> list[jax.Array]:
         return [jnp.zeros(aval.shape, aval.dtype) for aval in self.pick(self.avals, "offload")]
 
 
 def _residuals(layer: Layer, kept: Layer, x: Any, stacked: Any) -> _Residuals | None:
-    """Of `kept`; what `layer` has in host memory is to be offloaded. None where the two do not need the same, one by
-    one, or `scan_offloaded` cannot carry it."""
+    """The residuals of `kept`; what `layer` has in host memory is to be offloaded. None where the two do not need the
+    same, one by one, or `scan_offloaded` cannot carry it."""
     parameters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
     there, _, values = _trace(layer, x, parameters)
     here, are_parameters, _ = _trace(kept, x, parameters)
@@ -110,11 +110,11 @@ def _residuals(layer: Layer, kept: Layer, x: Any, stacked: Any) -> _Residuals | 
         return None
     if [(a.shape, a.dtype) for a in there] != [(a.shape, a.dtype) for a in here]:
         return None
-    fates: list[str | int] = [
+    kinds: list[str | int] = [
         index if index is not None else "offload" if aval.memory_space == memory.Space.Host else "keep"
         for index, aval in zip(are_parameters, there)
     ]
-    return _Residuals(here, fates)
+    return _Residuals(here, kinds)
 
 
 def _trace(layer: Layer, x: Any, parameters: Any) -> tuple[list[Any], list[int | None], list[Any]]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float
 
 from meshkit.sharding import constrain
 from models.layers import Projection, parameter
@@ -87,7 +88,7 @@ class LayerNorm(nnx.Module):
         self.scale = parameter(rngs, jax.nn.initializers.ones, (embed,), ("embed",), stack=stack)
         self.bias = parameter(rngs, jax.nn.initializers.zeros, (embed,), ("embed",), stack=stack)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*dims embed"]) -> Float[Array, "*dims embed"]:
         h = x.astype(jnp.float32)
         h = h - jnp.mean(h, axis=-1, keepdims=True)
         h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + self.eps)
@@ -241,7 +242,7 @@ def classification_loss(model: ViT, batch: dict, rng: jax.Array) -> tuple[jax.Ar
 
 
 def synthetic_images(*, seed: int, experiment) -> SyntheticImages:
-    """For `[data] source`: images of the experiment's model, a pattern for each class under noise.
+    """A `[data] source`: images of the experiment's model, a pattern for each class under noise.
 
     Raises:
         ValueError: `train.sequence_length` is not the number of tokens of an image.

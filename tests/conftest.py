@@ -18,6 +18,10 @@ if "MESHKIT_CACHE" not in os.environ:  # programs compiled once in a run of the 
     atexit.register(shutil.rmtree, os.environ["MESHKIT_CACHE"], ignore_errors=True)
 
 import jax
+import jaxtyping
+
+import tests.shapes  # noqa: F401 named in the hook below
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+jaxtyping.install_import_hook(["meshkit.parallel", "models"], "tests.shapes.check")

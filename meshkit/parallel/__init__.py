@@ -1,4 +1,8 @@
-"""Parallelisms that shardings alone cannot say: context parallel attention, and what else needs code."""
+"""Parallelisms that shardings alone cannot say: context parallel attention, experts, pipelines, local SGD, compression.
+
+Enters: arrays inside of a jitted program, and the mesh axes that cut them. Leaves: the same arrays, computed by hand
+over those axes. May be imported by step and all above it, and by models.
+"""
 
 from meshkit.parallel.ring import gathered_attention, ring_attention
 from meshkit.parallel.ulysses import ulysses_attention

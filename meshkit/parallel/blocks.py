@@ -14,24 +14,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
+from jaxtyping import Array, Float
 
 BLOCK = 512  # rows and columns of the scores that exist at once in the plain implementation
+QueryBlock = Float[Array, "batch queries heads head_dim"]
+KeyBlock = Float[Array, "batch keys kv_heads head_dim"]
+RowSums = Float[Array, "batch heads queries"]  # log-sum-exp of each row of scores
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, implementation: str
-) -> tuple[jax.Array, jax.Array]:
+def attend(q: QueryBlock, k: KeyBlock, v: KeyBlock, *, causal: bool, implementation: str) -> tuple[QueryBlock, RowSums]:
     """softmax(q k^T / sqrt(head_dim)) v and the log-sum-exp of each row of scores.
 
     Args:
-        q: [batch, queries, heads, head_dim].
-        k, v: [batch, keys, kv_heads, head_dim]; kv_heads divides heads.
+        q: queries.
+        k, v: keys and values; kv_heads divides heads.
         causal: query i sees keys 0..i (of as many keys as queries).
         implementation: `cudnn` or `xla`.
 
     Returns:
-        Output [batch, queries, heads, head_dim], fp32 from `xla` and of q's dtype from `cudnn`, and log-sum-exp
-        [batch, heads, queries] in fp32.
+        Output, fp32 from `xla` and of q's dtype from `cudnn`, and log-sum-exp in fp32.
     """
     if implementation == "cudnn":
         return _cudnn_attend(q, k, v, causal)
@@ -39,16 +40,16 @@ def attend(
 
 
 def attend_gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    g: jax.Array,
+    q: QueryBlock,
+    k: KeyBlock,
+    v: KeyBlock,
+    out: QueryBlock,
+    lse: RowSums,
+    g: QueryBlock,
     *,
     causal: bool,
     implementation: str,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[QueryBlock, KeyBlock, KeyBlock]:
     """What this block adds to the gradients of q, k and v, in fp32.
 
     Args:
@@ -65,7 +66,7 @@ def attend_gradients(
     return dq, dk, dv
 
 
-def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def merge(first: tuple[QueryBlock, RowSums], second: tuple[QueryBlock, RowSums]) -> tuple[QueryBlock, RowSums]:
     """Output (fp32) and log-sum-exp of the same queries over the keys of both."""
     lse = jnp.logaddexp(first[1], second[1])
     one, other = (out.astype(jnp.float32) * _per_query(jnp.exp(part - lse)) for out, part in (first, second))

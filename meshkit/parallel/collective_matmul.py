@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from meshkit.errors import ConfigError
 from meshkit.sharding import current_scope
@@ -48,11 +49,11 @@ class Cut:
         return self.mesh.shape[self.axis]
 
     def activation(self, dim: int | None) -> PartitionSpec:
-        """Of [batch, length, ...], cut along the batch and over the axis along this dim (None: nothing more)."""
+        """The spec of [batch, length, ...], cut along the batch and over the axis along this dim (None: no more)."""
         return PartitionSpec(self.batch or None, *([] if dim is None else [*[None] * (dim - 1), self.axis]))
 
     def kernel(self, dim: int) -> PartitionSpec:
-        """Of a kernel cut over the axis along this dim, and whole otherwise: FSDP's pieces are gathered first."""
+        """The spec of a kernel cut over the axis along this dim, and else whole: FSDP's pieces are gathered first."""
         return PartitionSpec(*[None] * dim, self.axis)
 
     def pin(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -106,25 +107,28 @@ def matmul_cut(length: int, *kernel_dims: tuple[str, int]) -> Cut | None:
     return cut
 
 
-def gather_matmul(cut: Cut, x: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def gather_matmul(
+    cut: Cut, x: Float[Array, "batch length embed"], kernels: Sequence[Float[Array, "embed ..."]]
+) -> tuple[jax.Array, ...]:
     """x gathered along length, times each kernel.
 
     Args:
         cut: what x is cut over along length, and the kernels along their first output dim.
-        x: [batch, length, embed].
-        kernels: [embed, columns...]; the gradient of each is of its dtype, the matmuls are of x's.
+        x: the activations of all kernels.
+        kernels: the gradient of each is of its dtype, the matmuls are of x's.
     """
     casts = tuple(lax.stop_gradient(cut.pin(k.astype(x.dtype), cut.kernel(1))) for k in kernels)
     return _gather_matmul(cut, cut.pin(x, cut.activation(_LENGTH)), tuple(kernels), casts)
 
 
-def matmul_scatter(cut: Cut, x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
+def matmul_scatter(
+    cut: Cut, x: Float[Array, "batch length *rows"], kernel: Float[Array, "*rows embed"], contracted: int
+) -> Float[Array, "batch length embed"]:
     """x times kernel, summed over the axis, each GPU keeping its chunk of the length.
 
     Args:
         cut: what x is cut over along dim 2, and the kernel along dim 0.
-        x: [batch, length, rows...].
-        kernel: [rows..., embed].
+        x, kernel: their product is contracted over rows.
         contracted: number of dims of rows.
     """
     cast = lax.stop_gradient(cut.pin(kernel.astype(x.dtype), cut.kernel(0)))

@@ -32,6 +32,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -53,8 +54,10 @@ class Wire:
     largest: float | None
     error: float
 
-    def quantize(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """fp32 [..., n] as codes [..., n] and scales [..., n / BLOCK]; n is a multiple of BLOCK.
+    def quantize(
+        self, x: Float[Array, "*dims n"]
+    ) -> tuple[Shaped[Array, "*dims n"], Float[Array, "*dims blocks"] | None]:
+        """fp32 as codes and the scales of blocks; n is a multiple of BLOCK.
 
         A block with a number that is not finite has a scale that is not finite: it stays visible.
         """
@@ -109,12 +112,14 @@ class Exchange:
     wire: Wire
     smallest_bytes: int = SMALLEST_BYTES
 
-    def sum(self, gradient: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """The sum over the axis of one GPU's fp32 shard [...], and its new residual.
+    def sum(
+        self, gradient: Float[Array, "*dims"], residual: Float[Array, "1 *dims"] | None
+    ) -> tuple[Float[Array, "*dims"], Float[Array, "1 *dims"] | None]:
+        """The sum over the axis of one GPU's fp32 shard, and its new residual.
 
         Args:
             gradient: this GPU's part of its replica's gradient.
-            residual: [1, ...] of the step before, None for no error feedback.
+            residual: of the step before, None for no error feedback.
         """
         shape = gradient.shape
         if 4 * math.prod(shape) < self.smallest_bytes:

@@ -15,6 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import custom_batching, lax
+from jaxtyping import Array, Int, Shaped
 
 Axes = tuple[str, ...]
 
@@ -25,12 +26,12 @@ class Routing:
     """Where the rows of one GPU go.
 
     Attributes:
-        slot: int32 [rows], the slot of each row; `Dispatch.slots` for one that is dropped.
-        counts: int32 [ways, experts], how many rows each GPU along the experts' axes sends to each expert.
+        slot: the slot of each row; `Dispatch.slots` for one that is dropped.
+        counts: how many rows each GPU along the experts' axes sends to each expert.
     """
 
-    slot: jax.Array
-    counts: jax.Array
+    slot: Int[Array, " rows"]
+    counts: Int[Array, "ways experts"]
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Dispatch:
             return self.ways * self.local_experts * self.capacity
         return self.slots if self.ways == 1 else self.ways * self.buffer_rows
 
-    def route(self, choices: jax.Array) -> Routing:
-        """The routing of int [tokens, k] expert numbers; communicates the counts (4 bytes a GPU and expert)."""
+    def route(self, choices: Int[Array, "{self.tokens} {self.choices}"]) -> Routing:
+        """The routing of expert numbers; communicates the counts (4 bytes a GPU and expert)."""
         expert = choices.T.reshape(-1)
         if self.capacity is not None:
             rank, _, _ = _rank(expert, self.experts)
@@ -88,8 +89,10 @@ class Dispatch:
         counts = counts[: self.experts]
         return Routing(slot, lax.all_gather(counts, self.axes) if self.ways > 1 else counts[None])
 
-    def fill(self, routing: Routing, values: jax.Array) -> jax.Array:
-        """[tokens, k, ...] or [tokens, 1, ...] values by slot; 0 in empty slots."""
+    def fill(
+        self, routing: Routing, values: Shaped[Array, "{self.tokens} k *rest"]
+    ) -> Shaped[Array, "{self.slots} *rest"]:
+        """Values by slot, k or 1 of each token; 0 in empty slots."""
         rows = self.tokens * self.choices
         row = jnp.full(self.slots, rows, jnp.int32).at[routing.slot].set(jnp.arange(rows, dtype=jnp.int32), mode="drop")
         if values.shape[1] == 1:
@@ -98,13 +101,17 @@ class Dispatch:
             index, table = row, jnp.swapaxes(values, 0, 1).reshape(rows, *values.shape[2:])
         return table.at[index].get(mode="fill", fill_value=0)
 
-    def read(self, routing: Routing, buffer: jax.Array) -> jax.Array:
-        """[tokens, k, ...] of a [slots, ...] buffer; 0 where a row was dropped."""
+    def read(
+        self, routing: Routing, buffer: Shaped[Array, "{self.slots} *rest"]
+    ) -> Shaped[Array, "{self.tokens} {self.choices} *rest"]:
+        """A buffer by token and choice; 0 where a row was dropped."""
         rows = buffer.at[routing.slot].get(mode="fill", fill_value=0)
         return jnp.swapaxes(rows.reshape(self.choices, self.tokens, *buffer.shape[1:]), 0, 1)
 
-    def to_experts(self, routing: Routing, buffer: jax.Array) -> jax.Array:
-        """[slots, ...] of every GPU -> [received_rows, ...], grouped by this GPU's experts, sources in order."""
+    def to_experts(
+        self, routing: Routing, buffer: Shaped[Array, "{self.slots} *rest"]
+    ) -> Shaped[Array, "{self.received_rows} *rest"]:
+        """The buffers of every GPU, grouped by this GPU's experts, sources in order."""
         if self.ways == 1:
             return buffer
         with jax.named_scope("dispatch"):
@@ -116,8 +123,10 @@ class Dispatch:
             pieces = pieces.reshape(self.ways, self.local_experts, self.capacity, *buffer.shape[1:])
             return jnp.swapaxes(pieces, 0, 1).reshape(self.received_rows, *buffer.shape[1:])
 
-    def from_experts(self, routing: Routing, rows: jax.Array) -> jax.Array:
-        """The way back of `to_experts`: [received_rows, ...] -> [slots, ...]."""
+    def from_experts(
+        self, routing: Routing, rows: Shaped[Array, "{self.received_rows} *rest"]
+    ) -> Shaped[Array, "{self.slots} *rest"]:
+        """The way back of `to_experts`."""
         if self.ways == 1:
             return rows
         with jax.named_scope("combine"):
@@ -129,8 +138,8 @@ class Dispatch:
             pieces = lax.all_to_all(pieces, self.axes, split_axis=0, concat_axis=0, tiled=True)
             return pieces.reshape(self.slots, *rows.shape[1:])
 
-    def group_sizes(self, routing: Routing) -> jax.Array:
-        """int32 [local_experts], rows that each expert of this GPU received (dropless)."""
+    def group_sizes(self, routing: Routing) -> Int[Array, " {self.local_experts}"]:
+        """Rows that each expert of this GPU received (dropless)."""
         return self._mine(jnp.sum(routing.counts, axis=0, keepdims=True))[0]
 
     def _mine(self, table: jax.Array) -> jax.Array:
@@ -213,7 +222,7 @@ def worst_case_rows(tokens: int, choices: int, local_experts: int) -> int:
 
 
 def _rank(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For int [rows] group numbers: each row's rank in its group, each group's first place, each group's size."""
+    """Each row's rank in its group, each group's first place, each group's size, from int [rows] group numbers."""
     order = jnp.argsort(group, stable=True)
     sizes = jnp.zeros(groups, jnp.int32).at[group].add(1)
     start = _exclusive_sum(sizes, axis=0)

@@ -39,6 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
+from jaxtyping import Array, Bool, Float, Int
 
 from meshkit.errors import ConfigError
 from meshkit.parallel.dispatch import Dispatch, Routing, one_by_one, worst_case_rows
@@ -53,35 +54,37 @@ from meshkit.sharding.constrain import (
 )
 
 Axes = tuple[str, ...]
-Kernels = tuple[jax.Array, jax.Array, jax.Array]
+Tokens = Float[Array, "batch length embed"]
+Wide = Float[Array, "experts embed mlp"]
+Kernels = tuple[Wide, Wide, Float[Array, "experts mlp embed"]]  # gate, up and down
 GATHERED = "gathered_experts"  # the name of the gathered kernels, which a policy should not save
 
 
 def expert_layer(
-    x: jax.Array,
-    weights: jax.Array,
-    choices: jax.Array,
+    x: Tokens,
+    weights: Float[Array, "batch length k"],
+    choices: Int[Array, "batch length k"],
     kernels: Kernels,
     *,
     capacity_factor: float | None = None,
     buffer_factor: float | None = None,
     saved_name: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Tokens, Bool[Array, "batch length k"]]:
     """The sum over a token's k choices of weight * down(silu(gate(x)) * up(x)) of the chosen expert; which were kept.
 
     Outside of a sharding scope the same on one device, without an exchange.
 
     Args:
-        x: [batch, length, embed], in the dtype to compute in.
-        weights: [batch, length, k], fp32; a weight of exactly 0 gets no gradient.
-        choices: int [batch, length, k], numbers of experts, all different for one token.
-        kernels: gate and up [experts, embed, mlp], down [experts, mlp, embed]; gradients have the kernels' dtype.
+        x: in the dtype to compute in.
+        weights: fp32; a weight of exactly 0 gets no gradient.
+        choices: numbers of experts, all different for one token.
+        kernels: their gradients have their dtype.
         capacity_factor: slots of an expert over those of a balanced load; None is dropless.
         buffer_factor: rows of the dropless buffers over those of a balanced load; None is the worst case.
         saved_name: name for `jax.checkpoint` policies of what gate and up give, besides `gate` and `up`.
 
     Returns:
-        [batch, length, embed] in the dtype of x, and bool [batch, length, k].
+        The layer's output in the dtype of x, and whether each choice was kept.
 
     Raises:
         ConfigError: axes that cut experts but not tokens, or sizes that the axes do not divide.

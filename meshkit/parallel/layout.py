@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Shaped
 
 from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
@@ -32,6 +33,8 @@ from meshkit.sharding.constrain import (
 from meshkit.sharding.mesh import AnyMesh
 
 Axes = tuple[str, ...]
+Queries = Float[Array, "batch length heads head_dim"]
+Keys = Float[Array, "batch length kv_heads head_dim"]
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,12 @@ class ContextLayout:
 
     @property
     def array(self) -> PartitionSpec:
-        """Of [batch, length, heads, head_dim]."""
+        """The spec of [batch, length, heads, head_dim]."""
         return partition_spec((self.batch, self.length, self.heads, ()))
 
     @property
     def statistics(self) -> PartitionSpec:
-        """Of [batch, heads, length]."""
+        """The spec of [batch, heads, length]."""
         return partition_spec((self.batch, self.heads, self.length))
 
     def size(self, axes: Axes) -> int:
@@ -151,8 +154,8 @@ def _shown(axes: Axes) -> str:
     return " x ".join(f"'{a}'" for a in axes) or "no axis"
 
 
-def balanced_positions(length: int, ways: int) -> jax.Array:
-    """Positions in the sequence of the tokens in balanced order over `ways` GPUs: int32 [length].
+def balanced_positions(length: int, ways: int) -> Int[Array, " {length}"]:
+    """Positions in the sequence of the tokens in balanced order over `ways` GPUs.
 
     With one way they are 0, 1, ..., length - 1.
     """
@@ -164,8 +167,8 @@ def balanced_positions(length: int, ways: int) -> jax.Array:
     return jnp.where(second == 1, 2 * ways - 1 - gpu, gpu) * chunk + within
 
 
-def positions_here(length: int, layout: ContextLayout, *, balanced: bool) -> jax.Array:
-    """Positions in the sequence of the tokens of an array as it is here: int32 [length].
+def positions_here(length: int, layout: ContextLayout, *, balanced: bool) -> Int[Array, " {length}"]:
+    """Positions in the sequence of the tokens of an array as it is here.
 
     Inside a stage of a pipeline that is manual over the length's axes, those of this GPU's piece.
 
@@ -181,7 +184,9 @@ def positions_here(length: int, layout: ContextLayout, *, balanced: bool) -> jax
     return lax.dynamic_slice_in_dim(positions, lax.axis_index(layout.length) * length, length)
 
 
-def balance(x: jax.Array, layout: ContextLayout, spec: PartitionSpec, dim: int = 1) -> jax.Array:
+def balance(
+    x: Shaped[Array, "*dims"], layout: ContextLayout, spec: PartitionSpec, dim: int = 1
+) -> Shaped[Array, "*dims"]:
     """x from natural into balanced order; two collective-permutes of half of x each.
 
     Args:
@@ -195,7 +200,9 @@ def balance(x: jax.Array, layout: ContextLayout, spec: PartitionSpec, dim: int =
     return _reordered(x, layout, spec, dim, (_to_balanced, _to_natural))
 
 
-def restore(x: jax.Array, layout: ContextLayout, spec: PartitionSpec, dim: int = 1) -> jax.Array:
+def restore(
+    x: Shaped[Array, "*dims"], layout: ContextLayout, spec: PartitionSpec, dim: int = 1
+) -> Shaped[Array, "*dims"]:
     """x from balanced back into natural order; arguments and bytes as in `balance`."""
     return _reordered(x, layout, spec, dim, (_to_natural, _to_balanced))
 

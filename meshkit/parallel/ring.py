@@ -29,15 +29,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshkit.parallel.blocks import attend, attend_gradients, merge
-from meshkit.parallel.layout import ContextLayout, balance, choose_implementation, restore
+from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, choose_implementation, restore
 
 ATTENTION = "attention"  # the name under which recomputation policies know the output and its log-sum-exp
 
 
 def ring_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Queries,
+    k: Keys,
+    v: Keys,
     *,
     mesh,
     axis: str | Sequence[str],
@@ -45,15 +45,14 @@ def ring_attention(
     batch: str | Sequence[str] = (),
     heads: str | Sequence[str] = (),
     balanced: bool = False,
-) -> jax.Array:
+) -> Queries:
     """Exact attention with the length cut over a mesh axis; keys and values go around a ring of its GPUs.
 
     softmax(q k^T / sqrt(head_dim)) v for global arrays inside `jax.jit`, differentiable; memory is linear in the local
     length. Costs: see the module.
 
     Args:
-        q: [batch, length, heads, head_dim].
-        k, v: [batch, length, kv_heads, head_dim]; kv_heads divides heads, and only kv_heads travel.
+        q, k, v: kv_heads divides heads, and only kv_heads travel.
         mesh: a `jax.sharding.Mesh`, or one of `meshkit.build_mesh`.
         axis: mesh axis, or several, that cut the length.
         causal: token i sees tokens 0..i.
@@ -68,9 +67,9 @@ def ring_attention(
 
 
 def gathered_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Queries,
+    k: Keys,
+    v: Keys,
     *,
     mesh,
     axis: str | Sequence[str],
@@ -78,7 +77,7 @@ def gathered_attention(
     batch: str | Sequence[str] = (),
     heads: str | Sequence[str] = (),
     balanced: bool = False,
-) -> jax.Array:
+) -> Queries:
     """Exact attention with the length cut over a mesh axis; every GPU gathers all keys and values.
 
     Arguments, result and errors are those of `ring_attention`.

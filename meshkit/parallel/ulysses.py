@@ -22,30 +22,29 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshkit.errors import ConfigError
 from meshkit.parallel.blocks import attend, attend_gradients
-from meshkit.parallel.layout import ContextLayout, choose_implementation
+from meshkit.parallel.layout import ContextLayout, Keys, Queries, choose_implementation
 from meshkit.parallel.ring import ATTENTION
 from meshkit.sharding.constrain import partition_spec
 
 
 def ulysses_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Queries,
+    k: Keys,
+    v: Keys,
     *,
     mesh,
     axis: str | Sequence[str],
     causal: bool = True,
     batch: str | Sequence[str] = (),
     heads: str | Sequence[str] = (),
-) -> jax.Array:
+) -> Queries:
     """Exact attention with the length cut over a mesh axis; all-to-alls cut the heads instead and back.
 
     softmax(q k^T / sqrt(head_dim)) v for global arrays inside `jax.jit`, differentiable. Tokens are in natural order.
     Costs: see the module.
 
     Args:
-        q: [batch, length, heads, head_dim].
-        k, v: [batch, length, kv_heads, head_dim]; kv_heads divides heads.
+        q, k, v: kv_heads divides heads.
         mesh: a `jax.sharding.Mesh`, or one of `meshkit.build_mesh`.
         axis: mesh axis, or several, that cut the length.
         causal: token i sees tokens 0..i.

@@ -29,7 +29,7 @@ from meshkit.sharding.constrain import partition_spec, spec_axes
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.gradients import Sums, strip_axes
 from meshkit.step.loss import Loss
-from meshkit.step.stages import WEIGHT, StageFunctions, check_model, is_variable, layer_count
+from meshkit.step.stages import WEIGHT, StageFunctions, by_stages, check_model, layer_count, vocab_sizes
 from meshkit.step.state import (
     DTYPES,
     HOST_MEMORY,
@@ -70,7 +70,7 @@ class Pipelined:
 
     @property
     def xla_options(self) -> dict[str, object]:
-        """Of the GPU compiler."""
+        """Options of the GPU compiler."""
         return dict(XLA_OPTIONS)
 
     def mean_gradients(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[Sums, Any]:
@@ -93,14 +93,14 @@ class Pipelined:
         return {"loss_sum": jnp.where(weight > 0, loss * weight, 0.0), "weight": weight}
 
     def _weight(self, metrics: Mapping[str, jax.Array]) -> jax.Array:
-        """Of the whole batch; the pipeline gives the mean over its pieces."""
+        """The weight of the whole batch; the pipeline gives the mean over its pieces."""
         return metrics[WEIGHT] * (self.experiment.pipeline.microbatches * self.train.axes.shards)
 
     def _weights(self, state: TrainState) -> dict[str, Any]:
         """Parameters as the pipeline takes them, in the compute dtype: what is gathered is cast already."""
         weights = jax.tree.map(lambda w: cast(w, DTYPES[self.experiment.train.precision]), state.params)
         weights = jax.lax.with_sharding_constraint(weights, self.layout.params)
-        return {"stages": weights[LAYERS], "outer": {k: v for k, v in weights.items() if k != LAYERS}}
+        return by_stages(weights)
 
     def _cut(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Each [B, ...] as [M, B / M, ...]: rows in strides, so that none moves to another GPU."""
@@ -160,7 +160,12 @@ def make_pipelined(
     data = (*batch, *length)
     layout = _whole_gradients(experiment, layout, data)
     specs = jax.tree.map(lambda s: s.spec, layout.params)
-    _check_head(experiment, model)
+    if spec.head == "vocab_parallel" and not vocab_sizes(model):
+        raise experiment.error(
+            "pipeline.head",
+            f"{experiment.model.class_path} has no parameter with a `vocab` dim that stages could share.",
+            hint='head = "replicated"',
+        )
     (experts,) = rules.spec_for(("experts",))
 
     def build(axes: ManualAxes, training: bool) -> Pipeline:
@@ -172,7 +177,7 @@ def make_pipelined(
             schedule=spec.schedule,
             residuals=spec.residuals,
             head=spec.head,
-            specs={"stages": specs[LAYERS], "outer": {k: v for k, v in specs.items() if k != LAYERS}},
+            specs=by_stages(specs),
             reduced=jnp.bfloat16 if experiment.train.reduce_precision == "bf16" else None,
         )
 
@@ -200,19 +205,6 @@ def _whole_gradients(experiment: Experiment, layout: StateLayout, data: tuple[st
                 hint="the same axes as in [rules.logical] otherwise",
             )
     return replace(layout, gradients=gradients, compute=None)
-
-
-def _check_head(experiment: Experiment, model: ModelDescription) -> None:
-    """Refuses a head over the stages of a model that names no `vocab` dim outside of its layers."""
-    if experiment.pipeline.head != "vocab_parallel":
-        return
-    leaves = jax.tree.leaves({k: v for k, v in model.params.items() if k != LAYERS}, is_leaf=is_variable)
-    if not any("vocab" in (leaf.get_metadata().get("out_sharding") or ()) for leaf in leaves):
-        raise experiment.error(
-            "pipeline.head",
-            f"{experiment.model.class_path} has no parameter with a `vocab` dim that stages could share.",
-            hint='head = "replicated"',
-        )
 
 
 def _at(experiment: Experiment, key: str, error: ConfigError) -> ConfigError:

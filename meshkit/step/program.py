@@ -47,7 +47,7 @@ class TrainProgram:
         xla_options: of the GPU compiler, which this step wants and the experiment's own override.
         mesh, rules: what it was built for.
         deferred: mesh axes over which the step itself cuts the batch, outside of the model. Gradients are reduced, and
-            weights gathered, over them once a step; over the axis of `[local_sgd]` weights meet once a round.
+            weights gathered, over them once a step; over the axis of `[local_sgd]` weights are averaged once a call.
         facts: what is known of a step.
         model: the model as the step takes it; with a pipeline its layers are arranged in stages.
         pipeline: the pipeline of `[pipeline]`, whose `report(microbatches)` tells its bubble; None without one.

@@ -44,19 +44,17 @@ class StageFunctions:
 
     Args:
         experiment: names model and loss.
-        model: its description; arrays are put in from outside.
+        model: one that `check_model` accepts; arrays are put in from outside.
         loss: as `find_loss` gives it.
         training: False for an evaluation.
 
     Raises:
-        ConfigError: a model that cannot be pipelined, or a loss that cannot with this head.
+        ConfigError: a loss that cannot be pipelined with this head.
     """
 
     def __init__(self, experiment: Experiment, model: ModelDescription, loss: Loss, *, training: bool = True):
-        check_model(experiment, model)
         self.experiment, self.model, self.training = experiment, model, training
         self._loss, self._own = loss, _own_loss(experiment)
-        self._layers = nnx.to_pure_dict(model.params)[LAYERS]
 
     def first(self, outer: Mapping[str, Any], batch: Any, ctx: StageContext) -> Any:
         """What enters the first layer."""
@@ -106,10 +104,7 @@ class StageFunctions:
         Raises:
             ConfigError: with the sizes.
         """
-        leaves = jax.tree.leaves({k: v for k, v in self.model.params.items() if k != LAYERS}, is_leaf=is_variable)
-        named = [zip(leaf.get_metadata().get("out_sharding") or (), leaf.shape) for leaf in leaves]
-        sizes = {size for dims in named for name, size in dims if name == "vocab"}
-        stages = jax.lax.axis_size(ctx.axis)
+        sizes, stages = vocab_sizes(self.model), jax.lax.axis_size(ctx.axis)
         if logits.shape[-1] * stages not in sizes:
             name, shown = self.experiment.model.class_path, " or ".join(map(str, sorted(sizes))) or "not named"
             raise self.experiment.error(
@@ -159,8 +154,8 @@ def check_model(experiment: Experiment, model: ModelDescription) -> None:
             hint="models.llama:Llama or models.moe:Moe, the methods that meshkit.step.stages describes, or "
             "mk.pipeline in a step of your own",
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params[LAYERS], is_leaf=is_variable):
-        names = leaf.get_metadata().get("out_sharding") if is_variable(leaf) else None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params[LAYERS], is_leaf=_is_variable):
+        names = leaf.get_metadata().get("out_sharding") if _is_variable(leaf) else None
         if not names or names[0] != LAYERS:
             shown = jax.tree_util.keystr(path, simple=True, separator="/")
             raise experiment.error(
@@ -200,6 +195,18 @@ def _own_loss(experiment: Experiment) -> Callable[..., Any] | None:
     return own
 
 
-def is_variable(leaf: Any) -> bool:
+def by_stages(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a model as a pipeline takes them."""
+    return {"stages": params[LAYERS], "outer": {name: tree for name, tree in params.items() if name != LAYERS}}
+
+
+def vocab_sizes(model: ModelDescription) -> set[int]:
+    """Sizes of the `vocab` dims that stand outside of the layers."""
+    leaves = jax.tree.leaves(by_stages(model.params)["outer"], is_leaf=_is_variable)
+    named = [zip(leaf.get_metadata().get("out_sharding") or (), leaf.shape) for leaf in leaves]
+    return {size for dims in named for name, size in dims if name == "vocab"}
+
+
+def _is_variable(leaf: Any) -> bool:
     """Whether it is an nnx variable, which carries the names of its dims."""
     return isinstance(leaf, nnx.Variable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -194,7 +195,8 @@ def test_sizes_that_do_not_fit_say_so(mode, shape, options, message):
         MODES[mode](x, x, x, **{"mesh": mesh_of({"context": 8}), "axis": "context", **options})
 
 
-def test_arrays_that_do_not_go_together_say_so():
+def test_arrays_that_do_not_go_together_say_so(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for users, whom no hook checks before
     q, k = jnp.zeros((2, 64, 8, 16)), jnp.zeros((2, 64, 3, 16))
     mesh = mesh_of({"context": 8})
     with pytest.raises(ConfigError, match="8 heads are not a multiple of 3 kv_heads"):

@@ -23,7 +23,7 @@ from jax import lax
 from meshkit.parallel.pipeline.report import TICK
 from meshkit.parallel.pipeline.residuals import Residuals, make_residuals
 from meshkit.parallel.pipeline.schedules import Phase, Tables
-from meshkit.parallel.pipeline.worker import Sums, Worker, add_score, add_stage, pick, put, slots_at, where
+from meshkit.parallel.pipeline.worker import Sums, Worker, add, pick, put, where
 
 State = dict[str, Any]
 
@@ -141,7 +141,7 @@ class Lockstep:
         y, (loss_sum, metrics), kept = self.residuals.forward(weights, x, chunk, now["microbatch"])
         state = state | {
             "kept": jax.tree.map(lambda a, k: put(a, k, now["slot"]), state["kept"], kept),
-            "sums": add_stage(state["sums"], now["valid"], loss_sum, metrics),
+            "sums": add(state["sums"], now["valid"], loss=loss_sum, stages=metrics),
         }
         return state, y
 
@@ -180,7 +180,7 @@ class Lockstep:
         outer, gradient = pull(jnp.where(mine, 1.0, 0.0))
         state = state | {
             "outer": _add(state["outer"], outer, valid if w.shared_head else mine),
-            "sums": add_score(state["sums"], mine, loss_sum, weight, metrics),
+            "sums": add(state["sums"], mine, loss=loss_sum, weight=weight, last=metrics),
         }
         return state, where(mine, gradient, arriving)
 
@@ -211,8 +211,8 @@ def _ticks(tables: Tables) -> dict[str, Any]:
     returned = {k: np.concatenate([np.zeros(1, a.dtype), a]) for k, a in at(tables.returning).items()}
     entering = np.where(*tables.entering, 0).astype(np.int32)
     ticks = {
-        "forward": slots_at(tables.forward),
-        "backward": slots_at(tables.backward),
+        "forward": vars(tables.forward),
+        "backward": vars(tables.backward),
         "next": np.append(entering[1:], np.int32(0)),
         "scored": at(tables.scored),
         "returned": {k: a[:-1] for k, a in returned.items()},

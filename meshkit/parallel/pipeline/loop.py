@@ -16,7 +16,7 @@ from jax import lax
 from meshkit.parallel.pipeline.report import TICK
 from meshkit.parallel.pipeline.residuals import Residuals, find_policy
 from meshkit.parallel.pipeline.schedules import Tables
-from meshkit.parallel.pipeline.worker import Sums, Worker, add_score, add_stage, slots_at, where
+from meshkit.parallel.pipeline.worker import Sums, Worker, add, where
 
 
 def loop_gradients(worker: Worker, tables: Tables, residuals: Residuals, accumulators: Any) -> tuple[Sums, Any, Any]:
@@ -54,11 +54,11 @@ def loop_sums(worker: Worker, tables: Tables, weights: Any, outer: Any, residual
         now = {k: a[w.stage] for k, a in now["forward"].items()}
         x = where((w.stage == 0) & (now["chunk"] == 0), entering, received)
         (y, loss_sum), metrics = w.run_stage(w.chunk_of(stages, now["chunk"]), x, now["chunk"], now["microbatch"])
-        sums = add_stage(sums, now["valid"], loss_sum, metrics)
+        sums = add(sums, now["valid"], loss=loss_sum, stages=metrics)
         if scored:
             mine = scoring["valid"] & (w.stage == last)
             loss_sum, (weight, metrics) = w.score(outside, y, scoring["microbatch"], mine)
-            sums = add_score(sums, mine, loss_sum, weight, metrics)
+            sums = add(sums, mine, loss=loss_sum, weight=weight, last=metrics)
         return (lax.optimization_barrier(w.pass_on(y, 1)), sums), None
 
     def scan(state: Any, inputs: Any, scored: bool) -> Any:
@@ -91,4 +91,4 @@ def _ticks(tables: Tables) -> dict[str, Any]:
     found = forward.valid[:, -1] & (forward.chunk[:, -1] == tables.virtual_stages - 1)
     scored = {"valid": found, "microbatch": np.where(found, forward.microbatch[:, -1], 0).astype(np.int32)}
     entering = np.where(*tables.entering, 0).astype(np.int32)
-    return {"forward": slots_at(forward), "entering": entering, "scored": scored}
+    return {"forward": vars(forward), "entering": entering, "scored": scored}

@@ -80,7 +80,7 @@ class Stash:
     _keys: list[Any] = field(default_factory=list, repr=False)
 
     def forward(self, weights: Any, x: Any, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
-        """As `Recompute.forward`."""
+        """What `Recompute.forward` gives."""
 
         def run(weights, x):
             return self.stage(weights, x, chunk, microbatch)
@@ -95,7 +95,7 @@ class Stash:
         return y, (loss_sum, metrics), (y, [jax.random.key_data(r) if _is_key(r) else r for r in rest])
 
     def backward(self, weights: Any, kept: Any, chunk: Any, microbatch: Any) -> tuple[Any, Callable[..., Any]]:
-        """As `Recompute.backward`."""
+        """What `Recompute.backward` gives."""
         y, rest = kept
         whole = iter([r if k is None else jax.random.wrap_key_data(r, impl=k) for r, k in zip(rest, self._keys)])
         given = jax.tree.leaves(weights)

@@ -48,10 +48,10 @@ class Slots:
         """No work at all."""
         return cls(np.zeros((ticks, stages), bool), *(np.zeros((ticks, stages), np.int32) for _ in range(3)))
 
-    def put(self, tick: int, stage: int, chunk: int, microbatch: int) -> None:
-        """Enters one piece of work."""
-        self.valid[tick, stage] = True
-        self.chunk[tick, stage], self.microbatch[tick, stage] = chunk, microbatch
+    def put(self, ticks: np.ndarray, stage: int, chunks: np.ndarray, microbatches: np.ndarray) -> None:
+        """Enters the work of a stage, a piece in each of these ticks."""
+        self.valid[ticks, stage] = True
+        self.chunk[ticks, stage], self.microbatch[ticks, stage] = chunks, microbatches
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class Phase:
         name: `warmup`, `steady` or `drain`.
         forward, backward: what runs.
         outer: whether what stands before the first and after the last layer may have work in it.
-        start, stop: of its first repetition.
-        repeats: how often the group of phases it is part of runs.
+        start, stop: first tick, and the one behind the last.
     """
 
     name: str
@@ -107,19 +106,19 @@ class Tables:
 
     @property
     def entering(self) -> tuple[np.ndarray, np.ndarray]:
-        """By tick: whether a microbatch enters the first layer, and which."""
+        """Whether a microbatch enters the first layer in each tick, and which."""
         found = self.forward.valid[:, 0] & (self.forward.chunk[:, 0] == 0)
         return found, self.forward.microbatch[:, 0]
 
     @property
     def scored(self) -> tuple[np.ndarray, np.ndarray]:
-        """By tick: whether the last layer's backward runs, for which the loss is needed, and of which microbatch."""
+        """Whether the last layer's backward, which needs the loss, runs in each tick, and of which microbatch."""
         found = self.backward.valid[:, -1] & (self.backward.chunk[:, -1] == self.virtual_stages - 1)
         return found, self.backward.microbatch[:, -1]
 
     @property
     def returning(self) -> tuple[np.ndarray, np.ndarray]:
-        """By tick: whether a gradient leaves the first layer, and of which microbatch."""
+        """Whether a gradient leaves the first layer in each tick, and of which microbatch."""
         found = self.backward.valid[:, 0] & (self.backward.chunk[:, 0] == 0)
         return found, self.backward.microbatch[:, 0]
 
@@ -166,39 +165,29 @@ def make_tables(schedule: str, stages: int, virtual_stages: int, microbatches: i
     return tables
 
 
-def _order(step: int, stages: int, virtual_stages: int) -> tuple[int, int]:
-    """(chunk, microbatch) of a stage's step."""
-    group, rest = divmod(step, stages * virtual_stages)
-    if virtual_stages == 1:
-        return 0, step
-    return rest // stages, group * stages + rest % stages
+def _order(stages: int, virtual_stages: int, microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The steps k of a stage, their chunks and their microbatches."""
+    steps = np.arange(microbatches * virtual_stages)
+    group, rest = np.divmod(steps, stages * virtual_stages)
+    return steps, rest // stages, group * stages + rest % stages
 
 
 def _one_forward_one_backward(schedule: str, stages: int, chunks: int, microbatches: int) -> Tables:
-    steps, warmup = microbatches * chunks, chunks * stages - 1
-    steady = warmup + steps - (chunks - 1) * stages
+    (k, chunk, microbatch), warmup = _order(stages, chunks, microbatches), chunks * stages - 1
+    steady = warmup + len(k) - (chunks - 1) * stages
     ticks = steady + warmup
     forward, backward = Slots.empty(ticks, stages), Slots.empty(ticks, stages)
     for s in range(stages):
-        for k in range(steps):
-            chunk, microbatch = _order(k, stages, chunks)
-            forward.put(k + s, s, chunk, microbatch)
-            backward.put(warmup + stages - 1 - s + k, s, chunks - 1 - chunk, microbatch)
+        forward.put(k + s, s, chunk, microbatch)
+        backward.put(warmup + stages - 1 - s + k, s, chunks - 1 - chunk, microbatch)
+    slots = _allot_slots(forward, backward, steady)
     phases = (
         Phase("warmup", 0, warmup, True, False, True),
         *_steady_phases(warmup, steady, stages, chunks),
         Phase("drain", steady, ticks, False, True, True),
     )
-    return Tables(
-        schedule,
-        stages,
-        chunks,
-        microbatches,
-        forward,
-        backward,
-        _allot_slots(forward, backward, steady),
-        tuple(p for p in phases if p.ticks),
-    )
+    phases = tuple(p for p in phases if p.ticks)
+    return Tables(schedule, stages, chunks, microbatches, forward, backward, slots, phases)
 
 
 def _steady_phases(start: int, stop: int, stages: int, chunks: int) -> list[Phase]:
@@ -214,14 +203,12 @@ def _steady_phases(start: int, stop: int, stages: int, chunks: int) -> list[Phas
 
 
 def _all_forward_first(schedule: str, stages: int, chunks: int, microbatches: int) -> Tables:
-    steps = microbatches * chunks
-    half = steps + stages - 1
+    k, chunk, microbatch = _order(stages, chunks, microbatches)
+    half = len(k) + stages - 1
     forward, backward = Slots.empty(2 * half, stages), Slots.empty(2 * half, stages)
     for s in range(stages):
-        for k in range(steps):
-            chunk, microbatch = _order(k, stages, chunks)
-            forward.put(k + s, s, chunk, microbatch)
-            backward.put(2 * half - 1 - (k + s), s, chunk, microbatch)
+        forward.put(k + s, s, chunk, microbatch)
+        backward.put(2 * half - 1 - (k + s), s, chunk, microbatch)
     # The loop's derivative keeps what every tick was given, in the order of the ticks.
     forward.slot[:half] = backward.slot[half:][::-1] = np.arange(half)[:, None]
     phases = (Phase("warmup", 0, half, True, False, True), Phase("drain", half, 2 * half, False, True, True))

@@ -74,7 +74,7 @@ class Stack:
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """Layers of the model."""
         return sum(self.counts)
 
     @property

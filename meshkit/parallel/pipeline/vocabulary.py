@@ -10,19 +10,24 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from meshkit.parallel.pipeline.manual import psum
 
 
-def lookup(table: jax.Array, tokens: jax.Array, axis: str) -> jax.Array:
-    """Rows of a table [vocab / S, embed] for tokens [...]: each from the stage that has it, by one all-reduce."""
+def lookup(
+    table: Float[Array, "stage_vocab embed"], tokens: Int[Array, "*tokens"], axis: str
+) -> Float[Array, "*tokens embed"]:
+    """Rows of a table of which each stage has vocab / S: each from the stage that has it, by one all-reduce."""
     place, mine = _local(tokens, table.shape[0], axis)
     rows = jnp.where(mine[..., None], table[place], jnp.zeros((), table.dtype))
     return psum(rows, axis)
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array, axis: str) -> jax.Array:
-    """-log softmax(logits)[target] for logits [..., vocab / S] and targets [...], fp32.
+def cross_entropy(
+    logits: Float[Array, "*tokens stage_vocab"], targets: Int[Array, "*tokens"], axis: str
+) -> Float[Array, "*tokens"]:
+    """-log softmax(logits)[target] in fp32, for logits of which each stage has vocab / S.
 
     Three all-reduces of [...], in fp32: the largest logit, the sum of exponentials, the target's logit. That one is
     found by comparison, not by index: where a tensor axis cuts the vocabulary too, an index would gather the logits.

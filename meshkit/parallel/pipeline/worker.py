@@ -14,7 +14,6 @@ from jax import lax
 from meshkit.parallel.pipeline.functions import Functions, StageContext, StageOutput
 from meshkit.parallel.pipeline.manual import ManualAxes, psum
 from meshkit.parallel.pipeline.report import FIRST, LAST, STAGE
-from meshkit.parallel.pipeline.schedules import Slots
 from meshkit.parallel.pipeline.stack import Stack
 
 Sums = dict[str, Any]
@@ -113,15 +112,8 @@ class Worker:
         return {"loss": zero, "weight": zero, **jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), metrics)}
 
 
-def add_stage(sums: Sums, valid: Any, loss_sum: Any, metrics: Any) -> Sums:
-    """Sums with a chunk's."""
-    more = {"loss": loss_sum, "stages": metrics}
-    return sums | {k: jax.tree.map(lambda a, b: a + where(valid, b, 0.0), sums[k], v) for k, v in more.items()}
-
-
-def add_score(sums: Sums, valid: Any, loss_sum: Any, weight: Any, metrics: Any) -> Sums:
-    """Sums with a microbatch's loss."""
-    more = {"loss": loss_sum, "weight": weight, "last": metrics}
+def add(sums: Sums, valid: Any, **more: Any) -> Sums:
+    """Sums with those of a chunk (`loss`, `stages`), or of a microbatch's loss (`loss`, `weight`, `last`)."""
     return sums | {k: jax.tree.map(lambda a, b: a + where(valid, b, 0.0), sums[k], v) for k, v in more.items()}
 
 
@@ -138,11 +130,6 @@ def put(x: jax.Array, value: jax.Array, i: Any) -> jax.Array:
 def where(mask: Any, a: Any, b: Any) -> Any:
     """`jnp.where` over trees: garbage is left out, never multiplied by zero."""
     return jax.tree.map(lambda x, y: jnp.where(mask, x, y), a, b)
-
-
-def slots_at(slots: Slots) -> dict[str, np.ndarray]:
-    """The arrays of one direction, by name."""
-    return {"valid": slots.valid, "chunk": slots.chunk, "microbatch": slots.microbatch, "slot": slots.slot}
 
 
 def _fp32(x: Any) -> jax.Array:

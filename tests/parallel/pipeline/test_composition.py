@@ -114,12 +114,6 @@ def make_functions(graph, state):
     return Functions(first_fn, stage_fn, loss_fn)
 
 
-def compiled(fn, *args):
-    """fn(*args); LLVM's optimizations would take most of the time."""
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(fn).lower(*args).compile(options)(*args)
-
-
 @functools.cache
 def expected(kind, layers, microbatches):
     graph, state = parts(kind, "all_gather", layers)
@@ -138,7 +132,7 @@ def expected(kind, layers, microbatches):
         loss_sum, weight = jax.lax.map(one, batch)
         return loss_sum.sum() / weight.sum()
 
-    value, gradients = compiled(jax.value_and_grad(loss), state)
+    value, gradients = toy.compiled(jax.value_and_grad(loss), state)
     return jax.device_get((value, nnx.to_pure_dict(gradients)))
 
 
@@ -167,7 +161,7 @@ def check(kind, schedule="1f1b", chunks=1, context="all_gather", *, stages=2, mi
             return made.value_and_gradients(params, batch)
 
     arranged = {**params, "stages": made.stack.arrange(params["stages"])}
-    loss, _, gradients = compiled(run, jax.device_put(arranged, made.shardings(arranged)), batch_of(microbatches))
+    loss, _, gradients = toy.compiled(run, jax.device_put(arranged, made.shardings(arranged)), batch_of(microbatches))
     found = {
         **nnx.to_pure_dict(gradients["outer"]),
         "layers": nnx.to_pure_dict(made.stack.restore(gradients["stages"])),

@@ -32,7 +32,7 @@ def expected(layers, microbatches, shards, rate, aux, tied):
     params, batch = toy.make_params(layers, tied=tied), toy.make_batch(microbatches)
     rng = jax.random.key(3) if rate else None
     run = functools.partial(toy.reference, layers=layers, rate=rate, aux=aux, shards=shards)
-    (loss, metrics), gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(params, batch, rng)
+    (loss, metrics), gradients = toy.compiled(jax.value_and_grad(run, has_aux=True), params, batch, rng)
     return jax.device_get((loss, metrics, gradients))
 
 
@@ -43,7 +43,7 @@ def check(mesh, layers, microbatches, *, rate=0.0, aux=False, tied=False, **opti
     params = {**params, "stages": made.stack.arrange(params["stages"])}
     params = jax.device_put(params, made.shardings(params))
     rng = jax.random.key(3) if rate else None
-    loss, metrics, gradients = jax.jit(made.value_and_gradients)(params, batch, rng)
+    loss, metrics, gradients = toy.compiled(made.value_and_gradients, params, batch, rng)
     for g, p in zip(jax.tree.leaves(gradients), jax.tree.leaves(params)):
         assert g.sharding.is_equivalent_to(p.sharding, g.ndim)
     loss, metrics = jax.device_get((loss, metrics))
@@ -138,7 +138,7 @@ def test_the_loss_alone_is_the_loss(chunks):
     made = toy.build(toy.make_mesh(pipeline=2), 4, schedule=CHUNKS[0] if chunks > 1 else "1f1b", virtual_stages=chunks)
     params, batch = toy.make_params(4), toy.make_batch(4)
     params = {**params, "stages": made.stack.arrange(params["stages"])}
-    loss, metrics = jax.device_get(jax.jit(made.value)(params, batch))
+    loss, metrics = jax.device_get(toy.compiled(made.value, params, batch))
     wanted = expected(4, 4, 1, 0.0, False, False)
     assert loss == pytest.approx(wanted[0], rel=TOLERANCE)
     assert metrics["right"] == pytest.approx(wanted[1]["right"], rel=TOLERANCE)
@@ -153,9 +153,9 @@ def test_accumulators_keep_what_bf16_would_lose(schedule):
     found = {}
     for accumulators in (jnp.float32, None):
         made = toy.build(mesh, layers, schedule=schedule, accumulators=accumulators)
-        _, _, found[accumulators] = jax.jit(made.value_and_gradients)(params, batch)
+        _, _, found[accumulators] = toy.compiled(made.value_and_gradients, params, batch)
     one = jax.tree.map(lambda a: a[:1], batch)
-    wanted = jax.jit(toy.build(mesh, layers, schedule=schedule).value_and_gradients)(params, one)[2]
+    wanted = toy.compiled(toy.build(mesh, layers, schedule=schedule).value_and_gradients, params, one)[2]
 
     def error(gradients):
         pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted))

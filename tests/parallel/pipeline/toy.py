@@ -19,6 +19,12 @@ def make_mesh(**sizes):
     return Mesh(devices.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+def compiled(fn, *args):
+    """fn(*args); LLVM's optimizations would take most of the time."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(fn).lower(*args).compile(options)(*args)
+
+
 def make_params(layers, *, tied=False, dtype=np.float32):
     random = np.random.default_rng(1)
 
