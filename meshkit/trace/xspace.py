@@ -58,19 +58,14 @@ class Names:
         for i in np.flatnonzero(~plain).tolist():
             self._known.update([_read_named(buffer, *spans[i])])
 
-    def get(self, id_: int, default: str = "") -> str:
-        """The name of an id."""
-        found = self._known.get(id_)
-        if found is None:
-            at = self._at.get(id_)
-            if at is None:
-                return default
-            found = self._known[id_] = self._buffer.text(at[0], at[0] + at[1])
-        return found
-
-    def items(self) -> Iterator[tuple[int, str]]:
-        """Ids and names."""
-        return ((id_, self.get(id_)) for id_ in {**self._at, **self._known})
+    def get(self, id_: int) -> str:
+        """The name of an id; empty for one that the plane does not name."""
+        if id_ not in self._known:
+            if id_ not in self._at:
+                return ""
+            start, length = self._at[id_]
+            self._known[id_] = self._buffer.text(start, start + length)
+        return self._known[id_]
 
     def ids(self, *, of: Sequence[str] = (), beginning: str = "") -> dict[int, str]:
         """Ids of some names, or of all that begin in a way, without decoding the others."""
@@ -246,16 +241,13 @@ def _entries(buffer: Buffer, begin: np.ndarray, end: np.ndarray) -> tuple[np.nda
     data = buffer.bytes
     key, length = buffer.varints(begin + 1)
     plain = (data[begin] == 0x08) & (length > 0)
-    at = np.minimum(begin + 1 + length, end)
-    for tag, is_name in ((0x12, False), (0x08, False), (0x12, True)):
+    at, value = np.minimum(begin + 1 + length, end), key
+    for tag in (0x12, 0x08, 0x12):  # the message, its id, its name
         value, length = buffer.varints(at + 1)
         plain &= (data[at] == tag) & (length > 0)
-        after = np.minimum(at + 1 + length, end)
-        if is_name:
-            plain &= (value >= 0) & (value <= end - after)
-            return key, after, value, plain
-        at = after
-    raise AssertionError
+        at = np.minimum(at + 1 + length, end)
+    plain &= (value >= 0) & (value <= end - at)
+    return key, at, value, plain
 
 
 def _read_named(buffer: Buffer, start: int, end: int) -> tuple[int, str]:
@@ -264,17 +256,10 @@ def _read_named(buffer: Buffer, start: int, end: int) -> tuple[int, str]:
     for number, value in buffer.fields(start, end):
         if number == 1 and isinstance(value, int):
             key = value
-        elif number == 2:
-            name = _name_of(buffer, *span_of(value))
+        elif number == 2:  # of this message field 2; what follows it (stats) can be long and is not looked at
+            named = (buffer.text(*span_of(v)) for field, v in buffer.fields(*span_of(value)) if field == 2)
+            name = next(named, "")
     return key, name
-
-
-def _name_of(buffer: Buffer, start: int, end: int) -> str:
-    """Field 2 of a metadata message; what follows it (stats of the metadata) can be long and is not looked at."""
-    for number, value in buffer.fields(start, end):
-        if number == 2:
-            return buffer.text(*span_of(value))
-    return ""
 
 
 def _read_stat(buffer: Buffer, start: int, end: int) -> tuple[int, int, int | float | str]:

@@ -305,11 +305,8 @@ def test_another_mesh_and_another_program_are_named(planned, tmp_path, monkeypat
 
 
 def _twice_as_wide(i):
-    return (
-        i
-        if i.collective is None
-        else replace(i, collective=replace(i.collective, payload_bytes=2 * i.collective.payload_bytes))
-    )
+    c = i.collective
+    return i if c is None else replace(i, collective=replace(c, payload_bytes=2 * c.payload_bytes))
 
 
 # ---------------------------------------------------------------------------------- the process of the GPU, on CPUs
