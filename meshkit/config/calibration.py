@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, GetPydanticSchema
+from pydantic_core import core_schema
 
 from meshkit.config.document import TomlDocument
 from meshkit.config.emit import to_toml
@@ -35,6 +36,11 @@ _TOP_KEYS = ("schema", "measured_on", "rates", "fit")
 _Whole = Annotated[int, Field(gt=0, le=2**31)]
 _Positive = Annotated[float, Field(gt=0)]
 _NotNegative = Annotated[float, Field(ge=0)]
+
+
+def _one_of(*names: str) -> GetPydanticSchema:
+    """A text that is checked to be one of these, and is any for the type checker."""
+    return GetPydanticSchema(lambda *_: core_schema.literal_schema(list(names)))
 
 
 class Fit(TomlTable):
@@ -64,9 +70,9 @@ class Rates(TomlTable):
 
     memory_bytes_per_s: _Positive | None = None  # of a copy, both directions; None if it was not measured
     # by precision, named as in the catalog; of a large matmul
-    matmul_flops_per_s: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8"], _Positive] = {}
+    matmul_flops_per_s: dict[Annotated[str, _one_of("fp32", "tf32", "bf16", "fp16", "fp8")], _Positive] = {}
     # of fused causal attention at 4k tokens, masked half not counted
-    attention_flops_per_s: dict[Literal["forward", "backward"], _Positive] = {}
+    attention_flops_per_s: dict[Annotated[str, _one_of("forward", "backward")], _Positive] = {}
 
 
 class MeasuredOn(TomlTable):
