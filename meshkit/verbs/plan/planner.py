@@ -96,7 +96,7 @@ def plan_experiment(experiment: Experiment) -> Plan:
 
 def _plan_experiment(experiment: Experiment) -> Plan:
     """The work of `plan_experiment`, without a frame of its caller below it."""
-    _check_has_gpus(experiment.cluster)
+    check_has_gpus(experiment.cluster)
     program = absent_step(experiment)
     return make_plan(
         program.step,
@@ -129,7 +129,7 @@ def make_plan(
     examined: Examined | None = None,
 ) -> Plan:
     """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step."""
-    _check_has_gpus(cluster)
+    check_has_gpus(cluster)
     if not isinstance(args, tuple | list):
         raise ConfigError(f"args must be a tuple of arguments, not {type(args).__name__}.", hint="args=(x,)")
     use_no_accelerator()
@@ -222,11 +222,15 @@ def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None
     return known, min(live[FORWARD], temp - (known or 0))
 
 
-def _check_has_gpus(cluster: Cluster) -> None:
-    """Stops where there is nothing to predict: on a cluster of CPUs."""
+def check_has_gpus(cluster: Cluster, verb: str = "plan") -> None:
+    """Stops where there is nothing to predict.
+
+    Raises:
+        ConfigError: a cluster of CPUs.
+    """
     if cluster.is_cpu:
         raise ConfigError(
-            f"cluster '{cluster.name}' has no GPUs, and plan predicts GPUs.",
+            f"cluster '{cluster.name}' has no GPUs, and {verb} predicts GPUs.",
             hint="--set cluster=dgx_h100 (or any shipped cluster), with --set mesh... to match it",
         )
 

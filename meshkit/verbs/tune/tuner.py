@@ -17,6 +17,7 @@ from meshkit.config.mesh import MeshAxis
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.plan.bounds import Bounds
 from meshkit.verbs.plan.outcome import Outcome
+from meshkit.verbs.plan.planner import check_has_gpus
 from meshkit.verbs.plan.space import REMATS, Space, Variant, make_space
 from meshkit.verbs.plan.workers import open_workers
 from meshkit.verbs.tune.search import Journal, Pruned, Search, candidates
@@ -185,11 +186,7 @@ def _at_size(path: str, overrides: Sequence[str], own: Experiment, hosts: int) -
 
 def _check(experiment: Experiment, budget: int, jobs: int | None, objective: str) -> None:
     """Stops at an experiment, a budget or an objective that no search can have."""
-    if experiment.cluster.is_cpu:
-        raise ConfigError(
-            f"cluster '{experiment.cluster.name}' has no GPUs, and tune predicts GPUs.",
-            hint="--set cluster=dgx_h100 (or any shipped cluster), with --set mesh... to match it",
-        )
+    check_has_gpus(experiment.cluster, "tune")
     if budget < 1 or (jobs is not None and jobs < 1):
         raise ConfigError("a search compiles one variant at least, in one process at least.", hint="--candidates 64")
     if objective not in OBJECTIVES:
