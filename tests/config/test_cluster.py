@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from meshkit.config.cluster import Cluster, shipped_clusters
-from meshkit.config.sections import ClusterTable
 from meshkit.errors import ConfigError
 
 SHIPPED = [
@@ -153,7 +152,3 @@ def test_a_missing_calibration_is_refused_where_it_is_named_unless_it_is_replace
     assert caught.value.at == f'{path}:2: calibration = "bench.toml"'
     other.touch()
     assert Cluster.load(path, calibration=str(other)).calibration == str(other)
-
-
-def test_to_dict_has_every_key_of_a_cluster_file():
-    assert set(Cluster.load("cpu8").to_dict()) == set(ClusterTable.model_fields)
