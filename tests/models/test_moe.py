@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 
@@ -181,6 +182,13 @@ def loss_and_gradients(spec, mesh, state=None):
     return state, float(loss), jax.tree.map(np.asarray, gradients)
 
 
+@functools.cache
+def on_one_device(load_balance_weight):
+    alone = experiment(f"model.load_balance_weight={load_balance_weight}")
+    one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), alone.mesh.axis_names, (AxisType.Auto,) * 2)
+    return loss_and_gradients(alone, one)
+
+
 SLOW = ("expert 8", "fsdp 2 x expert 4, full remat", "expert 4 x tensor 2, sequence parallel")
 
 
@@ -189,9 +197,7 @@ SLOW = ("expert 8", "fsdp 2 x expert 4, full remat", "expert 4 x tensor 2, seque
 )
 def test_sharded_steps_equal_one_device(overrides):
     spec = experiment(*overrides)
-    alone = experiment(f"model.load_balance_weight={spec.model.options['load_balance_weight']}")
-    one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), alone.mesh.axis_names, (AxisType.Auto,) * 2)
-    state, loss, gradients = loss_and_gradients(alone, one)
+    state, loss, gradients = on_one_device(spec.model.options["load_balance_weight"])
     _, got_loss, got = loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state)
     assert got_loss == pytest.approx(loss, rel=TOLERANCE)
     for (path, g), w in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(gradients), strict=True):
