@@ -2,9 +2,10 @@
 PY := .venv/bin/python
 OLDEST := 0.11.2
 EXPERIMENTS := configs/experiments
+GPU_WHEELS := annotated-types array-record grain plotly portpicker pydantic pydantic-core tomlkit typing-inspection
 H100S := --set cluster='{name="dgx_h100",hosts=2}'
 
-.PHONY: setup demo test test-slow test-oldest corruption kill-matrix soak check docs clean
+.PHONY: setup demo test test-slow test-oldest corruption kill-matrix soak gpu-wheels check docs clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -55,6 +56,15 @@ kill-matrix: setup
 # 300 steps with ten faults at random moments: 5 minutes.
 soak: setup
 	@$(PY) -m benchmarks.kill_matrix.soak
+
+# What a borrowed GPU machine with jax for CUDA lacks to run `python -m benchmarks.gpu`: wheels of CPython 3.12, manylinux.
+gpu-wheels: setup
+	@rm -rf build/gpu-wheels
+	@$(PY) -m pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+	  --platform manylinux2014_x86_64 -c constraints.txt -d build/gpu-wheels $(GPU_WHEELS)
+	@$(PY) -m pip wheel -qq --disable-pip-version-check --no-deps -w build/gpu-wheels .
+	@du -sh build/gpu-wheels
 
 check: setup
 	.venv/bin/ruff check .

@@ -1,0 +1,177 @@
+"""Kernels on one GPU: matmuls, attention, copies, and the small ones between them. Operands are random."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from benchmarks.gpu.sampling import Sampler
+
+_REPEATS = 8  # inside one program, so that a launch's time does not show
+_FP8 = jnp.float8_e4m3fn
+# rows x inner x columns of matmuls that the shipped models make on one GPU, 8,192 tokens at a time
+SHAPES = {
+    "llama3_8b query, key, value": (8192, 4096, 6144),
+    "llama3_8b attention output": (8192, 4096, 4096),
+    "llama3_8b up": (8192, 4096, 14336),
+    "llama3_8b down": (8192, 14336, 4096),
+    "llama3_8b head": (8192, 4096, 128256),
+    "llama3_8b up, tensor 4": (8192, 4096, 3584),
+    "llama3_8b down, tensor 4": (8192, 3584, 4096),
+    "llama3_70b query, key, value": (8192, 8192, 10240),
+    "llama3_70b up": (8192, 8192, 28672),
+    "llama3_70b down": (8192, 28672, 8192),
+}
+
+
+def matmuls(folder: Path, toy: bool) -> dict[str, Any]:
+    """FLOP/s of a large square for 25 s in each precision (burst and sustained), then of each shape for 2 s."""
+    found: dict[str, Any] = {}
+    for name in ("bf16",) if toy else ("bf16", "fp8"):
+        n, seconds = (128, 0.1) if toy else (8192, 25.0)
+        with Sampler() as sampler:
+            burst, sustained = times(_multiply, _operands(name, (n, n, n)), seconds)
+        found[f"{name} {n} cubed burst_flops_per_s"] = 2 * n**3 / burst
+        found[f"{name} {n} cubed sustained_flops_per_s"] = 2 * n**3 / sustained
+        found |= {f"{name} {key}": value for key, value in sampler.summary().items()}
+        for label, shape in SHAPES.items():
+            m, k, n_ = (size // 64 for size in shape) if toy else shape
+            _, seconds_each = times(_multiply, _operands(name, (m, k, n_)), 0.05 if toy else 2.0)
+            found[f"{name} {label} flops_per_s"] = 2 * m * k * n_ / seconds_each
+    return found
+
+
+def attention(folder: Path, toy: bool, lengths: Sequence[int] = (4096, 8192)) -> dict[str, Any]:
+    """FLOP/s of causal attention, 32 heads of 128 and 8 key heads, of a model's 16,384 or more tokens."""
+    found = {}
+    for length in (64,) if toy else lengths:
+        heads, kv_heads, size = (4, 2, 16) if toy else (32, 8, 128)
+        batch = max(1, 16_384 // length) if not toy else 1
+        dtype = jnp.float32 if toy else jnp.bfloat16
+        keys = jax.random.split(jax.random.key(0), 3)
+        q, k, v = (
+            jax.random.normal(key, (batch, length, n, size), dtype) for key, n in zip(keys, (heads, kv_heads, kv_heads))
+        )
+        attend = functools.partial(
+            jax.nn.dot_product_attention, is_causal=True, implementation="xla" if toy else "cudnn"
+        )
+        _, forward_s = times(functools.partial(_apply, attend), (q, k, v), 0.05 if toy else 5.0)
+        gradient = jax.grad(functools.partial(_summed, attend))
+        _, both_s = times(gradient, (q, k, v), 0.05 if toy else 8.0)
+        flops = 2 * batch * heads * length**2 * size  # two matmuls, half of each masked
+        found |= {
+            f"{length} forward_s": forward_s,
+            f"{length} forward_flops_per_s": flops / forward_s,
+            f"{length} forward and backward_s": both_s,
+            f"{length} backward_flops_per_s": 2.5 * flops / max(both_s - forward_s, 1e-9),
+        }
+    return found
+
+
+def copies(folder: Path, toy: bool) -> dict[str, Any]:
+    """Bytes read and written a second by x + 1, by size."""
+    found = {}
+    for size in (2**16, 2**20) if toy else (2**20, 2**23, 2**26, 2**29, 2**32):
+        x = jax.random.normal(jax.random.key(0), (size // 4,), jnp.float32)
+        _, seconds = times(lambda x: x + 1, x, 0.05 if toy else 1.0)
+        found[f"{size} bytes_per_s"] = 2 * size / seconds
+    return found
+
+
+def small(folder: Path, toy: bool) -> dict[str, Any]:
+    """Seconds and bytes a second of what stands between the matmuls, at 8,192 tokens of Llama 3 8B."""
+    tokens, width, vocabulary = (64, 32, 128) if toy else (8192, 4096, 128_256)
+    parameters = 2**12 if toy else 2**28
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (tokens, width), jnp.bfloat16)
+    wide = jax.random.normal(key, (tokens, width), jnp.float32)
+    scale = jnp.ones((width,), jnp.float32)
+    table = jax.random.normal(key, (vocabulary, width), jnp.bfloat16)
+    ids = jax.random.randint(key, (tokens,), 0, vocabulary)
+    weights = jax.random.normal(key, (parameters,), jnp.float32)
+    adamw = optax.adamw(1e-3)
+    state = adamw.init(weights)
+
+    def norm(operands: Any) -> Any:
+        value, gain = operands
+        wide_value = value.astype(jnp.float32)
+        return (wide_value * lax.rsqrt(jnp.mean(wide_value**2, -1, keepdims=True) + 1e-5) * gain).astype(value.dtype)
+
+    def update(operands: Any) -> Any:
+        w, s = operands
+        changes, s = adamw.update(w, s, w)
+        return optax.apply_updates(w, changes), s
+
+    each, rows = tokens * width, tokens * width * 2
+    cases: dict[str, tuple[Callable, Any, float]] = {
+        "cast fp32 to bf16": (lambda v: v.astype(jnp.bfloat16), wide, 6 * each),
+        "cast bf16 to fp8": (lambda v: v.astype(_FP8), x, 3 * each),
+        "amax": (lambda v: jnp.max(jnp.abs(v)), x, 2 * each),
+        "rms norm": (norm, (x, scale), 2 * rows),
+        "rms norm gradient": (jax.grad(lambda o: norm(o).astype(jnp.float32).sum()), (x, scale), 2 * rows),
+        "silu times": (lambda v: jax.nn.silu(v) * v, x, 2 * rows),
+        "transpose": (lambda v: v.T + 1, x, 2 * rows),
+        "embedding": (lambda o: o[0][o[1]], (table, ids), 2 * rows),
+        "embedding gradient": (
+            lambda o: jnp.zeros((vocabulary, width), jnp.float32).at[o[1]].add(o[0].astype(jnp.float32)),
+            (x, ids),
+            rows + 4.0 * vocabulary * width,
+        ),
+        "adamw": (update, (weights, state), 7 * 4 * parameters),
+    }
+    found = {}
+    for name, (work, operands, moved) in cases.items():
+        _, seconds = times(work, operands, 0.05 if toy else 1.5)
+        found |= {f"{name} s": seconds, f"{name} bytes_per_s": moved / seconds}
+    return found
+
+
+def _multiply(operands: Any) -> jax.Array:
+    return jnp.matmul(*operands, preferred_element_type=jnp.bfloat16)
+
+
+def _operands(precision: str, shape: tuple[int, int, int]) -> tuple[jax.Array, jax.Array]:
+    m, k, n = shape
+    dtype = _FP8 if precision == "fp8" else jnp.bfloat16
+    a, b = jax.random.split(jax.random.key(0))
+    return jax.random.normal(a, (m, k), jnp.bfloat16).astype(dtype), jax.random.normal(b, (k, n), jnp.bfloat16).astype(
+        dtype
+    )
+
+
+def _apply(function: Callable, operands: Any) -> Any:
+    return function(*operands)
+
+
+def _summed(function: Callable, operands: Any) -> jax.Array:
+    return function(*operands).astype(jnp.float32).sum()
+
+
+def times(work: Callable, operands: Any, seconds: float) -> tuple[float, float]:
+    """Seconds of one call: in the first tenth of a second (burst), and the median over the second half (sustained)."""
+
+    def repeated(operands: Any) -> Any:
+        def again(_: Any, carry: Any) -> Any:
+            operands, _ = lax.optimization_barrier(carry)  # else the compiler makes one call of all
+            return operands, work(operands)
+
+        return lax.fori_loop(0, _REPEATS - 1, again, (operands, work(operands)))[1]
+
+    program = jax.jit(repeated)
+    jax.block_until_ready(program(operands))
+    times: list[float] = []
+    while len(times) < 4 or sum(times) < seconds:
+        began = time.perf_counter()
+        jax.block_until_ready(program(operands))
+        times.append((time.perf_counter() - began) / _REPEATS)
+    first = [t for i, t in enumerate(times) if sum(times[:i]) * _REPEATS < 0.1] or times[:1]
+    return statistics.median(first), statistics.median(times[len(times) // 2 :])

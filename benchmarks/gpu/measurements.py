@@ -1,0 +1,96 @@
+"""The measurements, the most valuable first: what each asks, how long it takes, and the function that makes it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One question to a GPU."""
+
+    name: str
+    piece: int  # 1 to 3: what one command of nine minutes holds
+    expected_s: float  # on an H100 with 16 cores, compiles included
+    question: str
+    function: str  # module:function of benchmarks.gpu, called with (folder, toy, **options)
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def limit_s(self) -> float:
+        """After so long it is stopped: something hangs."""
+        return 2 * self.expected_s + 20
+
+    def run(self, folder: Path, toy: bool) -> dict[str, Any]:
+        """Makes it in this process; `toy` is for CPUs, at a size that takes seconds."""
+        module, _, name = self.function.partition(":")
+        function: Callable[..., dict[str, Any]] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
+        return function(folder, toy, **dict(self.options))
+
+
+def _rehearsal(name: str, piece: int, expected_s: float, question: str, *settings: str) -> Measurement:
+    experiment = name.removeprefix("rehearse_")
+    return Measurement(
+        f"rehearse_{name}",
+        piece,
+        expected_s,
+        question,
+        "verbs:rehearse",
+        (("experiment", experiment.split("-")[0]), ("settings", settings)),
+    )
+
+
+_8B_TENSOR = ("mesh={ fsdp = { nvlink = 2, infiniband = 2 }, tensor = 4 }", "rules.preset=fsdp_tensor")
+_8B_PIPELINE = (
+    "mesh={ pipeline = { infiniband = 2 }, fsdp = 8 }",
+    "rules.preset=fsdp",
+    "pipeline={ axis = 'pipeline', microbatches = 8 }",
+)
+
+MEASUREMENTS = (
+    Measurement("card", 1, 20, "Which GPU, driver, clocks, limits; what topo and doctor say of it", "verbs:card"),
+    Measurement("train_llama_1b", 1, 150, "Step, mfu_causal, peak and compile time against plan", "verbs:train"),
+    _rehearsal("llama3_70b", 1, 120, "8 of 80 layers on 64 x 8: kernels and peak against plan", "model.layers=8"),
+    Measurement("matmul", 1, 100, "Sustained matmuls, bf16 and fp8, with power and clocks", "kernels:matmuls"),
+    Measurement("copy", 1, 15, "Bandwidth of device memory by size", "kernels:copies"),
+    Measurement("attention", 1, 75, "cuDNN attention, causal, forward and backward, 4k and 8k", "kernels:attention"),
+    _rehearsal("llama3_8b", 2, 75, "FSDP on 2 x 8"),
+    _rehearsal("llama3_8b-tensor", 2, 75, "FSDP and tensor on 2 x 8", *_8B_TENSOR),
+    _rehearsal("mixtral_8x7b", 2, 80, "Experts on their own cluster", "model.layers=8"),
+    _rehearsal("llama3_8b_long", 2, 80, "Context parallel, 131,072 tokens", "model.layers=8"),
+    _rehearsal("llama3_8b-pipeline", 2, 75, "A pipeline of 2 stages", *_8B_PIPELINE),
+    Measurement(
+        "train_llama_1b_fp8",
+        2,
+        110,
+        "The same training in fp8",
+        "verbs:train",
+        (("settings", ("train.precision=fp8",)),),
+    ),
+    Measurement("small_kernels", 2, 40, "Casts, amax, norms, gathers, embedding gradient, AdamW", "kernels:small"),
+    Measurement("contention", 3, 80, "Matmuls and copies beside 0 to 24 held multiprocessors", "contention:measure"),
+    Measurement(
+        "train_predicted_latencies",
+        3,
+        120,
+        "Scheduling by predicted prices, beside XLA's own",
+        "verbs:train",
+        (("settings", ("train.pgle=predicted",)),),
+    ),
+    Measurement("xla_options", 3, 110, "Triton matmuls, cuDNN fusions, command buffers, on and off", "verbs:options"),
+    Measurement(
+        "attention_32k",
+        3,
+        40,
+        "cuDNN attention at 32k",
+        "kernels:attention",
+        (("lengths", (32_768,)),),
+    ),
+    Measurement("kill_and_resume", 3, 90, "kill -9 in training, and the same losses bit for bit", "verbs:resume"),
+    Measurement("preemption", 3, 45, "SIGTERM: a checkpoint and exit code 75", "verbs:preempt"),
+    Measurement("out_of_memory", 3, 45, "A step that does not fit: message, exit code 4, a remedy", "verbs:exhaust"),
+)

@@ -1,0 +1,54 @@
+"""Clocks, power and temperature of the GPU while something runs. They are read, never set."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from typing import Any, Self
+
+
+class Sampler:
+    """Reads NVML ten times a second while its block runs; finds nothing where there is no driver."""
+
+    def __init__(self, every_s: float = 0.1) -> None:
+        self._every_s = every_s
+        self._rows: list[tuple[float, float, int, int, int]] = []
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        import pynvml as n
+
+        try:
+            n.nvmlInit()
+            gpu = n.nvmlDeviceGetHandleByIndex(0)
+        except n.NVMLError:
+            return
+        while not self._done.wait(self._every_s):
+            self._rows.append(
+                (
+                    time.perf_counter(),
+                    n.nvmlDeviceGetPowerUsage(gpu) / 1000,
+                    n.nvmlDeviceGetClockInfo(gpu, n.NVML_CLOCK_SM),
+                    n.nvmlDeviceGetClockInfo(gpu, n.NVML_CLOCK_MEM),
+                    n.nvmlDeviceGetTemperature(gpu, n.NVML_TEMPERATURE_GPU),
+                )
+            )
+        n.nvmlShutdown()
+
+    def summary(self) -> dict[str, Any]:
+        """Medians over the second half of the block, when clocks have settled."""
+        rows = self._rows[len(self._rows) // 2 :]
+        if not rows:
+            return {}
+        _, power, clock, memory, heat = (statistics.median(column) for column in zip(*rows))
+        return {"power_w": power, "sm_mhz": clock, "memory_mhz": memory, "celsius": heat, "samples": len(self._rows)}
