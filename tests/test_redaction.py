@@ -2,14 +2,19 @@
 
 import io
 import json
+import shlex
 import sys
+import time
+from urllib.parse import quote
 
 import pytest
 
 from meshkit.errors import ConfigError
 from meshkit.redaction import (
+    MASK,
     has_credentials,
     is_secret_name,
+    printable,
     recorded_environment,
     redact,
     redact_streams,
@@ -20,14 +25,15 @@ from meshkit.redaction import (
 @pytest.mark.parametrize(
     "name",
     ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SECRET", "DB_PASSWORD", "password", "MY_SECRETS_FILE",
-     "github_token", "SIGNING_KEYS", "GOOGLE_APPLICATION_CREDENTIALS"],
+     "github_token", "SIGNING_KEYS", "GOOGLE_APPLICATION_CREDENTIALS", "TOKEN", "GITHUB_PAT", "OPENAI_APIKEY",
+     "MYSQL_PWD", "DB_PASS"],
 )  # fmt: skip
 def test_names_of_secrets(name):
     assert is_secret_name(name)
 
 
 @pytest.mark.parametrize("name", ["PATH", "KEYBOARD", "XLA_FLAGS", "TOKENIZERS_PARALLELISM", "tokens_total", "monkey",
-                                  "key", "KEY_VALUE_STORE", "MESHKIT_CACHE"])  # fmt: skip
+                                  "key", "KEY_VALUE_STORE", "MESHKIT_CACHE", "PWD", "OLDPWD", "pat"])  # fmt: skip
 def test_names_of_no_secrets(name):
     assert not is_secret_name(name)
 
@@ -54,6 +60,10 @@ ENVIRONMENT = {"HF_TOKEN": "hf_12345678", "DB_PASSWORD": "two words", "A_KEY": "
         ("OTHER_TOKEN=abc, x", "OTHER_TOKEN=***, x"),
         ('model.api_key = "a b"', "model.api_key = ***"),
         ("SOME_PASSWORD: 'x y' z", "SOME_PASSWORD: *** z"),
+        ("TOKEN=abc and unexpected token: x", "TOKEN=*** and unexpected token: x"),
+        ("env: OTHER_TOKEN=abc", "env: OTHER_TOKEN=***"),
+        ("{'GITHUB_PAT': 'a\\'b', 'x': 1}", "{'GITHUB_PAT': ***, 'x': 1}"),
+        ("MY_KEY = 'no end", "MY_KEY = ***"),
     ],
 )
 def test_what_is_taken_out(text, shown):
@@ -64,6 +74,65 @@ def test_json_stays_json():
     document = {"a": "hf_12345678", "MY_TOKEN": "x", "say": 'MY_KEY="x"', "url": "http://u:p@h/"}
     found = json.loads(redact_values(json.dumps(document), ENVIRONMENT))
     assert found == {"a": "***", "MY_TOKEN": "x", "say": 'MY_KEY="x"', "url": "http://***@h/"}
+
+
+@pytest.mark.parametrize(
+    "value", ["pass\"word'\\end", "one\nand\ttwo", "p'ss'word", 'p"ss"word', "pässwörd ✓", "backs\\"]
+)
+@pytest.mark.parametrize(
+    "write",
+    [str, repr, ascii, json.dumps, shlex.quote, lambda v: repr([v, "'\""]), lambda v: repr(f"'\"{v}"),
+     lambda v: json.dumps(v, ensure_ascii=False), lambda v: quote(v, safe=""), lambda v: json.dumps({"a": [v, 1]})],
+)  # fmt: skip
+def test_a_value_that_is_written_in_another_form_is_taken_out(value, write):
+    text = f"it is {write(value)} there"
+    found = redact_values(text, {"GITHUB_PAT": value})
+    assert MASK in found
+    for part in ("word", "end", "and", "two", "rd", "back"):
+        assert part not in found
+
+
+def test_json_with_a_value_that_is_escaped_stays_json():
+    value = 'pass"word\\'
+    assert json.loads(redact_values(json.dumps({"a": value, "b": [f"x{value}"]}), {"TOKEN": value})) == {
+        "a": MASK,
+        "b": [f"x{MASK}"],
+    }
+
+
+MIB = 2**20
+# what a quadratic search takes minutes for: 100 kB of the first held the interpreter for 7 s
+LONG = {
+    "letters": "a",
+    "schemes": "a://",
+    "users": "://a:",
+    "at": "://a:b@",
+    "colons": ":",
+    "names": "A_KEY ",
+    "assignments": "A_KEY='",
+    "quotes": "TOKEN=\"'\\",
+    "spaces": " ",
+    "escapes": "\x1b[",
+}
+
+
+@pytest.mark.parametrize("piece", LONG.values(), ids=LONG)
+def test_a_line_of_4_mib_is_read_in_linear_time(piece):
+    def seconds(size):
+        text = piece * (size // len(piece))
+        began = time.process_time()
+        redact(text, ENVIRONMENT)
+        has_credentials(text)
+        printable(text)
+        return time.process_time() - began
+
+    short = max(seconds(MIB), seconds(MIB))
+    assert seconds(4 * MIB) < 12 * short + 1
+
+
+def test_what_moves_a_cursor_is_written_out():
+    written = "\\x1b[2Jc\\x07\\x7f\\x9b\\r\\u202e\\udc80"
+    assert printable("a\tb\n\x1b[2Jc\x07\x7f\x9b\r\u202e\udc80é✓") == f"a\tb\n{written}é✓"
 
 
 def test_a_url_with_a_password():
@@ -96,6 +165,17 @@ def test_what_is_printed_shows_no_secret(monkeypatch):
     assert streams["stdout"].getvalue() == "out: ***\n"
     assert streams["stderr"].getvalue() == "err: ***\nmore\n"
     assert sys.stdout.isatty() is False
+
+
+def test_bytes_that_are_printed_show_no_secret(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_12345678")
+    below = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(below, write_through=True))
+    redact_streams()
+    assert sys.stderr.buffer.write(b"raw: hf_12345678\n") == 17
+    sys.stderr.buffer.writelines([b"\xff\x00hf_12345678"])
+    sys.stderr.buffer.flush()
+    assert below.getvalue() == b"raw: ***\n\xff\x00***"
 
 
 def test_without_secrets_the_streams_are_left_alone(monkeypatch):

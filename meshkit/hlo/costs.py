@@ -22,11 +22,11 @@ _GEMM = re.compile(r"__cublas\$(?!triangular)|__cudnn\$.*[Gg]emm")
 # A complex multiply-add is four of its parts.
 _PARTS_OF = {"c64": "f32", "c128": "f64"}
 _SORTED = re.compile(r"dimensions=\{(\d+)\}")
-_CALL_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
-_CALL_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\]]*)\]')
+_CALL_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\[\]]*)\]')
+_CALL_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\[\]]*)\]')
 _DOT_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _DOT_BATCH = re.compile(r"lhs_batch_dims=\{([\d,]*)\}")
-_SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
+_SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^{}]*?"dimensions":\s*\[([^\[\]]*)\]')
 # Custom calls that tell the compiler something and run nothing.
 FREE_CALLS = frozenset(
     {

@@ -78,7 +78,7 @@ def _result_text(text: str) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def _parse(text: str) -> Shape:
-    text = re.sub(r"/\*.*?\*/|\{[^{}]*\}", "", text).strip()
+    text = re.sub(r"/\*[^*/]*\*/|\{[^{}]*\}", "", text).strip()
     if text.startswith("("):
         return Shape("tuple", parts=tuple(_parse(part) for part in _members(text[1:-1])))
     found = _ARRAY.match(text)

@@ -20,7 +20,10 @@ from meshkit.hlo.schedule import Collective
 from meshkit.trace.xspace import NO_VALUE, Events, Line, Plane, XSpace, read_xspace
 
 _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)$")
-_DROPPED = re.compile(r"(\d+)[^.;\n]*\bdropped\b|\bdropped\b\D*(\d+)", re.IGNORECASE)
+# Bounded: a message is as long as somebody likes.
+_DROPPED = re.compile(
+    r"(?<![0-9])([0-9]{1,15})[^.;\n]{0,80}\bdropped\b|\bdropped\b[^0-9]{0,80}([0-9]{1,15})", re.IGNORECASE
+)
 _GPU_STATS = ("hlo_op", "hlo_module", "memcpy_details", "cuda_graph_id", "run_id", "program_id")
 _CPU_STATS = ("hlo_op", "hlo_module", "run_id", "program_id", "device_ordinal", "_pt", "_p", "_ct", "_c")
 _PS_PER_NS = 1000
@@ -265,9 +268,8 @@ _COMMUNICATION_OP = re.compile(
 )
 _CONTAINER_OP = re.compile(r"^(?:while|conditional|call)(?:\.\d+)*$")
 # a matmul and a collective in one kernel's name: gemm_all_reduce, AllGatherMatmul, ...
-_MATMUL = r"(?:gemm|matmul)"
-_COLLECTIVE = r"(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)"
-_FUSED_KERNEL = re.compile(rf"{_MATMUL}.*{_COLLECTIVE}|{_COLLECTIVE}.*{_MATMUL}", re.IGNORECASE)
+_MATMUL = re.compile(r"gemm|matmul", re.IGNORECASE)
+_COLLECTIVE = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -334,12 +336,17 @@ class Classifier:
         return classes
 
 
+def _is_fused(name: str) -> bool:
+    """Whether a kernel's name says that it computes and communicates at once."""
+    return bool(_MATMUL.search(name) and _COLLECTIVE.search(name))
+
+
 def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, Collective | None]:
     """What a label is, and what it communicates."""
     if (of_program and label.op in program.containers) or _CONTAINER_OP.match(label.op):
         return CONTAINER, None
     collective = program.collectives.get(label.op) if of_program else None
-    if (of_program and label.op in program.fused) or _FUSED_KERNEL.search(label.name):
+    if (of_program and label.op in program.fused) or _is_fused(label.name):
         return FUSED, collective
     if collective is not None or _COMMUNICATION_OP.match(label.op) or _COMMUNICATION_KERNEL.match(label.name):
         return COMMUNICATION, collective

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.config.mesh import Placement
-from meshkit.hlo.costs import sort_passes
+from meshkit.hlo.costs import _CALL_BATCH, _CALL_CONTRACTED, _SCORES, sort_passes
 from meshkit.hlo.module import parse_hlo, read_schedule
 from meshkit.hlo.shapes import Shape
 
@@ -62,3 +62,16 @@ def test_what_only_streams_its_arrays_is_priced_by_them(costs):
 
 def test_a_complex_multiply_add_is_four_of_its_parts(costs):
     assert costs["complex"].matmul_flops == {"f32": 4 * 2 * 32 * 32 * 16}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "piece"),
+    [
+        (_CALL_CONTRACTED, '"lhs_contracting_dimensions":['),
+        (_CALL_BATCH, '"lhs_batch_dimensions":['),
+        (_SCORES, '"intermediate_tensor_shape":{'),
+    ],
+    ids=["contracted", "batch", "scores"],
+)
+def test_a_config_of_megabytes_is_searched_in_linear_time(pattern, piece):
+    assert pattern.search(piece * (4 * 2**20 // len(piece))) is None

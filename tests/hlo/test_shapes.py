@@ -46,3 +46,8 @@ def test_objects_and_text_agree_on_a_compiled_module():
     for computation in module.computations():
         for i in computation.instructions():
             assert shape_of(i) == parse_shape(i.to_string())
+
+
+@pytest.mark.parametrize("piece", ["/*", "/*/", "{"])
+def test_a_text_of_megabytes_is_read_in_linear_time(piece):
+    assert parse_shape(f"f32[2] {piece * 2**20}").dims == (2,)

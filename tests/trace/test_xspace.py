@@ -8,7 +8,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from meshkit.errors import TraceError
-from meshkit.trace.operations import TraceFile, read_operations
+from meshkit.trace.operations import _DROPPED, TraceFile, _is_fused, read_operations
 from meshkit.trace.xspace import NO_VALUE, read_xspace
 from tests.trace.trace_files import clock_text, plane_text, write_planes
 
@@ -157,3 +157,15 @@ def test_damage_is_an_error_or_a_valid_reading_never_a_crash(tmp_path, seed):
         for device in found.devices.values():
             assert (device.end_ps >= device.start_ps).all()
             assert (device.start_ps[1:] >= device.start_ps[:-1]).all()
+
+
+@pytest.mark.parametrize("piece", ["1 ", "dropped ", "9", "1" * 30 + " dropped "])
+def test_a_message_of_megabytes_is_searched_for_dropped_events_in_linear_time(piece):
+    found = [int(m[1] or m[2]) for m in _DROPPED.finditer(piece * (2**20 // len(piece)))]
+    assert all(n < 10**15 for n in found)
+
+
+@pytest.mark.parametrize(("name", "fused"), [("void gemm_all_reduce<float>", True), ("AllGather" + "Matmul", True),
+                                             ("gemm" * 2**18, False), ("allgather" * 2**17, False)])  # fmt: skip
+def test_names_of_fused_kernels(name, fused):
+    assert _is_fused(name) is fused

@@ -302,12 +302,16 @@ def _failed(attempt: AttemptEnd, why: str) -> RunError:
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 _MOST_BYTES = 1 << 20
+_MOST_AT_ONCE, _MOST_AT_THE_END = 4 << 20, 64 << 20
 _MOST_OF_A_TRACEBACK = 60
 _CHATTER = "[Gloo] Rank"
 
 
 class Follower:
-    """Reads a log that grows, in whole lines."""
+    """Reads a log that grows, in whole lines; a line of more than a mebibyte comes in pieces.
+
+    Of a log that grows faster than it is read every call takes a part: whoever follows has other things to look after.
+    """
 
     def __init__(self, path: Path):
         self._path, self._offset, self._rest = path, 0, b""
@@ -316,13 +320,15 @@ class Follower:
         """The lines that came since the last call; with `last` also one that has no end."""
         try:
             with self._path.open("rb") as file:
+                if last and file.seek(0, 2) - self._offset > _MOST_AT_THE_END:  # the log has it all
+                    self._offset, self._rest = file.tell() - _MOST_AT_THE_END, b""
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(_MOST_AT_THE_END if last else _MOST_AT_ONCE)
         except OSError:
             data = b""
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if last and self._rest:
+        if self._rest and (last or len(self._rest) >= _MOST_BYTES):
             lines, self._rest = [*lines, self._rest], b""
         return [_printable(line) for line in lines]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.errors import ConfigError, RunError
+from meshkit.verbs.launch import supervisor
 from meshkit.verbs.launch.processes import LocalGang, Member
 from meshkit.verbs.launch.supervisor import Policy, Supervisor, last_step, next_attempt
 from meshkit.verbs.launch.watchdog import Limits, Watchdog
@@ -243,3 +244,20 @@ def test_last_step_reads_what_train_writes(tmp_path):
     log.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] is None
     assert last_step(tmp_path) == 12
+
+
+def test_a_line_without_an_end_is_followed_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_MOST_BYTES", 100)
+    monkeypatch.setattr(supervisor, "_MOST_AT_ONCE", 150)
+    monkeypatch.setattr(supervisor, "_MOST_AT_THE_END", 300)
+    log = tmp_path / "0.log"
+    follower = supervisor.Follower(log)
+    log.write_text("a" * 90)
+    assert follower.new_lines() == []
+    log.write_text("a" * 200 + "\nb")
+    assert [len(line) for line in follower.new_lines()] == [200]
+    assert follower.new_lines(last=True) == ["b"]
+    with log.open("a") as file:
+        file.write("c" * 1000 + "\nthe end\n")
+    assert [len(line) for line in follower.new_lines()] == [150]
+    assert [line[-7:] for line in follower.new_lines(last=True)] == ["c" * 7, "the end"]
