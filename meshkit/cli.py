@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from meshkit.console import output, say
 from meshkit.errors import MeshkitError
 from meshkit.redaction import redact_streams
 from meshkit.verbs.bench.cli import bench
@@ -59,7 +60,7 @@ for _verb, _example in _EXAMPLES.items():
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(", ".join(f"{name} {metadata.version(name)}" for name in ("meshkit", "jax", "jaxlib")))
+        output(", ".join(f"{name} {metadata.version(name)}" for name in ("meshkit", "jax", "jaxlib")))
         raise typer.Exit()
 
 
@@ -95,7 +96,7 @@ def _run(argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except MeshkitError as e:
-        print(f"meshkit: {e.render()}", file=sys.stderr)
+        say(f"meshkit: {e.render()}")
         return e.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return 130
@@ -105,7 +106,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except OSError as e:
         if e.filename is None:
             return _bug()
-        print(f"meshkit: {e.filename} cannot be read or written: {e.strerror}.", file=sys.stderr)
+        say(f"meshkit: {e.filename} cannot be read or written: {e.strerror}.")
         return 2
     except SystemExit as e:
         if isinstance(e.__context__, BrokenPipeError):  # the command-line library turned the closed pipe into an exit
@@ -120,8 +121,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _bug() -> int:
-    traceback.print_exc()
-    print("meshkit: this is a bug of ours; please report it with the lines above.", file=sys.stderr)
+    say(f"{traceback.format_exc()}meshkit: this is a bug of ours; please report it with the lines above.")
     return 1
 
 

@@ -1,16 +1,22 @@
-"""What every verb needs of the terminal: where text goes, how wide it is, and run folders."""
+"""What every verb needs of the terminal: where text goes, how wide it is, and run folders.
+
+All that meshkit prints goes through here: terminal escapes in a name from a file are written out.
+"""
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from meshkit.errors import ConfigError
+from meshkit.redaction import printable
 
 
 def run_folder(folder: Path) -> Path:
@@ -33,14 +39,22 @@ def width() -> int | None:
     return None if sys.stdout.isatty() else 80
 
 
+class _Printable(Console):
+    """A console whose only escapes are its own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
 def stdout() -> Console:
-    """A console for what a verb is asked for. Text is printed as it is: a name from a file may look like markup."""
-    return Console(width=width(), markup=False)
+    """A console for what a verb is asked for. Text is no markup: a name from a file may look like it."""
+    return _Printable(width=width(), markup=False)
 
 
 def stderr() -> Console:
     """A console for progress and tables that must stay off stdout."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 80, markup=False)
+    return _Printable(stderr=True, width=None if sys.stderr.isatty() else 80, markup=False)
 
 
 def status(text: str) -> Any:
@@ -50,4 +64,9 @@ def status(text: str) -> Any:
 
 def say(text: str) -> None:
     """Prints a line on stderr."""
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def output(text: str, *, end: str = "\n") -> None:
+    """Prints a document (JSON, a script, TOML) on stdout: as it is, but printable for a terminal."""
+    print(printable(text) if sys.stdout.isatty() else text, end=end)

@@ -12,11 +12,11 @@ A message is one sentence with the numbers, then where (file, line, key), then w
 
 from __future__ import annotations
 
-from meshkit.redaction import redact
+from meshkit.redaction import printable, redact
 
 
 class MeshkitError(Exception):
-    """Root of the tree; prints as `message`, then `at WHERE`, then `try HINT`, each on its own line; without secrets.
+    """Root of the tree; prints as `message`, then `at WHERE`, then `try HINT`, each on its own line; safe to show.
 
     Args:
         message: one sentence that says what is wrong, with the numbers.
@@ -27,7 +27,7 @@ class MeshkitError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, *, at: str | None = None, hint: str | None = None):
-        self.message, self.at, self.hint = redact(message), at and redact(at), hint and redact(hint)
+        self.message, self.at, self.hint = (text and printable(redact(text)) for text in (message, at, hint))
         super().__init__(self.render())
 
     def render(self) -> str:

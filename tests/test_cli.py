@@ -108,3 +108,29 @@ def test_a_closed_pipe_is_quiet():
     )
     assert done.stdout == "{\n"
     assert done.stderr == ""
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'a = "{ESCAPES}"',
+        f"# {ESCAPES}",
+        r'"\u001b[2J" = 1',
+        r'[mesh]' + "\n" + r'"\u001b]0;owned\u0007\u009b\u202e" = 2',
+        r'cluster = "\u001b[2J"',
+        r'cluster = "dgx_h100"' + "\n" + r'[model]' + "\n" + r'class = "\u001b[2J:\u009bx"',
+        r'cluster = "cpu"' + "\n" + r'[train]' + "\n" + r'"a\u001b" = { "\u009b" = 1 }',
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("verb", ["explain", "plan", "train", "topo", "bench"])
+def test_no_terminal_escape_of_a_file_reaches_the_terminal(verb, text, tmp_path, capsys):
+    file = tmp_path / "a\x1b[2Jb.toml"
+    file.write_text(text)
+    arguments = ["--check"] if verb == "topo" else ["--out", str(tmp_path / "\x1bout")] if verb != "explain" else []
+    assert main([verb, *arguments, str(file)]) == 2
+    shown = capsys.readouterr()
+    assert "\\x1b" in shown.err
+    assert not set(shown.out + shown.err) & set("\x1b\x07\x9b\u202e")

@@ -114,6 +114,18 @@ def test_functions_take_at_most_eight_parameters():
     assert many - public == set()
 
 
+def test_one_module_prints():
+    """Others would send a terminal the escapes that are in names of files."""
+    protocols = {"meshkit.verbs.doctor.all_reduce_child"}  # lines that a parent of ours reads
+    fixed = {"meshkit.verbs.train.signals"}  # on the way out, from a thread
+    found = set()
+    for name, path in MODULES.items():
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "Console"):
+                found.add(name)
+    assert found == {"meshkit.console"} | protocols | fixed
+
+
 def test_prose_names_no_path_that_is_missing():
     missing, public = [], {*mk.__all__, "__version__"}
     for page in PROSE:

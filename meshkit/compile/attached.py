@@ -6,7 +6,6 @@ TrainProgram -> lowered -> XLA, with the options that plan uses -> what trainer 
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from meshkit.compile.options import (
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import Placement
+from meshkit.console import say
 from meshkit.distributed.agreement import Agreement
 from meshkit.hlo.module import Schedule, read_schedule
 from meshkit.step.train_step import TrainProgram
@@ -86,7 +86,7 @@ def compile_step(program: TrainProgram, experiment: Experiment) -> CompiledStep:
         raise experiment.error(f"xla.{e.name}", message, hint_for(e.name, e.reason)) from None
     if jax.process_index() == 0:
         for line in made.log:
-            print(f"meshkit: {line}", file=sys.stderr)
+            say(f"meshkit: {line}")
     return CompiledStep(made.program, {o.name: o.value for o in made.chosen}, time.perf_counter() - began)
 
 

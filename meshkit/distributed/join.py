@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from meshkit.console import say
 from meshkit.distributed.agreement import jax_runtime
 from meshkit.distributed.environment import (
     MTLS,
@@ -169,7 +170,7 @@ def _mtls_arguments(certificates: Certificates | None) -> dict[str, Any]:
 
 
 def _log(line: str) -> None:
-    print(f"meshkit: {line}", file=sys.stderr, flush=True)
+    say(f"meshkit: {line}")
 
 
 def _check_not_started(gang: Gang) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshkit.console import stdout
+from meshkit.console import output, stdout
 
 ExperimentArg = Annotated[
     Path, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).", show_default=False)
@@ -32,7 +32,7 @@ JobsOption = Annotated[
 def show_report(report: Any, as_json: bool, title: str) -> None:
     """Prints a report on stdout: its JSON, or its tables."""
     if as_json:
-        print(report.to_json())
+        output(report.to_json())
         return
     from meshkit.report.views.terminal import render
 

@@ -1,10 +1,12 @@
 """Names on the page come from experiments, traces and programs that somebody else made: none becomes a script."""
 
+import json
+
 import pytest
 
-from meshkit.console import status, stdout
+from meshkit.console import output, say, status, stdout
 from meshkit.report.compare import compare
-from meshkit.report.schema import MeshAxisPart, Report, StepPart, Warning_, WindowPart
+from meshkit.report.schema import MeshAxisPart, Report, StepPart, Warning_, WindowPart, read_report
 from meshkit.report.views.compare import render as render_comparison
 from meshkit.report.views.html import write_html
 from meshkit.verbs.arguments import show_report
@@ -85,3 +87,33 @@ def test_a_name_on_the_terminal_is_no_markup(report, capsys, name):
     text = capsys.readouterr().out
     assert f"axis {name} is odd" in text
     assert text.count(name) >= 6
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
+
+
+def _with_escapes(value):
+    """A document with terminal escapes in every text that may be any."""
+    if isinstance(value, dict):
+        fixed = ("schema", "source", "link", "wait_method", "method", "aggregation", "created")
+        return {k: v if k in fixed and v != "layers" else _with_escapes(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_with_escapes(item) for item in value]
+    return value + ESCAPES if isinstance(value, str) else value
+
+
+def test_no_terminal_escape_of_a_report_reaches_the_terminal(report, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    document = _with_escapes(json.loads(report.to_json()))
+    (tmp_path / "report.json").write_text(json.dumps(document))
+    odd = read_report(tmp_path)
+    show_report(odd, False, "run" + ESCAPES)
+    stdout().print(render_comparison(compare(odd, odd)))
+    say(ESCAPES)
+    output(ESCAPES)
+    shown = capsys.readouterr()
+    assert "\\x1b]0;owned\\x07" in shown.out
+    assert not set(shown.out + shown.err) & set("\x07\x9b\u202e")
+    assert "\x1b]" not in shown.out + shown.err
+    assert "\x1b[2J" not in shown.out + shown.err

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from meshkit.config import calibration
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis
+from meshkit.console import stderr
 from meshkit.distributed.join import join_gang
 from meshkit.errors import ConfigError
 from meshkit.report.schema import LinkName
@@ -85,7 +86,7 @@ def bench(
     mesh = _mesh(experiment)
     chosen = _sizes(sizes, mesh)
     run = _Bench(experiment, mesh, chosen, budget_s, case_budget_s, began)
-    run.execute(console or Console(stderr=True, markup=False))
+    run.execute(console or stderr())
     measured = measure_rates(jax.local_devices(backend=mesh.devices.flat[0].platform)[0]) if rates else RatesPart()
     report = run.report(measured)
     if out is not None and jax.process_index() == 0:

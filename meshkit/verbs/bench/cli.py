@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshkit.console import run_folder, say, stderr, stdout
+from meshkit.console import output, run_folder, say, stderr, stdout
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.arguments import ExperimentArg, JsonOption, SetOption
 
@@ -42,7 +42,7 @@ def bench(
     keep_stdout()
     report = run_bench(loaded, run_folder(out) if out else None, sizes=byte_sizes(sizes), console=stderr())
     if is_first_process():
-        print(report.to_json()) if as_json else stdout().print(render(report, title=loaded.name))
+        output(report.to_json()) if as_json else stdout().print(render(report, title=loaded.name))
     if report.wrong:
         raise RunError(f"{report.wrong} elements of results differ from numpy's.", hint="the rows with a #wrong count")
     if out is not None and is_first_process():

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from meshkit.console import say
+from meshkit.console import say, stderr
 from meshkit.errors import ConditionError, ConfigError
 from meshkit.units import format_bytes
 
@@ -71,4 +70,4 @@ def _show(found: list) -> None:
         state = "intact" if s.corruption is None else f"corrupt: {s.corruption}"
         state += "; set aside" if s.set_aside else ""
         table.add_row(str(s.step), format_bytes(s.size_bytes), "-" if s.arrays is None else str(s.arrays), state)
-    Console(stderr=True, markup=False).print(table)
+    stderr().print(table)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshkit.console import run_folder, stdout
+from meshkit.console import output, run_folder, stdout
 from meshkit.errors import ConditionError
 from meshkit.verbs.arguments import JsonOption
 
@@ -37,7 +37,7 @@ def compare(
         run_folder(html.parent)
         write_html(first, html, other=second, title=f"{a.name} and {b.name}")
     if as_json:
-        print(comparison.to_json())
+        output(comparison.to_json())
     else:
         stdout().print(render_comparison(comparison))
     met = [condition_text(c) for c in judged if c.met]

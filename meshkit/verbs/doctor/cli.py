@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from meshkit.console import output, stderr
 from meshkit.errors import ConditionError
 from meshkit.verbs.arguments import JsonOption, SetOption
 
@@ -36,9 +36,9 @@ def doctor(
     loaded = load(experiment, set_) if experiment else None
     diagnosis = examine(loaded, folder=out, gang_timeout_s=timeout if gang else None)
     if json_:
-        print(json.dumps(diagnosis.to_dict(), indent=2))
+        output(json.dumps(diagnosis.to_dict(), indent=2))
     else:
-        show(diagnosis, Console(stderr=True, soft_wrap=False, markup=False))
+        show(diagnosis, stderr())
     if diagnosis.errors:
         names = ", ".join(dict.fromkeys(c.check for c in diagnosis.errors))
         raise ConditionError(f"a job would fail or hang on {diagnosis.host}: {names}.")

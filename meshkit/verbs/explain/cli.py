@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshkit.console import say, status, stdout
+from meshkit.console import output, say, status, stdout
 from meshkit.errors import ConfigError
 from meshkit.verbs.arguments import ExperimentArg, JsonOption, SetOption
 
@@ -37,14 +37,14 @@ def explain(
     start = time.perf_counter()
     loaded = load(experiment, set_)
     if rules:
-        print(rules_toml(loaded), end="")
+        output(rules_toml(loaded), end="")
         return
     if propose and not compile_:
         raise ConfigError("--propose compiles the step, and --no-compile forbids it.", hint="one of the two")
     with status(f"checking {loaded.name}"):
         explanation = explain_experiment(loaded, compile=compile_)
     if as_json:
-        print(explanation.model_dump_json(by_alias=True))
+        output(explanation.model_dump_json(by_alias=True))
     else:
         stdout().print(render(explanation))
         say(f"explained in {time.perf_counter() - start:.1f} s")

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from meshkit.console import run_folder, say
+from meshkit.console import output, run_folder, say
 from meshkit.distributed.environment import Gang, read_gang
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.arguments import ExperimentArg, SetOption
@@ -101,9 +101,9 @@ def local(
     if dry_run:
         if secrets:
             make = [sys.executable, "-m", "meshkit", "launch", "certificates", str(secrets), "--host", known_as]
-            print(shlex.join(make))
+            output(shlex.join(make))
         for environment in part.environments(attempt or 0, virtual=loaded.cluster.is_cpu, base={}):
-            print(shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *command]))
+            output(shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *command]))
         return
     run_folder(folder)
     restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 else 0
@@ -146,7 +146,7 @@ def slurm(
     job = make_job(experiment, set_, out, processes_per_host, max_restarts)
     site = Slurm(_pairs(sbatch, "--sbatch"), container_image, tuple(container_mount), container_workdir, python, mtls)
     text = slurm_script(job, site)
-    print(text, end="") if dry_run else say(submit(["sbatch"], text))
+    output(text, end="") if dry_run else say(submit(["sbatch"], text))
 
 
 @launch_app.command(
@@ -183,7 +183,7 @@ def jobset(
     job = make_job(experiment, set_, out, processes_per_host, max_restarts)
     claims, resources = _pairs(claim, "--claim"), _pairs(resource, "--resource")
     site = Kubernetes(image, namespace, claims, resources, shm, workdir, python, mtls)
-    print(jobset_yaml(job, site), end="") if dry_run else say(submit_jobset(job, site))
+    output(jobset_yaml(job, site), end="") if dry_run else say(submit_jobset(job, site))
 
 
 @launch_app.command(epilog="Example: meshkit launch mpi configs/experiments/llama3_70b.toml --hostfile hosts --dry-run")
@@ -205,7 +205,7 @@ def mpi(
     job = make_job(experiment, set_, out, processes_per_host, max_restarts)
     text = mpi_script(job, hostfile, python=python, mtls=mtls)
     if dry_run:
-        print(text, end="")
+        output(text, end="")
         return
     code = subprocess.run(["bash", "-c", text], env=dict(os.environ), check=False).returncode
     if code:

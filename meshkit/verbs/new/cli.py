@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshkit.console import say
+from meshkit.console import output, say
 from meshkit.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ def new(
 
     text = new_experiment(model=model)
     if out is None:
-        print(text, end="")
+        output(text, end="")
         return
     if out.exists():
         raise ConfigError(f"{out} exists, and `new` overwrites nothing.", hint="another --out")

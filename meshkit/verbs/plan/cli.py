@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshkit.console import run_folder, say, status, stdout
+from meshkit.console import output, run_folder, say, status, stdout
 from meshkit.errors import ConditionError, ConfigError
 from meshkit.units import format_bytes
 from meshkit.verbs.arguments import (
@@ -123,7 +123,7 @@ def _sweep(
         (out / SCALING_FILE).write_text(report.to_json() + "\n", encoding="utf-8")
         write_scaling_html(report, out / "scaling.html")
     if as_json:
-        print(report.to_json())
+        output(report.to_json())
     else:
         stdout().print(render(report))
     wrote = f"; wrote {out / SCALING_FILE} and {out / 'scaling.html'}" if out else ""

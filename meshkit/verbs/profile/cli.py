@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshkit.console import say, status, stdout
+from meshkit.console import output, say, status, stdout
 from meshkit.verbs.arguments import (
     JsonOption,
     RunArg,
@@ -39,6 +39,6 @@ def profile(
         report = profile_run(run, predicted=other)
     show_report(report, as_json, run.name)
     if other is not None and not as_json:
-        print()
+        output("")
         stdout().print(render_comparison(compare_reports(other, report)))
     say(f"wrote report.json, report.html and trace.json.gz into {folder}")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from meshkit.console import output
 from meshkit.errors import ConfigError
 
 # Name of an output or file -> its model, or the function that makes its JSON Schema.
@@ -38,7 +39,7 @@ def schema(
     name = name.removeprefix("meshkit.").removesuffix("/1")
     if name not in SCHEMAS:
         raise ConfigError(f"there is no schema '{name}'.", hint=", ".join(sorted(SCHEMAS)))
-    print(json.dumps(schema_of(name), indent=2))
+    output(json.dumps(schema_of(name), indent=2))
 
 
 def schema_of(name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshkit.console import stdout
+from meshkit.console import output, stdout
 from meshkit.errors import ConditionError, ConfigError
 from meshkit.verbs.arguments import (
     JsonOption,
@@ -50,7 +50,7 @@ def topo(
     cluster_file = None if action == "record" else out
     report = run(bundle=bundle, check=declared, out=cluster_file, record=recording, xml=xml, matrix=matrix, gpu=gpu)
     if as_json:
-        print(report.to_json())
+        output(report.to_json())
     else:
         stdout().print(render(report))
     if report.findings:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshkit.console import run_folder, say, stderr
+from meshkit.console import output, run_folder, say, stderr
 from meshkit.verbs.arguments import ExperimentArg, JsonOption, SetOption
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def train(
     folder = run_folder(out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     result = run_training(loaded, folder, console=stderr())
     if as_json:
-        print(json.dumps(result.to_dict()))
+        output(json.dumps(result.to_dict()))
     say(training_summary(result))
 
 

@@ -26,6 +26,7 @@ from rich.console import Console
 from meshkit.compile.attached import CompiledStep, compile_step
 from meshkit.compile.compile_cache import compile_cache
 from meshkit.config.experiment import Experiment
+from meshkit.console import stderr
 from meshkit.distributed.join import is_first_process, join_gang
 from meshkit.errors import ConfigError, RunError
 from meshkit.lint.examine import announce_findings
@@ -116,7 +117,7 @@ def train(
     """
     started = time.perf_counter()
     folder = Path(out)
-    console = console or Console(stderr=True, markup=False)
+    console = console or stderr()
     with Phases() as phases, StopRequest() as stop, ExitStack() as around:
         changes = check_experiment_file(experiment, folder)
         join_gang()  # of the processes that the environment names, if it names any

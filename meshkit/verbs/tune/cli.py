@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshkit.console import run_folder, say, stderr, stdout
+from meshkit.console import output, run_folder, say, stderr, stdout
 from meshkit.verbs.arguments import ExperimentArg, JobsOption, JsonOption, SetOption
 
 
@@ -56,7 +56,7 @@ def tune(
         )
     write_tune_html(report, folder / "tune.html")
     if as_json:
-        print(report.to_json())
+        output(report.to_json())
     else:
         stdout().print(render(report))
     files = ["tune.json", "tune.html", *([WINNER_FILE] if report.winner else [])]
