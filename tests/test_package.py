@@ -17,23 +17,6 @@ def test_public_names_are_there(name):
     assert getattr(mk, name).__doc__
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "meshkit",
-        "meshkit.config.experiment",
-        "meshkit.verbs.new.template",
-        "meshkit.report.views.html",
-        "meshkit.report.compare",
-        "meshkit.report.views.terminal",
-        "meshkit.cli",
-    ],
-)
-def test_files_validate_and_reports_open_without_jax(module):
-    done = run(f"import {module}, sys; sys.exit('jax' in sys.modules)")
-    assert done.returncode == 0, done.stderr or f"{module} imports jax"
-
-
 @pytest.mark.deviceless
 def test_a_notebook_that_has_used_jax_can_plan_a_lambda():
     code = """

@@ -56,6 +56,6 @@ def layout_of(experiment: Experiment) -> Layout:
     with user_code(experiment, "model.class", f"hf_layout of {name}"):
         layout = method()
     if not isinstance(layout, Layout):
-        message = f"hf_layout of {name} gives a {type(layout).__name__}, not a `weight_layout.Layout`."
+        message = f"hf_layout of {name} gives a {type(layout).__name__}, not a meshkit.weights.layout.Layout."
         raise experiment.error("model.class", message)
     return layout
