@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from meshkit.errors import ConfigError, TraceError
 from meshkit.sharding.mesh import use_no_accelerator
 from meshkit.verbs.checkpoint.manifest import find_corruption, read_manifest, step_folder
 from meshkit.verbs.checkpoint.saving import STATE
+from meshkit.verbs.checkpoint.unreadable import describe_failure, retried, unreadable_error
 from meshkit.weights.files import write_weights
 from meshkit.weights.pretrained import layout_of
 
@@ -36,6 +38,8 @@ class Saved:
     """How many it holds; None where its manifest cannot be read."""
     corruption: str | None
     """What is wrong with it; None if nothing was found."""
+    unreadable: dict[str, Any] | None
+    """Why it cannot be read, as `describe_failure` has it; then nothing is known of its contents."""
     set_aside: bool
     """Whether a run has found it corrupt and passed it over."""
 
@@ -48,15 +52,17 @@ def find(run: Path, *, contents: bool = False) -> list[Saved]:
         contents: read every file and compare it with its sha256, not only names and sizes.
 
     Raises:
-        ConfigError: there is no such folder, or none in it.
+        ConfigError: there is no such folder, or none in it; or it may not be read.
+        RunError: the folder cannot be read.
     """
     folder = run / _FOLDER if (run / _FOLDER).is_dir() else run
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {run}.", hint="a run folder of meshkit train")
-    found = []
-    for path in folder.iterdir():
-        if (named := step_folder(path)) is not None:
-            found.append(_describe(path, named[0], aside=named[1], contents=contents))
+    try:
+        named = [(path, step_folder(path)) for path in retried(lambda: list(folder.iterdir()))]
+    except OSError as error:
+        raise unreadable_error("the folder of checkpoints", describe_failure(error), str(folder)) from None
+    found = [_describe(path, it[0], aside=it[1], contents=contents) for path, it in named if it is not None]
     if not found:
         raise ConfigError(f"{folder} has no checkpoint.", hint="[checkpoint] every = N in the experiment saves some")
     return sorted(found, key=lambda s: (s.step, not s.set_aside))
@@ -78,8 +84,9 @@ def export(
         The step.
 
     Raises:
-        ConfigError: no such checkpoint, or a model without `hf_layout()`.
+        ConfigError: no such checkpoint, or a model without `hf_layout()`; or its files may not be read.
         TraceError: the checkpoint is corrupt.
+        RunError: the checkpoint cannot be read.
     """
     if not (run / "experiment.toml").is_file():
         raise ConfigError(f"{run} has no experiment.toml, which says what the model is.", hint="a run folder")
@@ -87,7 +94,9 @@ def export(
     if not saved:
         raise ConfigError(f"{run} has no checkpoint of step {step}.", hint="meshkit checkpoint list RUN")
     newest = saved[-1]
-    corruption = find_corruption(newest.folder)
+    corruption, failure = _look(newest.folder, contents=True)
+    if failure is not None:
+        raise unreadable_error(f"checkpoint {newest.step}", failure, str(newest.folder))
     if corruption is not None:
         raise TraceError(f"checkpoint {newest.step} is corrupt: {corruption}.", at=str(newest.folder), hint="--step")
     use_no_accelerator()
@@ -97,13 +106,21 @@ def export(
 
 
 def _describe(path: Path, step: int, *, aside: bool, contents: bool) -> Saved:
-    files = [p for p in path.rglob("*") if p.is_file()]
+    corruption, failure = _look(path, contents=contents)
+    arrays, size = None, 0
+    with suppress(ValueError, OSError):
+        arrays = len(read_manifest(path).arrays) if failure is None else None
+    with suppress(OSError):
+        size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    return Saved(step, path, size, arrays, corruption, failure, aside)
+
+
+def _look(path: Path, *, contents: bool) -> tuple[str | None, dict[str, Any] | None]:
+    """What is wrong with a checkpoint, or why that cannot be told."""
     try:
-        arrays = len(read_manifest(path).arrays)
-    except ValueError:
-        arrays = None
-    size = sum(p.stat().st_size for p in files)
-    return Saved(step, path, size, arrays, find_corruption(path, contents=contents), aside)
+        return find_corruption(path, contents=contents), None
+    except OSError as error:
+        return None, describe_failure(error)
 
 
 def _read_params(folder: Path) -> Any:

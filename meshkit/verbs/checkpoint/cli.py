@@ -35,6 +35,7 @@ def list_(run: RunFolder) -> None:
 def verify(run: RunFolder, step: StepOption = None) -> None:
     """Read every file and compare it with the manifest. Exit code 3 if a checkpoint is corrupt."""
     from meshkit.verbs.checkpoint.checkpoints import find
+    from meshkit.verbs.checkpoint.unreadable import unreadable_error
 
     found = [s for s in find(run, contents=True) if step in (None, s.step)]
     if not found:
@@ -45,6 +46,9 @@ def verify(run: RunFolder, step: StepOption = None) -> None:
         raise ConditionError(
             f"{len(bad)} of {len(found)} checkpoints are corrupt: {', '.join(s.folder.name for s in bad)}."
         )
+    for s in found:
+        if s.unreadable:
+            raise unreadable_error(f"checkpoint {s.folder.name}", s.unreadable, str(s.folder))
 
 
 @checkpoint_app.command(epilog="Example: meshkit checkpoint export runs/first --out weights")
@@ -68,6 +72,7 @@ def _show(found: list) -> None:
     table.add_column("state")
     for s in found:
         state = "intact" if s.corruption is None else f"corrupt: {s.corruption}"
+        state = f"cannot be read: {s.unreadable['reason']}" if s.unreadable else state
         state += "; set aside" if s.set_aside else ""
         table.add_row(str(s.step), format_bytes(s.size_bytes), "-" if s.arrays is None else str(s.arrays), state)
     stderr().print(table)

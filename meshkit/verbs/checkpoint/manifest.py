@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from meshkit.config.bounded import inside
+from meshkit.verbs.checkpoint.unreadable import is_absent, retried
 
 MANIFEST = "meshkit.json"
 _SCHEMA = "meshkit.checkpoint/2"
@@ -70,11 +72,19 @@ def fingerprints(folder: Path, paths: Iterable[Path], *, sync: bool = False) -> 
     Args:
         folder: of the checkpoint.
         paths: of files in it.
-        sync: have the system write each of them to disk, before it counts as written.
+        sync: have the system write each of them to disk, before it counts as written. What cannot be read is read
+            again only without it: a second fsync would say nothing of what the first one lost.
+
+    Raises:
+        OSError: one of them cannot be read.
     """
+
+    def read(path: Path) -> tuple[int, str]:
+        return fingerprint(path, sync=True) if sync else retried(lambda: fingerprint(path, sync=False))
+
     with ThreadPoolExecutor(_THREADS) as pool:
         listed = list(paths)
-        found = pool.map(lambda path: fingerprint(path, sync=sync), listed)
+        found = pool.map(read, listed)
         return {path.relative_to(folder).as_posix(): each for path, each in zip(listed, found)}
 
 
@@ -117,10 +127,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
     Raises:
         ValueError: there is none, it was changed, or another version wrote it; the message is for people.
+        OSError: it cannot be read, which says nothing of what it holds.
     """
     try:
-        text = (checkpoint / MANIFEST).read_bytes().decode()  # with its line ends as they are
+        text = retried((checkpoint / MANIFEST).read_bytes).decode()  # with its line ends as they are
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and not is_absent(error):
+            raise
         raise ValueError(f"no readable manifest: {MANIFEST}: {_reason(error)}") from None
     at = text.rfind(_SEAL)
     if at < 0 or text[at:] != _tail(text[:at]):
@@ -147,6 +160,9 @@ def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int
         checkpoint: the folder of one step, or of one set aside.
         contents: compare sha256 too, not only names and sizes.
         share: (i, n): of the contents only the i-th of n parts; together they are all of them.
+
+    Raises:
+        OSError: a file cannot be read, which says nothing of what it holds.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -160,13 +176,16 @@ def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int
             path = inside(checkpoint, name)
             if path is None:
                 return f"{MANIFEST} names {name!r}, which is not in the folder"
-            if not path.is_file():
+            found = _stat(path)
+            if found is None or not stat.S_ISREG(found.st_mode):
                 return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if found.st_size != size:
+                return f"{name} has {found.st_size} bytes instead of {size}"
         return _find_changed(checkpoint, manifest, share) if contents else None
     except OSError as error:
-        return f"{error.filename or 'a file'} cannot be read: {_reason(error)}"
+        if is_absent(error):
+            return f"{error.filename or 'a file'} cannot be read: {_reason(error)}"
+        raise
 
 
 def share_of_files(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
@@ -195,6 +214,20 @@ def _find_changed(checkpoint: Path, manifest: Manifest, share: tuple[int, int]) 
     found = fingerprints(checkpoint, [checkpoint / name for name in names])
     changed = next((name for name in names if found[name] != files[name]), None)
     return None if changed is None else f"{changed} has other contents than were written"
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """What the system says of a path; None if there is nothing. Not `Path.is_file`, to which errors may mean the same.
+
+    Raises:
+        OSError: the system does not say.
+    """
+    try:
+        return retried(path.stat)
+    except OSError as error:
+        if is_absent(error):
+            return None
+        raise
 
 
 def _is_inside(name: str) -> bool:
@@ -237,21 +270,33 @@ def kept_steps(steps: Iterable[int], *, keep: int, keep_every: int = 0) -> set[i
 def step_folder(path: Path) -> tuple[int, bool] | None:
     """The step of a checkpoint's folder, and whether it was set aside; None for anything else."""
     number, _, rest = path.name.partition(".")
-    if not number.isdigit() or not path.is_dir() or rest.partition("-")[0] not in ("", _CORRUPT):
+    if not number.isdecimal() or not number.isascii() or rest.partition("-")[0] not in ("", _CORRUPT):
         return None
-    return int(number), bool(rest)
+    found = _stat(path)
+    return (int(number), bool(rest)) if found is not None and stat.S_ISDIR(found.st_mode) else None
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint which is not set aside, newest first."""
-    found = map(step_folder, folder.iterdir()) if folder.is_dir() else ()
-    return sorted((f[0] for f in found if f is not None and not f[1]), reverse=True)
+    """Steps that have a checkpoint which is not set aside, newest first.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    return sorted((step for step, aside in _step_folders(folder) if not aside), reverse=True)
 
 
 def steps_aside(folder: Path) -> list[int]:
-    """Steps of the checkpoints that were set aside."""
-    found = map(step_folder, folder.iterdir()) if folder.is_dir() else ()
-    return sorted(f[0] for f in found if f is not None and f[1])
+    """Steps of the checkpoints that were set aside.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    return sorted(step for step, aside in _step_folders(folder) if aside)
+
+
+def _step_folders(folder: Path) -> list[tuple[int, bool]]:
+    found = map(step_folder, retried(lambda: list(folder.iterdir())) if _stat(folder) is not None else ())
+    return [each for each in found if each is not None]
 
 
 def set_aside(folder: Path, step: int) -> Path:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import shutil
 import sys
 import threading
@@ -28,11 +27,11 @@ from etils import epath
 from meshkit.distributed.agreement import Agreement
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.manifest import fingerprints, remove_step, sync_folder, write_manifest
+from meshkit.verbs.checkpoint.unreadable import explain
 
 STATE = "state"
 _REMOVE_S = 5.0  # what is left then goes at the next start
 _VISIBLE_S = 90.0  # clients of NFS keep the names in a folder for up to a minute
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 @dataclass(frozen=True)
@@ -182,18 +181,6 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
             time.sleep(0.05)
-
-
-def explain(problem: BaseException) -> str:
-    """What went wrong with a file, in one line: the system's words, without the calls that met it."""
-    for error in (problem, problem.__cause__, problem.__context__):
-        if isinstance(error, OSError) and error.strerror:
-            return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    text = str(problem)
-    if found := _OS_ERROR.search(text):  # as tensorstore ends a message of a dozen lines
-        return os.strerror(int(found[1]))
-    lines = [line for line in text.splitlines() if line.strip()]
-    return (lines[0] if lines else type(problem).__name__)[:300]
 
 
 def _size(path: Path) -> int | None:

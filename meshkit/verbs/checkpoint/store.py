@@ -37,6 +37,7 @@ from meshkit.step.pipelined import Arrangement
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.manifest import (
     MANIFEST,
+    Manifest,
     find_corruption,
     kept_steps,
     read_manifest,
@@ -45,7 +46,8 @@ from meshkit.verbs.checkpoint.manifest import (
     steps_aside,
     whole_steps,
 )
-from meshkit.verbs.checkpoint.saving import STATE, Saving, explain, silence_orbax
+from meshkit.verbs.checkpoint.saving import STATE, Saving, silence_orbax
+from meshkit.verbs.checkpoint.unreadable import PAUSES_S, describe_failure, explain, unreadable_error
 
 _stores = itertools.count()  # made in the same order by every process
 # For all processes to write and hash their part, or to read and hash it: storage that is slow, not one that is gone.
@@ -66,7 +68,8 @@ class CheckpointStore:
         say: prints one line.
 
     Raises:
-        ConfigError: the folder cannot be made or written to, and has to be.
+        ConfigError: the folder cannot be made or written to, and has to be; or it may not be read.
+        RunError: the storage does not say what is in it.
     """
 
     def __init__(
@@ -86,7 +89,10 @@ class CheckpointStore:
         self._said_slow = False
         silence_orbax()
         self._agreement = Agreement(f"checkpoints/{next(_stores)}")
-        self._steps, unwritable = self._agreement.reach("open", None, lambda _: self._open(), timeout_s=_READ_S)
+        opened = self._agreement.reach("open", None, lambda _: self._open(), timeout_s=_READ_S)
+        self._steps, unwritable, unreadable = opened
+        if unreadable:  # not a folder without checkpoints
+            raise unreadable_error("the folder of checkpoints", unreadable, str(self.folder))
         if self.table.every and unwritable:
             raise ConfigError(
                 f"the folder of checkpoints cannot be written: {unwritable}.",
@@ -94,16 +100,20 @@ class CheckpointStore:
                 hint="another --out, or checkpoint.every = 0 for a run without checkpoints",
             )
 
-    def _open(self) -> tuple[list[int], str | None]:
-        """The steps that have a checkpoint, as process 0 finds them, and why the folder cannot be written."""
+    def _open(self) -> tuple[list[int], str | None, dict[str, Any] | None]:
+        """The steps that have a checkpoint, as process 0 finds them; why the folder cannot be written, or read."""
+        unwritable = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_unfinished(self.folder)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as error:
-            return whole_steps(self.folder), error.strerror or str(error)
-        return whole_steps(self.folder), None
+            unwritable = error.strerror or str(error)
+        try:
+            return whole_steps(self.folder), unwritable, None
+        except OSError as error:
+            return [], unwritable, describe_failure(error)
 
     def save(self, state: TrainState) -> None:
         """Starts writing the state; returns when it is copied to host memory. Waits for an earlier save to end."""
@@ -175,14 +185,16 @@ class CheckpointStore:
 
         All processes restore the same step. A corrupt checkpoint is passed over with a warning, and set aside
         (`120.corrupt`) once one before it is restored. Where none is intact nothing is touched, and every further
-        attempt is refused as well.
+        attempt is refused as well. One that cannot be read is not corrupt: it is tried again, and then an error.
 
         Args:
             abstract: ShapeDtypeStructs with shardings; the mesh, the number of processes, and a pipeline's stages may
                 differ from those that saved.
 
         Raises:
-            ConfigError: an array was saved with another shape or dtype: the model is not the same.
+            ConfigError: an array was saved with another shape or dtype: the model is not the same. Or a file may not be
+                read.
+            RunError: the newest checkpoint cannot be read, or not be restored although its files are as written.
             TraceError: there are checkpoints, but none is intact.
         """
         corrupt: list[int] = []
@@ -206,23 +218,57 @@ class CheckpointStore:
         return None
 
     def _try(self, step: int, abstract: TrainState) -> tuple[str | None, TrainState | None]:
-        """What is wrong with a checkpoint, the same on every process, and its state where nothing is."""
-        checkpoint, mine = self.folder / str(step), (self._agreement.rank, self._agreement.size)
-        share = mine if self.table.verify == "own" else (0, 1)
-        corruption = find_corruption(checkpoint, contents=self.table.verify != "off", share=share)
-        seal = read_manifest(checkpoint).seal if corruption is None else None
-        if corruption := self._agree(f"verify/{step}", {"corruption": corruption, "seal": seal}, _first_corruption):
-            return corruption, None
-        saved = self.arrangement.saved if self.arrangement else abstract
-        self._check_fits(step, saved)
-        state, corruption = _read(checkpoint, saved, step)
-        corruption = self._agree(f"restore/{step}", {"corruption": corruption, "seal": None}, _first_corruption)
-        return corruption, state
+        """What is wrong with a checkpoint, the same on every process, and its state where nothing is.
 
-    def _check_fits(self, step: int, abstract: TrainState) -> None:
+        Raises:
+            ConfigError, RunError: nothing is known to be wrong with it, but it cannot be restored; on every process.
+        """
+        corruption, manifest = self._verify(step, contents=self.table.verify != "off")
+        if corruption is not None:
+            return corruption, None
+        assert manifest is not None
+        saved = self.arrangement.saved if self.arrangement else abstract
+        self._check_fits(step, manifest, saved)
+        for pause_s in (None, *PAUSES_S):  # all of them again: orbax's processes may wait for each other
+            if pause_s is not None:
+                time.sleep(pause_s)
+            state, found = _read(self.folder / str(step), saved, step)
+            corruption, failure = self._agree(f"restore/{step}", found, _decide)
+            if failure is None:
+                return corruption, state
+            if failure["forbidden"]:
+                break
+            # What cannot be restored is not yet corrupt: reading its files tells.
+            if pause_s is None and (corruption := self._verify(step, contents=True)[0]):
+                return corruption, None
+        raise unreadable_error(f"checkpoint {step}", failure, str(self.folder / str(step)))
+
+    def _verify(self, step: int, *, contents: bool) -> tuple[str | None, Manifest | None]:
+        """What differs from the manifest, the same on every process, and the manifest.
+
+        Raises:
+            ConfigError, RunError: it cannot be read.
+        """
+        checkpoint, mine = self.folder / str(step), (self._agreement.rank, self._agreement.size)
+        manifest, found = None, {}
+        try:
+            share = (0, 1) if self.table.verify == "full" else mine
+            found["corruption"] = find_corruption(checkpoint, contents=contents, share=share)
+            if found["corruption"] is None:
+                manifest = read_manifest(checkpoint)
+                found["seal"] = manifest.seal
+        except ValueError as error:  # changed since
+            found["corruption"] = str(error)
+        except OSError as error:
+            found["failure"] = describe_failure(error)
+        corruption, failure = self._agree(f"verify/{step}", found, _decide)
+        if failure is not None:
+            raise unreadable_error(f"checkpoint {step}", failure, str(checkpoint))
+        return corruption, manifest
+
+    def _check_fits(self, step: int, manifest: Manifest, abstract: TrainState) -> None:
         """Stops where the checkpoint is of another run: orbax would cast a dtype without a word."""
-        manifest, at = read_manifest(self.folder / str(step)), str(self.folder / str(step))
-        saved, wanted = manifest.arrays, _describe(abstract)
+        saved, wanted, at = manifest.arrays, _describe(abstract), str(self.folder / str(step))
         for path in [*wanted, *(p for p in saved if p not in wanted)]:
             if saved.get(path) != wanted.get(path):
                 was, now = saved.get(path, "not there"), wanted.get(path, "not there")
@@ -314,29 +360,38 @@ def open_store(
     return CheckpointStore(folder / "checkpoints", experiment.checkpoint, arrangement=arrangement, facts=facts, say=say)
 
 
-def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | None, str | None]:
-    """The state in a checkpoint, or why it cannot be read."""
+def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | None, dict[str, Any]]:
+    """The state in a checkpoint; the `failure` to read it, or the `corruption` that was read."""
     try:
         handler = ocp.StandardCheckpointHandler()
         state = handler.restore(epath.Path(checkpoint / STATE), args=ocp.args.StandardRestore(saved))
         found = int(state.step)
     except Exception as error:  # whatever orbax and tensorstore raise for files that they cannot read
-        return None, explain(error)
+        return None, {"failure": describe_failure(error)}
     try:
         chex.assert_trees_all_equal_shapes_and_dtypes(state, saved)
     except AssertionError:
-        return None, "its arrays have other shapes or dtypes than its manifest says"
-    return (state, None) if found == step else (None, f"its state is of step {found}")
+        return None, {"corruption": "its arrays have other shapes or dtypes than its manifest says"}
+    return (state, {}) if found == step else (None, {"corruption": f"its state is of step {found}"})
 
 
-def _first_corruption(every: list[dict[str, Any]]) -> str | None:
-    """The first corruption that any process has found, or that they read different manifests."""
+def _decide(every: list[dict[str, Any]]) -> tuple[str | None, dict[str, Any] | None]:
+    """The first corruption that any process has read, or the first failure to read, or other manifests than the first.
+
+    Args:
+        every: what each process says: `corruption`, `failure`, the manifest's `seal`.
+    """
+    for key in ("corruption", "failure"):
+        for rank, found in enumerate(every):
+            if said := found.get(key):
+                where = "" if len(every) == 1 else f", found by process {rank}"
+                if key == "corruption":
+                    return f"{said}{where}", None
+                return None, {**said, "reason": f"{said['reason']}{where}"}
     for rank, found in enumerate(every):
-        if found["corruption"]:
-            return found["corruption"] if len(every) == 1 else f"{found['corruption']}, found by process {rank}"
-        if found["seal"] != every[0]["seal"]:
-            return f"{MANIFEST} is another one on process {rank} than on process 0"
-    return None
+        if found.get("seal") != every[0].get("seal"):
+            return f"{MANIFEST} is another one on process {rank} than on process 0", None
+    return None, None
 
 
 def _warn(line: str) -> None:
