@@ -1,5 +1,7 @@
 """Which files of meshkit a command enters: those of which a function is called, in its child processes too.
 
+What only runs while a module is imported (decorators, tables) is no step of the walk.
+
     python -m benchmarks.walk plan configs/experiments/llama3_8b.toml --no-cache --out /tmp/plan
 
 prints the files and their number, which is how much a reader meets on the way from the command line to the result.
@@ -18,8 +20,18 @@ ROOT = Path(__file__).resolve().parents[1]
 _RECORDER = """
 import atexit, os, sys
 _seen, _folder, _package = set(), os.environ["WALK_FOLDER"], os.environ["WALK_PACKAGE"]
+def _importing():
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "<module>" and code.co_filename.startswith(_package) and "__main__" not in code.co_filename:
+            return frame.f_globals["__name__"] != "__main__"
+        frame = frame.f_back
+    return False
 def _start(code, offset):
     if code.co_flags & 1 and code.co_filename.startswith(_package) and code.co_filename not in _seen:
+        if _importing():
+            return None
         _seen.add(code.co_filename)
         with open(os.path.join(_folder, str(os.getpid())), "a") as file:
             file.write(code.co_filename + "\\n")
