@@ -48,6 +48,7 @@ _8B_TENSOR = ("mesh={ fsdp = { nvlink = 2, infiniband = 2 }, tensor = 4 }", "rul
 _8B_PIPELINE = (
     "mesh={ pipeline = { infiniband = 2 }, fsdp = 8 }",
     "rules.preset=fsdp",
+    "train.global_batch=64",
     "pipeline={ axis = 'pipeline', microbatches = 8 }",
 )
 

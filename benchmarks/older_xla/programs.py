@@ -143,8 +143,8 @@ def _older(config: str) -> str:
 
 def with_groups(proto: bytes) -> bytes:
     """The module of an older HloProto, its collectives' iota device lists written out, which today's XLA ignores."""
-    module = next(wire.messages(wire.read_fields(proto), _MODULE))
-    return _mapped(module, _COMPUTATIONS, lambda c: _message(3, _mapped(c, _INSTRUCTIONS, _instruction)))
+    (module,) = wire.read_fields(proto)[_MODULE]
+    return _mapped(cast(bytes, module), _COMPUTATIONS, lambda c: _message(3, _mapped(c, _INSTRUCTIONS, _instruction)))
 
 
 def _instruction(instruction: bytes) -> bytes:
@@ -153,13 +153,12 @@ def _instruction(instruction: bytes) -> bytes:
 
 def _groups(devices: bytes) -> bytes:
     fields = wire.read_fields(devices)
-    for iota in wire.messages(fields, 2):
-        f = wire.read_fields(iota)
+    for f in wire.messages(fields, 2):
         ids = np.arange(np.prod(wire.ints(f, 3))).reshape(wire.ints(f, 3)).transpose(wire.ints(f, 4))
         rows = ids.reshape(wire.integer(f, 1), wire.integer(f, 2))
         packed = (_message(1, b"".join(_varint(int(i)) for i in row)) for row in rows)
         return b"".join(_message(_REPLICA_GROUPS, p) for p in packed)
-    return b"".join(_message(_REPLICA_GROUPS, group) for group in wire.messages(fields, 1))
+    return b"".join(_message(_REPLICA_GROUPS, group) for group in cast(list[bytes], fields.get(1, [])))
 
 
 def _mapped(message: bytes, number: int, change: Any) -> bytes:

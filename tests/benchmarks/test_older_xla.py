@@ -28,11 +28,10 @@ def _module(device_list: bytes) -> bytes:
 
 def _groups(module: bytes) -> list[list[int]]:
     (computation,) = wire.messages(wire.read_fields(module), 3)
-    *_, instruction = wire.messages(wire.read_fields(computation), 2)
-    fields = wire.read_fields(instruction)
+    *_, fields = wire.messages(computation, 2)
     assert wire.text(fields, 1) == "all-gather"
     assert wire.text(fields, 2) == "all-gather-start"
-    return [wire.ints(wire.read_fields(group), 1) for group in wire.messages(fields, 49)]
+    return [wire.ints(group, 1) for group in wire.messages(fields, 49)]
 
 
 @pytest.mark.parametrize(
