@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.compile.preflight import version_of
-from meshkit.compile.store import DamagedEntry, Store, cache_root, max_bytes, private_folder, write_whole
+from meshkit.compile.private import private_folder, write_whole
+from meshkit.compile.store import DamagedEntry, Store, cache_root, max_bytes
 from meshkit.errors import ConfigError
 
 _MAGIC = b"meshkit program 1\n"

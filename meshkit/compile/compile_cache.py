@@ -4,9 +4,11 @@
 
 An entry is native code that the next run executes, so whoever can write the folder can run code as its owner. It must
 belong to the user, be closed to everybody else (0700), and lie where nobody else can put another one in its place;
-where it does not, nothing is read or kept. jax makes the keys (program, options, versions, devices). Beyond what jax
-does, a file is written whole or not at all and carries a digest (`compile.store`): jax's own would leave half a file
-behind when it is killed, and warn of it at every start.
+where it does not, nothing is read or kept. The folder that was checked is held open, and entries are looked up below
+its descriptor: a link that is turned after the check changes nothing. jax makes the keys (program, options, versions,
+devices). Beyond what jax does, a file is written whole or not at all, must belong to the user, and carries a seal that
+takes the secret in `seal.key` to make (`compile.store`): jax's own would leave half a file behind when it is killed,
+and warn of it at every start.
 
 The folder is `compiled` of `store.cache_root`. Below it is one for each kind of CPU: code for one may use instructions
 that another lacks.
@@ -28,7 +30,8 @@ import jax
 from jax._src import compilation_cache, compiler
 from jax._src.compilation_cache_interface import CacheInterface
 
-from meshkit.compile.store import DamagedEntry, Store, cache_root, max_bytes, private_folder
+from meshkit.compile.private import HeldFolder, NotPrivate, hold_private, seal_key
+from meshkit.compile.store import DamagedEntry, Store, cache_root, max_bytes
 from meshkit.errors import ConfigError
 
 _SETTINGS = {
@@ -43,8 +46,8 @@ _WRITE_ARGUMENTS = ["cache_key", "compile_time_secs", "module_name", "backend", 
 class CompileCache(CacheInterface):
     """Executables in a private folder, by key; those used longest ago go when all exceed `most_bytes`."""
 
-    def __init__(self, folder: Path, most_bytes: int):
-        self._path, self.store = folder, Store(folder, most_bytes)
+    def __init__(self, folder: HeldFolder, most_bytes: int, key: bytes):
+        self._path, self.store = folder.path, Store(folder.path, most_bytes, held=folder, key=key)
         self.hits = self.misses = 0  # look-ups so far
 
     def get(self, key: str) -> bytes | None:
@@ -75,8 +78,12 @@ def compile_cache(say: Callable[[str], None]) -> Iterator[CompileCache | None]:
         ConfigError: `MESHKIT_CACHE` or `JAX_COMPILATION_CACHE_DIR` names a folder that is not private.
     """
     if theirs := jax.config.jax_compilation_cache_dir:
-        _check_theirs(theirs)
-        yield None
+        checked = _check_theirs(theirs)
+        try:
+            jax.config.update("jax_compilation_cache_dir", checked)
+            yield None
+        finally:
+            jax.config.update("jax_compilation_cache_dir", theirs)
         return
     cache = _open(say)
     if cache is None:
@@ -117,12 +124,14 @@ def _open(say: Callable[[str], None]) -> CompileCache | None:
     if root is None:
         return None
     folder, named = root / "compiled", "MESHKIT_CACHE" in os.environ
-    problem = private_folder(folder) or private_folder(folder / _machine())
-    if problem is None:
-        cache = CompileCache(folder / _machine(), max_bytes())
+    try:
+        outer = hold_private(folder)
+        cache = CompileCache(hold_private(outer.path / _machine()), max_bytes(), seal_key(outer))
         with suppress(OSError):
             cache.store.trim()
         return cache
+    except NotPrivate as error:
+        problem = error
     if named:
         raise ConfigError(
             f"compiled programs cannot be kept in the folder that MESHKIT_CACHE names: {problem}.",
@@ -133,16 +142,18 @@ def _open(say: Callable[[str], None]) -> CompileCache | None:
     return None
 
 
-def _check_theirs(folder: str) -> None:
+def _check_theirs(folder: str) -> str:
+    """The user's own folder for jax, without links: jax looks entries up by its path, again and again."""
     if "://" in folder:
-        return
-    problem = private_folder(Path(folder))
-    if problem:
+        return folder
+    try:
+        return str(hold_private(Path(folder)).path)
+    except NotPrivate as problem:
         raise ConfigError(
             f"jax's compilation cache holds code that would be run, and it is not private: {problem}.",
             at=f"JAX_COMPILATION_CACHE_DIR={folder}",
             hint="a folder of your own (chmod 700), or without that variable, for meshkit's",
-        )
+        ) from None
 
 
 def _machine() -> str:

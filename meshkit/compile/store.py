@@ -1,23 +1,24 @@
 """Entries on disk that may be thrown away: the folder under both caches, compiled programs and executables.
 
 An entry is one file in a folder that only its owner can enter: a digest of its content, then the content. It is written
-whole or not at all; one that is not what was written is a miss. Entries used longest ago go when all of a folder exceed
-`$MESHKIT_CACHE_BYTES` (default 2 GiB). The folders lie under `meshkit` in `$XDG_CACHE_HOME`, or under `$MESHKIT_CACHE`
-(`off` keeps nothing).
+whole or not at all; one that is not what was written, or not by this user, is a miss. Entries used longest ago go when
+all of a folder exceed `$MESHKIT_CACHE_BYTES` (default 2 GiB). The folders lie under `meshkit` in `$XDG_CACHE_HOME`, or
+under `$MESHKIT_CACHE` (`off` keeps nothing).
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshkit.compile.private import HeldFolder, open_own, write_whole
 from meshkit.errors import ConfigError
 
 DEFAULT_BYTES = 2 * 2**30
@@ -34,9 +35,13 @@ class DamagedEntry(Exception):
 class Store:
     """A folder of sealed entries, each a file of its own."""
 
-    folder: Path  # private, see `private_folder`
+    folder: Path  # private, see `private.py`
     most_bytes: int  # that all entries may take
     magic: bytes = b""  # that every entry begins with
+    held: HeldFolder | None = None
+    """The folder where what is in it is run: nothing is looked up by its path again."""
+    key: bytes = b""
+    """With which entries and their names are sealed; b"": a digest that finds accidents alone."""
 
     def read(self, name: str) -> bytes | None:
         """The content of an entry, which then counts as just used; None if there is none.
@@ -44,22 +49,22 @@ class Store:
         Raises:
             DamagedEntry: the file is not what was written, and is removed; or it cannot be read.
         """
-        path = self.folder / name
         try:
-            sealed = path.read_bytes()
+            with self._opened() as at, os.fdopen(open_own(name, at), "rb") as file:
+                sealed = file.read()
+                start = len(self.magic) + hashlib.sha256().digest_size
+                content = sealed[start:]
+                if hmac.compare_digest(sealed[:start], self._seal(name, content)):
+                    with suppress(OSError):
+                        os.utime(file.fileno())
+                    return content
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=at)
         except FileNotFoundError:
             return None
         except OSError as e:
             raise DamagedEntry(f"{name} cannot be read: {e.strerror or e}") from None
-        start = len(self.magic) + hashlib.sha256().digest_size
-        content = sealed[start:]
-        if sealed[:start] != self._seal(content):
-            with suppress(OSError):
-                path.unlink()
-            raise DamagedEntry(f"{name} ({len(sealed)} bytes) was damaged")
-        with suppress(OSError):
-            os.utime(path)
-        return content
+        raise DamagedEntry(f"{name} ({len(sealed)} bytes) was damaged")
 
     def write(self, name: str, content: bytes) -> None:
         """Keeps an entry, and removes those used longest ago beyond the bound.
@@ -67,45 +72,47 @@ class Store:
         A full disk or a folder that became unwritable costs the entry, never the work.
         """
         with suppress(OSError):
-            write_whole(self.folder / name, self._seal(content) + content)
+            with self._opened() as at:
+                write_whole(Path(name), self._seal(name, content) + content, at=at)
             self.trim(keep=name)
 
     def trim(self, keep: str = "") -> None:
         """Removes what writers left behind, then entries used longest ago until all fit the bound."""
-        entries: list[tuple[float, int, Path]] = []
-        for path in self.folder.iterdir():
-            with suppress(OSError):  # another process trims too
-                found = path.stat()
-                if path.suffix == ".tmp" and time.time() - found.st_mtime > _STALE_S:
-                    path.unlink()
-                elif stat.S_ISREG(found.st_mode) and path.suffix != ".tmp":
-                    entries.append((found.st_mtime, found.st_size, path))
-        total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
-            if total <= self.most_bytes:
-                return
-            if path.name != keep or size > self.most_bytes:
-                path.unlink(missing_ok=True)
-                total -= size
+        entries: list[tuple[float, int, str]] = []
+        with self._opened() as at, os.scandir(at) as listed:
+            for entry in listed:
+                with suppress(OSError):  # another process trims too
+                    found = entry.stat(follow_symlinks=False)
+                    if entry.name.endswith(".tmp"):
+                        if time.time() - found.st_mtime > _STALE_S:
+                            os.unlink(entry.name, dir_fd=at)
+                    elif stat.S_ISREG(found.st_mode):
+                        entries.append((found.st_mtime, found.st_size, entry.name))
+            total = sum(size for _, size, _ in entries)
+            for _, size, name in sorted(entries):
+                if total <= self.most_bytes:
+                    return
+                if name != keep or size > self.most_bytes:
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=at)
+                    total -= size
 
-    def _seal(self, content: bytes) -> bytes:
-        return self.magic + hashlib.sha256(content).digest()
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the folder, with a position of its own in its names."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        at = os.open(os.curdir, flags, dir_fd=self.held.descriptor) if self.held else os.open(self.folder, flags)
+        try:
+            yield at
+        finally:
+            os.close(at)
 
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    handle, name = tempfile.mkstemp(prefix=f"{path.name[:16]}-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(name).replace(path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
+    def _seal(self, name: str, content: bytes) -> bytes:
+        if not self.key:
+            return self.magic + hashlib.sha256(content).digest()
+        seal = hmac.new(self.key, name.encode() + b"\0", "sha256")
+        seal.update(content)
+        return self.magic + seal.digest()
 
 
 def cache_root() -> Path | None:
@@ -153,41 +160,6 @@ def cache_off(*, when: bool = True) -> Iterator[None]:
             del os.environ["MESHKIT_CACHE"]
         elif when and before is not None:
             os.environ["MESHKIT_CACHE"] = before
-
-
-def private_folder(folder: Path, *, of_code: bool = True) -> str | None:
-    """Makes a folder that its owner alone can enter, where there is none.
-
-    Args:
-        folder: to make or check.
-        of_code: what is in it will be executed. Such a folder must be private already; any other is made so.
-
-    Returns:
-        What is wrong with it, None if nothing is: another owner, or it cannot be written. Of a folder of code also: a
-        link, open to others, or in a folder in which others could put another one in its place.
-    """
-    mine = os.geteuid()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat() if of_code else folder.stat()
-        mode = stat.S_IMODE(found.st_mode)
-        if not stat.S_ISDIR(found.st_mode):
-            return "it is a link"
-        if found.st_uid != mine:
-            return f"it belongs to another user (uid {found.st_uid})"
-        if mode & 0o077 and of_code:
-            return f"others may enter it (mode {mode:04o}, not 0700)"
-        if mode & 0o077:
-            folder.chmod(0o700)
-        for parent in folder.resolve().parents if of_code else ():
-            above = parent.stat()
-            shared = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX
-            if shared or above.st_uid not in (0, mine):
-                who = "others can write" if shared else f"uid {above.st_uid} owns"
-                return f"{who} {parent}, and could put another folder in its place"
-    except OSError as error:
-        return error.strerror or str(error)
-    return None if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
 
 
 def _home() -> Path:

@@ -5,7 +5,6 @@ import stat
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +97,7 @@ def test_a_full_disk_costs_the_entry_alone(folder, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     cache.store(folder, "k", ENTRY)
     assert list(folder.iterdir()) == []
 
