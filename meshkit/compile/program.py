@@ -41,6 +41,7 @@ from meshkit.compile.options import (
 from meshkit.compile.preflight import check_compiler, version_of
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
+from meshkit.config.own_code import child_path
 from meshkit.errors import ProgramError
 from meshkit.hlo.module import Schedule, load_module, read_schedule
 from meshkit.hlo.proto import clean_path
@@ -237,7 +238,7 @@ def _child_environment() -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "PYTHONPATH": child_path(),
         "TF_CPP_MIN_LOG_LEVEL": "1",
     }
 
@@ -248,7 +249,7 @@ def _run_child(folder: Path, environment: Mapping[str, str], timeout_s: float) -
     Raises:
         ProgramError: it died or ran out of time, with the end of what it said.
     """
-    command = [sys.executable, "-m", "meshkit.compile.child", str(folder)]
+    command = [sys.executable, "-P", "-m", "meshkit.compile.child", str(folder)]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace", timeout=timeout_s

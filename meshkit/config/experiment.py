@@ -76,17 +76,12 @@ class Experiment:
 
     @property
     def search_paths(self) -> list[Path]:
-        """Where the model's module is looked for.
-
-        The working directory, the folder of the file, and its parents up to the one that holds the module.
-        """
+        """Where modules are looked for: the working directory, the folder of the file, and its parents but for `/`."""
         found = [Path.cwd()]
         if self.path is None:
             return found
-        top = self.model.class_path.partition(":")[0].partition(".")[0]
-        parents = list(self.path.resolve().parents)
-        holds = [i for i, folder in enumerate(parents) if (folder / f"{top}.py").is_file() or (folder / top).is_dir()]
-        folders = parents[: holds[0] + 1] if holds else parents[:1]
+        nearest, *above = self.path.resolve().parents
+        folders = [nearest, *(folder for folder in above if folder != folder.parent)]
         return found + [folder for folder in folders if folder != found[0]]
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,9 +5,10 @@
     model_roots = ["/opt/models", "/home/shared/experiments"]    # code that `pkg.mod:Name` may come from
     file_roots  = ["/data"]                                      # files and folders that an experiment may name
 
-Without them an experiment may name any. An experiment file has no key for it, so it cannot widen what is declared; the
-variables can only narrow what the site's file says. This protects whoever runs somebody else's experiment; it does not
-confine code once it runs, nor a user who writes their own.
+Without them an experiment may name any file, and code where `meshkit.config.own_code` finds it. An experiment file has
+no key for it, so it cannot widen what is declared; the variables can only narrow what the site's file says. This
+protects whoever runs somebody else's experiment; it does not confine code once it runs, nor a user who writes their
+own.
 """
 
 from __future__ import annotations

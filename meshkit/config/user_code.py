@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.config.experiment import Experiment
+from meshkit.config.own_code import check_writers, defined_in, find_folder, is_of_python, serve
 from meshkit.config.site import is_under, listed, read_site
 from meshkit.errors import ConfigError, MeshkitError
 from meshkit.redaction import redact
@@ -63,23 +64,31 @@ def _user_line(error: BaseException) -> str | None:
 
 
 def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None = None) -> Any:
-    """What `"pkg.mod:Name"` names, with the experiment's folders importable.
+    """What `"pkg.mod:Name"` names: of an installed package, or of the first of the experiment's folders that holds it.
 
-    Where the site declares roots of models (`meshkit.config.site`), every module on the way lies in one of them, and
-    only they are searched beside what Python finds anyway.
+    Python's own modules are refused before anything is imported. Where the site declares roots of models
+    (`meshkit.config.site`), every module on the way lies in one of them, and only they are searched beside what Python
+    finds anyway.
 
     Raises:
-        ConfigError: not of that form, no such module, one that fails to import, or no such name in it; or it is outside
-            of the declared roots.
+        ConfigError: not of that form, a module of Python itself, no such module, one that fails to import or that
+            everybody may change, or no such name in it; or it is outside of the declared roots.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"'{name}' is not of the form \"package.module:Name\".", at=at)
+    if is_of_python(module_name):
+        raise ConfigError(
+            f"'{name}' is of Python itself, and is not loaded: an experiment names a model's code.",
+            at=at,
+            hint="a module of your own, under a name that Python has not, or of an installed package",
+        )
     roots = read_site().model_roots
     searched = list(search_paths) if roots is None else [*(p for p in search_paths if is_under(p, roots)), *roots]
-    for path in map(str, searched):
-        if path not in sys.path:
-            sys.path.append(path)
+    folder = find_folder(module_name, searched)
+    check_writers(module_name, folder, at)
+    if folder is not None:
+        serve(module_name, folder, at)
     try:
         if roots is not None:
             _check_roots(module_name, roots, at)
@@ -105,11 +114,16 @@ def load_function(experiment: Experiment, key: str, name: str) -> Callable[..., 
     """The user's function that a key of the experiment names.
 
     Raises:
-        ConfigError: at that key; see `load_object`, or it is no function.
+        ConfigError: at that key; see `load_object`, or it is no function of a module of theirs.
     """
     found = load_object(name, experiment.search_paths, at=experiment.where(key))
     if not callable(found):
         raise experiment.error(key, f"{name} is a {type(found).__name__}, not a function.")
+    module = defined_in(found)
+    if module is None or is_of_python(module):
+        raise experiment.error(
+            key, f"{name} is of Python itself, not a function of yours.", hint="a function written in a module"
+        )
     return found
 
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshkit.config.experiment import Experiment
-from meshkit.config.user_code import load_object, user_code
+from meshkit.config.user_code import load_function, user_code
 from meshkit.parallel.pipeline import StageContext, StageOutput, scan_layers, vocabulary
 from meshkit.step.loss import Loss, cross_entropy
 from meshkit.step.state import LAYERS, ModelDescription
@@ -185,7 +185,7 @@ def _own_loss(experiment: Experiment) -> Callable[..., Any] | None:
     name = experiment.train.loss
     if name is None:
         return None
-    own = load_object(name, experiment.search_paths, at=experiment.where("train.loss"))
+    own = load_function(experiment, "train.loss", name)
     if experiment.pipeline.head == "vocab_parallel" and not hasattr(own, "of_hidden"):
         raise experiment.error(
             "train.loss",

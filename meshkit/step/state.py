@@ -17,7 +17,8 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -286,9 +287,31 @@ def _model_class(experiment: Experiment) -> Any:
         raise ConfigError(f"{name} is a linen module already made, not a class.", at=at, hint=made)
     if not callable(make):
         raise ConfigError(f"{name} is a {type(make).__name__}, not a class.", at=at, hint=hint)
-    if inspect.isclass(make) and not issubclass(make, nnx.Module | linen.Module):
-        raise ConfigError(f"{name} is a class that is not a flax.nnx.Module.", at=at, hint=hint)
+    called = make
+    while isinstance(called, functools.partial):
+        called = called.func
+    if inspect.isclass(called):
+        if not issubclass(called, nnx.Module | linen.Module):
+            raise ConfigError(f"{name} is a class that is not a flax.nnx.Module.", at=at, hint=hint)
+    elif not _returns_module(called):
+        message = f"{name} is not a model, nor a function that says that it returns one."
+        raise ConfigError(message, at=at, hint=f"{hint}, or def {name.partition(':')[2]}(...) -> nnx.Module")
     return make
+
+
+def _returns_module(make: Any) -> bool:
+    """Whether a function of Python code is annotated to return a module, or one of several kinds of modules."""
+    function = getattr(make, "__func__", make)
+    function = inspect.unwrap(function)
+    if not inspect.isfunction(function) or "return" not in function.__annotations__:
+        return False
+    only = SimpleNamespace(__annotations__={"return": function.__annotations__["return"]})
+    try:
+        returned = get_type_hints(only, globalns=function.__globals__)["return"]
+    except (NameError, AttributeError, SyntaxError, TypeError):  # a name that is imported for type checkers alone
+        return False
+    kinds = get_args(returned) if get_origin(returned) in (Union, UnionType) else (returned,)
+    return all(inspect.isclass(kind) and issubclass(kind, nnx.Module | linen.Module) for kind in kinds)
 
 
 def _parameters(make: Any) -> Mapping[str, inspect.Parameter]:

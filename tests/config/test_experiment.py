@@ -162,13 +162,13 @@ def test_paths_in_a_file_are_relative_to_it_and_in_set_to_the_working_directory(
     assert load(path, ["data.source=my.data:make"]).data.source == "my.data:make"
 
 
-def test_search_paths_reach_up_to_the_folder_of_the_model(tmp_path, monkeypatch):
+def test_modules_are_looked_for_in_the_working_directory_and_above_the_file(tmp_path, monkeypatch):
     deep = tmp_path / "configs" / "experiments"
     deep.mkdir(parents=True)
-    (tmp_path / "models").mkdir()
     (deep / "e.toml").write_text(TEXT)
     monkeypatch.chdir("/")
-    assert load(deep / "e.toml").search_paths == [Path("/"), deep, tmp_path / "configs", tmp_path]
+    above = [folder for folder in tmp_path.parents if folder != Path("/")]
+    assert load(deep / "e.toml").search_paths == [Path("/"), deep, tmp_path / "configs", tmp_path, *above]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,15 @@ def test_a_module_that_cannot_be_imported(write, source, message):
     ("source", "message"),
     [
         ("Model = 3", "own:Model is a int, not a class"),
-        ("def Model(*, rngs): return 3", "own:Model makes a int, which is not a flax.nnx.Module"),
+        ("def Model(*, rngs): return 3", "own:Model is not a model, nor a function that says that it returns one"),
+        ("def Model(*, rngs) -> int: return 3", "own:Model is not a model, nor a function that says"),
+        (
+            "def Model(*, rngs) -> 'nnx.Module | None': return None",
+            "own:Model is not a model, nor a function that says",
+        ),
+        ("def Model(*, rngs) -> 'Missing': return 3", "own:Model is not a model, nor a function that says"),
+        ("def Model(*, rngs) -> 'nnx.Module': return 3", "own:Model makes a int, which is not a flax.nnx.Module"),
+        ("from os import system as Model", "own:Model is not a model, nor a function that says that it returns one"),
         ("class Model:\n    pass", "own:Model is a class that is not a flax.nnx.Module"),
         (class_of("pass", signature="self"), "own:Model takes no `rngs`"),
         (class_of("pass", signature="self, width, *, rngs"), "own:Model needs the option 'width'"),
@@ -154,7 +162,15 @@ def test_a_loss_that_is_wrong(write, body, message):
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("loss = 3", "is a int, not a function"), ("def loss(model): pass", "own:loss raised TypeError")],
+    [
+        ("loss = 3", "is a int, not a function"),
+        ("def loss(model): pass", "own:loss raised TypeError"),
+        ("from os import system as loss", "own:loss is of Python itself, not a function of yours"),
+        ("from subprocess import run as loss", "own:loss is of Python itself, not a function of yours"),
+        ("import functools, os; loss = functools.partial(os.system, 'true')", "own:loss is of Python itself"),
+        ("import operator; loss = operator.itemgetter(0)", "own:loss is of Python itself"),
+        ("loss = dict", "own:loss is of Python itself"),
+    ],
 )
 def test_a_loss_that_cannot_be_called(write, source, message):
     write(class_of("pass") + source)

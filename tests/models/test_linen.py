@@ -58,13 +58,13 @@ class Linear(nnx.Module):
 Wide = functools.partial(Net, widths=(128,))
 made = Net()
 
-def make_linen(depth):
+def make_linen(depth) -> nn.Module:
     return Net(widths=(64,) * depth)
 
-def make_nnx(width, rngs):
+def make_nnx(width, rngs) -> "Linear":
     return Linear(width, rngs)
 
-def make_without(width):
+def make_without(width) -> nnx.Module | nn.Module:
     return Linear(width, nnx.Rngs(0))
 
 def loss(model, batch, rng):
@@ -249,7 +249,7 @@ def test_any_kind_of_model_is_taken(own, overrides, parameters):
         (['model.class="own_linen:make_linen"'], "needs the option 'depth'", "model"),
         (['model.class="own_linen:made"'], "a linen module already made", "model.class"),
         (['model.class="own_linen:make_without"', "model.width=8"], "takes no `rngs`", "model.class"),
-        (['model.class="own_linen:rows"'], "needs the option 'seed'", "model"),
+        (['model.class="own_linen:rows"'], "nor a function that says that it returns one", "model.class"),
         (['train.loss="own_linen:idle"'], "idle never calls the model", "train.loss"),
         (["model.widths=3"], r"Net raised TypeError: 'int' object is not iterable \(own_linen.py:\d+\)", "model.class"),
         (["train.remat=full"], "takes no `remat` argument", "train.remat"),

@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from meshkit.config.experiment import load
+from meshkit.config.experiment import Experiment
 from meshkit.errors import ConfigError, TraceError
 from meshkit.sharding.mesh import use_no_accelerator
 from meshkit.verbs.checkpoint.manifest import find_corruption, read_manifest, step_folder
@@ -69,13 +69,20 @@ def find(run: Path, *, contents: bool = False) -> list[Saved]:
 
 
 def export(
-    run: Path, out: Path, *, step: int | None = None, dtype: str = "fp32", max_shard_bytes: int = 5 << 30
+    run: Path,
+    out: Path,
+    *,
+    experiment: Experiment,
+    step: int | None = None,
+    dtype: str = "fp32",
+    max_shard_bytes: int = 5 << 30,
 ) -> int:
     """Writes the parameters of a checkpoint as a folder of safetensors, in the layout of the model's `hf_layout()`.
 
     Args:
-        run: the run folder, with its experiment.toml.
+        run: the run folder.
         out: must not exist yet, or be empty.
+        experiment: names the model, whose code runs.
         step: of the checkpoint; the newest by default.
         dtype: `fp32` or `bf16`.
         max_shard_bytes: of one file.
@@ -88,8 +95,6 @@ def export(
         TraceError: the checkpoint is corrupt.
         RunError: the checkpoint cannot be read.
     """
-    if not (run / "experiment.toml").is_file():
-        raise ConfigError(f"{run} has no experiment.toml, which says what the model is.", hint="a run folder")
     saved = [s for s in find(run) if not s.set_aside and step in (None, s.step)]
     if not saved:
         raise ConfigError(f"{run} has no checkpoint of step {step}.", hint="meshkit checkpoint list RUN")
@@ -100,7 +105,7 @@ def export(
     if corruption is not None:
         raise TraceError(f"checkpoint {newest.step} is corrupt: {corruption}.", at=str(newest.folder), hint="--step")
     use_no_accelerator()
-    layout = layout_of(load(run / "experiment.toml"))
+    layout = layout_of(experiment)
     write_weights(_read_params(newest.folder / STATE), out, layout, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return newest.step
 

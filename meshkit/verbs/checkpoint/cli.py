@@ -11,6 +11,7 @@ from rich.table import Table
 from meshkit.console import say, stderr
 from meshkit.errors import ConditionError, ConfigError
 from meshkit.units import format_bytes
+from meshkit.verbs.arguments import SetOption
 
 checkpoint_app = typer.Typer(
     help="What a run's checkpoints are, whether they are intact, and their weights as safetensors.",
@@ -51,17 +52,36 @@ def verify(run: RunFolder, step: StepOption = None) -> None:
             raise unreadable_error(f"checkpoint {s.folder.name}", s.unreadable, str(s.folder))
 
 
-@checkpoint_app.command(epilog="Example: meshkit checkpoint export runs/first --out weights")
+@checkpoint_app.command(epilog="Example: meshkit checkpoint export runs/first --experiment my.toml --out weights")
 def export(
     run: RunFolder,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A folder that is new or empty.")],
+    experiment: Annotated[
+        Path | None,
+        typer.Option("--experiment", metavar="FILE", help="Your experiment file: the model it names says the layout."),
+    ] = None,
+    set_: SetOption = [],  # noqa: B006
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the model that the run folder's own experiment.toml names.")
+    ] = False,
     step: StepOption = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="fp32 or bf16.")] = "fp32",
 ) -> None:
     """Write the parameters as safetensors with config.json, as Hugging Face's from_pretrained loads them."""
+    from meshkit.config.experiment import load
     from meshkit.verbs.checkpoint.checkpoints import export as write
 
-    done = write(run, out, step=step, dtype=dtype)
+    if (experiment is None) is not trust:
+        which = "both --experiment and --trust are given" if trust else "no experiment is named"
+        raise ConfigError(
+            f"{which}: an export runs the code of the model, and a run folder is data.",
+            at="checkpoint export",
+            hint=f"--experiment FILE, the file of the training; or --trust, if nobody else can write {run}",
+        )
+    if experiment is None and not (run / "experiment.toml").is_file():
+        raise ConfigError(f"{run} has no experiment.toml, which says what the model is.", hint="--experiment FILE")
+    loaded = load(experiment or run / "experiment.toml", set_)
+    done = write(run, out, experiment=loaded, step=step, dtype=dtype)
     say(f"wrote the weights of step {done} to {out}")
 
 

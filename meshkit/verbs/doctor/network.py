@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshkit.config.own_code import child_path
 from meshkit.distributed.environment import FIRST_PORT, NUM_PORTS, Gang, read_gang, split_address
 from meshkit.distributed.join import bind_address, certificates_of
 from meshkit.distributed.roll_call import Attendance, call_roll, wait_for_name
@@ -191,10 +192,10 @@ def _clocks(attendance: Attendance) -> Result:
 
 
 def _all_reduce(env: Mapping[str, str], gang: Gang, timeout_s: float) -> Result:
-    child = {**env, "MESHKIT_DOCTOR_TIMEOUT": str(timeout_s)}
+    child = {**env, "MESHKIT_DOCTOR_TIMEOUT": str(timeout_s), "PYTHONPATH": child_path()}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "meshkit.verbs.doctor.all_reduce_child"],
+            [sys.executable, "-P", "-m", "meshkit.verbs.doctor.all_reduce_child"],
             env=child,
             capture_output=True,
             text=True,

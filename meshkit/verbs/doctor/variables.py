@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshkit.config.own_code import child_path
 from meshkit.distributed.environment import read_gang
 from meshkit.errors import MeshkitError
 from meshkit.verbs.doctor.diagnosis import Result, error, failed, ok, warning
@@ -65,8 +66,8 @@ def check_xla_flags(env: Mapping[str, str]) -> Result:
     code = "from jax._src.lib import xla_client; xla_client.make_cpu_client()"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**env, "JAX_PLATFORMS": "cpu"},
+            [sys.executable, "-P", "-c", code],
+            env={**env, "JAX_PLATFORMS": "cpu", "PYTHONPATH": child_path()},
             capture_output=True,
             text=True,
             timeout=_XLA_TIMEOUT_S,

@@ -24,10 +24,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from meshkit.config.own_code import child_path
 from meshkit.errors import MeshkitError
 from meshkit.verbs.plan.outcome import Outcome, outcome_of
 
-COMMAND = ("-m", "meshkit.verbs.plan.workers")  # beyond the interpreter
+COMMAND = ("-P", "-m", "meshkit.verbs.plan.workers")  # beyond the interpreter
 
 Settings = tuple[str, ...]
 
@@ -114,8 +115,8 @@ class Workers:
             _end(process)
 
     def _start(self, index: int) -> subprocess.Popen:
-        """A planning process that imports from where this one does."""
-        environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        """A planning process that imports from where this one does, and loads the experiment's code by its location."""
+        environment = dict(os.environ) | {"PYTHONPATH": child_path()}
         command = [sys.executable, *COMMAND]
         pipe = subprocess.PIPE
         stderr = self._log or subprocess.DEVNULL

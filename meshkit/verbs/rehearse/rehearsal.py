@@ -24,6 +24,7 @@ from meshkit.config import calibration, catalog
 from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
+from meshkit.config.own_code import child_path
 from meshkit.discover.nvml import read_nvml
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.hlo.instructions import read_instructions
@@ -43,7 +44,7 @@ from meshkit.units import format_bytes, format_percent
 from meshkit.verbs.plan.planner import absent_step
 
 LOG_FILE = "logs/rehearsal.log"
-COMMAND = ("-m", "meshkit.verbs.rehearse.rehearsal_gpu")  # beyond the interpreter
+COMMAND = ("-P", "-m", "meshkit.verbs.rehearse.rehearsal_gpu")  # beyond the interpreter
 # Below this share of the kernels' seconds, what the trace does not name is not worth a warning.
 _NOTABLE = 0.01
 # What a trace is noted for that a rehearsal always is: of one process, whose collectives run no kernel.
@@ -98,10 +99,10 @@ def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
     (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
     log = folder / LOG_FILE
     log.parent.mkdir(parents=True, exist_ok=True)
-    request = {"experiment": str(folder / "experiment.toml"), "folder": str(folder), "steps": steps}
-    search = [str(p) for p in experiment.search_paths]
+    beside = str(experiment.path.absolute()) if experiment.path else None
+    request = {"experiment": str(folder / "experiment.toml"), "beside": beside, "folder": str(folder), "steps": steps}
     environment = dict(os.environ) | gpu_environment(experiment, os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([*search, *(p for p in sys.path if p)])
+    environment["PYTHONPATH"] = child_path()
     with log.open("wb") as stderr:
         command = [sys.executable, *COMMAND, json.dumps(request)]
         done = subprocess.run(command, env=environment, stdout=stderr, stderr=subprocess.STDOUT, check=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ _SMALLEST_VOCABULARY = 256
 
 
 def main(request: dict[str, Any]) -> None:
-    """Compiles, runs and captures the experiment of a request."""
+    """Compiles, runs and captures the experiment of a request; its code is beside the file that the user named."""
     experiment = load(request["experiment"])
+    if request["beside"]:
+        experiment = replace(experiment, path=Path(request["beside"]))
     devices = sorted(jax.devices(), key=lambda d: d.id)
     rehearse(experiment, devices, Path(request["folder"]), request["steps"])
 

@@ -54,12 +54,14 @@ def test_a_flipped_bit_is_found(trained, tmp_path, capsys):
     assert main(["checkpoint", "verify", str(run)]) == 3
     assert "1 of 2 checkpoints are corrupt: 2." in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(run), "--step", "1"]) == 0
-    assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / "weights")]) == 2
+    assert main(["checkpoint", "export", str(run), "--trust", "--out", str(tmp_path / "weights")]) == 2
     assert "corrupt" in capsys.readouterr().err
 
 
 def test_the_exported_weights_are_those_of_the_checkpoint(trained, tmp_path):
-    assert main(["checkpoint", "export", str(trained), "--out", str(tmp_path / "weights"), "--step", "1"]) == 0
+    assert (
+        main(["checkpoint", "export", str(trained), "--trust", "--out", str(tmp_path / "weights"), "--step", "1"]) == 0
+    )
     written = open_folder(tmp_path / "weights")["model.embed_tokens.weight"].values[...]
     state = ocp.StandardCheckpointer().restore(trained / "checkpoints" / "1" / "state")
     np.testing.assert_array_equal(written, np.asarray(state["params"]["embedding"]))
@@ -87,7 +89,7 @@ def test_after_a_quarantine_both_are_listed_and_the_good_one_is_exported(trained
     assert main(["checkpoint", "verify", str(run)]) == 3
     assert "1 of 2 checkpoints are corrupt: 2.corrupt." in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(run), "--step", "1"]) == 0
-    assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / "weights")]) == 0  # of step 1
+    assert main(["checkpoint", "export", str(run), "--trust", "--out", str(tmp_path / "weights")]) == 0  # of step 1
     assert "wrote the weights of step 1" in capsys.readouterr().err
-    assert main(["checkpoint", "export", str(run), "--out", str(tmp_path / "other"), "--step", "2"]) == 2
+    assert main(["checkpoint", "export", str(run), "--trust", "--out", str(tmp_path / "other"), "--step", "2"]) == 2
     assert "no checkpoint of step 2" in capsys.readouterr().err

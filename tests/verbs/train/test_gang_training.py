@@ -107,6 +107,7 @@ def test_the_verbs_read_what_two_processes_saved(runs, tmp_path, capsys):
     for verb in ("list", "verify"):
         assert main(["checkpoint", verb, str(runs / "two")]) == 0
         assert capsys.readouterr().err.count("intact") == 2
-    assert main(["checkpoint", "export", str(runs / "two"), "--out", str(tmp_path / "weights"), "--step", "3"]) == 0
+    words = ["--trust", "--out", str(tmp_path / "weights"), "--step", "3"]
+    assert main(["checkpoint", "export", str(runs / "two"), *words]) == 0
     written = open_folder(tmp_path / "weights")["model.embed_tokens.weight"].values[...]
     np.testing.assert_array_equal(written, saved_state(runs / "two", 3)["params"]["embedding"])
