@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
 import meshkit as mk
 
@@ -34,3 +36,12 @@ print("seconds", report.step.time_s)
     done = run(code)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("seconds")[1]) > 0
+
+
+def test_the_wheel_holds_every_tracked_file_of_the_package():
+    root = Path(__file__).parents[1]
+    listed = subprocess.run(["git", "ls-files", "meshkit"], cwd=root, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git checkout to compare with")
+    packed = {f.distribution_path for f in WheelBuilder(str(root)).recurse_included_files()}
+    assert packed == set(listed.stdout.splitlines())
