@@ -8,6 +8,7 @@ so is the compiler (`target_config`). The FLOP of the traced program are what th
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 import threading
@@ -64,6 +65,7 @@ class Exported:
     donated: list[int]
     arguments: list[dict[str, Any] | None]
     flops: float | None = None  # over all GPUs, as traced; None where they cannot be counted, see `traced_flops`
+    dead_updates: tuple[str, ...] = ()  # see `dead_updates`
 
 
 def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: DescribedMesh, cluster: Cluster) -> Exported:
@@ -90,7 +92,8 @@ def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: Describ
             arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole) for a in arrays]
             exported = _export(exported_step, arrays)
     arguments = [_describe_sharding(a.sharding) for a in arrays]
-    return Exported(bytes(exported.serialize()), donated, arguments, traced_flops(traced.jaxpr))
+    flops, dead = traced_flops(traced.jaxpr), dead_updates(traced.jaxpr)
+    return Exported(bytes(exported.serialize()), donated, arguments, flops, dead)
 
 
 def _export(step: Callable[..., Any], arrays: Sequence[jax.ShapeDtypeStruct]) -> export.Exported:
@@ -293,6 +296,33 @@ def traced_flops(jaxpr: Any) -> float | None:
         return _count(used)
     except _Uncountable:
         return None
+
+
+def dead_updates(jaxpr: Any) -> tuple[str, ...]:
+    """Types (`f32[64,256]`) of matrices that enter a step and that it makes anew for nobody; none where it returns one.
+
+    Such a step computes gradients or new parameters and drops them, so that its compiled program does neither.
+    """
+    plain = getattr(jaxpr, "jaxpr", jaxpr)
+    entering = {v.aval.str_short(short_dtypes=True) for v in plain.invars if _is_matrix(v.aval)}
+    if any(v.aval.str_short(short_dtypes=True) in entering for v in plain.outvars):
+        return ()
+    used, _ = partial_eval.dce_jaxpr(plain, [True] * len(plain.outvars))
+    made, kept = collections.Counter(_made(plain)), collections.Counter(_made(used))
+    dropped = sorted(name for name in entering if made[name] > kept[name])
+    return tuple([name for name in dropped if not kept[name]] or dropped)  # what is kept too may be the batch's
+
+
+def _is_matrix(aval: Any) -> bool:
+    return len(getattr(aval, "shape", ())) > 1 and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _made(jaxpr: Any) -> Iterator[str]:
+    """Type of every matrix that an equation of a jaxpr, or of one inside it, makes."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval.str_short(short_dtypes=True) for v in equation.outvars if _is_matrix(v.aval))
+        for inner in _jaxprs(equation.params):
+            yield from _made(inner)
 
 
 class _Uncountable(Exception):

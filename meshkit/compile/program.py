@@ -89,6 +89,8 @@ class CompiledProgram:
     """Bytes of GPU memory at the peak by what made them, see `live.live_bytes`; None where XLA did not say."""
     traced_flops: float | None = None
     """FLOP of the program before it was compiled, over all GPUs; None where they cannot be counted."""
+    dead_updates: tuple[str, ...] = ()
+    """Types of parameters whose new values the step drops, see `lowering.dead_updates`."""
 
     @functools.cached_property
     def hlo(self) -> Any:
@@ -177,6 +179,7 @@ def compile_absent(
             rematerializations=read_rematerializations(kept.log),
             cached=read_s is not None,
             traced_flops=exported.flops,
+            dead_updates=exported.dead_updates,
         )
 
     best, made = compile_to_fit(make, cluster, choices)

@@ -50,6 +50,7 @@ def plan_warnings(
     return [
         *_precision_warning(facts.precision, cluster),
         *_calibration_warning(cluster),
+        *_dead_update_warning(compiled),
         *_flop_warning(compiled, schedule, simulation, cluster, steps),
         *_rematerialization_warning(compiled, simulation, memory, steps),
         *_warnings(compiled, simulation, memory, steps),
@@ -94,6 +95,20 @@ def _calibration_warning(cluster: Cluster) -> list[Warning_]:
     """What of this plan is measured, as a reader must know it before the numbers."""
     note = calibration_note(cluster)
     return [Warning_(code="calibration", message=note)] if note else []
+
+
+def _dead_update_warning(compiled: CompiledProgram) -> list[Warning_]:
+    """That the step drops the parameters that it computes, so that half of it is not planned."""
+    dead = compiled.dead_updates
+    if not dead:
+        return []
+    more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
+    message = (
+        f"the step makes {', '.join(dead[:3])}{more} anew and returns no array of a parameter's shape: its update is "
+        "dead code, which XLA leaves out, and so does this plan; try returning the new parameters and optimizer state, "
+        "or giving the nnx.jit'ed step itself, with its modules as arguments"
+    )
+    return [Warning_(code="dead_update", message=message)]
 
 
 def _flop_warning(

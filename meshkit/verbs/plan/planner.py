@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from meshkit.compile.derived import choices_for
 from meshkit.compile.live import CARRIED, FORWARD, OTHER
 from meshkit.compile.lowering import on_own_stack
+from meshkit.compile.modules import over_arrays
 from meshkit.compile.options import PLAIN, CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.cluster import Cluster
@@ -69,9 +70,10 @@ def plan(
     Needs no GPU, and works in a process that has already used jax.
 
     Args:
-        step: jitted or plain.
-        args: abstract or concrete arguments. NamedShardings on a mesh with these axis names are kept; of an argument
-            without one XLA chooses the layout, as it does under `jit`.
+        step: under `jax.jit` or `nnx.jit`, or plain. What one that is not under `jax.jit` changes in its modules is an
+            output, as what it returns is.
+        args: abstract or concrete arguments, nnx modules and optimizers among them. NamedShardings on a mesh with these
+            axis names are kept; of an array without one XLA chooses the layout, as it does under `jit`.
         mesh: from `build_mesh(spec, cluster, devices=describe_devices(cluster))`; of a mesh of attached devices only
             the shape counts.
         cluster: the GPUs and links.
@@ -134,6 +136,7 @@ def make_plan(
         raise ConfigError(f"args must be a tuple of arguments, not {type(args).__name__}.", hint="args=(x,)")
     use_no_accelerator()
     absent = _described(mesh, cluster)
+    step, args = over_arrays(step, args)
     compiled = compile_absent(step, _on_mesh(args, absent), mesh=absent, cluster=cluster, choices=choices)
     module, schedule = compiled.hlo, compiled.schedule
     simulation = simulate(schedule, cluster, assumptions=assumptions_for(compiled.options))
