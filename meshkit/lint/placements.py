@@ -141,7 +141,7 @@ def _uneven(s: Subject) -> Iterator[Finding]:
     for a in s.activations:
         if not a.dropped:
             continue
-        wanted = s.rules.spec_for(a.logical_axes, kind="activations")
+        wanted = a.wanted or s.rules.spec_for(a.logical_axes, kind="activations")
         each = a.bytes / s.pieces(a.axes)
         for dim, (axes, kept) in enumerate(zip(wanted, a.spec)):
             if axes == kept:

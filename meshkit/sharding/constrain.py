@@ -1,7 +1,8 @@
 """Constraints on activations by logical axis, inside a scope that says which mesh and rules.
 
 A model calls `constrain(x, "act_batch", "act_length", "act_embed")`. Outside a scope that is the identity, so the same
-model runs unsharded; inside, it is a sharding constraint of XLA's partitioner.
+model runs unsharded; inside, it is a sharding constraint of XLA's partitioner. Flax's own constraints mean the same
+there, see `flax_names`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
+from meshkit.sharding.flax_names import Asked, flax_follows
 from meshkit.sharding.mesh import AnyMesh
 
 LogicalAxes = Sequence[str | None]
@@ -52,6 +54,7 @@ class Activation(Sharded):
     dtype: str
     spec: tuple[tuple[str, ...], ...]
     dropped: tuple[str, ...]
+    wanted: tuple[tuple[str, ...], ...] | None = None  # spec with what was dropped, where rules of flax's own said it
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ def sharding_scope(
         scope = Scope(mesh, rules.without(manual), rules) if manual else Scope(mesh, rules)
     token = _SCOPE.set(scope)
     try:
-        yield scope
+        with flax_follows(None if scope is None else scope.rules.mapping("activations"), _constrain_flax, _place_flax):
+            yield scope
     finally:
         _SCOPE.reset(token)
 
@@ -148,13 +152,57 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
         raise ConfigError(
             f"constrain() got {len(logical_axes)} logical axes {logical_axes} for an array of {x.ndim} dims."
         )
-    wanted = scope.rules.spec_for(logical_axes, kind="activations")
+    return _constrained(scope, x, tuple(logical_axes), scope.rules.spec_for(logical_axes, kind="activations"))
+
+
+def _constrained(
+    scope: Scope, x: jax.Array, names: tuple, wanted: Spec, free: Sequence[int] | None = None
+) -> jax.Array:
+    """x constrained to mesh axes per dim, but for flax's free dims, which XLA lays out; recorded."""
     spec = tuple(_dividing(axes, size, scope.mesh) for axes, size in zip(wanted, x.shape))
     dropped = tuple(a for w, s in zip(wanted, spec) for a in w if a not in s)
     record = _RECORD.get()
     if record is not None:
-        record.append(_activation(scope, tuple(logical_axes), x, spec, dropped))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_here(scope.mesh), partition_spec(spec)))
+        seen = _activation(scope, names, x, spec, dropped)
+        record.append(seen if free is None else replace(seen, wanted=tuple(map(tuple, wanted))))
+    entries = [PartitionSpec.UNCONSTRAINED if d in (free or ()) else e for d, e in enumerate(partition_spec(spec))]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_here(scope.mesh), PartitionSpec(*entries)))
+
+
+def _constrain_flax(x: Any, asked: Asked) -> Any:
+    """What flax asks for inside the scope, on its mesh; axes over which arrays are cut by hand already are left out."""
+    scope = current_scope()
+    assert scope is not None
+    by_hand = manual_here()
+    _check_axes(asked, scope.mesh)
+    if len(asked.names) > x.ndim:
+        raise ConfigError(f"flax names {len(asked.names)} dims {asked.names} of an array of {x.ndim} dims.")
+    rest = x.ndim - len(asked.names)
+    wanted = [tuple(a for a in axes if a not in by_hand) for axes in asked.axes] + [()] * rest
+    return _constrained(scope, x, (*asked.names, *[None] * rest), wanted, asked.free)
+
+
+def _place_flax(x: Any, asked: Asked) -> Any:
+    """A variable made inside the scope, as its metadata says; one without a value stays as it is."""
+    scope = current_scope()
+    assert scope is not None
+    if isinstance(x, jax.ShapeDtypeStruct) or manual_here():
+        return x
+    _check_axes(asked, scope.mesh)
+    spec = [_dividing(axes, size, scope.mesh) for axes, size in zip(asked.axes, x.shape)]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, partition_spec(spec)))
+
+
+def _check_axes(asked: Asked, mesh: AnyMesh) -> None:
+    """Stops at a rule of flax's about an axis that the scope's mesh has not got."""
+    for name, axes in zip(asked.names, asked.axes):
+        missing = [axis for axis in axes if axis not in mesh.axis_names]
+        if missing:
+            raise ConfigError(
+                f"flax's rule for '{name}' names mesh axis '{missing[0]}', but the mesh of the sharding_scope has "
+                f"{', '.join(map(repr, mesh.axis_names))}.",
+                hint="nn.logical_axis_rules with axes of this mesh, or none, so that meshkit's rules hold",
+            )
 
 
 def _activation(scope: Scope, names: tuple, x: jax.Array, spec: Sequence[tuple[str, ...]], dropped) -> Activation:
