@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from meshkit.distributed.roll_call import named
 from meshkit.errors import RunError
 
@@ -31,7 +29,8 @@ class Agreement:
 
     def __init__(self, name: str):
         self._prefix = f"meshkit/{name}"
-        self.rank, self.size = jax.process_index(), jax.process_count()
+        state = jax_runtime()  # not jax.process_index(), which would start the backends
+        self.rank, self.size = int(state.process_id or 0), int(state.num_processes or 1)
 
     def reach(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any], *, timeout_s: float) -> Any:
         """What process 0 decides from what every process says; the same on all of them.

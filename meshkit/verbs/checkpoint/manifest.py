@@ -14,6 +14,7 @@ orbax stores no checksum of its arrays: without a manifest a flipped bit is rest
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -21,6 +22,7 @@ import os
 import platform
 import shutil
 import stat
+import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -328,8 +330,14 @@ def remove_step(folder: Path, step: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what processes that are gone left half written or half removed."""
+    """Removes what processes that are gone left half written or half removed.
+
+    By another name first: one that was only taken to be gone can then no longer give it the name of a whole one.
+    """
     for path in folder.iterdir() if folder.is_dir() else ():
         number, _, rest = path.name.partition(".")
         if number.isdigit() and rest.startswith(_UNFINISHED):
-            shutil.rmtree(path, ignore_errors=True)
+            gone = folder / f"{number}.deleting-{uuid.uuid4().hex}"
+            with contextlib.suppress(OSError):  # somebody else removes it, or nobody can
+                os.replace(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)

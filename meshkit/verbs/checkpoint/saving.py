@@ -25,6 +25,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from meshkit.distributed.agreement import Agreement
+from meshkit.errors import ConfigError
+from meshkit.runs.owner import RunOwner
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.manifest import fingerprints, remove_step, sync_folder, write_manifest
 from meshkit.verbs.checkpoint.unreadable import explain
@@ -58,6 +60,7 @@ class Saving:
         agreement: of the job's processes.
         limit_s: for all processes to write their part.
         superseded: steps whose checkpoints go, once this one is whole.
+        owner: of the run folder; None where nobody else can write it.
     """
 
     def __init__(
@@ -69,10 +72,13 @@ class Saving:
         *,
         limit_s: float,
         superseded: Sequence[int] = (),
+        owner: RunOwner | None = None,
     ):
         self.superseded = tuple(superseded)
         self.step = int(record["step"])
-        self._target, self._partial = folder / str(self.step), folder / f"{self.step}.partial-{number}"
+        mine = number if owner is None else f"{owner.token}-{number}"  # no two owners write into one folder
+        self._target, self._partial = folder / str(self.step), folder / f"{self.step}.partial-{mine}"
+        self._check_owner = owner.check if owner is not None else lambda: None
         self._number, self._record, self._agreement, self._limit_s = number, record, agreement, limit_s
         self._handler = ocp.StandardCheckpointHandler()
         self._copied = threading.Event()
@@ -139,8 +145,9 @@ class Saving:
         notes = []
         for step in self.superseded:
             try:
+                self._check_owner()
                 remove_step(self._target.parent, step)
-            except OSError as problem:
+            except (OSError, ConfigError) as problem:
                 notes.append(f"warning: the old checkpoint {step} cannot be removed: {explain(problem)}.")
         return notes
 
@@ -150,6 +157,7 @@ class Saving:
         every = {path.relative_to(self._partial).as_posix(): path for path in _files(self._partial)}
         rest = fingerprints(self._partial, [path for name, path in every.items() if name not in hashed], sync=True)
         write_manifest(self._partial, {**self._record, "files": {**hashed, **rest}})
+        self._check_owner()  # who takes the folder over removes this one first: between the two nothing gets through
         os.replace(self._partial, self._target)
         sync_folder(self._target.parent)
 

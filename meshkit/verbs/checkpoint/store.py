@@ -12,6 +12,7 @@ save that fails is said and costs that checkpoint; the training goes on to the n
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import tempfile
@@ -31,6 +32,7 @@ from meshkit.config.experiment import Experiment
 from meshkit.config.sections import CheckpointTable
 from meshkit.distributed.agreement import Agreement
 from meshkit.errors import ConfigError, RunError, TraceError
+from meshkit.runs.owner import RunOwner, is_owned
 from meshkit.sharding.resolve import path_name
 from meshkit.step.data import Data
 from meshkit.step.pipelined import Arrangement
@@ -66,6 +68,8 @@ class CheckpointStore:
         arrangement: of a pipeline's state, which is written in the order that it has without one.
         facts: what the manifest says of the run besides its arrays, JSON. A resumed run with other `data` is warned.
         say: prints one line.
+        owner: of the run folder. Nothing is committed or removed once it is another's, and checkpoints of another run
+            are refused. None for a folder that no other job can use.
 
     Raises:
         ConfigError: the folder cannot be made or written to, and has to be; or it may not be read.
@@ -80,9 +84,11 @@ class CheckpointStore:
         arrangement: Arrangement | None = None,
         facts: Mapping[str, Any] | None = None,
         say: Callable[[str], None] | None = None,
+        owner: RunOwner | None = None,
     ):
         self.folder, self.table = Path(folder).absolute(), table or CheckpointTable()
-        self.arrangement, self._facts = arrangement, dict(facts or {})
+        self.arrangement, self._owner = arrangement, owner
+        self._facts: dict[str, Any] = dict(facts or {}) | ({"run": owner.run} if owner else {})
         self._say = say or _warn
         self._numbers, self._saving, self._failed = itertools.count(), None, None
         self._news: dict[str, Any] = {}
@@ -105,7 +111,10 @@ class CheckpointStore:
         unwritable = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            remove_unfinished(self.folder)
+            if self._owner is not None:
+                self._owner.check()
+            if self._owner is not None or not is_owned(self.folder.parent):  # else what somebody is writing
+                remove_unfinished(self.folder)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as error:
@@ -138,6 +147,7 @@ class CheckpointStore:
             self._agreement,
             limit_s=_WRITE_S,
             superseded=[s for s in self._steps if s not in kept],
+            owner=self._owner,
         )
         self._saving.start(state)
 
@@ -268,6 +278,7 @@ class CheckpointStore:
 
     def _check_fits(self, step: int, manifest: Manifest, abstract: TrainState) -> None:
         """Stops where the checkpoint is of another run: orbax would cast a dtype without a word."""
+        self._check_run(step, manifest.record.get("run"))
         saved, wanted, at = manifest.arrays, _describe(abstract), str(self.folder / str(step))
         for path in [*wanted, *(p for p in saved if p not in wanted)]:
             if saved.get(path) != wanted.get(path):
@@ -285,11 +296,26 @@ class CheckpointStore:
                 stacklevel=4,
             )
 
+    def _check_run(self, step: int, run: Any) -> None:
+        """Stops where the checkpoint says that it is of another run."""
+        if self._owner is None or run == self._owner.run:
+            return
+        if run is not None:
+            raise ConfigError(
+                f"checkpoint {step} is of run {run!r:.80}, but this folder is of run {self._owner.run!r}.",
+                at=str(self.folder / str(step)),
+                hint="that checkpoint moved out of this folder, or another --out with it alone, for a run that goes on "
+                "from it",
+            )
+        self._say_first(f"note: checkpoint {step} is of an earlier version and says no run; it is taken as this run's")
+
     def _set_aside(self, steps: list[int]) -> None:
         """Renames corrupt checkpoints, on process 0; the others wait, so that none of them saves that step before."""
 
         def rename(_: Any) -> list[str]:
             refused = []
+            if self._owner is not None:
+                self._owner.check()
             for step in steps:
                 try:
                     set_aside(self.folder, step)
@@ -344,7 +370,13 @@ class CheckpointStore:
 
 
 def open_store(
-    experiment: Experiment, folder: Path, *, arrangement: Arrangement | None, data: Data, say: Callable[[str], None]
+    experiment: Experiment,
+    folder: Path,
+    *,
+    owner: RunOwner,
+    arrangement: Arrangement | None,
+    data: Data,
+    say: Callable[[str], None],
 ) -> CheckpointStore:
     """The checkpoints of an experiment's run folder, as its `[checkpoint]` says.
 
@@ -357,7 +389,24 @@ def open_store(
         "seed": experiment.data.seed,
     }
     facts = {"experiment": experiment.to_toml(), "data": order}
-    return CheckpointStore(folder / "checkpoints", experiment.checkpoint, arrangement=arrangement, facts=facts, say=say)
+    table = experiment.checkpoint
+    return CheckpointStore(folder / "checkpoints", table, arrangement=arrangement, facts=facts, say=say, owner=owner)
+
+
+def run_of_checkpoints(folder: Path) -> str | None:
+    """The run that all checkpoints of a run folder say they are of; None where they do not, or differ.
+
+    Raises:
+        ConfigError, RunError: one cannot be read.
+    """
+    runs, at = set(), folder / "checkpoints"
+    try:
+        for step in whole_steps(at):
+            with contextlib.suppress(ValueError):
+                runs.add(read_manifest(at / str(step)).record.get("run"))
+    except OSError as error:
+        raise unreadable_error("a checkpoint", describe_failure(error), str(at)) from None
+    return runs.pop() if len(runs) == 1 else None
 
 
 def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | None, dict[str, Any]]:

@@ -12,12 +12,14 @@ import json
 import re
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshkit.errors import ConfigError, RunError
+from meshkit.runs.owner import LAUNCH_VARIABLE
 from meshkit.runs.phases import PULSE_VARIABLE
 from meshkit.verbs.launch.processes import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, Ending, LocalGang, Member
 from meshkit.verbs.launch.watchdog import Limits, Watchdog
@@ -93,6 +95,7 @@ class Supervisor:
         self._policy, self._print, self._first_rank = policy, show, first_rank
         self._logs = logs or folder / "logs"
         self._signals: list[signal.Signals] = []
+        self._launch = str(uuid.uuid4())
 
     def run(self) -> int:
         """Attempts until the end.
@@ -130,7 +133,8 @@ class Supervisor:
         logs = self._logs / f"attempt{number}"
         environments = self._environments(number)
         pulses = [logs / f"rank{self._first_rank + i}.pulse" for i in range(len(environments))]
-        environments = [{**e, PULSE_VARIABLE: str(p.absolute())} for e, p in zip(environments, pulses)]
+        told = [{PULSE_VARIABLE: str(p.absolute()), LAUNCH_VARIABLE: self._launch} for p in pulses]
+        environments = [{**e, **of_process} for e, of_process in zip(environments, told)]
         watchdog = Watchdog(pulses, self._policy.limits)
         with LocalGang(self._command, environments, logs, self._first_rank) as gang:
             follower = Follower(gang.members[0].log)

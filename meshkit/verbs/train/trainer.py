@@ -3,17 +3,19 @@
     experiment -> mesh -> compiled step -> [ batch -> step -> metrics, evaluation, checkpoint, capture ] -> TrainResult
 
 The run folder holds `experiment.toml` (resolved), `metrics.jsonl`, `checkpoints/` and `trace/`. The same one resumes.
+One job at a time writes it: `runs/owner.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import statistics
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,12 +29,15 @@ from meshkit.compile.attached import CompiledStep, compile_step
 from meshkit.compile.compile_cache import compile_cache
 from meshkit.config.experiment import Experiment
 from meshkit.console import stderr
+from meshkit.distributed.agreement import Agreement
+from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import is_first_process, join_gang
 from meshkit.errors import ConfigError, RunError
 from meshkit.lint.examine import announce_findings
 from meshkit.predict.kernels import compute_peak_flops
 from meshkit.runs.goodput import Goodput, GoodputLog, read_goodput
 from meshkit.runs.metrics import finite, read_metrics
+from meshkit.runs.owner import RunOwner, take_run
 from meshkit.runs.phases import Phases
 from meshkit.runs.sinks import check_sinks
 from meshkit.sharding import build_mesh
@@ -42,7 +47,7 @@ from meshkit.step.state import TrainState
 from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
 from meshkit.trace.captured import TRACE_FOLDER
-from meshkit.verbs.checkpoint.store import CheckpointStore, open_store
+from meshkit.verbs.checkpoint.store import CheckpointStore, open_store, run_of_checkpoints
 from meshkit.verbs.train.replicas import ReplicaCheck
 from meshkit.verbs.train.run_log import RunLog, StepProgress
 from meshkit.verbs.train.signals import Preempted, StopRequest
@@ -110,7 +115,8 @@ def train(
         show_progress: False prints nothing.
 
     Raises:
-        ConfigError: the folder belongs to another model, or the experiment does not fit the attached devices.
+        ConfigError: the folder belongs to another model or to a job that runs, or the experiment does not fit the
+            attached devices.
         RunError: a checkpoint could not be written, or replicas of the state differ.
         Preempted: SIGTERM came; a checkpoint is saved.
         KeyboardInterrupt: SIGINT came; a checkpoint is saved if the experiment writes any.
@@ -121,9 +127,10 @@ def train(
     with Phases() as phases, StopRequest() as stop, ExitStack() as around:
         changes = check_experiment_file(experiment, folder)
         join_gang()  # of the processes that the environment names, if it names any
+        note = lambda text: console.print(f"note: {text}", style="yellow", markup=False)
+        owner = around.enter_context(_own(folder, note))
         goodput = around.enter_context(GoodputLog(folder if is_first_process() else None, phases))
         mesh = build_mesh(experiment.mesh, experiment.cluster)
-        note = lambda text: console.print(f"note: {text}", style="yellow", markup=False)
         cache = around.enter_context(compile_cache(note))
         program = make_train_step(experiment, mesh)
         announce_findings(experiment, program, console)
@@ -137,9 +144,34 @@ def train(
         compiled = compile_step(program, experiment)
         compile_cached = cache.misses == missed if cache else None
         with StepProgress(console, experiment.train.steps, enabled=show_progress) as progress:
-            run = _Run(experiment, folder, program, compiled, data, stop, progress, phases, goodput)
+            run = _Run(experiment, folder, program, compiled, data, stop, progress, phases, goodput, owner)
             run.execute()
     return dataclasses.replace(run.result(time.perf_counter() - started), compile_cached=compile_cached)
+
+
+_ownerships = itertools.count()  # made in the same order by every process
+_OWN_S = 3600.0  # process 0 waits for a predecessor, less long than this
+
+
+def _own(folder: Path, say: Callable[[str], None]) -> RunOwner:
+    """Makes the job the one that writes the run folder; process 0 does, and all know."""
+    gang = read_gang()
+
+    def take(_: Any) -> dict[str, Any]:
+        nonlocal mine
+        try:
+            attempt = gang.attempt if gang is not None else 0
+            mine = take_run(folder, attempt=attempt, known_run=lambda: run_of_checkpoints(folder), say=say)
+        except ConfigError as error:  # the same exit code for all
+            return {"refused": [error.message, error.at, error.hint]}
+        return {"run": mine.run, "token": mine.token}
+
+    mine: RunOwner | None = None
+    taken = Agreement(f"owner/{next(_ownerships)}").reach("take", None, take, timeout_s=_OWN_S)
+    if "refused" in taken:
+        message, at, hint = taken["refused"]
+        raise ConfigError(message, at=at, hint=hint)
+    return mine or RunOwner(taken["run"], taken["token"])
 
 
 @dataclass
@@ -155,6 +187,7 @@ class _Run:
     progress: StepProgress
     phases: Phases
     goodput: GoodputLog
+    owner: RunOwner
     facts: StepFacts = field(init=False)
     store: CheckpointStore = field(init=False)
     log: RunLog = field(init=False)
@@ -173,7 +206,9 @@ class _Run:
     def execute(self) -> None:
         """Restores or initialises, then steps to the end or to a signal."""
         arrangement, say = self.program.arrangement, self.progress.say
-        self.store = open_store(self.experiment, self.folder, arrangement=arrangement, data=self.data, say=say)
+        self.store = open_store(
+            self.experiment, self.folder, owner=self.owner, arrangement=arrangement, data=self.data, say=say
+        )
         try:
             self.phases.enter("restore")
             saved = self.store.restore_latest(self.program.abstract_state)
@@ -211,6 +246,7 @@ class _Run:
                 capture.before(step, state)
                 self.phases.enter("step")
                 self.clock = time.perf_counter()
+            self.owner.watch()
             state, metrics = self.compiled.program(state, batch)
             self.running = metrics
             if pending:

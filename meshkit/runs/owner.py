@@ -1,0 +1,355 @@
+"""The one writer of a run folder: who it is, for how long, and which run it writes.
+
+    run.json                which run this is: an identity that its checkpoints carry
+    owner/7.json            the seventh owner has the folder; the file's time is its last sign of life
+    owner/7.released.json   it has given it back
+
+    process 0 -> nobody, given back, dead -> owner/8.json -> RunOwner -> checked before every commit -> given back
+              -> alive -> wait for a predecessor to be gone, else say who it is
+
+The number is the fencing token: a file of a number can be made once, the highest has the folder, and the others are
+removed before anything else is. So a writer that was taken for dead finds its file gone, and writes no more. On this
+machine a process is dead when the system says so; of another one, when it has given no sign for a lease. Times are
+those of the file system, which has one clock for all.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from meshkit.errors import ConfigError, RunError
+
+LAUNCH_VARIABLE = "MESHKIT_LAUNCH"
+"""What the attempts of one launch have in common."""
+RUN_FILE, OWNER_FOLDER = "run.json", "owner"
+_RUN_SCHEMA, _OWNER_SCHEMA = "meshkit.run/1", "meshkit.owner/1"
+LEASE_S = 120.0  # a library that keeps the interpreter for a minute is no death
+_BEAT_S, _POLL_S = 5.0, 0.2
+_LINGER_S = 5.0  # a process that was killed frees its memory first
+_LARGEST_BYTES = 1 << 16
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_CLAIM = re.compile(r"([0-9]{1,12})(\.released)?\.json", re.ASCII)
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What is known of an owner."""
+
+    token: int
+    released: bool
+    path: Path
+    record: Mapping[str, Any]
+    """Empty where it is being written, or cannot be read."""
+
+    def __str__(self) -> str:
+        said = self.record
+        if not said:
+            return f"an owner whose {self.path.name} cannot be read"
+        return f"process {said.get('pid')!r:.20} on host {said.get('host')!r:.80} (attempt {said.get('attempt')!r:.20})"
+
+    def is_here(self, me: Mapping[str, Any]) -> bool:
+        """Whether this process can see that one: it has the same kernel and numbers of processes."""
+        keys = ("boot", "pid_namespace") if me["boot"] else ("host",)
+        return bool(self.record) and all(self.record.get(key) == me[key] for key in keys)
+
+    def is_before(self, me: Mapping[str, Any]) -> bool:
+        """Whether it is an earlier attempt of this process's gang."""
+        attempt = self.record.get("attempt")
+        same = bool(me["launch"]) and self.record.get("launch") == me["launch"]
+        return same and isinstance(attempt, int) and attempt < me["attempt"]
+
+    def is_gone(self, me: Mapping[str, Any]) -> bool:
+        """Whether the folder is free, or its owner certainly dead."""
+        if self.released:
+            return True
+        if self.is_here(me):
+            return not _runs(self.record.get("pid"), self.record.get("started"))
+        try:
+            return _age_s(self.path) > LEASE_S
+        except FileNotFoundError:  # given back or taken over just now
+            return False
+
+
+class RunOwner:
+    """The right to write a run folder. A context manager: held inside it, given back on leaving it.
+
+    Args:
+        run: identity of the run.
+        token: number of this owner.
+        claim: its file; None for the processes of a gang other than the first, which rely on that one.
+    """
+
+    def __init__(self, run: str, token: int, claim: Path | None = None):
+        self.run, self.token, self._claim = run, token, claim
+        self._looked, self._lost, self._ends = time.monotonic(), "", threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="meshkit-owner", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._claim is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lost = self._lost or "it was given back"  # a save in the background may be late
+        self._ends.set()
+        if self._claim is not None:
+            self._thread.join(timeout=_BEAT_S)
+            with suppress(OSError):  # taken over
+                os.rename(self._claim, self._claim.with_name(f"{self.token}.released.json"))
+
+    def check(self) -> None:
+        """Stops unless the folder is still this owner's; asks the file system.
+
+        Raises:
+            ConfigError: another has taken it over.
+            OSError: the file system does not say.
+        """
+        if self._claim is None:
+            return
+        if not self._lost:
+            self._look(self._claim)
+        if self._lost:
+            raise ConfigError(
+                f"owner {self.token} of the run folder may no longer write it: {self._lost}.",
+                at=str(self._claim.parent.parent),
+                hint="the same command once the other job has ended, or another --out",
+            )
+
+    def watch(self) -> None:
+        """`check`, cheap enough for every step: asks only where the sign of life is late.
+
+        Raises:
+            ConfigError: another has taken it over.
+        """
+        if self._lost or time.monotonic() - self._looked > 2 * _BEAT_S:
+            with suppress(OSError):
+                self.check()
+
+    def _look(self, claim: Path) -> None:
+        """Gives a sign of life, and notes whether it is still this one's place to give it."""
+        try:
+            os.utime(claim)  # by the server's word, not by what a client remembers of a folder
+            newest = _newest(claim.parent)
+            if newest is not None and newest.token > self.token:
+                self._lost = f"{newest} has taken it over"
+        except FileNotFoundError:
+            newest = _newest(claim.parent)
+            self._lost = f"{newest} has taken it over" if newest is not None else f"{claim.name} is gone"
+        self._looked = time.monotonic()
+
+    def _beat(self) -> None:
+        assert self._claim is not None
+        while not self._ends.wait(_BEAT_S) and not self._lost:
+            with suppress(OSError):  # storage that is away comes back, or the lease ends
+                self._look(self._claim)
+
+
+def take_run(
+    folder: Path,
+    *,
+    attempt: int = 0,
+    known_run: Callable[[], str | None] = lambda: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> RunOwner:
+    """Makes this process the owner of a run folder, once nobody else is.
+
+    Args:
+        folder: made if missing.
+        attempt: of this process's gang.
+        known_run: the run that a folder without identity is of, where its checkpoints tell; asked by the owner alone.
+        say: told what it waits for.
+
+    Raises:
+        ConfigError: another job has the folder, or it cannot be written.
+        RunError: the attempt before this one does not end, or the storage does not answer.
+    """
+    try:
+        owners = folder / OWNER_FOLDER
+        owners.mkdir(parents=True, exist_ok=True)
+        claim = _acquire(owners, _me(attempt), say)
+        try:
+            return RunOwner(_identity(folder, known_run), int(claim.name.partition(".")[0]), claim)
+        except BaseException:
+            os.rename(claim, claim.with_name(f"{claim.name.partition('.')[0]}.released.json"))
+            raise
+    except OSError as error:
+        passing = error.errno in _PASSING
+        wrong, hint = (
+            (RunError, "the same command, once the storage answers") if passing else (ConfigError, "another --out")
+        )
+        raise wrong(f"the run folder cannot be used: {error.strerror or error}.", at=str(folder), hint=hint) from None
+
+
+def is_owned(folder: Path) -> bool:
+    """Whether some job has a run folder now."""
+    newest = _newest(folder / OWNER_FOLDER)
+    return newest is not None and not newest.is_gone(_me(0))
+
+
+def _acquire(owners: Path, me: Mapping[str, Any], say: Callable[[str], None]) -> Path:
+    """Waits until the folder is free, and makes the claim."""
+    seen, beat, since, told = None, 0, 0.0, False
+    while True:
+        last = _newest(owners)
+        if last is None or last.is_gone(me):
+            if (claim := _make(owners, (last.token if last else 0) + 1, me)) is not None:
+                return claim
+            continue
+        try:
+            now = last.path.stat().st_mtime_ns
+        except FileNotFoundError:
+            continue
+        if last.path != seen:
+            seen, beat, since = last.path, now, time.monotonic()
+        waited_s, at = time.monotonic() - since, str(owners.parent)
+        if last.is_before(me):
+            if waited_s > LEASE_S:
+                raise RunError(f"the attempt before this one has not ended in {waited_s:.0f} s: {last}.", at=at)
+        elif (last.is_here(me) and waited_s > _LINGER_S) or (not last.is_here(me) and now != beat):
+            raise ConfigError(
+                f"another job has this run folder: {last}.", at=at, hint="another --out, or the same when it has ended"
+            )
+        elif waited_s > LEASE_S and (claim := _make(owners, last.token + 1, me)) is not None:  # no sign all the while
+            return claim
+        if not told and waited_s > 1:
+            told = True
+            say(f"waiting for {last}, which has the run folder, to end or be silent for {LEASE_S:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def _make(owners: Path, token: int, me: Mapping[str, Any]) -> Path | None:
+    """The claim with this number, which then has the folder; None where somebody else was first."""
+    claim = owners / f"{token}.json"
+    try:
+        with open(claim, "x", encoding="utf-8") as file:
+            json.dump({"schema": _OWNER_SCHEMA, "token": token, **me}, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError:
+        return None
+    except BaseException:
+        claim.unlink(missing_ok=True)
+        raise
+    if any(other.token >= token and other.path != claim for other in _claims(owners)):
+        claim.unlink(missing_ok=True)  # numbers that were removed meanwhile let this one be made late
+        return None
+    for other in _claims(owners):
+        if other.token < token:
+            other.path.unlink(missing_ok=True)
+    return claim
+
+
+def _claims(owners: Path) -> list[_Claim]:
+    found = [(_CLAIM.fullmatch(path.name), path) for path in (owners.iterdir() if owners.is_dir() else ())]
+    return [_Claim(int(match[1]), match[2] is not None, path, _read(path)) for match, path in found if match]
+
+
+def _newest(owners: Path) -> _Claim | None:
+    return max(_claims(owners), key=lambda claim: (claim.token, not claim.released), default=None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            record = json.loads(file.read(_LARGEST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _identity(folder: Path, known_run: Callable[[], str | None]) -> str:
+    """The identity of the run in a folder, given to it where it has none."""
+    path = folder / RUN_FILE
+    if path.exists():
+        try:
+            record = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            record = None
+        run = record.get("run") if isinstance(record, dict) else None
+        if not isinstance(run, str) or not _UUID.fullmatch(run):
+            hint = "the file as it was; without it the run is what all of its checkpoints say"
+            raise ConfigError("the identity of this run cannot be read.", at=str(path), hint=hint)
+        return run
+    known = known_run()
+    run = known if known is not None and _UUID.fullmatch(known) else str(uuid.uuid4())
+    partial = path.with_name(f"{RUN_FILE}.tmp")
+    with open(partial, "w", encoding="utf-8") as file:
+        json.dump({"schema": _RUN_SCHEMA, "run": run}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return run
+
+
+def _me(attempt: int) -> dict[str, Any]:
+    """What tells this process from all others."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return {
+        "host": socket.gethostname(),
+        "boot": _text(Path("/proc/sys/kernel/random/boot_id")),
+        "pid_namespace": _link(Path("/proc/self/ns/pid")),
+        "pid": os.getpid(),
+        "started": _started(os.getpid())[0],
+        "attempt": attempt,
+        "launch": os.environ.get(LAUNCH_VARIABLE) or (f"SLURM job {job}" if job else ""),
+    }
+
+
+def _runs(pid: Any, started: Any) -> bool:
+    """Whether a process of this machine is the one that began then, and has not ended."""
+    if not isinstance(pid, int) or pid < 1:
+        return False
+    began, state = _started(pid)
+    if began is not None:
+        return began == started and state not in ("Z", "X")
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's, which some systems hide
+        pass
+    return True
+
+
+def _started(pid: int) -> tuple[int | None, str]:
+    """When a process was started, in ticks since the system was, and its state; None where the system does not say."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return int(words[19]), words[0]
+    except (OSError, ValueError, IndexError):
+        return None, ""
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since a file was touched, both times by the clock of its file system."""
+    with tempfile.NamedTemporaryFile(dir=path.parent) as now:
+        os.utime(now.name)
+        return os.stat(now.name).st_mtime - path.stat().st_mtime
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

@@ -1,0 +1,124 @@
+"""Whose checkpoints they are: another run's are refused, and a writer that lost its folder commits nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshkit.config.sections import CheckpointTable
+from meshkit.errors import ConfigError
+from meshkit.runs import owner as owning
+from meshkit.runs.owner import take_run
+from meshkit.step.state import TrainState
+from meshkit.verbs.checkpoint import saving
+from meshkit.verbs.checkpoint.manifest import read_manifest, remove_unfinished
+from meshkit.verbs.checkpoint.store import CheckpointStore, run_of_checkpoints
+
+
+def state_at(step):
+    kernel = jnp.arange(64.0).reshape(16, 4) + step
+    return TrainState(jnp.int32(step), {"kernel": kernel}, {"mu": kernel * 2}, {}, jnp.zeros(2, jnp.uint32))
+
+
+ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_at(0))
+
+
+def store_of(folder, owner, **options):
+    return CheckpointStore(folder / "checkpoints", CheckpointTable(keep=2), owner=owner, **options)
+
+
+def saved(folder, *steps, owner=None):
+    store = store_of(folder, owner)
+    for step in steps:
+        store.save(state_at(step))
+    store.wait()
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_both_are_named(tmp_path):
+    with take_run(tmp_path / "a") as a, take_run(tmp_path / "b") as b:
+        saved(tmp_path / "a", 6, owner=a)
+        saved(tmp_path / "b", 3, owner=b)
+        assert read_manifest(tmp_path / "a" / "checkpoints" / "6").record["run"] == a.run
+        (tmp_path / "a" / "checkpoints" / "6").rename(tmp_path / "b" / "checkpoints" / "6")
+        with pytest.raises(ConfigError, match=f"checkpoint 6 is of run '{a.run}', but this folder is of run '{b.run}'"):
+            store_of(tmp_path / "b", b).restore_latest(ABSTRACT)
+    assert checkpoints(tmp_path / "b") == ["3", "6"]
+
+
+def test_an_old_checkpoint_without_a_run_is_restored_with_a_note(tmp_path):
+    saved(tmp_path, 3)
+    assert "run" not in read_manifest(tmp_path / "checkpoints" / "3").record
+    said = []
+    with take_run(tmp_path, known_run=lambda: run_of_checkpoints(tmp_path)) as owner:
+        store = store_of(tmp_path, owner, say=said.append)
+        restored = store.restore_latest(ABSTRACT)
+        assert said == ["note: checkpoint 3 is of an earlier version and says no run; it is taken as this run's"]
+        np.testing.assert_array_equal(restored.params["kernel"], state_at(3).params["kernel"])
+        store.save(state_at(4))
+        store.wait()
+    assert run_of_checkpoints(tmp_path) is None  # one says none
+
+
+def test_checkpoints_alone_in_a_new_folder_go_on_as_the_run_that_they_are_of(tmp_path):
+    with take_run(tmp_path / "a") as a:
+        saved(tmp_path / "a", 5, 6, owner=a)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "checkpoints").rename(tmp_path / "b" / "checkpoints")
+    with take_run(tmp_path / "b", known_run=lambda: run_of_checkpoints(tmp_path / "b")) as b:
+        assert b.run == a.run
+        assert int(store_of(tmp_path / "b", b).restore_latest(ABSTRACT).step) == 6
+
+
+def test_a_writer_whose_folder_was_taken_over_commits_and_removes_nothing(tmp_path, monkeypatch):
+    with take_run(tmp_path) as owner:
+        saved(tmp_path, 1, 2, owner=owner)
+        store, said = store_of(tmp_path, owner), []
+        store._say = said.append
+        write_manifest = saving.write_manifest
+
+        def taken_over_meanwhile(*arguments):
+            write_manifest(*arguments)
+            assert owning._make(tmp_path / "owner", 2, owning._me(0)) is not None
+
+        monkeypatch.setattr(saving, "write_manifest", taken_over_meanwhile)
+        store.save(state_at(3))
+        store._settle()
+        assert "checkpoint 3 could not be saved" in said[0]
+        assert "has taken it over" in said[0]
+        assert checkpoints(tmp_path) == ["1", "2"]  # 1 would have gone with 3
+        with pytest.raises(ConfigError, match="may no longer write it"):
+            store_of(tmp_path, owner)
+
+
+def test_a_takeover_between_the_last_look_and_the_commit_lets_nothing_through(tmp_path, monkeypatch):
+    """The one who takes over renames what is half written before it looks which checkpoints there are."""
+    with take_run(tmp_path) as owner:
+        store = store_of(tmp_path, owner)
+        monkeypatch.setattr(owner, "check", lambda: remove_unfinished(tmp_path / "checkpoints"))
+        store.save(state_at(3))
+        store._settle(say=False)
+        assert "No such file" in store.news()["checkpoint_error"]
+    assert checkpoints(tmp_path) == []
+
+
+def test_what_a_living_owner_has_half_written_stays(tmp_path):
+    with take_run(tmp_path):
+        (tmp_path / "checkpoints" / "4.partial-1-0").mkdir(parents=True)
+        CheckpointStore(tmp_path / "checkpoints")
+        assert checkpoints(tmp_path) == ["4.partial-1-0"]
+    CheckpointStore(tmp_path / "checkpoints")
+    assert checkpoints(tmp_path) == []
+
+
+def test_two_owners_never_write_into_one_folder(tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(saving.Saving, "start", lambda self, state: names.append(self._partial.name))
+    monkeypatch.setattr(CheckpointStore, "_settle", lambda self, **_: None)
+    for _ in range(2):
+        with take_run(tmp_path) as owner:
+            store_of(tmp_path, owner).save(state_at(4))
+    assert names == ["4.partial-1-0", "4.partial-2-0"]
