@@ -154,6 +154,7 @@ def test_a_cube_mesh_uses_every_link_once(generation, gpu):
         ("h100_sxm", 1, {"tf32": 0.989, "bf16": 1.979, "fp16": 1.979, "fp8": 3.958}),
         ("h100_pcie", 1, {"tf32": 0.756, "bf16": 1.513, "fp16": 1.513, "fp8": 3.026}),
         ("rtx_6000_ada", 1, {"fp8": 1.457}),
+        ("l40s", 1, {"tf32": 0.366, "bf16": 0.733, "fp16": 0.733, "fp8": 1.466}),
         ("h200", 1, {"tf32": 0.989, "bf16": 1.979, "fp16": 1.979, "fp8": 3.958}),
         ("gh200", 1, {"tf32": 0.989, "bf16": 1.979, "fp8": 3.958}),
         ("b200", 8, {"tf32": 18, "bf16": 36, "fp16": 36, "fp8": 72}),
@@ -182,6 +183,7 @@ def test_peaks_are_half_of_the_sparse_figure(key, gpus, printed_pflops):
         ("rtx_pro_6000", {"fp32": 125}),
         ("a10g", {"fp32": 35, "bf16": 70, "fp16": 70}),
         ("rtx_6000_ada", {"fp32": 91.1}),
+        ("l40s", {"fp32": 91.6}),
     ],
 )
 def test_peaks_that_are_printed_dense(key, printed_tflops):

@@ -156,6 +156,7 @@ MATRIX2 = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tPHB\t0-9\t0\nGP
     [
         (MATRIX2 + "\nGPU 0: NVIDIA A10G (UUID: GPU-1)\nGPU 1: NVIDIA A10G (UUID: GPU-2)\n", "a10g", "NVIDIA A10G"),
         (MATRIX2 + "\n Device 0: NVIDIA RTX 6000 Ada Generation\n", "rtx_6000_ada", "NVIDIA RTX 6000 Ada Generation"),
+        (MATRIX2 + "\nGPU 0: NVIDIA L40S (UUID: GPU-1)\nGPU 1: NVIDIA L40S (UUID: GPU-2)\n", "l40s", "NVIDIA L40S"),
         (MATRIX2 + "\nGPU 0: NVIDIA A10G (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n", "rtx_pro_6000", None),
         ("Two H100 as they come\n" + MATRIX2, "rtx_pro_6000", None),  # H100 of the catalog have NVLink: prose loses
     ],
