@@ -1,8 +1,8 @@
-"""The network model beside measured collectives: `python -m benchmarks.nccl_sweeps [--csv FILE] [--table] [--rows]`.
+"""The network model beside measured collectives: `python -m benchmarks.nccl_sweeps --rows FILE... --out CSV [--table]`.
 
-Headline: each system is predicted with the model's two fitted numbers refitted on the other systems. All else in the
-model is published by NCCL, NVIDIA or the vendor. `--csv` reads other sweeps with the same columns; `--table` adds the
-comparison with XLA's own collective table.
+Any number of sweep files are scored row by row with the shipped model: `--out` writes measured beside predicted, and
+why a row has no prediction; `--table` prints the errors. Without `--rows`: each system of `--csv` predicted with the
+model's two fitted numbers refitted on the other systems, and with `--table` XLA's own collective table.
 """
 
 from __future__ import annotations
@@ -12,160 +12,137 @@ import csv
 import gzip
 import itertools
 import platform
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 import meshkit
-from meshkit.config import catalog
+from benchmarks.nccl_rows import Measured, Row, read_rows
+from benchmarks.nccl_systems import describe
 from meshkit.config.cluster import Cluster
-from meshkit.predict.network import collective_time_s, nccl_constants
+from meshkit.errors import ConfigError, MeshkitError
+from meshkit.predict.network import nccl_constants
+
+__all__ = ["BANDS", "describe", "in_band", "leave_one_out", "read_sweeps", "read_xla_table", "with_shipped_numbers"]
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 SWEEPS, TABLE = DATA / "nccl_sweeps.csv", DATA / "xla_collective_table.csv.gz"
 BANDS = (("< 1 MiB", 0, 2**20), ("1 to 16 MiB", 2**20, 2**24), (">= 16 MiB", 2**24, 2**63))
+CLASSES = (("8 KiB to 1 MiB", 2**13, 2**20), ("1 to 16 MiB", 2**20, 2**24), ("from 16 MiB", 2**24, 2**63))
+OUT_COLUMNS = ("system", "collective", "algo", "bytes", "measured_us", "predicted_us", "note")
 TURNAROUND = tuple(np.arange(0, 0.65, 0.05))
 LAUNCH_S = tuple(np.arange(0, 42.5e-6, 2.5e-6))
-
-_CLUSTERS = {
-    "V100": "dgx1_v100",
-    "A100": "dgx_a100",
-    "H100": "dgx_h100",
-    "H200": "hgx_h200",
-    "GB200": "gb200_nvl72",
-    "GB300": "gb300_nvl72",
-    "B200": "dgx_b200",
-}
-_COLLECTIVES = {
-    "alltoall": "all-to-all",
-    "sendrecv": "collective-permute",
-    "permute": "collective-permute",
-    "broadcast": "collective-broadcast",
-}
-# aws/aws-ofi-nccl 01666ec, src/platform-aws.cpp: the plugin tells NCCL of 75 us on p4d and p5, of 100 Gb/s cards,
-# and of 35 us since. A system that is named by the four cards of a p5 GPU together ("8x400G EFA") has the 75.
-_EFA_OLD = ("A100", "H100")
 _XLA_CLUSTERS = {"sm_90": "dgx_h100", "sm_100_B200": "dgx_b200", "sm_100_GB200": "gb200_nvl72", "sm_103": "gb300_nvl72"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured collective."""
-
-    system: str
-    gpu: str
-    collective: str
-    payload_bytes: int
-    measured_s: float
-    gpus_per_domain: int
-    domains: int
-    cluster: Cluster
-    nvls: bool = True
-
-    def predicted_s(self, fitted: Mapping[str, float] | None = None) -> float:
-        """What the model says of it."""
-        return collective_time_s(
-            self.collective,
-            payload_bytes=self.payload_bytes,
-            gpus_per_domain=self.gpus_per_domain,
-            domains=self.domains,
-            cluster=self.cluster,
-            nvls=self.nvls,
-            fitted=fitted,
-        )
 
 
 def read_sweeps(path: Path = SWEEPS) -> tuple[list[Row], dict[str, str]]:
     """Rows of a sweep file, and why systems of it could not be read."""
-    rows: list[Row] = []
-    skipped: dict[str, str] = {}
-    with path.open(newline="") as file:
-        for record in csv.DictReader(file):
-            try:
-                rows.append(_row(record))
-            except (ValueError, meshkit.ConfigError) as error:
-                skipped[record["system"]] = str(error)
-    return rows, skipped
+    found = read_rows(path)
+    rows = [line.row for line in found if line.row is not None and line.predicted_s is not None]
+    return rows, {line.record["system"]: line.note for line in found if line.predicted_s is None}
 
 
-def _row(record: Mapping[str, str]) -> Row:
-    gpu, cluster, g, k = describe(record["system"])
-    name = record["collective"].replace("_perf", "").replace("_", "-").lower()
-    algorithm = record.get("algo", "")
-    return Row(
-        system=f"{record['system']} [{record.get('source', '').split('/')[0].split('@')[0]}]",
-        gpu=gpu,
-        collective=_COLLECTIVES.get(name.replace("-", ""), name),
-        payload_bytes=int(record["bytes"]),
-        measured_s=float(record["time_us"]) * 1e-6,
-        gpus_per_domain=g,
-        domains=k,
-        cluster=cluster,
-        nvls=not (algorithm.lower().startswith("ring") or "NVLS_ENABLE=0" in algorithm),
-    )
+def place(row: Row) -> str:
+    """Where a collective ran: inside a host or NVLink domain, over PCIe inside a host, or between."""
+    if row.domains > 1:
+        return "between hosts"
+    return "inside a host or domain" if row.cluster.scale_up == "nvlink" else "inside a PCIe host"
 
 
-def describe(system: str) -> tuple[str, Cluster, int, int]:
-    """GPU, cluster, GPUs per domain and domains of a system that is named like "B200 x32, 4 nodes, 8x50GB/s EFAv4".
-
-    Raises:
-        ValueError: no GPU or no number of GPUs in the name.
-    """
-    gpu = next((key for key in sorted(_CLUSTERS, key=len, reverse=True) if key in system.upper()), None)
-    n, hosts = _counts(system)
-    if gpu is None or n is None:
-        raise ValueError(f"no GPU, or no number of them, in '{system}'")
-    shipped = Cluster.load(_CLUSTERS[gpu])
-    if shipped.nvlink_domain_size > shipped.gpus_per_host:  # racks: the name need not tell hosts
-        domains = -(-n // shipped.nvlink_domain_size)
-        return gpu, Cluster.load(_CLUSTERS[gpu], hosts=shipped.hosts * domains), n // domains, domains
-    hosts = hosts or -(-n // shipped.gpus_per_host)
-    if n % hosts:
-        raise ValueError(f"{n} GPUs on {hosts} hosts in '{system}'")
-    keys: dict[str, object] = {"hosts": hosts}
-    port = re.search(r"(\d+)\s*x\s*(?:[ENHX]DR\s*(\d+)|(\d+)\s*(GB/s|Gb?\b))", system, re.IGNORECASE)
-    if hosts > 1 and port:
-        rate = int(port[2] or port[3]) * (8 if (port[4] or "").upper() == "GB/S" else 1)
-        prefix = "roce" if re.search("roce|ethernet", system, re.IGNORECASE) else "ib"
-        keys |= {"nics_per_host": int(port[1]), "nic": _nic(prefix, rate)}
-    cluster = Cluster.load({"name": _CLUSTERS[gpu], **keys})
-    if "EFA" in system and hosts > 1:
-        cluster = cluster.model_copy(update={"nic": _efa(cluster, old=gpu in _EFA_OLD), "fabric": "ethernet"})
-    return gpu, cluster, n // hosts, hosts
+def write_scores(found: Sequence[Measured], path: Path) -> None:
+    """Every row: measured, predicted, or why not."""
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(OUT_COLUMNS)
+            for line in found:
+                predicted = "" if line.predicted_s is None else f"{line.predicted_s * 1e6:.3f}"
+                values = [line.record[name] for name in ("system", "collective", "algo", "bytes", "time_us")]
+                writer.writerow([*values, predicted, line.note])
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be written: {error}.", hint="--out with another path") from None
 
 
-def _efa(cluster: Cluster, *, old: bool) -> catalog.Nic:
-    """AWS EFA of the rate of a cluster's ports."""
-    assert cluster.nic is not None
-    key = f"efa_{round(cluster.nic.bytes_per_s * 8 / 1e9)}"
-    if key not in catalog.nic_keys():
-        raise ValueError(f"the catalog has no {key}")
-    nic, old_nic = catalog.nic(key), catalog.nic("efa_100")
-    return replace(nic, latency_s=old_nic.latency_s, latency_small_s=old_nic.latency_small_s) if old else nic
+def score_lines(found: Sequence[Measured]) -> Iterator[str]:
+    """Tables in Markdown: errors by class, collective and system, sources apart, and what was not understood."""
+    priced = [line for line in found if line.row is not None and line.predicted_s is not None]
+    small = sum(_bytes(line) < CLASSES[0][1] for line in priced)
+    yield f"{len(found)} rows, {len(priced)} priced, {small} of them below 8 KiB and in no class."
+    yield "Error = predicted / measured - 1; each cell: median of its size, 90th percentile of that, its median (rows)."
+    yield from ["", "By class", ""]
+    yield from _grouped(priced, ("source", "where"), lambda line: (line.source, _place(line)))
+    yield from [
+        "",
+        "By class, all sources: median over systems of each system's median, 90th percentile of all (systems)",
+        "",
+    ]
+    yield from _over_systems(priced)
+    yield from ["", "By collective", ""]
+    key = ("source", "collective", "where")
+    yield from _grouped(priced, key, lambda line: (line.source, line.row.collective if line.row else "", _place(line)))
+    yield from ["", "By system", ""]
+    yield from _grouped(priced, ("source", "system"), lambda line: (line.source, line.record["system"]))
+    yield from ["", "Not priced", "", "| reason | rows | systems |", "|---|---|---|"]
+    rows = Counter(line.note for line in found if line.predicted_s is None)
+    for note, n in rows.most_common():
+        names = dict.fromkeys(line.record["system"] for line in found if line.note == note)
+        shown = "; ".join(itertools.islice(names, 3))
+        yield f"| {note} | {n} | {shown}{f' and {len(names) - 3} more' if len(names) > 3 else ''} |"
+    if notes := Counter(line.note for line in priced if line.note):
+        yield from ["", "Priced on an assumption", "", "| assumed | rows |", "|---|---|"]
+        yield from (f"| {note} | {n} |" for note, n in notes.most_common())
 
 
-def _counts(system: str) -> tuple[int | None, int | None]:
-    """GPUs and hosts that a name tells: "x16, 2 nodes", "2 nodes x 8", "16 GPUs"."""
-    nodes = re.search(r"(\d+)\s*(?:nodes?|hosts?)\b", system)
-    hosts = int(nodes[1]) if nodes else None
-    product = re.search(r"(\d+)\s*(?:nodes?|hosts?)\s*x\s*(\d+)", system)
-    if product:
-        return int(product[1]) * int(product[2]), hosts
-    patterns = (r"\bx\s*(\d+)", r"(\d+)\s*x\s*(?:GB|[VAHB])\d00", r"\b(\d+)\s*(?:[A-Z]+\d00\s*)?GPUs?\b")
-    found = next(filter(None, (re.search(pattern, system) for pattern in patterns)), None)
-    return (int(found[1]) if found else None), hosts
+def _bytes(line: Measured) -> int:
+    """The size of a row that is priced."""
+    assert line.row is not None
+    return line.row.payload_bytes
 
 
-def _nic(prefix: str, gigabits: int) -> str:
-    """The catalog's port of that rate."""
-    infiniband = {100: "ib_edr", 200: "ib_hdr", 400: "ib_ndr", 800: "ib_xdr"}
-    key = infiniband.get(gigabits) if prefix == "ib" else f"roce_{gigabits}"
-    if key is None or key not in catalog.nic_keys():
-        raise ValueError(f"the catalog has no {gigabits} Gb/s port")
-    return key
+def _place(line: Measured) -> str:
+    """The place of a row that is priced."""
+    assert line.row is not None
+    return place(line.row)
+
+
+def _grouped(
+    lines: Sequence[Measured], names: Sequence[str], key: Callable[[Measured], tuple[str, ...]]
+) -> Iterator[str]:
+    """A table with a line for each value of the key, by size class."""
+    yield "| " + " | ".join([*names, *(name for name, _, _ in CLASSES)]) + " |"
+    yield "|---" * (len(names) + len(CLASSES)) + "|"
+    groups: dict[tuple[str, ...], list[Measured]] = {}
+    for line in lines:
+        if _bytes(line) >= CLASSES[0][1]:
+            groups.setdefault(key(line), []).append(line)
+    for group, members in sorted(groups.items()):
+        cells = (_cell(_errors(members, low, high), signed=True) for _, low, high in CLASSES)
+        yield "| " + " | ".join([*group, *cells]) + " |"
+
+
+def _errors(lines: Iterable[Measured], low: int, high: int) -> np.ndarray:
+    """Signed errors of the rows of a size."""
+    return np.array([line.error for line in lines if low <= _bytes(line) < high])
+
+
+def _over_systems(lines: Sequence[Measured]) -> Iterator[str]:
+    """By place: the median over systems, a source's each, of the median in a size class, and the 90th percentile."""
+    yield "| where | " + " | ".join(name for name, _, _ in CLASSES) + " |"
+    yield "|---" * (1 + len(CLASSES)) + "|"
+    for where in sorted({_place(line) for line in lines}):
+        cells = []
+        for _, low, high in CLASSES:
+            systems: dict[str, list[float]] = {}
+            for line in lines:
+                if _place(line) == where and low <= _bytes(line) < high and line.row is not None:
+                    systems.setdefault(line.row.system, []).append(abs(line.error))
+            every = list(itertools.chain.from_iterable(systems.values()))
+            middle = np.median([np.median(errors) for errors in systems.values()]) if systems else 0.0
+            cells.append(f"{middle:.1%}, {np.percentile(every, 90):.1%} ({len(systems)})" if systems else "")
+        yield f"| {where} | " + " | ".join(cells) + " |"
 
 
 def leave_one_out(rows: Sequence[Row], *, key: str = "system") -> tuple[np.ndarray, dict[str, dict[str, float]]]:
@@ -243,11 +220,12 @@ def summary_lines(rows: Sequence[Row], errors: np.ndarray, *, key: str = "system
     return lines
 
 
-def _cell(errors: np.ndarray) -> str:
+def _cell(errors: np.ndarray, *, signed: bool = False) -> str:
     if not len(errors):
         return ""
     size = np.abs(errors)
-    return f"{np.median(size):.1%}, {np.percentile(size, 90):.1%} ({len(errors)})"
+    middle = f", {np.median(errors):+.1%}" if signed else ""
+    return f"{np.median(size):.1%}, {np.percentile(size, 90):.1%}{middle} ({len(errors)})"
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
@@ -265,25 +243,51 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def row_lines(rows: Sequence[Row], errors: np.ndarray) -> Iterable[str]:
-    """Every row: measured, predicted, error."""
-    yield "| system | bytes | measured us | predicted us | error |"
-    yield "|---|---|---|---|---|"
-    for row, error in zip(rows, errors, strict=True):
-        us = row.measured_s * 1e6
-        yield f"| {row.system} | {row.payload_bytes} | {us:.1f} | {us * (1 + error):.1f} | {error:+.1%} |"
+def score(paths: Sequence[Path], out: Path | None, *, table: bool) -> None:
+    """Scores sweep files; systems that are not understood are named once each.
+
+    Raises:
+        ConfigError: a file that cannot be read, or none whose rows could be priced.
+    """
+    found = [line for path in paths for line in read_rows(path)]
+    if out is not None:
+        write_scores(found, out)
+    for line in {line.record["system"]: line for line in reversed(found) if line.row is None}.values():
+        print(f"nccl_sweeps: not priced: '{line.record['system']}': {line.note}\n  at {line.where}", file=sys.stderr)
+    if table:
+        print(f"meshkit {meshkit.__version__}, Python {platform.python_version()}, numpy {np.__version__}")
+        print("\n".join(score_lines(found)))
+    if all(line.predicted_s is None for line in found):
+        hint = "names like 'B200 x32, 4 nodes, 8x400G NDR'"
+        raise ConfigError(f"none of the {len(found)} rows could be priced: {found[0].note}.", hint=hint)
 
 
-def main() -> None:
-    """Prints the tables."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Prints the tables; 2 where the input is wrong."""
     parser = argparse.ArgumentParser(description="The network model beside measured collectives.")
+    parser.add_argument("--rows", type=Path, nargs="+", metavar="FILE", help="sweeps to score with the shipped model")
+    parser.add_argument("--out", type=Path, metavar="CSV", help="where --rows writes measured beside predicted")
+    parser.add_argument("--csv", type=Path, default=SWEEPS, help="sweeps to leave systems out of, one at a time")
     parser.add_argument(
-        "--csv", type=Path, default=SWEEPS, help="sweeps with the columns of tests/data/nccl_sweeps.csv"
+        "--table", action="store_true", help="the errors of --rows; else XLA's own collective table too"
     )
-    parser.add_argument("--table", action="store_true", help="also XLA's own collective table")
-    parser.add_argument("--rows", action="store_true", help="also every row, with the shipped numbers")
-    arguments = parser.parse_args()
-    rows, skipped = read_sweeps(arguments.csv)
+    arguments = parser.parse_args(words)
+    if bool(arguments.rows) < bool(arguments.out) or bool(arguments.rows) > bool(arguments.out or arguments.table):
+        parser.error("--rows FILE... goes with --out CSV or --table")
+    try:
+        if arguments.rows:
+            score(arguments.rows, arguments.out, table=arguments.table)
+        else:
+            _left_out(arguments.csv, table=arguments.table)
+    except MeshkitError as error:
+        print(f"nccl_sweeps: {error.render()}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _left_out(path: Path, *, table: bool) -> None:
+    """Prints the errors with each system, and each GPU, left out of the fit."""
+    rows, skipped = read_sweeps(path)
     print(
         f"meshkit {meshkit.__version__}, Python {platform.python_version()}, numpy {np.__version__}; {len(rows)} rows\n"
     )
@@ -302,11 +306,9 @@ def main() -> None:
     print("\n".join(["", "Leave one GPU model out", "", *summary_lines(rows, strict, key="gpu"), ""]))
     shipped = with_shipped_numbers(rows)
     print("\n".join(["Shipped numbers (nccl.toml)", "", *summary_lines(rows, shipped), ""]))
-    if arguments.rows:
-        print("\n".join(row_lines(rows, shipped)))
-    if arguments.table:
+    if table:
         print("\n".join(["XLA's collective table, from 16 MiB, shipped numbers", "", *table_lines(read_xla_table())]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -267,10 +267,10 @@ def fastest(collective: str, payload: float, wires: Wires) -> Algorithm:
         return _all_to_all(payload, wires)
     if collective == "collective-broadcast":
         return _broadcast(payload, wires)
-    return min(_options(collective, payload, wires), key=lambda option: option.time_s)
+    return min(options(collective, payload, wires), key=lambda option: option.time_s)
 
 
-def _options(collective: str, payload: float, wires: Wires) -> Iterator[Algorithm]:
+def options(collective: str, payload: float, wires: Wires) -> Iterator[Algorithm]:
     """What NCCL can choose from for a reduction or a gather."""
     for protocol in _PROTOCOLS:
         if protocol == "ll128" and not wires.ll128:

@@ -1,0 +1,277 @@
+"""Measured collectives of sweep files, each with what the model says of it, or why it says nothing."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.nccl_systems import assumed, describe
+from meshkit.config.cluster import Cluster
+from meshkit.config.validate import did_you_mean
+from meshkit.errors import ConfigError
+from meshkit.predict.network import Wires, collective_time_s, options, wire_factor
+
+COLUMNS = ("system", "collective", "algo", "bytes", "time_us", "busbw_GBps", "source")
+_NEEDED = ("system", "collective", "bytes", "time_us")
+_UNITS = "bytes, microseconds, and 10^9 bytes a second of nccl-tests' bus bandwidth"
+_COLLECTIVES = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "sendrecv": "collective-permute",
+    "permute": "collective-permute",
+    "collectivepermute": "collective-permute",
+    "broadcast": "collective-broadcast",
+}
+_CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # of which NCCL_ALGO chooses how
+_OFF = r"(?:\w+ and )*\b\w+(?:_ENABLE=0|(?:\s+is)?\s+(?:off|disabled)\b)|\b(?:without|no)\s+\w+(?:\s+hardware)?"
+_MISSING = (
+    ("CollNet (SHARP)", r"sharp|coll[ _-]?net"),
+    ("symmetric memory", r"symmetric"),
+    ("copy engine", r"copy[ -]engine|\bCE\b"),
+    ("PAT", r"\bPAT\b"),
+)
+_FAMILIES = {"ring": r"\bring\b", "tree": r"\btree\b", "nvls tree": r"\bnvls[ _-]?tree\b", "nvls": r"\bnvls\b"}
+_PLAIN = r"NCCL[ v]*[\d.]*|version|unsaid|unknown|tuned|default|auto|[\W\d_]"
+_BUS_TOLERANCE = 0.03  # of rounding, and of sweeps that print the best of several runs
+_UNIT_OFF = 4.0  # beyond any bus factor (0.5 to 2), below any confusion of units (8, 1000, 1024)
+_FASTEST, _SLOWEST = 1 / 30, 100.0  # times the model, of the largest message: no fabric is as far off as a unit
+
+
+class NotPriced(ValueError):
+    """Why a row has no prediction."""
+
+
+@dataclass(frozen=True)
+class Forced:
+    """What a row's `algo` leaves NCCL to choose from."""
+
+    families: tuple[str, ...] = ()  # of `network.options`; empty: all
+    protocol: str = ""
+    nvls: bool = True
+    missing: str = ""  # an algorithm that the model does not have
+    unread: bool = False  # words that say neither
+
+    @classmethod
+    def of(cls, algo: str) -> Forced:
+        """Of a text like "Ring (NCCL_ALGO), NCCL 2.29.7" or "NVLS enabled, algorithm auto"."""
+        off = " ".join(found[0] for found in re.finditer(_OFF, algo, re.IGNORECASE))
+        text = re.sub(_OFF, "", algo, flags=re.IGNORECASE).replace("_", " ")
+        nvls = not re.search("nvls", off, re.IGNORECASE)
+        protocol = re.search(r"\b(LL128|LL|Simple)\b", text, re.IGNORECASE)
+        speed = protocol[1].lower() if protocol else ""
+        if re.search(r"\b(auto|default)\b|ring of neighbours", text, re.IGNORECASE):
+            return cls(protocol=speed, nvls=nvls)
+        missing = next((name for name, pattern in _MISSING if re.search(pattern, text, re.IGNORECASE)), "")
+        families = tuple(name for name, pattern in _FAMILIES.items() if re.search(pattern, text, re.IGNORECASE))
+        if "^" in text:  # NCCL_ALGO=^NVLS: all but these
+            families = tuple(name for name in _FAMILIES if name not in families)
+        if families == ("nvls",):
+            families = ("nvls tree", "nvls")  # NCCL_ALGO=NVLS over hosts is NVLSTree
+        unread = not (families or speed or missing or off) and bool(re.sub(_PLAIN, "", text, flags=re.IGNORECASE))
+        return cls(families, speed, nvls, missing, unread)
+
+    @property
+    def chosen(self) -> bool:
+        """Whether NCCL's own choice is overruled."""
+        return bool(self.families or self.protocol)
+
+    def allows(self, name: str) -> bool:
+        """Whether an algorithm of `network.options` is left."""
+        family, protocol = (name, "simple") if name.startswith("nvls") else name.split(" ")
+        return family in (self.families or _FAMILIES) and protocol in (self.protocol or protocol,)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured collective."""
+
+    system: str
+    gpu: str
+    collective: str
+    payload_bytes: int
+    measured_s: float
+    gpus_per_domain: int
+    domains: int
+    cluster: Cluster
+    forced: Forced = Forced()
+
+    def predicted_s(self, fitted: Mapping[str, float] | None = None) -> float:
+        """What the model says of it; one group alone, so that idle GPUs leave it their ports.
+
+        Raises:
+            NotPriced: the model has not the algorithm that was forced.
+        """
+        if self.forced.missing:
+            raise NotPriced(f"algorithm not in the model: {self.forced.missing}")
+        if not self.forced.chosen or self.collective not in _CHOSEN:
+            return collective_time_s(
+                self.collective,
+                payload_bytes=self.payload_bytes,
+                gpus_per_domain=self.gpus_per_domain,
+                domains=self.domains,
+                cluster=self.cluster,
+                concurrent_groups=1,
+                nvls=self.forced.nvls,
+                fitted=fitted,
+            )
+        wires = Wires.of(self.cluster, self.gpus_per_domain, self.domains, concurrent_groups=1, nvls=self.forced.nvls)
+        wires = replace(wires, fitted=fitted) if fitted else wires
+        found = [o for o in options(self.collective, self.payload_bytes, wires) if self.forced.allows(o.name)]
+        if not found:
+            families = [name for name in self.forced.families if name != "nvls tree" or len(self.forced.families) == 1]
+            wanted = " ".join([" or ".join(families), self.forced.protocol]).strip()
+            where = "inside a domain" if self.domains == 1 else "between domains"
+            raise NotPriced(f"algorithm not in the model: {wanted} of {self.collective} {where}")
+        return wires.fitted["launch_s"] + min(option.time_s for option in found)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line of a sweep file."""
+
+    record: Mapping[str, str]
+    source: str  # who measured
+    where: str  # file and line
+    row: Row | None = None  # None where its system or collective is not understood
+    predicted_s: float | None = None
+    note: str = ""  # why there is no prediction, or what was assumed for it
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        assert self.row is not None
+        assert self.predicted_s is not None
+        return self.predicted_s / self.row.measured_s - 1
+
+
+def read_rows(path: Path) -> list[Measured]:
+    """The lines of a sweep file, priced where they are understood.
+
+    Raises:
+        ConfigError: a file that cannot be read, a column that is missing or unknown, a number that cannot be.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            _check_columns(reader.fieldnames or (), path)
+            found = [_measured(record, path, reader.line_num) for record in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"'{path}' cannot be read as CSV: {error}.", hint=f"columns {', '.join(COLUMNS)}") from None
+    if not found:
+        raise ConfigError(f"'{path}' has no rows.", hint=f"columns {', '.join(COLUMNS)}")
+    _check_scale(found)
+    return found
+
+
+def _check_columns(given: Sequence[str], path: Path) -> None:
+    """Refuses a header that is not a sweep's."""
+    for name in given:
+        if name not in COLUMNS or given.count(name) > 1:
+            what = "twice" if name in COLUMNS else "not a column of a sweep"
+            raise ConfigError(f"column '{name}' is {what}.", at=f"{path}:1", hint=did_you_mean(name, COLUMNS))
+    for name in _NEEDED:
+        if name not in given:
+            raise ConfigError(f"there is no column '{name}'.", at=f"{path}:1", hint=f"columns {', '.join(COLUMNS)}")
+
+
+def _measured(record: dict[str, str], path: Path, line: int) -> Measured:
+    """One line, checked and priced."""
+    if None in record or None in record.values():
+        raise ConfigError("a row has another number of cells than the header.", at=f"{path}:{line}", hint="quotes")
+    record = dict.fromkeys(COLUMNS, "") | record
+    payload, time_us = (_positive(record, name, path, line) for name in ("bytes", "time_us"))
+    if payload != int(payload):
+        raise ConfigError(f"{record['bytes']} is no whole number of bytes.", at=f"{path}:{line}: bytes", hint=_UNITS)
+    factor = _bus_factor(record, payload, time_us, path, line)
+    source = re.split(r"[/@,:(\"]", record["source"])[0].strip() or path.stem
+    where, row = f"{path}:{line}", None
+    try:
+        row = _row(record, source, int(payload), time_us)
+        if factor and not _agrees(factor, row):
+            n = row.gpus_per_domain * row.domains
+            usual = wire_factor(row.collective, n)
+            raise NotPriced(
+                f"busbw_GBps is {factor[0]:.2f} x bytes / time, and {row.collective} of {n} GPUs has {usual:.2f}"
+            )
+        unread = "algo not understood, priced as NCCL's own choice" if row.forced.unread else ""
+        note = "; ".join(filter(None, (assumed(record["system"]), unread)))
+        return Measured(record, source, where, row, row.predicted_s(), note)
+    except ConfigError as error:
+        return Measured(record, source, where, row, note=error.message or "")
+    except ValueError as error:
+        return Measured(record, source, where, row, note=str(error))
+
+
+def _row(record: Mapping[str, str], source: str, payload_bytes: int, time_us: float) -> Row:
+    """A row that is understood; ValueError where it is not."""
+    gpu, cluster, g, k = describe(record["system"])
+    if g * k == 1:
+        raise NotPriced("one GPU: nothing to move")
+    kind = re.sub("[ _-]", "", record["collective"].lower().removesuffix("_perf"))
+    if kind not in _COLLECTIVES:
+        raise NotPriced(f"collective not in the model: {record['collective']}")
+    system = f"{record['system']} [{source}]"
+    forced = Forced.of(record["algo"])
+    return Row(system, gpu, _COLLECTIVES[kind], payload_bytes, time_us * 1e-6, g, k, cluster, forced)
+
+
+def _positive(record: Mapping[str, str], name: str, path: Path, line: int) -> float:
+    """A number above zero."""
+    try:
+        value = float(record[name])
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        message = f"{name} is '{record[name]}' of '{record['system']}', and must be a number above 0."
+        raise ConfigError(message, at=f"{path}:{line}: {name}", hint=_UNITS)
+    return value
+
+
+def _bus_factor(
+    record: Mapping[str, str], payload: float, time_us: float, path: Path, line: int
+) -> tuple[float, float] | None:
+    """Bus bandwidth over bytes / time, and what rounding leaves open of it; None where the file tells none."""
+    text = record["busbw_GBps"].strip()
+    if not text:
+        return None
+    try:
+        bus = float(text)
+    except ValueError:
+        bus = math.nan
+    if not 0 <= bus < math.inf:
+        message = f"busbw_GBps is '{text}' of '{record['system']}', and must be a number, or blank."
+        raise ConfigError(message, at=f"{path}:{line}: busbw_GBps", hint=_UNITS)
+    per_s = payload / time_us / 1e3
+    rounding = 0.5 * 10 ** -len(text.partition(".")[2])
+    low, high = max(0.0, bus - rounding) / per_s, (bus + rounding) / per_s
+    if low > _UNIT_OFF or high < 1 / _UNIT_OFF:
+        message = (
+            f"{payload:.0f} bytes in {time_us:g} us are {per_s:.4g} GB/s, and busbw_GBps says {bus:g}: a unit is off."
+        )
+        raise ConfigError(message, at=f"{path}:{line}", hint=_UNITS)
+    return bus / per_s, rounding / per_s
+
+
+def _agrees(factor: tuple[float, float], row: Row) -> bool:
+    """Whether the bus bandwidth is that of as many GPUs as the name tells."""
+    usual = wire_factor(row.collective, row.gpus_per_domain * row.domains)
+    return abs(factor[0] - usual) <= _BUS_TOLERANCE * usual + factor[1]
+
+
+def _check_scale(found: list[Measured]) -> None:
+    """Refuses times that no fabric explains, where no bus bandwidth stands beside them: of each sweep the largest."""
+    largest: dict[tuple[str, str], tuple[int, float, str]] = {}
+    for line in found:
+        if line.row and line.predicted_s and not line.record["busbw_GBps"].strip():
+            key, times = (line.record["system"], line.row.collective), line.row.measured_s / line.predicted_s
+            largest[key] = max(largest.get(key, (0, 1.0, "")), (line.row.payload_bytes, times, line.where))
+    for (system, collective), (payload, times, where) in largest.items():
+        if not _FASTEST < times < _SLOWEST:
+            message = f"{collective} of {payload} bytes on '{system}' takes {times:.2g} times what its links need"
+            raise ConfigError(f"{message}: a unit is off.", at=f"{where}: bytes, time_us", hint=_UNITS)
