@@ -1,6 +1,7 @@
 """The command line from outside: exit codes, what is on stdout, files written."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,32 @@ def test_no_terminal_escape_of_a_file_reaches_the_terminal(verb, text, tmp_path,
     shown = capsys.readouterr()
     assert "\\x1b" in shown.err
     assert not set(shown.out + shown.err) & set("\x1b\x07\x9b\u202e")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "endless"])
+@pytest.mark.parametrize(
+    ("verb", "name"),
+    [
+        (["explain", "{}"], "e.toml"),
+        (["topo", "--xml", "{}"], "t.xml"),
+        (["compare", "{}", "{}"], "report.json"),
+        (["compare", "{parent}", "{parent}"], "report.json"),
+        (["profile", "{parent}"], "trace/capture-p0.json"),
+    ],
+    ids=["experiment", "topology", "report", "folder", "capture"],
+)
+def test_what_is_no_file_is_2_at_once(verb, name, make, tmp_path, capsys):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    make(path)
+    assert main([word.format(path, parent=tmp_path) for word in verb]) == 2
+    assert "not a regular file" in capsys.readouterr().err
+
+
+def test_runs_with_odd_files_are_2_and_no_traceback(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    report.write_text('{"schema": "meshkit.report/1", "step": {"time_s": 1e999}}')
+    assert main(["compare", str(tmp_path), str(tmp_path), "--fail-if", "time_s>1e999"]) == 2
+    (tmp_path / "checkpoints" / "\N{SUPERSCRIPT TWO}").mkdir(parents=True)
+    assert main(["checkpoint", "list", str(tmp_path)]) == 2
+    assert "Traceback" not in capsys.readouterr().err

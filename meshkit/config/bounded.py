@@ -1,21 +1,72 @@
 """Reading what somebody else made, within bounds: sizes, text, numbers, compressed data, names that lead elsewhere.
 
-A capture, a bundle, a topology or a checkpoint travels between machines and people.
+A capture, a bundle, a topology or a checkpoint travels between machines and people. Under any of their names there may
+be a pipe that nobody writes to, or a device without an end: regular files are read, and nothing else.
 """
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import os
 import re
+import stat
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 from meshkit.errors import ConfigError, TraceError
 
 LARGEST_FILE_BYTES = 4 * 2**20
 _SHORT_INTEGER = re.compile(r"[0-9]{1,12}", re.ASCII)
+DEEPEST_KEY = 32
+_KEY_PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
+_DEEP_KEY = re.compile(rf"""(?<![A-Za-z0-9_."'-])(?:{_KEY_PART}\.[ \t]*+){{{DEEPEST_KEY}}}""")
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file opened to read. Waits for nobody: a pipe is refused, also one that was put there a moment ago.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+        ValueError: a NUL byte in the path.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        reason = f"it is {_KINDS.get(kind, 'something else')}, not a regular file"
+        number = errno.EISDIR if kind == stat.S_IFDIR else errno.ENXIO
+        raise OSError(number, reason, os.fspath(path))
+    return open(descriptor, "rb")
+
+
+def read_regular(path: str | os.PathLike[str], largest: int = LARGEST_FILE_BYTES) -> bytes:
+    """The bytes of a regular file that is not larger than `largest`; no more than that is ever read.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger.
+        ValueError: a NUL byte in the path.
+    """
+    with open_regular(path) as file:
+        data = file.read(largest + 1) if os.fstat(file.fileno()).st_size <= largest else b""
+        if len(data) > largest or os.fstat(file.fileno()).st_size > largest:
+            raise OSError(errno.EFBIG, f"it is larger than {largest / 2**20:g} MiB", os.fspath(path))
+    return data
+
+
+def find_deep_key(toml: str) -> int | None:
+    """The line of the first dotted key of more than 32 parts: parsing one takes memory by the square of its length."""
+    found = _DEEP_KEY.search(toml)
+    return toml.count("\n", 0, found.start()) + 1 if found else None
 
 
 def read_bounded(path: Path, what: str, largest: int = LARGEST_FILE_BYTES) -> bytes:
@@ -28,8 +79,8 @@ def read_bounded(path: Path, what: str, largest: int = LARGEST_FILE_BYTES) -> by
     try:
         if path.is_dir():
             raise ConfigError(f"the {what} is a folder.", at=str(path), hint=f"the {what} in it")
-        with path.open("rb") as file:
-            data = file.read(largest + 1)  # bounded: the path may be a device
+        with open_regular(path) as file:
+            data = file.read(largest + 1)
     except FileNotFoundError:
         raise ConfigError(f"there is no such {what}.", at=str(path), hint="a path that exists") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshkit.config.bounded import DEEPEST_KEY, find_deep_key, open_regular, short
 from meshkit.config.locate import find_duplicate, locate, split_key
 from meshkit.config.validate import FUNCTION_PATTERN, Key, SpecError, did_you_mean, dotted, kind
 from meshkit.errors import ConfigError
@@ -55,9 +56,16 @@ class Override:
         if not equals:
             raise ConfigError("an override needs a key and a value.", at=f"--set {raw}", hint=hint)
         try:
-            return cls(split_key(key.strip()), raw)
+            path = split_key(key.strip())
         except ValueError:
             raise ConfigError(f"'{key.strip()}' is not a key.", at=f"--set {raw}", hint=hint) from None
+        if len(path) > DEEPEST_KEY or find_deep_key(raw):
+            raise ConfigError(
+                f"a key of more than {DEEPEST_KEY} parts is no key of an experiment.",
+                at=f"--set {short(raw)}",
+                hint=hint,
+            )
+        return cls(path, raw)
 
     def value(self) -> Any:
         """The value: TOML; what is not is a string; `_REMOVED` where there is none.
@@ -181,8 +189,8 @@ def _read_text(path: Path, display: str, what: str) -> str:
     try:
         if path.is_dir():
             raise ConfigError(f"the {what} is a folder.", at=display, hint="a file in it that ends in .toml")
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_FILE_BYTES + 1)  # bounded: the path may be a device
+        with open_regular(path) as file:
+            data = file.read(_LARGEST_FILE_BYTES + 1)
     except FileNotFoundError:
         hint = "a path that exists, or `meshkit new` to write one" if what.startswith("exp") else "a path that exists"
         raise ConfigError(f"there is no such {what}.", at=display, hint=hint) from None
@@ -205,6 +213,9 @@ def _read_text(path: Path, display: str, what: str) -> str:
 
 def _parse(text: str, display: str, what: str) -> dict[str, Any]:
     """The tables of a TOML text."""
+    if line := find_deep_key(text):
+        message = f"a key of more than {DEEPEST_KEY} parts is no key of the {what}."
+        raise ConfigError(message, at=f"{display}:{line}", hint="fewer dots")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

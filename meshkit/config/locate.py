@@ -26,6 +26,7 @@ _STRINGS = (
     re.compile(r'"(?:[^"\\\n]|\\.)*"'),
     re.compile(r"'[^'\n]*'"),
 )
+_LONGEST_VALUE = 400  # of a longer one the beginning
 _DEEPEST_KEY = 64  # of a longer dotted key only the first parts are positions: nobody asks for the others
 
 
@@ -205,7 +206,8 @@ class _Scanner:
             self._string()
         else:
             self._skip(_SCALAR)
-        yield WrittenKey(path, start, self.text[begin : self.position].rstrip(), defines)
+        end = min(self.position, begin + _LONGEST_VALUE)  # of nested arrays each has a value
+        yield WrittenKey(path, start, self.text[begin:end].rstrip(), defines)
         yield from inner
 
     def _array(self, path: Path) -> Iterator[WrittenKey]:

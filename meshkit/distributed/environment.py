@@ -350,7 +350,7 @@ def _slurm_devices(env: Mapping[str, str]) -> dict[str, Setting]:
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip(), re.ASCII)
         counts += [int(match[1])] * int(match[2] or 1) if match else []
     node = env.get("SLURM_NODEID", "0")
-    if not counts or not node.isdigit() or int(node) >= len(counts):
+    if not counts or not _NUMBER.fullmatch(node) or int(node) >= len(counts):
         return {}
     return _devices({**env, "tasks": str(counts[int(node)])}, "SLURM_LOCALID", "tasks")
 

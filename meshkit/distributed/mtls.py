@@ -14,6 +14,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshkit.config.bounded import open_regular
 from meshkit.distributed.environment import MTLS
 from meshkit.errors import ConfigError
 
@@ -75,7 +76,7 @@ def read_certificates(folder: str, *, coordinator_host: str | None = None) -> Ce
     at = f"{MTLS}={folder}"
     for name in FILES:
         try:
-            with (found.folder / name).open("rb") as file:
+            with open_regular(found.folder / name) as file:
                 mode = os.fstat(file.fileno()).st_mode
         except OSError as e:
             raise ConfigError(f"{name} cannot be read: {e.strerror}.", at=at, hint=MAKE_HINT) from None

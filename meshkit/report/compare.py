@@ -8,6 +8,7 @@ be joined is said.
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -173,7 +174,8 @@ def compare(a: Report, b: Report) -> Comparison:
 
 def pair(a: float | None, b: float | None) -> Pair:
     """One quantity of both reports."""
-    return Pair(a=a, b=b, ratio=b / a if a and b is not None else None)
+    ratio = b / a if a and b is not None else None
+    return Pair(a=a, b=b, ratio=ratio if ratio is not None and math.isfinite(ratio) else None)
 
 
 def _joined_rows(a: Report, b: Report) -> tuple[ComparedRow, ...]:
@@ -262,6 +264,7 @@ def _pairs(a: OpPart | Part | None, b: OpPart | Part | None, names: Iterable[str
 
 
 _CONDITION = re.compile(r"^\s*([A-Za-z_0-9.+]+)\s*(>=|<=|>|<)\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(x?)\s*$")
+_LARGEST_LIMIT = 1e40
 _HOLDS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _EXAMPLES = "exposed_s>1.1x, step.time_s>0.5, communication.fsdp.exposed_s>1.2x or mfu<0.4"
 
@@ -286,7 +289,9 @@ def judge(comparison: Comparison, text: str) -> JudgedCondition:
     try:
         limit = float(number)
     except ValueError:
-        raise ConfigError(f"'{number}' is not a number.", at=f"--fail-if '{text}'") from None
+        raise ConfigError(f"'{number}' is not a number.", at=f"--fail-if '{text}'", hint=_EXAMPLES) from None
+    if limit > _LARGEST_LIMIT:
+        raise ConfigError(f"'{number}' is more than any quantity.", at=f"--fail-if '{text}'", hint=_EXAMPLES)
     reference = None
     if relative:
         reference = _known(values.a, name, "first", text)

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshkit.report.schema import GoodputPart, HistoryPart, Warning_
 from meshkit.runs.goodput import Goodput, read_goodput
-from meshkit.runs.metrics import read_metrics
+from meshkit.runs.metrics import read_metrics, within
 from meshkit.units import format_percent
 
 METRICS_FILE = "metrics.jsonl"
@@ -100,8 +100,8 @@ def _trend(values: Sequence[float | None]) -> float | None:
         return None
     third = len(known) // 3
     before, after = statistics.median(known[:third]), statistics.median(known[-third:])
-    return after / before - 1 if before else None
+    return within(after / before - 1) if before else None
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return within(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -18,14 +18,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
+from meshkit.config.bounded import read_regular
 from meshkit.runs.phases import Phases
 
 _FOLDER = "goodput"
 _EVERY_S = 1.0
 _MARKS = 16  # saved steps of an attempt that are remembered, the newest: an attempt resumes from one of the last few
 _LARGEST_BYTES, _MOST_ATTEMPTS = 2**20, 10_000
+_MOST = 1e15  # seconds, steps
 PRODUCTIVE = "step"
 # What a step costs besides its own time: both are lost where a step is made again.
 _OF_A_STEP = (PRODUCTIVE, "data")
@@ -226,28 +228,27 @@ def _outcome(error: BaseException | None) -> AttemptOutcome:
 
 def _read(path: Path) -> RunAttempt | None:
     try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            return None
-        found = json.loads(path.read_text())
-        resumed = found["resumed_step"]
+        found = json.loads(read_regular(path, _LARGEST_BYTES))
+        resumed, outcome = found["resumed_step"], found.get("outcome")
         return RunAttempt(
-            began=_finite(found["began"]),
+            began=_number(found["began"]),
             seconds=_seconds(found["seconds"]),
-            resumed_step=None if resumed is None else int(resumed),
-            last_step=int(found["last_step"]),
-            marks=tuple((int(step), _seconds(seconds)) for step, seconds in found.get("marks", [])),
-            outcome=found.get("outcome"),
+            resumed_step=None if resumed is None else int(_number(resumed)),
+            last_step=int(_number(found["last_step"])),
+            marks=tuple((int(_number(step)), _seconds(seconds)) for step, seconds in found.get("marks", [])),
+            outcome=outcome if outcome in get_args(AttemptOutcome) else None,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
 def _seconds(found: Mapping) -> dict[str, float]:
-    return {str(phase): max(0.0, _finite(spent)) for phase, spent in found.items()}
+    return {str(phase): max(0.0, _number(spent)) for phase, spent in found.items()}
 
 
-def _finite(value: object) -> float:
+def _number(value: object) -> float:
+    """A number of seconds or steps; it is written down by others, and sums of it have to hold."""
     number = float(value)  # pyright: ignore[reportArgumentType]  a TypeError is what says so
-    if not math.isfinite(number):
-        raise ValueError("not finite")
+    if not abs(number) <= _MOST:  # also what is no number
+        raise ValueError("out of range")
     return number

@@ -6,9 +6,14 @@ import json
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+from meshkit.config.bounded import open_regular
+
+LARGEST = 1e40  # no quantity of a run is near it
+_LONGEST_LINE, _LONGEST_INTEGER = 2**20, 18
 
 
 class MetricsLog:
@@ -76,16 +81,44 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete records of a metrics.jsonl; empty for no file. A line cut short by a crash is left out."""
+    """The complete records of a metrics.jsonl; empty for no file. A line cut short by a crash is left out.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
     records = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for line in _lines(path):
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = json.loads(line, parse_float=_float, parse_int=_int, parse_constant=lambda _: None)
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        step = record.get("step") if isinstance(record, dict) else None
+        if isinstance(step, int) and not isinstance(step, bool):
             records.append(record)
     return records
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a file; one of more than a mebibyte, which no record is, in pieces."""
+    if not path.exists():
+        return
+    with open_regular(path) as file:
+        while line := file.readline(_LONGEST_LINE):
+            yield line.decode(errors="replace")
+
+
+def _float(text: str) -> float | None:
+    """A number of a record; None for one that sums and ratios could not hold."""
+    return within(float(text))
+
+
+def _int(text: str) -> int | None:
+    return int(text) if len(text) <= _LONGEST_INTEGER else None
+
+
+def within(number: float | None) -> float | None:
+    """The number, or None for one that is not finite, or so large that its sums and ratios may not be."""
+    return number if number is not None and abs(number) <= LARGEST else None
 
 
 def finite(value: Any) -> Any:

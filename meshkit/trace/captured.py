@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, model_validator
 
-from meshkit.config.bounded import gunzip, inside
+from meshkit.config.bounded import gunzip, inside, open_regular, read_regular
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import MeshkitError, TraceError
@@ -31,6 +31,7 @@ from meshkit.trace.reader import Trace, read_trace
 
 TRACE_FOLDER = "trace"  # of a run folder
 _CONTAINERS = {"while", "conditional", "call"}
+_LARGEST_RECORD_BYTES = 16 * 2**20
 _LARGEST_PROGRAM_BYTES = 2**30  # unpacked; a proto cannot have more than twice that
 _HINT = "`meshkit train` with [profile] steps = [first, last], or mk.profile(...)"
 
@@ -257,7 +258,7 @@ def read_records(folder: Path) -> list[CaptureRecord]:
     records = []
     for file in sorted(folder.glob("capture-p*.json")):
         try:
-            records.append(CaptureRecord.model_validate_json(file.read_bytes()))
+            records.append(CaptureRecord.model_validate_json(read_regular(file, _LARGEST_RECORD_BYTES)))
         except ValidationError as e:
             first = e.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -342,7 +343,7 @@ def _read_module(folder: Path, record: CaptureRecord) -> Any:
     """The compiled program, checked to be the one that the sidecar names."""
     file = folder / Path(record.program_file).name
     try:
-        module = load_module(gunzip(file.read_bytes(), _LARGEST_PROGRAM_BYTES))
+        module = load_module(gunzip(read_regular(file, _LARGEST_PROGRAM_BYTES), _LARGEST_PROGRAM_BYTES))
     except (OSError, ValueError, MeshkitError) as e:
         raise TraceError(f"the captured program cannot be read: {e}", at=str(file)) from None
     if module.name != record.module:
@@ -380,5 +381,5 @@ def _traced_program(module: Any, read: Program, record: CaptureRecord) -> Traced
 
 def digest(file: Path) -> str:
     """blake2b of a file."""
-    with file.open("rb") as f:
+    with open_regular(file) as f:
         return hashlib.file_digest(f, "blake2b").hexdigest()[:32]

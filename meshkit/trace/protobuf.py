@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from meshkit.config.bounded import open_regular
 
 _PAD = 32  # bytes behind the data: a damaged event may point a little beyond its end
 _CONTINUES = np.uint64(0x8080808080808080)
@@ -53,9 +56,9 @@ class Buffer:
         Raises:
             OSError: it cannot be read.
         """
-        size = path.stat().st_size
-        data = np.empty(size + _PAD, np.uint8)  # numpy asks for huge pages, which halves the time to fill them
-        with path.open("rb") as f:
+        with open_regular(path) as f:
+            size = os.fstat(f.fileno()).st_size
+            data = np.empty(size + _PAD, np.uint8)  # numpy asks for huge pages, which halves the time to fill them
             size = f.readinto(data[:size].data)
         data[size:] = 0
         words = np.ndarray(shape=(size + _PAD - 7,), dtype="<u8", buffer=data.data, strides=(1,))

@@ -108,7 +108,10 @@ MISTAKES = [
     ("unclosed_table", change("{ infiniband = 2 }", "{ infiniband = 2"), "is not TOML", ":8: data = { infiniband = 2", "key = value"),
     ("empty", "", "has no 'cluster'", "experiment.toml", "a line cluster"),
     ("deeply_nested", "a = " + "[" * 20000 + "]" * 20000, "is nested too deeply", "experiment.toml", "fewer"),
-    ("deep_dotted_key", "a" + ".a" * 3000 + " = 1\n", "nested more than", ":1: [a]", "fewer"),
+    ("deep_dotted_key", "a" + ".a" * 3000 + " = 1\n", "a key of more than 32 parts", "experiment.toml:1", "fewer"),
+    ("longest_dotted_key", "\n\na" + ".a" * 50_000 + " = 1\n", "a key of more than 32 parts", "experiment.toml:3", "fewer"),
+    ("long_header", "[a" + " . 'b'" * 50_000 + "]\n", "a key of more than 32 parts", "experiment.toml:1", "fewer"),
+    ("long_inline_key", "x = { y = { " + r'"\"" . ' * 50_000 + "z = 1 }}\n", "a key of more than 32 parts", "experiment.toml:1", "fewer"),
 ]  # fmt: skip
 
 
@@ -173,9 +176,10 @@ def test_a_mistake_in_an_override_is_one_message(tmp_path, capsys, override, mes
         (lambda path: path.write_bytes(b"\0" * 100), "is not TOML"),
         (lambda path: path.write_bytes(b"# " * 2**22), "is larger than 4 MiB"),
         (lambda path: path.symlink_to(path), "cannot be read"),
-        (lambda path: path.symlink_to("/dev/zero"), "is larger than 4 MiB"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
+        (os.mkfifo, "it is a named pipe, not a regular file"),
     ],
-    ids=["missing", "folder", "all_bytes", "binary", "utf16", "zeros", "huge", "link_to_itself", "endless"],
+    ids=["missing", "folder", "all_bytes", "binary", "utf16", "zeros", "huge", "link_to_itself", "endless", "pipe"],
 )
 def test_a_file_that_cannot_be_read_is_one_message(tmp_path, capsys, make, message):
     path = tmp_path / "experiment.toml"

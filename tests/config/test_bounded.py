@@ -1,11 +1,15 @@
 """What somebody else made: gzip that would fill the memory, names that lead out of their folder."""
 
 import gzip
+import os
 import tracemalloc
 
 import pytest
 
-from meshkit.config.bounded import gunzip, inside
+from meshkit.config.bounded import find_deep_key, gunzip, inside, open_regular, read_bounded, read_regular
+from meshkit.errors import ConfigError, TraceError
+from meshkit.report.schema import read_report
+from meshkit.runs.metrics import read_metrics
 
 
 def test_gzip_content_comes_back():
@@ -53,3 +57,50 @@ def test_names_that_do_not(tmp_path, name):
     (tmp_path / "x").write_text("")
     (tmp_path / "link").symlink_to("x")
     assert inside(tmp_path, name) == tmp_path / name
+
+
+def test_a_pipe_is_never_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it is a named pipe, not a regular file"):
+        open_regular(tmp_path / "pipe")
+    for read in (read_bounded, lambda path, _: read_metrics(path), lambda path, _: read_report(path)):
+        with pytest.raises((ConfigError, TraceError, OSError), match="named pipe"):
+            read(tmp_path / "pipe", "topology")
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/tty", "/dev/null"])
+def test_a_device_is_no_file(path):
+    with pytest.raises(OSError, match=r"a device, not a regular file|No such device"):
+        read_regular(path)
+
+
+def test_sizes_are_bounded_before_reading(tmp_path):
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 2**40)
+    with pytest.raises(OSError, match="larger than 1 MiB"):
+        read_regular(tmp_path / "huge", 2**20)
+    with pytest.raises(TraceError, match="larger than 64 MiB"):
+        read_report(tmp_path / "huge")
+    with pytest.raises(TraceError, match="larger than 4 MiB"):
+        read_bounded(tmp_path / "huge", "topology")
+    (tmp_path / "full").write_bytes(bytes(2**20))
+    assert read_regular(tmp_path / "full", 2**20) == bytes(2**20)
+
+
+@pytest.mark.parametrize("piece", ["a", "a.", "a .", '"', "'", '"a".', ' "', "a b ", '"\\"', "a.b.c "])
+def test_a_deep_key_is_sought_in_linear_time(piece):
+    find_deep_key(piece * (4 * 2**20 // len(piece)))
+
+
+@pytest.mark.parametrize(
+    ("toml", "line"),
+    [
+        ("x = [1.5, 2.5]" * 50, None),
+        ("a" + ".a" * 30, None),
+        ("\n# yes\n[a" + ".a" * 32 + "]", 3),
+        ("x = {'a'" + '."b.c"' * 32 + " = 1}", 1),
+        ("x = '" + "." * 100 + "'", None),
+    ],
+)
+def test_where_a_deep_key_is(toml, line):
+    assert find_deep_key(toml) == line

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from meshkit.cli import main
-from meshkit.errors import ConfigError
-from meshkit.report.compare import compare, condition_text, judge
+from meshkit.errors import ConfigError, TraceError
+from meshkit.report.compare import compare, condition_text, judge, pair
+from meshkit.report.schema import read_report
 from meshkit.report.views.compare import render
 
 
@@ -173,3 +174,23 @@ def test_terminal_fits_80_columns(report, slower):
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= 80
     assert "2.00 x" in text
+
+
+@pytest.mark.parametrize(
+    "text", ["time_s>1e999", "time_s>1e308x", "time_s<1e400x", "time_s>" + "9" * 5000, "time_s>1.1.1"]
+)
+def test_a_limit_beyond_all_quantities_is_refused(report, text):
+    with pytest.raises(ConfigError, match=r"is more than any quantity|is not a number"):
+        judge(compare(report, report), text)
+
+
+@pytest.mark.parametrize("number", ["1e308", "-1e308", "1e41", "9" * 300])
+def test_a_report_with_numbers_that_no_sum_could_hold_is_refused(report, tmp_path, number):
+    text = report.to_json()
+    (tmp_path / "report.json").write_text(re.sub(r'("time_s": )[0-9.e-]+', rf"\g<1>{number}", text, count=1))
+    with pytest.raises(TraceError, match=r"time_s is out of range|not a meshkit.report"):
+        read_report(tmp_path)
+
+
+def test_a_ratio_that_is_not_finite_is_unknown():
+    assert pair(1e-300, 1e40).ratio is None

@@ -222,3 +222,20 @@ def test_other_processes_write_nothing(tmp_path):
         log.write()
         assert log.share() is None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "value", ["Infinity", "-Infinity", "NaN", "1e308", "1e999", "9" * 400, '"x"', "null", "[]", "{}"]
+)
+@pytest.mark.parametrize("key", ["began", "last_step", "resumed_step", "seconds", "marks"])
+def test_a_record_with_numbers_that_no_sum_could_hold_is_left_out(tmp_path, key, value):
+    good = {"began": "1.0", "last_step": "3", "resumed_step": "0", "seconds": '{"step": 2.0}', "marks": "[]"}
+    (tmp_path / "goodput").mkdir()
+    for name in ("1", "2"):
+        changed = {"seconds": f'{{"step": {value}}}', "marks": f'[[{value}, {{"step": {value}}}]]'}.get(key, value)
+        record = good if name == "1" else good | {key: changed}
+        text = ", ".join(f'"{k}": {v}' for k, v in record.items())
+        (tmp_path / "goodput" / f"{name}.json").write_text(f"{{{text}}}")
+    found = read_goodput(tmp_path)
+    assert found.attempts == (2 if (key, value) == ("resumed_step", "null") else 1)
+    assert math.isfinite(found.wall_s)

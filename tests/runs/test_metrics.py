@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from meshkit.report.history import read_history
 from meshkit.runs.metrics import MetricsLog, read_metrics
 
 
@@ -62,3 +63,25 @@ def test_a_log_without_a_file_takes_everything(tmp_path):
     log.amend({1: {"exposed_s": 0.5}})
     log.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"step": 1e999}', '{"step": "1"}', '{"step": true}', '{"step": %s}' % ("9" * 5000), "[" * 10_000,
+     '{"step": Infinity}', '{"step": NaN}', "1", '"step"', "\\ud800", '{"step": 1' + " " * 2**21 + "}"],
+)  # fmt: skip
+def test_a_line_that_is_no_record_is_left_out(tmp_path, line):
+    (tmp_path / "m.jsonl").write_text(f'{line}\n{{"step": 7}}\n')
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 7}]
+
+
+@pytest.mark.parametrize(
+    "number", ["Infinity", "-Infinity", "NaN", "1e308", "-1e308", "1e999", "9" * 400, "1" + "0" * 5000]
+)
+def test_numbers_that_no_sum_could_hold_are_unknown(tmp_path, number):
+    lines = [f'{{"step": {n}, "loss": {number}, "step_time_s": {"1e-300" if n < 20 else "1e39"}}}' for n in range(40)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    history = read_history(tmp_path)
+    assert history.steps == tuple(range(40))
+    assert history.trend == {"step_time_s": None}
+    assert "loss" not in history.values

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from meshkit.config.bounded import integer
 from meshkit.console import output, run_folder, say, stderr, stdout
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.arguments import ExperimentArg, JsonOption, SetOption
@@ -58,6 +59,6 @@ def byte_sizes(text: str | None) -> list[int] | None:
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(integer(part) for part in parts):
         raise ConfigError(f"'{text}' is no list of sizes in bytes.", at="--sizes", hint="--sizes 1024,65536,1048576")
     return [int(part) for part in parts]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -30,11 +31,12 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from meshkit.config.bounded import inside
+from meshkit.config.bounded import inside, integer, open_regular, read_regular
 from meshkit.verbs.checkpoint.unreadable import is_absent, retried
 
 MANIFEST = "meshkit.json"
 _SCHEMA = "meshkit.checkpoint/2"
+_LARGEST_BYTES = 256 * 2**20
 _SEAL = '"sha256": "'
 _CORRUPT = "corrupt"
 # Also what orbax calls a checkpoint that it has not finished.
@@ -92,7 +94,7 @@ def fingerprints(folder: Path, paths: Iterable[Path], *, sync: bool = False) -> 
 
 def fingerprint(path: Path, *, sync: bool = False) -> tuple[int, str]:
     """Size in bytes and sha256 of a file."""
-    with open(path, "rb") as f:
+    with open_regular(path) as f:
         if sync:
             _sync(f.fileno())
         return os.fstat(f.fileno()).st_size, hashlib.file_digest(f, "sha256").hexdigest()
@@ -132,7 +134,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         OSError: it cannot be read, which says nothing of what it holds.
     """
     try:
-        text = retried((checkpoint / MANIFEST).read_bytes).decode()  # with its line ends as they are
+        read = functools.partial(read_regular, checkpoint / MANIFEST, _LARGEST_BYTES)
+        text = retried(read).decode()  # with its line ends as they are
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and not is_absent(error):
             raise
@@ -272,10 +275,17 @@ def kept_steps(steps: Iterable[int], *, keep: int, keep_every: int = 0) -> set[i
 def step_folder(path: Path) -> tuple[int, bool] | None:
     """The step of a checkpoint's folder, and whether it was set aside; None for anything else."""
     number, _, rest = path.name.partition(".")
-    if not number.isdecimal() or not number.isascii() or rest.partition("-")[0] not in ("", _CORRUPT):
+    step = _step(number)
+    if step is None or rest.partition("-")[0] not in ("", _CORRUPT):
         return None
     found = _stat(path)
-    return (int(number), bool(rest)) if found is not None and stat.S_ISDIR(found.st_mode) else None
+    return (step, bool(rest)) if found is not None and stat.S_ISDIR(found.st_mode) else None
+
+
+def _step(name: str) -> int | None:
+    """The step that a name is, as it is written here: of plain digits, with no zero before them."""
+    step = integer(name)
+    return step if str(step) == name else None
 
 
 def whole_steps(folder: Path) -> list[int]:
@@ -336,7 +346,7 @@ def remove_unfinished(folder: Path) -> None:
     """
     for path in folder.iterdir() if folder.is_dir() else ():
         number, _, rest = path.name.partition(".")
-        if number.isdigit() and rest.startswith(_UNFINISHED):
+        if _step(number) is not None and rest.startswith(_UNFINISHED):
             gone = folder / f"{number}.deleting-{uuid.uuid4().hex}"
             with contextlib.suppress(OSError):  # somebody else removes it, or nobody can
                 os.replace(path, gone)

@@ -19,7 +19,8 @@ from typing import Any
 from meshkit.errors import ConfigError, MeshkitError, RunError
 
 PAUSES_S = (0.5, 2.0, 8.0)  # between attempts to read what cannot be read
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+# Also a pipe or a device in the file's place (ENXIO), and far too many bytes (EFBIG): see meshkit.config.bounded.
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from meshkit.config.bounded import integer
 from meshkit.errors import ConfigError, RunError
 from meshkit.runs.owner import LAUNCH_VARIABLE
 from meshkit.runs.phases import PULSE_VARIABLE
@@ -260,7 +261,7 @@ def next_attempt(logs: Path) -> int:
         names = [p.name.removeprefix("attempt") for p in logs.glob("attempt*")]
     except OSError as e:
         raise ConfigError(f"the folder of logs cannot be read: {e}.", at=str(logs)) from None
-    return max((int(name) + 1 for name in names if name.isdigit()), default=0)
+    return max((number + 1 for name in names if (number := integer(name)) is not None), default=0)
 
 
 def _is_a_consequence(member: Member) -> tuple[int, float]:

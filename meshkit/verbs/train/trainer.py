@@ -27,6 +27,7 @@ from rich.console import Console
 
 from meshkit.compile.attached import CompiledStep, compile_step
 from meshkit.compile.compile_cache import compile_cache
+from meshkit.config.document import TomlDocument
 from meshkit.config.experiment import Experiment
 from meshkit.console import stderr
 from meshkit.distributed.agreement import Agreement
@@ -435,13 +436,10 @@ def check_experiment_file(experiment: Experiment, folder: Path) -> list[str]:
     if not path.exists():
         return []
     try:
-        saved = _flat(tomllib.loads(path.read_text()))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"the experiment file of this run cannot be read: {error}.",
-            at=str(path),
-            hint="the file that the run began with, copied there; or another --out",
-        ) from None
+        saved = _flat(TomlDocument.read(path, what="experiment file of this run").table)
+    except ConfigError as error:
+        hint = "the file that the run began with, copied there; or another --out"
+        raise ConfigError(error.message, at=error.at, hint=hint) from None
     wanted = _flat(tomllib.loads(experiment.to_toml()))
     changed = [key for key in {**saved, **wanted} if saved.get(key) != wanted.get(key)]
     for key in changed:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from meshkit.config.bounded import read_regular
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
@@ -31,6 +32,7 @@ from meshkit.verbs.plan.workers import Settings, Workers
 from meshkit.verbs.tune.tune_report import PrunedPart
 
 JOURNAL_FILE = "candidates.jsonl"
+_LARGEST_BYTES = 256 * 2**20
 _SCHEMA = "meshkit.candidates/1"
 
 # Of the first half of the budget: variants of one mesh.
@@ -193,7 +195,7 @@ class Journal:
 
     def _read(self, path: Path, header: Mapping[str, str]) -> None:
         """Takes the outcomes of earlier runs, but for errors; cuts off a torn last line."""
-        content = path.read_bytes()
+        content = read_regular(path, _LARGEST_BYTES)
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             os.truncate(path, len(whole))

@@ -6,7 +6,14 @@ import pytest
 
 from meshkit.errors import TraceError
 from meshkit.trace.captured import trace_file
-from meshkit.verbs.checkpoint.manifest import find_corruption, fingerprint, write_manifest
+from meshkit.verbs.checkpoint.manifest import (
+    find_corruption,
+    fingerprint,
+    remove_unfinished,
+    steps_aside,
+    whole_steps,
+    write_manifest,
+)
 
 ARRAYS = {"w": "float32[1]"}
 
@@ -49,3 +56,15 @@ def test_a_capture_names_its_own_trace(tmp_path):
     (tmp_path / "own.xplane.pb").write_bytes(b"")
     record = SimpleNamespace(process=0, trace=SimpleNamespace(file="own.xplane.pb"))
     assert trace_file(tmp_path, record) == tmp_path / "own.xplane.pb"
+
+
+@pytest.mark.parametrize(
+    "name", ["\N{SUPERSCRIPT TWO}", "1\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT FIVE}", "05", " 5", "9" * 200, "5 "]
+)
+def test_a_folder_with_other_digits_is_no_checkpoint(tmp_path, name):
+    for suffix in ("", ".corrupt", ".partial"):
+        (tmp_path / f"{name}{suffix}").mkdir()
+    (tmp_path / "7").mkdir()
+    assert (whole_steps(tmp_path), steps_aside(tmp_path)) == ([7], [])
+    remove_unfinished(tmp_path)
+    assert (tmp_path / f"{name}.partial").is_dir()

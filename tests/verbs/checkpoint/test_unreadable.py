@@ -88,7 +88,7 @@ def storage(monkeypatch):
             return read
 
         if where == MANIFEST:
-            monkeypatch.setattr(Path, "read_bytes", failing(Path.read_bytes))
+            monkeypatch.setattr(manifest, "read_regular", failing(manifest.read_regular))
         elif where == "contents":
             monkeypatch.setattr(manifest, "fingerprint", failing(manifest.fingerprint))
         else:

@@ -261,3 +261,9 @@ def test_a_line_without_an_end_is_followed_in_pieces(tmp_path, monkeypatch):
         file.write("c" * 1000 + "\nthe end\n")
     assert [len(line) for line in follower.new_lines()] == [150]
     assert [line[-7:] for line in follower.new_lines(last=True)] == ["c" * 7, "the end"]
+
+
+def test_a_folder_of_logs_with_another_digit_is_not_counted(tmp_path):
+    for name in ("attempt2", "attempt\N{SUPERSCRIPT NINE}", "attempt" + "9" * 200):
+        (tmp_path / name).mkdir()
+    assert next_attempt(tmp_path) == 3
