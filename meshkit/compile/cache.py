@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 
 from meshkit.compile.preflight import version_of
 from meshkit.compile.private import private_folder, write_whole
+from meshkit.compile.scratch import scratch_folder
 from meshkit.compile.store import DamagedEntry, Store, cache_root, max_bytes
 from meshkit.errors import ConfigError
 
@@ -147,12 +147,12 @@ def text_file(text: str) -> Iterator[Path]:
     """
     name = hashlib.sha256(text.encode()).hexdigest()[:32] + _TEXT
     with contextlib.ExitStack() as stack:
-        folder = cache_folder() or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshkit-")))
+        folder = cache_folder() or stack.enter_context(scratch_folder())
         path = folder / name
         with contextlib.suppress(OSError):  # a cache on a full disk: what follows writes elsewhere
             write_whole(path, text.encode())
         if not path.exists():
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshkit-"))) / name
+            path = stack.enter_context(scratch_folder()) / name
             write_whole(path, text.encode())
         yield path
 

@@ -1,4 +1,4 @@
-"""The process that compiles: `python -m meshkit.compile.child FOLDER`.
+"""The process that compiles: `python -m meshkit.compile.child FOLDER PARENT`, a process number.
 
 It reads FOLDER/request.json and FOLDER/program.bin (a `jax.export` program), compiles it for GPUs that are not there,
 and leaves FOLDER/module.pb (the scheduled HLO) and FOLDER/result.json. XLA aborts the process on some programs; then
@@ -7,10 +7,8 @@ only this process dies. What XLA refuses with an exception is in result.json und
 
 from __future__ import annotations
 
-import ctypes
 import json
 import resource
-import signal
 import sys
 import time
 from pathlib import Path
@@ -18,12 +16,13 @@ from typing import Any
 
 from meshkit.compile.live import live_bytes
 from meshkit.compile.options import RefusedOption, compile_lowered, memory_of
+from meshkit.compile.scratch import die_with_parent
 from meshkit.hlo.proto import ModuleAttributes
 
 
 def main(folder: Path) -> None:
     """Compiles the request in folder."""
-    _die_with_parent()
+    die_with_parent()
     request = json.loads((folder / "request.json").read_text())
     result: dict[str, Any] = {}
     try:
@@ -36,13 +35,6 @@ def main(folder: Path) -> None:
     partial = folder / "result.json.tmp"
     partial.write_text(json.dumps(result))
     partial.rename(folder / "result.json")
-
-
-def _die_with_parent() -> None:
-    """Asks Linux to end this process when the one that started it ends, however that ends."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def compile_program(request: dict[str, Any], program: bytes, module_path: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from meshkit.compile.options import (
     planners_options,
 )
 from meshkit.compile.preflight import check_compiler, version_of
+from meshkit.compile.scratch import scratch_folder, start_in, sweep
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
 from meshkit.config.own_code import child_path
@@ -147,6 +147,7 @@ def compile_absent(
         ProgramError: the program cannot be traced for CUDA, or XLA refuses it or dies of it.
     """
     check_compiler()
+    sweep()
     start = time.perf_counter()
     exported = export_for_cuda(step, args, mesh, cluster)
     lower_s = time.perf_counter() - start
@@ -214,8 +215,7 @@ def _compile(
     program: bytes, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
 ) -> cache.KeptProgram:
     """Compiles a program in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="meshkit-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         (folder / "request.json").write_text(json.dumps(request))
         (folder / "program.bin").write_bytes(program)
         stderr = _run_child(folder, environment, timeout_s)
@@ -253,19 +253,22 @@ def _run_child(folder: Path, environment: Mapping[str, str], timeout_s: float) -
         ProgramError: it died or ran out of time, with the end of what it said.
     """
     command = [sys.executable, "-P", "-m", "meshkit.compile.child", str(folder)]
+    pipe = subprocess.PIPE
+    child = start_in(folder, command, environment, stdout=pipe, stderr=pipe, text=True, errors="replace")
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=timeout_s
-        )
+        stderr = child.communicate(timeout=timeout_s)[1]
     except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
         raise ProgramError(
             f"XLA was still compiling after {timeout_s:.0f} s and was stopped.",
             hint='remat = "full", or scanned layers',
         ) from None
     if not (folder / "result.json").exists():
-        name = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
-        raise ProgramError(f"XLA's compiler died ({name}): {_last_words(done.stderr)}", hint=_hint(done.stderr, name))
-    return done.stderr
+        code = child.returncode
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        raise ProgramError(f"XLA's compiler died ({name}): {_last_words(stderr)}", hint=_hint(stderr, name))
+    return stderr
 
 
 def _last_words(stderr: str) -> str:

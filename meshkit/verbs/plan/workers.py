@@ -1,4 +1,4 @@
-"""Processes that plan variants at the same time, each its own compiler: `python -m meshkit.verbs.plan.workers`.
+"""Processes that plan variants at the same time, each its own compiler: `python -m meshkit.verbs.plan.workers PARENT`.
 
 XLA can die of a program, and a machine can run out of memory: then the variant is lost, and a new process goes on.
 
@@ -10,7 +10,6 @@ parent.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from meshkit.compile.scratch import die_with_parent, scratch_folder, start_in
 from meshkit.config.own_code import child_path
 from meshkit.errors import MeshkitError
 from meshkit.verbs.plan.outcome import Outcome, outcome_of
@@ -57,6 +57,8 @@ class Workers:
         self._log = log.open("ab") if log else None
         self._processes: dict[int, subprocess.Popen] = {}
         self._closing = False
+        self._scratch = contextlib.ExitStack()
+        self._folder = self._scratch.enter_context(scratch_folder())  # of all that they write for themselves
         self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(self.jobs)]
         for thread in self._threads:
             thread.start()
@@ -89,8 +91,7 @@ class Workers:
     def close(self) -> None:
         """Ends the processes, also in the middle of a variant."""
         self._closing = True
-        for process in list(self._processes.values()):
-            process.kill()
+        self._scratch.close()
         for _ in self._threads:
             self._requests.put(None)
         for thread in self._threads:
@@ -101,7 +102,10 @@ class Workers:
     def _serve(self, index: int) -> None:
         """Answers requests with the process of one thread, started again after it died."""
         while (settings := self._requests.get()) is not None and not self._closing:
-            process = self._processes.get(index) or self._start(index)
+            try:
+                process = self._processes.get(index) or self._start(index)
+            except ProcessLookupError:  # closed in the meantime
+                break
             try:
                 assert process.stdin is not None
                 assert process.stdout is not None
@@ -120,7 +124,7 @@ class Workers:
         command = [sys.executable, *COMMAND]
         pipe = subprocess.PIPE
         stderr = self._log or subprocess.DEVNULL
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=environment, text=True)
+        process = start_in(self._folder, command, environment, stdin=pipe, stdout=pipe, stderr=stderr, text=True)
         self._processes[index] = process
         return process
 
@@ -156,9 +160,7 @@ def open_workers(
 
 def main() -> None:
     """Answers requests until there are no more."""
-    if sys.platform == "linux":  # dies with its parent
-        pr_set_pdeathsig = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and decides
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
