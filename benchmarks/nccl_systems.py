@@ -166,15 +166,15 @@ def _domains(system: str, hosts: int | None) -> int | None:
 
 def _port(system: str) -> dict[str, object]:
     """The keys of a cluster for the network ports that a name tells: "8x400G RoCE", "4x HDR200", "NDR"."""
-    port = re.search(r"(\d+)\s*x\s*(?:[ENHX]DR\s*(\d+)|(\d+)\s*(GB/s|Gb?\b))", system, re.IGNORECASE)
+    port = re.search(r"(\d+)\s*x\s*(?:[ENHX]DR\s*(\d+)|(\d+)\s*(GB/s|G[Bb]?(?:ps|it|/s)?\b))", system)
     speed = re.search(r"(?:(\d+)\s*x\s*)?\b([ENHX])DR\b", system)
     if port:
-        rate = int(port[2] or port[3]) * (8 if (port[4] or "").upper() == "GB/S" else 1)
+        rate = int(port[2] or port[3]) * (8 if port[4] == "GB/s" else 1)
         number = port[1]
     elif speed:
         rate, number = _RATES[speed[2]], speed[1]
-    else:
-        return {}
+    else:  # of the rate that such hosts come with
+        return {"fabric": "roce"} if re.search("RoCE", system, re.IGNORECASE) else {}
     if re.search(r"TCPX|\bTCP\b", system, re.IGNORECASE):
         key = f"tcp_{rate}"
     elif re.search("roce|ethernet", system, re.IGNORECASE):

@@ -79,6 +79,8 @@ def test_what_leads_out_of_a_host():
     assert port("H100 x16, 2 nodes, 8x200G GPUDirect-TCPXO (Google A3 Mega)") == ("tcp_200", 8)
     assert port("GB300 x8, 2 nodes in different NVLink domains (4x400G a node)") == ("ib_ndr", 4)
     assert port("A100 x16, 2 nodes, HDR InfiniBand") == ("ib_hdr", 8)
+    assert port("H100 x64, 8 nodes, 8 x 400 Gb/s InfiniBand") == port("H100 x64, 8 nodes, 8x50GB/s") == ("ib_ndr", 8)
+    assert describe("H100 x16, 2 nodes, RoCE")[1].link("infiniband").fabric == "roce_400"
 
 
 @pytest.mark.parametrize(
