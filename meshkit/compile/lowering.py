@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.errors import TraceContextError
 from jax import export
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
@@ -119,6 +120,12 @@ def _clear_errors() -> Iterator[None]:
         raise ProgramError(
             f"the program holds an operation that can only be lowered with GPUs attached: {str(e)[:300]}",
             hint="cuDNN attention inside meshkit.sharding.shard_over(...) or jax.shard_map",
+        ) from e
+    except TraceContextError as e:
+        raise ProgramError(
+            "the step changes an nnx module that is not among its arguments: it closes over it, or nnx.cached_partial "
+            f"bound it ({str(e).split(' (http')[0]}).",
+            hint="mk.plan(step, (model, optimizer, batch), ...) with a step that takes its modules as arguments",
         ) from e
     except ValueError as e:
         if not any(mark in str(e) for mark in _NEEDS_GPU):

@@ -7,6 +7,7 @@ What such a step changes in its modules is what it is for, and no value that it 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,9 @@ def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable
         step: under `nnx.jit`, plain, or under `jax.jit`.
         args: modules, optimizers and the like, abstract or concrete, and anything else.
     """
-    of_nnx = hasattr(step, "jitted_fn")
+    if isinstance(step, functools.partial) and _is_of_nnx(step.func) and not step.keywords:
+        step, args = step.func, (*step.args, *args)  # how flax binds a method under `nnx.jit`
+    of_nnx = _is_of_nnx(step)
     if hasattr(step, "trace") and not of_nnx:
         return step, tuple(args)
     is_module = nnx.graphlib.is_graph_node if of_nnx else _is_object
@@ -58,6 +61,11 @@ def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable
 
     pure = jax.jit(step_over_arrays, donate_argnums=0)
     return pure, ([arrays[n] for n in given], [arrays[n] for n in kept])
+
+
+def _is_of_nnx(step: Any) -> bool:
+    """Whether `nnx.jit` made it; what `functools.wraps` a step of `nnx.jit` has its attributes, but not its methods."""
+    return hasattr(step, "trace") and hasattr(step, "jitted_fn")
 
 
 def _is_object(leaf: Any) -> bool:

@@ -177,6 +177,37 @@ def test_static_arguments_shared_modules_and_tree_mode_are_understood():
     assert [leaf.shape for leaf in shared(*given)[1]] == [(4, 4)]
 
 
+class Trainer(nnx.Module):
+    """A step that is a method."""
+
+    def __init__(self):
+        self.model, self.optimizer = make()
+
+    @functools.partial(nnx.jit, donate_argnums=0)
+    def step(self, x):
+        return train_step(self.model, self.optimizer, x)
+
+
+def test_the_module_of_a_method_is_an_argument_too():
+    trainer, x = Trainer(), jnp.ones((ROWS, 64))
+    pure, given = over_arrays(trainer.step, (x,))
+    assert [leaf.shape for leaf in given[1]] == [x.shape]
+    _, changed = jax.eval_shape(pure, *given)
+    assert len(changed) == len(jax.tree.leaves(nnx.state(trainer)))
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("cached", [False, True], ids=["closure", "cached_partial"])
+def test_a_step_that_hides_its_modules_is_refused_with_a_way_out(target, cached):
+    cluster, mesh = target
+    modules = make()
+    step = nnx.cached_partial(train_step, *modules) if cached else lambda x: train_step(*modules, x)
+    with pytest.raises(
+        mk.ProgramError, match=r"module that is not among its arguments(.|\n)*try mk.plan\(step, \(model"
+    ):
+        mk.plan(step, (batch(mesh),), mesh=mesh, cluster=cluster)
+
+
 def test_jax_decides_what_its_own_jit_is_a_function_of():
     step = jax.jit(lambda model, x: model(x))
     args = (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 4)))
