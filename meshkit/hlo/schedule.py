@@ -17,14 +17,15 @@ class Collective:
     collective: str  # the HLO opcode without `-start` (`all-gather`, `collective-permute`, ...)
     axes: tuple[str, ...]  # mesh axes along which the participants of a group differ; () when they map to no axis
     axes_complete: bool  # False where the groups cover only part of an axis
-    link: str  # the slowest link a group crosses: `nvlink` or `infiniband`
+    link: str  # the slowest link a group crosses: `nvlink` or `infiniband`; "" where no cluster is known
     fabric: str | None  # what that link is made of (`nvlink4_nvswitch`, `shared_memory`, ...); None if unknown
     dtype: str  # element type on the wire, as XLA spells it; `mixed` for a combined collective of several
-    group_size: int  # participants of a group
+    group_size: int  # participants of a group; 0 where only the name of a kernel is known
     num_groups: int
     gpus_per_domain: int  # participants of one group that share an NVLink domain
     payload_bytes: int  # bytes of one instance on one GPU (operand; result for all-gather)
     source: str = ""  # the op_name path of the model code that caused it
+    replica_groups: str | None = None  # `{0,1},{2,3}`, where no mesh is known that has axes for them
 
 
 @dataclass(frozen=True)

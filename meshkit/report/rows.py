@@ -32,6 +32,7 @@ def row_key(c: Collective) -> tuple:
         c.group_size,
         c.num_groups,
         c.gpus_per_domain,
+        c.replica_groups,
     )
 
 
@@ -97,13 +98,19 @@ def _row(
     wire = payload * wire_factor(first.collective, first.group_size)
     across = wire * infiniband_share(first)
     seconds = _seconds(members, mean)
+    linked, grouped = first.link or None, first.group_size or None
     moving_s = seconds["busy_s"] if seconds["transfer_s"] is None else seconds["transfer_s"]
     return CommunicationPart.of(
         first,
-        payload_bytes=payload,
-        wire_bytes=_whole(wire),
-        wire_bytes_nvlink=_whole(wire - across),
-        wire_bytes_infiniband=_whole(across),
+        link=linked,
+        group_size=grouped,
+        num_groups=grouped and first.num_groups,
+        gpus_per_domain=linked and first.gpus_per_domain,
+        dtype=first.dtype or None,
+        payload_bytes=grouped and payload,
+        wire_bytes=grouped and _whole(wire),
+        wire_bytes_nvlink=linked and _whole(wire - across),
+        wire_bytes_infiniband=linked and _whole(across),
         bus_bandwidth_bytes_per_s=wire / moving_s if wire and moving_s else None,
         bus_bandwidth_peak_bytes_per_s=peak_bus_bandwidth_bytes_per_s(first, cluster) if wire else None,
         ops=_ops(collectives, members, mean, lines),

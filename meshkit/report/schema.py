@@ -140,6 +140,8 @@ class OpPart(Part):
 class CommunicationPart(Part):
     """Collectives of one kind over the same axes, link, dtype and shape of group; `axes == []` maps to no axis.
 
+    `replica_groups` (`{0,1},{2,3}`) tells rows apart where no mesh is known.
+
     `bus_bandwidth_peak_bytes_per_s` is what the links of such a group allow; reductions inside switches can exceed it.
     """
 
@@ -152,6 +154,7 @@ class CommunicationPart(Part):
     group_size: int | None = None
     num_groups: int | None = None
     gpus_per_domain: int | None = None
+    replica_groups: str | None = None
     count: int | float
     payload_bytes: int | float | None = None
     wire_bytes: int | float | None = None

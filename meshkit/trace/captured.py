@@ -32,7 +32,7 @@ from meshkit.trace.reader import Trace, read_trace
 TRACE_FOLDER = "trace"  # of a run folder
 _CONTAINERS = {"while", "conditional", "call"}
 _LARGEST_RECORD_BYTES = 16 * 2**20
-_LARGEST_PROGRAM_BYTES = 2**30  # unpacked; a proto cannot have more than twice that
+LARGEST_PROGRAM_BYTES = 2**30  # unpacked; a proto cannot have more than twice that
 _HINT = "`meshkit train` with [profile] steps = [first, last], or mk.profile(...)"
 
 
@@ -203,7 +203,7 @@ def open_capture(run: str | Path, *, only_process: int | None = None) -> Capture
             broken[each.process] = error.message
     if len(broken) == len(records):
         raise errors[0]
-    program = _traced_program(module, read, record)
+    program = traced_program(module, read, record.mesh.device_ids)
     return Captured(folder, tuple(records), cluster, placement, module, read.schedule, program, broken)
 
 
@@ -343,7 +343,7 @@ def _read_module(folder: Path, record: CaptureRecord) -> Any:
     """The compiled program, checked to be the one that the sidecar names."""
     file = folder / Path(record.program_file).name
     try:
-        module = load_module(gunzip(read_regular(file, _LARGEST_PROGRAM_BYTES), _LARGEST_PROGRAM_BYTES))
+        module = load_module(gunzip(read_regular(file, LARGEST_PROGRAM_BYTES), LARGEST_PROGRAM_BYTES))
     except (OSError, ValueError, MeshkitError) as e:
         raise TraceError(f"the captured program cannot be read: {e}", at=str(file)) from None
     if module.name != record.module:
@@ -353,8 +353,8 @@ def _read_module(folder: Path, record: CaptureRecord) -> Any:
     return module
 
 
-def _traced_program(module: Any, read: Program, record: CaptureRecord) -> TracedProgram:
-    """What the program says of the operations that its traces hold."""
+def traced_program(module: Any, read: Program, device_ids: Sequence[int]) -> TracedProgram:
+    """What the program says of the operations that its traces hold; its partitions run on `device_ids` in order."""
     computations = {c.name: c.instructions() for c in module.computations()}
     instructions = [i for body in computations.values() for i in body]
     fused = set()  # one kernel which computes a matmul and communicates
@@ -368,9 +368,9 @@ def _traced_program(module: Any, read: Program, record: CaptureRecord) -> Traced
     if read.schedule is not None:
         communicating = {i.name for body in read.schedule.computations.values() for i in body if i.collective}
         expected = {name: n for name, n in read.schedule.known_runs().items() if name in communicating}
-    ids = np.asarray(record.mesh.device_ids)
+    ids = np.asarray(device_ids)
     return TracedProgram(
-        record.module,
+        module.name,
         read.collectives,
         containers={i.name for i in instructions if opcode(i) in _CONTAINERS},
         fused=fused,

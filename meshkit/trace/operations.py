@@ -78,13 +78,13 @@ class Operations:
         return sum(len(d.start_ps) for d in self.devices.values())
 
 
-def read_operations(file: TraceFile) -> Operations:
-    """Reads one file.
+def read_operations(file: TraceFile, space: XSpace | None = None) -> Operations:
+    """Reads one file, or what of it was read already.
 
     Raises:
         TraceError: it cannot be read, or is no trace.
     """
-    space = read_xspace(file.path)
+    space = space or read_xspace(file.path)
     lost = [int(m[1] or m[2]) for text in space.messages for m in _DROPPED.finditer(text)]
     found = Operations(messages=space.messages, dropped=sum(lost) if lost else None)
     reader = _Reader(found, _duration_ns(space, found))
@@ -266,6 +266,15 @@ _COMMUNICATION_KERNEL = re.compile(r"^(?:void )?(?:nccl|nvshmem|rccl|msccl)", re
 _COMMUNICATION_OP = re.compile(
     r"^(?:all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter)\b"
 )
+_KERNEL_KINDS = {  # in the names of communication libraries' kernels
+    "all-gather": "allgather",
+    "all-reduce": "allreduce",
+    "all-to-all": "alltoall",
+    "collective-broadcast": "broadcast",
+    "reduce-scatter": "reducescatter",
+    "send-recv": "sendrecv",
+}
+KINDS = (*_KERNEL_KINDS, "collective-permute", "ragged-all-to-all")  # what `kind_of_collective` tells apart
 _CONTAINER_OP = re.compile(r"^(?:while|conditional|call)(?:\.\d+)*$")
 # a matmul and a collective in one kernel's name: gemm_all_reduce, AllGatherMatmul, ...
 _MATMUL = re.compile(r"gemm|matmul", re.IGNORECASE)
@@ -284,11 +293,24 @@ class TracedProgram:
     """Instruction name -> [groups, members] global device ids, or [pairs, 2] of a collective-permute."""
     expected: Mapping[str, int] = field(default_factory=dict)
     """Instruction name -> how often one execution runs it, where the program says."""
+    program_id: int | None = None  # the runtime's, where several programs bear the name; None if that is not known
+    found: bool = False  # nobody said how often the program ran, or whether the trace begins and ends between steps
+    once: Set[str] = frozenset()  # of a found program: its instructions that run once an execution, where known
+    kinds: Mapping[str, Collective] = field(default_factory=dict)
+    """Kind of collective -> what stands for all of that kind, where only names of kernels are known."""
 
     @property
     def distinct_collectives(self) -> tuple[Collective, ...]:
         """Each collective once: what the indices of a timeline point into."""
-        return tuple(dict.fromkeys(self.collectives.values()))
+        return tuple(dict.fromkeys((*self.collectives.values(), *self.kinds.values())))
+
+    def owns(self, labels: Sequence[Label]) -> np.ndarray:
+        """[labels] whether each is one of the program's; ids of programs may differ between processes, names do not."""
+        named = np.array([label.module == self.module for label in labels], bool)
+        if self.program_id is not None:
+            same = named & np.array([label.program == self.program_id for label in labels], bool)
+            return same if same.any() else named
+        return named
 
 
 @dataclass(frozen=True)
@@ -321,7 +343,7 @@ class Classifier:
             kind=np.zeros(n, np.int8),
             collective=np.full(n, -1, np.int32),
             op=np.full(n, -1, np.int32),
-            of_program=np.array([label.module == self._program.module for label in labels], bool),
+            of_program=self._program.owns(labels),
             lost=np.array([label.graph and not label.op for label in labels], bool),
         )
         for i, label in enumerate(labels):
@@ -341,6 +363,19 @@ def _is_fused(name: str) -> bool:
     return bool(_MATMUL.search(name) and _COLLECTIVE.search(name))
 
 
+def kind_of_collective(label: Label) -> str:
+    """What an operation communicates by the name of its instruction, else of its kernel; "" where neither says."""
+    if op := _COMMUNICATION_OP.match(label.op):
+        return op[0]
+    name = label.name.lower().replace("_", "").replace("-", "")
+    return next((kind for kind, word in _KERNEL_KINDS.items() if word in name), "")
+
+
+def is_container(label: Label) -> bool:
+    """Whether an operation is a loop, a call or a conditional by its name: its time is that of what is inside."""
+    return bool(_CONTAINER_OP.match(label.op))
+
+
 def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, Collective | None]:
     """What a label is, and what it communicates."""
     if (of_program and label.op in program.containers) or _CONTAINER_OP.match(label.op):
@@ -349,5 +384,5 @@ def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, 
     if (of_program and label.op in program.fused) or _is_fused(label.name):
         return FUSED, collective
     if collective is not None or _COMMUNICATION_OP.match(label.op) or _COMMUNICATION_KERNEL.match(label.name):
-        return COMMUNICATION, collective
+        return COMMUNICATION, collective or program.kinds.get(kind_of_collective(label))
     return (COPY if label.copy else COMPUTE), None

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshkit.config.bounded import open_regular
+from meshkit.config.bounded import gunzip, open_regular, read_regular
 
+_LARGEST_UNPACKED_BYTES = 8 * 2**30
 _PAD = 32  # bytes behind the data: a damaged event may point a little beyond its end
 _CONTINUES = np.uint64(0x8080808080808080)
 _PAYLOAD = np.uint64(0x7F7F7F7F7F7F7F7F)
@@ -51,15 +52,32 @@ class Buffer:
 
     @classmethod
     def read(cls, path: Path) -> Buffer:
-        """Reads a whole file.
+        """Reads a whole file, unpacked if its name ends in `.gz`.
 
         Raises:
             OSError: it cannot be read.
+            WireError: it is no whole gzip file, or unpacks to more than 8 GiB.
         """
+        if path.suffix == ".gz":
+            try:
+                return cls.of(path, gunzip(read_regular(path, _LARGEST_UNPACKED_BYTES), _LARGEST_UNPACKED_BYTES))
+            except ValueError as e:
+                raise WireError(str(e)) from None
         with open_regular(path) as f:
             size = os.fstat(f.fileno()).st_size
             data = np.empty(size + _PAD, np.uint8)  # numpy asks for huge pages, which halves the time to fill them
             size = f.readinto(data[:size].data)
+        return cls._padded(path, data, size)
+
+    @classmethod
+    def of(cls, path: Path, content: bytes) -> Buffer:
+        """What was read of a file already."""
+        data = np.empty(len(content) + _PAD, np.uint8)
+        data[: len(content)] = np.frombuffer(content, np.uint8)
+        return cls._padded(path, data, len(content))
+
+    @classmethod
+    def _padded(cls, path: Path, data: np.ndarray, size: int) -> Buffer:
         data[size:] = 0
         words = np.ndarray(shape=(size + _PAD - 7,), dtype="<u8", buffer=data.data, strides=(1,))
         return cls(path, size, data.data, data, words)

@@ -108,31 +108,36 @@ class _Reader:
         """Adds one file; nothing of one that cannot be read."""
         operations = read_operations(file)
         facts, labels = self.facts, operations.labels
-        if not any(label.module == self.program.module for label in labels):
+        own = self.program.owns(labels)
+        if not own.any():
             raise _not_the_program(file, self.program, labels)
         facts.events += operations.events
         facts.discarded += operations.discarded
         facts.messages += operations.messages
         if operations.dropped is not None:
             facts.dropped = (facts.dropped or 0) + operations.dropped
-        namesakes = {label.program for label in labels if label.module == self.program.module}
+        namesakes = {label.program for label, mine in zip(labels, own) if mine}
         facts.namesakes = max(facts.namesakes, len(namesakes))
         classes = self.classifier.classify(labels)
+        once = np.array([label.op in self.program.once for label in labels], bool)
         clock_s = self.instances.begin(file.process, operations.clock_ns)
         for device in sorted(file.devices.values()):
             if device in operations.devices:
-                self._device(device, operations.devices[device], classes, clock_s)
+                self._device(device, operations.devices[device], classes, once, clock_s)
             else:
                 facts.missing_devices.append(device)
 
-    def _device(self, device: int, ops: DeviceOperations, classes: Classes, clock_s: float) -> None:
+    def _device(self, device: int, ops: DeviceOperations, classes: Classes, once: np.ndarray, clock_s: float) -> None:
         """Cuts the operations of one device into its executions of the program, and sweeps each."""
         mine = np.flatnonzero(classes.of_program[ops.label])
         if not len(mine):
             self.facts.missing_devices.append(device)
             return
         start, run = ops.start_ps[mine], ops.run[mine]
-        windows = step_windows(start, ops.end_ps[mine], ops.label[mine], run, self.num_steps)
+        if self.program.found and (run == -1).all():
+            windows = found_windows(start, ops.end_ps[mine], ops.label[mine], once)
+        else:
+            windows = step_windows(start, ops.end_ps[mine], ops.label[mine], run, self.num_steps)
         runs = runs_in_order(start, run)
         if self.num_steps and len(windows) != max(1, self.num_steps - 1):
             self.facts.odd_executions[device] = len(windows) + 1
@@ -188,7 +193,7 @@ class _Reader:
     def _count_communication(self, step: DeviceStep) -> None:
         """Adds seconds of communication to the facts: all, of known instructions, on mesh axes."""
         seconds = np.diff(step.communication, axis=1).ravel()
-        known = step.collective >= 0
+        known = (step.collective >= 0) & (not self.program.kinds)
         on_axes = np.array([bool(c.axes) or c.group_size == 1 for c in self.collectives] + [False])
         self.facts.communication_s += float(seconds.sum())
         self.facts.mapped_s += float(seconds[known].sum())
@@ -283,6 +288,31 @@ def step_windows(
     if len(first) == 1:
         return [(float(first[0]), float(end.max()))]
     return list(zip(first[:-1].tolist(), first[1:].tolist()))
+
+
+def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.ndarray) -> list[tuple[float, float]]:
+    """Windows of the executions where nobody numbered or counted them, and the trace may begin and end inside of one.
+
+    The operations that ran equally often tell where executions begin: of those that run once an execution, where
+    `once` [ids] knows them, the most; else all where their numbers have a divisor in common, else the rarest that are
+    a quarter of all.
+
+    Args:
+        start, end, op: as of `step_windows`.
+        once: of each id of an operation, whether one execution runs it once.
+    """
+    ids, which, count = np.unique(op, return_inverse=True, return_counts=True)
+    chosen = np.ones(len(ids), bool)
+    if once[ids].any():
+        values, votes = np.unique(count[once[ids]], return_counts=True)
+        chosen = once[ids] & (count == values[np.argmax(votes)])
+    elif np.gcd.reduce(count) == 1 and (count == 1).mean() < 0.1:
+        repeated = (c for c in np.unique(count[count > 1]).tolist() if (count % c == 0).mean() >= 0.25)
+        number = next(repeated, 1)
+        chosen = (count % number == 0) if number > 1 else chosen
+    rows = np.flatnonzero(chosen[which])
+    windows = step_windows(start[rows], end[rows], op[rows], np.full(len(rows), -1))
+    return windows if len(windows) > 1 else [(float(start[0]), float(end.max()))]
 
 
 def runs_in_order(start: np.ndarray, run: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ an order that no writer uses are decoded one by one, so that any valid file read
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,8 @@ _SHORT = {number << 3 | 2 for number in (_PLANE_EVENT_METADATA, _PLANE_STAT_META
 _LINE_NAME, _LINE_TIMESTAMP_NS, _LINE_EVENT = 2, 3, 4
 _EVENT_METADATA, _EVENT_OFFSET_PS, _EVENT_DURATION_PS, _EVENT_STAT = 1, 2, 3, 4
 _STAT_METADATA, _STAT_DOUBLE, _STAT_STRING, _STAT_BYTES, _STAT_REF = 1, 2, 5, 6, 7
+_METADATA_STAT = 5  # of an entry's value
+_PROGRAM = re.compile(r"^(.*)\((-?\d+)\)$")  # `jit_f(12)`: module and the runtime's id of the program
 _EVENT_TAG = _LINE_EVENT << 3 | 2
 _CHUNK = 1 << 14  # events decoded at a time: the temporaries stay in the cache, and memory is bounded
 NO_VALUE = np.iinfo(np.int64).min  # of a stat that an event does not have
@@ -90,6 +93,7 @@ class Plane:
     event_names: Names
     stat_names: Names
     stats: dict[str, int | float | str]
+    span: tuple[int, int] = (0, 0)
     strings: list[str] = field(default_factory=list)
     _interned: dict[str, int] = field(default_factory=dict)
 
@@ -164,6 +168,40 @@ class XSpace:
             raise TraceError(f"{where} is damaged: {e}.", at=str(self.buffer.path)) from None
         return Events.joined(parts, wanted)
 
+    def programs(self) -> dict[tuple[str, int], bytes]:
+        """(module, the runtime's id) -> serialized `HloProto` of the programs that the profiler has put in the file.
+
+        Raises:
+            TraceError: their plane is damaged.
+        """
+        found: dict[tuple[str, int], bytes] = {}
+        try:
+            for plane in self.planes:
+                if plane.name == "/host:metadata":
+                    for number, value in self.buffer.fields(*plane.span):
+                        if number == _PLANE_EVENT_METADATA:
+                            found.update(self._program(plane, *span_of(value)))
+        except WireError as e:
+            raise TraceError(f"the programs in the trace are damaged: {e}.", at=str(self.buffer.path)) from None
+        return found
+
+    def _program(self, plane: Plane, start: int, end: int) -> Iterator[tuple[tuple[str, int], bytes]]:
+        """The program of one entry of the plane's metadata."""
+        key, name = _read_named(self.buffer, start, end)
+        named = _PROGRAM.match(name)
+        known = (named[1], _signed(int(named[2]))) if named else (name, key)
+        for value in (span_of(v) for number, v in self.buffer.fields(start, end) if number == 2):
+            for stat in (span_of(v) for number, v in self.buffer.fields(*value) if number == _METADATA_STAT):
+                fields = dict(self.buffer.fields(*stat))
+                id_, blob = fields.get(_STAT_METADATA), fields.get(_STAT_BYTES)
+                if (
+                    isinstance(id_, int)
+                    and blob is not None
+                    and plane.stat_names.get(id_) in ("Hlo Proto", "hlo_proto")
+                ):
+                    begin, stop = span_of(blob)
+                    yield known, bytes(self.buffer.data[begin:stop])
+
 
 def read_xspace(path: str | Path) -> XSpace:
     """Reads the outline of a file: planes, lines and names; events are decoded when asked for.
@@ -176,6 +214,8 @@ def read_xspace(path: str | Path) -> XSpace:
         buffer = Buffer.read(path)
     except OSError as e:
         raise TraceError(f"the trace cannot be read: {e.strerror}.", at=str(path)) from None
+    except WireError as e:
+        raise TraceError(f"the trace cannot be unpacked: {e}.", at=str(path)) from None
     if buffer.size == 0:
         raise TraceError("the trace is empty (0 bytes).", at=str(path), hint="capturing again")
     space = XSpace(buffer)
@@ -215,7 +255,7 @@ def _read_plane(buffer: Buffer, start: int, end: int) -> Plane:
         elif number in spans:
             spans[number].append(span_of(value))
     names = [Names(buffer, spans[number]) for number in (_PLANE_EVENT_METADATA, _PLANE_STAT_METADATA)]
-    plane = Plane(name, lines, *names, stats={})
+    plane = Plane(name, lines, *names, stats={}, span=(start, end))
     for span in spans[_PLANE_STAT]:
         id_, kind, value = _read_stat(buffer, *span)
         name = plane.stat_names.get(id_)
@@ -234,6 +274,11 @@ def _read_line(buffer: Buffer, start: int, end: int) -> Line:
         elif number == _LINE_EVENT and line.name:
             break
     return line
+
+
+def _signed(number: int) -> int:
+    """A 64-bit number as events have it."""
+    return number - (1 << 64) if number >> 63 == 1 else number
 
 
 def _entries(buffer: Buffer, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, ...]:

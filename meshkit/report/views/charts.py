@@ -322,7 +322,8 @@ def lanes(timeline: Timeline, step: DeviceStep) -> list[Lane]:
     exposed = exposed_spans(step)
     found.append(_lane("exposed", "exposed", exposed, None, (), step))
     names = [f"{c.name} ({c.collective} {c.dtype})" for c in timeline.collectives] + ["unmapped communication"]
-    axes = [f"{axes_text(c.axes)} · {c.link}" for c in timeline.collectives] + [axes_text(())]
+    axes = [f"{c.replica_groups or axes_text(c.axes)} · {c.link or '-'}" for c in timeline.collectives]
+    axes.append(axes_text(()))
     present = list(dict.fromkeys(axes[i] for i in step.collective))
     for axis in sorted(present):
         mine = np.array([axes[i] == axis for i in step.collective], bool)

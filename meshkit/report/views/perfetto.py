@@ -111,7 +111,7 @@ def _compute(
 
 
 def _track(c: Collective) -> str:
-    return f"{axes_text(c.axes)} · {c.link}"
+    return f"{c.replica_groups or axes_text(c.axes)} · {c.link or '-'}"
 
 
 def _details(c: Collective) -> dict[str, Any]:

@@ -123,7 +123,8 @@ def _communication(shown: Shown) -> RenderableType:
         return Text("none", "dim")
     groups: dict[tuple, list[int]] = {}
     for i, row in enumerate(communication):
-        key = (row.axes, row.link, row.fabric, row.group_size, row.num_groups, row.gpus_per_domain, row.axes_complete)
+        shape = (row.group_size, row.num_groups, row.gpus_per_domain, row.axes_complete, row.replica_groups)
+        key = (row.axes, row.link, row.fabric, *shape)
         groups.setdefault(key, []).append(i)
     rows = rows_table(shown).pick(*_COLUMNS).rows
     ordered = sorted(groups.values(), key=lambda members: -sum(communication[i].exposed_s or 0 for i in members))

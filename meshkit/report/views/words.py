@@ -210,7 +210,8 @@ def group_text(row: CommunicationPart) -> str:
         return ""
     inside = "" if row.link != "infiniband" else f", {row.gpus_per_domain} per domain"
     part = "" if row.axes_complete is not False else ", part of the axis"
-    return f"{row.num_groups} x {row.group_size} GPUs{inside}{part}"
+    listed = f", {row.replica_groups}" if row.replica_groups else ""
+    return f"{row.num_groups} x {row.group_size} GPUs{inside}{part}{listed}"
 
 
 def row_name(row: CommunicationPart | ComparedRow) -> str:

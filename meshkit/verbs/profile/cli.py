@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshkit.console import output, say, status, stdout
-from meshkit.verbs.arguments import (
-    JsonOption,
-    RunArg,
-    show_report,
-)
+from meshkit.errors import ConfigError, TraceError
+from meshkit.verbs.arguments import JsonOption, show_report
+
+if TYPE_CHECKING:
+    from meshkit.config.cluster import Cluster
+    from meshkit.config.mesh import MeshSpec
 
 
 def profile(
-    run: RunArg,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="Run folder, or any JAX trace: FILE.xplane.pb, or a folder of them.", show_default=False
+        ),
+    ],
     predicted: Annotated[
         Path | None, typer.Option("--plan", metavar="RUN", help="A plan's report, to show predicted beside measured.")
     ] = None,
+    experiment: Annotated[
+        Path | None, typer.Option("--experiment", metavar="FILE", help="Of a bare trace: mesh and cluster of its job.")
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", metavar="AXES", help="Of a bare trace: its mesh, as data=2,tensor=4.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="CLUSTER", help="Of a bare trace: a shipped cluster, or a file.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Of a bare trace: where to write the report.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a run from its trace.
+    """Measure a run from its trace, or any JAX trace.
 
     Overlapped and exposed communication per mesh axis, link and collective. Predicted beside measured with --plan, or
     where the run folder holds the plan (plan.json, or a plan made with the same --out).
@@ -31,8 +49,27 @@ def profile(
     from meshkit.report.folder import find_prediction
     from meshkit.report.schema import read_report
     from meshkit.report.views.compare import render as render_comparison
-    from meshkit.verbs.profile.profiler import profile_run
+    from meshkit.trace.loose import is_loose
+    from meshkit.verbs.profile.profiler import profile_run, profile_traces
 
+    if is_loose(run):
+        axes, where = _declared(experiment, mesh, cluster)
+        other = read_report(predicted) if predicted else None
+        with status(f"reading the trace {run}"):
+            report = profile_traces(run, mesh=axes, cluster=where, out=out, predicted=other)
+        show_report(report, as_json, run.name)
+        if other is not None and not as_json:
+            output("")
+            stdout().print(render_comparison(compare_reports(other, report)))
+        if out is not None:
+            say(f"wrote report.json, report.html and trace.json.gz into {out}")
+        return
+    options = {"--experiment": experiment, "--mesh": mesh, "--cluster": cluster, "--out": out}
+    if given := [name for name, value in options.items() if value is not None]:
+        _check_there(run)
+        raise ConfigError(
+            f"{given[0]} is for a trace without a run folder; this one knows its mesh and cluster.", at=str(run)
+        )
     folder = run if run.is_dir() else run.parent
     other = read_report(predicted) if predicted else find_prediction(folder)
     with status(f"reading the trace of {run}"):
@@ -42,3 +79,42 @@ def profile(
         output("")
         stdout().print(render_comparison(compare_reports(other, report)))
     say(f"wrote report.json, report.html and trace.json.gz into {folder}")
+
+
+def _check_there(run: Path) -> None:
+    """Refuses a path at which there is nothing.
+
+    Raises:
+        TraceError: there is neither a file nor a folder.
+    """
+    if not run.exists():
+        raise TraceError("there is no such trace or run folder.", at=str(run))
+
+
+def _declared(experiment: Path | None, mesh: str | None, cluster: str | None) -> tuple[MeshSpec | None, Cluster | None]:
+    """The mesh and the cluster that the options name.
+
+    Raises:
+        ConfigError: an experiment beside a mesh or a cluster, or a value that is none.
+    """
+    from meshkit.config.cluster import Cluster
+    from meshkit.config.experiment import load
+    from meshkit.config.mesh import MeshSpec
+
+    if experiment is not None:
+        if mesh is not None or cluster is not None:
+            raise ConfigError("--experiment says both mesh and cluster.", hint="it, or --mesh and --cluster")
+        job = load(experiment)
+        return job.mesh, job.cluster
+    axes = None
+    if mesh is not None:
+        sizes: dict[str, int] = {}
+        for part in mesh.split(","):
+            name, _, size = (word.strip() for word in part.partition("="))
+            if not name or not size.isdecimal() or name in sizes:
+                raise ConfigError(
+                    f"'{mesh}' is no list of axes and their sizes.", at="--mesh", hint="--mesh data=2,tensor=4"
+                )
+            sizes[name] = int(size)
+        axes = MeshSpec.parse(sizes)
+    return axes, Cluster.load(cluster) if cluster is not None else None

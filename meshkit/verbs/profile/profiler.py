@@ -7,7 +7,7 @@ trace + compiled program + mesh   (meshkit.trace.capture wrote them)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,18 +19,20 @@ import jax
 from meshkit.config.calibration import CALIBRATION_FILE
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
+from meshkit.console import run_folder
 from meshkit.hlo.instructions import read_instructions
 from meshkit.report.folder import write_folder
 from meshkit.report.quality import feedback_part, noted, quality_part, stragglers_part, withhold_axes
 from meshkit.report.rows import group_rows
-from meshkit.report.schema import MemoryPart, Report, StragglersPart
+from meshkit.report.schema import MemoryPart, ProgramPart, Report, StragglersPart
 from meshkit.report.summarize import Machines, captured_program, summarize
 from meshkit.step.facts import StepFacts
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
 from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_of_capture, open_capture, read_captured
+from meshkit.trace.loose import open_loose
 from meshkit.trace.measured import PGLE_FILE, measured_costs, write_calibration, write_pgle
-from meshkit.trace.reader import Trace
+from meshkit.trace.reader import Trace, read_trace
 
 
 @dataclass(frozen=True)
@@ -167,11 +169,66 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
         "memory": _memory(captured.records, captured.cluster),
         "program": captured_program(record, captured.schedule),
         "quality": quality_part(trace, missing=captured.missing, overhead_s=overhead_s, steps_per_execution=each),
-        "stragglers": _stragglers(captured, trace),
+        "stragglers": waited_for(trace, {r.process: r.host for r in captured.records}, each),
         "feedback": feedback_part(record.options),
     }
     report = withhold_axes(report.model_copy(update=parts), trace)
     return Measurement(report, trace.timeline, captured, trace)
+
+
+def profile_traces(
+    path: str | Path,
+    *,
+    mesh: MeshSpec | None = None,
+    cluster: Cluster | None = None,
+    out: str | Path | None = None,
+    predicted: Report | None = None,
+) -> Report:
+    """The measured report of a trace that any JAX job has left, or of a folder of them; see `trace.loose`.
+
+    Args:
+        path: a `.xplane.pb` file (or `.gz`), a folder of them, or one that `jax.profiler` has written into.
+        mesh: the axes that the program's partitions are on; without it rows go by replica groups.
+        cluster: where its devices are; without it links have no name.
+        out: a folder for the report's files; None writes nothing.
+        predicted: a plan's report, which the page shows next to the measurement.
+
+    Raises:
+        TraceError: there is no trace, it cannot be read, or no GPU and no CPU device ran anything.
+        ConfigError: the mesh or the cluster has another number of devices than the program.
+    """
+    loose = open_loose(path, mesh=mesh, cluster=cluster)
+    trace = read_trace(loose.files, loose.program, rows=group_rows(loose.program.distinct_collectives)[0])
+    trace.facts.damaged.update(loose.damaged)
+    named = loose.module is not None
+    report = summarize(
+        trace.steps,
+        source="profile",
+        machines=Machines(loose.placement, cluster, len(loose.hosts), len(loose.hosts) + len(loose.damaged)),
+        instructions=read_instructions(loose.module) if named else None,
+        swept=trace,
+        warnings=noted([*loose.notes, *trace.notes]),
+    )
+    quality = quality_part(trace)
+    if loose.placement is None:
+        unknown = {} if named else {"mapped_share": None, "kernels_mapped_share": None}
+        quality = quality.model_copy(update={"axis_mapped_share": None, "axes_withheld": False} | unknown)
+        known = all(row.collective for row in report.communication)
+        warnings = [w for w in report.warnings if not (known and w.code == "unmapped_communication")]
+        report = report.model_copy(update={"warnings": tuple(warnings)})
+    else:
+        report = withhold_axes(report, trace)
+    schedule = loose.read.schedule if loose.read else None
+    program = ProgramPart(
+        fingerprint=schedule.fingerprint if schedule else None,
+        jax=loose.versions.get("jax"),
+        jaxlib=loose.versions.get("jaxlib"),
+    )
+    parts = {"quality": quality, "program": program, "stragglers": waited_for(trace, loose.hosts)}
+    report = report.model_copy(update=parts)
+    if out is None:
+        return report
+    return write_folder(report, run_folder(Path(out)), trace.timeline, predicted=predicted, title=Path(path).name)
 
 
 def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> MemoryPart:
@@ -197,15 +254,13 @@ def _overhead_s(captured: Captured) -> float | None:
     return max(found) if found else None
 
 
-def _stragglers(captured: Captured, trace: Trace) -> StragglersPart | None:
-    """Who is waited for, with the compute and the host of each."""
+def waited_for(trace: Trace, hosts: Mapping[int, str], steps_per_execution: int = 1) -> StragglersPart | None:
+    """Who is waited for, with the compute and the host of each; `hosts` by process."""
     if not trace.skew.instances:
         return None
-    each = captured.record.work.steps_per_call
     by_device: dict[int, list[float]] = {}
     for step, swept in zip(trace.steps.steps, trace.sweeps):
-        by_device.setdefault(step.device, []).append(swept.total.compute_s / each)
+        by_device.setdefault(step.device, []).append(swept.total.compute_s / steps_per_execution)
     compute_s = {device: sum(values) / len(values) for device, values in by_device.items()}
-    hosts = {r.process: r.host for r in captured.records}
-    steps = len({step.step for step in trace.steps.steps}) * each
+    steps = len({step.step for step in trace.steps.steps}) * steps_per_execution
     return stragglers_part(trace.skew, hosts, compute_s, steps)

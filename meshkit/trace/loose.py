@@ -1,0 +1,398 @@
+"""Loose traces: XSpace files of any JAX job, without a run folder -> what `reader` needs to measure them.
+
+FILE.xplane.pb[.gz], a folder of them, or plugins/profile/RUN/ as jax.profiler lays it out
+  -> devices; the program that takes most of their time; its HLO, from the trace or from a file beside it
+  -> TracedProgram, and Notes of what had to be assumed and of what is missing
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshkit.config.bounded import gunzip, read_regular
+from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import MeshSpec, Placement
+from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
+from meshkit.hlo.groups import read_groups
+from meshkit.hlo.module import COLLECTIVES, Program, load_module, read_program
+from meshkit.hlo.proto import ModuleAttributes, integer, ints, message, messages, read_fields, text
+from meshkit.hlo.schedule import Collective
+from meshkit.trace.captured import LARGEST_PROGRAM_BYTES, TRACE_FOLDER, traced_program
+from meshkit.trace.checks import Note, some
+from meshkit.trace.operations import KINDS, Operations, TracedProgram, TraceFile, is_container, read_operations
+from meshkit.trace.xspace import XSpace, read_xspace
+from meshkit.units import format_percent
+
+_PATTERNS = ("*.xplane.pb", "*.xplane.pb.gz")
+_SIDECARS = ("*.hlo.pb", "*.hlo.pb.gz", "*.hlo_proto.pb")  # meshkit's own, XLA's dumps, and XProf's
+_OF_A_PROCESS = re.compile(r"p\d+")  # a session as meshkit names it: one process of a capture
+_ASSIGNMENT = 15  # `HloModuleProto.device_assignment`
+_LARGEST_ID = 2**23  # XLA makes tables as long as the highest id: a small file could ask for any amount of memory
+_MOST_GROUPS = 8  # of a row's groups that are spelled out
+
+
+@dataclass(frozen=True)
+class Loose:
+    """Traces, and the program whose executions are their steps."""
+
+    files: tuple[TraceFile, ...]
+    hosts: Mapping[int, str]  # process -> its host, by the name of its file
+    program: TracedProgram
+    module: Any | None  # the compiled program; None where nobody has left it
+    read: Program | None  # the same, read
+    placement: Placement | None  # on the mesh; None where no mesh is known
+    cluster: Cluster | None
+    versions: Mapping[str, str]  # of jax and jaxlib, as the trace has them
+    damaged: Mapping[int, str]  # process -> what is wrong with its file
+    notes: tuple[Note, ...]
+
+
+def is_loose(path: Path) -> bool:
+    """Whether a path is a trace, or a folder of traces, and no run folder with a capture."""
+    if path.is_file() or (path.name.endswith((".xplane.pb", ".xplane.pb.gz")) and not path.exists()):
+        return path.suffix != ".json"
+    if not path.is_dir() or (path / TRACE_FOLDER).is_dir() or any(path.glob("capture-p*.json")):
+        return False
+    return bool(_sessions(path))
+
+
+def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
+    """The traces of one profile: a file's, or a folder's latest; and the folders of the others.
+
+    Raises:
+        TraceError: there is none.
+    """
+    if path.is_file():
+        return [path], []
+    sessions = _sessions(path) if path.is_dir() else []
+    if not path.exists():
+        raise TraceError("there is no such trace.", at=str(path), hint="a *.xplane.pb file, or the folder it is in")
+    if not sessions:
+        raise TraceError("there is no trace (*.xplane.pb) in this folder.", at=str(path))
+    if all(_OF_A_PROCESS.fullmatch(s.name) for s in sessions):
+        return [file for s in sessions for file in _traces(s)], []
+    return _traces(sessions[-1]), sessions[:-1]
+
+
+def open_loose(path: str | Path, *, mesh: MeshSpec | None = None, cluster: Cluster | None = None) -> Loose:
+    """Finds the program and its devices in traces without a run folder.
+
+    Args:
+        path: a file, or a folder of them.
+        mesh: the axes that the program's partitions are on, if known.
+        cluster: where its devices are, if known.
+
+    Raises:
+        TraceError: there is no trace, none can be read, or none has an operation of a device.
+        ConfigError: the mesh or the cluster has another number of devices than the program.
+    """
+    found, others = find_traces(Path(path))
+    scan = _Scan(found)
+    module, read, placement, ids = scan.module(), None, None, np.array(scan.devices)
+    if module is not None:
+        try:
+            ids, placement = _placed(module.as_serialized_hlo_module_proto(), scan.devices, mesh, cluster)
+            read = _as_known(read_program(module, placement), axes=mesh is not None, links=cluster is not None)
+        except ProgramError as error:
+            module, scan.reason = None, error.message
+    if module is not None and read is not None:
+        schedule = read.schedule
+        once = {name for name, n in schedule.known_runs().items() if n == 1} if schedule else set()
+        program = traced_program(module, read, ids.tolist())
+        program = replace(program, program_id=scan.program, found=True, once=frozenset(once))
+    else:
+        kinds = {kind: _of_kind(kind) for kind in ("", *KINDS)}
+        program = TracedProgram(scan.name, program_id=scan.program, found=True, kinds=kinds)
+    missing = sorted(set(ids.tolist()) - set(scan.devices))
+    return Loose(
+        tuple(scan.files),
+        scan.hosts,
+        program,
+        module,
+        read,
+        placement if mesh is not None else None,
+        cluster,
+        scan.versions,
+        scan.damaged,
+        tuple(_notes(scan, module, mesh, cluster, missing, others, communicates=bool(read and read.collectives))),
+    )
+
+
+def _traces(folder: Path) -> list[Path]:
+    """The traces that lie in a folder itself; of a trace and its packed copy the first."""
+    files = {file.name.removesuffix(".gz"): file for pattern in reversed(_PATTERNS) for file in folder.glob(pattern)}
+    return [files[name] for name in sorted(files)]
+
+
+def _sessions(folder: Path) -> list[Path]:
+    """The folders with traces: itself, or the runs in `plugins/profile/`, the latest last."""
+    roots = [folder / "plugins" / "profile", folder / "profile", folder]
+    inside = [[s for s in sorted(root.iterdir()) if s.is_dir() and _traces(s)] for root in roots if root.is_dir()]
+    return next((sessions for sessions in ([folder] if _traces(folder) else [], *inside) if sessions), [])
+
+
+class _EveryDevice(Mapping[int, int]):
+    """Each device under the number that the file gives it."""
+
+    def __getitem__(self, ordinal: int) -> int:
+        return ordinal
+
+    def __contains__(self, ordinal: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+class _Scan:
+    """A first look at each file: which devices ran what, for how long."""
+
+    def __init__(self, found: Sequence[Path]):
+        self.files: list[TraceFile] = []
+        self.hosts: dict[int, str] = {}
+        self.damaged: dict[int, str] = {}
+        self.versions: dict[str, str] = {}
+        self.devices: list[int] = []
+        self.kept: dict[tuple[str, int], bytes] = {}  # programs in the traces
+        self.reason = ""  # why there is no program
+        self._ids: list[set[int]] = []  # of each file's programs
+        self._busy: Counter[tuple[str, int]] = Counter()  # (module, the runtime's id) -> ps on all devices
+        errors: list[TraceError] = []
+        for process, path in enumerate(found):
+            try:
+                self._file(process, path, alone=len(found) == 1)
+            except TraceError as error:
+                errors.append(error)
+                self.damaged[process] = error.message
+        if not self.files:
+            raise errors[0]
+        modules: Counter[str] = Counter()
+        for (module, _), busy in self._busy.items():
+            modules[module] += busy
+        named = [module for module in modules if module]
+        self.name = max(named, key=modules.__getitem__) if named else ""
+        self.programs = {program: busy for (module, program), busy in self._busy.items() if module == self.name}
+        most = max(self.programs, key=self.programs.__getitem__)
+        self.program = most if most != -1 and all(most in ids for ids in self._ids) else None
+        self.share = (modules[self.name] if self.program is None else self.programs[most]) / max(
+            1, sum(modules.values())
+        )
+
+    def _file(self, process: int, path: Path, *, alone: bool) -> None:
+        space = read_xspace(path)
+        operations = read_operations(TraceFile(path, _EveryDevice()), space)
+        if not operations.devices:
+            raise _nothing_ran(space, path)
+        ordinals = sorted(operations.devices)
+        apart = alone or not set(ordinals) & set(self.devices)
+        ids = ordinals if apart else [max(self.devices) + 1 + i for i in range(len(ordinals))]
+        self.files.append(TraceFile(path, dict(zip(ordinals, ids)), process))
+        self.devices += ids
+        self.hosts[process] = path.name.split(".xplane")[0]
+        self.kept |= space.programs()
+        for plane in space.planes:
+            if plane.name == "/host:metadata":
+                known = {"jax": plane.stats.get("jax_version"), "jaxlib": plane.stats.get("jaxlib_version")}
+                self.versions |= {name: v for name, v in known.items() if isinstance(v, str)}
+        self._count(operations)
+
+    def _count(self, operations: Operations) -> None:
+        """Adds what each program took on the devices; loops are counted by what is inside."""
+        labels = operations.labels
+        self._ids.append({label.program for label in labels})
+        for ops in operations.devices.values():
+            busy = np.bincount(ops.label, weights=ops.end_ps - ops.start_ps, minlength=len(labels))
+            for label, each in zip(labels, busy.tolist()):
+                if each and not is_container(label):
+                    self._busy[label.module, label.program] += int(each)
+
+    def module(self) -> Any | None:
+        """The compiled program, as the trace has it, else a file beside it; None, and why, where nobody has left it."""
+        exact = [blob for (name, id_), blob in self.kept.items() if name == self.name and id_ == self.program]
+        named = [blob for (name, _), blob in self.kept.items() if name == self.name]
+        for blob in exact or named[:1] or list(self._beside()):
+            try:
+                return _bounded_module(blob)
+            except MeshkitError as error:
+                self.reason = error.message
+        self.reason = self.reason or "the trace holds no HLO of it, and no file beside it does"
+        return None
+
+    def _beside(self) -> Iterator[bytes]:
+        """Programs of its name in files beside the traces, or above `plugins/profile/RUN/`."""
+        for folder in dict.fromkeys(f.path.absolute().parent for f in self.files):
+            above = [folder.parents[2]] if folder.parts[-3:-1] == ("plugins", "profile") else []
+            for path in (p for at in (folder, *above) for pattern in _SIDECARS for p in sorted(at.glob(pattern))):
+                try:
+                    content = read_regular(path, LARGEST_PROGRAM_BYTES)
+                    content = gunzip(content, LARGEST_PROGRAM_BYTES) if path.suffix == ".gz" else content
+                    fields = read_fields(content)
+                    if text(fields, 1) == self.name or text(message(fields, 1), 1) == self.name:
+                        yield content
+                except (OSError, ValueError, MeshkitError):
+                    continue  # somebody else's file
+
+
+def _nothing_ran(space: XSpace, path: Path) -> TraceError:
+    """Why a file has no operation of a device that we read."""
+    names = [plane.name for plane in space.planes]
+    if any(name.startswith("/device:TPU") for name in names):
+        return TraceError(
+            "this is a trace of TPUs, which meshkit does not read: it measures GPUs, and CPU devices in tests.",
+            at=str(path),
+        )
+    listed = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+    return TraceError(
+        f"the trace has no operation of a GPU or of XLA:CPU; {len(names)} planes: {listed}.",
+        at=str(path),
+        hint="tracing a window in which a jitted function runs to its end (jax.block_until_ready before stop_trace)",
+    )
+
+
+def _bounded_module(content: bytes) -> Any:
+    """The program of a serialized `HloProto` or `HloModuleProto`, unless loading it takes memory out of proportion."""
+    fields = read_fields(content)
+    try:
+        inner = message(fields, 1)
+        wrapped = bool(messages(inner, 3))
+    except MeshkitError:  # a module's own field 1 is its name
+        inner, wrapped = {}, False
+    serialized = next(v for v in fields[1] if isinstance(v, bytes)) if wrapped else content
+    module = inner if wrapped else fields
+    computations = messages(module, 3)
+    ids = [integer(i, 35) for c in computations for i in messages(c, 2)] + [integer(c, 5) for c in computations]
+    highest = max((max(i & 0xFFFFFFFF, i >> 32) for i in ids), default=0)
+    if highest > _LARGEST_ID:
+        raise TraceError(f"the HLO in the trace has ids up to {highest:,}, more than the {_LARGEST_ID:,} that are read")
+    return load_module(serialized)
+
+
+def _placed(
+    serialized: bytes, devices: Sequence[int], mesh: MeshSpec | None, cluster: Cluster | None
+) -> tuple[np.ndarray, Placement]:
+    """[partitions] the device of each, and where they are on the mesh (or on an axis of all devices)."""
+    assignment = message(read_fields(serialized), _ASSIGNMENT)
+    rows = [ints(m, 1) for m in messages(assignment, 3)]  # of each partition, its replicas
+    assigned = [device for row in rows for device in row]
+    ids = np.array(assigned if len(assigned) > 1 else sorted(devices))
+    if not set(ids.tolist()) & set(devices):  # numbered in another way
+        ids = np.array(sorted(devices))
+    highest = 0
+    attributes = ModuleAttributes(serialized)
+    for name in (n for c in attributes.computations for n in attributes.order(c)):
+        at = attributes.of(name)
+        if at.opcode.removesuffix("-start") in COLLECTIVES:
+            highest = max(highest, int(read_groups(at, 1).max()))
+    if highest >= len(ids):
+        ids = np.concatenate([ids, np.arange(highest + 1 - len(ids)) + ids.max() + 1])
+    count = len(ids)
+    names, shape = (mesh.axis_names, mesh.shape) if mesh else (("devices",), (count,))
+    if mesh is not None and mesh.size != count:
+        sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
+        raise ConfigError(
+            f"the mesh has {mesh.size} devices ({sizes}), but the program in the trace runs on {count}.",
+            hint=f"a mesh whose axes multiply to {count}",
+        )
+    if cluster is None:
+        return ids, Placement.from_shape(names, shape)
+    if count > cluster.num_gpus:
+        raise ConfigError(
+            f"the program in the trace runs on {count} devices, but the cluster has {cluster.num_gpus}.",
+            hint=f"a cluster of {-(-count // cluster.gpus_per_host)} hosts, or without --cluster",
+        )
+    if mesh is not None and mesh.size == cluster.num_gpus and _fills(mesh, cluster):
+        return ids, mesh.placement(cluster)
+    return ids, Placement.of_gpus(names, shape, np.arange(count), cluster)
+
+
+def _fills(mesh: MeshSpec, cluster: Cluster) -> bool:
+    """Whether a mesh says itself which of its factors are inside a domain of the cluster."""
+    return int(np.prod([axis.number("nvlink") for axis in mesh.axes])) == cluster.gpus_used_per_domain
+
+
+def _as_known(read: Program, *, axes: bool, links: bool) -> Program:
+    """A program whose collectives say nothing of axes or links that nobody has declared; without axes their groups."""
+
+    def known(c: Collective) -> Collective:
+        if not axes:
+            members = read.participants.get(c.name)
+            groups = None if members is None else _groups_text(members)
+            c = replace(c, axes=(), axes_complete=True, replica_groups=groups)
+        return c if links else replace(c, link="", fabric=None)
+
+    return replace(read, collectives={name: known(c) for name, c in read.collectives.items()})
+
+
+def _groups_text(members: np.ndarray) -> str:
+    """`{0,1},{2,3}`; the first of many."""
+    groups = [
+        "{" + ",".join(map(str, g[:_MOST_GROUPS])) + (",...}" if len(g) > _MOST_GROUPS else "}")
+        for g in members.tolist()
+    ]
+    return ",".join(groups[:_MOST_GROUPS]) + (",..." if len(groups) > _MOST_GROUPS else "")
+
+
+def _of_kind(kind: str) -> Collective:
+    """What stands for all collectives of a kind of which only the kernels' names are known."""
+    return Collective(
+        name=kind or "communication", key=kind, collective=kind or "unknown", axes=(), axes_complete=True, link="",
+        fabric=None, dtype="", group_size=0, num_groups=0, gpus_per_domain=0, payload_bytes=0,
+    )  # fmt: skip
+
+
+def _notes(
+    scan: _Scan,
+    module: Any | None,
+    mesh: MeshSpec | None,
+    cluster: Cluster | None,
+    missing: Sequence[int],
+    others: Sequence[Path],
+    *,
+    communicates: bool,
+) -> Iterator[Note]:
+    """What was assumed, and what is missing."""
+    if scan.name:
+        which = f"'{scan.name}'" + (
+            f" (program {scan.program})" if len(scan.programs) > 1 and scan.program is not None else ""
+        )
+        message = f"Steps are the executions of {which}, which has {format_percent(scan.share)} of the devices' time."
+    else:
+        message = "No kernel names its program: steps are what all kernels repeat, or the whole trace."
+    yield Note("steps_found", message)
+    if module is None:
+        yield Note(
+            "no_program",
+            f"The program is not known ({scan.reason}): kernels are classified by their names, and nothing is said of "
+            "bytes, groups, axes or waiting.",
+        )
+    elif mesh is None and communicates:
+        yield Note("no_mesh", "No mesh is known: rows go by collective and replica groups; --mesh names axes.")
+    if module is not None and cluster is None and communicates:
+        yield Note("no_cluster", "No cluster is known: links have no name and no peak; --cluster gives them.")
+    if missing and module is not None:
+        yield Note(
+            "missing_processes",
+            f"The program runs on {len(missing)} more devices than these traces have ({some(missing)}): the means are "
+            "of the others, and waiting is unknown in groups with them.",
+        )
+    if scan.damaged:
+        first, reason = next(iter(scan.damaged.items()))
+        count = len(scan.files) + len(scan.damaged)
+        message = f"{len(scan.damaged)} of {count} traces cannot be used; number {first}: {reason}"
+        yield Note("damaged_traces", message)
+    if len(scan.files) > 1:
+        message = f"The {len(scan.files)} traces are taken as processes in the order of their names."
+        yield Note("assumed_order", message)
+    if others:
+        names = ", ".join(o.name for o in others[-3:])
+        yield Note("other_profiles", f"{len(others)} earlier profiles in the same folder are left out ({names}).")

@@ -1,0 +1,177 @@
+"""Traces without a run folder: where they lie, which program they are of, where its executions begin."""
+
+import gzip
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from meshkit.errors import TraceError
+from meshkit.timeline import sweep
+from meshkit.trace.loose import find_traces, is_loose, open_loose
+from meshkit.trace.reader import found_windows, read_trace
+from tests.trace.trace_files import gpu_op, plane_text, write_planes
+
+DATA = Path(__file__).parent.parent / "data"
+SYNTHETIC = DATA / "synthetic_2gpu_3step.xplane.pb"
+GEMM = DATA / "traces" / "tracelens_jax08_gemm.xplane.pb"
+
+
+def read(path):
+    loose = open_loose(path)
+    return loose, read_trace(loose.files, loose.program)
+
+
+def test_kernels_alone_tell_collectives_by_their_kind():
+    loose, trace = read(SYNTHETIC)
+    assert (loose.program.module, loose.module) == ("jit_f", None)
+    found = trace.sweeps[0]
+    kinds = {c.collective: i for i, c in enumerate(trace.steps.collectives)}
+    assert found.total.window_s == pytest.approx(150e-6)
+    assert found.total.exposed_s == pytest.approx(50e-6)
+    assert found.exposed_share_s[[kinds["all-gather"], kinds["all-reduce"]]] == pytest.approx([25e-6, 25e-6])
+    assert [n.code for n in loose.notes] == ["steps_found", "no_program"]
+    assert trace.facts.mapped_share == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-reduce"),
+        ("ncclKernel_AllGather_RING_LL_Sum_int8_t", "all-gather"),
+        ("ncclSymkDevKernel_ReduceScatter_LD_Sum_f32", "reduce-scatter"),
+        ("ncclDevKernel_SendRecv", "send-recv"),
+        ("rcclGenericKernel", "unknown"),
+    ],
+)
+def test_kernels_of_libraries_are_communication_by_collective(tmp_path, name, kind):
+    events = [event for t in (0, 100, 200) for event in (("gemm", t, t + 50, {}), (name, t + 40, t + 90, {}))]
+    path = write_planes(tmp_path / "x.xplane.pb", plane_text("/device:GPU:0", events))
+    loose, trace = read(path)
+    assert "No kernel names its program" in loose.notes[0].message
+    assert len(trace.steps.steps) == 2
+    (mine,) = np.flatnonzero(trace.sweeps[0].count)
+    assert trace.steps.collectives[mine].collective == kind
+    assert sweep(trace.steps.steps[0], len(trace.steps.collectives)).total.exposed_s == pytest.approx(40e-6)
+
+
+def test_of_programs_of_one_name_the_one_with_the_most_time_is_the_step():
+    loose, trace = read(GEMM)  # eight programs are called jit_dot
+    assert (loose.program.module, loose.program.program_id) == ("jit_dot", 49)
+    assert loose.read.schedule.fingerprint
+    plane = ProfileData.from_file(str(GEMM)).find_plane_with_name("/device:GPU:0")  # an independent reader
+    events = [(e.start_ns, e.end_ns, dict(e.stats).get("program_id")) for line in plane.lines for e in line.events]
+    mine = sorted(begin for begin, _, program in events if program == 49)
+    kernels = len(mine) // 3
+    for i, (step, swept) in enumerate(zip(trace.steps.steps, trace.sweeps, strict=True)):
+        window = mine[kernels * i], mine[kernels * (i + 1)]
+        assert step.window[1] == pytest.approx((window[1] - window[0]) * 1e-9, rel=1e-6)
+        busy = sum(max(0, min(end, window[1]) - max(begin, window[0])) for begin, end, _ in events)
+        assert swept.total.compute_s + swept.total.other_s == pytest.approx(busy * 1e-9, rel=1e-6)
+    assert [n.code for n in trace.notes] == []
+    assert {s.device for s in trace.steps.steps} == {0}
+    assert trace.facts.kernels_mapped_share > 0.99
+
+
+def test_folders_as_jax_lays_them_out(tmp_path):
+    runs = [tmp_path / "plugins" / "profile" / name for name in ("2026_01_01_00_00_00", "2026_01_02_00_00_00")]
+    for run in runs:
+        run.mkdir(parents=True)
+        shutil.copy(SYNTHETIC, run / "host.xplane.pb")
+    (runs[1] / "host2.xplane.pb.gz").write_bytes(gzip.compress(SYNTHETIC.read_bytes()))
+    (runs[1] / "host.xplane.pb.gz").write_bytes(b"a packed copy, which is not looked at")
+    for folder in (tmp_path, tmp_path / "plugins", tmp_path / "plugins" / "profile"):
+        assert is_loose(folder)
+        files, others = find_traces(folder)
+        assert [f.name for f in files] == ["host.xplane.pb", "host2.xplane.pb.gz"]
+        assert others == runs[:1]
+    loose, trace = read(tmp_path)
+    assert {s.device for s in trace.steps.steps} == {0, 1, 2, 3}  # both files call theirs 0 and 1
+    assert dict(loose.hosts) == {0: "host", 1: "host2"}
+    codes = [n.code for n in loose.notes]
+    assert codes == ["steps_found", "no_program", "assumed_order", "other_profiles"]
+
+
+def test_a_run_folder_is_not_loose(tmp_path):
+    (tmp_path / "trace" / "plugins" / "profile" / "p0").mkdir(parents=True)
+    shutil.copy(SYNTHETIC, tmp_path / "trace" / "plugins" / "profile" / "p0")
+    assert not is_loose(tmp_path)
+    (tmp_path / "trace" / "capture-p0.json").write_text("{}")
+    assert not is_loose(tmp_path / "trace")
+    assert not is_loose(tmp_path / "report.json")
+    assert not is_loose(tmp_path / "nowhere")
+
+
+def test_a_packed_trace_reads_as_the_plain_one(tmp_path):
+    path = tmp_path / "x.xplane.pb.gz"
+    path.write_bytes(gzip.compress(SYNTHETIC.read_bytes()))
+    assert [s.total for s in read(path)[1].sweeps] == [s.total for s in read(SYNTHETIC)[1].sweeps]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"the trace is empty \(0 bytes\)"),
+        (b"not a protobuf at all", "not a profiler trace, or is cut short"),
+        (SYNTHETIC.read_bytes()[:-5], "not a profiler trace, or is cut short"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path, content, message):
+    path = tmp_path / "x.xplane.pb"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=message):
+        open_loose(path)
+
+
+def test_errors_say_what_is_missing(tmp_path):
+    with pytest.raises(TraceError, match="there is no such trace"):
+        open_loose(tmp_path / "x.xplane.pb")
+    with pytest.raises(TraceError, match=r"no trace .* in this folder"):
+        open_loose(tmp_path)
+    (tmp_path / "x.xplane.pb.gz").write_bytes(b"nothing packed")
+    with pytest.raises(TraceError, match="cannot be unpacked: it is no gzip data"):
+        open_loose(tmp_path)
+    tpu = write_planes(tmp_path / "t.xplane.pb", plane_text("/device:TPU:0", [gpu_op("fusion", 0, 10)]))
+    with pytest.raises(TraceError, match="a trace of TPUs, which meshkit does not read"):
+        open_loose(tpu)
+    host = write_planes(tmp_path / "h.xplane.pb", plane_text("/host:CPU", [("python", 0, 10, {})]))
+    with pytest.raises(TraceError, match="no operation of a GPU or of XLA:CPU; 1 planes: /host:CPU"):
+        open_loose(host)
+
+
+def test_one_damaged_trace_of_several_is_said(tmp_path):
+    shutil.copy(SYNTHETIC, tmp_path / "a.xplane.pb")
+    (tmp_path / "b.xplane.pb").write_bytes(SYNTHETIC.read_bytes()[:-5])
+    loose, trace = read(tmp_path)
+    assert {s.device for s in trace.steps.steps} == {0, 1}
+    assert "1 of 2 traces cannot be used; number 1: this file" in " ".join(n.message for n in loose.notes)
+
+
+def windows(counts, *, first=0, last=None, once=()):
+    """Windows of executions 100 us long, of ops that run so often in each; the events from `first` to `last` exist."""
+    events = []
+    for execution in range(10):
+        at = 100.0 * execution
+        for op, times in enumerate(counts):
+            for i in range(times):
+                events.append((at + 10 * op + i, op))
+    events = sorted(events)[first:last]
+    start = np.array([t for t, _ in events])
+    known = np.isin(np.arange(len(counts)), once)
+    return found_windows(start, start + 0.5, np.array([op for _, op in events]), known)
+
+
+@pytest.mark.parametrize("once", [(), (0, 1, 2, 4)])
+@pytest.mark.parametrize(("first", "last"), [(0, None), (2, None), (0, -2), (2, -3), (4, None)])
+def test_executions_are_found_in_traces_that_begin_and_end_inside_of_one(first, last, once):
+    found = windows([1, 1, 1, 4, 1], first=first, last=last, once=once)
+    assert 8 <= len(found) <= 9
+    assert [b - a for a, b in found] == [100.0] * len(found)
+
+
+def test_loops_of_one_execution_are_not_steps():
+    start = np.arange(14.0)
+    op = np.array([0, 1, *[2, 3, 4] * 3, 5, 6, 7])
+    assert found_windows(start, start + 1, op, np.zeros(8, bool)) == [(0.0, 14.0)]

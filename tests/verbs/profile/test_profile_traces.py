@@ -1,0 +1,235 @@
+"""`meshkit profile` of traces that plain jax.profiler has left: rows, warnings, options; nothing is written unasked."""
+
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from typer.testing import CliRunner
+
+from meshkit.cli import app
+from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import MeshSpec
+from meshkit.errors import ConfigError, TraceError
+from meshkit.report.schema import read_report
+from meshkit.report.summarize import check_invariants
+from meshkit.trace import loose
+from meshkit.trace.capture import Capture, CapturedStep
+from meshkit.verbs.profile.profiler import profile_run, profile_traces
+
+DATA = Path(__file__).parents[2] / "data"
+SYNTHETIC = DATA / "synthetic_2gpu_3step.xplane.pb"
+MESH = MeshSpec.parse({"data": 4, "tensor": 2})
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+@pytest.fixture(scope="module")
+def step(mesh):
+    """A jitted step with collectives over both axes, and its arguments."""
+
+    def put(shape, *spec):
+        return jax.device_put(jnp.full(shape, 0.01, jnp.float32), NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def loss(weights, x):
+        return ((jnp.tanh(x @ weights[0]) @ weights[1]) ** 2).sum()
+
+    weights, x = (put((64, 64), None, "tensor"), put((64, 64), "tensor", None)), put((16, 64), "data", None)
+
+    def update(weights, x):
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x))
+
+    jitted = jax.jit(update, out_shardings=jax.tree.map(lambda w: w.sharding, weights))
+    jax.block_until_ready(jitted(weights, x))
+    return jitted, weights, x
+
+
+def traced(folder, step, *, hlo=True):
+    jitted, weights, x = step
+    options = jax.profiler.ProfileOptions()
+    options.enable_hlo_proto = hlo
+    options.python_tracer_level = 0
+    with jax.profiler.trace(str(folder), profiler_options=options):
+        for _ in range(4):
+            weights = jitted(weights, x)
+        jax.block_until_ready(weights)
+    (file,) = folder.rglob("*.xplane.pb")
+    return file
+
+
+@pytest.fixture(scope="module")
+def file(step, tmp_path_factory):
+    """A trace by jax.profiler with its defaults, of four steps."""
+    return traced(tmp_path_factory.mktemp("jax"), step)
+
+
+def expected_groups(step, mesh):
+    """Replica groups of the compiled step's collectives, by what XLA prints."""
+    text = step[0].lower(*step[1:]).compile().as_text()
+    kinds = re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all)\(.*?(replica_groups=[^\s]+)", text)
+    assert kinds
+    return len(kinds)
+
+
+def codes(report):
+    return [w.code for w in report.warnings]
+
+
+def test_rows_go_by_replica_groups_without_a_mesh(file, step, mesh):
+    report = profile_traces(file)
+    check_invariants(report)
+    assert (report.window.steps, report.window.devices) == (3, 8)
+    groups = {row.replica_groups for row in report.communication}
+    assert groups <= {"{0,1},{2,3},{4,5},{6,7}", "{0,2,4,6},{1,3,5,7}"}
+    assert len(groups) == 2
+    assert all(row.axes == () and row.link is None and row.wire_bytes_nvlink is None for row in report.communication)
+    assert sum(row.count for row in report.communication) == expected_groups(step, mesh)
+    assert all(row.payload_bytes and row.bus_bandwidth_bytes_per_s for row in report.communication)
+    assert codes(report) == ["steps_found", "no_mesh", "no_cluster"]
+    assert "the executions of 'jit_update'" in report.warnings[0].message
+    assert report.quality.mapped_share == 1
+    assert report.quality.axis_mapped_share is None
+    assert (report.mesh, report.cluster.gpu, report.program.jax) == ((), None, jax.__version__)
+    assert report.stragglers.devices
+
+
+def test_a_mesh_gives_axes_and_a_cluster_links(file):
+    bare, meshed = profile_traces(file), profile_traces(file, mesh=MESH)
+    cluster = Cluster.load(
+        {"name": "cpu_4x2", "gpu": "cpu", "hosts": 4, "gpus_per_host": 2, "scale_up": "shared_memory"}
+    )
+    placed = profile_traces(file, mesh=MESH, cluster=cluster)
+    assert meshed.step == bare.step == placed.step
+    assert {row.axes for row in meshed.communication} == {("data",), ("tensor",)}
+    assert {row.link for row in meshed.communication} == {None}
+    assert {(row.axes, row.link) for row in placed.communication} == {
+        (("data",), "infiniband"),
+        (("tensor",), "nvlink"),
+    }
+    assert (codes(meshed), codes(placed)) == (["steps_found", "no_cluster"], ["steps_found"])
+    linked = profile_traces(file, cluster=cluster)
+    assert {(row.axes, row.group_size, row.link) for row in linked.communication} == {
+        ((), 4, "infiniband"),
+        ((), 2, "nvlink"),
+    }
+    assert codes(linked) == ["steps_found", "no_mesh"]
+
+
+def test_a_mesh_or_cluster_of_another_size_is_refused(file):
+    with pytest.raises(ConfigError, match=r"the mesh has 4 devices \(data 4\), but the program in the trace runs on 8"):
+        profile_traces(file, mesh=MeshSpec.parse({"data": 4}))
+    with pytest.raises(ConfigError, match="runs on 8 devices, but the cluster has 2"):
+        profile_traces(file, cluster=Cluster.load("workstation_2xrtx"))
+
+
+def test_without_hlo_the_program_is_looked_for_beside_the_trace(step, tmp_path):
+    file = traced(tmp_path, step, hlo=False)
+    bare = profile_traces(file)
+    assert "no_program" in codes(bare)
+    assert {row.collective for row in bare.communication} <= {
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+    }
+    assert all(row.group_size is None and row.payload_bytes is None for row in bare.communication)
+    compiled = step[0].lower(*step[1:]).compile()
+    (module,) = compiled.runtime_executable().hlo_modules()
+    (tmp_path / "program.hlo.pb.gz").write_bytes(gzip.compress(module.as_serialized_hlo_module_proto()))
+    (file.parent / "other.hlo_proto.pb").write_bytes(b"of somebody else")
+    known = profile_traces(tmp_path, mesh=MESH)
+    assert known.step == bare.step
+    assert {row.axes for row in known.communication} == {("data",), ("tensor",)}
+
+
+def test_a_captured_trace_alone_says_what_its_run_folder_says(step, mesh, tmp_path):
+    jitted, weights, x = step
+    compiled = jitted.lower(weights, x).compile()
+    capture = Capture(tmp_path / "trace", CapturedStep(compiled, mesh), steps=(0, 3))
+    for number in range(4):
+        capture.before(number, weights)
+        weights = compiled(weights, x)
+        capture.after(number, weights)
+    whole = profile_run(tmp_path)
+    (file,) = (tmp_path / "trace").rglob("*.xplane.pb")
+    assert not loose.is_loose(tmp_path)
+    alone = profile_traces(file, mesh=MESH)
+    assert alone.step == whole.step
+    keys = ("axes", "collective", "count", "payload_bytes", "time_s", "exposed_s", "transfer_s", "group_size")
+    assert [[getattr(r, k) for k in keys] for r in alone.communication] == [
+        [getattr(r, k) for k in keys] for r in whole.communication
+    ]
+
+
+def test_a_program_that_asks_for_memory_out_of_proportion_is_not_loaded(file, monkeypatch):
+    monkeypatch.setattr(loose, "_LARGEST_ID", 3)
+    report = profile_traces(file)
+    assert "the HLO in the trace has ids up to" in " ".join(
+        w.message for w in report.warnings if w.code == "no_program"
+    )
+
+
+def test_nothing_is_written_unless_asked(file, tmp_path):
+    before = sorted(file.parent.iterdir())
+    done = CliRunner().invoke(app, ["profile", str(file), "--json"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["schema"] == "meshkit.report/1"
+    assert sorted(file.parent.iterdir()) == before
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["profile", str(file.parent), "--mesh", "data=4, tensor=2", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert sorted(p.name for p in out.iterdir()) == ["report.html", "report.json", "trace.json.gz"]
+    assert {row.axes for row in read_report(out).communication} == {("data",), ("tensor",)}
+    assert sorted(file.parent.iterdir()) == before
+
+
+def test_an_experiment_names_mesh_and_cluster(file):
+    root = Path(__file__).parents[3] / "configs" / "experiments"
+    done = CliRunner().invoke(app, ["profile", str(file), "--experiment", str(root / "llama_debug_cpu.toml"), "--json"])
+    report = json.loads(done.stdout)
+    assert [(a["axis"], a["size"]) for a in report["mesh"]] == [("data", 2), ("fsdp", 2), ("tensor", 2)]
+    assert {tuple(row["axes"]) for row in report["communication"]} == {("data", "fsdp"), ("tensor",)}
+    assert {row["link"] for row in report["communication"]} == {"nvlink"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "data"], "is no list of axes and their sizes"),
+        (["--mesh", "data=2,data=2"], "is no list of axes and their sizes"),
+        (["--mesh", "data=0"], "must be a positive integer"),
+        (["--mesh", "data=2", "--experiment", "x.toml"], "--experiment says both mesh and cluster"),
+        (["--cluster", "nowhere"], "there is no shipped cluster"),
+    ],
+)
+def test_options_that_say_nothing_are_one_clear_error(arguments, message):
+    done = CliRunner().invoke(app, ["profile", str(SYNTHETIC), *arguments])
+    assert isinstance(done.exception, ConfigError)
+    assert message in done.exception.message
+
+
+def test_options_of_bare_traces_do_not_change_a_run_folder(tmp_path):
+    (tmp_path / "trace").mkdir()
+    done = CliRunner().invoke(app, ["profile", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert isinstance(done.exception, ConfigError)
+    assert "--out is for a trace without a run folder" in done.exception.message
+    done = CliRunner().invoke(app, ["profile", str(tmp_path / "nowhere"), "--mesh", "data=2"])
+    assert isinstance(done.exception, TraceError)
+    assert "no such trace or run folder" in done.exception.message
+
+
+@pytest.mark.parametrize("name", ["synthetic_2gpu_3step.xplane.pb", "traces/tracelens_jax08_gemm.xplane.pb"])
+def test_traces_of_gpus_make_whole_reports(name, tmp_path):
+    shutil.copy(DATA / name, tmp_path)
+    report = profile_traces(tmp_path, out=tmp_path / "out")
+    assert report.step.time_s > 0
+    assert "steps_found" in codes(report)
+    assert all(row.link is None for row in report.communication)
