@@ -64,7 +64,7 @@ def start_in(folder: Path, command: Sequence[str], environment: Mapping[str, str
 
     Args:
         folder: from `scratch_folder`.
-        command: its last word is this process, for `die_with_parent`.
+        command: of a process that calls `die_with_parent`; gets the number of this one as its last word.
         environment: of the process.
         options: of `subprocess.Popen`.
 

@@ -14,7 +14,6 @@ import re
 import stat
 import zlib
 from pathlib import Path
-from typing import BinaryIO
 
 from meshkit.errors import ConfigError, TraceError
 
@@ -32,7 +31,7 @@ _KINDS = {
 }
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """A file opened to read. Waits for nobody: a pipe is refused, also one that was put there a moment ago.
 
     Raises:

@@ -26,7 +26,7 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 def is_absent(error: OSError) -> bool:
-    """Whether an error says that there is no such file, which storage that answers has said."""
+    """Whether an error says that no such file is there, which storage that answers has said."""
     return error.errno in _ABSENT
 
 

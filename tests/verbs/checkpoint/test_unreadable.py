@@ -165,6 +165,15 @@ def test_verify_tells_what_may_not_be_read_from_what_is_corrupt(run, mode, code,
     assert "corrupt" not in said
 
 
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)], ids=["pipe", "dir", "loop"])
+def test_what_is_no_file_is_damage_and_not_waited_for(run, put, monkeypatch):
+    monkeypatch.setattr(unreadable.time, "sleep", lambda _: pytest.fail("it was read again"))
+    path = run / "checkpoints" / str(DAMAGED) / MANIFEST
+    path.unlink()
+    put(path)
+    assert "no readable manifest" in manifest.find_corruption(path.parent)
+
+
 def test_one_process_that_cannot_read_stops_all_of_them():
     failure = {"reason": "Stale file handle", "forbidden": False}
     every = [{"corruption": None, "seal": "a"}, {"failure": failure}, {"corruption": None, "seal": "a"}]
