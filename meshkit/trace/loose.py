@@ -100,8 +100,8 @@ def open_loose(path: str | Path, *, mesh: MeshSpec | None = None, cluster: Clust
         try:
             ids, placement = _placed(module.as_serialized_hlo_module_proto(), scan.devices, mesh, cluster)
             read = _as_known(read_program(module, placement), axes=mesh is not None, links=cluster is not None)
-        except ProgramError as error:
-            module, scan.reason = None, error.message
+        except (ProgramError, UnicodeDecodeError) as error:  # names that are no text
+            module, read, placement, scan.reason = None, None, None, str(error)
     if module is not None and read is not None:
         schedule = read.schedule
         once = {name for name, n in schedule.known_runs().items() if n == 1} if schedule else set()
@@ -191,7 +191,7 @@ class _Scan:
     def _file(self, process: int, path: Path, *, alone: bool) -> None:
         space = read_xspace(path)
         operations = read_operations(TraceFile(path, _EveryDevice()), space)
-        if not operations.devices:
+        if not operations.devices or all(is_container(label) for label in operations.labels):
             raise _nothing_ran(space, path)
         ordinals = sorted(operations.devices)
         apart = alone or not set(ordinals) & set(self.devices)
@@ -199,7 +199,10 @@ class _Scan:
         self.files.append(TraceFile(path, dict(zip(ordinals, ids)), process))
         self.devices += ids
         self.hosts[process] = path.name.split(".xplane")[0]
-        self.kept |= space.programs()
+        try:
+            self.kept |= space.programs()
+        except TraceError as error:  # what ran can be read all the same
+            self.reason = error.message or ""
         for plane in space.planes:
             if plane.name == "/host:metadata":
                 known = {"jax": plane.stats.get("jax_version"), "jaxlib": plane.stats.get("jaxlib_version")}
@@ -213,7 +216,7 @@ class _Scan:
         for ops in operations.devices.values():
             busy = np.bincount(ops.label, weights=ops.end_ps - ops.start_ps, minlength=len(labels))
             for label, each in zip(labels, busy.tolist()):
-                if each and not is_container(label):
+                if not is_container(label):
                     self._busy[label.module, label.program] += int(each)
 
     def module(self) -> Any | None:

@@ -141,6 +141,18 @@ def test_errors_say_what_is_missing(tmp_path):
         open_loose(host)
 
 
+def test_operations_without_a_duration_and_names_that_are_no_text_are_no_crash(tmp_path):
+    path = write_planes(tmp_path / "a.xplane.pb", plane_text("/device:GPU:0", [gpu_op("fusion", 5, 5)]))
+    assert read(path)[0].program.module == "jit_f"
+    loop = write_planes(tmp_path / "b.xplane.pb", plane_text("/device:GPU:0", [gpu_op("while.3", 0, 10)]))
+    with pytest.raises(TraceError, match="no operation of a GPU"):
+        open_loose(loop)
+    path = tmp_path / "c.xplane.pb"
+    path.write_bytes(GEMM.read_bytes().replace(b"custom-call.1", b"custom-call\xf8\xf9"))
+    loose, _ = read(path)
+    assert [n.code for n in loose.notes] in (["steps_found"], ["steps_found", "no_program"])
+
+
 def test_one_damaged_trace_of_several_is_said(tmp_path):
     shutil.copy(SYNTHETIC, tmp_path / "a.xplane.pb")
     (tmp_path / "b.xplane.pb").write_bytes(SYNTHETIC.read_bytes()[:-5])
