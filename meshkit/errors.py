@@ -27,7 +27,8 @@ class MeshkitError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, *, at: str | None = None, hint: str | None = None):
-        self.message, self.at, self.hint = (text and printable(redact(text)) for text in (message, at, hint))
+        self.message = printable(redact(message))
+        self.at, self.hint = (text and printable(redact(text)) for text in (at, hint))
         super().__init__(self.render())
 
     def render(self) -> str:
