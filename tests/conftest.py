@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
         "--xla_cpu_collective_call_terminate_timeout_seconds=1800",
         "--xla_cpu_collective_timeout_seconds=1800",
+        "--xla_backend_optimization_level=0",  # of LLVM: most of a test's time is compiling what runs once
     ]
 )
 if "MESHKIT_CACHE" not in os.environ:  # programs compiled once in a run of the tests, and none of another run
