@@ -41,7 +41,9 @@ class Service:
 def reach(monkeypatch):
     """Runs one round on processes of the given numbers, of a job of so many; rank -> the answer, or the error."""
     service = Service()
-    monkeypatch.setattr(agreement, "jax_runtime", lambda: SimpleNamespace(client=service))
+    monkeypatch.setattr(
+        agreement, "jax_runtime", lambda: SimpleNamespace(client=service, process_id=0, num_processes=1)
+    )
 
     def run(ranks, size, decide, topic="t", timeout_s=10.0):
         found = {}
