@@ -2,7 +2,7 @@
 
 What only runs while a module is imported (decorators, tables) is no step of the walk.
 
-    python -m benchmarks.walk plan configs/experiments/llama3_8b.toml --no-cache --out /tmp/plan
+    python -m benchmarks.walk plan configs/experiments/llama3_8b.toml --no-cache --out runs/plan
 
 prints the files and their number, which is how much a reader meets on the way from the command line to the result.
 """
