@@ -125,6 +125,8 @@ def rows_table(shown: Shown) -> Table:
         ("bus bw", "bus_bandwidth_bytes_per_s", format_rate),
         ("its peak", "bus_bandwidth_peak_bytes_per_s", format_rate),
     )
+    if all(row.time_s is None for row in communication):  # nobody knows what overlapped: durations as they were
+        columns = [("time", "busy_s", format_seconds) if column[0] == "time" else column for column in columns]
     if all(row.wait_s is None for row in communication):
         columns = [column for column in columns if column[0] not in ("transfer", "wait")]
     if all(row.bus_bandwidth_peak_bytes_per_s is None for row in communication):

@@ -20,7 +20,9 @@ def profile(
     run: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN", help="Run folder, or any JAX trace: FILE.xplane.pb, or a folder of them.", show_default=False
+            metavar="RUN",
+            help="Run folder; any JAX trace: FILE.xplane.pb, or a folder of them; or a folder of NCCL Inspector.",
+            show_default=False,
         ),
     ],
     predicted: Annotated[
@@ -49,14 +51,20 @@ def profile(
     from meshkit.report.folder import find_prediction
     from meshkit.report.schema import read_report
     from meshkit.report.views.compare import render as render_comparison
+    from meshkit.trace.inspector import find_inspector_files
     from meshkit.trace.loose import is_loose
+    from meshkit.verbs.profile.inspected import profile_inspector
     from meshkit.verbs.profile.profiler import profile_run, profile_traces
 
-    if is_loose(run):
+    inspector = find_inspector_files(run)
+    if inspector or is_loose(run):
         axes, where = _declared(experiment, mesh, cluster)
         other = read_report(predicted) if predicted else None
-        with status(f"reading the trace {run}"):
-            report = profile_traces(run, mesh=axes, cluster=where, out=out, predicted=other)
+        with status(f"reading {run}"):
+            if inspector:
+                report = profile_inspector(inspector, mesh=axes, cluster=where, out=out, predicted=other)
+            else:
+                report = profile_traces(run, mesh=axes, cluster=where, out=out, predicted=other)
         show_report(report, as_json, run.name)
         if other is not None and not as_json:
             output("")

@@ -1,0 +1,169 @@
+"""NCCL Inspector's files, made in each format: rows, waiting, stragglers, and what is said of what they lack."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import MeshSpec
+from meshkit.errors import ConfigError, TraceError
+from meshkit.trace.inspector import FORMATS, Communicator, axes_of, find_inspector_files
+from meshkit.verbs.profile.inspected import profile_inspector
+
+HOSTS, GPUS, STEPS, LATE = 2, 4, 5, 2
+MESSAGE, WAIT_US = 2**24, 30
+CLUSTER = 'gpu = "h100_sxm"\nhosts = 2\ngpus_per_host = 4\nscale_up = "nvlink"\nnic = "ib_ndr"\nnics_per_host = 4\n'
+
+
+def _header(communicator: str, rank: int, ranks: int, nodes: int) -> dict:
+    return {"id": communicator, "rank": rank, "n_ranks": ranks, "nnodes": nodes}
+
+
+def _operation(name: str, number: int, size: int, time_us: int, **more) -> dict:
+    return {
+        "coll_perf": {
+            "coll": name,
+            "coll_sn": number,
+            "coll_msg_size_bytes": size,
+            "coll_exec_time_us": time_us,
+            "coll_timing_source": "kernel_gpu",
+        }
+        | more
+    }
+
+
+def write(folder: Path, version: str = "v4.3", *, dropped: int = 0, gpus_per_process: int = 1) -> list[Path]:
+    """A job of 2 x 4 GPUs: all-reduces inside hosts, for which GPU 2 of each is late, and reduce-scatters across."""
+    folder.mkdir()
+    for host in range(HOSTS):
+        for first in range(0, GPUS, gpus_per_process):
+            lines = []
+            pid = 99 + host * GPUS + first  # 99 sorts behind 100 as text
+            metadata = {"inspector_output_format_version": version, "hostname": f"n{host}", "pid": pid}
+            for gpu in range(first, first + gpus_per_process):
+                inside = [
+                    _operation("AllReduce", n, MESSAGE, 100 + (0 if gpu == LATE else WAIT_US)) for n in range(2 * STEPS)
+                ]
+                across = [_operation("ReduceScatter", n, MESSAGE // 2, 50) for n in range(STEPS)]
+                for header, operations in (
+                    (_header(f"0xa{host}", gpu, GPUS, 1), inside),
+                    (_header(f"0xb{gpu}", host, HOSTS, HOSTS), across),
+                ):
+                    context = {"header": header, "metadata": metadata}
+                    stats = {"coll_records": len(operations), "coll_dropped_since_last_dump": dropped}
+                    lines.append({**context, "dump_stats": stats | {"p2p_records": 0}})
+                    lines += operations if version == "v4.3" else [context | o for o in operations]
+            (folder / f"n{host}-pid{pid}.log").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return find_inspector_files(folder)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return Cluster.load(str(tmp_path / "cluster.toml"))
+
+
+@pytest.mark.parametrize("version", FORMATS)
+def test_rows_are_means_a_gpu_in_every_format(tmp_path: Path, version: str) -> None:
+    report = profile_inspector(write(tmp_path / "seen", version))
+    inside, across = report.communication
+    assert (inside.collective, inside.group_size, inside.num_groups, inside.count) == ("all-reduce", 4, 2, 2 * STEPS)
+    assert inside.payload_bytes == 2 * STEPS * MESSAGE
+    assert inside.wire_bytes == pytest.approx(2 * STEPS * MESSAGE * 2 * 3 / 4)
+    assert inside.busy_s == pytest.approx(2 * STEPS * (100 + WAIT_US * 3 / 4) * 1e-6)
+    assert inside.transfer_s == pytest.approx(2 * STEPS * 100e-6)
+    assert inside.wait_s == pytest.approx(2 * STEPS * WAIT_US * 3 / 4 * 1e-6)
+    assert inside.bus_bandwidth_bytes_per_s == pytest.approx(MESSAGE * 1.5 / 100e-6)
+    # NCCL counts what each rank keeps; the payload is what goes in, as everywhere in a report
+    assert (across.collective, across.payload_bytes) == ("reduce-scatter", STEPS * MESSAGE)
+    assert across.wait_s == 0
+    assert report.window.devices == HOSTS * GPUS
+    assert report.quality
+    assert report.quality.events == 8 * 3 * STEPS
+    assert report.step.compute_s is report.step.exposed_s is report.step.overlapped_s is None
+    assert {w.code for w in report.warnings} == {"inspector", "no_mesh", "no_steps"}
+
+
+def test_steps_and_the_late_gpu(tmp_path: Path) -> None:
+    files = write(tmp_path / "seen")
+    records = [{"step": i, "step_time_s": 0.5 + 0.1 * (i == 3)} for i in range(STEPS)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    report = profile_inspector(files)
+    assert (report.window.steps, report.step.time_s) == (STEPS, 0.5)
+    assert report.communication[0].count == 2
+    assert report.stragglers is not None
+    worst = report.stragglers.devices[:2]
+    assert {(d.device, d.host) for d in worst} == {(2, "n0"), (6, "n1")}
+    assert worst[0].caused_wait_s == pytest.approx(2 * 3 * WAIT_US * 1e-6)
+    assert worst[0].waited_s == 0
+    assert worst[0].last_share == pytest.approx(2 / 3)
+    assert all(d.caused_wait_s == 0 for d in report.stragglers.devices[2:])
+
+
+def test_axes_and_links_by_the_shape_of_communicators(tmp_path: Path, cluster: Cluster) -> None:
+    mesh = MeshSpec.parse({"data": {"infiniband": 2}, "tensor": 4})
+    report = profile_inspector(write(tmp_path / "seen", gpus_per_process=4), mesh=mesh, cluster=cluster)
+    inside, across = report.communication
+    assert (inside.axes, inside.link, inside.wire_bytes_infiniband) == (("tensor",), "nvlink", 0)
+    assert (across.axes, across.link, across.gpus_per_domain) == (("data",), "infiniband", 1)
+    assert across.wire_bytes_infiniband == across.wire_bytes
+    assert inside.bus_bandwidth_peak_bytes_per_s
+    assert report.stragglers is None  # the files do not tell the four GPUs of a process apart
+    # several axes of one shape: no axis is named
+    alike = MeshSpec.parse({"data": {"infiniband": 2}, "fsdp": 2, "tensor": 2})
+    placement = alike.placement(cluster)
+    assert axes_of(Communicator(2, 1), placement) is None
+    assert axes_of(Communicator(4, 1), placement) == ("fsdp", "tensor")
+    with pytest.raises(ConfigError, match="told apart"):
+        profile_inspector(find_inspector_files(tmp_path / "seen"), mesh=mesh)
+
+
+def test_what_is_lost_is_said(tmp_path: Path) -> None:
+    files = write(tmp_path / "seen", dropped=5)
+    with files[0].open("a") as file:  # cut short by a kill, and a payload that no header precedes
+        file.write('{"coll_perf": {"coll": "AllRed')
+    files[1].unlink()
+    report = profile_inspector(find_inspector_files(tmp_path / "seen"))
+    said = {w.code: w.message for w in report.warnings}
+    assert "70 operations" in said["dropped_events"]
+    assert "lower bounds" in said["dropped_events"]
+    assert said["unread_lines"].startswith("1 lines")
+    assert "waiting_unknown" in said
+    assert report.communication[0].wait_s is None
+    assert report.communication[0].bus_bandwidth_bytes_per_s is None
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    files = write(tmp_path / "seen", "v5.0")
+    with pytest.raises(TraceError, match=r"format 'v5\.0'; v4\.0 to v4\.3 are read"):
+        profile_inspector(files)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        '{"coll_perf": 3, "header": 4, "metadata": 5}',
+        '{"coll_perf": {"coll": "AllReduce", "coll_sn": -1, "coll_msg_size_bytes": 1e400, "coll_exec_time_us": 2}}',
+        '{"header": {"id": "0x1", "rank": 9, "n_ranks": 2, "nnodes": 1}, "coll_perf": {"coll": "AllReduce"}}',
+        '{"dump_stats": [], "header": null}',
+        "[" * 100_000,
+    ],
+)
+def test_damaged_lines_are_no_crash(tmp_path: Path, line: str) -> None:
+    files = write(tmp_path / "seen")
+    (tmp_path / "seen" / "n9-pid9.log").write_text('{"dump_stats": {}}\n' + line + "\n")
+    found = find_inspector_files(tmp_path / "seen")
+    assert len(found) == len(files) + 1
+    assert profile_inspector(found).communication[0].count == 2 * STEPS
+
+
+def test_nothing_inside(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("INFO starting\n")
+    assert find_inspector_files(tmp_path) == []
+    (tmp_path / "b.log").write_text('{"dump_stats": {}}\n')
+    with pytest.raises(TraceError, match="no collective"):
+        profile_inspector(find_inspector_files(tmp_path))
