@@ -17,6 +17,7 @@ from meshkit.errors import ProgramError
 from meshkit.hlo.proto import Attributes, Fields, integer, ints, message, messages
 
 # Fields of HloInstructionProto (xla/service/hlo.proto).
+_MOST_PARTITIONS = 2**22
 _EXPLICIT, _PAIRS, _DEVICE_LIST, _IOTA_LIST, _MESH_LIST = 49, 52, 87, 92, 93
 
 
@@ -40,8 +41,19 @@ def read_groups(attributes: Attributes, num_partitions: int) -> np.ndarray:
         num_partitions: devices of the program; no groups at all means all of them.
 
     Raises:
-        ProgramError: groups of unequal size.
+        ProgramError: groups of unequal size, of more partitions than a program can have, or none that can be read.
     """
+    try:
+        groups = _groups(attributes, num_partitions)
+    except (ValueError, IndexError, KeyError, ArithmeticError) as error:
+        raise ProgramError(f"the groups of the collective {attributes.name} cannot be read: {error}.") from None
+    if groups.size and not 0 <= groups.min() <= groups.max() < _MOST_PARTITIONS:
+        raise ProgramError(f"the collective {attributes.name} has partitions {groups.min()} to {groups.max()}.")
+    return groups
+
+
+def _groups(attributes: Attributes, num_partitions: int) -> np.ndarray:
+    """What `read_groups` reads."""
     fields = attributes.fields
     for listed in messages(fields, _MESH_LIST):
         return _mesh_groups(listed)
@@ -64,7 +76,14 @@ def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = Fal
         groups: [num_groups, group_size] partition ids, or [pairs, 2] for a permute.
         placement: the mesh, and the NVLink domain of each partition.
         permute: groups are (source, target) pairs; the group is then everything along the axes they move on.
+
+    Raises:
+        ProgramError: a partition that the mesh does not have.
     """
+    if groups.max() >= placement.num_partitions:
+        raise ProgramError(
+            f"a collective has partition {groups.max()}, but the mesh has {placement.num_partitions} of them."
+        )
     coords = np.stack(np.unravel_index(groups, placement.shape))  # [axis, group, member]
     differ = (coords != coords[:, :, :1]).any(axis=(1, 2))
     axes = tuple(name for name, d in zip(placement.axis_names, differ) if d)
@@ -91,7 +110,7 @@ def _iota(message: Fields) -> np.ndarray:
     """`[groups,size]<=[dims]T(order)`: ids counted through dims, transposed, cut into groups."""
     shape = (integer(message, 1), integer(message, 2))
     dims, order = ints(message, 3), ints(message, 4)
-    ids = np.arange(math.prod(dims)).reshape(dims)
+    ids = _counted(dims).reshape(dims)
     return (ids.transpose(order) if order else ids).reshape(shape)
 
 
@@ -134,5 +153,13 @@ def _device_ids(mesh: Fields, shape: Sequence[int]) -> np.ndarray:
     if listed:
         return np.array(listed)
     for iota in messages(mesh, 3):
-        return np.arange(math.prod(shape)).reshape(ints(iota, 1)).transpose(ints(iota, 2)).reshape(-1)
-    return np.arange(math.prod(shape))
+        return _counted(shape).reshape(ints(iota, 1)).transpose(ints(iota, 2)).reshape(-1)
+    return _counted(shape)
+
+
+def _counted(shape: Sequence[int]) -> np.ndarray:
+    """As many ids as a shape has places."""
+    count = math.prod(shape)
+    if count > _MOST_PARTITIONS:
+        raise ValueError(f"{count} partitions are more than a program can have")
+    return np.arange(count)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshkit.hlo.proto import Attributes, Fields, ModuleAttributes, integer, messages, text, texts
+from meshkit.hlo.proto import Attributes, Fields, attributes_of, integer, messages, text, texts
 from meshkit.hlo.shapes import shape_of
 
 _MOVES = {
@@ -47,7 +47,7 @@ class InstructionInfo:
 
 def read_instructions(module: Any) -> dict[str, InstructionInfo]:
     """Name -> what it is, of every instruction of a compiled HloModule that can run by itself."""
-    attributes = ModuleAttributes(module.as_serialized_hlo_module_proto())
+    attributes = attributes_of(module)
     lines = SourceLines(attributes.stack_frames)
     bodies = {name: [attributes.of(i) for i in attributes.order(name)] for name in attributes.computations}
     kinds = {name: _kind(body) for name, body in bodies.items()}

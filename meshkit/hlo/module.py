@@ -22,7 +22,7 @@ from meshkit.config.mesh import Placement
 from meshkit.errors import MeshkitError, ProgramError
 from meshkit.hlo.costs import FREE_CALLS, Cost, CostModel, opcode
 from meshkit.hlo.groups import group_shape, read_groups
-from meshkit.hlo.proto import Attributes, ModuleAttributes
+from meshkit.hlo.proto import Attributes, attributes_of, with_dense_ids
 from meshkit.hlo.schedule import Collective, Instruction, Schedule
 from meshkit.hlo.shapes import Shape, shape_of
 from meshkit.hlo.trips import count_trips
@@ -68,11 +68,12 @@ _SEND_PAIRS = "_xla_send_recv_source_target_pairs"
 
 
 def load_module(serialized: bytes) -> Any:
-    """The runtime's HloModule of a serialized `HloModuleProto`.
+    """The runtime's HloModule of a serialized `HloModuleProto`, in memory in proportion to its size.
 
     Raises:
         ProgramError: the bytes are not a module.
     """
+    serialized = with_dense_ids(serialized)
     module_type = _hlo_bindings().HloModule
     try:
         return module_type.from_serialized_hlo_module_proto(serialized)
@@ -147,7 +148,7 @@ class _Reader:
         self.computations = {c.name: c for c in module.computations()}
         self.placement = placement
         self.notes: dict[str, list[str]] = {}
-        self._attributes = ModuleAttributes(module.as_serialized_hlo_module_proto())
+        self._attributes = attributes_of(module)
         self._occurrences: Counter = Counter()
         self._collectives: dict[str, tuple[Collective, ...]] = {}
         self._sends: dict[int, str] = {}

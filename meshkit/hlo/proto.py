@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,13 @@ def read_fields(message: bytes) -> Fields:
         ProgramError: the bytes are no message.
     """
     found: Fields = {}
+    for tag, value in _walk(message):
+        found.setdefault(tag >> 3, []).append(value)
+    return found
+
+
+def _walk(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The tag and the value of each field in order."""
     position, end = 0, len(message)
     try:
         while position < end:
@@ -48,10 +55,9 @@ def read_fields(message: bytes) -> Fields:
                     raise IndexError
                 value = message[position : position + size]
                 position += size
-            found.setdefault(tag >> 3, []).append(value)
+            yield tag, value
     except (IndexError, KeyError):
         raise ProgramError(f"not a protocol buffer: byte {position} of {end} is out of place.") from None
-    return found
 
 
 def ints(fields: Fields, number: int) -> list[int]:
@@ -105,6 +111,8 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         if byte < 128:
             return value, position + 1
         shift += 7
+        if shift > 63:
+            raise IndexError
 
 
 @dataclass(frozen=True)
@@ -142,20 +150,26 @@ class Attributes:
         """`backend_config` of XLA:GPU; empty where there is none, or it is no JSON object."""
         try:
             found = json.loads(text(self.fields, 43) or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
     @property
     def is_sync(self) -> bool | None:
         """Whether a collective blocks the stream it is issued on; None where XLA does not say."""
-        return self.backend.get("collective_backend_config", {}).get("is_sync")
+        return _member(self.backend, "collective_backend_config", "is_sync")
 
     @property
     def trip_count(self) -> int | None:
         """Iterations of a loop; None where XLA does not know."""
-        known = self.backend.get("known_trip_count", {}).get("n")
-        return None if known is None else int(known)
+        known = str(_member(self.backend, "known_trip_count", "n"))
+        return int(known) if known.isdecimal() and len(known) < 19 else None
+
+
+def _member(backend: Mapping[str, Any], name: str, key: str) -> Any:
+    """What an object in a configuration has under a key; None where it is no object."""
+    inner = backend.get(name)
+    return inner.get(key) if isinstance(inner, dict) else None
 
 
 class ModuleAttributes:
@@ -180,6 +194,7 @@ class ModuleAttributes:
         self._parents: dict[str, str] = {}
         self.entry = text(top, 2)  # name of the computation that runs
         self.stack_frames = message(top, 17)  # `StackFrameIndexProto`
+        self.device_assignment = message(top, 15)  # `DeviceAssignmentProto`
 
     @property
     def computations(self) -> list[str]:
@@ -220,6 +235,83 @@ class ModuleAttributes:
         sequence = self._sequences.get(integer(computation, 5), [])
         complete = len(sequence) == len(ids) and all(i in ids for i in sequence)
         return [ids[i] for i in sequence] if complete else list(ids.values())
+
+
+_MODULE_COMPUTATION, _MODULE_SCHEDULE = 3, 7
+_INSTRUCTION, _COMPUTATION_ROOT = 2, 6
+_ID, _OPERANDS, _PREDECESSORS = 35, 36, 37
+_WITH_IDS = {
+    _MODULE_COMPUTATION: {_INSTRUCTION: {_ID: None, _OPERANDS: None, _PREDECESSORS: None}, _COMPUTATION_ROOT: None},
+    _MODULE_SCHEDULE: {1: {2: {1: None}}},
+}
+_LOCAL = 2**32 - 1  # an id is its computation's, and below it a number of its own
+_SPARE_IDS = 2**20  # of tables that XLA makes as long as the highest number in a computation: some 40 MB
+
+
+def with_dense_ids(module: bytes) -> bytes:
+    """A serialized `HloModuleProto` that takes memory in proportion to its instructions, in the order of their ids.
+
+    XLA makes a table for every computation, as long as the highest id in it. Ids of XLA's own that have grown through
+    many passes are dense enough; those of a compiler that counts through a process, or of whoever likes, are numbered
+    anew.
+
+    Raises:
+        ProgramError: the bytes are no module, or an instruction refers to one that is not in its computation.
+    """
+    rows, count = 0, 0
+    for computation in messages(read_fields(module), _MODULE_COMPUTATION):
+        ids = [integer(i, _ID) & _LOCAL for i in messages(computation, _INSTRUCTION)]
+        rows, count = rows + max(ids, default=0), count + len(ids)
+    if rows <= 4 * count + _SPARE_IDS:
+        return module
+    known: dict[int, int] = {}
+    for computation in messages(read_fields(module), _MODULE_COMPUTATION):
+        ids = sorted({integer(i, _ID) for i in messages(computation, _INSTRUCTION)})
+        known.update((old, old & ~_LOCAL | rank) for rank, old in enumerate(ids))
+    return renumbered(module, known)
+
+
+def renumbered(message: bytes, known: Mapping[int, int], forms: Mapping[int, Any] = _WITH_IDS) -> bytes:
+    """A message with other ids of instructions.
+
+    Args:
+        message: a serialized `HloModuleProto`, or what of one `forms` is about.
+        known: id -> its new one.
+        forms: field number -> the forms of a message in it, or None where ids stand.
+
+    Raises:
+        ProgramError: the bytes are no message, or have an id that is not known.
+    """
+    out = bytearray()
+    try:
+        for tag, value in _walk(message):
+            inner = forms.get(tag >> 3, {})
+            if inner is None:
+                value = (
+                    known[value] if isinstance(value, int) else b"".join(_varint_of(known[i]) for i in _unpack(value))
+                )
+            elif inner and isinstance(value, bytes):
+                value = renumbered(value, known, inner)
+            length = _varint_of(len(value)) if isinstance(value, bytes) and tag & 7 == _BYTES else b""
+            out += _varint_of(tag) + length + (_varint_of(value) if isinstance(value, int) else value)
+    except KeyError as error:
+        raise ProgramError(f"an instruction refers to id {error.args[0]}, which none has.") from None
+    return bytes(out)
+
+
+def _varint_of(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+@functools.lru_cache(maxsize=1)
+def attributes_of(module: Any) -> ModuleAttributes:
+    """The attributes of a module as the runtime has it; of the last one asked for they are read once."""
+    return ModuleAttributes(module.as_serialized_hlo_module_proto())
 
 
 def clean_path(op_name: str) -> str:

@@ -22,7 +22,7 @@ from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
 from meshkit.hlo.groups import read_groups
 from meshkit.hlo.module import COLLECTIVES, Program, load_module, read_program
-from meshkit.hlo.proto import ModuleAttributes, integer, ints, message, messages, read_fields, text
+from meshkit.hlo.proto import attributes_of, ints, message, messages, read_fields, text
 from meshkit.hlo.schedule import Collective
 from meshkit.trace.captured import LARGEST_PROGRAM_BYTES, TRACE_FOLDER, traced_program
 from meshkit.trace.checks import Note, some
@@ -33,8 +33,6 @@ from meshkit.units import format_percent
 _PATTERNS = ("*.xplane.pb", "*.xplane.pb.gz")
 _SIDECARS = ("*.hlo.pb", "*.hlo.pb.gz", "*.hlo_proto.pb")  # meshkit's own, XLA's dumps, and XProf's
 _OF_A_PROCESS = re.compile(r"p\d+")  # a session as meshkit names it: one process of a capture
-_ASSIGNMENT = 15  # `HloModuleProto.device_assignment`
-_LARGEST_ID = 2**23  # XLA makes tables as long as the highest id: a small file could ask for any amount of memory
 _MOST_GROUPS = 8  # of a row's groups that are spelled out
 
 
@@ -98,7 +96,7 @@ def open_loose(path: str | Path, *, mesh: MeshSpec | None = None, cluster: Clust
     module, read, placement, ids = scan.module(), None, None, np.array(scan.devices)
     if module is not None:
         try:
-            ids, placement = _placed(module.as_serialized_hlo_module_proto(), scan.devices, mesh, cluster)
+            ids, placement = _placed(module, scan.devices, mesh, cluster)
             read = _as_known(read_program(module, placement), axes=mesh is not None, links=cluster is not None)
         except (ProgramError, UnicodeDecodeError) as error:  # names that are no text
             module, read, placement, scan.reason = None, None, None, str(error)
@@ -225,7 +223,7 @@ class _Scan:
         named = [blob for (name, _), blob in self.kept.items() if name == self.name]
         for blob in exact or named[:1] or list(self._beside()):
             try:
-                return _bounded_module(blob)
+                return _loaded(blob)
             except MeshkitError as error:
                 self.reason = error.message
         self.reason = self.reason or "the trace holds no HLO of it, and no file beside it does"
@@ -262,36 +260,27 @@ def _nothing_ran(space: XSpace, path: Path) -> TraceError:
     )
 
 
-def _bounded_module(content: bytes) -> Any:
-    """The program of a serialized `HloProto` or `HloModuleProto`, unless loading it takes memory out of proportion."""
-    fields = read_fields(content)
+def _loaded(content: bytes) -> Any:
+    """The program of a serialized `HloProto` or `HloModuleProto`."""
+    inner = next((v for v in read_fields(content).get(1, ()) if isinstance(v, bytes)), b"")
     try:
-        inner = message(fields, 1)
-        wrapped = bool(messages(inner, 3))
+        wrapped = 3 in read_fields(inner)
     except MeshkitError:  # a module's own field 1 is its name
-        inner, wrapped = {}, False
-    serialized = next(v for v in fields[1] if isinstance(v, bytes)) if wrapped else content
-    module = inner if wrapped else fields
-    computations = messages(module, 3)
-    ids = [integer(i, 35) for c in computations for i in messages(c, 2)] + [integer(c, 5) for c in computations]
-    highest = max((max(i & 0xFFFFFFFF, i >> 32) for i in ids), default=0)
-    if highest > _LARGEST_ID:
-        raise TraceError(f"the HLO in the trace has ids up to {highest:,}, more than the {_LARGEST_ID:,} that are read")
-    return load_module(serialized)
+        wrapped = False
+    return load_module(inner if wrapped else content)
 
 
 def _placed(
-    serialized: bytes, devices: Sequence[int], mesh: MeshSpec | None, cluster: Cluster | None
+    module: Any, devices: Sequence[int], mesh: MeshSpec | None, cluster: Cluster | None
 ) -> tuple[np.ndarray, Placement]:
     """[partitions] the device of each, and where they are on the mesh (or on an axis of all devices)."""
-    assignment = message(read_fields(serialized), _ASSIGNMENT)
-    rows = [ints(m, 1) for m in messages(assignment, 3)]  # of each partition, its replicas
+    attributes = attributes_of(module)
+    rows = [ints(m, 1) for m in messages(attributes.device_assignment, 3)]  # of each partition, its replicas
     assigned = [device for row in rows for device in row]
     ids = np.array(assigned if len(assigned) > 1 else sorted(devices))
     if not set(ids.tolist()) & set(devices):  # numbered in another way
         ids = np.array(sorted(devices))
     highest = 0
-    attributes = ModuleAttributes(serialized)
     for name in (n for c in attributes.computations for n in attributes.order(c)):
         at = attributes.of(name)
         if at.opcode.removesuffix("-start") in COLLECTIVES:

@@ -7,7 +7,7 @@ from meshkit.config.mesh import Placement
 from meshkit.errors import ProgramError
 from meshkit.hlo.groups import group_shape, read_groups
 from meshkit.hlo.module import parse_hlo
-from meshkit.hlo.proto import ModuleAttributes
+from meshkit.hlo.proto import Attributes, ModuleAttributes
 
 # One meaning, five spellings: groups along the second axis of a 2 x 4 mesh.
 ROWS = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -66,6 +66,25 @@ def test_forms(text, groups):
 
 def test_three_dimensional_iota():
     assert groups_of("replica_groups=[8,2]<=[2,2,4]T(0,2,1)", 16)[:3] == [[0, 4], [1, 5], [2, 6]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({92: [b"\x08\x01\x10\x80\x80\x80\x80\x10\x1a\x05\x80\x80\x80\x80\x10"]}, "more than a program can have"),
+        ({92: [b"\x08\x02\x10\x04\x1a\x01\x07"]}, "cannot be read"),
+        ({49: [b"\x0a\x05\x80\x80\x80\x80\x10"]}, "has partitions 4294967296 to"),
+        ({49: [b"\x0a\x0a" + b"\xff" * 9 + b"\x01"]}, "c has partitions|cannot be read"),
+    ],
+)
+def test_groups_that_no_program_has(fields, message):
+    with pytest.raises(ProgramError, match=message):
+        read_groups(Attributes("c", "all-reduce", (), fields), 8)
+
+
+def test_a_partition_that_the_mesh_lacks():
+    with pytest.raises(ProgramError, match="partition 8, but the mesh has 8"):
+        group_shape(np.array([[0, 8]]), Placement.from_shape(("x",), (8,)))
 
 
 def test_groups_of_unequal_size_are_an_error():

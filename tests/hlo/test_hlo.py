@@ -3,6 +3,7 @@
 The mesh is data 2 over InfiniBand x tensor 4 on NVLink; arrays are fp32 unless a name says otherwise.
 """
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from meshkit.config.mesh import Placement
 from meshkit.errors import ProgramError
 from meshkit.hlo.module import load_module, parse_hlo, read_collectives, read_schedule
-from meshkit.hlo.proto import ModuleAttributes, read_fields
+from meshkit.hlo.proto import ModuleAttributes, integer, messages, read_fields, renumbered, with_dense_ids
 
 FILES = Path(__file__).parent.parent / "data" / "hlo"
 PLACEMENT = Placement.from_shape(("data", "tensor"), (2, 4), gpus_per_domain=4)
@@ -188,6 +189,19 @@ def test_what_is_no_module_is_an_error(content):
         load_module(content)
     with pytest.raises(ProgramError, match="not a protocol buffer"):
         ModuleAttributes(content)
+
+
+def test_ids_far_apart_cost_no_memory():
+    """XLA makes tables as long as the highest id of each computation: 10 GB of this file's."""
+    serialized = parse_hlo((FILES / "loops.hlo").read_text()).as_serialized_hlo_module_proto()
+    ids = [integer(m, 35) for c in messages(read_fields(serialized), 3) for m in messages(c, 2)]
+    sparse = renumbered(serialized, {i: i and i | (i & 0xFF) << 20 | 2**30 for i in ids})
+    assert with_dense_ids(serialized) is serialized
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert load_module(sparse).to_string() == load_module(serialized).to_string()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
+    with pytest.raises(ProgramError, match="refers to id"):
+        renumbered(serialized, {})
 
 
 def test_fields_of_the_wire_format():

@@ -16,6 +16,7 @@ from meshkit.cli import app
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError, TraceError
+from meshkit.hlo import proto
 from meshkit.report.schema import read_report
 from meshkit.report.summarize import check_invariants
 from meshkit.trace import loose
@@ -169,12 +170,11 @@ def test_a_captured_trace_alone_says_what_its_run_folder_says(step, mesh, tmp_pa
     ]
 
 
-def test_a_program_that_asks_for_memory_out_of_proportion_is_not_loaded(file, monkeypatch):
-    monkeypatch.setattr(loose, "_LARGEST_ID", 3)
-    report = profile_traces(file)
-    assert "the HLO in the trace has ids up to" in " ".join(
-        w.message for w in report.warnings if w.code == "no_program"
-    )
+def test_the_program_is_parsed_once(file, monkeypatch):
+    read, real = [], proto.ModuleAttributes
+    monkeypatch.setattr(proto, "ModuleAttributes", lambda module: read.append(len(module)) or real(module))
+    profile_traces(file)
+    assert len(read) == 1
 
 
 def test_nothing_is_written_unless_asked(file, tmp_path):
