@@ -146,7 +146,7 @@ class ShardingRules:
     def override_for(self, path: str) -> Spec | None:
         """Mesh axes for each dim of the parameter at `path`, `layers/mlp/up/kernel`; None without an override."""
         for pattern, spec in self.overrides:
-            if path_pattern(pattern).fullmatch(path):
+            if path_matches(pattern, path):
                 return spec  # pyright: ignore[reportReturnType]  # __post_init__ normalised it
         return None
 
@@ -307,9 +307,35 @@ def _plain(axes: Axes) -> Any:
     return axes[0] if len(axes) == 1 else list(axes)
 
 
+def path_matches(glob: str, path: str) -> bool:
+    """Whether a path is one of a pattern's: `**` any segments (also none), `*` within a segment.
+
+    Takes time by the product of both lengths at the most, whatever the pattern: it goes from one piece to the next with
+    all the places in the path that the pieces so far can end at.
+    """
+    at, size = {0}, len(path)
+    for piece in _pieces(glob):
+        if piece == "**":
+            at = set(range(min(at), size + 1))
+        elif piece == "**/":
+            at |= {i + 1 for i in range(min(at), size) if path[i] == "/"}
+        elif piece == "/**":
+            at = {size} if any(i == size or path[i] == "/" for i in at) else set()
+        elif piece == "*":
+            found: set[int] = set()
+            for i in sorted(at):
+                if i not in found:
+                    end = path.find("/", i)
+                    found.update(range(i, (size if end < 0 else end) + 1))
+            at = found
+        else:
+            at = {i + len(piece) for i in at if path.startswith(piece, i)}
+        if not at:
+            return False
+    return size in at
+
+
 @functools.cache
-def path_pattern(glob: str) -> re.Pattern[str]:
-    """A path pattern as a regular expression: `**` any segments (also none), `*` within a segment."""
-    parts = re.split(r"(\*\*/|/\*\*$|\*\*|\*)", glob)
-    meaning = {"**/": r"(?:.*/)?", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*"}
-    return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts))
+def _pieces(glob: str) -> tuple[str, ...]:
+    """A pattern's wildcards and what is between them."""
+    return tuple(filter(None, re.split(r"(\*\*/|/\*\*$|\*\*|\*)", glob)))

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from meshkit.config.rules import path_pattern
+from meshkit.config.rules import path_matches
 from meshkit.config.sections import AllowTable
 from meshkit.errors import ConditionError
 from meshkit.report.schema import Part
@@ -48,9 +48,7 @@ def apply_allow_list(
     """
     kept, allowed, used = [], [], set()
     for f in findings:
-        matching = [
-            i for i, a in enumerate(allow) if a.code == f.code and path_pattern(a.path).fullmatch(f.path) is not None
-        ]
+        matching = [i for i, a in enumerate(allow) if a.code == f.code and path_matches(a.path, f.path)]
         used.update(matching)
         if matching and f.severity != "error":
             allowed.append(f.model_copy(update={"allowed": True, "reason": allow[matching[0]].reason}))

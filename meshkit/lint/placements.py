@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from meshkit.config.mesh import MeshSpec
-from meshkit.config.rules import AutoRule, ShardingRules, path_pattern
+from meshkit.config.rules import AutoRule, ShardingRules, path_matches
 from meshkit.lint.findings import Finding, sort_findings
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import Placed
@@ -185,7 +185,7 @@ def _never_used(s: Subject) -> Iterator[Finding]:
         )
     paths = [p.path for p in (*s.parameters, *s.others)]
     for pattern, _ in s.rules.overrides:
-        if not any(path_pattern(pattern).fullmatch(path) for path in paths):
+        if not any(path_matches(pattern, path) for path in paths):
             near = difflib.get_close_matches(pattern, paths, n=1, cutoff=0.5)
             yield Finding(
                 code="rule_never_used",
@@ -208,7 +208,7 @@ def _duplicates(s: Subject) -> Iterator[Finding]:
     paths = [p.path for p in (*s.parameters, *s.others)]
     taken: dict[str, str] = {}
     for pattern, _ in s.rules.overrides:
-        matched = [path for path in paths if path_pattern(pattern).fullmatch(path)]
+        matched = [path for path in paths if path_matches(pattern, path)]
         if matched and all(path in taken for path in matched):
             first = taken[matched[0]]
             yield Finding(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from meshkit.config.rules import PRESETS, ShardingRules
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshkit.config.rules import PRESETS, ShardingRules, path_matches
 from meshkit.errors import ConfigError
 
 RULES = ShardingRules(
@@ -59,11 +63,33 @@ def test_override_for(path, spec):
         ("q*/k", "query/k", True),
         ("q*/k", "query/x/k", False),
         ("a.b", "axb", False),
+        ("**/a*b*/**", "x/y/a1b2", True),
+        ("**/a*b*/**", "x/y/a1b2/c/d", True),
+        ("**a**/b", "axab", True),
+        ("*/*/c", "a/b/c", True),
+        ("*/*/c", "a/c", False),
+        ("a/**b", "a/x/yb", True),
     ],
 )
 def test_globs(pattern, path, matches):
     found = ShardingRules(overrides=[(pattern, ())]).override_for(path)
     assert (found is not None) == matches
+
+
+@given(st.text("ab*/", max_size=8), st.text("ab/", max_size=8))
+def test_a_glob_means_what_its_regular_expression_does(pattern, path):
+    meaning = {"**/": r"(?:.*/)?", "/**": r"(?:/.*)?", "**": r".*", "*": r"[^/]*"}
+    pieces = re.split(r"(\*\*/|/\*\*$|\*\*|\*)", pattern)
+    same = re.fullmatch("".join(meaning.get(piece, re.escape(piece)) for piece in pieces), path)
+    assert path_matches(pattern, path) == (same is not None)
+
+
+def test_many_wildcards_take_no_time():
+    """A regular expression tries all ways to cut the path: 60 wildcards would take longer than anybody waits."""
+    path = "a/" * 100 + "b"
+    for piece in ("**/a*", "**a", "*a*", "**/", "a**"):
+        path_matches(piece * 60 + "x", path)
+        path_matches(piece * 5_000, path)
 
 
 def test_a_logical_axis_may_not_use_one_mesh_axis_twice_in_an_array():
