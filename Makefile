@@ -5,7 +5,7 @@ EXPERIMENTS := configs/experiments
 GPU_WHEELS := annotated-types array-record grain plotly portpicker pydantic pydantic-core tomlkit typing-inspection
 H100S := --set cluster='{name="dgx_h100",hosts=2}'
 
-.PHONY: setup demo test test-slow test-oldest corruption kill-matrix soak gpu-wheels check docs clean
+.PHONY: setup demo test test-slow test-oldest wheel-check corruption kill-matrix soak gpu-wheels check docs clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -34,6 +34,18 @@ test: setup
 
 test-slow: setup
 	$(PY) -m pytest -m slow
+
+# What a user has: the wheel alone in a new environment, an empty folder, an empty HOME. Downloads what `[plan]` needs.
+WHEEL := build/wheel-check
+wheel-check: setup
+	@rm -rf $(WHEEL) && mkdir -p $(WHEEL)/home $(WHEEL)/empty
+	@$(PY) -m pip wheel -qq --disable-pip-version-check --no-deps -w $(WHEEL) .
+	@$(PY) -m venv $(WHEEL)/venv
+	@$(WHEEL)/venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt "$$(ls $(WHEEL)/*.whl)[plan]"
+	@cd $(WHEEL)/empty && export HOME="$$PWD/../home" PATH="$$PWD/../venv/bin:$$PATH" && set -ex && \
+	  meshkit --version && meshkit new --out mine.toml && meshkit explain mine.toml && \
+	  meshkit plan mine.toml --set cluster=dgx_h100 --out runs/plan && meshkit train mine.toml --set train.steps=20 --out runs/mine && \
+	  meshkit profile runs/mine && meshkit plan llama3_8b --out runs/llama3_8b && meshkit train llama_debug_cpu --set train.steps=5
 
 # The default suite with the oldest jax that meshkit supports, all else as constraints.txt has it, in .venv-oldest.
 test-oldest: .venv-oldest/installed

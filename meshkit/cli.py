@@ -33,7 +33,7 @@ app = typer.Typer(
     name="meshkit",
     help="Declarative meshes, sharding rules and truthful communication reports for JAX on NVIDIA GPU clusters.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -41,16 +41,16 @@ app = typer.Typer(
 app.add_typer(launch_app, name="launch")
 app.add_typer(checkpoint_app, name="checkpoint")
 _EXAMPLES = {
-    doctor: "meshkit doctor configs/experiments/llama3_8b.toml",
-    plan: "meshkit plan configs/experiments/llama3_8b.toml --set mesh.tensor=2",
-    rehearse: "meshkit rehearse configs/experiments/llama3_8b.toml --out runs/rehearsal",
-    tune: "meshkit tune configs/experiments/llama3_8b.toml --candidates 16 --out runs/tune",
-    train: "meshkit train configs/experiments/llama_debug_cpu.toml --out runs/first",
+    doctor: "meshkit doctor llama3_8b",
+    plan: "meshkit plan llama3_8b --set mesh.tensor=2",
+    rehearse: "meshkit rehearse llama3_8b --out runs/rehearsal",
+    tune: "meshkit tune llama3_8b --candidates 16 --out runs/tune",
+    train: "meshkit train llama_debug_cpu --out runs/first",
     profile: "meshkit profile runs/first --plan runs/plan",
     compare: "meshkit compare runs/plan runs/first --fail-if 'exposed_s>1.1x'",
-    explain: "meshkit explain configs/experiments/llama3_8b.toml --strict",
-    topo: "meshkit topo --check configs/experiments/llama3_8b.toml",
-    bench: "meshkit bench configs/experiments/llama_debug_cpu.toml --out runs/bench",
+    explain: "meshkit explain llama3_8b --strict",
+    topo: "meshkit topo --check llama3_8b",
+    bench: "meshkit bench llama_debug_cpu --out runs/bench",
     new: "meshkit new --model models.llama:Llama --out my.toml",
     schema: "meshkit schema report",
 }

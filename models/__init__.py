@@ -1,1 +1,1 @@
-"""Flax models that run on any meshkit mesh. Not part of the wheel: an experiment names its model by import path."""
+"""Flax models that run on any meshkit mesh; an experiment names them by import path, in a clone and from the wheel."""

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from meshkit.cli import main
+from meshkit.config.experiment import load
 from meshkit.report.schema import Report
 from meshkit.report.summarize import check_invariants
+from meshkit.verbs.arguments import complete_experiment
 
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs/experiments/llama_debug_cpu.toml")
@@ -19,7 +21,7 @@ ON_H100S = ["--set", "cluster={name='dgx_h100',hosts=2}", "--set", "mesh.data={i
 
 def test_help_of_each_verb_shows_an_example(capsys):
     for verb in ("plan", "train", "profile", "compare", "explain", "new", "schema"):
-        assert main([verb, "--help"]) == 0
+        assert main([verb, "-h"]) == 0
         assert f"Example: meshkit {verb}" in capsys.readouterr().out
 
 
@@ -60,6 +62,62 @@ def test_new_writes_a_file_that_explains_and_overwrites_nothing(tmp_path, capsys
     assert main(["explain", str(file)]) == 0
     assert main(["new", "--out", str(file)]) == 2
     assert "overwrites nothing" in capsys.readouterr().err
+
+
+FOREIGN = """
+from flax import nnx
+raise SystemExit("imported")
+class Net(nnx.Module):
+    def __init__(self, width: int, *, depth=2, rngs): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "has", "lacks"),
+    [
+        (["--model", "mine:Net"], ["# width = ", "needed: int"], ['preset = "llama', "depth", "rngs"]),
+        (["--model", "models.mlp:MLP"], ["embed = 64", 'source = "models.mlp:random_examples"'], ["tensor ="]),
+        (["--model", "models.moe:Moe"], ['preset = "moe_debug"', "expert = 2", 'loss = "models.moe:'], ["tensor ="]),
+        (["--model", "models.gpt:GPT"], ['preset = "gpt_debug"'], []),
+        (
+            ["--preset", "llama3_8b", "--cluster", "dgx_h100"],
+            ["sequence_length = 8192", "\nremat ="],
+            ["--set cluster"],
+        ),
+    ],
+)
+def test_new_writes_no_option_that_the_model_does_not_take(words, has, lacks, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(FOREIGN)
+    assert main(["new", *words, "--out", "e.toml"]) == 0
+    text = Path("e.toml").read_text().split("# [pipeline]")[0]
+    assert [word for word in has if word not in text] == []
+    assert [word for word in lacks if word in text.replace("# act_residual", "")] == []
+    assert load("e.toml").name
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--preset", "llama3_8B"], "try 'llama3_8b'"),
+        (["--model", "models.mlp:MLP", "--preset", "small"], "models.mlp:MLP takes no preset"),
+        (["--model", "a:B", "--copy-model", "llama"], "names the model"),
+    ],
+)
+def test_new_refuses_what_the_model_has_not(words, said, tmp_path, capsys):
+    assert main(["new", *words, "--out", str(tmp_path / "e.toml")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "e.toml").exists()
+
+
+def test_the_shell_completes_files_folders_and_shipped_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("llama_mine.toml", "llama.txt"):
+        Path(name).touch()
+    Path("llamas").mkdir()
+    found = complete_experiment("llama")
+    assert found[:2] == ["llama_mine.toml", "llamas/"]
+    assert {"llama3_8b", "llama_debug_cpu"} <= set(found)
 
 
 def test_plan_for_a_cpu_cluster_says_what_to_do(capsys):

@@ -34,6 +34,7 @@ from meshkit.config.sections import (
     RematMix,
     TrainTable,
 )
+from meshkit.config.shipped import find_experiment
 from meshkit.config.site import check_files
 from meshkit.config.validate import SpecError, TomlTable, check_plain, validate
 from meshkit.errors import ConfigError
@@ -76,9 +77,12 @@ class Experiment:
 
     @property
     def search_paths(self) -> list[Path]:
-        """Where modules are looked for: the working directory, the folder of the file, and its parents but for `/`."""
+        """Where modules are looked for: the working directory, the folder of the file, and its parents but for `/`.
+
+        Of an experiment that lies in the package, the working directory alone.
+        """
         found = [Path.cwd()]
-        if self.path is None:
+        if self.path is None or Path(__file__).resolve().parents[1] in self.path.resolve().parents:
             return found
         nearest, *above = self.path.resolve().parents
         folders = [nearest, *(folder for folder in above if folder != folder.parent)]
@@ -106,12 +110,12 @@ class Experiment:
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experiment:
-    """The experiment of a file, with `key=value` overrides laid over it.
+    """The experiment of a file, or a shipped one by its name, with `key=value` overrides laid over it.
 
     Raises:
         ConfigError: what the user wrote is wrong; the message names file, line and key, and what to try.
     """
-    document = TomlDocument.read(path)
+    document = TomlDocument.read(find_experiment(path))
     try:
         check_plain(document.table)
         checks.check_secrets(document.table)

@@ -17,7 +17,7 @@ import site
 import stat
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.machinery import ModuleSpec, PathFinder, all_suffixes
+from importlib.machinery import SOURCE_SUFFIXES, ModuleSpec, PathFinder, all_suffixes
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -72,12 +72,21 @@ def find_folder(module_name: str, folders: Iterable[Path]) -> Path | None:
     return next((folder for folder in folders if _holds(folder, top) or (folder / top).is_dir()), None)
 
 
+def find_source(module_name: str, folders: Iterable[Path]) -> Path | None:
+    """The Python file of a module that `find_folder` would find; nothing is imported."""
+    folders = list(folders)
+    found = find_folder(module_name, folders)
+    held = [found] if found is not None else [Path(p) for p in _parents(_installed(module_name.partition(".")[0]))]
+    files = (file for folder in held for file in _files(folder, module_name, SOURCE_SUFFIXES))
+    return next((file for file in files if file.is_file()), None)
+
+
 def check_writers(module_name: str, folder: Path | None, at: str | None) -> None:
     """Stops where anybody may change a module, or put one beside it; says where a group may.
 
     Args:
         module_name: the module.
-        folder: that holds it; None for one that Python finds, which is looked at unless it is an installed package.
+        folder: that holds it, looked at unless pip installed it; None for one that Python finds.
         at: where the module is named.
 
     Raises:
@@ -88,8 +97,8 @@ def check_writers(module_name: str, folder: Path | None, at: str | None) -> None
     if folder is None:
         spec = _installed(module_name.partition(".")[0])
         folder = next(map(Path, _parents(spec)), None) if spec else None
-        if folder is None or any(folder.is_relative_to(packages) for packages in _package_folders()):
-            return
+    if folder is None or any(folder.is_relative_to(packages) for packages in _package_folders()):
+        return
     parts = module_name.split(".")
     inside = [folder.joinpath(*parts[:i]) for i in range(len(parts) + 1)]
     for path in [*inside, *(inside[-1].with_name(parts[-1] + suffix) for suffix in all_suffixes())]:
@@ -197,10 +206,13 @@ def _parents(spec: ModuleSpec | None) -> list[str]:
 
 def _holds(folder: Path, module_name: str) -> bool:
     """Whether a folder has the file of a module."""
-    base = folder.joinpath(*module_name.split("."))
-    suffixes = all_suffixes()
-    files = [base.with_name(base.name + suffix) for suffix in suffixes] + [base / f"__init__{s}" for s in suffixes]
-    return any(os.path.isfile(file) for file in files)
+    return any(os.path.isfile(file) for file in _files(folder, module_name, all_suffixes()))
+
+
+def _files(folder: Path, module_name: str, suffixes: Iterable[str]) -> list[Path]:
+    """The files that a module of a folder may be."""
+    base, suffixes = folder.joinpath(*module_name.split(".")), list(suffixes)
+    return [base.with_name(base.name + suffix) for suffix in suffixes] + [base / f"__init__{s}" for s in suffixes]
 
 
 def _package_folders() -> list[str]:

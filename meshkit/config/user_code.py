@@ -16,6 +16,7 @@ from typing import Any
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.own_code import check_writers, defined_in, find_folder, is_of_python, serve
+from meshkit.config.shipped import MODELS, is_shipped_name, shipped_folder
 from meshkit.config.site import is_under, listed, read_site
 from meshkit.errors import ConfigError, MeshkitError
 from meshkit.redaction import redact
@@ -66,9 +67,9 @@ def _user_line(error: BaseException) -> str | None:
 def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None = None) -> Any:
     """What `"pkg.mod:Name"` names: of an installed package, or of the first of the experiment's folders that holds it.
 
-    Python's own modules are refused before anything is imported. Where the site declares roots of models
-    (`meshkit.config.site`), every module on the way lies in one of them, and only they are searched beside what Python
-    finds anyway.
+    The models that meshkit ships come last. Python's own modules are refused before anything is imported. Where the
+    site declares roots of models (`meshkit.config.site`), every module on the way lies in one of them or is a shipped
+    model, and only they are searched beside what Python finds anyway.
 
     Raises:
         ConfigError: not of that form, a module of Python itself, no such module, one that fails to import or that
@@ -85,13 +86,14 @@ def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None 
         )
     roots = read_site().model_roots
     searched = list(search_paths) if roots is None else [*(p for p in search_paths if is_under(p, roots)), *roots]
-    folder = find_folder(module_name, searched)
+    shipped = [shipped_folder()] if is_shipped_name(module_name) else []
+    folder = find_folder(module_name, [*searched, *shipped])
     check_writers(module_name, folder, at)
     if folder is not None:
         serve(module_name, folder, at)
     try:
         if roots is not None:
-            _check_roots(module_name, roots, at)
+            _check_roots(module_name, [*roots, *(folder / MODELS for folder in shipped)], at)
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):

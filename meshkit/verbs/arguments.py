@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +11,27 @@ import typer
 
 from meshkit.console import output, stdout
 
+
+def complete_experiment(incomplete: str) -> list[str]:
+    """The shipped experiments, folders and TOML files that begin so, for the shell."""
+    from meshkit.config.shipped import shipped_experiments
+
+    found = sorted(
+        path for path in glob.glob(f"{glob.escape(incomplete)}*") if os.path.isdir(path) or path.endswith(".toml")
+    )
+    return [*(f"{path}/" if os.path.isdir(path) else path for path in found)] + [
+        name for name in shipped_experiments() if name.startswith(incomplete)
+    ]
+
+
 ExperimentArg = Annotated[
-    Path, typer.Argument(metavar="EXPERIMENT", help="Experiment file (TOML).", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="EXPERIMENT",
+        help="Experiment file (TOML), or the name of a shipped one: llama3_8b.",
+        show_default=False,
+        autocompletion=complete_experiment,
+    ),
 ]
 RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder with a trace.", show_default=False)]
 SetOption = Annotated[

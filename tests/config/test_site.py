@@ -55,6 +55,13 @@ def test_a_model_comes_from_a_declared_root(tmp_path, monkeypatch):
     assert load_object("site_inside:value") == 1  # found there although nothing else names the folder
 
 
+def test_the_shipped_models_stay_allowed(tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(tmp_path))
+    assert load_object("models.options:suggest")("lama", ["llama"]) == " Did you mean 'llama'?"
+    with pytest.raises(ConfigError, match="outside of the folders"):
+        load_object("benchmarks.surface:main")  # of the clone, and no model
+
+
 def test_a_model_beside_the_experiment_is_refused_and_never_run(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     outside = module(tmp_path / "mail", "site_outside", f"open({str(tmp_path / 'ran')!r}, 'w')\n")

@@ -18,7 +18,9 @@ from models.llama import PRESETS, Llama
 PUBLISHED = {
     "llama_1b": 1_235_814_400,
     "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
     "llama2_70b": 68_976_648_192,
+    "codellama_34b": 33_743_970_304,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,

@@ -22,7 +22,7 @@ launch_app = typer.Typer(
     help="Start a job of several processes: here, or by SLURM, Kubernetes or MPI.",
     no_args_is_help=True,
     rich_markup_mode=None,
-    epilog="Example: meshkit launch local --processes 2 --devices 4 configs/experiments/llama_debug_cpu.toml",
+    epilog="Example: meshkit launch local --processes 2 --devices 4 llama_debug_cpu",
 )
 
 OutOption = Annotated[
@@ -39,9 +39,7 @@ MtlsOption = Annotated[
 ]
 
 
-@launch_app.command(
-    epilog="Example: meshkit launch local --processes 2 --devices 4 configs/experiments/llama_debug_cpu.toml"
-)
+@launch_app.command(epilog="Example: meshkit launch local --processes 2 --devices 4 llama_debug_cpu")
 def local(
     experiment: ExperimentArg,
     processes: Annotated[int, typer.Option(metavar="N", min=1, help="Processes on this machine.")],
@@ -118,9 +116,7 @@ def local(
         raise typer.Exit(code)
 
 
-@launch_app.command(
-    epilog="Example: meshkit launch slurm configs/experiments/llama3_70b.toml --sbatch partition=gpu --dry-run"
-)
+@launch_app.command(epilog="Example: meshkit launch slurm llama3_70b --sbatch partition=gpu --dry-run")
 def slurm(
     experiment: ExperimentArg,
     set_: SetOption = [],  # noqa: B006
@@ -149,9 +145,7 @@ def slurm(
     output(text, end="") if dry_run else say(submit(["sbatch"], text))
 
 
-@launch_app.command(
-    epilog="Example: meshkit launch jobset configs/experiments/llama3_70b.toml --image REGISTRY/IMAGE:TAG --dry-run"
-)
+@launch_app.command(epilog="Example: meshkit launch jobset llama3_70b --image REGISTRY/IMAGE:TAG --dry-run")
 def jobset(
     experiment: ExperimentArg,
     image: Annotated[
@@ -186,7 +180,7 @@ def jobset(
     output(jobset_yaml(job, site), end="") if dry_run else say(submit_jobset(job, site))
 
 
-@launch_app.command(epilog="Example: meshkit launch mpi configs/experiments/llama3_70b.toml --hostfile hosts --dry-run")
+@launch_app.command(epilog="Example: meshkit launch mpi llama3_70b --hostfile hosts --dry-run")
 def mpi(
     experiment: ExperimentArg,
     hostfile: Annotated[str, typer.Option(metavar="FILE", help="Hosts, one a line; process 0 runs on the first.")],

@@ -13,19 +13,34 @@ from meshkit.errors import ConfigError
 
 def new(
     model: Annotated[
-        str, typer.Option(metavar="PKG.MOD:CLASS", help="The model's import path.")
-    ] = "models.llama:Llama",
+        str | None,
+        typer.Option(metavar="PKG.MOD:CLASS", help="The model's import path; models.llama:Llama without it."),
+    ] = None,
+    preset: Annotated[str | None, typer.Option(metavar="NAME", help="Of the model, where it has presets.")] = None,
+    cluster: Annotated[str, typer.Option(metavar="NAME", help="A shipped cluster, or a file.")] = "cpu8",
+    hosts: Annotated[int | None, typer.Option(metavar="N", min=1, help="Hosts of the cluster.")] = None,
+    copy_model: Annotated[
+        str | None, typer.Option("--copy-model", metavar="NAME", help="Copy a shipped model beside it, to edit: llama.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write; stdout without it.")] = None,
 ) -> None:
     """Write a commented experiment file."""
+    from meshkit.config.shipped import copy_model as copy
     from meshkit.verbs.new.template import new_experiment
 
-    text = new_experiment(model=model)
+    if copy_model is not None and model is not None:
+        raise ConfigError("--copy-model names the model.", at="--model", hint="one of the two")
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists, and `new` overwrites nothing.", hint="another --out")
+    copied: list[Path] = []
+    if copy_model is not None:
+        model, copied = copy(copy_model, out.parent if out else Path())
+    text = new_experiment(model=model or "models.llama:Llama", preset=preset, cluster=cluster, hosts=hosts, file=out)
+    if copied:
+        say(f"copied {', '.join(map(str, copied))}; what you change there is what the experiment runs")
     if out is None:
         output(text, end="")
         return
-    if out.exists():
-        raise ConfigError(f"{out} exists, and `new` overwrites nothing.", hint="another --out")
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as e:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal, get_args, get_origin
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from meshkit.config.cluster import Cluster, shipped_clusters
+from meshkit.config.document import STDLIB_SOURCE
 from meshkit.config.emit import inline, string_text
 from meshkit.config.rules import PRESETS, ShardingRules
 from meshkit.config.sections import ExperimentTable
+from meshkit.config.shipped import example_of
+from meshkit.config.validate import did_you_mean
+from meshkit.errors import ConfigError
+from meshkit.verbs.new.signature import read_signature
 
 _TEXT = """\
 # {title}
-# `meshkit explain FILE` checks it, `meshkit plan FILE` predicts it without a GPU, `meshkit train FILE` runs it.
-# Change a key for one command: --set train.steps=10 --set mesh.tensor=2
+{commands}
+# Change a key for one command: --set train.steps=10
 name = {name}
 
 # The machines: a shipped name, or {{ file = "my_cluster.toml" }}, or every key inline.
@@ -26,7 +33,7 @@ cluster = {cluster}
 
 [model]
 class = {model}
-{preset}
+{options}
 
 [mesh]                                      # {num_gpus} devices; the outermost axis first
 # An axis of n is n ways inside an NVLink domain. One that spans both links: fsdp = {{ nvlink = 2, infiniband = 4 }}.
@@ -34,11 +41,10 @@ class = {model}
 {mesh}
 
 [rules]                                     # logical axis of an array -> mesh axis, or a list of them
-preset = "fsdp_tensor"                      # {presets}
+preset = {preset:<34} # {presets}
 [rules.logical]                             # what is here overrides the preset; it says:
 {logical}
-# act_residual_length = "tensor"            # sequence parallelism
-# [[rules.override]]                        # by parameter path; wins over logical axes
+{sequence}# [[rules.override]]                        # by parameter path; wins over logical axes
 # path = "**/router/kernel"
 # spec = ["replicated", "replicated"]
 
@@ -50,8 +56,8 @@ steps = 200
 # accumulate = 2
 precision = "bf16"
 # reduce_precision = "fp32"
-# remat = "full"
-# loss = "package.module:function"
+{remat}
+{loss}
 evaluate_every = 100
 seed = 0
 # metrics = "package.module:function"
@@ -65,7 +71,7 @@ weight_decay = 0.1
 clip = 1.0
 
 [data]
-source = "python-stdlib"
+source = {source}
 
 [checkpoint]
 every = 0
@@ -86,6 +92,7 @@ steps = [10, 12]
 # [xla]
 # xla_gpu_enable_latency_hiding_scheduler = true
 """
+_SEQUENCE = '# act_residual_length = "tensor"            # sequence parallelism\n'
 _COMMENT_COLUMN = 44
 _WIDTH = 120
 _SECTIONS = ExperimentTable.fields_by_key()
@@ -95,38 +102,53 @@ def new_experiment(
     name: str = "my_experiment",
     *,
     model: str = "models.llama:Llama",
-    preset: str | None = "llama_debug",
+    preset: str | None = None,
     cluster: str = "cpu8",
     hosts: int | None = None,
+    file: Path | None = None,
 ) -> str:
     """The text of a commented experiment file that loads as it is.
 
     Args:
         name: of the experiment.
         model: import path of the model's class.
-        preset: of the model; None for a model without presets.
+        preset: of the model; the one of its example, or its first, where it has any.
         cluster: a shipped name, or a path.
         hosts: how many, where not as the cluster says.
+        file: that the text is for.
 
     Raises:
-        ConfigError: there is no such cluster.
+        ConfigError: there is no such cluster, or the model takes no preset.
     """
     machines = Cluster.load(cluster, hosts=hosts)
+    like = example_of(model, preset)
+    train, rules = like.get("train", {}), like.get("rules", {}).get("preset", "fsdp_tensor")
+    source = like.get("data", {}).get("source", STDLIB_SOURCE)
+    inner = next((axis for axis in ("expert", "tensor") if axis in rules), None)
+    length = train.get("sequence_length", 64)
+    if preset != like.get("model", {}).get("preset") and source == STDLIB_SOURCE and not machines.is_cpu:
+        length = 4096
     is_shipped = cluster in shipped_clusters()
     table = {"name" if is_shipped else "file": cluster, "hosts": hosts}
     text = _TEXT.format(
         title=f"{name}: {model} on {machines.num_gpus} x {machines.gpu.name}.",
+        commands=_commands(shlex.quote(str(file)) if file else "FILE", machines),
         name=string_text(name),
         clusters=", ".join(shipped_clusters()),
         cluster=inline(table if hosts is not None else cluster),
         model=string_text(model),
-        preset=f"preset = {string_text(preset)}" if preset else '# preset = "small"',
+        options="\n".join(_options(model, preset, like.get("model", {}), file.parent if file else Path())),
         num_gpus=machines.num_gpus,
-        mesh=_mesh(machines),
+        mesh=_mesh(machines, inner),
+        preset=string_text(rules),
         presets=", ".join(PRESETS),
-        logical=_preset_rows(),
+        logical=_preset_rows(rules),
+        sequence=_SEQUENCE if inner == "tensor" else "",
         batch=2 * machines.num_gpus,
-        length=128 if machines.is_cpu else 4096,
+        length=length,
+        remat=f"remat = {string_text(train['remat'])}" if "remat" in train else '# remat = "full"',
+        loss=f"loss = {string_text(train['loss'])}" if "loss" in train else '# loss = "package.module:function"',
+        source=string_text(source),
     )
     return "\n".join(_commented(text.splitlines())) + "\n"
 
@@ -154,15 +176,46 @@ def _with_comment(line: str, field: FieldInfo) -> Iterator[str]:
         line = ""
 
 
-def _mesh(cluster: Cluster) -> str:
-    """A mesh for any cluster: two ways of tensor parallelism where the domain is even, and the rest fully sharded."""
-    tensor = 2 if cluster.gpus_used_per_domain % 2 == 0 else 1
+def _mesh(cluster: Cluster, inner: str | None) -> str:
+    """A mesh for any cluster: two ways of an inner axis where the domain is even, and the rest fully sharded."""
+    ways = 2 if cluster.gpus_used_per_domain % 2 == 0 else 1
     domains = cluster.num_nvlink_domains
     fsdp = inline({"nvlink": "fill", "infiniband": "fill"}) if domains > 1 else '"fill"'
-    return f"data = 1\nfsdp = {fsdp}\ntensor = {tensor}"
+    return f"data = 1\nfsdp = {fsdp}" + (f"\n{inner} = {ways}" if inner else "")
 
 
-def _preset_rows() -> str:
+def _commands(file: str, cluster: Cluster) -> str:
+    """The commands that work on the file, as comments."""
+    if cluster.is_cpu:
+        return (
+            f"# `meshkit explain {file}` checks it, `meshkit train {file}` runs it,\n"
+            f"# `meshkit plan {file} --set cluster=dgx_h100` predicts it on GPUs that are not there."
+        )
+    return (
+        f"# `meshkit explain {file}` checks it, `meshkit plan {file}` predicts it without a GPU;\n"
+        f"# on the machines, `meshkit train {file}` runs it."
+    )
+
+
+def _options(model: str, preset: str | None, example: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """Lines of `[model]`: the options of its example, or what its source says that it takes; nothing is imported."""
+    taken = read_signature(model, [Path.cwd(), folder])
+    own = {key: value for key, value in example.items() if key != "class"}
+    if preset is None and not own and taken is not None and "preset" in taken.names:
+        preset = taken.presets[0] if taken.presets else None
+    if preset is not None:
+        if taken is not None and "preset" not in taken.names:
+            raise ConfigError(f"{model} takes no preset.", at="--preset", hint=f"its options: {', '.join(taken.names)}")
+        if taken is not None and taken.presets and preset not in taken.presets:
+            hint = did_you_mean(preset, taken.presets)
+            raise ConfigError(f"{model} has no preset '{preset}'.", at="--preset", hint=hint)
+        own = {"preset": preset}
+    yield from (f"{key} = {inline(value)}" for key, value in own.items())
+    if not own and taken is not None:
+        yield from (f"# {name} = ...{'':<30}# needed: {kind or 'no default'}" for name, kind in taken.needed.items())
+
+
+def _preset_rows(preset: str) -> str:
     """The rules of the preset that the file names, as comments."""
-    rules = ShardingRules.preset("fsdp_tensor").to_dict()["logical"]
+    rules = ShardingRules.preset(preset).to_dict()["logical"]
     return "\n".join(f"# {logical} = {inline(axes)}" for logical, axes in rules.items())

@@ -1,0 +1,19 @@
+"""What a wheel's metadata takes from the README: the text, without links into this tree, which no package index has."""
+
+import re
+from pathlib import Path
+
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+
+class CustomMetadataHook(MetadataHookInterface):
+    """Sets `readme`."""
+
+    def update(self, metadata: dict) -> None:
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        metadata["readme"] = {"content-type": "text/markdown", "text": without_links(text)}
+
+
+def without_links(text: str) -> str:
+    """Markdown in which links to files of the tree are their words alone."""
+    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?://|#)[^)]+\)", r"\1", text)
