@@ -29,6 +29,7 @@ class DeviceStep:
     collective: np.ndarray  # [m] indices into `Timeline.collectives`; -1: communication that maps to no instruction
     copies: np.ndarray  # [k, 2] spans of memory copies
     transfer_s: np.ndarray | None = None  # [m] seconds of each that moved data; None where waiting is unknown
+    input_end_s: float | None = None  # end of the last copy from the host, in the step's window; None without any
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class Sweep:
     busy_s: np.ndarray  # sum of the instances' own durations, inside the window
     transfer_s: np.ndarray | None  # sum of the instances' seconds that moved data; None where unknown
     count: np.ndarray  # instances
+    exposed_wait_s: np.ndarray | None = None  # what of `exposed_share_s` was waiting for peers; None where unknown
+    between_s: float = 0.0  # idle after the last operation: before the next step begins
+    input_s: float = 0.0  # idle after the last operation, until the next step's input has come from the host
 
     def each_of(self, steps: int) -> Sweep:
         """The mean of the training steps that one execution of a program makes."""
@@ -77,8 +81,8 @@ class Sweep:
             return None if value is None else value / steps
 
         total = Overlap(**{f.name: share(getattr(self.total, f.name)) for f in fields(self.total)})
-        arrays = {f.name: share(getattr(self, f.name)) for f in fields(self) if f.name != "total"}
-        return Sweep(total, **arrays)
+        parts = {f.name: share(getattr(self, f.name)) for f in fields(self) if f.name != "total"}
+        return Sweep(total, **parts)
 
 
 def overlap(compute, communication, window, *, copies=None) -> Overlap:
@@ -127,15 +131,44 @@ def sweep(step: DeviceStep, num_collectives: int, rows: np.ndarray | None = None
 
     share, exposed_share, sole = (per_collective(v) for v in segments.instance_shares())
     length_s = float(step.window[1] - step.window[0])
+    copied = _Cover(copies)
+    total = _split(covered, _Cover(communication), copied, length_s=length_s)
+    last = max((float(spans[:, 1].max()) for spans in (compute, communication) if len(spans)), default=0.0)
+    fed = min(max(last, (step.input_end_s or 0.0) - step.window[0]), length_s)
+    input_s, between_s = (
+        min(total.idle_s, b - a - float(np.diff(copied.until(np.array([a, b])))[0]))
+        for a, b in ((last, fed), (fed, length_s))
+    )
     return Sweep(
-        total=_split(covered, _Cover(communication), _Cover(copies), length_s=length_s),
+        total=total,
         share_s=share,
         exposed_share_s=exposed_share,
         sole_exposed_s=sole,
         busy_s=per_collective(communication[:, 1] - communication[:, 0]),
         transfer_s=None if step.transfer_s is None else per_collective(np.asarray(step.transfer_s)),
         count=per_collective(inside.astype(np.float64)),
+        between_s=max(0.0, between_s),
+        input_s=max(0.0, input_s),
     )
+
+
+def exposed_waits(
+    communication: np.ndarray, transfer_s: np.ndarray, row: np.ndarray, exposed: np.ndarray
+) -> np.ndarray:
+    """[m] what of each collective's exposed share was waiting, which comes before its transfer.
+
+    Args:
+        communication: [m, 2] spans.
+        transfer_s: [m] seconds of each that moved data; NaN where unknown, which counts as all of it.
+        row: [m] row of each, as of `sweep`.
+        exposed: [n, 2] when nothing computes and a collective runs, from `exposed_spans`.
+    """
+    begins = np.clip(communication[:, 1] - transfer_s, communication[:, 0], communication[:, 1])
+    begins = np.where(np.isnan(begins), communication[:, 0], begins)
+    parts = np.concatenate([np.stack([communication[:, 0], begins], 1), np.stack([begins, communication[:, 1]], 1)])
+    segments = _Segments(parts, np.tile(row, 2), _Cover(exposed))
+    segments.exposed = segments.seconds - segments.exposed  # the cover is of what is exposed
+    return segments.instance_shares()[1][: len(row)]
 
 
 def exposed_spans(step: DeviceStep) -> np.ndarray:
@@ -144,7 +177,10 @@ def exposed_spans(step: DeviceStep) -> np.ndarray:
         _Cover(_clipped(np.asarray(s, np.float64).reshape(-1, 2), step.window))
         for s in (step.compute, step.communication)
     )
-    cuts = np.unique(np.concatenate([compute.starts, compute.ends, communication.starts, communication.ends]))
+    edges = np.concatenate([compute.starts, compute.ends])
+    i = np.searchsorted(communication.starts, edges, "right")
+    edges = edges[edges <= np.r_[-np.inf, communication.ends][i]]  # what lies outside of communication cuts nothing
+    cuts = np.unique(np.concatenate([edges, communication.starts, communication.ends]))
     # between two cuts all is covered or nothing: half of it tells them apart whatever the running sums round to
     half = 0.5 * np.diff(cuts)
     covered, communicating = np.diff(compute.until(cuts)) > half, np.diff(communication.until(cuts)) > half

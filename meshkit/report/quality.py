@@ -25,7 +25,7 @@ from meshkit.units import format_percent
 
 _MAX_STRAGGLERS = 32
 _SECONDS = (
-    "time_s", "overlapped_s", "exposed_s", "sole_exposed_s", "busy_s", "transfer_s", "wait_s",
+    "time_s", "overlapped_s", "exposed_s", "sole_exposed_s", "exposed_wait_s", "busy_s", "transfer_s", "wait_s",
     "bus_bandwidth_bytes_per_s",
 )  # fmt: skip
 

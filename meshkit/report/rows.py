@@ -76,9 +76,9 @@ def communication_rows(
         name: np.mean([getattr(s, name) for s in sweeps], axis=0)
         for name in ("share_s", "exposed_share_s", "sole_exposed_s", "busy_s", "count")
     }
-    transfers = [s.transfer_s for s in sweeps if s.transfer_s is not None]
-    known = len(transfers) == len(sweeps)
-    mean["transfer_s"] = np.mean(transfers, axis=0) if known else np.full(len(row_of), np.nan)
+    for name in ("transfer_s", "exposed_wait_s"):
+        known = [value for s in sweeps if (value := getattr(s, name)) is not None]
+        mean[name] = np.mean(known, axis=0) if len(known) == len(sweeps) else np.full(len(row_of), np.nan)
     rows = [_row(timeline.collectives, members, mean, lines or {}, cluster) for members in groups[:-1]]
     unmapped = len(timeline.collectives)
     if mean["count"][unmapped] > 0:
@@ -120,13 +120,14 @@ def _row(
 
 def _seconds(members: Sequence[int], mean: dict[str, np.ndarray]) -> dict:
     total = {name: float(values[list(members)].sum()) for name, values in mean.items()}
-    transfer_s = None if np.isnan(total["transfer_s"]) else total["transfer_s"]
+    transfer_s, waited_s = (None if np.isnan(total[name]) else total[name] for name in ("transfer_s", "exposed_wait_s"))
     return {
         "count": _whole(total["count"]),
         "time_s": total["share_s"],
         "overlapped_s": _difference(total["share_s"], total["exposed_share_s"]),
         "exposed_s": total["exposed_share_s"],
         "sole_exposed_s": total["sole_exposed_s"],
+        "exposed_wait_s": None if transfer_s is None or waited_s is None else min(waited_s, total["exposed_share_s"]),
         "busy_s": total["busy_s"],
         "transfer_s": transfer_s,
         "wait_s": None if transfer_s is None else max(0.0, total["busy_s"] - transfer_s),

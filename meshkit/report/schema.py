@@ -84,7 +84,11 @@ class WindowPart(Part):
 
 
 class StepPart(Part):
-    """One step: `compute_s + exposed_s + other_s + idle_s == time_s`, `overlapped_s + exposed_s == communication_s`."""
+    """One step: `compute_s + exposed_s + other_s + idle_s == time_s`, `overlapped_s + exposed_s == communication_s`.
+
+    A measured `idle_s` lies inside the step (the host is late with kernels), between steps, or before a step's input
+    has come from the host.
+    """
 
     time_s: float | None = None
     compute_s: float | None = None
@@ -102,6 +106,9 @@ class StepPart(Part):
     tokens_per_s_per_gpu: float | None = None
     all_overlapped_s: float | None = None
     all_exposed_s: float | None = None
+    idle_inside_s: float | None = None
+    idle_between_s: float | None = None
+    idle_input_s: float | None = None
 
 
 class SpreadPart(Part):
@@ -164,6 +171,7 @@ class CommunicationPart(Part):
     overlapped_s: float | None = None
     exposed_s: float | None = None
     sole_exposed_s: float | None = None
+    exposed_wait_s: float | None = None
     busy_s: float | None = None
     transfer_s: float | None = None
     wait_s: float | None = None
@@ -257,6 +265,26 @@ class Warning_(Part):
     code: str
     message: str
     seconds: float | None = None
+
+
+class FindingPart(Part):
+    """Why a measured step takes as long as it does, the most seconds first.
+
+    Attributes:
+        seconds: of a step, that it costs.
+        evidence: where in this report its numbers stand.
+        hint: what to try (`try` in the JSON).
+        step_s: the step without it, by replaying the measured timeline.
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+    code: str
+    severity: Literal["note", "warning"]
+    message: str
+    seconds: float | None = None
+    evidence: tuple[str, ...] = ()
+    hint: str | None = Field(default=None, alias="try")
+    step_s: float | None = None
 
 
 class PipelinePart(ScheduleCost, Part):
@@ -482,6 +510,8 @@ class Report(Part):
 
     schema_: Literal["meshkit.report/1"] = Field(default=SCHEMA, alias="schema")
     source: Source
+    verdict: str | None = None
+    findings: tuple[FindingPart, ...] = ()
     cluster: ClusterPart = ClusterPart()
     mesh: tuple[MeshAxisPart, ...] = ()
     window: WindowPart

@@ -111,7 +111,7 @@ def summarize(
     rows = communication_rows(
         timeline, sweeps, row_of, groups, {name: info.line for name, info in known.items()}, machines.cluster
     )
-    step = _step_part(source, sweeps, facts, machines.num_gpus, step_bounds)
+    step = step_part(source, sweeps, facts, machines.num_gpus, step_bounds)
     totals = None
     if timeline.steps and (known or facts.pipeline):
         totals = swept.kernels if swept else kernel_totals(timeline)
@@ -267,14 +267,20 @@ def _bubble_s(
     return sum((1 - pipeline.useful_share(source)) * float(t) for source, t in zip(sources, totals.time_s))
 
 
-def _step_part(
-    source: Source, sweeps: Sequence[Sweep], facts: StepFacts, num_gpus: int | None, bounds: tuple
+def step_part(
+    source: Source,
+    sweeps: Sequence[Sweep],
+    facts: StepFacts = NO_FACTS,
+    num_gpus: int | None = None,
+    bounds: tuple[float | None, float | None] = (None, None),
 ) -> StepPart:
+    """The step as a mean over device steps, and what it achieves."""
     if not sweeps:
         return StepPart(model_flops=facts.model_flops)
     means = _means(sweeps)
     time_s = means["time_s"]
-    bubble_s = None if source == "profile" else 0.0  # a trace does not say which slots of a pipeline were masked
+    measured = source == "profile"
+    bubble_s = None if measured else 0.0  # a trace does not say which slots of a pipeline were masked
     peak = facts.peak_flops_per_gpu
     peak_of_all = peak * num_gpus if peak and num_gpus else None
     return StepPart(
@@ -288,7 +294,17 @@ def _step_part(
         tokens_per_s_per_gpu=_utilization(facts.tokens, time_s, num_gpus),
         all_overlapped_s=bounds[0],
         all_exposed_s=bounds[1],
+        **(_idle_parts(sweeps, means["idle_s"]) if measured else {}),
     )
+
+
+def _idle_parts(sweeps: Sequence[Sweep], idle_s: float) -> dict[str, float]:
+    """Where the idle time of measured steps lies."""
+    between_s, input_s = (
+        math.fsum(getattr(s, name) for s in sweeps) / len(sweeps) for name in ("between_s", "input_s")
+    )
+    inside_s = max(0.0, idle_s - between_s - input_s)
+    return {"idle_inside_s": inside_s, "idle_between_s": between_s, "idle_input_s": input_s}
 
 
 def _means(sweeps: Sequence[Sweep]) -> dict[str, float]:

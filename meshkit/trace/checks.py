@@ -51,6 +51,7 @@ class Facts:
     odd_counts: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Collectives that ran more or less often than the program says: name -> (expected, seen)."""
     namesakes: int = 0  # programs in a trace that bear the name of the one that is measured, itself included
+    cpu: bool = False  # the devices are CPUs
     damaged: dict[int, str] = field(default_factory=dict)  # process -> what is wrong with its trace
     messages: list[str] = field(default_factory=list)  # what the profiler says itself
 

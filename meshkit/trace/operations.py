@@ -71,6 +71,7 @@ class Operations:
     messages: list[str] = field(default_factory=list)  # what the profiler reports about itself
     dropped: int | None = None  # events that it says it lost; None if it does not say
     discarded: int = 0  # events with impossible times, left out
+    cpu: bool = False  # the devices are CPUs
 
     @property
     def events(self) -> int:
@@ -92,6 +93,7 @@ def read_operations(file: TraceFile, space: XSpace | None = None) -> Operations:
     for ordinal, plane in gpus:
         if ordinal in file.devices:
             reader.gpu_plane(space, plane, file.devices[ordinal])
+    found.cpu = not gpus
     if not gpus:
         for plane in space.planes:
             if plane.name == "/host:CPU":
@@ -275,6 +277,7 @@ _KERNEL_KINDS = {  # in the names of communication libraries' kernels
     "send-recv": "sendrecv",
 }
 KINDS = (*_KERNEL_KINDS, "collective-permute", "ragged-all-to-all")  # what `kind_of_collective` tells apart
+_FROM_HOST = re.compile(r"h(?:ost)?_?(?:to|2)_?d", re.IGNORECASE)  # MemcpyH2D, CopyHostToDevice
 _CONTAINER_OP = re.compile(r"^(?:while|conditional|call)(?:\.\d+)*$")
 # a matmul and a collective in one kernel's name: gemm_all_reduce, AllGatherMatmul, ...
 _MATMUL = re.compile(r"gemm|matmul", re.IGNORECASE)
@@ -320,6 +323,7 @@ class Classes:
     kind: np.ndarray  # COMPUTE, COMMUNICATION, COPY, CONTAINER or FUSED
     collective: np.ndarray  # index into the timeline's collectives; -1 for none, or for one that maps to no instruction
     op: np.ndarray  # index into the timeline's op names, of what computes; else -1
+    input: np.ndarray  # whether it copies from the host
     of_program: np.ndarray  # whether it is an operation of the program
     lost: np.ndarray  # ran in a CUDA graph without a name
 
@@ -343,6 +347,7 @@ class Classifier:
             kind=np.zeros(n, np.int8),
             collective=np.full(n, -1, np.int32),
             op=np.full(n, -1, np.int32),
+            input=np.array([label.copy and bool(_FROM_HOST.search(label.name)) for label in labels], bool),
             of_program=self._program.owns(labels),
             lost=np.array([label.graph and not label.op for label in labels], bool),
         )

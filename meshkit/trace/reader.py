@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshkit.errors import TraceError
-from meshkit.timeline import DeviceStep, KernelTotals, Sweep, Timeline, sweep
+from meshkit.timeline import DeviceStep, KernelTotals, Sweep, Timeline, exposed_spans, exposed_waits, sweep
 from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, Facts, Note, notes_of
 from meshkit.trace.operations import (
     COMMUNICATION,
@@ -100,6 +100,7 @@ class _Reader:
         self.steps: list[DeviceStep] = []
         self.sweeps: list[Sweep] = []
         self.runs: list[int] = []
+        self.exposed: list[np.ndarray] = []  # of each device step: when a collective runs and nothing computes
         self.instances = Instances()
         self.kernels: dict[int, KernelTotals] = {}  # by execution: sums over devices
         self.facts = Facts()
@@ -114,6 +115,7 @@ class _Reader:
         facts.events += operations.events
         facts.discarded += operations.discarded
         facts.messages += operations.messages
+        facts.cpu = operations.cpu
         if operations.dropped is not None:
             facts.dropped = (facts.dropped or 0) + operations.dropped
         namesakes = {label.program for label, mine in zip(labels, own) if mine}
@@ -156,6 +158,7 @@ class _Reader:
         kind = classes.kind[label]
         fused = kind == FUSED
         computes, communicates = (kind == COMPUTE) | fused, (kind == COMMUNICATION) | fused
+        fed = spans[classes.input[label], 1]
         step = DeviceStep(
             device=device,
             step=number,
@@ -165,6 +168,7 @@ class _Reader:
             communication=spans[communicates],
             collective=classes.collective[label[communicates]].astype(np.intp),
             copies=spans[kind == COPY],
+            input_end_s=float(fed.max()) if len(fed) else None,
         )
         seconds = spans[:, 1] - spans[:, 0]
         self.facts.graph_s += float(seconds[classes.lost[label]].sum())
@@ -177,6 +181,7 @@ class _Reader:
         """Sweeps a device step and keeps what the steps together need; its spans only while there is room."""
         swept = sweep(step, len(self.collectives), self.rows)
         self.instances.add(step, own, starts_at_s)
+        self.exposed.append(exposed_spans(step) + starts_at_s)
         self._count_communication(step)
         key = step.step if run == -1 else run
         known = [self.kernels[key]] if key in self.kernels else []
@@ -205,12 +210,16 @@ class _Reader:
         keep = _in_common(self.steps, numbers, self.facts)
         skew = measure_skew(self.instances, self.collectives, self.program.groups, self.steps, numbers, keep)
         steps, sweeps, n = [], [], len(self.collectives)
-        owners = self.instances.by_step(self.instances.columns()[1])
+        _, owners, _, starts, ends, _ = (self.instances.by_step(column) for column in self.instances.columns())
+        rows = np.arange(n + 1) if self.rows is None else np.asarray(self.rows)
         for entry in np.flatnonzero(keep).tolist():
             step, swept = replace(self.steps[entry], step=first_step + int(numbers[entry])), self.sweeps[entry]
             if skew.transfers:
                 transfer, owner = skew.transfers[entry], np.where(owners[entry] < 0, n, owners[entry])
-                swept = replace(swept, transfer_s=np.bincount(owner, weights=transfer, minlength=n + 1))
+                spans = np.stack([starts[entry], ends[entry]], axis=1)
+                waits = exposed_waits(spans, transfer, rows[owner], self.exposed[entry])
+                moved, waited = (np.bincount(owner, weights=w, minlength=n + 1) for w in (transfer, waits))
+                swept = replace(swept, transfer_s=moved, exposed_wait_s=waited)
                 step = replace(step, transfer_s=transfer) if len(step.communication) else step
             steps.append(step)
             sweeps.append(swept)

@@ -74,8 +74,8 @@ def write_html(
     names = names_of([r.source for r in reports])
     shown = [Shown(r, name) for r, name in zip(reports, names)]
     headline = f"{title}: {_title(reports)}" if title else _title(reports).capitalize()
-    page = Page(headline, " · ".join(_header(reports, names)))
-    page.add(_cards(shown), _warnings(reports), _step(shown, page))
+    page = Page(headline, " · ".join(_header(reports, names)), reports[-1].verdict)
+    page.add(_cards(shown), _findings(shown[-1]), _warnings(reports), _step(shown, page))
     if other is not None:
         page.add(compared_section(report, other))
     page.add(_communication(shown, page), _pipeline(shown, page))
@@ -146,6 +146,22 @@ def _share_of_step(reports: Sequence[Report]) -> str:
 
 def _overlapped(report: Report) -> str:
     return share_text(report.step.overlapped_s, report.step.communication_s)
+
+
+def _findings(shown: Shown) -> str:
+    """What the step loses its time to: a fold each, with what to try and where its numbers stand."""
+    folds = []
+    for i, f in enumerate(shown.report.findings):
+        seconds = inline(shown.number(f"findings.{i}.seconds", format_seconds))
+        more = f'<p class="note">Try {escape(f.hint)}.</p>' if f.hint else ""
+        if f.step_s is not None:
+            without = inline(shown.number(f"findings.{i}.step_s", format_seconds))
+            more += f'<p class="note">Without it the step would take {without}.</p>'
+        where = ", ".join(f"<code>{escape(path)}</code>" for path in f.evidence)
+        more += f'<p class="note">{escape(f.code)}: {where} in report.json.</p>'
+        title = f'<b class="{f.severity}">{seconds}</b> {escape(f.message)}'
+        folds.append(f'<details class="finding"><summary>{title}</summary>{more}</details>')
+    return section("What the step loses its time to", "", *folds) if folds else ""
 
 
 def _warnings(reports: Sequence[Report]) -> str:

@@ -25,9 +25,10 @@ from meshkit.report.views.table import Cell, inline
 class Page:
     """A headline, parts of HTML below it, and the figures that their charts draw."""
 
-    def __init__(self, headline: str, sub: str):
+    def __init__(self, headline: str, sub: str, verdict: str | None = None):
         self._headline = headline
-        self._body = [f'<h1>{escape(headline)}</h1>\n<p class="sub">{escape(sub)}</p>']
+        first = f'<p class="verdict">{escape(verdict)}</p>\n' if verdict else ""
+        self._body = [f'{first}<h1>{escape(headline)}</h1>\n<p class="sub">{escape(sub)}</p>']
         self._figures: dict[str, dict] = {}
 
     def add(self, *parts: str) -> None:

@@ -33,6 +33,7 @@ from meshkit.units import format_bytes, format_percent, format_seconds
 WIDTH = 78
 _MAX_KINDS = 8
 _MAX_EXPOSED = 6
+_MAX_FINDINGS = 6
 _COLUMNS = (
     Column("collective", words=True, width=24),
     Column("count", width=5),
@@ -53,7 +54,10 @@ _EXPOSED_COLUMNS = (
 def render(report: Report, *, title: str | None = None) -> RenderableType:
     """The whole report, for `rich.print`; `title` says what it is about (an experiment, a run)."""
     shown = Shown(report)
-    parts: list[RenderableType] = [_headline(report, title)]
+    parts: list[RenderableType] = [Text(report.verdict, "bold"), Text()] if report.verdict else []
+    parts.append(_headline(report, title))
+    if report.findings:
+        parts += [heading("findings"), *_findings(report)]
     if report.step.time_s:
         parts += [heading("step time"), _step_bar(report)]
     parts += [heading("communication a step, per GPU"), _communication(shown)]
@@ -74,6 +78,16 @@ def render(report: Report, *, title: str | None = None) -> RenderableType:
     if report.warnings:
         parts += [heading("warnings"), *listed((w.message for w in report.warnings), "!", "bold yellow")]
     return Group(*parts)
+
+
+def _findings(report: Report) -> list[RenderableType]:
+    """What the step loses its time to, the most first, each with what to try."""
+    lines: list[str | Text] = []
+    for f in report.findings[:_MAX_FINDINGS]:
+        style = "bold yellow" if f.severity == "warning" else "cyan"
+        text = Text.assemble((f"{f.severity} {f.code}", style), f", {format_seconds(f.seconds)} a step: {f.message}")
+        lines.append(text.append(f" Try {f.hint}." if f.hint else "", "dim"))
+    return listed(lines)
 
 
 def bar(shares: Sequence[Share], total: float, width: int = WIDTH) -> Text:

@@ -22,10 +22,12 @@ from meshkit.config.mesh import MeshSpec
 from meshkit.console import run_folder
 from meshkit.hlo.instructions import read_instructions
 from meshkit.report.folder import write_folder
+from meshkit.report.history import read_history
 from meshkit.report.quality import feedback_part, noted, quality_part, stragglers_part, withhold_axes
 from meshkit.report.rows import group_rows
 from meshkit.report.schema import MemoryPart, ProgramPart, Report, StragglersPart
 from meshkit.report.summarize import Machines, captured_program, summarize
+from meshkit.report.verdict import Known, judged
 from meshkit.step.facts import StepFacts
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
@@ -155,12 +157,13 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
     record, each = captured.record, captured.record.work.steps_per_call
     trace = read_captured(captured, group_rows(captured.program.distinct_collectives)[0])
     seen = len(captured.records) - len(trace.facts.damaged)
+    instructions = read_instructions(captured.module)
     report = summarize(
         trace.steps,
         source="profile",
         machines=Machines(captured.placement, captured.cluster, seen, len(captured.expected)),
         facts=record.work,
-        instructions=read_instructions(captured.module),
+        instructions=instructions,
         swept=trace,
         warnings=noted([*notes_of_capture(captured), *trace.notes]),
     )
@@ -173,6 +176,18 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
         "feedback": feedback_part(record.options),
     }
     report = withhold_axes(report.model_copy(update=parts), trace)
+    cost = max((r.cost for r in captured.records if r.cost), key=lambda c: c.untraced_step_s or 0.0, default=None)
+    known = Known(
+        trace,
+        captured.program,
+        captured.schedule,
+        instructions,
+        captured.cluster,
+        record.options,
+        untraced_step_s=cost.untraced_step_s if cost else None,
+        steps_per_execution=each,
+    )
+    report = judged(report, known, read_history(Path(run)))
     return Measurement(report, trace.timeline, captured, trace)
 
 
@@ -201,11 +216,12 @@ def profile_traces(
     trace = read_trace(loose.files, loose.program, rows=group_rows(loose.program.distinct_collectives)[0])
     trace.facts.damaged.update(loose.damaged)
     named = loose.module is not None
+    instructions = read_instructions(loose.module) if named else {}
     report = summarize(
         trace.steps,
         source="profile",
         machines=Machines(loose.placement, cluster, len(loose.hosts), len(loose.hosts) + len(loose.damaged)),
-        instructions=read_instructions(loose.module) if named else None,
+        instructions=instructions or None,
         swept=trace,
         warnings=noted([*loose.notes, *trace.notes]),
     )
@@ -225,7 +241,7 @@ def profile_traces(
         jaxlib=loose.versions.get("jaxlib"),
     )
     parts = {"quality": quality, "program": program, "stragglers": waited_for(trace, loose.hosts)}
-    report = report.model_copy(update=parts)
+    report = judged(report.model_copy(update=parts), Known(trace, loose.program, schedule, instructions, cluster))
     if out is None:
         return report
     return write_folder(report, run_folder(Path(out)), trace.timeline, predicted=predicted, title=Path(path).name)
