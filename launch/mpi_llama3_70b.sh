@@ -7,8 +7,9 @@ num_processes=512
 devices_per_process=1
 max_restarts=3
 command=(python3 -m meshkit train configs/experiments/llama3_70b.toml --out runs/llama3-70b)
+make_certificates=(python3 -m meshkit launch certificates)
 hostfile=hosts
-mpirun_options=(-np 512 --map-by ppr:8:node --bind-to none)
+mpirun_options=(-np 512 --map-by ppr:8:node --bind-to none -x MESHKIT_MTLS)
 
 first_host() { awk '!/^[[:space:]]*(#|$)/ { print $1; exit }' "$hostfile"; }
 
@@ -30,6 +31,14 @@ start() {
 }
 
 preempted() { exit 75; }
+
+export MESHKIT_MTLS="$out/mtls-$$"
+on_first_host() { mpirun --host "$(first_host)" -np 1 "$@"; }
+
+# Certificates of this start alone, in a folder of the shared file system that only this user can open.
+mkdir -p "$out" || exit 2
+on_first_host "${make_certificates[@]}" "$MESHKIT_MTLS" --host "$(first_host)" || exit 2
+trap 'rm -rf -- "$MESHKIT_MTLS"' EXIT
 
 # Ports above Linux's ephemeral ones; a new one for every attempt, as the last attempt may still hold its own.
 set -u -o pipefail

@@ -18,6 +18,7 @@ num_processes=64
 devices_per_process=0
 max_restarts=3
 command=(python3 -m meshkit train configs/experiments/llama3_70b.toml --out runs/llama3-70b)
+make_certificates=(python3 -m meshkit launch certificates)
 srun_options=(--kill-on-bad-exit=1 --cpu-bind=none --ntasks=64)
 
 first_host() { scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1; }
@@ -39,6 +40,14 @@ preempted() {
   scontrol requeue "$SLURM_JOB_ID"
   exit 75
 }
+
+export MESHKIT_MTLS="$out/mtls-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+on_first_host() { srun "${srun_options[@]}" --nodes=1 --ntasks=1 --nodelist="$(first_host)" "$@"; }
+
+# Certificates of this start alone, in a folder of the shared file system that only this user can open.
+mkdir -p "$out" || exit 2
+on_first_host "${make_certificates[@]}" "$MESHKIT_MTLS" --host "$(first_host)" || exit 2
+trap 'rm -rf -- "$MESHKIT_MTLS"' EXIT
 
 # Ports above Linux's ephemeral ones; a new one for every attempt, as the last attempt may still hold its own.
 set -u -o pipefail

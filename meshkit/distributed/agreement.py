@@ -4,10 +4,16 @@
 
 It goes through jax's coordination service and never through a collective on devices: a checkpoint is committed by a
 background thread while the devices train. Every wait has a limit, and says which processes it missed.
+
+Without certificates that service takes the word of whoever reaches its port. So, where the processes share a key
+(`sign_with`), what they say is signed by it, and stands under names that follow from it: nobody else can write there
+before they do, nor write anything that they believe.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import time
 from collections.abc import Callable
@@ -18,6 +24,19 @@ from meshkit.errors import RunError
 
 # Process 0 has the whole limit to hear all others; they wait for its answer a little longer than that.
 _ANSWER_S = 60.0
+_SIGNATURE = hashlib.sha256().digest_size * 2
+
+_key: bytes | None = None
+
+
+def sign_with(key: bytes | None) -> None:
+    """From now on this process signs what it says, and believes what is signed by the same key; None believes all."""
+    global _key
+    _key = key
+
+
+class Forged(RunError):
+    """What stands in another process's place was not said by it."""
 
 
 class Agreement:
@@ -42,19 +61,21 @@ class Agreement:
             timeout_s: for all processes to say theirs.
 
         Raises:
-            RunError: some did not in time, or process 0 gave no answer.
+            RunError: some did not in time, process 0 gave no answer, or somebody else has written in its place.
         """
         if self.size == 1:
             return decide([mine])
         said, answer = f"{self._prefix}/{topic}/said", f"{self._prefix}/{topic}/answer"
         client = jax_runtime().client
         if self.rank != 0:
-            client.key_value_set(f"{said}/{self.rank}", json.dumps(mine))
-            decided = json.loads(self._get(client, answer, timeout_s + _ANSWER_S, "process 0 gives no answer"))
+            _set(client, said, self.rank, mine)
+            decided = _get(client, answer, 0, timeout_s + _ANSWER_S)
         else:
             decided = self._decide(client, said, mine, decide, timeout_s)
-            client.key_value_set(answer, json.dumps(decided))
-            client.key_value_delete(said)
+            _set(client, answer, 0, decided)
+            client.key_value_delete(_folder(said))
+        if not isinstance(decided, dict) or not decided.keys() & {"error", "answer"}:
+            raise _forged(answer, 0)
         if "error" in decided:
             raise RunError(decided["error"])
         return decided["answer"]
@@ -62,13 +83,17 @@ class Agreement:
     def _decide(
         self, client: Any, said: str, mine: Any, decide: Callable[[list[Any]], Any], timeout_s: float
     ) -> dict[str, Any]:
-        ends, every, missing = time.monotonic() + timeout_s, [mine], []
+        ends, every, missing, problem = time.monotonic() + timeout_s, [mine], [], ""
         for rank in range(1, self.size):
             left_s = max(0.001, ends - time.monotonic())
             try:
-                every.append(json.loads(self._get(client, f"{said}/{rank}", left_s, "")))
+                every.append(_get(client, said, rank, left_s))
+            except Forged as error:
+                problem = error.message
             except RunError:
                 missing.append(rank)
+        if problem:
+            return {"error": problem}
         if missing:
             noun = "process" if len(missing) == 1 else "processes"
             return {"error": f"{noun} {named(missing)} of {self.size} did not answer within {timeout_s:.0f} s."}
@@ -77,11 +102,57 @@ class Agreement:
         except Exception as error:  # the others must not wait for an answer that never comes
             return {"error": f"process 0 failed: {error}"}
 
-    def _get(self, client: Any, key: str, timeout_s: float, problem: str) -> str:
-        try:
-            return client.blocking_key_value_get(key, round(timeout_s * 1000))
-        except Exception as error:  # jaxlib raises one class for a limit that passed and for a service that is gone
-            raise RunError(f"{problem} within {timeout_s:.0f} s: {str(error).splitlines()[0]}") from None
+
+def _set(client: Any, topic: str, rank: int, word: Any) -> None:
+    """Says a word, also where somebody has said another in this process's place."""
+    text = json.dumps(word)
+    client.key_value_set(_name(topic, rank), _sign(topic, rank, text) + text, allow_overwrite=True)
+
+
+def _get(client: Any, topic: str, rank: int, timeout_s: float) -> Any:
+    """What a process says, once it has.
+
+    Raises:
+        Forged: it is none of its words.
+        RunError: it says nothing in time.
+    """
+    try:
+        text = client.blocking_key_value_get(_name(topic, rank), round(timeout_s * 1000))
+    except Exception as error:  # jaxlib raises one class for a limit that passed and for a service that is gone
+        why = str(error).splitlines()[0]
+        raise RunError(f"process {rank} gives no answer within {timeout_s:.0f} s: {why}") from None
+    length = _SIGNATURE if _key is not None else 0
+    signature, text = text[:length], text[length:]
+    try:
+        if hmac.compare_digest(signature.encode(), _sign(topic, rank, text).encode()):
+            return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    raise _forged(topic, rank)
+
+
+def _forged(topic: str, rank: int) -> Forged:
+    return Forged(
+        f"somebody who is no process of this job has written in the place of process {rank} ({topic}).",
+        hint="mutual TLS, which keeps others off the coordinator's port: `meshkit launch` with --mtls",
+    )
+
+
+def _folder(topic: str) -> str:
+    return topic if _key is None else f"meshkit/{_digest('folder', topic)}"
+
+
+def _name(topic: str, rank: int) -> str:
+    return f"{_folder(topic)}/{rank if _key is None else _digest('name', topic, str(rank))}"
+
+
+def _sign(topic: str, rank: int, text: str) -> str:
+    return "" if _key is None else _digest("word", topic, str(rank), text)
+
+
+def _digest(*words: str) -> str:
+    assert _key is not None
+    return hmac.digest(_key, json.dumps(words).encode(), "sha256").hex()
 
 
 def jax_runtime() -> Any:

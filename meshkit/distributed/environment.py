@@ -22,11 +22,12 @@ from meshkit.errors import ConfigError
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "MESHKIT_COORDINATOR", "MESHKIT_NUM_PROCESSES", "MESHKIT_PROCESS_ID"
 LOCAL_DEVICE_IDS, ATTEMPT = "MESHKIT_LOCAL_DEVICE_IDS", "MESHKIT_ATTEMPT"
 CONTRACT = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICE_IDS, ATTEMPT)
-JOIN_TIMEOUT, MTLS = "MESHKIT_JOIN_TIMEOUT", "MESHKIT_MTLS"
+JOIN_TIMEOUT, MTLS, SECRET = "MESHKIT_JOIN_TIMEOUT", "MESHKIT_MTLS", "MESHKIT_SECRET"
 
 # Above Linux's ephemeral ports (32768 to 60999), where a port that is free now is not given to another connection.
 FIRST_PORT, NUM_PORTS = 61000, 4000
 
+_SHORTEST_SECRET = 32  # characters; 128 bits as hexadecimal digits
 _REQUIRED = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
 _EXAMPLES = {COORDINATOR: "10.0.0.1:12345", NUM_PROCESSES: "2", PROCESS_ID: "0"}
 _OF_LAUNCHERS = (
@@ -55,7 +56,9 @@ class Gang:
     attempt: int = 0
     """Restarts so far."""
     mtls: str | None = None
-    """Folder of the certificates by which the processes know each other; None meets in the open."""
+    """Folder of the certificates by which the processes know each other; None without."""
+    secret: str | None = field(default=None, repr=False)
+    """What the processes know and nobody else does, where they have no certificates; None meets in the open."""
     in_kubernetes: bool = field(default=False, compare=False)
     """Whether this is a pod, whose coordinator gets its name when it starts."""
 
@@ -82,6 +85,8 @@ class Gang:
             variables[LOCAL_DEVICE_IDS] = ",".join(map(str, self.local_device_ids))
         if self.mtls is not None:
             variables[MTLS] = self.mtls
+        if self.secret is not None:
+            variables[SECRET] = self.secret
         return variables
 
 
@@ -137,6 +142,7 @@ def read_gang(environment: Mapping[str, str] | None = None) -> Gang | None:
         _device_ids(settings[LOCAL_DEVICE_IDS]) if LOCAL_DEVICE_IDS in settings else None,
         _whole(settings[ATTEMPT]) if ATTEMPT in settings else 0,
         mtls=env.get(MTLS, "").strip() or None,
+        secret=_secret(env),
         in_kubernetes=bool(env.get("KUBERNETES_SERVICE_HOST")),
     )
 
@@ -203,6 +209,14 @@ def _missing(name: str, settings: Mapping[str, Setting], detected: Detected | No
         message = f"{detected.launcher} started this process ({present} is set), and nothing says {name}."
         hint = f"{name}={_EXAMPLES[name]}, or `meshkit launch`, which sets it"
     return ConfigError(message, at="environment", hint=hint)
+
+
+def _secret(env: Mapping[str, str]) -> str | None:
+    text = env.get(SECRET, "").strip()
+    if text and len(text) < _SHORTEST_SECRET:
+        what = f"{SECRET} has {len(text)} characters, which somebody may guess; {_SHORTEST_SECRET} or more."
+        raise ConfigError(what, at="environment", hint=f'{SECRET}="$(openssl rand -hex 32)", the same in every process')
+    return text or None
 
 
 def _whole(setting: Setting) -> int:

@@ -16,18 +16,19 @@ from typing import Any
 import jax
 
 from meshkit.console import say
-from meshkit.distributed.agreement import jax_runtime
+from meshkit.distributed.agreement import jax_runtime, sign_with
 from meshkit.distributed.environment import (
     MTLS,
     NUM_PROCESSES,
     PROCESS_ID,
+    SECRET,
     Gang,
     join_timeout_s,
     read_gang,
     split_address,
 )
 from meshkit.distributed.mtls import Certificates, read_certificates
-from meshkit.distributed.roll_call import call_roll, wait_for_name
+from meshkit.distributed.roll_call import call_roll, session_key, wait_for_name
 from meshkit.errors import ConfigError, RunError
 from meshkit.redaction import redact_streams
 
@@ -74,10 +75,13 @@ def join_gang(environment: Mapping[str, str] | None = None, *, timeout_s: float 
         timeout_s = join_timeout_s(environment, otherwise=_JOIN_HERE_S if gang.on_loopback else _JOIN_S)
     wait_for_name(gang, timeout_s, _log)
     bind = bind_address(gang.coordinator)
+    if gang.process_id == 0 and not (gang.mtls or gang.secret or gang.on_loopback):
+        _log(f"warning: neither {MTLS} nor {SECRET} is set: whoever reaches {gang.coordinator} can end this job")
     attendance = call_roll(gang, timeout_s, bind=bind, certificates=certificates, log=_log)
     if attendance.problem is not None:
         wrong = ConfigError if attendance.is_final else RunError
         raise wrong(attendance.problem, at="environment", hint="meshkit doctor --gang in place of the training")
+    sign_with(session_key(gang, attendance))
     try:
         with _without_proxies(gang.coordinator):
             jax.distributed.initialize(

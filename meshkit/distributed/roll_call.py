@@ -1,15 +1,19 @@
 """Who of a job's processes is there: a roll call on the coordinator's port, before jax listens on it.
 
     process 0 listens <- every other process says its number, the job's size, its host and its time, and is greeted
-    process 0 answers all with what it has seen -> Attendance, the same on all
+                      <- it proves that it knows the job's secret, where there is one
+    process 0 answers all with what it has seen, and proves it too -> Attendance, the same on all
 
 jax's own start knows one answer to a process that does not come, comes twice, or belongs to another job: it ends all
-others after the timeout, and names none. With certificates (distributed/mtls.py) the roll call is mutual TLS too.
-Anybody who reaches the port may connect to it: process 0 waits for none of them, and those that stay silent make room.
+others after the timeout, and names none. With certificates (distributed/mtls.py) the roll call is mutual TLS too;
+without, the secret (MESHKIT_SECRET) is never sent, but every process answers a question that only who knows it can.
+Anybody who reaches the port may connect to it: process 0 waits for none of them, those that stay silent make room, and
+who has neither certificate nor secret is not heard. In the open a word counts as long as its connection stands.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import secrets
 import selectors
@@ -20,10 +24,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
-from meshkit.distributed.environment import Gang, split_address
+from meshkit.distributed.environment import SECRET, Gang, split_address
 from meshkit.distributed.mtls import Certificates
 from meshkit.errors import ConfigError, RunError
 
@@ -34,6 +39,9 @@ _GREETING, _GREETING_S = b"meshkit", 10.0
 _MOST_NAMED = 16
 # Silent connections at a time, beyond the job's own; a process says its line as soon as it is connected.
 _SPARE, _SILENT_S = 128, 20.0
+# Of words in the open, or that contradict each other: by then who only said his in passing has hung up.
+_STANDS_S = 0.3
+_MOST_REFUSED = 64
 # For a process 0 that listens in place of this one, on this machine.
 _OTHER_S, _LOOKS = 3.0, 10
 # A line on who is waited for, after so many seconds, and then each time after twice as many.
@@ -72,6 +80,10 @@ class Attendance:
     """Numbers that more than one process claims, with the hosts of all claims."""
     others: dict[int, int]
     """Sizes of the job by those who say another one."""
+    refused: int = 0
+    """Processes that came without the job's secret, which are not heard."""
+    session: str = ""
+    """New in every roll call; with the secret it makes the key of `session_key`."""
 
     @property
     def missing(self) -> list[int]:
@@ -88,7 +100,8 @@ class Attendance:
             number, size = next(iter(self.others.items()))
             return f"process {number} says that the job has {size} processes, and process 0 says {self.expected}."
         if missing := self.missing:
-            return f"{len(missing)} of {self.expected} processes did not come: {named(missing)}."
+            absent = f"{len(missing)} of {self.expected} processes did not come: {named(missing)}."
+            return f"{absent} {self.refused} came without the job's secret ({SECRET})." if self.refused else absent
         late = max(self.clocks_s, key=lambda i: abs(self.clocks_s[i]))
         if abs(self.clocks_s[late]) > _CLOCK_S:
             off = f"{self.clocks_s[late]:+.0f} s off from that of process 0 ({self.hosts[0]})"
@@ -104,6 +117,19 @@ class Attendance:
 def named(numbers: list[int]) -> str:
     """A list of processes in words, cut where it is long."""
     return ", ".join(map(str, numbers[:_MOST_NAMED])) + (" and more" if len(numbers) > _MOST_NAMED else "")
+
+
+def session_key(gang: Gang, attendance: Attendance) -> bytes | None:
+    """A key that the processes of this roll call share, and another one's do not; None where they have no secret."""
+    return _prove(gang, b"session", attendance.session.encode()) or None
+
+
+def _prove(gang: Gang, what: bytes, *words: bytes) -> bytes:
+    """That this process knows the job's secret; empty where it has none, or certificates in its place."""
+    if gang.secret is None or gang.mtls is not None:
+        return b""
+    said = b"".join(b"%d:%s," % (len(word), word) for word in (what, *words))
+    return hmac.digest(gang.secret.encode(), said, "sha256").hex().encode()
 
 
 def call_roll(
@@ -180,7 +206,8 @@ class _Progress:
 
 
 def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts, log: Log) -> Attendance:
-    roll, progress, rival = _Roll(gang), _Progress(log, timeout_s), _Rival(gang, contexts[1])
+    roll = _Roll(gang, in_the_open=contexts[0] is None and gang.secret is None)
+    progress, rival = _Progress(log, timeout_s), _Rival(gang, contexts[1])
     try:
         server = _server(gang, bind)
     except OSError as e:
@@ -196,8 +223,9 @@ def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts,
         while not roll.settled and (left := deadline - time.monotonic()) > 0:
             if rival.found is not None:
                 return rival.found
-            for line, connection in connections.lines(min(left, 1.0)):
-                roll.note(line, connection)
+            for line, connection in connections.lines(min(left, _STANDS_S)):
+                if roll.hear(line, connection):
+                    connections.watch(connection)
             missing = roll.found.missing
             progress.say(f"waiting for {len(missing)} of {gang.num_processes} processes: {named(missing)}")
         rival.over.set()
@@ -240,45 +268,94 @@ class _Rival:
 class _Roll:
     """What process 0 has heard, and from whom."""
 
-    def __init__(self, gang: Gang):
-        self.found = Attendance(gang.num_processes, {0: socket.gethostname()}, {0: 0.0}, {}, {})
+    def __init__(self, gang: Gang, *, in_the_open: bool):
+        self._gang, self._session, self._in_the_open = gang, secrets.token_hex(16), in_the_open
         self.token = secrets.token_hex(8)  # of this process
-        self._tokens = {0: self.token}
-        self._connections: list[Any] = []
+        self._claims: list[tuple[_Introduction, float, Any]] = []  # with its clock, less this one's
+        self._asked: WeakKeyDictionary[Any, tuple[_Introduction, bytes]] = WeakKeyDictionary()
+        self._refused: set[str] = set()
+        self._changed = 0.0  # when the last claim came
+
+    @property
+    def found(self) -> Attendance:
+        """What is known so far."""
+        expected, seen = self._gang.num_processes, {(0, self.token)}
+        found = Attendance(
+            *(expected, {0: socket.gethostname()}, {0: 0.0}, {}, {}), refused=len(self._refused), session=self._session
+        )
+        for said, clock_s, _ in self._claims:
+            if (said.id, said.token) in seen:  # the same process, whose first connection broke
+                continue
+            seen.add((said.id, said.token))
+            if said.of != expected or not 0 <= said.id < said.of:
+                found.others[said.id] = said.of
+            elif said.id in found.hosts:
+                found.twice.setdefault(said.id, [found.hosts[said.id]]).append(said.host)
+            else:
+                found.hosts[said.id], found.clocks_s[said.id] = said.host, clock_s
+        return found
 
     @property
     def settled(self) -> bool:
-        return not self.found.missing or bool(self.found.twice or self.found.others)
-
-    def note(self, line: bytes, connection: Any) -> None:
+        """Whether all are there, or some contradict each other; and, where it may be a stranger, stand by it."""
         found = self.found
+        if found.missing and not (found.twice or found.others):
+            return False
+        for claim in [claim for claim in self._claims if _has_hung_up(claim[2])]:
+            self._claims.remove(claim)
+            claim[2].close()
+        found = self.found
+        contradicts = bool(found.twice or found.others)
+        if contradicts or self._in_the_open:
+            return (contradicts or not found.missing) and time.monotonic() - self._changed >= _STANDS_S
+        return not found.missing
+
+    def hear(self, line: bytes, connection: Any) -> bool:
+        """Takes in a line; whether another is to come on this connection: the proof that it is of the job."""
+        said, proof = self._asked.pop(connection, (None, b""))
         try:
-            said = _Introduction.model_validate_json(line)
-            connection.send(_GREETING + b"\n")
+            if said is not None:
+                if not hmac.compare_digest(line, proof):
+                    self._refused |= {said.token} if len(self._refused) < _MOST_REFUSED else set()
+                    raise PermissionError
+            else:
+                said, question = _Introduction.model_validate_json(line), secrets.token_hex(16).encode()
+                proof = _prove(self._gang, b"member", question, line)
+                connection.send(_GREETING + (b" " + question if proof else b"") + b"\n")
+                if proof:
+                    self._asked[connection] = said, proof
+                    return True
         except (OSError, ValidationError):  # a stranger on this port
             connection.close()
-            return
-        self._connections.append(connection)
-        if said.of != found.expected or not 0 <= said.id < said.of:
-            found.others[said.id] = said.of
-        elif self._tokens.get(said.id) == said.token:
-            return  # the same process, whose first connection broke
-        elif said.id in found.hosts:
-            found.twice.setdefault(said.id, [found.hosts[said.id]]).append(said.host)
-        else:
-            found.hosts[said.id], self._tokens[said.id] = said.host, said.token
-            found.clocks_s[said.id] = said.time - time.time()
+            return False
+        self._changed = time.monotonic()
+        self._claims.append((said, said.time - time.time(), connection))
+        return False
 
     def close(self) -> Attendance:
-        answer = json.dumps(asdict(self.found)).encode() + b"\n"
-        for connection in self._connections:
+        found = self.found
+        answer = json.dumps(asdict(found)).encode()
+        for said, _, connection in self._claims:
             try:
+                proof = _prove(self._gang, b"attendance", said.token.encode(), answer)
                 connection.settimeout(5)
-                connection.sendall(answer)
+                connection.sendall(answer + (b" " + proof if proof else b"") + b"\n")
                 connection.close()
             except OSError:  # it has gone meanwhile
                 continue
-        return self.found
+        return found
+
+
+def _has_hung_up(connection: Any) -> bool:
+    """Whether the other end is gone, as far as that can be told without taking from what it says."""
+    if isinstance(connection, ssl.SSLSocket):  # one of the job's: nobody else came so far
+        return False
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True
 
 
 class _Connections:
@@ -300,13 +377,18 @@ class _Connections:
         self._selector.register(self._server, selectors.EVENT_READ)
         return self
 
+    def watch(self, connection: Any) -> None:
+        """Waits for a line on a connection: a new one, or one that has said a line already."""
+        self._silent[connection] = time.monotonic(), b""
+        self._selector.register(connection, selectors.EVENT_READ)
+
     def __exit__(self, *_: object) -> None:
         for connection in list(self._silent):
             self._release(connection).close()
         self._selector.close()
 
     def lines(self, timeout_s: float) -> Iterator[tuple[bytes, Any]]:
-        """Whole first lines, each with its connection, which is then the caller's; waits for the first of them."""
+        """Whole lines, each with its connection, which is then the caller's; waits for the first of them."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._server:
                 self._accept()
@@ -327,8 +409,7 @@ class _Connections:
         except OSError:  # it has hung up already, or this process has too many files open
             time.sleep(0.01)
             return
-        self._silent[connection] = time.monotonic(), b""
-        self._selector.register(connection, selectors.EVENT_READ)
+        self.watch(connection)
 
     def _read(self, connection: Any) -> bytes | None:
         """The line once it is whole; a connection that ends, says too much or fails the handshake is dropped."""
@@ -387,13 +468,30 @@ def _ask(gang: Gang, token: str, connect_s: float, answer_s: float, context: ssl
     with socket.create_connection(gang.address, timeout=connect_s) as plain:
         connection = context.wrap_socket(plain, server_hostname=gang.address[0]) if context else plain
         with connection:
-            connection.sendall(json.dumps({**said, "time": time.time()}).encode() + b"\n")
+            line = json.dumps({**said, "time": time.time()}).encode()
+            connection.sendall(line + b"\n")
             connection.settimeout(min(_GREETING_S, answer_s))
             greeting, rest = _read_line(connection)
-            if greeting != _GREETING:
+            word, _, question = greeting.partition(b" ")
+            proof = _prove(gang, b"member", question, line)
+            if word != _GREETING:
                 raise ValueError
+            if bool(question) != bool(proof):
+                lacks = "what listens there does not know" if proof else "it asks for"
+                raise _NoSecretError(f"{lacks} the job's secret ({SECRET})")
+            if proof:
+                connection.sendall(proof + b"\n")
             connection.settimeout(answer_s)
-            return TypeAdapter(Attendance).validate_json(_read_line(connection, rest)[0])
+            answer, _ = _read_line(connection, rest)
+            if proof:
+                answer, _, theirs = answer.rpartition(b" ")
+                if not hmac.compare_digest(theirs, _prove(gang, b"attendance", token.encode(), answer)):
+                    raise _NoSecretError(f"what listens there does not know the job's secret ({SECRET})")
+            return TypeAdapter(Attendance).validate_json(answer)
+
+
+class _NoSecretError(ValueError):
+    """Who is at the other end shows that one of the two has not the job's secret."""
 
 
 def _reason(error: Exception) -> str:
@@ -401,6 +499,8 @@ def _reason(error: Exception) -> str:
         return f"its certificate is not of this job: {error.verify_message.rstrip('.')}"
     if isinstance(error, ssl.SSLError):
         return f"it and this process do not agree on certificates ({error.reason or error})"
+    if isinstance(error, _NoSecretError):
+        return str(error)
     if isinstance(error, TimeoutError):
         return "what listens there does not answer"
     if isinstance(error, OSError):

@@ -6,6 +6,7 @@ hardware (NVML's fabric identity), never guessed from processes.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
@@ -20,9 +21,10 @@ from jax.sharding import AbstractMesh, AxisType
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.discover import LiveProbe, domain_identities, identity_record, local_identities
-from meshkit.distributed.agreement import jax_runtime
+from meshkit.distributed.agreement import Agreement, jax_runtime
 from meshkit.errors import ConfigError
 
+_FABRIC_S = 60.0  # for all processes to say where their devices are
 # Two cores that run eight virtual devices starve XLA:CPU's rendezvous for minutes; its defaults (20 s warn, 40 s abort)
 # would kill a healthy run.
 _CPU_FLAGS = {
@@ -177,7 +179,7 @@ def attached_devices(cluster: Cluster) -> tuple[Any, ...]:
             f"cluster '{cluster.name}' has {cluster.num_gpus} {cluster.gpu.name}, but no GPU is attached here.",
             hint="`meshkit plan`, which needs no GPU, or --set cluster=cpu8",
         )
-    return order_by_domain(devices, _domain_identities(devices), cluster)
+    return order_by_domain(devices, _domain_identities(tuple(devices)), cluster)
 
 
 def order_by_domain(devices: Sequence, identities: Mapping[int, str], cluster: Cluster) -> tuple:
@@ -211,7 +213,8 @@ def order_by_domain(devices: Sequence, identities: Mapping[int, str], cluster: C
     return tuple(d for m in list(members.values())[:wanted] for d in m[:used])
 
 
-def _domain_identities(devices: Sequence) -> dict[int, str]:
+@functools.cache  # a machine does not change, and processes may not all ask equally often
+def _domain_identities(devices: tuple) -> dict[int, str]:
     """Device id -> domain identity, gathered over all processes through jax's coordination service."""
     local = local_identities(
         LiveProbe(), host=f"{socket.gethostname()}.{_boot_id()}", visible=os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -219,9 +222,7 @@ def _domain_identities(devices: Sequence) -> dict[int, str]:
     mine = {d.id: local[d.local_hardware_id] for d in devices if d.process_index == jax.process_index()}
     if jax.process_count() == 1:
         return mine
-    client = jax_runtime().client
-    client.key_value_set(f"meshkit/fabric/{jax.process_index()}", identity_record(mine), allow_overwrite=True)
-    records = [client.blocking_key_value_get(f"meshkit/fabric/{p}", 60_000) for p in range(jax.process_count())]
+    records = Agreement("fabric").reach("identities", identity_record(mine), list, timeout_s=_FABRIC_S)
     return dict(domain_identities(records, devices=[d.id for d in devices]))
 
 

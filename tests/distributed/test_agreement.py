@@ -1,4 +1,7 @@
-"""Processes that agree: the same answer on all, the missing named in time, an error of process 0 on all."""
+"""Processes that agree: the same answer on all, the missing named in time, an error of process 0 on all.
+
+Also where somebody else writes to jax's coordination service, who needs nothing for it but to reach its port.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ class Service:
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
 
-    def key_value_set(self, key, value):
+    def key_value_set(self, key, value, allow_overwrite=False):
         with self.changed:
-            assert key not in self.values
+            assert allow_overwrite or key not in self.values
             self.values[key] = value
             self.changed.notify_all()
 
@@ -33,7 +36,7 @@ class Service:
 
     def key_value_delete(self, key):
         with self.changed:
-            for name in [n for n in self.values if n.startswith(key)]:
+            for name in [n for n in self.values if n.startswith(f"{key}/")]:
                 del self.values[name]
 
 
@@ -64,13 +67,20 @@ def reach(monkeypatch):
         return found
 
     run.service = service
-    return run
+    yield run
+    agreement.sign_with(None)
 
 
-def test_all_get_what_process_0_decides_from_all(reach):
+@pytest.fixture(params=[None, b"key"], ids=["in the open", "signed"])
+def key(request):
+    return request.param
+
+
+def test_all_get_what_process_0_decides_from_all(reach, key):
+    agreement.sign_with(key)
     answers = reach(range(3), 3, lambda every: [each["rank"] for each in every])
     assert answers == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
-    assert [key for key in reach.service.values if "said" in key] == []  # nothing piles up over a long run
+    assert len(reach.service.values) == 1  # the answer: nothing else piles up over a long run
 
 
 def test_the_missing_are_named_on_all_within_the_limit(reach):
@@ -93,3 +103,75 @@ def test_the_others_do_not_wait_for_a_process_0_that_is_gone(reach, monkeypatch)
     monkeypatch.setattr(agreement, "_ANSWER_S", 0.1)
     answers = reach([1], 2, lambda every: None, timeout_s=0.2)
     assert "process 0 gives no answer within 0 s: DEADLINE_EXCEEDED" in str(answers[1])
+
+
+GUESSES = ("meshkit/test/t/answer", "meshkit/test/t/answer/0", "meshkit/test/t/said/0", "meshkit/test/t/said/1")
+
+
+def test_what_a_stranger_writes_before_is_not_believed(reach):
+    """Under every name that can be known beforehand, what a process would have said there."""
+    agreement.sign_with(b"key")
+    for name in GUESSES:
+        reach.service.values[name] = '{"answer": "forged"}'
+    answers = reach(range(2), 2, lambda every: [each["rank"] for each in every])
+    assert answers == {0: [0, 1], 1: [0, 1]}
+
+
+class Vandal(Service):
+    """Where a stranger writes over what a process has just said, and over nothing that process 0 says."""
+
+    def __init__(self, forged):
+        super().__init__()
+        self.forged = forged
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        super().key_value_set(key, self.forged(value) if '"rank"' in value else value, allow_overwrite)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        lambda value: "0" * 64 + value[64:],
+        lambda value: value.replace('"rank": 1', '"rank": 0'),
+        lambda value: '{"rank": 1}',
+        lambda value: "\ud800",
+        lambda value: "",
+    ],
+)
+def test_what_a_stranger_writes_over_it_ends_the_wait_at_once(reach, monkeypatch, forged):
+    """Not after the hour that storage has: process 0 says it, and all go on."""
+    service = Vandal(forged)
+    agreement.sign_with(b"key")
+    monkeypatch.setattr(
+        agreement, "jax_runtime", lambda: SimpleNamespace(client=service, process_id=0, num_processes=1)
+    )
+    began = time.monotonic()
+    answers = reach(range(2), 2, lambda every: "forged", timeout_s=3600.0)
+    assert time.monotonic() - began < 30
+    for rank in range(2):
+        assert "somebody who is no process of this job has written in the place of process 1 (meshkit/" in str(
+            answers[rank]
+        )
+
+
+@pytest.mark.parametrize("garbage", ["", "{", "[" * 100_000, "5", '"answer"'])
+def test_garbage_in_the_open_ends_the_wait_at_once(reach, garbage):
+    """What was there before, process 0 and the others write over; what comes in between is an error of that round."""
+    reach.service.values["meshkit/test/t/answer/0"] = garbage
+    began = time.monotonic()
+    answers = reach([1], 2, lambda every: None, timeout_s=3600.0)
+    assert time.monotonic() - began < 30
+    assert "has written in the place of process 0 (meshkit/test/t/answer)" in str(answers[1])
+
+
+def test_a_word_of_another_attempt_or_topic_is_none(reach):
+    """Signed by a process of the job, but not for this."""
+    agreement.sign_with(b"key")
+    reach(range(2), 2, lambda every: 1, topic="a")
+    (said,) = reach.service.values.values()
+    for topic, key in (("b", b"key"), ("a", b"another")):
+        agreement.sign_with(key)
+        name = agreement._name(f"meshkit/test/{topic}/answer", 0)
+        reach.service.values = {name: said}
+        answers = reach([1], 2, lambda every: None, topic=topic, timeout_s=3600.0)
+        assert "has written in the place of process 0" in str(answers[1])

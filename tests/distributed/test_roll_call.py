@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from dataclasses import asdict
 
 import pytest
 
@@ -19,28 +20,33 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def roll(members, timeout_s=20.0, before=lambda port: None):
-    """What each (process id, job size) of `members` finds out."""
+SECRET = "a secret of thirty-two characters"
+
+
+def roll(members, timeout_s=20.0, before=lambda port: None, secret=None):
+    """What each (process id, job size, and perhaps another secret) of `members` finds out."""
     port, found = free_port(), {}
 
-    def one(index, number, size):
-        gang = Gang(f"127.0.0.1:{port}", size, number)
+    def one(index, number, size, secret=secret):
+        gang = Gang(f"127.0.0.1:{port}", size, number, secret=secret)
         try:
             found[index] = call_roll(gang, timeout_s, bind=f"127.0.0.1:{port}")
         except RunError as e:
             found[index] = e
 
     threads = [threading.Thread(target=one, args=(i, *m)) for i, m in enumerate(members)]
-    for thread in threads:
-        thread.start()
+    threads[0].start()
     before(port)
+    for thread in threads[1:]:
+        thread.start()
     for thread in threads:
         thread.join(timeout=60)
     return [found[i] for i in range(len(members))]
 
 
-def test_all_are_there():
-    results = roll([(i, 5) for i in range(5)])
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_all_are_there(secret):
+    results = roll([(i, 5) for i in range(5)], secret=secret)
     assert all(r == results[0] for r in results)
     assert results[0].problem is None
     assert set(results[0].hosts) == set(range(5))
@@ -53,8 +59,9 @@ def test_the_missing_are_named():
     assert all(o == first for o in others)
 
 
-def test_two_with_one_number():
-    results = roll([(0, 3), (1, 3), (1, 3)])
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_two_with_one_number(secret):
+    results = roll([(0, 3), (1, 3), (1, 3)], secret=secret)
     for result in results:
         assert "2 processes say that they are number 1" in result.problem
 
@@ -104,6 +111,115 @@ def test_strangers_change_nothing(said):
     assert call_roll(gang(1, port), 20).problem is None
     listen.join(timeout=60)
     assert found[0].problem is None
+
+
+def claim(number, size, token="t"):
+    said = {"id": number, "of": size, "host": "evil", "time": time.time(), "token": token}
+    return json.dumps(said).encode() + b"\n"
+
+
+def say(port, *lines):
+    """A stranger's connection, once something listens, on which each line has been answered or refused."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=1)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    heard = b""
+    for line in lines:
+        connection.sendall(line)
+        try:
+            heard = connection.recv(1000)
+        except OSError:
+            heard = b""
+    return connection, heard
+
+
+CLAIMS = [(1, 2), (0, 2), (1, 3), (7, 2), (-1, 2)]
+
+
+@pytest.mark.parametrize("said", CLAIMS)
+def test_one_wrong_line_of_a_stranger_decides_nothing(said):
+    """In the open: who says it and goes is not counted."""
+    found = roll([(0, 2), (1, 2)], before=lambda port: say(port, claim(*said))[0].close())
+    assert [f.problem for f in found] == [None, None]
+    assert "evil" not in found[0].hosts.values()
+
+
+@pytest.mark.parametrize("proof", [None, b"", b"0" * 64, b"\xff" * 64])
+@pytest.mark.parametrize("said", CLAIMS)
+def test_strangers_without_the_secret_are_not_heard(said, proof):
+    """Although they stay."""
+    kept = []
+    lines = [claim(*said)] if proof is None else [claim(*said), proof + b"\n"]
+    found = roll([(0, 2), (1, 2)], before=lambda port: kept.append(say(port, *lines)), secret=SECRET)
+    assert [f.problem for f in found] == [None, None]
+    assert "evil" not in found[0].hosts.values()
+    kept[0][0].close()
+
+
+def test_a_proof_that_was_overheard_serves_nobody_else():
+    """A line with its proof, of a process of this job, said again to its next attempt."""
+    line, kept = claim(1, 2), []
+    gang = Gang("127.0.0.1:1", 2, 1, secret=SECRET)
+    heard = []
+
+    def overhear(port):
+        connection, said = say(port, line)
+        question = said.strip().split(b" ")[1]
+        heard.append((question, roll_call._prove(gang, b"member", question, line.strip())))
+        connection.sendall(heard[0][1] + b"\n")
+        kept.append(connection)
+
+    first = roll([(0, 2)], before=overhear, secret=SECRET)[0]
+    assert first.hosts[1] == "evil"  # whoever knows the secret is of the job
+    found = roll(
+        [(0, 2), (1, 2)],
+        before=lambda port: kept.append(say(port, line, heard[0][1] + b"\n")[0]),
+        secret=SECRET,
+    )
+    assert [f.problem for f in found] == [None, None]
+    assert found[0].session != first.session
+    for connection in kept:
+        connection.close()
+
+
+def test_processes_of_which_one_has_another_secret_are_told():
+    first, second = roll([(0, 2), (1, 2, SECRET[::-1])], timeout_s=0.8, secret=SECRET)
+    assert first.problem == "1 of 2 processes did not come: 1. 1 came without the job's secret (MESHKIT_SECRET)."
+    assert not first.is_final
+    assert "did not reach the coordinator" in second.message
+    first, second = roll([(0, 2), (1, 2, None)], timeout_s=0.8, secret=SECRET)
+    assert "it asks for the job's secret (MESHKIT_SECRET)" in second.message
+    first, second = roll([(0, 2, None), (1, 2)], timeout_s=0.8, secret=SECRET)
+    assert "what listens there does not know the job's secret (MESHKIT_SECRET)" in second.message
+
+
+def test_who_listens_on_the_port_without_the_secret_is_not_believed():
+    """Another user's process, which has it before process 0: it greets as one, and says that two came."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(10)
+        answer = json.dumps(asdict(Attendance(2, {0: "evil"}, {0: 0.0}, {1: ["a", "b"]}, {}))).encode()
+
+        def squat(greeting):
+            connection, _ = server.accept()
+            connection.recv(1000)
+            connection.sendall(greeting)
+            connection.recv(1000)
+            connection.sendall(answer + b" " + b"0" * 64 + b"\n")
+            server.settimeout(0)  # the next ones wait for ever
+            kept.append(connection)
+
+        kept = []
+        squatter = threading.Thread(target=squat, args=(b"meshkit 00\n",))
+        squatter.start()
+        with pytest.raises(RunError, match="did not reach the coordinator"):
+            call_roll(Gang(f"127.0.0.1:{server.getsockname()[1]}", 2, 1, secret=SECRET), 0.8)
+        squatter.join(timeout=30)
+        kept[0].close()
 
 
 def test_two_that_both_say_they_are_number_0():
@@ -216,4 +332,4 @@ def test_whom_it_waits_for_is_said(monkeypatch):
     found = call_roll(Gang(f"127.0.0.1:{port}", 3, 0), 2.5, bind=f"127.0.0.1:{port}", log=said.append)
     assert found.missing == [1, 2]
     assert said[0].startswith("waiting for 2 of 3 processes: 1, 2 (")
-    assert 1 <= len(said) <= 3  # after 0.3, 0.6 and 1.2 s, at the most
+    assert 1 <= len(said) <= 4  # after 0.3, 0.6, 1.2 and 2.4 s, at the most

@@ -149,8 +149,9 @@ def _coordinator(gang: Gang) -> list[Result]:
 
 def _certificates(gang: Gang) -> Result:
     if gang.mtls is None:
-        text = "processes meet in the open: whoever reaches the coordinator's port can join or stop the job (--mtls)"
-        return ok("mtls", text)
+        text = "whoever reaches the coordinator's port can join or stop the job (--mtls)"
+        known = "processes know each other by a secret, but jax's meeting" if gang.secret else "the processes' meeting"
+        return ok("mtls", f"{known} is in the open: {text}")
     try:
         certificates_of(gang)
     except MeshkitError as e:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 
-from meshkit.distributed.environment import MTLS
+from meshkit.distributed.environment import MTLS, SECRET
 from meshkit.errors import ConfigError
 from meshkit.verbs.launch.job import SAVE_S, Job
 
@@ -36,8 +36,8 @@ class Slurm:
     """Folder in the container that has the experiment."""
     python: str = "python3"
     """The interpreter, as the hosts or the image know it."""
-    mtls: bool = False
-    """Whether the processes know each other by certificates, which the first host makes."""
+    mtls: bool = True
+    """Whether the processes know each other by certificates, which the first host makes; else by a secret."""
 
 
 def slurm_script(job: Job, site: Slurm) -> str:
@@ -77,24 +77,23 @@ def slurm_script(job: Job, site: Slurm) -> str:
             )
         options.append(f"--container-workdir={_one_line(site.container_workdir, '--container-workdir')}")
     values = {**_assignments(job, site.python, site.mtls), "srun_options": tuple(options)}
-    bodies = ("slurm", *(("slurm_mtls", "mtls") if site.mtls else ()), "attempts")
+    bodies = ("slurm", *(("slurm_mtls", "mtls") if site.mtls else ("secret",)), "attempts")
     return _render(_comment(job, "sbatch < FILE"), {**directives, **site.options}, values, bodies)
 
 
-def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool = False) -> str:
+def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool = True) -> str:
     """The bash script that starts a job with OpenMPI's mpirun: `bash script`.
 
     Args:
         job: what to start.
         hostfile: names the hosts, the first one first; process 0 runs there.
         python: the interpreter, as the hosts know it.
-        mtls: whether the processes know each other by certificates, which the first host makes.
+        mtls: whether the processes know each other by certificates, which the first host makes; else by a secret.
     """
     options = ("-np", str(job.num_processes), "--map-by", f"ppr:{job.processes_per_host}:node", "--bind-to", "none")
-    if mtls:
-        options += ("-x", MTLS)
+    options += ("-x", MTLS if mtls else SECRET)
     values = {**_assignments(job, python, mtls), "hostfile": hostfile, "mpirun_options": options}
-    bodies = ("mpi", *(("mpi_mtls", "mtls") if mtls else ()), "attempts")
+    bodies = ("mpi", *(("mpi_mtls", "mtls") if mtls else ("secret",)), "attempts")
     return _render(_comment(job, "bash FILE"), {}, values, bodies)
 
 

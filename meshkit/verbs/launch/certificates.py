@@ -17,6 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
 from meshkit.distributed.mtls import CA_FILE, CERTIFICATE_FILE, FILES, KEY_FILE
 from meshkit.errors import ConfigError
 
@@ -39,18 +44,8 @@ def make_certificates(hosts: Sequence[str], *, days: int = VALID_DAYS) -> dict[s
         File name -> PEM, as `distributed/mtls.py` names them.
 
     Raises:
-        ConfigError: no host, one that is no name and no address, or the package `cryptography` is missing.
+        ConfigError: no host, or one that is no name and no address.
     """
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-    except ImportError:
-        raise ConfigError(
-            "making certificates needs the package cryptography, which is not installed.",
-            hint="pip install 'meshkit[mtls]', or a folder of your own certificates in MESHKIT_MTLS",
-        ) from None
     names = [_alternative(host) for host in dict.fromkeys(hosts)]
     if not names:
         raise ConfigError(
@@ -90,9 +85,7 @@ def make_certificates(hosts: Sequence[str], *, days: int = VALID_DAYS) -> dict[s
     return {CA_FILE: ca.public_bytes(pem), CERTIFICATE_FILE: leaf.public_bytes(pem), KEY_FILE: secret}
 
 
-def _alternative(host: str):
-    from cryptography import x509
-
+def _alternative(host: str) -> x509.GeneralName:
     text = host.strip().strip("[]")
     try:
         return x509.IPAddress(ipaddress.ip_address(text))

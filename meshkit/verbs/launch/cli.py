@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from meshkit.console import output, run_folder, say
-from meshkit.distributed.environment import Gang, read_gang
+from meshkit.distributed.environment import MTLS, SECRET, Gang, read_gang
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.arguments import ExperimentArg, SetOption
 
@@ -34,9 +34,8 @@ PerHostOption = Annotated[
     int, typer.Option("--processes-per-host", metavar="N", min=1, help="1, or one for each GPU of a host.")
 ]
 PythonOption = Annotated[str, typer.Option("--python", metavar="PATH", help="The interpreter on the hosts.")]
-MtlsOption = Annotated[
-    bool, typer.Option("--mtls", help="Certificates made for this run: nobody else can join it or read the meeting.")
-]
+_MTLS_HELP = "Certificates made for this run: nobody else can join it or read the meeting."
+MtlsOption = Annotated[bool, typer.Option("--mtls/--no-mtls", help=_MTLS_HELP)]
 
 
 @launch_app.command(epilog="Example: meshkit launch local --processes 2 --devices 4 llama_debug_cpu")
@@ -65,7 +64,7 @@ def local(
     attempt: Annotated[
         int | None, typer.Option(metavar="K", min=0, help="Restarts so far, by what restarts all machines.")
     ] = None,
-    mtls: MtlsOption = False,
+    mtls: Annotated[bool, typer.Option("--mtls", help=_MTLS_HELP)] = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """A gang on this machine, watched: the first failure is shown, all are stopped, and all start again.
@@ -91,6 +90,7 @@ def local(
         raise ConfigError("several hosts cannot each make certificates of their own.", at="--mtls", hint=made)
     folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     secrets = folder / "mtls" if mtls else None
+    _warn_of_the_open(mtls or hosts == 1 or bool(os.environ.get(MTLS)))
     known_as = coordinator.rsplit(":", 1)[0] if coordinator else "127.0.0.1"
     part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, str(secrets) if secrets else None)
     check_devices(part, loaded)
@@ -100,8 +100,11 @@ def local(
         if secrets:
             make = [sys.executable, "-m", "meshkit", "launch", "certificates", str(secrets), "--host", known_as]
             output(shlex.join(make))
+        elif hosts == 1:  # one that was printed would be none
+            output(f'export {SECRET}="$(openssl rand -hex 32)"')
         for environment in part.environments(attempt or 0, virtual=loaded.cluster.is_cpu, base={}):
-            output(shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *command]))
+            variables = (f"{name}={value}" for name, value in environment.items() if name != SECRET)
+            output(shlex.join(["env", *variables, *command]))
         return
     run_folder(folder)
     restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 else 0
@@ -132,7 +135,7 @@ def slurm(
         str | None, typer.Option(metavar="DIR", help="Of pyxis: the folder in the image that has the experiment.")
     ] = None,
     python: PythonOption = "python3",
-    mtls: MtlsOption = False,
+    mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
     """An sbatch script: one allocation, restarts in it, and back into the queue when preempted."""
@@ -141,6 +144,7 @@ def slurm(
 
     job = make_job(experiment, set_, out, processes_per_host, max_restarts)
     site = Slurm(_pairs(sbatch, "--sbatch"), container_image, tuple(container_mount), container_workdir, python, mtls)
+    _warn_of_the_open(mtls)
     text = slurm_script(job, site)
     output(text, end="") if dry_run else say(submit(["sbatch"], text))
 
@@ -167,7 +171,7 @@ def jobset(
         str | None, typer.Option(metavar="DIR", help="Folder in the image that has the experiment.")
     ] = None,
     python: PythonOption = "python3",
-    mtls: MtlsOption = False,
+    mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
     """A Kubernetes JobSet: one pod a host, and all pods start again together."""
@@ -177,6 +181,7 @@ def jobset(
     job = make_job(experiment, set_, out, processes_per_host, max_restarts)
     claims, resources = _pairs(claim, "--claim"), _pairs(resource, "--resource")
     site = Kubernetes(image, namespace, claims, resources, shm, workdir, python, mtls)
+    _warn_of_the_open(mtls)
     output(jobset_yaml(job, site), end="") if dry_run else say(submit_jobset(job, site))
 
 
@@ -189,7 +194,7 @@ def mpi(
     processes_per_host: PerHostOption = 1,
     max_restarts: RestartsOption = 3,
     python: PythonOption = "python3",
-    mtls: MtlsOption = False,
+    mtls: MtlsOption = True,
     dry_run: DryRunOption = False,
 ) -> None:
     """A script around OpenMPI's mpirun, which runs until the job is done."""
@@ -197,6 +202,7 @@ def mpi(
     from meshkit.verbs.launch.job import make_job
 
     job = make_job(experiment, set_, out, processes_per_host, max_restarts)
+    _warn_of_the_open(mtls)
     text = mpi_script(job, hostfile, python=python, mtls=mtls)
     if dry_run:
         output(text, end="")
@@ -216,7 +222,7 @@ def certificates(
 ) -> None:
     """Certificates for one run, for a launcher of your own: MESHKIT_MTLS=DIR in every process then uses them.
 
-    The other launchers make them with --mtls.
+    The launchers make their own: slurm, jobset and mpi unless --no-mtls, local with --mtls.
     """
     from meshkit.verbs.launch.certificates import make_certificates, write_certificates
 
@@ -261,6 +267,14 @@ def _gang_of_several() -> Gang | None:
     except ConfigError:
         return None
     return gang if gang is not None and gang.num_processes > 1 else None
+
+
+def _warn_of_the_open(closed: bool) -> None:
+    if not closed:
+        say(
+            "warning: without mutual TLS whoever reaches the coordinator's port can read what the processes say there, "
+            "write to what jax and orbax keep there, and end the job (docs/guides/launch.md#who-may-join)"
+        )
 
 
 def _pairs(texts: list[str], at: str) -> dict[str, str]:

@@ -5,9 +5,9 @@
 Every value is one that a gang needs: it stops as a whole, restarts as a whole, and never half of it. A pod needs no
 rights in the cluster: its number, the coordinator's name and the attempt come as variables. One process for each GPU is
 started inside the pod by `meshkit launch local`: processes in pods of their own would not reach each other over NVLink.
-With mutual TLS the pods read their certificates from a Secret that goes with the JobSet; what is rendered names it, and
-never has a key in it. Sources: the Kubernetes API (batch/v1, v1) and jobset.x-k8s.io/v1alpha2, whose schema
-tests/data/ has.
+The pods read their certificates, or without mutual TLS the secret that they share, from a Secret that goes with the
+JobSet; what is rendered names it, and never has a key in it. Sources: the Kubernetes API (batch/v1, v1) and
+jobset.x-k8s.io/v1alpha2, whose schema tests/data/ has.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 import base64
 import json
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from meshkit.distributed.environment import ATTEMPT, COORDINATOR, FIRST_PORT, MTLS, NUM_PROCESSES, PROCESS_ID
+from meshkit.distributed.environment import ATTEMPT, COORDINATOR, FIRST_PORT, MTLS, NUM_PROCESSES, PROCESS_ID, SECRET
 from meshkit.distributed.mtls import FILES
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.launch.certificates import make_certificates
@@ -34,7 +35,7 @@ _KILL_S = 30
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
-_MTLS_FOLDER = "/etc/meshkit/mtls"
+_MTLS_FOLDER, _SHARED = "/etc/meshkit/mtls", "secret"
 _QUANTITY = re.compile(r"[0-9]{1,12}([KMGT]i?)?", re.ASCII)
 _REMOVE = "kubectl delete jobset %s, and the same command again"
 
@@ -57,22 +58,22 @@ class Kubernetes:
     """The folder with the experiment; None for the image's own."""
     python: str = "python3"
     """The interpreter in the image."""
-    mtls: bool = False
-    """Whether the processes know each other by certificates."""
+    mtls: bool = True
+    """Whether the processes know each other by certificates; else by a secret."""
 
 
 def jobset_yaml(job: Job, site: Kubernetes) -> str:
-    """The JobSet as YAML; with mutual TLS, under a comment on how its Secret is made.
+    """The JobSet as YAML, under a comment on how its Secret is made.
 
     Raises:
         ConfigError: a name or a quantity is none that Kubernetes takes.
     """
     text = yaml.safe_dump(jobset(job, site), sort_keys=False, width=120)
-    return "".join(f"# {line}\n" for line in _secret_commands(job, site)) + text if site.mtls else text
+    return "".join(f"# {line}\n" for line in _secret_commands(job, site)) + text
 
 
 def submit_jobset(job: Job, site: Kubernetes) -> str:
-    """Creates a JobSet, and with mutual TLS the Secret with the certificates that its pods wait for.
+    """Creates a JobSet, and the Secret that its pods wait for.
 
     The private key is on no disk of this machine and on no command line. Kubernetes removes the Secret with the JobSet.
 
@@ -80,13 +81,12 @@ def submit_jobset(job: Job, site: Kubernetes) -> str:
         What was created.
 
     Raises:
-        ConfigError: kubectl, or what makes certificates, is not on this machine.
+        ConfigError: kubectl is not on this machine.
         RunError: kubectl refused.
     """
     create, text = ["kubectl", "create", "-f", "-"], jobset_yaml(job, site)
-    if not site.mtls:
-        return submit(create, text)
-    files = make_certificates([_coordinator_host(job)])
+    shared = secrets.token_hex(32).encode()
+    files = make_certificates([_coordinator_host(job)]) if site.mtls else {_SHARED: shared}
     made = submit([*create, "-o", "json"], text)
     try:
         uid = str(json.loads(made)["metadata"]["uid"])
@@ -97,9 +97,9 @@ def submit_jobset(job: Job, site: Kubernetes) -> str:
     try:
         submit(create, _secret_yaml(job, site, files, uid))
     except RunError as e:
-        message = f"the pods of JobSet {job.name} wait for Secret {_secret_name(job)}, but {e.message}"
+        message = f"the pods of JobSet {job.name} wait for Secret {_secret_name(job, site)}, but {e.message}"
         raise RunError(message, hint=_REMOVE % job.name) from None
-    return f"jobset.jobset.x-k8s.io/{job.name} and secret/{_secret_name(job)} created"
+    return f"jobset.jobset.x-k8s.io/{job.name} and secret/{_secret_name(job, site)} created"
 
 
 def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
     if site.mtls:
         mounts.append({"name": "mtls", "mountPath": _MTLS_FOLDER, "readOnly": True})
         # for the container's user and group, and not for everybody
-        volumes.append({"name": "mtls", "secret": {"secretName": _secret_name(job), "defaultMode": 0o440}})
+        volumes.append({"name": "mtls", "secret": {"secretName": _secret_name(job, site), "defaultMode": 0o440}})
     container = {
         "name": _CONTAINER,
         "image": site.image,
@@ -204,11 +204,12 @@ def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
         COORDINATOR: f"{_coordinator_host(job)}:{FIRST_PORT}",  # a pod has all ports for itself
         NUM_PROCESSES: str(job.num_processes),
     }
+    shared = {"secretKeyRef": {"name": _secret_name(job, site), "key": _SHARED}}
     fields = {PROCESS_ID if job.processes_per_host == 1 else "HOST_INDEX": _INDEX, ATTEMPT: _RESTARTS}
     return [
         *({"name": name, "value": value} for name, value in values.items()),
         *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
-        *([{"name": MTLS, "value": _MTLS_FOLDER}] if site.mtls else []),
+        {"name": MTLS, "value": _MTLS_FOLDER} if site.mtls else {"name": SECRET, "valueFrom": shared},
     ]
 
 
@@ -229,19 +230,19 @@ def _coordinator_host(job: Job) -> str:
     return f"{job.name}-{_WORKERS}-0-0.{job.name}"
 
 
-def _secret_name(job: Job) -> str:
-    return f"{job.name}-mtls"
+def _secret_name(job: Job, site: Kubernetes) -> str:
+    return f"{job.name}-{'mtls' if site.mtls else _SHARED}"
 
 
 def _secret_yaml(job: Job, site: Kubernetes, files: Mapping[str, bytes], owner_uid: str) -> str:
-    """The Secret with the certificates, which Kubernetes removes together with the JobSet. Not to be printed."""
+    """The Secret, which Kubernetes removes together with the JobSet. Not to be printed."""
     owner = {"apiVersion": _API_VERSION, "kind": "JobSet", "name": job.name, "uid": owner_uid}
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
         "type": "Opaque",
         "immutable": True,
-        "metadata": {**_metadata(_secret_name(job), site), "ownerReferences": [owner]},
+        "metadata": {**_metadata(_secret_name(job, site), site), "ownerReferences": [owner]},
         "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
     }
     return yaml.safe_dump(secret, sort_keys=False)
@@ -249,11 +250,16 @@ def _secret_yaml(job: Job, site: Kubernetes, files: Mapping[str, bytes], owner_u
 
 def _secret_commands(job: Job, site: Kubernetes) -> list[str]:
     space = f" --namespace {site.namespace}" if site.namespace else ""
-    files = " ".join(f"--from-file=mtls/{name}" for name in FILES)
+    name, files = _secret_name(job, site), " ".join(f"--from-file=mtls/{name}" for name in FILES)
+    create = f"kubectl create secret generic {name}{space}"
+    made = "`meshkit launch jobset` makes it; by hand:"
+    if not site.mtls:
+        shared = f"openssl rand -hex 32 | {create} --from-file={_SHARED}=/dev/stdin"
+        return [f"What the processes share comes from the Secret {name}. {made}", f"  {shared}"]
     return [
-        f"The certificates come from the Secret {_secret_name(job)}. `meshkit launch jobset --mtls` makes it; by hand:",
+        f"The certificates come from the Secret {name}. {made}",
         f"  meshkit launch certificates mtls --host {_coordinator_host(job)}",
-        f"  kubectl create secret generic {_secret_name(job)}{space} {files}",
+        f"  {create} {files}",
         "  rm -r mtls",
     ]
 

@@ -37,7 +37,7 @@ class LocalPart:
     attempt: int | None = None
     """Restarts of the whole job before this, where something else restarts it."""
     mtls: str | None = None
-    """Folder of certificates; None for what the environment says."""
+    """Folder of certificates; None for what the environment says, and on one machine a new secret for every attempt."""
 
     @property
     def first_rank(self) -> int:
@@ -60,13 +60,15 @@ class LocalPart:
         if virtual:
             inherited |= _virtual_devices(inherited, self.devices)
         coordinator = self.coordinator or f"{_LOOPBACK}:{free_port()}"
-        return [inherited | self._gang(i, coordinator, attempt, virtual).emit() for i in range(self.processes)]
+        secret = secrets.token_hex(32) if self.hosts == 1 and self.mtls is None else None
+        gangs = [self._gang(i, coordinator, attempt, virtual, secret) for i in range(self.processes)]
+        return [inherited | gang.emit() for gang in gangs]
 
-    def _gang(self, index: int, coordinator: str, attempt: int, virtual: bool) -> Gang:
+    def _gang(self, index: int, coordinator: str, attempt: int, virtual: bool, secret: str | None) -> Gang:
         """Every process sees all GPUs (they reach each other through CUDA IPC) and drives its own."""
         ids = None if virtual else tuple(range(index * self.devices, (index + 1) * self.devices))
         number = attempt if self.attempt is None else self.attempt
-        return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number, self.mtls)
+        return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number, self.mtls, secret)
 
 
 def check_devices(part: LocalPart, experiment: Experiment) -> None:

@@ -52,6 +52,7 @@ devices="devices ${{MESHKIT_LOCAL_DEVICE_IDS-all}}"
 echo "$MESHKIT_PROCESS_ID of $MESHKIT_NUM_PROCESSES, attempt $MESHKIT_ATTEMPT, $devices"
 echo "$MESHKIT_COORDINATOR"
 printf '%s\\n' "$@"
+[ ! -e secrets ] || echo "${{MESHKIT_SECRET-}}" >>secrets
 if [ "$MESHKIT_PROCESS_ID" -eq 0 ]; then [ ! -e next ] || bash next "$MESHKIT_ATTEMPT"; fi
 [ ! -e wait ] || {{ trap 'exit 75' TERM; touch ready; while :; do sleep 0.05; done; }}
 exit "$(sed -n "$((MESHKIT_ATTEMPT + 1))p" codes)"
@@ -80,7 +81,9 @@ def site(tmp_path, monkeypatch):
 
 def script(launcher, job):
     return (
-        slurm_script(job, Slurm(python="python")) if launcher == "slurm" else mpi_script(job, "hosts", python="python")
+        slurm_script(job, Slurm(python="python", mtls=False))
+        if launcher == "slurm"
+        else mpi_script(job, "hosts", python="python", mtls=False)
     )
 
 
@@ -122,8 +125,8 @@ def test_one_process_for_each_gpu_drives_it(site, launcher):
 @pytest.mark.parametrize("launcher", ["slurm", "mpi"])
 def test_certificates_are_made_on_the_first_host_and_removed_with_the_job(site, launcher):
     text = {
-        "slurm": slurm_script(JOB, Slurm({}, "image", python="python", mtls=True)),
-        "mpi": mpi_script(JOB, "hosts", python="python", mtls=True),
+        "slurm": slurm_script(JOB, Slurm({}, "image", python="python")),
+        "mpi": mpi_script(JOB, "hosts", python="python"),
     }[launcher]
     code, said = run(text)
     assert code == 0, said
@@ -144,11 +147,23 @@ def test_certificates_are_made_on_the_first_host_and_removed_with_the_job(site, 
     assert launcher == "slurm" or "-x MESHKIT_MTLS" in starts[0]
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "mpi"])
+def test_without_certificates_they_share_a_secret_that_nothing_shows(site, launcher):
+    (site / "codes").write_text("0\n0\n")
+    (site / "secrets").touch()
+    for _ in range(2):
+        assert run(script(launcher, JOB))[0] == 0
+    first, second, third, _ = shared = (site / "secrets").read_text().splitlines()
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in shared)
+    assert first == second != third
+    assert first not in (site / "started").read_text()
+
+
 def test_a_job_whose_certificates_cannot_be_made_ends_at_once(site):
     (site / "run folder").mkdir()
     (site / "run folder/mtls-77-0").mkdir()
     (site / "run folder/mtls-77-0/something").touch()
-    code, said = run(slurm_script(JOB, Slurm(python="python", mtls=True)))
+    code, said = run(slurm_script(JOB, Slurm(python="python")))
     assert code == 2
     assert "has other files in it: something" in said
     assert not (site / "run folder/logs").exists()
@@ -245,10 +260,11 @@ def test_options_that_a_directive_cannot_hold(options, match):
 
 @pytest.mark.parametrize("word", ["$(touch pwned)", "`touch pwned`", "'; touch pwned; '", '"; touch pwned #'])
 def test_nothing_of_the_users_is_run_by_the_shell(site, word):
-    (site / "codes").write_text("0\n")
+    (site / "codes").write_text("0\n0\n")
     job = replace(JOB, overrides=(word,), experiment=word, out=f"out {word}")
-    assert run(slurm_script(job, Slurm(python="python")))[0] == 0
-    assert not (site / "pwned").exists()
+    for mtls in (False, True):
+        assert run(slurm_script(job, Slurm(python="python", mtls=mtls)))[0] == 0
+        assert not (site / "pwned").exists()
     assert word in (site / f"out {word}/logs/attempt0/rank0.log").read_text().splitlines()
 
 

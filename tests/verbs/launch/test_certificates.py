@@ -76,12 +76,6 @@ def test_hosts_that_are_none(host):
         make_certificates([host])
 
 
-def test_without_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ConfigError, match=r"not installed(.|\n)*try pip install 'meshkit\[mtls\]'"):
-        make_certificates(["gpu7"])
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "gpu7", None])
 def test_certificates_that_fit(ours, host):
     assert read_certificates(str(ours), coordinator_host=host).folder == ours
@@ -219,7 +213,11 @@ def test_what_is_printed_says_how_and_has_no_key():
         + " ".join(f"--from-file=mtls/{name}" for name in FILES),
         "rm -r mtls",
     ]
-    assert "mtls" not in jobset_yaml(JOB, replace(SITE, mtls=False))
+    text = jobset_yaml(JOB, replace(SITE, mtls=False))
+    comment = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   ")]
+    made = "kubectl create secret generic llama3-70b-secret --namespace team-a --from-file=secret=/dev/stdin"
+    assert comment == [f"openssl rand -hex 32 | {made}"]
+    assert "mtls" not in text
 
 
 def test_the_secret_goes_with_the_jobset(cluster, tmp_path):
@@ -239,6 +237,19 @@ def test_the_secret_goes_with_the_jobset(cluster, tmp_path):
     read_certificates(str(tmp_path / "m"), coordinator_host=coordinator)
 
 
+def test_without_mutual_tls_the_pods_share_a_secret(cluster):
+    said = submit_jobset(JOB, replace(SITE, mtls=False))
+    assert said == "jobset.jobset.x-k8s.io/llama3-70b and secret/llama3-70b-secret created"
+    (_, made), (_, text) = cluster()
+    jsonschema.validate(yaml.safe_load(made), SCHEMA)
+    shared = base64.b64decode(yaml.safe_load(text)["data"]["secret"]).decode()
+    assert len(set(shared)) > 8
+    assert len(shared) == 64
+    assert shared not in made
+    (variable,) = [e for e in find(made, "env") if e["name"] == "MESHKIT_SECRET"]
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "llama3-70b-secret", "key": "secret"}}
+
+
 def find(text, key):
     spec = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     return spec["containers"][0][key]
@@ -255,10 +266,12 @@ def test_the_option_of_each_launcher(launcher, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     more = {"slurm": [], "jobset": ["--image", "i"], "mpi": ["--hostfile", "hosts"]}[launcher]
     texts = []
-    for option in ([], ["--mtls"]):
+    for option in ([], ["--mtls"], ["--no-mtls"]):
         assert main(["launch", launcher, "configs/experiments/llama3_70b.toml", *more, *option, "--dry-run"]) == 0
-        texts.append(capsys.readouterr().out)
-    assert ["MESHKIT_MTLS" in text for text in texts] == [False, True]
-    assert "PRIVATE KEY" not in texts[1]
+        texts.append(capsys.readouterr())
+    assert ["MESHKIT_MTLS" in text.out for text in texts] == [True, True, False]
+    assert ["MESHKIT_SECRET" in text.out for text in texts] == [False, False, True]
+    assert ["whoever reaches the coordinator's port" in text.err for text in texts] == [False, False, True]
+    assert "PRIVATE KEY" not in texts[0].out
     if launcher != "jobset":
-        assert subprocess.run(["bash", "-n"], input=texts[1], text=True, check=False).returncode == 0
+        assert subprocess.run(["bash", "-n"], input=texts[2].out, text=True, check=False).returncode == 0

@@ -105,6 +105,7 @@ def test_the_environment_of_a_process_a_host():
         "MESHKIT_NUM_PROCESSES": "64",
         "MESHKIT_PROCESS_ID": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
         "MESHKIT_ATTEMPT": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']",
+        "MESHKIT_MTLS": "/etc/meshkit/mtls",
     }
 
 

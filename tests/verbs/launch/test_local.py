@@ -150,10 +150,18 @@ def run(*arguments, env=None):
     )
 
 
+def test_the_processes_of_an_attempt_share_a_secret_that_is_new_each_time():
+    secrets = [[read_gang(e).secret for e in LocalPart(2, 4).environments(i, virtual=True, base={})] for i in (0, 1)]
+    (first, second), (third, _) = secrets
+    assert first == second != third
+    assert len(first) == 64
+
+
 def test_dry_run_prints_the_command_of_each_process():
     done = run("local", "--processes", "2", "--devices", "4", str(DEBUG), "--out", "runs/x", "--dry-run")
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    secret, *lines = done.stdout.splitlines()
+    assert secret == 'export MESHKIT_SECRET="$(openssl rand -hex 32)"'
     assert [f"MESHKIT_PROCESS_ID={i}" in line for i, line in enumerate(lines)] == [True, True]
     assert all(line.endswith("llama_debug_cpu.toml --out runs/x") for line in lines)
 
