@@ -289,14 +289,11 @@ class OptimizerTable(TomlTable):
 class DataTable(TomlTable):
     """Where training examples come from."""
 
-    source: Text = Field(default="python-stdlib", description="python-stdlib, a folder, a token file, or pkg.mod:fn")
+    source: Text = Field(default="python-stdlib", description="python-stdlib, a folder, a file, or pkg.mod:fn")
+    tokenizer: Text | None = Field(default=None, description="pkg.mod:fn, from a text to its ids; default its bytes")
+    text_field: Text | None = Field(default=None, description='of the objects in a .jsonl file; default "text"')
     seed: Natural = Field(default=0, description="of the order")
     validation_fraction: Decay = Field(default=0.05, description="held out for evaluation")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What is not the source."""
-        return {"seed": self.seed, "validation_fraction": self.validation_fraction}
 
 
 def _verify_of(value: Any) -> Any:

@@ -128,7 +128,8 @@ def open_sinks(experiment: Experiment, folder: Path, say: Callable[[str], None])
         board = _TensorBoard(writer_type, folder / TENSORBOARD_FOLDER)
         sinks.append(Sink("TensorBoard", board.write, say, finish=board.close))
     if write is not None:
-        sinks.append(Sink(f"train.metrics ({experiment.train.metrics})", write, say))
+        finish = getattr(write, "close", None)
+        sinks.append(Sink(f"train.metrics ({experiment.train.metrics})", write, say, finish=finish))
     return Sinks(sinks)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -9,17 +11,10 @@ import numpy as np
 import pytest
 
 from meshkit.config.experiment import load
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, RunError
 from meshkit.sharding import build_mesh
-from meshkit.step.data import (
-    Batches,
-    Windows,
-    abstract_batch,
-    open_data,
-    open_tokens,
-    stdlib_files,
-    unigram_entropy_nats,
-)
+from meshkit.step.data import Batches, abstract_batch
+from meshkit.step.sources import Windows, open_data, open_tokens, stdlib_files, unigram_entropy_nats
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 
@@ -176,3 +171,93 @@ def test_bad_sources_are_config_errors(tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         open_data(experiment(f"data.source={tmp_path / name}"))
+
+
+def own(tmp_path, monkeypatch, code, *overrides):
+    """An experiment whose data are of a module beside it."""
+    (tmp_path / "own_source.py").write_text("import numpy as np\n" + textwrap.dedent(code))
+    monkeypatch.delitem(sys.modules, "own_source", raising=False)
+    path = tmp_path / "own.toml"
+    path.write_text(EXPERIMENT.read_text())
+    return load(path, ["train.global_batch=8", "train.sequence_length=16", "train.evaluate_every=0", *overrides])
+
+
+COUNTER = """
+    made = []
+    def source(seed, experiment):
+        made.append(seed)
+        for i in range(20):
+            yield {"tokens": np.full(16, 100 * seed + i, np.int32)}
+"""
+
+
+def test_a_stream_is_read_in_its_order_and_made_anew_with_the_next_seed(tmp_path, monkeypatch):
+    spec = own(tmp_path, monkeypatch, COUNTER, "data.source=own_source:source")
+    mesh = build_mesh(spec.mesh, spec.cluster)
+    batches = Batches(open_data(spec).train, abstract_batch(spec, mesh, spec.rules), spec.data.seed)
+    steps = [np.asarray(b["tokens"])[:, 0] for b in batches.iterate(0, 4)]
+    np.testing.assert_array_equal(np.concatenate(steps), [*range(20), *range(100, 112)])
+    # a run that resumes gets what comes next, not the beginning
+    resumed = [np.asarray(b["tokens"])[:, 0] for b in batches.iterate(2, 4)]
+    np.testing.assert_array_equal(resumed, steps[2:])
+
+
+def test_a_grain_stream_and_a_stream_s_limits(tmp_path, monkeypatch):
+    code = """
+    import grain
+    def source(seed, experiment):
+        rows = grain.MapDataset.range(40).shuffle(seed=seed).map(lambda i: {"tokens": np.full(16, i, np.int32)})
+        return rows.to_iter_dataset()
+    def empty(seed, experiment):
+        yield from ()
+    def fails(seed, experiment):
+        yield {"tokens": np.zeros(16, np.int32)}
+        raise OSError("the disk is gone")
+    """
+    spec = own(tmp_path, monkeypatch, code, "data.source=own_source:source")
+    mesh = build_mesh(spec.mesh, spec.cluster)
+    batches = Batches(open_data(spec).train, abstract_batch(spec, mesh, spec.rules), None)
+    rows = np.concatenate([np.asarray(b["tokens"])[:, 0] for b in batches.iterate(0, 5)])
+    np.testing.assert_array_equal(np.sort(rows), range(40))
+    with pytest.raises(ConfigError, match="is a stream, of which nothing can be held out"):
+        open_data(own(tmp_path, monkeypatch, code, "data.source=own_source:source", "train.evaluate_every=5"))
+    with pytest.raises(ConfigError, match="gave no examples: the iterable is empty"):
+        open_data(own(tmp_path, monkeypatch, code, "data.source=own_source:empty"))
+    fails = open_data(own(tmp_path, monkeypatch, code, "data.source=own_source:fails")).train
+    with pytest.raises(RunError, match=r"the data of step 1 raised OSError: the disk is gone \(own_source.py:"):
+        list(Batches(fails, batches.like, None).iterate(0, 1))
+
+
+def test_rows_of_an_array_are_examples(tmp_path):
+    rows = np.arange(40 * 17, dtype=np.uint16).reshape(40, 17) % 251
+    np.save(tmp_path / "rows.npy", rows)
+    data = open_data(experiment(f"data.source={tmp_path / 'rows.npy'}", "data.validation_fraction=0.1"))
+    assert (len(data.train), len(data.validation)) == (36, 4)
+    np.testing.assert_array_equal(data.train[9]["tokens"], rows[10][:-1])  # the tenth is held out
+    np.testing.assert_array_equal(data.validation[0]["targets"], rows[9][1:])
+    with pytest.raises(ConfigError, match=r"rows of 17 ids; an example of 32 tokens takes one more(.|\n)*= 16"):
+        open_data(experiment(f"data.source={tmp_path / 'rows.npy'}", "train.sequence_length=32"))
+
+
+def test_text_goes_through_the_tokenizer(tmp_path, monkeypatch):
+    code = """
+    def words(text):
+        return [len(word) for word in text.split()]
+    def wrong(text):
+        return text
+    """
+    (tmp_path / "a.jsonl").write_text('{"content": "one three five"}\n\n{"content": "eleven"}\n')
+    lines = (f"data.source={tmp_path / 'a.jsonl'}", "data.text_field=content")
+    spec = own(tmp_path, monkeypatch, code, *lines, "data.tokenizer=own_source:words")
+    np.testing.assert_array_equal(open_tokens(spec), [3, 5, 4, 6])
+    assert bytes(open_tokens(own(tmp_path, monkeypatch, code, *lines))) == b"one three five\neleven\n"
+    (tmp_path / "a.txt").write_text("one two")
+    text = own(tmp_path, monkeypatch, code, f"data.source={tmp_path / 'a.txt'}", "data.tokenizer=own_source:words")
+    np.testing.assert_array_equal(open_tokens(text), [3, 3])
+    with pytest.raises(ConfigError, match=r"own_source:wrong gave <U15\[\], not a row of ids"):
+        open_tokens(own(tmp_path, monkeypatch, code, *lines, "data.tokenizer=own_source:wrong"))
+    with pytest.raises(ConfigError, match=r"line 1 of .* has no text under 'text'(.|\n)*data.text_field = \"content\""):
+        open_tokens(own(tmp_path, monkeypatch, code, lines[0]))
+    (tmp_path / "a.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match=r"line 1 of .* is no JSON"):
+        open_tokens(own(tmp_path, monkeypatch, code, lines[0]))

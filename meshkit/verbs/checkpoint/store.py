@@ -34,8 +34,8 @@ from meshkit.distributed.agreement import Agreement
 from meshkit.errors import ConfigError, RunError, TraceError
 from meshkit.runs.owner import RunOwner, is_owned
 from meshkit.sharding.resolve import path_name
-from meshkit.step.data import Data
 from meshkit.step.pipelined import Arrangement
+from meshkit.step.sources import Data, Stream
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.manifest import (
     MANIFEST,
@@ -384,7 +384,7 @@ def open_store(
         ConfigError: it saves checkpoints, and their folder cannot be written.
     """
     order = {
-        "examples": len(data.train),
+        "examples": None if isinstance(data.train, Stream) else len(data.train),
         "examples a step": experiment.train.global_batch,
         "seed": experiment.data.seed,
     }

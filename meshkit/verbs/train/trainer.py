@@ -42,8 +42,9 @@ from meshkit.runs.owner import RunOwner, take_run
 from meshkit.runs.phases import Phases
 from meshkit.runs.sinks import check_sinks
 from meshkit.sharding import build_mesh
-from meshkit.step.data import Batches, Data, check_tokens, open_data
+from meshkit.step.data import Batches
 from meshkit.step.facts import StepFacts
+from meshkit.step.sources import Data, Stream, check_tokens, open_data
 from meshkit.step.state import TrainState
 from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
@@ -236,6 +237,9 @@ class _Run:
     def _loop(self, state: TrainState) -> None:
         train, every = self.experiment.train, self.experiment.checkpoint.every
         batches = Batches(self.data.train, self.program.abstract_step_batch, self.experiment.data.seed)
+        if isinstance(self.data.train, Stream) and self.resumed_step:
+            seen = self.resumed_step * train.global_batch
+            self.progress.say(f"{self.experiment.data.source} is a stream: its first {seen:,} examples are made again")
         capture = self._capture()
         replicas = ReplicaCheck(cast(jax.sharding.Mesh, self.program.mesh), self.program.abstract_state)
         self.clock = time.perf_counter()
