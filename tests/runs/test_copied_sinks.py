@@ -19,7 +19,7 @@ EXPERIMENT = 'cluster = "cpu8"\nmodel = { class = "models.mlp:Mlp" }\n[mesh]\nda
     ("package", "module", "left"),
     [
         ("wandb", "my_wandb", "wandb/offline-run-*/*.wandb"),
-        ("mlflow", "my_mlflow", "**/metrics/loss"),
+        ("mlflow", "my_mlflow", "mlflow.db"),
         ("tensorboard", "my_board", "board/events.out.tfevents.*"),
     ],
 )
@@ -31,7 +31,7 @@ def test_a_sink_of_the_guide_writes_what_its_package_reads(package, module, left
     (tmp_path / "experiment.toml").write_text(EXPERIMENT + f'metrics = "{module}:write"\n', encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.delitem(sys.modules, module, raising=False)
     said: list[str] = []
     sinks = open_sinks(load(tmp_path / "experiment.toml"), tmp_path, said.append)
