@@ -119,6 +119,12 @@ def _kind(body: Iterable[Attributes]) -> str:
     return "data movement" if held <= _MOVES else "elementwise"
 
 
+def kind_of_kernel(name: str) -> str:
+    """What a kernel does by its name, where its instruction is not known."""
+    kind = _custom_kind(name)
+    return "other kernels" if kind == "custom call" else kind
+
+
 def _custom_kind(target: str) -> str:
     lowered = target.lower()
     for kind, words in (

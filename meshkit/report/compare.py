@@ -11,7 +11,7 @@ import difflib
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -30,6 +30,8 @@ from meshkit.report.schema import (
 )
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
+_SAME = 0.01  # of the step: two captures of one run differ by as much
+_MAX_CAUSES = 4
 _ROW_QUANTITIES = ("count", "payload_bytes", "time_s", "overlapped_s", "exposed_s", "busy_s")
 
 
@@ -60,6 +62,7 @@ class ComparedRow(Part):
     link: LinkName | None
     collective: str | None
     dtype: str | None
+    replica_groups: str | None = None
     count: Pair
     payload_bytes: Pair
     time_s: Pair
@@ -109,6 +112,21 @@ class ComparedKernel(Part):
     busy_s: Pair
 
 
+class ComparedPart(Part):
+    """A part of the step in both reports; their differences add up to that of the step.
+
+    Attributes:
+        part: `compute`, `exposed communication`, `memory copies` or `idle`.
+        what: a kind of work, a row of communication, or where the idle time lies; null where no more is known.
+        operation: the one that differs most, of those in both reports, with its line of source.
+    """
+
+    part: str
+    what: str | None = None
+    operation: str | None = None
+    seconds: Pair
+
+
 class JudgedCondition(Part):
     """A condition that was asked for: whether b meets it, its value, and the limit."""
 
@@ -130,9 +148,12 @@ class Comparison(Part):
             any.
         kernels_joined_share: the same of compute, over all of it (a report lists only the longest operations).
         conditions: what `--fail-if` asked.
+        verdict: by how much the second step differs, and in which parts; null where a step is unknown.
+        parts: of the step, those that differ most first.
     """
 
     schema_: Literal["meshkit.compare/1"] = Field(default="meshkit.compare/1", alias="schema")
+    verdict: str | None = None
     a: ComparedSide
     b: ComparedSide
     step: dict[str, Pair]
@@ -145,6 +166,7 @@ class Comparison(Part):
     joined_share: float | None
     kernels_joined_share: float | None = None
     conditions: tuple[JudgedCondition, ...] = ()
+    parts: tuple[ComparedPart, ...] = ()
 
 
 def compare(a: Report, b: Report) -> Comparison:
@@ -153,7 +175,7 @@ def compare(a: Report, b: Report) -> Comparison:
     same_program = fingerprint is not None and fingerprint == b.program.fingerprint
     ops, share = _joined_ops(a, b, by_name=same_program)
     kernel_ops, kernels_share = _joined_kernels(a, b, by_name=same_program)
-    return Comparison(
+    found = Comparison(
         a=ComparedSide(source=a.source, program=a.program),
         b=ComparedSide(source=b.source, program=b.program),
         step={name: pair(getattr(a.step, name), getattr(b.step, name)) for name in StepPart.model_fields},
@@ -170,6 +192,71 @@ def compare(a: Report, b: Report) -> Comparison:
         joined_share=share,
         kernels_joined_share=kernels_share,
     )
+    parts = tuple(sorted(_parts(found), key=lambda part: -abs(part.seconds.difference)))
+    return found.model_copy(update={"parts": parts, "verdict": _verdict(found, parts)})
+
+
+def _parts(found: Comparison) -> Iterator[ComparedPart]:
+    """What the step is made of in both reports, as finely as both know it."""
+    if found.kernels:
+        for kind in found.kernels:
+            ops = [op for op in found.kernel_ops if op.kind == kind.kind]
+            worst = max(ops, key=lambda op: abs(op.busy_s.difference), default=None)
+            yield ComparedPart(part="compute", what=kind.kind, operation=_placed(worst), seconds=kind.time_s)
+    else:
+        yield ComparedPart(part="compute", seconds=found.step["compute_s"])
+    exposed = [row.exposed_s for row in found.communication]
+    if all(p.a is not None or p.b is not None for p in exposed):
+        for row in found.communication:
+            over = " + ".join(row.axes) or row.replica_groups
+            what = " ".join(part for part in (row.collective or "unknown", row.dtype, over and f"over {over}") if part)
+            same = [
+                op for op in found.ops if op.axes == row.axes and row.collective and op.key.startswith(row.collective)
+            ]
+            worst = max(same, key=lambda op: abs(op.exposed_s.difference), default=None)
+            part = ComparedPart(
+                part="exposed communication", what=what, operation=_placed(worst), seconds=row.exposed_s
+            )
+            yield part
+    else:
+        yield ComparedPart(part="exposed communication", seconds=found.step["exposed_s"])
+    yield ComparedPart(part="memory copies", seconds=found.step["other_s"])
+    where = {"idle_inside_s": "between kernels", "idle_between_s": "between steps", "idle_input_s": "before the input"}
+    idle = {what: found.step[key] for key, what in where.items()}
+    if any(p.a is None or p.b is None for p in idle.values()):
+        yield ComparedPart(part="idle", seconds=found.step["idle_s"])
+        return
+    for what, seconds in idle.items():
+        yield ComparedPart(part="idle", what=what, seconds=seconds)
+
+
+def _placed(op: ComparedOp | ComparedKernel | None) -> str | None:
+    """`dot.3 (models/llama.py:116)`."""
+    if op is None or not (op.busy_s.difference):
+        return None
+    where = op.line or op.source
+    return f"{op.b_name} ({where})" if where else op.b_name
+
+
+def _verdict(found: Comparison, parts: Sequence[ComparedPart]) -> str | None:
+    """What became slower, the parts with the most seconds first; of a faster step what became faster."""
+    step = found.step["time_s"]
+    if step.a is None or step.b is None or not step.a:
+        return None
+    more_s = step.b - step.a
+    if abs(more_s) < _SAME * step.a:
+        return f"Both steps take {format_seconds(step.b)}."
+    word = "longer" if more_s > 0 else "shorter"
+    causes = [p for p in parts if p.seconds.difference * more_s > 0 and abs(p.seconds.difference) > 0.1 * abs(more_s)]
+    listed = []
+    for part in causes[:_MAX_CAUSES]:
+        a, b = (format_seconds(x or 0.0) for x in (part.seconds.a, part.seconds.b))
+        most = f", most in {part.operation}" if part.operation else ""
+        sign = "+" if part.seconds.difference > 0 else "-"
+        named = ": ".join(text for text in (part.part, part.what) if text)
+        listed.append(f"{sign}{format_seconds(abs(part.seconds.difference))} {named} ({a} to {b}{most})")
+    text = f"The second step takes {format_seconds(step.b)}, {format_seconds(abs(more_s))} ({abs(more_s) / step.a:.1%})"
+    return f"{text.replace('%', ' %')} {word} than the first" + (f": {'; '.join(listed)}." if listed else ".")
 
 
 def pair(a: float | None, b: float | None) -> Pair:
@@ -183,15 +270,17 @@ def _joined_rows(a: Report, b: Report) -> tuple[ComparedRow, ...]:
     rows = []
     for key in dict.fromkeys([*sides[0], *sides[1]]):
         values = {name: pair(*(total(side.get(key), name) for side in sides)) for name in _ROW_QUANTITIES}
-        axes, link, collective, dtype = key
-        rows.append(ComparedRow(axes=axes, link=link, collective=collective, dtype=dtype, **values))
+        axes, link, collective, dtype, groups = key
+        rows.append(
+            ComparedRow(axes=axes, link=link, collective=collective, dtype=dtype, replica_groups=groups, **values)
+        )
     return tuple(sorted(rows, key=lambda row: (-abs(row.exposed_s.difference), -abs(row.time_s.difference))))
 
 
 def _rows_by_key(rows: Sequence[CommunicationPart]) -> dict[tuple, list[CommunicationPart]]:
     found: dict[tuple, list[CommunicationPart]] = {}
     for row in rows:
-        found.setdefault((row.axes, row.link, row.collective, row.dtype), []).append(row)
+        found.setdefault((row.axes, row.link, row.collective, row.dtype, row.replica_groups), []).append(row)
     return found
 
 
@@ -254,9 +343,9 @@ def _joined_kernels(a: Report, b: Report, *, by_name: bool) -> tuple[tuple[Compa
 
 
 def _kernels(report: Report, by_name: bool) -> Mapping[str, tuple[KernelPart, str]]:
-    classes = report.kernels.classes if report.kernels else ()
-    named = [(op.name if by_name else op.key, op, c.kind) for c in classes for op in c.ops]
-    return {key: (op, kind) for key, op, kind in named if key}
+    ops = [(op, c.kind) for c in (report.kernels.classes if report.kernels else ()) for op in c.ops]
+    by_name = by_name or all(op.key is None for op, _ in ops)  # kernels of no known program
+    return {key: (op, kind) for op, kind in ops if (key := op.name if by_name else op.key)}
 
 
 def _pairs(a: OpPart | Part | None, b: OpPart | Part | None, names: Iterable[str]) -> dict[str, Pair]:

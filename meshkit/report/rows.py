@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from meshkit.config.cluster import Cluster
-from meshkit.hlo.instructions import InstructionInfo
+from meshkit.hlo.instructions import InstructionInfo, kind_of_kernel
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.network import wire_factor
 from meshkit.report.schema import CommunicationPart, KernelClassPart, KernelPart, KernelsPart, OpPart
@@ -205,14 +205,17 @@ def kernels_part(
     Args:
         op_names: names of instructions, or of kernels that could not be joined to one.
         totals: what each took, as means over executions of the program.
-        instructions: what they are.
+        instructions: what they are; without any, kinds are told by names.
         steps_per_execution: training steps in each execution.
     """
-    if not op_names or not instructions:
+    if not op_names:
         return None
     known = [instructions.get(name) for name in op_names]
-    kinds = list(dict.fromkeys(info.kind if info else UNMAPPED for info in known))
-    kind_of_op = np.array([kinds.index(info.kind if info else UNMAPPED) for info in known], np.intp)
+    kind_of = [
+        info.kind if info else UNMAPPED if instructions else kind_of_kernel(n) for n, info in zip(op_names, known)
+    ]
+    kinds = list(dict.fromkeys(kind_of))
+    kind_of_op = np.array([kinds.index(kind) for kind in kind_of], np.intp)
     time_s, busy_s, count = (
         np.pad(v, (0, len(known) - len(v))) / steps_per_execution for v in (totals.time_s, totals.busy_s, totals.count)
     )

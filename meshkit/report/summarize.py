@@ -113,7 +113,7 @@ def summarize(
     )
     step = step_part(source, sweeps, facts, machines.num_gpus, step_bounds)
     totals = None
-    if timeline.steps and (known or facts.pipeline):
+    if timeline.steps and (known or facts.pipeline or swept):
         totals = swept.kernels if swept else kernel_totals(timeline)
     if facts.pipeline and step.time_s is not None and totals:
         bubble_s = _bubble_s(facts.pipeline, timeline.op_names, totals, known) / each
@@ -133,7 +133,7 @@ def summarize(
         communication=rows,
         training=training_cost(step.time_s, facts, machines),
         pipeline=pipeline_part(facts.pipeline, rows) if facts.pipeline else None,
-        kernels=kernels_part(timeline.op_names, totals, known, steps_per_execution=each) if totals and known else None,
+        kernels=kernels_part(timeline.op_names, totals, known, steps_per_execution=each) if totals else None,
         per_step=None if source == "plan" else step_samples(timeline, sweeps, each),
         warnings=(*warnings, *_unmapped_warning(rows)),
     )

@@ -50,7 +50,10 @@ def render(comparison: Comparison) -> RenderableType:
         _known(comparison, "operations, busy", _numbered("kernel_ops.{}.busy_s", kernels)),
     ]
     below = [*(table.terminal() for table in tables if table.rows), Text(_joined_text(comparison), "dim")]
-    return Group(_known(comparison, "step", _QUANTITIES).terminal(), *(Padding(part, (1, 0, 0, 0)) for part in below))
+    first = [Text(comparison.verdict, "bold"), Text()] if comparison.verdict else []
+    return Group(
+        *first, _known(comparison, "step", _QUANTITIES).terminal(), *(Padding(part, (1, 0, 0, 0)) for part in below)
+    )
 
 
 def compared_section(a: Report, b: Report) -> str:
@@ -69,7 +72,8 @@ def compared_section(a: Report, b: Report) -> str:
     kernels = [((op.b_name, op.kind), Source(op.source, op.line)) for op in found.kernel_ops]
     heads = text_columns("operation", "kind")
     parts.append(_operations(found, "compute operations", heads, "kernel_ops.{}.busy_s", kernels))
-    note = f"{_joined_text(found)} Difference: what the second has more than the first."
+    said = f"{found.verdict} " if found.verdict else ""
+    note = f"{said}{_joined_text(found)} Difference: what the second has more than the first."
     return section(f"{sides[0][0].upper()}{sides[0][1:]} beside {sides[1]}", note, *parts)
 
 

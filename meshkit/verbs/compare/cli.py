@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshkit.console import output, run_folder, stdout
+from meshkit.console import output, run_folder, status, stdout
 from meshkit.errors import ConditionError
 from meshkit.verbs.arguments import JsonOption
 
+if TYPE_CHECKING:
+    from meshkit.report.schema import Report
+
 
 def compare(
-    a: Annotated[Path, typer.Argument(show_default=False, help="Run folder or report.json.")],
-    b: Annotated[Path, typer.Argument(show_default=False, help="Run folder or report.json.")],
+    a: Annotated[Path, typer.Argument(show_default=False, help="Run folder, report.json, or a JAX trace.")],
+    b: Annotated[Path, typer.Argument(show_default=False, help="Run folder, report.json, or a JAX trace.")],
     fail_if: Annotated[
         list[str],
         typer.Option(metavar="CONDITION", help="Exit with 3 if B against A meets it; may be given several times."),
@@ -22,14 +25,16 @@ def compare(
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the comparison as a page.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Two reports side by side, with ratios; a regression check for CI."""
+    """Two reports side by side, with ratios; a regression check for CI.
+
+    Two traces (FILE.xplane.pb, or folders of them) are measured first: what became slower is named.
+    """
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.compare import condition_text, judge
-    from meshkit.report.schema import read_report
     from meshkit.report.views.compare import render as render_comparison
     from meshkit.report.views.html import write_html
 
-    first, second = read_report(a), read_report(b)
+    first, second = _report(a), _report(b)
     comparison = compare_reports(first, second)
     judged = tuple(judge(comparison, condition) for condition in fail_if)
     comparison = comparison.model_copy(update={"conditions": judged})
@@ -43,3 +48,16 @@ def compare(
     met = [condition_text(c) for c in judged if c.met]
     if met:
         raise ConditionError(f"{b} against {a} meets {len(met)} of {len(judged)} conditions: {'; '.join(met)}.")
+
+
+def _report(path: Path) -> Report:
+    """The report of a run, or what a trace without one measures."""
+    from meshkit.report.schema import read_report
+    from meshkit.trace.loose import is_loose
+
+    if not is_loose(path):
+        return read_report(path)
+    from meshkit.verbs.profile.profiler import profile_traces
+
+    with status(f"reading the trace {path}"):
+        return profile_traces(path)

@@ -22,6 +22,7 @@ from meshkit.report.summarize import check_invariants
 from meshkit.trace import loose
 from meshkit.trace.capture import Capture, CapturedStep
 from meshkit.verbs.profile.profiler import profile_run, profile_traces
+from tests.trace.trace_files import gpu_op, plane_text, write_planes
 
 DATA = Path(__file__).parents[2] / "data"
 SYNTHETIC = DATA / "synthetic_2gpu_3step.xplane.pb"
@@ -233,3 +234,45 @@ def test_traces_of_gpus_make_whole_reports(name, tmp_path):
     assert report.step.time_s > 0
     assert "steps_found" in codes(report)
     assert all(row.link is None for row in report.communication)
+
+
+def made(path, *, dot=300, gather=100, pause=0):
+    """A trace of four steps: a fusion, a matmul, an exposed gather, a pause."""
+    events = []
+    for step in range(4):
+        at = step * (500 + dot + gather + pause)
+        events.append(gpu_op("loop_add_fusion", at, at + 500))
+        events.append(gpu_op("gemm_fusion_dot.3", at + 500, at + 500 + dot))
+        name = "ncclDevKernel_AllGather_RING_LL"
+        events.append(gpu_op("all-gather-start", at + 500 + dot, at + 500 + dot + gather, name))
+    return str(write_planes(path, plane_text("/device:GPU:0", events)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "first", "verdict"),
+    [
+        (
+            {"dot": 500},
+            ("compute", "matmul"),
+            "1.10 ms, 200 us (22.2 %) longer than the first: +200 us compute: matmul (300 us to 500 us, most in gemm",
+        ),
+        ({"gather": 400}, ("exposed communication", "all-gather"), "+300 us exposed communication: all-gather"),
+        ({"pause": 250}, ("idle", "between steps"), "+250 us idle: between steps"),
+        (
+            {"dot": 100, "gather": 110},
+            ("compute", "matmul"),
+            "190 us (21.1 %) shorter than the first: -200 us compute: matmul",
+        ),
+        ({"dot": 301}, ("compute", "matmul"), "Both steps take 901 us."),
+    ],
+)
+def test_compare_names_what_became_slower_in_two_traces(tmp_path, changed, first, verdict):
+    a, b = made(tmp_path / "a.xplane.pb"), made(tmp_path / "b.xplane.pb", **changed)
+    done = CliRunner().invoke(app, ["compare", a, b, "--json"])
+    found = json.loads(done.stdout)
+    assert (found["parts"][0]["part"], found["parts"][0]["what"]) == first
+    assert verdict in found["verdict"]
+    total = sum((p["seconds"]["b"] or 0) - (p["seconds"]["a"] or 0) for p in found["parts"])
+    assert total == pytest.approx(found["step"]["time_s"]["b"] - found["step"]["time_s"]["a"])
+    shown = CliRunner().invoke(app, ["compare", a, b]).output
+    assert " ".join(shown.split()).startswith(f"{found['verdict']} step")
