@@ -52,9 +52,8 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
     order = np.array(request["device_order"]).reshape(request["mesh_shape"])
     devices = np.empty(len(topology.devices), dtype=object)
     devices[:] = sorted(topology.devices, key=lambda d: d.id)
-    mesh = jax.sharding.Mesh(
-        devices[order], request["axis_names"], axis_types=(jax.sharding.AxisType.Auto,) * order.ndim
-    )
+    types = tuple(jax.sharding.AxisType[name] for name in request["axis_types"])
+    mesh = jax.sharding.Mesh(devices[order], request["axis_names"], axis_types=types)
     exported = export.deserialize(bytearray(program))
     # On the abstract mesh: devices that are not there have no memories, so on theirs a memory kind would be dropped.
     shardings = [_sharding(mesh.abstract_mesh, described) for described in request["arguments"]]

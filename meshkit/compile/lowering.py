@@ -54,6 +54,10 @@ _ALLOWED_CALLS = (
 )
 # How jax words that an operation (a Python callback) wants the attached backend while it is lowered for another.
 _NEEDS_GPU = ("require devices", "different from the lowering platform")
+# How it words that shardings of one program are on several meshes.
+_OTHER_MESH = re.compile(
+    r"does not match the device assignment size: (\d+)|Mesh for all inputs should be equal|should match the aval mesh"
+)
 # Primitives of cuDNN attention begin so.
 _ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 
@@ -82,7 +86,7 @@ def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: Describ
             filled[i] = value
         return tuple(jax.tree.leaves(jitted(*jax.tree.unflatten(tree, filled))))
 
-    with lowering_for(cluster), _clear_errors():
+    with lowering_for(cluster), _clear_errors(mesh):
         traced = jitted.trace(*args)
         infos = jax.tree.leaves(traced.args_info)
         of_arrays = [infos[i] for i in places] if len(infos) == len(leaves) else infos  # static arguments have no info
@@ -112,7 +116,7 @@ def _export(step: Callable[..., Any], arrays: Sequence[jax.ShapeDtypeStruct]) ->
 
 
 @contextmanager
-def _clear_errors() -> Iterator[None]:
+def _clear_errors(mesh: DescribedMesh) -> Iterator[None]:
     """Turns what jax says of programs that cannot be lowered without GPUs into a ProgramError."""
     try:
         yield
@@ -128,6 +132,14 @@ def _clear_errors() -> Iterator[None]:
             hint="mk.plan(step, (model, optimizer, batch), ...) with a step that takes its modules as arguments",
         ) from e
     except ValueError as e:
+        if other := _OTHER_MESH.search(str(e)):
+            size = f" of {other[1]} devices" if other[1] else ""
+            axes = " x ".join(f"{name} {n}" for name, n in mesh.shape.items())
+            raise ProgramError(
+                f"the step closes over another mesh{size}; it is planned for {axes}, {mesh.size} GPUs.",
+                hint="a function that makes the step for a mesh, def make_step(mesh): ..., and "
+                "mk.plan(make_step(mesh), args, mesh=mesh, ...) with arguments on that mesh",
+            ) from e
         if not any(mark in str(e) for mark in _NEEDS_GPU):
             raise
         raise ProgramError(

@@ -156,6 +156,7 @@ def compile_absent(
         "target_config": target_config(cluster.gpu),
         "mesh_shape": list(mesh.devices.shape),
         "axis_names": list(mesh.axis_names),
+        "axis_types": [kind.name for kind in mesh.axis_types],
         "device_order": [d.id for d in mesh.devices.flat],
         "donated": exported.donated,
         "arguments": exported.arguments,

@@ -8,15 +8,15 @@ there, see `flax_names`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
@@ -102,6 +102,8 @@ def sharding_scope(
 ) -> Iterator[Scope | None]:
     """Makes `constrain` refer to this mesh and these rules; with None, to nothing.
 
+    A mesh with explicit axes is entered, as by `jax.set_mesh`.
+
     Args:
         mesh: attached or described.
         rules: of whole arrays.
@@ -115,10 +117,25 @@ def sharding_scope(
         scope = Scope(mesh, rules.without(manual), rules) if manual else Scope(mesh, rules)
     token = _SCOPE.set(scope)
     try:
-        with flax_follows(None if scope is None else scope.rules.mapping("activations"), _constrain_flax, _place_flax):
+        follows = flax_follows(
+            None if scope is None else scope.rules.mapping("activations"), _constrain_flax, _place_flax
+        )
+        with _entered(mesh), follows:
             yield scope
     finally:
         _SCOPE.reset(token)
+
+
+def _entered(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
+    """Makes a mesh with explicit axes the one of jax's types; inside a `jax.shard_map` that of the trace stays."""
+    if mesh is None or AxisType.Explicit not in mesh.axis_types or manual_here():
+        return nullcontext()
+    if isinstance(mesh, jax.sharding.Mesh):
+        try:
+            return jax.set_mesh(mesh)
+        except ValueError:  # a jit around us
+            pass
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 @contextmanager
@@ -165,8 +182,24 @@ def _constrained(
     if record is not None:
         seen = _activation(scope, names, x, spec, dropped)
         record.append(seen if free is None else replace(seen, wanted=tuple(map(tuple, wanted))))
-    entries = [PartitionSpec.UNCONSTRAINED if d in (free or ()) else e for d, e in enumerate(partition_spec(spec))]
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_here(scope.mesh), PartitionSpec(*entries)))
+    return _laid_out(x, spec, mesh_here(scope.mesh), frozenset(free or ()))
+
+
+def _laid_out(x: jax.Array, spec: Spec, mesh: Any, free: Collection[int] = ()) -> jax.Array:
+    """x cut over mesh axes per dim: resharded over explicit ones, constrained over those that XLA lays out."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types))
+
+    def of(kind: AxisType) -> list[tuple[str, ...]]:
+        return [tuple(axis for axis in axes if types[axis] == kind) for axes in spec]
+
+    if AxisType.Explicit in types.values():
+        here = [*jax.typeof(x).sharding.spec, *[None] * x.ndim]
+        entries = [here[d] if d in free else e for d, e in enumerate(partition_spec(of(AxisType.Explicit)))]
+        x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
+        if AxisType.Auto not in types.values():
+            return x
+    entries = [PartitionSpec.UNCONSTRAINED if d in free else e for d, e in enumerate(partition_spec(of(AxisType.Auto)))]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def _constrain_flax(x: Any, asked: Asked) -> Any:
@@ -190,7 +223,7 @@ def _place_flax(x: Any, asked: Asked) -> Any:
         return x
     _check_axes(asked, scope.mesh)
     spec = [_dividing(axes, size, scope.mesh) for axes, size in zip(asked.axes, x.shape)]
-    return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, partition_spec(spec)))
+    return _laid_out(x, spec, scope.mesh)
 
 
 def _check_axes(asked: Asked, mesh: AnyMesh) -> None:

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
+from meshkit.config.validate import did_you_mean
 from meshkit.discover import LiveProbe, domain_identities, identity_record, local_identities
 from meshkit.distributed.agreement import Agreement, jax_runtime
 from meshkit.errors import ConfigError
@@ -65,12 +66,14 @@ class DescribedMesh(AbstractMesh):
 
     _devices: np.ndarray
 
-    def __new__(cls, devices: np.ndarray, axis_names: Sequence[str]) -> DescribedMesh:
+    def __new__(
+        cls, devices: np.ndarray, axis_names: Sequence[str], axis_types: Sequence[AxisType] | None = None
+    ) -> DescribedMesh:
         mesh = object.__new__(cls)
         values = {
             "axis_sizes": devices.shape,
             "axis_names": tuple(axis_names),
-            "axis_types": (AxisType.Auto,) * devices.ndim,
+            "axis_types": (AxisType.Auto,) * devices.ndim if axis_types is None else tuple(axis_types),
             "abstract_device": None,
             "size": devices.size,
             "_devices": devices,
@@ -97,8 +100,14 @@ class DescribedMesh(AbstractMesh):
 AnyMesh = jax.sharding.Mesh | DescribedMesh
 
 
-def build_mesh(spec: MeshSpec, cluster: Cluster, *, devices: Sequence | None = None) -> AnyMesh:
-    """The mesh of a spec on a cluster, with Auto axes in the spec's order.
+def build_mesh(
+    spec: MeshSpec,
+    cluster: Cluster,
+    *,
+    devices: Sequence | None = None,
+    axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
+) -> AnyMesh:
+    """The mesh of a spec on a cluster, with its axes in the spec's order.
 
     Args:
         spec: axes with their NVLink and InfiniBand factors; `"fill"` is resolved here.
@@ -106,11 +115,14 @@ def build_mesh(spec: MeshSpec, cluster: Cluster, *, devices: Sequence | None = N
         devices: by GPU index. None takes the attached devices, after a check that their NVLink domains are what the
             cluster says; `describe_devices(cluster)` gives a mesh that is not there; jax devices are taken in the
             order given.
+        axis_types: of all axes, or of some by name, the others Auto: with `jax.sharding.AxisType.Explicit` shardings
+            are part of the types of arrays, as those of `jax.make_mesh` are, and `constrain` reshards.
 
     Raises:
-        ConfigError: sizes that do not multiply to the cluster, or devices that do not match it.
+        ConfigError: sizes that do not multiply to the cluster, devices that do not match it, or a type of no axis.
     """
     spec = spec.resolve(cluster)
+    types = _axis_types(spec.axis_names, axis_types)
     chosen = attached_devices(cluster) if devices is None else tuple(devices)
     if len(chosen) != cluster.num_gpus:
         raise ConfigError(
@@ -121,8 +133,23 @@ def build_mesh(spec: MeshSpec, cluster: Cluster, *, devices: Sequence | None = N
     table[:] = chosen
     ordered = table[spec.device_order(cluster)]
     if isinstance(chosen[0], DescribedDevice):
-        return DescribedMesh(ordered, spec.axis_names)
-    return jax.sharding.Mesh(ordered, spec.axis_names, axis_types=(AxisType.Auto,) * len(spec.axis_names))
+        return DescribedMesh(ordered, spec.axis_names, types)
+    return jax.sharding.Mesh(ordered, spec.axis_names, axis_types=types)
+
+
+def _axis_types(names: Sequence[str], given: AxisType | Mapping[str, AxisType]) -> tuple[AxisType, ...]:
+    """The type of every axis."""
+    if isinstance(given, AxisType):
+        return (given,) * len(names)
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"axis_types is a {type(given).__name__}.",
+            hint='jax.sharding.AxisType.Explicit, or {"data": jax.sharding.AxisType.Explicit}',
+        )
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"axis_types names '{name}', which the mesh has not.", hint=did_you_mean(name, names))
+    return tuple(given.get(name, AxisType.Auto) for name in names)
 
 
 def prepare_platform(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from meshkit.compile.derived import choices_for
 from meshkit.compile.live import CARRIED, FORWARD, OTHER
@@ -31,7 +31,7 @@ from meshkit.predict.memory import reserved_memory
 from meshkit.predict.simulate import simulate
 from meshkit.report.schema import CompilePart, MemoryPart, Report
 from meshkit.report.summarize import Machines, program_part, summarize_simulation
-from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
+from meshkit.sharding.mesh import AnyMesh, DescribedMesh, build_mesh, describe_devices, use_no_accelerator
 from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.timeline import Timeline
 from meshkit.verbs.plan.plan_warnings import plan_warnings
@@ -137,7 +137,8 @@ def make_plan(
     use_no_accelerator()
     absent = _described(mesh, cluster)
     step, args = over_arrays(step, args)
-    compiled = compile_absent(step, _on_mesh(args, absent), mesh=absent, cluster=cluster, choices=choices)
+    traced_on = mesh if AxisType.Explicit in mesh.axis_types else absent  # of explicit axes types name the very mesh
+    compiled = compile_absent(step, _on_mesh(args, traced_on), mesh=absent, cluster=cluster, choices=choices)
     module, schedule = compiled.hlo, compiled.schedule
     simulation = simulate(schedule, cluster, assumptions=assumptions_for(compiled.options))
     memory = memory_part(compiled, module, schedule, cluster, memory_fraction=choices.memory_fraction, facts=facts)
@@ -249,10 +250,10 @@ def _described(mesh: DescribedMesh | jax.sharding.Mesh, cluster: Cluster) -> Des
         return mesh
     devices = np.empty(cluster.num_gpus, dtype=object)
     devices[:] = describe_devices(cluster)
-    return DescribedMesh(devices.reshape(mesh.devices.shape), mesh.axis_names)
+    return DescribedMesh(devices.reshape(mesh.devices.shape), mesh.axis_names, mesh.axis_types)
 
 
-def _on_mesh(args: Sequence[Any], mesh: DescribedMesh) -> tuple[Any, ...]:
+def _on_mesh(args: Sequence[Any], mesh: AnyMesh) -> tuple[Any, ...]:
     """Arrays as ShapeDtypeStructs, their NamedShardings moved to this mesh; other leaves as they are."""
 
     def one(leaf: Any) -> Any:
