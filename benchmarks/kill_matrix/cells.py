@@ -133,7 +133,7 @@ def hit_at_gate(launch: Launch, attempt: int, gate: Gate, kind: str, rank: int |
         # A checkpoint is committed beside the training, whatever that does.
         anything = gate.phase == "commit" or not gate.holds
         right = lambda phase: phase if phase == gate.phase or (phase and anything) else None
-        pulse = launch.wait(lambda: right(launch.pulse(attempt, victim).get("phase")), f"a pulse of {gate.phase}")
+        pulse = launch.wait(lambda: right(launch.pulse(victim).get("phase")), f"a pulse of {gate.phase}")
         time.sleep(delay_s)
         at = time.time()
         send(launch.process.pid if rank is None else launch.ranks().get(victim, 0) or _gone(), _SIGNALS[kind])
@@ -196,7 +196,7 @@ def leftovers(launch: Launch) -> list[str]:
     """Files and processes that a run should not leave."""
     files = [
         path.relative_to(launch.folder).as_posix()
-        for pattern in ("*.tmp", "*.part", "*tmp*", "*.pulse")
+        for pattern in ("*.tmp", "*.part", "*tmp*")
         for path in launch.out.rglob(pattern)
     ]
     files += [path.name for path in launch.scratch.iterdir()]

@@ -112,15 +112,18 @@ class Launch:
         """Number of the process by rank, of those that are alive."""
         assert self.process is not None
         found = {}
-        for pid, parent in _parents().items():
-            if parent == self.process.pid and (rank := _rank(pid)) is not None:
-                found[rank] = pid
+        parents = _parents()
+        for pid, reaper in parents.items():
+            if parents.get(reaper) == self.process.pid and (rank := _variable(pid, "MESHKIT_PROCESS_ID")):
+                found[int(rank)] = pid
         return found
 
-    def pulse(self, attempt: int, rank: int) -> dict:
-        """What a process says of itself; empty if nothing."""
+    def pulse(self, rank: int) -> dict:
+        """What a process says of itself; empty if nothing, or if it is gone."""
+        pid = self.ranks().get(rank, 0)
+        path = (_variable(pid, "MESHKIT_PULSE") or "").replace("/self/", f"/{pid}/")
         try:
-            return json.loads((self.out / "logs" / f"attempt{attempt}" / f"rank{rank}.pulse").read_text())
+            return json.loads(Path(path).read_text())
         except (OSError, ValueError):
             return {}
 
@@ -203,11 +206,6 @@ def _stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
         return []
-
-
-def _rank(pid: int) -> int | None:
-    found = _variable(pid, "MESHKIT_PROCESS_ID")
-    return int(found) if found else None
 
 
 def _variable(pid: int, name: str) -> str | None:

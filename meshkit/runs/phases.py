@@ -1,38 +1,74 @@
 """What a process is doing: seconds of wall time by phase, and a pulse for who watches it.
 
-    trainer -> Phases.enter(phase, step) -> seconds by phase (goodput) | a pulse file that the supervisor reads
+    trainer -> Phases.enter(phase, step) -> seconds by phase (goodput) | Pulse -> the supervisor
 
-The pulse is written by a thread of its own, so it goes on while the main thread waits in a collective: a pulse that
-stops is a process that is stopped (SIGSTOP, a machine that hangs), a pulse whose phase stands still is one that waits.
-It comes once a second, and at once when a phase begins that comes seldom: start, compile, restore, save, end.
+The pulse is memory that both share. The main thread writes it as it moves, so no other thread has to run for it: a
+library that keeps the interpreter, storage that hangs and a full disk change nothing. It says how far a process is;
+whether it lives, is stopped or computes, the kernel knows.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import mmap
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Literal, NamedTuple, Self, get_args
 
 PULSE_VARIABLE = "MESHKIT_PULSE"
-_EVERY_S = 1.0
-# Entered at every step: a file for each of them would cost more than it tells.
-_FREQUENT = ("data", "step")
+Phase = Literal["start", "compile", "restore", "init", "data", "step", "evaluate", "check", "trace", "save", "end"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 _PULSE_BYTES = 128
+
+
+class Move(NamedTuple):
+    """The last phase that a process has entered."""
+
+    number: int
+    """Phases entered so far."""
+    phase: str
+    step: int
+
+
+class Pulse:
+    """Memory in which one process says what it does, to which it inherits a descriptor. It has no name to be left."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("meshkit-pulse")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.descriptor = os.dup(file.fileno())
+        os.truncate(self.descriptor, _PULSE_BYTES)
+        self.path = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd", str(self.descriptor))
+        """What a process that has the descriptor opens."""
+
+    def read(self) -> Move | None:
+        """None before the first one; one that is just being written may be mixed of two."""
+        try:
+            said = json.loads(os.pread(self.descriptor, _PULSE_BYTES, 0))
+            return Move(int(said["moves"]), str(said["phase"]), int(said["step"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def close(self) -> None:
+        """Nobody reads it any more."""
+        os.close(self.descriptor)
 
 
 class Phases:
     """The phases of one process, and the seconds spent in each. A context manager around a run.
 
     Args:
-        pulse: the file that tells the supervisor; by default the one that MESHKIT_PULSE names, None for no pulse.
+        pulse: path of what tells the supervisor; by default the one that MESHKIT_PULSE names, None for no pulse.
         clock: seconds.
     """
 
@@ -43,13 +79,13 @@ class Phases:
         named = os.environ.get(PULSE_VARIABLE)
         self._pulse = pulse or (Path(named) if named else None)
         self._clock, self._entered = clock, clock()
-        self.phase, self.step, self._moves = "start", 0, 0
+        self.phase: Phase = "start"
+        self.step, self._moves = 0, 0
         self.seconds = {"start": _age_s()}
         self._moving = threading.Lock()  # another thread may ask for the totals in the middle of a move
-        self._news, self._ends = threading.Event(), False
-        self._thread: threading.Thread | None = None
+        self._shared: mmap.mmap | None = None
 
-    def enter(self, phase: str, step: int | None = None) -> None:
+    def enter(self, phase: Phase, step: int | None = None) -> None:
         """The main thread begins something else; `step` is the training step it belongs to."""
         now = self._clock()
         with self._moving:
@@ -57,10 +93,9 @@ class Phases:
             self.phase, self._entered, self._moves = phase, now, self._moves + 1
         if step is not None:
             self.step = step
-        if phase not in _FREQUENT:
-            self._news.set()
+        self._tell()
 
-    def count_as(self, phase: str) -> None:
+    def count_as(self, phase: Phase) -> None:
         """The seconds of the present stay belong to another phase: devices were busy while the host waited."""
         with self._moving:
             self.phase = phase
@@ -75,41 +110,33 @@ class Phases:
         if self._pulse is not None:
             with suppress(ValueError, OSError, AttributeError):  # no real stderr, or no such signal
                 faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, all_threads=True)
-            self._thread = threading.Thread(target=self._beat, name="meshkit-pulse", daemon=True)
-            self._thread.start()
+            self._shared = _mapped(self._pulse)
+            self._tell()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The phase `end`. A supervised process beats on until it is gone: its way out waits for the others."""
+        """The phase `end`."""
         self.enter("end")
-        if self._thread is not None and os.environ.get(PULSE_VARIABLE) != str(self._pulse):
-            self._ends = True
-            self._news.set()
-            self._thread.join(timeout=2 * _EVERY_S)
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
-    def _beat(self) -> None:
-        assert self._pulse is not None
-        beats = 0
-        while True:
-            beats += 1
-            record = {"beats": beats, "moves": self._moves, "phase": self.phase, "step": self.step}
-            _overwrite(self._pulse, json.dumps(record))
-            self._news.wait(_EVERY_S)
-            self._news.clear()
-            if self._ends:
-                return
+    def _tell(self) -> None:
+        if self._shared is not None:
+            record = json.dumps({"moves": self._moves, "phase": self.phase, "step": self.step})
+            self._shared[:] = record.encode().ljust(_PULSE_BYTES)
 
 
-def _overwrite(path: Path, text: str) -> None:
-    """Writes over what is there, so that a disk that is full has room for it; who cannot read it whole reads again."""
-    with suppress(OSError):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+def _mapped(path: Path) -> mmap.mmap | None:
+    """The memory of a pulse; None where the path leads to something else, as in a process that has not inherited it."""
+    with suppress(OSError, ValueError):
+        file = os.open(path, os.O_RDWR)
         try:
-            os.pwrite(file, text.encode().ljust(_PULSE_BYTES), 0)
-        except OSError:  # one that copies what it writes over has none: the time alone is a sign of life
-            os.utime(path)
+            if os.fstat(file).st_size == _PULSE_BYTES:
+                return mmap.mmap(file, _PULSE_BYTES)
         finally:
             os.close(file)
+    return None
 
 
 def _age_s() -> float:

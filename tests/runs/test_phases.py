@@ -1,10 +1,14 @@
-"""Seconds by phase add up to the age of the process, and the pulse tells them while the main thread is busy."""
+"""Seconds by phase add up to the age of the process, and the pulse tells where it is to another process."""
 
-import json
 import os
-import time
+import subprocess
+import sys
+import textwrap
+from contextlib import closing
 
-from meshkit.runs.phases import Phases
+import pytest
+
+from meshkit.runs.phases import PULSE_VARIABLE, Move, Phases, Pulse
 
 
 def test_seconds_add_up():
@@ -19,53 +23,50 @@ def test_seconds_add_up():
     assert sum(totals.values()) == age + 18
 
 
-def test_the_pulse_beats_while_the_main_thread_waits(tmp_path):
-    pulse = tmp_path / "rank0.pulse"
-    with Phases(pulse) as phases:
-        phases.enter("step", 7)
-        seen = set()
-        deadline = time.monotonic() + 60
-        while len(seen) < 2:
-            assert time.monotonic() < deadline
-            if pulse.exists():
-                record = json.loads(pulse.read_text())
-                if record["phase"] == "step":
-                    seen.add(record["beats"])
-            time.sleep(0.05)
-    assert record["step"] == 7
-    assert record["moves"] == 1
+def test_the_pulse_says_each_move_at_once():
+    with closing(Pulse()) as pulse:
+        assert pulse.read() is None
+        with Phases(pulse.path) as phases:
+            assert pulse.read() == Move(0, "start", 0)
+            for number, phase in enumerate(("compile", "data", "step"), start=1):
+                phases.enter(phase, step=7)
+                assert pulse.read() == Move(number, phase, 7)
+        assert pulse.read() == Move(4, "end", 7)
 
 
-def test_a_pulse_that_cannot_be_written_stops_nothing(tmp_path):
-    with Phases(tmp_path / "missing" / "rank0.pulse") as phases:
+def test_another_process_reads_it_while_this_one_keeps_the_interpreter():
+    """A library that does not let go of it, as a large unpickle: no thread of Python runs."""
+    code = """
+    import ctypes
+    from meshkit.runs.phases import Phases
+    with Phases() as phases:
+        phases.enter("restore", 3)
+        print("in", flush=True)
+        ctypes.PyDLL(None).sleep(99)
+    """
+    with closing(Pulse()) as pulse:
+        child = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env=os.environ | {PULSE_VARIABLE: str(pulse.path)},
+            pass_fds=(pulse.descriptor,),
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"in\n"
+            assert pulse.read() == Move(1, "restore", 3)
+        finally:
+            child.kill()
+            child.communicate()
+
+
+@pytest.mark.parametrize("size", [None, 0, 127, 4096])
+def test_what_is_no_pulse_is_left_alone(tmp_path, size):
+    """The variable, in a process that has not inherited the descriptor or has another file there."""
+    path = tmp_path / "other"
+    if size is not None:
+        path.write_bytes(b"x" * size)
+    with Phases(path) as phases:
         phases.enter("step", 1)
     assert phases.step == 1
-
-
-def test_a_phase_that_comes_seldom_is_told_at_once(tmp_path, monkeypatch):
-    """Not after the second that a pulse may take: `save` may be over by then."""
-    monkeypatch.setattr("meshkit.runs.phases._EVERY_S", 1000.0)
-    pulse = tmp_path / "rank0.pulse"
-    with Phases(pulse) as phases:
-        for phase in ("compile", "save"):
-            phases.enter(phase)
-            deadline = time.monotonic() + 60
-            while phase not in (pulse.read_text() if pulse.exists() else ""):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-
-
-def test_a_full_disk_still_takes_a_sign_of_life(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("meshkit.runs.phases._EVERY_S", 0.01)
-    pulse = tmp_path / "rank0.pulse"
-    pulse.touch()
-    os.utime(pulse, (1, 1))
-    monkeypatch.setattr("os.pwrite", full)
-    with Phases(pulse):
-        deadline = time.monotonic() + 60
-        while pulse.stat().st_mtime < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    assert (path.read_bytes() == b"x" * size) if size is not None else not path.exists()

@@ -53,9 +53,9 @@ def local(
     ] = None,
     grace: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="To save a checkpoint after SIGTERM.")] = 120,
     stall_timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0, help="A process that stays longer in one step is stuck; 0 never."),
-    ] = 600,
+        list[str],
+        typer.Option(metavar="SECONDS", help="A process longer in one step is stuck; PHASE=SECONDS; repeatable."),
+    ] = ["600"],  # noqa: B006
     hosts: Annotated[int, typer.Option(metavar="H", min=1, help="Machines that each run this command.")] = 1,
     host_index: Annotated[int, typer.Option(metavar="I", min=0, help="Of this machine, from 0.")] = 0,
     coordinator: Annotated[
@@ -78,9 +78,9 @@ def local(
     from meshkit.verbs.launch.job import Job, job_name
     from meshkit.verbs.launch.local import LocalPart, check_devices
     from meshkit.verbs.launch.supervisor import Policy, Supervisor
-    from meshkit.verbs.launch.watchdog import Limits
+    from meshkit.verbs.launch.watchdog import read_limits
 
-    loaded = load(experiment, set_)
+    loaded, limits = load(experiment, set_), read_limits(stall_timeout)
     if coordinator is not None:
         check_address(coordinator, at="--coordinator", name="--coordinator")
     if hosts > 1 and max_restarts:
@@ -108,7 +108,7 @@ def local(
         return
     run_folder(folder)
     restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 else 0
-    policy = Policy(max_restarts=restarts, save_grace_s=grace, limits=Limits(stall_timeout))
+    policy = Policy(max_restarts=restarts, save_grace_s=grace, limits=limits)
     with ExitStack() as stack:
         if secrets:
             stack.enter_context(certificates_for(secrets, [known_as]))

@@ -1,15 +1,16 @@
 """The processes of one attempt on this machine, started and killed together, and what the end of each means.
 
-commands, environments -> start -> poll until one fails or all are done -> kill every process group
+commands, environments -> a reaper for each -> poll until one fails or all are done -> the reapers kill all below them
 exit code or signal -> Ending -> final, or what a restart may mend (also the batch scripts' and pod policies' rule)
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,8 +21,8 @@ from typing import IO
 
 from meshkit.errors import ConfigError
 
-_PR_SET_PDEATHSIG = 1
-_POLL_S = 0.02
+_POLL_S, _START_S = 0.02, 60.0
+_REAPER = str(Path(__file__).with_name("reaper.py"))
 
 DONE, BUG, USER_ERROR, CONDITION, RUN_FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
 # Nothing that a restart changes: the experiment is wrong, a condition is not met, a person stopped it.
@@ -73,14 +74,18 @@ class Ending:
 
 @dataclass
 class Member:
-    """One process of the gang, which leads a process group of its own."""
+    """One process of the gang, which leads a session of its own below a reaper."""
 
     rank: int
     """Its number in the job."""
-    process: subprocess.Popen
-    """As subprocess knows it; not reaped before its group is killed, so that its number stays its own."""
+    reaper: subprocess.Popen
+    """Its parent, from which it gets what it has."""
+    channel: socket.socket
+    """To the reaper, which ends everything once this end is closed."""
     log: Path
     """What it and its children print."""
+    pid: int = 0
+    """Its own for as long as the reaper runs, which leaves it a zombie."""
     ending: Ending | None = None
     """None while it runs."""
     ended_s: float = 0.0
@@ -89,19 +94,21 @@ class Member:
 
 @dataclass
 class LocalGang:
-    """The processes of one attempt. A context manager: on leaving it, none of them and of their children is left.
+    """The processes of one attempt. A context manager: on leaving it, none of them and of their descendants is left.
 
     Args:
         command: what every process runs.
         environments: of each process, by rank.
-        logs: folder of `rank0.log`, `rank1.log`, ...; made if missing.
+        logs: folder of `rank0.log`, `rank1.log`, ...; made if missing. What is there is not written over.
         first_rank: of the processes here, where other machines run the ones before.
+        descriptors: one that each process inherits; none by default.
     """
 
     command: Sequence[str]
     environments: Sequence[Mapping[str, str]]
     logs: Path
     first_rank: int = 0
+    descriptors: Sequence[int] = ()
     members: list[Member] = field(default_factory=list)
     _started: float = 0.0
 
@@ -112,16 +119,23 @@ class LocalGang:
             ConfigError: a log cannot be written, or the program is not there.
         """
         self._started = time.monotonic()
+        rank = self.first_rank
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             for i, environment in enumerate(self.environments):
-                rank = self.first_rank + i
-                log = self.logs / f"rank{rank}.log"
-                with log.open("wb") as output:
-                    self.members.append(Member(rank, _start(self.command, environment, output), log))
+                rank, log = self.first_rank + i, self.logs / f"rank{self.first_rank + i}.log"
+                with log.open("xb") as output:
+                    reaper, channel = _start(environment, output, self.descriptors[i : i + 1])
+                self.members.append(Member(rank, reaper, channel, log))
+                channel.sendall(json.dumps(list(self.command)).encode() + b"\n")
+            for member in self.members:
+                rank, said = member.rank, _line(member.channel, _START_S)
+                if not said.isdecimal():
+                    raise OSError(said or f"its reaper has ended; {member.log} may say why")
+                member.pid = int(said)
         except OSError as e:
             self.kill()
-            raise ConfigError(f"process {len(self.members)} cannot be started: {e}.") from None
+            raise ConfigError(f"process {rank} cannot be started: {e}.") from None
         except BaseException:
             self.kill()
             raise
@@ -131,13 +145,20 @@ class LocalGang:
         self.kill()
 
     def poll(self) -> list[Member]:
-        """The processes that have ended since the last call."""
-        ended = []
-        for member in self.members:
-            if member.ending is None and (ending := _ending(member.process)) is not None:
-                member.ending, member.ended_s = ending, time.monotonic() - self._started
-                ended.append(member)
-        return ended
+        """The processes that have ended since the last call, the first of them first."""
+        ended = [member for member in self.members if member.ending is None and self._has_ended(member)]
+        return sorted(ended, key=lambda member: member.ended_s)
+
+    def _has_ended(self, member: Member) -> bool:
+        try:
+            code, _, at = _line(member.channel, 0.0).partition(" ")
+        except BlockingIOError:
+            return False
+        if not code:  # the reaper was killed, and the process with it
+            code = str(member.reaper.wait() or -signal.SIGKILL)
+        member.ending = Ending(int(code))
+        member.ended_s = (float(at) if at else time.monotonic()) - self._started
+        return True
 
     @property
     def running(self) -> list[Member]:
@@ -147,9 +168,9 @@ class LocalGang:
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to every process group, also to what is left of one whose leader has ended."""
         for member in self.members:
-            if member.process.returncode is None:
+            if member.pid and member.reaper.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody left, or (macOS) zombies only
-                    os.killpg(member.process.pid, number)
+                    os.killpg(member.pid, number)
 
     def stop(self, grace_s: float) -> None:
         """SIGTERM, at most `grace_s` seconds for the processes to end, then SIGKILL."""
@@ -161,46 +182,47 @@ class LocalGang:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to every process group, then reaps the processes. A stopped process (SIGSTOP) dies of it too."""
-        self.signal(signal.SIGKILL)
+        """SIGKILL to all that the processes have started and to them, a stopped one too; returns when they are gone."""
         for member in self.members:
-            if member.process.returncode is None:
-                code = member.process.wait()
-                member.ending = member.ending or Ending(code)
+            if member.reaper.poll() is None:
+                with contextlib.suppress(OSError):
+                    member.channel.shutdown(socket.SHUT_WR)
+                member.reaper.send_signal(signal.SIGCONT)
+        for member in self.members:
+            member.reaper.wait()
+            if member.ending is None and member.pid:  # what a reaper that has ended wrote, or the end of its socket
+                self._has_ended(member)
+            member.channel.close()
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen:
-    return subprocess.Popen(
-        list(command),
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=_dies_with_parent(),
-    )
+def _start(
+    environment: Mapping[str, str], output: IO[bytes], kept: Sequence[int]
+) -> tuple[subprocess.Popen, socket.socket]:
+    """A reaper, which waits for its command, and the socket to it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        reaper = subprocess.Popen(
+            [sys.executable, "-I", "-S", _REAPER, str(theirs.fileno())],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(theirs.fileno(), *kept),
+        )
+    return reaper, ours
 
 
-def _dies_with_parent():
-    """Run in the new process: the kernel kills it when the supervisor is gone. None where the system is not Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
+def _line(channel: socket.socket, timeout_s: float) -> str:
+    """A line from the reaper, which writes each at once; empty where it has ended.
 
-    def in_child() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it was gone before the kernel knew
-            os._exit(1)
-
-    return in_child
-
-
-def _ending(process: subprocess.Popen) -> Ending | None:
-    """How the process ended, if it has; it stays a zombie, so that nobody else gets its number."""
-    if not hasattr(os, "waitid"):  # macOS
-        code = process.poll()
-        return None if code is None else Ending(code)
-    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
-        return None
-    return Ending(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+    Raises:
+        BlockingIOError: there is none, and it is not waited for.
+        TimeoutError: none came.
+    """
+    channel.settimeout(timeout_s)
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        while not said.endswith(b"\n") and (more := channel.recv(1)):
+            said += more
+    return said.decode().strip()

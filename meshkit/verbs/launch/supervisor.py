@@ -14,14 +14,14 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshkit.config.bounded import integer
 from meshkit.errors import ConfigError, RunError
 from meshkit.runs.owner import LAUNCH_VARIABLE
-from meshkit.runs.phases import PULSE_VARIABLE
+from meshkit.runs.phases import PULSE_VARIABLE, Pulse
 from meshkit.verbs.launch.processes import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, Ending, LocalGang, Member
 from meshkit.verbs.launch.watchdog import Limits, Watchdog
 
@@ -61,6 +61,8 @@ class AttemptEnd:
     """How every process ended, those included that were killed with the rest."""
     stuck: str | None = None
     """Why it was called stuck; None where it ended by itself."""
+    left: bool = False
+    """Whether it ended with exit code 0 in the midst of its work, and so failed the others."""
     where: str = ""
     """What that process did."""
     before_steps: bool = False
@@ -117,7 +119,7 @@ class Supervisor:
                 self._report(attempt.failed, attempt)
                 ending = attempt.failed.ending
                 assert ending is not None
-                if not ending.is_restartable and attempt.stuck is None:
+                if not ending.is_restartable and attempt.stuck is None and not attempt.left:
                     return ending.code
                 reached = last_step(self._folder)
                 best, fruitless = (reached, 0) if reached > best else (best, fruitless + 1)
@@ -133,11 +135,13 @@ class Supervisor:
     def _attempt(self, number: int) -> AttemptEnd:
         logs = self._logs / f"attempt{number}"
         environments = self._environments(number)
-        pulses = [logs / f"rank{self._first_rank + i}.pulse" for i in range(len(environments))]
-        told = [{PULSE_VARIABLE: str(p.absolute()), LAUNCH_VARIABLE: self._launch} for p in pulses]
-        environments = [{**e, **of_process} for e, of_process in zip(environments, told)]
-        watchdog = Watchdog(pulses, self._policy.limits)
-        with LocalGang(self._command, environments, logs, self._first_rank) as gang:
+        with ExitStack() as stack:
+            pulses = [stack.enter_context(closing(Pulse())) for _ in environments]
+            told = [{PULSE_VARIABLE: str(pulse.path), LAUNCH_VARIABLE: self._launch} for pulse in pulses]
+            environments = [{**e, **of_process} for e, of_process in zip(environments, told)]
+            watchdog = Watchdog(pulses, self._policy.limits)
+            shared = [pulse.descriptor for pulse in pulses]
+            gang = stack.enter_context(LocalGang(self._command, environments, logs, self._first_rank, shared))
             follower = Follower(gang.members[0].log)
             try:
                 end = self._watch(number, gang, follower, watchdog)
@@ -150,7 +154,6 @@ class Supervisor:
                 self._follow(gang, follower, last=True)
             where = watchdog.where(end.failed, gang) if end.failed is not None else ""
             before_steps = watchdog.before_steps(gang)
-            watchdog.forget()
         endings = tuple(m.ending for m in gang.members if m.ending is not None)
         return replace(end, endings=endings, where=where, before_steps=before_steps)
 
@@ -171,9 +174,11 @@ class Supervisor:
             if PREEMPTED in codes.values() and not saved:  # it has saved, together with the others, which now end too
                 saved, deadline = True, min(deadline, now + self._policy.save_grace_s)
                 stop_others_at = now + self._policy.failure_grace_s
-            failures = [m for m in ended if codes.get(m.rank) not in (0, PREEMPTED)]
-            if failures and not forwarded and not saved:
-                return AttemptEnd(number, min(failures, key=_is_a_consequence))
+            failures = [m for m in ended if codes.get(m.rank) not in (DONE, PREEMPTED)]
+            left = [m for m in ended if codes.get(m.rank) == DONE and watchdog.has_left(m, gang)]
+            if (failures or left) and not forwarded and not saved:
+                first = min(failures + left, key=_is_a_consequence)
+                return AttemptEnd(number, first, left=first in left)
             if any(codes[m.rank] != INTERRUPTED for m in failures):  # the others cannot save without it
                 deadline = min(deadline, now + self._policy.failure_grace_s)
             if not gang.running or now > deadline:
@@ -213,10 +218,8 @@ class Supervisor:
             self._show(f"process {failed.rank} is stuck in attempt {end.number}: it {end.stuck}; all are stopped")
         else:
             when = f"{failed.ended_s:.1f} s into attempt {end.number}"
-            killed = failed.ending is not None and failed.ending.code < 0  # else its pulse is of its way out
-            self._show(
-                f"process {failed.rank} ended first: {failed.ending}, {when}{f', {end.where}' if killed else ''}"
-            )
+            told = end.left or (failed.ending is not None and failed.ending.code < 0)  # else of its way out
+            self._show(f"process {failed.rank} ended first: {_how(end)}, {when}{f', {end.where}' if told else ''}")
         for line in last_words(failed.log, _SHOWN_LINES):
             self._show(f"  | {line}")
         self._show(f"  its whole log: {failed.log}")
@@ -295,11 +298,19 @@ def _stopped(attempt: AttemptEnd) -> int:
     )
 
 
+def _how(attempt: AttemptEnd) -> str:
+    """How the process that failed ended."""
+    assert attempt.failed is not None
+    if attempt.left:
+        return "exit code 0 in the midst of its work, while the others went on"
+    return "stuck" if attempt.stuck is not None else str(attempt.failed.ending)
+
+
 def _failed(attempt: AttemptEnd, why: str) -> RunError:
     failed = attempt.failed
     assert failed is not None
     return RunError(
-        f"process {failed.rank} failed ({failed.ending}) in attempt {attempt.number}, {why}.",
+        f"process {failed.rank} failed ({_how(attempt)}) in attempt {attempt.number}, {why}.",
         at=str(failed.log),
         hint="the last lines of that log; the same command then resumes",
     )

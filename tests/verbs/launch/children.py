@@ -22,9 +22,13 @@ def mark(name):
 def until(name):
     while not os.path.exists(name): time.sleep(0.01)
 def pulse(phase):
-    with open(os.environ["MESHKIT_PULSE"] + ".new", "w") as f:
-        json.dump({"moves": 1, "phase": phase, "step": 5}, f)
-    os.replace(f.name, os.environ["MESHKIT_PULSE"])
+    from meshkit.runs.phases import Phases
+    global phases
+    phases = Phases().__enter__()
+    phases.enter(phase, 5)
+def done():
+    phases.__exit__()
+    sys.exit(0)
 """
 
 

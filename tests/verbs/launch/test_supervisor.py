@@ -5,22 +5,30 @@ Times: a limit in a test is a multiple of what the supervisor promises (it looks
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from meshkit.errors import ConfigError, RunError
+from meshkit.runs.phases import Pulse
 from meshkit.verbs.launch import supervisor
 from meshkit.verbs.launch.processes import LocalGang, Member
 from meshkit.verbs.launch.supervisor import Policy, Supervisor, last_step, next_attempt
 from meshkit.verbs.launch.watchdog import Limits, Watchdog
-from tests.verbs.launch.children import FAST, Run, alive
+from tests.verbs.launch.children import FAST, Run, alive, wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
+NEEDS_PRCTL = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: prctl, /proc")
 
 
 def test_all_done(tmp_path):
@@ -88,12 +96,10 @@ def test_the_failure_that_is_the_cause_is_shown(tmp_path):
     """
     run = Run(tmp_path, body, policy=Policy(max_restarts=0))
     gang = LocalGang(run.supervisor._command, run.supervisor._environments(0), tmp_path / "logs")
-    with gang:
-        deadline = time.monotonic() + 20
-        while not all(os.waitid(os.P_PID, m.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for m in gang.members):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        end = run.supervisor._watch(0, gang, _NothingNew(), Watchdog([], Limits()))
+    with closing(Pulse()) as pulse, gang:
+        for member in gang.members:  # both have told of their end
+            assert select.select([member.channel], [], [], 60)[0]
+        end = run.supervisor._watch(0, gang, _NothingNew(), Watchdog([pulse, pulse], Limits()))
     assert (end.failed.rank, end.received, end.stuck) == (1, None, None)
 
 
@@ -149,7 +155,7 @@ def test_a_lost_connection_is_not_named_as_the_cause(tmp_path):
     from meshkit.verbs.launch.supervisor import _is_a_consequence
 
     members = [
-        Member(rank, None, tmp_path, Ending(code), seconds)  # pyright: ignore[reportArgumentType]
+        cast(Member, SimpleNamespace(rank=rank, ending=Ending(code), ended_s=seconds))
         for rank, code, seconds in [(0, 4, 1.0), (1, -9, 1.1), (2, -6, 0.9)]
     ]
     assert [m.rank for m in sorted(members, key=_is_a_consequence)] == [1, 0, 2]
@@ -174,37 +180,99 @@ def test_the_whole_traceback_is_shown(tmp_path):
     assert words[-1] == "  | ValueError: far away"
 
 
-def test_an_attempt_leaves_no_pulse(tmp_path):
-    run = Run(tmp_path, 'pulse("step"); os.kill(os.getpid(), 9) if rank and not attempt else sys.exit(0)')
+def test_what_a_process_did_is_known_after_its_end(tmp_path):
+    run = Run(tmp_path, 'pulse("step"); os.kill(os.getpid(), 9) if rank and not attempt else done()')
     assert run() == 0
+    assert "process 1 ended first: killed by SIGKILL" in run.text
     assert "in phase 'step' at step 5" in run.text
-    assert not list(tmp_path.rglob("*.pulse*"))
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: prctl(PR_SET_PDEATHSIG)")
-def test_nobody_survives_the_supervisor(tmp_path):
+def test_a_process_that_leaves_with_0_in_the_midst_is_the_one_that_is_named(tmp_path):
+    """The other has lost its connection to it, and says so with exit code 4."""
+    body = """
+        pulse("data" if rank else "step")
+        if attempt == 0 and rank == 1:
+            mark("left"); os._exit(0)
+        if attempt == 0:
+            until("left"); time.sleep(0.5); print("Connection reset by peer"); sys.exit(4)
+        done()
+    """
+    run = Run(tmp_path, body)
+    assert run() == 0
+    assert "process 1 ended first: exit code 0 in the midst of its work, while the others went on" in run.text
+    assert "in phase 'data' at step 5" in run.text
+    assert "restart 1 of 2" in run.text
+
+
+def test_one_that_leaves_with_0_every_time_is_an_error(tmp_path):
+    run = Run(tmp_path, 'pulse("data"); os._exit(0)', processes=1)
+    with pytest.raises(RunError, match=r"process 0 failed \(exit code 0 in the midst of its work.*2 attempts in a row"):
+        run()
+
+
+# A helper in a session of its own, below a process that is gone, that no signal but SIGKILL ends.
+HELPER = """
+        import subprocess
+        code = ("import os, signal, sys, time;"
+                "os.setsid(); signal.signal(15, signal.SIG_IGN); os.fork() and os._exit(0);"
+                "open('new' + sys.argv[1], 'w').write(str(os.getpid()));"
+                "os.rename('new' + sys.argv[1], 'helper' + sys.argv[1]); time.sleep(99)")
+        subprocess.run([sys.executable, "-c", code, str(rank)])
+        until("helper0"); until("helper1")
+"""
+
+
+@NEEDS_PRCTL
+@pytest.mark.parametrize(
+    "end", ["sys.exit(2) if rank else wait()", "os.kill(os.getpid(), 9) if rank else wait()", "sys.exit(0)",
+            "mark(f'ready{rank}'); wait()"],
+    ids=["exit code 2", "SIGKILL", "done", "SIGTERM"],
+)  # fmt: skip
+def test_helpers_in_sessions_of_their_own_end_with_the_attempt(tmp_path, end):
+    policy = Policy(max_restarts=0, save_grace_s=1, failure_grace_s=0.3)
+    run = Run(tmp_path, HELPER + f"        {end}", policy=policy)
+    if "ready" in end:
+        threading.Thread(target=_terminate_once, args=([tmp_path / "ready0", tmp_path / "ready1"],)).start()
+    with suppress(RunError):
+        run()
+    assert not any(alive(tmp_path / f"helper{rank}") for rank in range(2))
+
+
+def _terminate_once(there):
+    for path in there:
+        wait_for(path)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@NEEDS_PRCTL
+def test_nobody_survives_the_launcher(tmp_path):
+    """Killed with SIGKILL, so that nothing of it runs any more: its processes, and helpers in sessions of their own."""
+    body = (
+        HELPER
+        + """
+        open(f"now{rank}", "w").write(str(os.getpid())); os.rename(f"now{rank}", f"pid{rank}")
+        wait()
+    """
+    )
     code = f"""
-        import os, sys; from pathlib import Path
-        from meshkit.verbs.launch.supervisor import Policy, Supervisor
-        child = "import os, time; open('pid' + os.environ['RANK_'], 'w').write(str(os.getpid())); time.sleep(99)"
-        Supervisor([sys.executable, "-c", child], lambda _: [os.environ | {{"RANK_": str(i)}} for i in range(2)],
-                   Path({str(tmp_path)!r}), Policy(), print).run()
+        from pathlib import Path
+        from tests.verbs.launch.children import Run
+        Run(Path({str(tmp_path)!r}), {body!r})()
     """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=env)
-    pids = [tmp_path / "pid0", tmp_path / "pid1"]
+    launcher = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=env)
+    files = [tmp_path / f"{name}{rank}" for name in ("pid", "helper") for rank in range(2)]
     try:
-        deadline = time.monotonic() + 30
-        while not all(p.exists() and p.read_text() for p in pids):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        for file in files:
+            wait_for(file, 60)
+        assert all(map(alive, files))
     finally:
-        process.kill()
-        process.wait()
+        launcher.kill()
+        launcher.wait()
     deadline = time.monotonic() + 10
-    while any(map(alive, pids)) and time.monotonic() < deadline:
+    while any(map(alive, files)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not any(map(alive, pids))
+    assert not any(map(alive, files))
 
 
 def test_a_later_launch_counts_on(tmp_path):

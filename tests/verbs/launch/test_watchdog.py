@@ -1,40 +1,30 @@
 """Processes that are alive and do not get on are named, stopped and started again. Children are plain Python.
 
-Times: the limits are fractions of a second and the children beat every 50 ms; on a machine so loaded that a healthy
-child is late, the attempt counts as stuck, so the tests of what is stuck make the other child's limits irrelevant.
+Times: the limits are seconds at most, and a child says where it is as it gets there, however late that is; on a machine
+so loaded that a healthy child is later than its limit, the attempt counts as stuck, so the tests of what is stuck make
+the other child's limits irrelevant.
 """
 
-import json
 import os
+import re
 import sys
 import textwrap
-from pathlib import Path
+from contextlib import closing
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-from meshkit.errors import RunError
-from meshkit.verbs.launch.processes import LocalGang, Member
+from meshkit.errors import ConfigError, RunError
+from meshkit.runs.phases import PHASES, Phases, Pulse
+from meshkit.verbs.launch.processes import LocalGang
 from meshkit.verbs.launch.supervisor import Policy, Supervisor
-from meshkit.verbs.launch.watchdog import Limits, Watchdog
+from meshkit.verbs.launch.watchdog import Limits, Watchdog, read_limits
 
 PRELUDE = """
-import json, os, signal, sys, time, threading, faulthandler
+import ctypes, os, signal, sys, time
+from meshkit.runs.phases import Phases
 rank, attempt = int(os.environ["RANK_"]), int(os.environ["ATTEMPT_"])
-faulthandler.register(signal.SIGUSR1, all_threads=True)
-now = {"moves": 0, "phase": "start", "step": 0}
-def beat():
-    n = 0
-    while True:
-        n += 1
-        path = os.environ["MESHKIT_PULSE"]
-        with open(path + ".tmp", "w") as f: json.dump({**now, "beats": n}, f)
-        os.replace(path + ".tmp", path)
-        time.sleep(0.05)
-threading.Thread(target=beat, daemon=True).start()
-def enter(phase, step):
-    now.update(moves=now["moves"] + 1, phase=phase, step=step)
 def waits_for_data():
     while True: time.sleep(0.05)
 """
@@ -42,7 +32,8 @@ def waits_for_data():
 
 def run(folder, body, limits, max_restarts=1):
     shown = []
-    code = PRELUDE + textwrap.dedent(body)
+    within = "with Phases() as phases:\n    enter = phases.enter\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    code = PRELUDE + within
     policy = Policy(max_restarts=max_restarts, failure_grace_s=0.3, pause_s=0.01, limits=limits)
     environments = lambda attempt: [{**os.environ, "RANK_": str(i), "ATTEMPT_": str(attempt)} for i in range(2)]
     supervisor = Supervisor([sys.executable, "-c", code], environments, folder, policy, shown.append)
@@ -52,9 +43,9 @@ def run(folder, body, limits, max_restarts=1):
 @pytest.mark.parametrize(
     ("limits", "says"),
     [
-        (Limits(stall_s=1000, silence_s=3, stopped_s=1000), "gives no sign of life"),
+        (Limits(stall_s=1000, of_phase={"step": 3}, stopped_s=0), "has not moved"),
         pytest.param(
-            *(Limits(stall_s=1000, silence_s=1000, stopped_s=1), "has been stopped (SIGSTOP)"),
+            *(Limits(stall_s=1000, stopped_s=1), "has been stopped (SIGSTOP)"),
             marks=pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc"),
         ),
     ],
@@ -63,7 +54,6 @@ def test_a_stopped_process_is_named_and_all_start_again(tmp_path, limits, says):
     body = """
         enter("step", 3)
         if attempt == 0:
-            time.sleep(0.3)
             def is_stopped(): os.kill(os.getpid(), signal.SIGSTOP)
             if rank == 1: is_stopped()
             waits_for_data()
@@ -84,7 +74,7 @@ def test_a_process_that_waits_for_data_is_named_with_its_stack(tmp_path):
             enter("data", 4) if rank == 1 else enter("step", 4)
             waits_for_data()
     """
-    supervisor, shown = run(tmp_path, body, Limits(stall_s=1.5, silence_s=1000))
+    supervisor, shown = run(tmp_path, body, Limits(stall_s=1.5))
     assert supervisor.run() == 0
     text = "\n".join(shown)
     assert "process 1 is stuck in attempt 0: it has not moved for" in text
@@ -98,65 +88,113 @@ def test_a_stuck_gang_without_restarts_is_an_error(tmp_path):
         supervisor.run()
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc")
+def test_a_library_that_keeps_the_interpreter_is_alive_and_has_the_limit_of_its_phase(tmp_path):
+    """No thread of Python runs in it, and its stack is told all the same."""
+    body = """
+        def keeps(seconds): ctypes.PyDLL(None).usleep(int(1e6 * seconds))
+        enter("compile", 0)
+        if attempt == 0:
+            keeps(2.5)
+            enter("step", 7 - rank)
+            keeps(99)
+    """
+    limits = Limits(stall_s=1.5, of_phase={"start": 1000, "compile": 1000})
+    supervisor, shown = run(tmp_path, body, limits)
+    assert supervisor.run() == 0
+    text = "\n".join(shown)
+    used = r"it has not moved for \d+ s \([\d.]+ s of CPU time\), in phase 'step' at step 6; 1 others wait"
+    assert re.search(f"process 1 is stuck in attempt 0: {used}", text)
+    assert "in keeps" in text
+
+
 def gang_of(count):
     """Members that run, as far as the watchdog looks: in this very process."""
-    process = cast(Any, SimpleNamespace(pid=os.getpid()))
-    return LocalGang([], [], Path(), members=[Member(i, process, Path()) for i in range(count)])
+    members = [SimpleNamespace(rank=i, pid=os.getpid(), ending=None) for i in range(count)]
+    return cast(LocalGang, SimpleNamespace(members=members, running=members))
 
 
-def beat(path, beats, moves, phase, step):
-    path.write_text(json.dumps({"beats": beats, "moves": moves, "phase": phase, "step": step}))
+class Watched:
+    """One process, its watchdog, and a clock that goes on by looks."""
+
+    def __init__(self, pulse, limits):
+        self.now, self.gang = 0.0, gang_of(1)
+        self.dog = Watchdog([pulse], limits, clock=lambda: self.now)
+
+    def called_after(self, seconds):
+        """When it is called stuck, if it is."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 1.0
+            if (found := self.dog.look(self.gang)) is not None:
+                return self.now, found.why
+        return None
 
 
-@pytest.mark.parametrize(("phase", "after_s", "called"), [("step", 90, False), ("step", 110, True),
-                                                          ("compile", 550, False), ("compile", 650, True)])  # fmt: skip
-def test_limits_by_phase(tmp_path, phase, after_s, called):
-    now = [0.0]
-    pulse = tmp_path / "rank0.pulse"
-    dog = Watchdog([pulse], Limits(stall_s=100, silence_s=30), clock=lambda: now[0])
-    gang = gang_of(1)
-    for second in range(after_s):
-        now[0] = float(second)
-        beat(pulse, second, 1, phase, 5)
-        found = dog.look(gang)
-        assert found is None or second > (100 if phase == "step" else 600)
-    assert (found is not None) == called
+@pytest.mark.parametrize(
+    ("phase", "limits", "after_s"),
+    [
+        ("step", Limits(stall_s=100), 102),  # seen at 1 s for the first time
+        ("compile", Limits(stall_s=100), 602),
+        ("save", Limits(stall_s=100, of_phase={"save": 40}), 42),
+        ("compile", Limits(stall_s=0, of_phase={"compile": 40}), 42),
+        ("compile", Limits(stall_s=100, of_phase={"compile": 0}), None),
+        ("step", Limits(stall_s=0), None),
+    ],
+)
+def test_limits_by_phase(phase, limits, after_s):
+    with closing(Pulse()) as pulse, Phases(pulse.path) as phases:
+        phases.enter(phase, 5)
+        called = Watched(pulse, limits).called_after(1000)
+        assert (called and called[0]) == after_s
+        assert called is None or f"in phase '{phase}' at step 5" in called[1]
 
 
-def test_before_the_first_pulse_the_limit_is_that_of_a_start(tmp_path):
-    now = [0.0]
-    dog = Watchdog([tmp_path / "rank0.pulse"], Limits(stall_s=10), clock=lambda: now[0])
-    now[0] += 59
-    assert dog.look(gang_of(1)) is None
-    now[0] += 2
-    found = dog.look(gang_of(1))
-    assert found is not None
-    assert found.why == "has not moved for 61 s, in phase 'start' at step 0"
+def test_before_the_first_pulse_the_limit_is_that_of_a_start():
+    with closing(Pulse()) as pulse:
+        called = Watched(pulse, Limits(stall_s=10)).called_after(1000)
+    assert called is not None
+    assert called[0] == 61
+    assert "in phase 'start' at step 0" in called[1]
 
 
-def test_no_limit(tmp_path):
-    now = [0.0]
-    pulse = tmp_path / "rank0.pulse"
-    dog = Watchdog([pulse], Limits(stall_s=0), clock=lambda: now[0])
-    beat(pulse, 1, 1, "step", 1)
-    dog.look(gang_of(1))
-    now[0] += 1e6
-    assert dog.look(gang_of(1)) is None
+def test_one_that_gets_on_is_never_called():
+    with closing(Pulse()) as pulse, Phases(pulse.path) as phases:
+        watched = Watched(pulse, Limits(stall_s=10))
+        for step in range(20):
+            phases.enter("step", step)
+            assert watched.called_after(9) is None
 
 
-def test_a_pulse_that_is_only_touched_is_a_sign_of_life(tmp_path):
-    """All that a full disk may allow."""
-    now = [0.0]
-    pulse = tmp_path / "rank0.pulse"
-    beat(pulse, 1, 1, "step", 1)
-    dog = Watchdog([pulse], Limits(stall_s=100, silence_s=5), clock=lambda: now[0])
-    for second in range(40):
-        now[0] = float(second)
-        os.utime(pulse, (second, second))
-        assert dog.look(gang_of(1)) is None
+def test_a_job_that_was_suspended_is_not_stuck():
+    """The supervisor was stopped as well: of the hours in between nobody knows anything."""
+    with closing(Pulse()) as pulse, Phases(pulse.path) as phases:
+        phases.enter("step", 1)
+        watched = Watched(pulse, Limits(stall_s=100))
+        assert watched.called_after(50) is None
+        watched.now += 7200
+        assert watched.called_after(50) is None
+        called = watched.called_after(50)
+        assert called is not None
+        assert "has not moved for 101 s" in called[1]
 
 
-def test_an_unreadable_pulse_is_none(tmp_path):
-    pulse = tmp_path / "rank0.pulse"
-    pulse.write_text("{")
-    assert Watchdog([pulse], Limits(stall_s=1)).look(gang_of(1)) is None
+def test_what_is_no_move_is_none():
+    with closing(Pulse()) as pulse:
+        assert pulse.read() is None
+        os.pwrite(pulse.descriptor, b'{"moves": 1, "pha', 0)
+        assert pulse.read() is None
+
+
+def test_limits_that_options_give():
+    assert read_limits(["600"]) == Limits()
+    assert read_limits(["compile=7200", "30", "stopped=5"]) == Limits(30, {"compile": 7200}, 5)
+    assert read_limits(["0", "step=9"]) == Limits(0, {"step": 9}, 0)
+    assert all(read_limits([f"{phase}=1"]).of(phase) == 1 for phase in PHASES)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "nan", "inf", "1e999", "compile", "compile=", "coffee=5", "=5"])
+def test_what_is_no_limit_is_refused(text):
+    with pytest.raises(ConfigError, match="is no limit") as error:
+        read_limits([text])
+    assert error.value.at == "--stall-timeout"
