@@ -15,7 +15,7 @@ from etils import epath
 from meshkit.config.experiment import Experiment
 from meshkit.errors import ConfigError, TraceError
 from meshkit.sharding.mesh import use_no_accelerator
-from meshkit.verbs.checkpoint.manifest import find_corruption, read_manifest, step_folder
+from meshkit.verbs.checkpoint.manifest import find_break, find_corruption, read_manifest, step_folder
 from meshkit.verbs.checkpoint.saving import STATE
 from meshkit.verbs.checkpoint.unreadable import describe_failure, retried, unreadable_error
 from meshkit.weights.files import write_weights
@@ -111,7 +111,7 @@ def export(
 
 
 def _describe(path: Path, step: int, *, aside: bool, contents: bool) -> Saved:
-    corruption, failure = _look(path, contents=contents)
+    corruption, failure = _look(path, contents=contents, chain=contents and not aside)
     arrays, size = None, 0
     with suppress(ValueError, OSError):
         arrays = len(read_manifest(path).arrays) if failure is None else None
@@ -120,10 +120,13 @@ def _describe(path: Path, step: int, *, aside: bool, contents: bool) -> Saved:
     return Saved(step, path, size, arrays, corruption, failure, aside)
 
 
-def _look(path: Path, *, contents: bool) -> tuple[str | None, dict[str, Any] | None]:
+def _look(path: Path, *, contents: bool, chain: bool = False) -> tuple[str | None, dict[str, Any] | None]:
     """What is wrong with a checkpoint, or why that cannot be told."""
     try:
-        return find_corruption(path, contents=contents), None
+        corruption = find_corruption(path, contents=contents)
+        if corruption is None and chain and (problem := find_break(path.parent, int(path.name))):
+            corruption = f"it does not belong to those that lie here: {problem}"
+        return corruption, None
     except OSError as error:
         return None, describe_failure(error)
 

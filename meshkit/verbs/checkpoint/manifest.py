@@ -49,8 +49,8 @@ class Manifest:
     """What a checkpoint says of itself."""
 
     record: Mapping[str, Any]
-    """The manifest as JSON has it: `schema`, `step`, `arrays`, `mesh`, `processes`, `versions`, `files` and what the
-    run added (`experiment`, `data`)."""
+    """The manifest as JSON has it: `schema`, `step`, `previous`, `arrays`, `mesh`, `processes`, `versions`, `files` and
+    what the run added (`experiment`, `data`, `run`)."""
     seal: str
     """Sha256 of the manifest itself."""
 
@@ -156,6 +156,46 @@ def read_manifest(checkpoint: Path) -> Manifest:
         problem = f"names {outside}, which is not in the checkpoint" if outside is not None else "lists no files"
         raise ValueError(f"no readable manifest: {MANIFEST} {problem}")
     return manifest
+
+
+def previous_of(folder: Path, step: int) -> dict[str, Any] | None:
+    """What a checkpoint of this step follows: step and seal of the newest whole one before it; None if there is none.
+
+    Raises:
+        OSError: the folder, or that one's manifest, cannot be read.
+    """
+    before = next((s for s in whole_steps(folder) if s < step), None)
+    if before is None:
+        return None
+    found: dict[str, Any] = {"step": before, "sha256": None}
+    with contextlib.suppress(ValueError):  # it is damaged, which is found when somebody wants it
+        found["sha256"] = read_manifest(folder / str(before)).seal
+    return found
+
+
+def find_break(folder: Path, step: int) -> str | None:
+    """Why a checkpoint is not one that this folder's run has made after those that lie before it; None if it may be.
+
+    What an earlier version wrote says nothing of it, and one whose predecessor is gone cannot be compared.
+
+    Raises:
+        OSError: the folder, or a manifest in it, cannot be read.
+        ValueError: the checkpoint has no readable manifest.
+    """
+    record, found = read_manifest(folder / str(step)).record, previous_of(folder, step)
+    if found is None or found["sha256"] is None:
+        return None
+    if "previous" not in record:
+        said = read_manifest(folder / str(found["step"])).record.get("run") if record.get("run") is None else None
+        return None if said is None else f"it says no run, but checkpoint {found['step']} before it is of {said!r:.80}"
+    follows = record["previous"]
+    if not isinstance(follows, dict) or not isinstance(follows.get("step"), int):
+        return f"it is the first one of its run, but checkpoint {found['step']} lies before it"
+    if follows["step"] < found["step"]:
+        return f"it follows checkpoint {follows['step']}, but checkpoint {found['step']} lies between the two"
+    if follows["step"] == found["step"] and follows.get("sha256") not in (None, found["sha256"]):
+        return f"it follows another checkpoint {found['step']} than the one that lies here"
+    return None
 
 
 def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1)) -> str | None:

@@ -28,7 +28,7 @@ from meshkit.distributed.agreement import Agreement
 from meshkit.errors import ConfigError
 from meshkit.runs.owner import RunOwner
 from meshkit.step.state import TrainState
-from meshkit.verbs.checkpoint.manifest import fingerprints, remove_step, sync_folder, write_manifest
+from meshkit.verbs.checkpoint.manifest import fingerprints, previous_of, remove_step, sync_folder, write_manifest
 from meshkit.verbs.checkpoint.unreadable import explain
 
 STATE = "state"
@@ -156,7 +156,8 @@ class Saving:
         self._handler.finalize(epath.Path(self._partial / STATE))
         every = {path.relative_to(self._partial).as_posix(): path for path in _files(self._partial)}
         rest = fingerprints(self._partial, [path for name, path in every.items() if name not in hashed], sync=True)
-        write_manifest(self._partial, {**self._record, "files": {**hashed, **rest}})
+        previous = previous_of(self._target.parent, self.step)
+        write_manifest(self._partial, {**self._record, "previous": previous, "files": {**hashed, **rest}})
         self._check_owner()  # who takes the folder over removes this one first: between the two nothing gets through
         os.replace(self._partial, self._target)
         sync_folder(self._target.parent)

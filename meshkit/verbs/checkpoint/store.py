@@ -40,6 +40,7 @@ from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.manifest import (
     MANIFEST,
     Manifest,
+    find_break,
     find_corruption,
     kept_steps,
     read_manifest,
@@ -297,17 +298,26 @@ class CheckpointStore:
             )
 
     def _check_run(self, step: int, run: Any) -> None:
-        """Stops where the checkpoint says that it is of another run."""
-        if self._owner is None or run == self._owner.run:
+        """Stops where the checkpoint says that it is of another run, or does not follow the one that lies before it."""
+        if self._owner is None:
             return
-        if run is not None:
+        at = str(self.folder / str(step))
+        if run not in (None, self._owner.run):
             raise ConfigError(
                 f"checkpoint {step} is of run {run!r:.80}, but this folder is of run {self._owner.run!r}.",
-                at=str(self.folder / str(step)),
+                at=at,
                 hint="that checkpoint moved out of this folder, or another --out with it alone, for a run that goes on "
                 "from it",
             )
-        self._say_first(f"note: checkpoint {step} is of an earlier version and says no run; it is taken as this run's")
+        if problem := self._agree(f"chain/{step}", None, lambda _: find_break(self.folder, step)):
+            raise ConfigError(
+                f"checkpoint {step} does not belong to those that lie here: {problem}.",
+                at=at,
+                hint="what was put into this folder moved out of it again; meshkit checkpoint verify RUN names it",
+            )
+        if run is None:
+            what = f"checkpoint {step} is of an earlier version and says no run; it is taken as this run's"
+            self._say_first(f"note: {what}")
 
     def _set_aside(self, steps: list[int]) -> None:
         """Renames corrupt checkpoints, on process 0; the others wait, so that none of them saves that step before."""

@@ -1,5 +1,7 @@
 """Whose checkpoints they are: another run's are refused, and a writer that lost its folder commits nothing."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,8 @@ from meshkit.runs import owner as owning
 from meshkit.runs.owner import take_run
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint import saving
-from meshkit.verbs.checkpoint.manifest import read_manifest, remove_unfinished
+from meshkit.verbs.checkpoint.checkpoints import find
+from meshkit.verbs.checkpoint.manifest import read_manifest, remove_unfinished, write_manifest
 from meshkit.verbs.checkpoint.store import CheckpointStore, run_of_checkpoints
 
 
@@ -63,6 +66,94 @@ def test_an_old_checkpoint_without_a_run_is_restored_with_a_note(tmp_path):
     assert run_of_checkpoints(tmp_path) is None  # one says none
 
 
+@pytest.fixture
+def fork(tmp_path):
+    """One run with checkpoint 3, and a copy of its whole folder: they went on to 6, and to 6 and 9, with other data."""
+    with take_run(tmp_path / "a") as a:
+        saved(tmp_path / "a", 3, owner=a)
+        shutil.copytree(tmp_path / "a", tmp_path / "b", ignore=shutil.ignore_patterns("owner"))
+        saved(tmp_path / "a", 6, owner=a)
+    with take_run(tmp_path / "b") as b:
+        assert b.run == a.run
+        store = store_of(tmp_path / "b", b, facts={"data": {"seed": 1}})
+        for step in (6, 9):
+            store.save(state_at(step))
+        store.wait()
+    return tmp_path / "a", tmp_path / "b"
+
+
+def put(source, step, target, as_step=None):
+    shutil.copytree(source / "checkpoints" / str(step), target / "checkpoints" / str(as_step or step))
+
+
+def refused(folder):
+    with take_run(folder) as owner, pytest.raises(ConfigError, match="does not belong to those that lie here") as error:
+        store_of(folder, owner).restore_latest(ABSTRACT)
+    return str(error.value)
+
+
+def test_a_checkpoint_of_a_copy_of_the_run_is_refused(fork):
+    a, b = fork
+    put(b, 9, a)
+    assert "it follows another checkpoint 6 than the one that lies here" in refused(a)
+    assert checkpoints(a) == ["3", "6", "9"]
+    state = {s.step: s.corruption for s in find(a, contents=True)}
+    assert (state[3], state[6]) == (None, None)
+    assert "follows another checkpoint 6" in state[9]
+    assert all(s.corruption is None for s in find(b, contents=True))
+
+
+def test_a_checkpoint_that_skips_one_that_is_there_is_refused(fork):
+    """6 was made after 3, and now there is a 5 between them."""
+    a, _ = fork
+    with take_run(a) as owner:
+        saved(a, 5, owner=owner)
+    assert "it follows checkpoint 3, but checkpoint 5 lies between the two" in refused(a)
+
+
+def test_the_first_checkpoint_of_a_copy_is_none_that_follows(fork, tmp_path):
+    a, _ = fork
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "run.json").write_bytes((a / "run.json").read_bytes())
+    with take_run(tmp_path / "new") as owner:
+        saved(tmp_path / "new", 8, owner=owner)
+    put(tmp_path / "new", 8, a)
+    assert "it is the first one of its run, but checkpoint 6 lies before it" in refused(a)
+
+
+def test_a_checkpoint_without_identity_after_one_that_has_it_is_refused(tmp_path):
+    saved(tmp_path / "old", 9)
+    with take_run(tmp_path / "new") as owner:
+        saved(tmp_path / "new", 6, owner=owner)
+    manifest = tmp_path / "old" / "checkpoints" / "9" / "meshkit.json"
+    record = {key: value for key, value in read_manifest(manifest.parent).record.items() if key != "previous"}
+    write_manifest(manifest.parent, record)
+    put(tmp_path / "old", 9, tmp_path / "new")
+    assert "it says no run, but checkpoint 6 before it is of '" in refused(tmp_path / "new")
+
+
+def test_what_a_run_does_to_its_own_checkpoints_breaks_no_chain(tmp_path):
+    """Older ones go, a damaged one is passed over and saved again, one that is removed by hand is not missed."""
+    with take_run(tmp_path) as owner:
+        saved(tmp_path, 1, 2, 3, 4, owner=owner)  # of which two are kept
+        assert checkpoints(tmp_path) == ["3", "4"]
+        assert read_manifest(tmp_path / "checkpoints" / "3").record["previous"]["step"] == 2
+    (tmp_path / "checkpoints" / "4" / "meshkit.json").write_text("{}")
+    with take_run(tmp_path) as owner:
+        store = store_of(tmp_path, owner)
+        with pytest.warns(UserWarning, match="checkpoint 4 is corrupt"):
+            assert int(store.restore_latest(ABSTRACT).step) == 3
+        for step in (4, 5):
+            store.save(state_at(step))
+        store.wait()
+    (tmp_path / "checkpoints" / "4" / "meshkit.json").write_text("{}")
+    with take_run(tmp_path) as owner:
+        assert int(store_of(tmp_path, owner).restore_latest(ABSTRACT).step) == 5
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    with take_run(tmp_path) as owner:
+        assert int(store_of(tmp_path, owner).restore_latest(ABSTRACT).step) == 5
+
+
 def test_checkpoints_alone_in_a_new_folder_go_on_as_the_run_that_they_are_of(tmp_path):
     with take_run(tmp_path / "a") as a:
         saved(tmp_path / "a", 5, 6, owner=a)
@@ -78,10 +169,10 @@ def test_a_writer_whose_folder_was_taken_over_commits_and_removes_nothing(tmp_pa
         saved(tmp_path, 1, 2, owner=owner)
         store, said = store_of(tmp_path, owner), []
         store._say = said.append
-        write_manifest = saving.write_manifest
+        write = saving.write_manifest
 
         def taken_over_meanwhile(*arguments):
-            write_manifest(*arguments)
+            write(*arguments)
             assert owning._make(tmp_path / "owner", 2, owning._me(0)) is not None
 
         monkeypatch.setattr(saving, "write_manifest", taken_over_meanwhile)
