@@ -45,8 +45,13 @@ class InstructionInfo:
     line of another file that led there; None if unknown."""
 
 
-def read_instructions(module: Any) -> dict[str, InstructionInfo]:
-    """Name -> what it is, of every instruction of a compiled HloModule that can run by itself."""
+def read_instructions(module: Any, *, also: Iterable[str] = ()) -> dict[str, InstructionInfo]:
+    """Name -> what it is, of every instruction of a compiled HloModule that can run by itself.
+
+    Args:
+        module: the program.
+        also: names, of which those inside of fusions are wanted too: some kernels are called by them.
+    """
     attributes = attributes_of(module)
     lines = SourceLines(attributes.stack_frames)
     bodies = {name: [attributes.of(i) for i in attributes.order(name)] for name in attributes.computations}
@@ -64,6 +69,12 @@ def read_instructions(module: Any) -> dict[str, InstructionInfo]:
             base = f"{kind}|{shape}|{_plain_path(at.source)}"
             seen[base] += 1
             found[i.name] = InstructionInfo(kind, f"{base}|{seen[base]}", at.source, lines.of(at.metadata))
+    missing = set(also) - found.keys()
+    for at in (at for body in bodies.values() for at in body) if missing else ():
+        if at.name in missing:
+            kind = _kind([at])
+            found[at.name] = InstructionInfo(kind, f"{kind}||{_plain_path(at.source)}|inside", at.source,
+                                             lines.of(at.metadata))  # fmt: skip
     return found
 
 

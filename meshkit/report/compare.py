@@ -27,6 +27,7 @@ from meshkit.report.schema import (
     Report,
     Source,
     StepPart,
+    Warning_,
 )
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
@@ -257,6 +258,26 @@ def _verdict(found: Comparison, parts: Sequence[ComparedPart]) -> str | None:
         listed.append(f"{sign}{format_seconds(abs(part.seconds.difference))} {named} ({a} to {b}{most})")
     text = f"The second step takes {format_seconds(step.b)}, {format_seconds(abs(more_s))} ({abs(more_s) / step.a:.1%})"
     return f"{text.replace('%', ' %')} {word} than the first" + (f": {'; '.join(listed)}." if listed else ".")
+
+
+def plan_warnings(plan: Report, measured: Report) -> Iterator[Warning_]:
+    """Where a plan beside a measurement is of another job."""
+    differs = []
+    for what in ("mesh", "cluster"):
+        a, b = getattr(plan, what), getattr(measured, what)
+        if what == "mesh" and a and b and [(x.axis, x.size) for x in a] != [(x.axis, x.size) for x in b]:
+            sizes = [" x ".join(f"{x.axis} {x.size}" for x in mesh) for mesh in (a, b)]
+            differs.append(f"mesh ({sizes[0]}, measured {sizes[1]})")
+        elif what == "cluster" and a.gpu and b.gpu and (a.gpu, a.num_gpus) != (b.gpu, b.num_gpus):
+            differs.append(f"cluster ({a.num_gpus} x {a.gpu}, measured {b.num_gpus} x {b.gpu})")
+    found = compare(plan, measured)
+    if not differs and found.joined_share == 0 and found.joined_by == "key":
+        differs.append("program: none of its collectives is in the measurement")
+    if differs:
+        message = (
+            f"The plan beside this measurement is of another {' and '.join(differs)}: their numbers do not compare."
+        )
+        yield Warning_(code="other_plan", message=message)
 
 
 def pair(a: float | None, b: float | None) -> Pair:

@@ -12,6 +12,7 @@ import contextlib
 from pathlib import Path
 
 from meshkit.errors import TraceError
+from meshkit.report.compare import plan_warnings
 from meshkit.report.history import read_goodput_part, read_history, trend_warnings
 from meshkit.report.schema import REPORT_FILE, Report, read_report
 from meshkit.report.views.html import write_html
@@ -50,6 +51,7 @@ def write_folder(
         report = report.model_copy(update={"history": history, "goodput": goodput, "warnings": warnings})
         if predicted is not None:
             predicted.write(folder / PLAN_FILE)
+            report = report.model_copy(update={"warnings": (*plan_warnings(predicted, report), *report.warnings)})
     report.write(folder)
     trace = write_perfetto(timeline, folder, title=title, sources=_sources(report)) if timeline else None
     page, trace_file = folder / PAGE_FILE, TRACE_FILE if trace else None

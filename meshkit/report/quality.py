@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshkit.config.cluster import Cluster
 from meshkit.config.sections import PGLE_OPTION, PREDICTED
+from meshkit.discover.identify import gpu_by_name
 from meshkit.errors import TraceError
 from meshkit.report.schema import (
     CommunicationPart,
@@ -18,12 +20,13 @@ from meshkit.report.schema import (
     Warning_,
     read_report,
 )
-from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED, Note
+from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED, Facts, Note
 from meshkit.trace.reader import Trace
 from meshkit.trace.skew import Skew
-from meshkit.units import format_percent
+from meshkit.units import format_bytes, format_percent
 
 _MAX_STRAGGLERS = 32
+_OTHER_MEMORY = 0.15  # of a GPU's memory: what drivers and ECC keep is less
 _SECONDS = (
     "time_s", "overlapped_s", "exposed_s", "sole_exposed_s", "exposed_wait_s", "busy_s", "transfer_s", "wait_s",
     "bus_bandwidth_bytes_per_s",
@@ -84,6 +87,42 @@ def stragglers_part(skew: Skew, hosts: Mapping[int, str], compute_s: Mapping[int
         for s in skew.stragglers[:_MAX_STRAGGLERS]
     ]
     return StragglersPart.of(skew, devices=tuple(devices))
+
+
+def machine_notes(cluster: Cluster | None, facts: Facts, device_kind: str | None = None) -> Iterator[Note]:
+    """Where the devices that were traced are others than the cluster's."""
+    if cluster is None:
+        return
+    gpu, hardware, found = cluster.gpu, facts.hardware, ""
+    named = gpu_by_name(device_kind) if device_kind else None
+    vendor, major, memory = (hardware.get(k) for k in ("device_vendor", "compute_cap_major", "memory_size"))
+    if facts.cpu or cluster.is_cpu:
+        found = "" if facts.cpu and cluster.is_cpu else "CPU devices" if facts.cpu else "GPUs"
+    elif named is not None and named.key and named.key != gpu.key and not named.stand_in:
+        found = f"{device_kind}s"
+    elif isinstance(vendor, str) and vendor.lower() != "nvidia":
+        found = f"GPUs of {vendor}"
+    elif major is not None and gpu.compute_capability and gpu.compute_capability[0] != major:
+        found = f"GPUs of compute capability {major}.{hardware.get('compute_cap_minor', 0)}"
+    elif isinstance(memory, int) and memory and abs(memory / gpu.memory_bytes - 1) > _OTHER_MEMORY:
+        found = f"GPUs with {format_bytes(memory)} of memory"
+    if found:
+        yield Note(
+            "other_gpu",
+            f"The trace is of {found}, but the cluster has {gpu.key}: links, peaks and what is expected of kernels and "
+            "collectives are another machine's.",
+        )
+
+
+def bandwidth_notes(rows: Iterable[CommunicationPart]) -> Iterator[Note]:
+    """Where a bus bandwidth has waiting in it."""
+    low = [row for row in rows if row.bus_bandwidth_bytes_per_s is not None and row.transfer_s is None]
+    if low:
+        yield Note(
+            "bus_bandwidth_with_waits",
+            f"Of {len(low)} rows of communication not every member was seen: their bus bandwidth has waiting in it, "
+            "and is a lower bound.",
+        )
 
 
 def noted(notes: Iterable[Note]) -> list[Warning_]:

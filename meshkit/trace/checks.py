@@ -52,6 +52,9 @@ class Facts:
     """Collectives that ran more or less often than the program says: name -> (expected, seen)."""
     namesakes: int = 0  # programs in a trace that bear the name of the one that is measured, itself included
     cpu: bool = False  # the devices are CPUs
+    hardware: dict[str, int | float | str] = field(default_factory=dict)  # what a trace says of its GPUs
+    kernels: dict[int, float] = field(default_factory=dict)  # device -> operations in a step, as a mean
+    step_s: float = 0.0  # the median device step
     damaged: dict[int, str] = field(default_factory=dict)  # process -> what is wrong with its trace
     messages: list[str] = field(default_factory=list)  # what the profiler says itself
 
@@ -106,6 +109,7 @@ def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
         yield Note("fused_kernels", message, facts.fused_s / each)
     yield from _lost(facts)
     yield from _executions(facts)
+    yield from _shifted(facts, skew)
     clocks, wait_s = skew.clocks, skew.median_wait_s
     if clocks is not None and clocks.residual_s is not None and skew.method != "clocked" and wait_s is not None:
         message = (
@@ -115,11 +119,38 @@ def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
         yield Note("clocks", message)
 
 
+def _shifted(facts: Facts, skew: Skew) -> Iterator[Note]:
+    """Processes whose clocks differ by whole steps: clocks of machines agree far better, so it is their steps."""
+    clocks = skew.clocks
+    if clocks is None or not clocks.from_epoch or not facts.step_s:
+        return
+    usual = np.sort(clocks.offset_s)[(clocks.count - 1) // 2]  # of a process, so not between two of them
+    steps = (clocks.offset_s - usual) / facts.step_s
+    shifted = {int(p): round(k) for p, k in zip(clocks.process, steps.tolist()) if round(k) and abs(k - round(k)) < 0.1}
+    if shifted:
+        process, by = next(iter(shifted.items()))
+        yield Note(
+            "shifted_steps",
+            f"The traces of processes {some(shifted)} are shifted against the others: what is counted as one step "
+            f"began {format_seconds(abs(by) * facts.step_s)} {'later' if by > 0 else 'earlier'} in process {process}, "
+            f"{abs(by)} x the step. Waiting and stragglers are of different steps; capture the same steps everywhere.",
+        )
+
+
 def _lost(facts: Facts) -> Iterator[Note]:
     """What is missing from the trace, or damaged."""
     if facts.dropped:
         message = f"The profiler dropped {facts.dropped} events: seconds are missing from these numbers."
         yield Note("dropped_events", message)
+    usual = float(np.median(list(facts.kernels.values()))) if facts.kernels else 0.0
+    if fewer := {d: n for d, n in facts.kernels.items() if n < (1 - MOST_UNMAPPED) * usual}:
+        device = min(fewer, key=lambda d: fewer[d])
+        yield Note(
+            "fewer_kernels",
+            f"Devices {some(fewer)} have fewer operations a step than the others (device {device}: "
+            f"{fewer[device]:,.0f}, the median {usual:,.0f}): the profiler dropped some, "
+            "or their part of the program is another.",
+        )
     if facts.discarded:
         message = f"{facts.discarded} events have impossible times and were left out: the trace is damaged."
         yield Note("discarded_events", message)

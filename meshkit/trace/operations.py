@@ -25,6 +25,7 @@ _DROPPED = re.compile(
     r"(?<![0-9])([0-9]{1,15})[^.;\n]{0,80}\bdropped\b|\bdropped\b[^0-9]{0,80}([0-9]{1,15})", re.IGNORECASE
 )
 _GPU_STATS = ("hlo_op", "hlo_module", "memcpy_details", "cuda_graph_id", "run_id", "program_id")
+_HARDWARE = ("device_vendor", "compute_cap_major", "compute_cap_minor", "memory_size")
 _CPU_STATS = ("hlo_op", "hlo_module", "run_id", "program_id", "device_ordinal", "_pt", "_p", "_ct", "_c")
 _PS_PER_NS = 1000
 _LONGEST_TRACE_NS = 86_400 * 10**9  # a day; a time further from the start is no time of this trace
@@ -72,6 +73,7 @@ class Operations:
     dropped: int | None = None  # events that it says it lost; None if it does not say
     discarded: int = 0  # events with impossible times, left out
     cpu: bool = False  # the devices are CPUs
+    hardware: dict[str, int | float | str] = field(default_factory=dict)  # what the trace says of a GPU
 
     @property
     def events(self) -> int:
@@ -94,6 +96,7 @@ def read_operations(file: TraceFile, space: XSpace | None = None) -> Operations:
         if ordinal in file.devices:
             reader.gpu_plane(space, plane, file.devices[ordinal])
     found.cpu = not gpus
+    found.hardware = {name: value for _, plane in gpus[:1] for name, value in plane.stats.items() if name in _HARDWARE}
     if not gpus:
         for plane in space.planes:
             if plane.name == "/host:CPU":

@@ -98,6 +98,7 @@ class _Reader:
         self.classifier = Classifier(program)
         self.collectives = self.classifier.collectives
         self.steps: list[DeviceStep] = []
+        self.operations: list[int] = []  # of each
         self.sweeps: list[Sweep] = []
         self.runs: list[int] = []
         self.exposed: list[np.ndarray] = []  # of each device step: when a collective runs and nothing computes
@@ -116,6 +117,7 @@ class _Reader:
         facts.discarded += operations.discarded
         facts.messages += operations.messages
         facts.cpu = operations.cpu
+        facts.hardware = facts.hardware or operations.hardware
         if operations.dropped is not None:
             facts.dropped = (facts.dropped or 0) + operations.dropped
         namesakes = {label.program for label, mine in zip(labels, own) if mine}
@@ -192,6 +194,7 @@ class _Reader:
             step = replace(step, compute=_NO_SPANS, communication=_NO_SPANS, copies=_NO_SPANS, compute_op=_NO_INDEX,
                            collective=_NO_INDEX)  # fmt: skip
         self.steps.append(step)
+        self.operations.append(spans)
         self.sweeps.append(swept)
         self.runs.append(run)
 
@@ -229,6 +232,10 @@ class _Reader:
         every = Timeline(tuple(steps), self.collectives, tuple(self.classifier.op_names))
         drawn = replace(every, steps=tuple(s for s in steps if len(s.compute) or len(s.communication)) or every.steps)
         self.facts.counts(self.program.expected, self.collectives, sweeps)
+        self.facts.step_s = float(np.median([swept.total.window_s for swept in sweeps]))
+        for device in {step.device for step in steps}:
+            each = [n for step, n in zip(self.steps, self.operations) if step.device == device]
+            self.facts.kernels[device] = sum(each) / len(each)
         notes = tuple(notes_of(self.facts, skew))
         return Trace(drawn, every, tuple(sweeps), kernels, skew, self.facts, notes)
 

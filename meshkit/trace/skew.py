@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -142,6 +142,7 @@ def measure_skew(
     process = np.array(instances.process, np.int64)[entry]
     clocks = align(judged.instance, process[judged.row], end[judged.row]) if len(instances.clock_ns) > 1 else None
     if clocks is not None:
+        clocks = replace(clocks, from_epoch=None not in instances.clock_ns.values())
         start = start - clocks.ahead_s(process, start)
     for rows, peers in ((judged.row, judged.instance), *permutes):
         n = int(peers.max(initial=-1)) + 1
@@ -328,6 +329,9 @@ class Clocks:
     residual_s: float | None
     """Median over instances of (last - first) of the aligned ends; None without instances in common."""
     connected: bool  # whether collectives connect all processes
+    from_epoch: bool = (
+        False  # whether each process's trace says when it began, so that offsets are those of the machines
+    )
 
     @property
     def count(self) -> int:

@@ -21,9 +21,18 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.console import run_folder
 from meshkit.hlo.instructions import read_instructions
+from meshkit.report.compare import plan_warnings
 from meshkit.report.folder import write_folder
 from meshkit.report.history import read_history
-from meshkit.report.quality import feedback_part, noted, quality_part, stragglers_part, withhold_axes
+from meshkit.report.quality import (
+    bandwidth_notes,
+    feedback_part,
+    machine_notes,
+    noted,
+    quality_part,
+    stragglers_part,
+    withhold_axes,
+)
 from meshkit.report.rows import group_rows
 from meshkit.report.schema import MemoryPart, ProgramPart, Report, StragglersPart
 from meshkit.report.summarize import Machines, captured_program, summarize
@@ -157,7 +166,7 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
     record, each = captured.record, captured.record.work.steps_per_call
     trace = read_captured(captured, group_rows(captured.program.distinct_collectives)[0])
     seen = len(captured.records) - len(trace.facts.damaged)
-    instructions = read_instructions(captured.module)
+    instructions = read_instructions(captured.module, also=trace.timeline.op_names)
     report = summarize(
         trace.steps,
         source="profile",
@@ -165,7 +174,13 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
         facts=record.work,
         instructions=instructions,
         swept=trace,
-        warnings=noted([*notes_of_capture(captured), *trace.notes]),
+        warnings=noted(
+            [
+                *notes_of_capture(captured),
+                *machine_notes(captured.cluster, trace.facts, record.device_kind),
+                *trace.notes,
+            ]
+        ),
     )
     overhead_s = _overhead_s(captured)
     parts = {
@@ -175,7 +190,7 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
         "stragglers": waited_for(trace, {r.process: r.host for r in captured.records}, each),
         "feedback": feedback_part(record.options),
     }
-    report = withhold_axes(report.model_copy(update=parts), trace)
+    report = _with_bandwidths(withhold_axes(report.model_copy(update=parts), trace))
     cost = max((r.cost for r in captured.records if r.cost), key=lambda c: c.untraced_step_s or 0.0, default=None)
     known = Known(
         trace,
@@ -216,14 +231,14 @@ def profile_traces(
     trace = read_trace(loose.files, loose.program, rows=group_rows(loose.program.distinct_collectives)[0])
     trace.facts.damaged.update(loose.damaged)
     named = loose.module is not None
-    instructions = read_instructions(loose.module) if named else {}
+    instructions = read_instructions(loose.module, also=trace.timeline.op_names) if named else {}
     report = summarize(
         trace.steps,
         source="profile",
         machines=Machines(loose.placement, cluster, len(loose.hosts), len(loose.hosts) + len(loose.damaged)),
         instructions=instructions or None,
         swept=trace,
-        warnings=noted([*loose.notes, *trace.notes]),
+        warnings=noted([*loose.notes, *machine_notes(cluster, trace.facts), *trace.notes]),
     )
     quality = quality_part(trace)
     if loose.placement is None:
@@ -241,10 +256,17 @@ def profile_traces(
         jaxlib=loose.versions.get("jaxlib"),
     )
     parts = {"quality": quality, "program": program, "stragglers": waited_for(trace, loose.hosts)}
-    report = judged(report.model_copy(update=parts), Known(trace, loose.program, schedule, instructions, cluster))
+    report = _with_bandwidths(report.model_copy(update=parts))
+    report = judged(report, Known(trace, loose.program, schedule, instructions, cluster))
     if out is None:
-        return report
+        warnings = plan_warnings(predicted, report) if predicted else ()
+        return report.model_copy(update={"warnings": (*warnings, *report.warnings)})
     return write_folder(report, run_folder(Path(out)), trace.timeline, predicted=predicted, title=Path(path).name)
+
+
+def _with_bandwidths(report: Report) -> Report:
+    """The report, with what must be known of its bus bandwidths."""
+    return report.model_copy(update={"warnings": (*report.warnings, *noted(bandwidth_notes(report.communication)))})
 
 
 def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> MemoryPart:

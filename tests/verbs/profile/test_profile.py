@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshkit.verbs.profile.profiler as profiler
 from meshkit.config.cluster import Cluster
 from meshkit.errors import ConfigError, TraceError
-from meshkit.hlo import module
+from meshkit.hlo import proto
 from meshkit.report.quality import feedback_part, withhold_axes
 from meshkit.report.schema import read_report
 from meshkit.report.summarize import check_invariants
@@ -88,8 +88,8 @@ def test_a_profiled_run_holds_its_report(report, run):
 
 
 def test_the_compiled_program_is_parsed_once(run, monkeypatch):
-    parsed, attributes = [], module.ModuleAttributes
-    monkeypatch.setattr(module, "ModuleAttributes", lambda m: parsed.append(m) or attributes(m))
+    parsed, attributes = [], proto.ModuleAttributes
+    monkeypatch.setattr(proto, "ModuleAttributes", lambda m: parsed.append(m) or attributes(m))
     profiler.measure_run(run)
     assert len(parsed) == 1
 
