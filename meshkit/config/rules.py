@@ -71,7 +71,8 @@ class AutoRule:
 class ShardingRules:
     """Rules from logical axes, and parameter paths, to mesh axes."""
 
-    # logical axis -> mesh axis, list of mesh axes, or None (replicated); the first axis is the outermost
+    # logical axis -> mesh axis, list of mesh axes, or None (replicated); the first axis is the outermost. Also
+    # a list of such pairs, as flax has its rules
     logical: Mapping[str, Any] = field(default_factory=dict)
     _: KW_ONLY
     # (path pattern, one entry per dim); `**` is any depth, `*` one segment; the first match wins
@@ -92,7 +93,7 @@ class ShardingRules:
 
     def __post_init__(self):
         for name in _TABLES:
-            table = getattr(self, name)
+            table = from_pairs(getattr(self, name), ("rules", name))
             if table is not None and not isinstance(table, Mapping):
                 raise SpecError(f"rules.{name} must be a table, not {kind(table)}.", key=("rules", name), value=table)
             rules = {logical: _axes(("rules", name, logical), axes) for logical, axes in (table or {}).items()}
@@ -215,6 +216,29 @@ class ShardingRules:
             hint=f"another mesh axis for '{logical_axes[first]}' or '{logical}', or {logical} = \"{_REPLICATED}\"",
             at=self.where(key) if self.where else None,
         )
+
+
+def from_pairs(table: Any, key: tuple[str, ...]) -> Any:
+    """A table of rules from a list of pairs, as flax has them; anything else as it is.
+
+    Raises:
+        ConfigError: two rules for one name.
+    """
+    pairs = isinstance(table, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in table)
+    if not pairs or not all(isinstance(logical, str) for logical, _ in table):
+        return table
+    rules: dict[str, Any] = {}
+    for logical, axes in table:
+        if logical in rules and rules[logical] != axes:
+            raise SpecError(
+                f"{'.'.join(key)} has two rules for '{logical}': {rules[logical]!r} and {axes!r}. Flax's linen takes "
+                "the second where an array uses the first already, its nnx the last; here a name has one rule.",
+                key=(*key, logical),
+                value=axes,
+                hint=f'one of them; a list, as in ["{logical}", ["data", "fsdp"]], cuts one dim over several axes',
+            )
+        rules[logical] = axes
+    return rules
 
 
 def preset_rules(name: str, mesh_axes: Iterable[str] | None = None) -> dict[str, dict[str, Axes]]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
+from meshkit.config.rules import from_pairs
 from meshkit.config.validate import FUNCTION_PATTERN, NAME_PATTERN, TomlTable, kind, show
 
 # The XLA option that names a profile to schedule by, and what `train.pgle` says instead of one.
@@ -187,7 +188,9 @@ class RulesTable(TomlTable):
     """Which mesh axes shard which logical axes."""
 
     preset: str | None = Field(default=None, description="a named table of rules, which what follows overrides")
-    logical: dict[str, RuleValue] = Field(default={}, description="logical axis = mesh axis, or a list of them")
+    logical: Annotated[dict[str, RuleValue], BeforeValidator(lambda v: from_pairs(v, ("rules", "logical")))] = Field(
+        default={}, description="logical axis = mesh axis, or a list of them"
+    )
     compute: dict[str, RuleValue] = Field(
         default={}, description="overrides logical for the weights as the model computes with them"
     )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshkit.config.experiment import load
 from meshkit.config.rules import PRESETS, ShardingRules, path_matches
 from meshkit.errors import ConfigError
 
@@ -82,6 +83,23 @@ def test_a_glob_means_what_its_regular_expression_does(pattern, path):
     pieces = re.split(r"(\*\*/|/\*\*$|\*\*|\*)", pattern)
     same = re.fullmatch("".join(meaning.get(piece, re.escape(piece)) for piece in pieces), path)
     assert path_matches(pattern, path) == (same is not None)
+
+
+def test_rules_as_flax_has_them_are_a_list_of_pairs(tmp_path):
+    pairs = [("act_batch", ("data", "fsdp")), ("embed", "fsdp"), ("vocab", None), ["embed", "fsdp"]]
+    rules = ShardingRules(pairs)
+    assert rules.logical == {"act_batch": ("data", "fsdp"), "embed": ("fsdp",), "vocab": ()}
+    with pytest.raises(ConfigError, match="two rules for 'embed': 'fsdp' and 'data'"):
+        ShardingRules([*pairs, ("embed", "data")])
+    file = tmp_path / "e.toml"
+    file.write_text(
+        'cluster = "cpu8"\nmodel = { class = "models.mlp:Mlp" }\nmesh = { data = 8 }\n[train]\nglobal_batch = 8\n'
+        '[rules]\nlogical = [["embed", "data"], ["mlp", ["data"]]]\n'
+    )
+    assert load(file).rules.logical == {"embed": ("data",), "mlp": ("data",)}
+    file.write_text(file.read_text().replace('["mlp", ["data"]]', '["embed", "fsdp"]'))
+    with pytest.raises(ConfigError, match="two rules for 'embed'"):
+        load(file)
 
 
 def test_many_wildcards_take_no_time():

@@ -11,7 +11,7 @@ import pytest
 from meshkit.config.experiment import load
 from meshkit.runs.sinks import open_sinks
 
-PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "own-data.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "where-does-wandb-go.md").read_text(encoding="utf-8")
 EXPERIMENT = 'cluster = "cpu8"\nmodel = { class = "models.mlp:Mlp" }\n[mesh]\ndata = 8\n[train]\nglobal_batch = 8\n'
 
 
