@@ -16,6 +16,7 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from meshkit.verbs.checkpoint.manifest import fingerprints, previous_of, remove_
 from meshkit.verbs.checkpoint.unreadable import explain
 
 STATE = "state"
-_REMOVE_S = 5.0  # what is left then goes at the next start
+_REMOVE_S, _QUIET_S = 5.0, 0.5  # what is left, or made again, after that goes with the next save, or at the end
 _VISIBLE_S = 90.0  # clients of NFS keep the names in a folder for up to a minute
 
 
@@ -96,6 +97,11 @@ class Saving:
         """Whether the outcome is known."""
         return self._outcome is not None
 
+    @property
+    def partial(self) -> Path:
+        """The folder that it writes, until it is whole."""
+        return self._partial
+
     def wait(self, timeout_s: float | None = None) -> SaveOutcome | None:
         """The outcome, once it is known; None when the time is over first."""
         self._thread.join(timeout_s)
@@ -138,7 +144,7 @@ class Saving:
         except BaseException as problem:
             error = explain(problem)
         if error is not None:  # what it takes of a full disk is needed for the next one
-            _remove(self._partial)
+            remove_failed(self._partial)
         return error
 
     def _remove_superseded(self) -> list[str]:
@@ -183,13 +189,14 @@ def _wait_for_all(futures: Sequence[Any]) -> None:
         raise problems[0]
 
 
-def _remove(folder: Path) -> None:
-    """Removes a folder in which threads of a failed save may still make files for a moment."""
-    ends = time.monotonic() + _REMOVE_S
-    while folder.exists() and time.monotonic() < ends:
-        shutil.rmtree(folder, ignore_errors=True)
+def remove_failed(folder: Path) -> None:
+    """Removes a folder in which threads of a failed save may still make files for a moment, the folder itself too."""
+    ends, gone_since = time.monotonic() + _REMOVE_S, time.monotonic()
+    while time.monotonic() < min(ends, gone_since + _QUIET_S):
         if folder.exists():
-            time.sleep(0.05)
+            shutil.rmtree(folder, ignore_errors=True)
+            gone_since = time.monotonic()
+        time.sleep(0.05)
 
 
 def _size(path: Path) -> int | None:
@@ -207,9 +214,11 @@ def silence_orbax() -> None:
     """Keeps off the terminal what orbax says of its work, from now on; a second call changes nothing.
 
     orbax logs every step of every save. Where one write of many fails, it stops waiting for the rest, each of which
-    then leaves a traceback as it ends: of an event loop that is closed, or of a coroutine that nobody has waited for.
+    then leaves a traceback as it ends: of an event loop that is closed, or of a coroutine, task or future that nobody
+    has waited for. The first error is the one that is said.
     """
     logging.getLogger("absl").addFilter(_not_of_orbax)
+    logging.getLogger("asyncio").addFilter(_not_of_a_save)
     if getattr(sys.unraisablehook, "__name__", "") != _unraisable.__name__:
         _before.append(sys.unraisablehook)
         sys.unraisablehook = _unraisable
@@ -220,6 +229,14 @@ _before: list[Any] = []
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
+
+
+def _not_of_a_save(record: logging.LogRecord) -> bool:
+    """Whether what asyncio says is of somebody else's work: neither of orbax's code nor of a file that it writes."""
+    text, error = record.getMessage(), record.exc_info[1] if record.exc_info else None
+    frames = traceback.walk_tb(error.__traceback__ if error else None)
+    files = (frame.f_code.co_filename for frame, _ in frames)
+    return "orbax" not in text and ".partial-" not in text and not any("orbax" in name for name in files)
 
 
 def _unraisable(found: Any) -> None:

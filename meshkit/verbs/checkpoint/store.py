@@ -49,7 +49,7 @@ from meshkit.verbs.checkpoint.manifest import (
     steps_aside,
     whole_steps,
 )
-from meshkit.verbs.checkpoint.saving import STATE, Saving, silence_orbax
+from meshkit.verbs.checkpoint.saving import STATE, Saving, remove_failed, silence_orbax
 from meshkit.verbs.checkpoint.unreadable import PAUSES_S, describe_failure, explain, unreadable_error
 
 _stores = itertools.count()  # made in the same order by every process
@@ -92,6 +92,7 @@ class CheckpointStore:
         self._facts: dict[str, Any] = dict(facts or {}) | ({"run": owner.run} if owner else {})
         self._say = say or _warn
         self._numbers, self._saving, self._failed = itertools.count(), None, None
+        self._removed: list[Path] = []  # of failed saves; threads of orbax may make them again
         self._news: dict[str, Any] = {}
         self._said_slow = False
         silence_orbax()
@@ -128,6 +129,7 @@ class CheckpointStore:
     def save(self, state: TrainState) -> None:
         """Starts writing the state; returns when it is copied to host memory. Waits for an earlier save to end."""
         self._settle()
+        self._remove_again()
         step, number = int(state.step), next(self._numbers)
         if step in self._steps:
             return
@@ -179,6 +181,7 @@ class CheckpointStore:
         """
         if self._saving is not None and self._saving.wait(_ABANDON_S if self._agreement.size > 1 else None):
             self._settle()
+        self._remove_again()
 
     def news(self) -> dict[str, Any]:
         """What happened since the last call, for the metrics: `checkpoint_step` and `checkpoint_s` of a save, or
@@ -352,6 +355,8 @@ class CheckpointStore:
         assert outcome is not None
         waits_s = time.monotonic() - began
         self._failed = outcome if outcome.error is not None else None
+        if outcome.error is not None and self._agreement.rank == 0:
+            self._removed.append(saving.partial)
         if outcome.error is None:
             self._steps = sorted({*self._steps, outcome.step} - {*saving.superseded}, reverse=True)
             self._news |= {"checkpoint_step": outcome.step, "checkpoint_s": outcome.seconds}
@@ -372,6 +377,11 @@ class CheckpointStore:
                     f"warning: training waited {waits_s:.1f} s for checkpoint {outcome.step}, which took "
                     f"{outcome.seconds:.1f} s to write: a larger checkpoint.every, or faster storage."
                 )
+
+    def _remove_again(self) -> None:
+        for partial in self._removed:
+            if partial.exists():
+                remove_failed(partial)
 
     def _say_first(self, line: str) -> None:
         """Prints on process 0 alone what every process has come to know."""

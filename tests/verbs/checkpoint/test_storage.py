@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import shutil
 import subprocess
 import threading
@@ -121,8 +123,9 @@ def test_a_training_goes_on_over_a_full_disk_and_says_so_in_terminal_and_metrics
     assert CheckpointStore(small_disk).steps()[0] == 6
 
 
-def test_what_a_failed_save_is_still_writing_is_removed_with_it(tmp_path):
+def test_what_a_failed_save_is_still_writing_is_removed_with_it(tmp_path, monkeypatch):
     """tensorstore's threads go on with other arrays after the first error: a file appears while the folder goes."""
+    monkeypatch.setattr(saving, "_QUIET_S", 1.5)
     folder = tmp_path / "20.partial-1"
     folder.mkdir()
     ends = time.monotonic() + 0.3
@@ -132,11 +135,51 @@ def test_what_a_failed_save_is_still_writing_is_removed_with_it(tmp_path):
             with contextlib.suppress(OSError):  # until the folder is gone
                 (folder / f"{time.monotonic_ns()}").write_bytes(b"x")
 
-    writer = threading.Thread(target=write)
+    def make_again():
+        """A little later, when the folder has been gone for a moment."""
+        write()
+        for _ in range(3):
+            time.sleep(0.1)
+            (folder / "state").mkdir(parents=True, exist_ok=True)
+
+    writer = threading.Thread(target=make_again)
     writer.start()
-    saving._remove(folder)
+    saving.remove_failed(folder)
     writer.join()
     assert not folder.exists()
+
+
+def test_what_is_made_again_later_goes_with_the_next_save_or_at_the_end(small_disk):
+    store = CheckpointStore(small_disk / "checkpoints", CheckpointTable(keep=1), say=lambda _: None)
+    fill(small_disk)
+    save(store, 20)
+    (small_disk / "filler").unlink()
+    late = store.folder / "20.partial-0" / "state"
+    for then in (lambda: save(store, 30), store.close):
+        late.mkdir(parents=True)
+        then()
+        assert [p.name for p in store.folder.iterdir()] == ["30"]
+
+
+@pytest.mark.parametrize("mine", [False, True])
+def test_writes_that_nobody_waits_for_leave_no_traceback_and_the_users_own_do(tmp_path, caplog, mine):
+    """As orbax's: of many that fail on a full disk it waits for the first alone."""
+    CheckpointStore(tmp_path)
+    file = "somewhere" if mine else tmp_path / "20.partial-1" / "state" / "ocdbt.process_0"
+
+    async def write():
+        raise ValueError(f'RESOURCE_EXHAUSTED: Error writing "step/0" in OCDBT database at local file "{file}"')
+
+    async def save():
+        several = [asyncio.ensure_future(write()), asyncio.gather(write(), write())]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await several[0]
+
+    with pytest.raises(ValueError, match="RESOURCE_EXHAUSTED"):
+        asyncio.run(save())
+    gc.collect()
+    assert ("was never retrieved" in caplog.text) == mine
 
 
 def test_a_save_ends_when_the_last_array_does():
