@@ -65,13 +65,14 @@ last_step() {
   echo "${step:-0}"
 }
 
-attempt=0
-while [ -e "$out/logs/attempt$attempt" ]; do attempt=$((attempt + 1)); done
-best="$(last_step)" fruitless=0 restarts=0
+mkdir -p "$out/logs" || exit 2
+attempt=0 best="$(last_step)" fruitless=0 restarts=0
 
 while true; do
-  LOGS="$out/logs/attempt$attempt"
-  mkdir -p "$LOGS" || exit 2
+  until LOGS="$out/logs/attempt$attempt" && mkdir "$LOGS" 2>/dev/null; do # of whoever makes it, alone
+    [ -e "$LOGS" ] || mkdir "$LOGS" || exit 2
+    attempt=$((attempt + 1))
+  done
   MESHKIT_COORDINATOR="$(first_host):$((61000 + RANDOM % 4000))"
   MESHKIT_NUM_PROCESSES="$num_processes" MESHKIT_ATTEMPT="$attempt" DEVICES_PER_PROCESS="$devices_per_process"
   export LOGS MESHKIT_COORDINATOR MESHKIT_NUM_PROCESSES MESHKIT_ATTEMPT DEVICES_PER_PROCESS

@@ -77,7 +77,7 @@ def local(
     from meshkit.verbs.launch.certificates import certificates_for
     from meshkit.verbs.launch.job import Job, job_name
     from meshkit.verbs.launch.local import LocalPart, check_devices
-    from meshkit.verbs.launch.supervisor import Policy, Supervisor
+    from meshkit.verbs.launch.supervisor import Policy, Supervisor, only_launcher
     from meshkit.verbs.launch.watchdog import read_limits
 
     loaded, limits = load(experiment, set_), read_limits(stall_timeout)
@@ -109,10 +109,10 @@ def local(
     run_folder(folder)
     restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 else 0
     policy = Policy(max_restarts=restarts, save_grace_s=grace, limits=limits)
-    with ExitStack() as stack:
+    logs = folder / "logs" if hosts == 1 else folder / "logs" / f"host{host_index}"
+    with only_launcher(logs), ExitStack() as stack:
         if secrets:
             stack.enter_context(certificates_for(secrets, [known_as]))
-        logs = folder / "logs" if hosts == 1 else folder / "logs" / f"host{host_index}"
         environments = lambda attempt: part.environments(attempt, virtual=loaded.cluster.is_cpu)
         code = Supervisor(command, environments, folder, policy, say, logs=logs, first_rank=part.first_rank).run()
     if code:

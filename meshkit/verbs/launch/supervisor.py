@@ -8,9 +8,12 @@ them. So an attempt ends as a whole, and the next one is a new gang with a new c
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import signal
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -252,6 +255,34 @@ def last_step(folder: Path) -> int:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             return record["step"]
     return 0
+
+
+@contextmanager
+def only_launcher(logs: Path) -> Iterator[None]:
+    """Keeps other launchers off a folder of logs. The kernel lets go of it with this process, however that ends.
+
+    Raises:
+        ConfigError: another launcher has it, or it cannot be written.
+    """
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        file = (logs / "launcher").open("a+")
+    except OSError as e:
+        raise ConfigError(f"the folder of logs cannot be written: {e}.", at=str(logs), hint="another --out") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read(200).strip() or "unknown"
+            hint = "another --out, or the same command when that one has ended"
+            raise ConfigError(f"another launcher has this run folder: {who}.", at=str(logs), hint=hint) from None
+        except OSError:  # a file system without locks, where logs are not written over either
+            pass
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def next_attempt(logs: Path) -> int:

@@ -58,7 +58,7 @@ def alive(file):
     """Whether the process whose number a child wrote down still runs; a zombie does not."""
     try:
         state = Path(f"/proc/{int(file.read_text())}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before, or between opening and reading
         return False
     return state != "Z"
 

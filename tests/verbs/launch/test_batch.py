@@ -197,6 +197,20 @@ def test_what_follows_the_end_of_an_attempt(site, launcher, codes, steps, code, 
     assert attempts < 3 or len(coordinators) > 1  # a random port each time: three equal ones in 1 of 10^7 runs
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "mpi"])
+def test_the_logs_of_another_job_are_not_written_over(site, launcher):
+    """One that was given the same run folder meanwhile."""
+    (site / "codes").write_text("4\n0\n0\n")
+    (site / "next").write_text(
+        '[ "$1" -gt 0 ] || { mkdir "run folder/logs/attempt1"; echo another >"run folder/logs/attempt1/rank0.log"; }'
+    )
+    assert run(script(launcher, JOB))[0] == 0
+    logs = {path.parent.name: path.read_text() for path in site.glob("run folder/logs/*/rank0.log")}
+    assert logs.pop("attempt1") == "another\n"
+    assert sorted(logs) == ["attempt0", "attempt2"]
+    assert "attempt 2" in logs["attempt2"]
+
+
 def test_slurms_signal_reaches_the_tasks_and_the_job_goes_back_into_the_queue(site):
     (site / "wait").touch()
     process = start(script("slurm", JOB))

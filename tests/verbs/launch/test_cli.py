@@ -107,4 +107,14 @@ def test_a_wrong_experiment_ends_the_gang_once_and_says_why(tmp_path):
     assert "ended first: exit code 2 (what the user gave is wrong)" in done.stderr
     assert "Nope" in done.stderr
     assert "Traceback" not in done.stderr
-    assert [p.name for p in (tmp_path / "logs").iterdir()] == ["attempt0"]
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["attempt0", "launcher"]
+
+
+def test_a_second_launcher_of_a_run_folder_ends_before_it_touches_anything(tmp_path, capsys):
+    from meshkit.verbs.launch.supervisor import only_launcher
+
+    words = ["--processes", "2", "--devices", "4", "--mtls", "llama_debug_cpu", "--out", str(tmp_path)]
+    with only_launcher(tmp_path / "logs"):
+        assert main(["launch", "local", *words]) == 2
+    assert "another launcher has this run folder: process" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["logs", "launcher"]

@@ -23,7 +23,7 @@ from meshkit.errors import ConfigError, RunError
 from meshkit.runs.phases import Pulse
 from meshkit.verbs.launch import supervisor
 from meshkit.verbs.launch.processes import LocalGang, Member
-from meshkit.verbs.launch.supervisor import Policy, Supervisor, last_step, next_attempt
+from meshkit.verbs.launch.supervisor import Policy, Supervisor, last_step, next_attempt, only_launcher
 from meshkit.verbs.launch.watchdog import Limits, Watchdog
 from tests.verbs.launch.children import FAST, Run, alive, wait_for
 
@@ -280,6 +280,38 @@ def test_a_later_launch_counts_on(tmp_path):
     run = Run(tmp_path, "print('attempt', attempt)")
     assert run() == 0
     assert run.shown == ["[0] attempt 5"]
+
+
+def test_two_launchers_do_not_share_a_folder_of_logs(tmp_path):
+    """One that is gone without a word, as by SIGKILL, has let go of it."""
+    code = f"""
+        import os, time; from pathlib import Path
+        from meshkit.verbs.launch.supervisor import only_launcher
+        with only_launcher(Path({str(tmp_path / "logs")!r})):
+            Path({str(tmp_path / "held")!r}).touch(); time.sleep(99)
+    """
+    first = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    try:
+        wait_for(tmp_path / "held", 60)
+        for _ in range(2):
+            says = pytest.raises(
+                ConfigError, match=f"another launcher has this run folder: process {first.pid} on host"
+            )
+            with says, only_launcher(tmp_path / "logs"):
+                pass
+    finally:
+        first.kill()
+        first.wait()
+    with only_launcher(tmp_path / "logs"):
+        assert (tmp_path / "logs/launcher").read_text().startswith(f"process {os.getpid()} on host ")
+
+
+def test_a_log_that_is_there_is_not_written_over(tmp_path):
+    (log := tmp_path / "logs" / "rank0.log").parent.mkdir()
+    log.write_text("of another launcher")
+    with pytest.raises(ConfigError, match=r"process 0 cannot be started: .*File exists"):
+        LocalGang([sys.executable, "-c", ""], [dict(os.environ)], tmp_path / "logs").__enter__()
+    assert log.read_text() == "of another launcher"
 
 
 def test_a_program_that_is_not_there(tmp_path):
