@@ -2,10 +2,13 @@
 PY := .venv/bin/python
 OLDEST := 0.11.2
 EXPERIMENTS := configs/experiments
-GPU_WHEELS := annotated-types array-record grain plotly portpicker pydantic pydantic-core tomlkit typing-inspection
+GPU_WHEELS := annotated-types array-record cloudpickle flatbuffers grain narwhals packaging plotly portpicker pydantic \
+  pydantic-core safetensors tomlkit typing-inspection
+# What such a machine has: jax for CUDA 13 and the libraries of a JAX image. `gpu-wheels` is the rest.
+GPU_MACHINE := 'jax[cuda13]==$(OLDEST)' flax optax orbax-checkpoint chex numpy typer nvidia-ml-py jaxtyping
 H100S := --set cluster='{name="dgx_h100",hosts=2}'
 
-.PHONY: setup demo test test-slow test-oldest wheel-check corruption kill-matrix soak gpu-wheels check docs clean
+.PHONY: setup demo test test-slow test-oldest wheel-check corruption kill-matrix soak gpu-wheels gpu-rehearsal check docs clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -78,6 +81,23 @@ gpu-wheels: setup
 	@$(PY) -m pip wheel -qq --disable-pip-version-check --no-deps -w build/gpu-wheels .
 	@du -sh build/gpu-wheels
 
+# The whole list at toy size, all checks, and a plan, in a clean environment that holds what such a machine holds, and those wheels.
+gpu-rehearsal: gpu-wheels .venv-gpu/installed
+	@rm -rf build/gpu-site runs/gpu-rehearsal
+	@.venv-gpu/bin/python -m pip install -qq --disable-pip-version-check --no-index --no-deps --target build/gpu-site build/gpu-wheels/*.whl
+	@export PYTHONPATH=$$PWD/build/gpu-site PATH=$$PWD/.venv-gpu/bin:$$PATH; \
+	  python -m pip check && \
+	  python -m benchmarks.gpu --out runs/gpu-rehearsal --toy --minutes 60 && \
+	  python -m benchmarks.gpu --score runs/gpu-rehearsal && \
+	  python -m benchmarks.gpu --check && \
+	  python -m meshkit plan $(EXPERIMENTS)/llama3_8b.toml --out runs/gpu-rehearsal/plan
+
+.venv-gpu/installed: .venv/installed
+	@rm -rf .venv-gpu && $(PY) -m venv .venv-gpu
+	@sed -E 's/^(jax|jaxlib)==.*/\1==$(OLDEST)/' constraints.txt > .venv-gpu/constraints.txt
+	@.venv-gpu/bin/python -m pip install -qq --disable-pip-version-check -c .venv-gpu/constraints.txt $(GPU_MACHINE)
+	@touch $@
+
 check: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -89,4 +109,4 @@ docs: setup
 	.venv/bin/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-oldest runs site build dist
+	rm -rf .venv .venv-oldest .venv-gpu runs site build dist

@@ -1,9 +1,12 @@
-"""Runs the measurements while time lasts, each in a process of its own, the result written at once.
+"""Runs the measurements while time lasts, each in a process of its own, and writes what is found at once.
 
-    python -m benchmarks.gpu --out DIR --minutes 9 [--piece 1] [--only NAME] [--dry-run]
+    python -m benchmarks.gpu --out DIR --minutes 9 [--piece 1] [--only NAME] [--resume DIR] [--dry-run]
+    python -m benchmarks.gpu --check              what can be proven without a card, at once
+    python -m benchmarks.gpu --score DIR          a calibration, and predicted beside measured; needs no card
 
-What has a result in DIR is not run again, so the same command goes on where the last one stopped. A crash, a hang or a
-device out of memory costs one measurement. What it leaves is packed into DIR/results.tar.gz.
+What is done in DIR, or in a folder that --resume names, is not run again, so the same command goes on where the last
+one stopped; what failed is tried again after all else. A crash, a hang or a device out of memory costs one measurement.
+What a piece leaves is packed into DIR/pieceN.tar.gz: all that must come back.
 """
 
 from __future__ import annotations
@@ -12,44 +15,70 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
 
-RESULT, LOG, PACKED = "result.json", "log.txt", "results.tar.gz"
-MOST_BYTES = 15_000_000  # of the packed results; a file larger than a tenth of it is left out
+RESULT, VALUES, LOG, PACKED = "result.json", "values.json", "log.txt", "piece{}.tar.gz"
+MOST_BYTES = 15_000_000  # of a piece's archive
 _LAST_S = 10.0  # for packing
+_TOY_S = 1.0
+_LARGEST_BYTES = 20 * MOST_BYTES  # of a file that may be packed: reading it takes a second
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="where results go")
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--piece", type=int, choices=(1, 2, 3), help="only these; all in order without it")
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
+    parser.add_argument("--resume", type=Path, action="append", default=[], metavar="DIR", help="earlier results")
     parser.add_argument("--dry-run", action="store_true", help="print the list with expected seconds")
+    parser.add_argument("--check", action="store_true", help="what can be proven without a card")
+    parser.add_argument("--score", type=Path, metavar="DIR", help="predicted beside measured, for a folder of results")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="with --score: the page that the tables go into")
     parser.add_argument("--toy", action="store_true", help="at a size for CPUs")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := set(args.only) - {m.name for m in MEASUREMENTS}:
-        parser.error(f"no measurement is called {', '.join(sorted(unknown))}")
+        parser.error(f"no measurement is called {', '.join(sorted(unknown))}: --dry-run lists them")
+    if missing := [str(d) for d in (*args.resume, args.score) if d and not d.is_dir()]:
+        parser.error(f"there is no folder {', '.join(missing)}")
     chosen = [m for m in MEASUREMENTS if args.piece in (None, m.piece) and (not args.only or m.name in args.only)]
     if args.dry_run:
         print_list(chosen)
+    elif args.check:
+        from benchmarks.gpu.checks import run_checks
+
+        sys.exit(run_checks())
+    elif args.score:
+        from benchmarks.gpu.scoring import score
+        from meshkit.errors import ConfigError
+
+        try:
+            print(score(args.score, args.page))
+        except ConfigError as e:
+            parser.error(str(e))
+    elif args.out is None:
+        parser.error("--out DIR: where do results go?")
     elif args.one:
         make_one(next(m for m in MEASUREMENTS if m.name == args.one), args.out / args.one, args.toy)
     else:
-        run_all(chosen, args.out, time.monotonic() + 60 * args.minutes - _LAST_S, args.toy)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        sys.exit(run_all(chosen, args.out, time.monotonic() + 60 * args.minutes - _LAST_S, args.toy, args.resume))
 
 
-def print_list(chosen: list[Measurement]) -> None:
+def print_list(chosen: Sequence[Measurement]) -> None:
     """The list, with what is expected of each."""
     for m in chosen:
         print(f"{m.piece}  {m.expected_s:4.0f} s  {m.name:26s} {m.question}")
@@ -57,28 +86,43 @@ def print_list(chosen: list[Measurement]) -> None:
         print(f"piece {piece}: {sum(m.expected_s for m in chosen if m.piece == piece):.0f} s")
 
 
-def run_all(chosen: list[Measurement], out: Path, deadline: float, toy: bool) -> None:
-    """Runs what has no result yet and still has the time it is expected to take."""
-    for m in chosen:
-        folder = out / m.name
-        if (folder / RESULT).exists():
-            continue
-        left = deadline - time.monotonic()
-        if left < (1 if toy else m.expected_s):
-            print(f"{m.name}: {left:.0f} s are left, and it takes {m.expected_s:.0f}", flush=True)
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        print(f"{m.name} ...", end=" ", flush=True)
-        found = run_one(m, out, min(m.limit_s, left), toy)
-        print(f"{found['status']} in {found['seconds']:.0f} s", flush=True)
-        _write(folder / RESULT, found)
-    print(table(out))
-    pack(out)
+def run_all(chosen: Sequence[Measurement], out: Path, deadline: float, toy: bool, earlier: Sequence[Path] = ()) -> int:
+    """Runs what is not done yet and still has the time it is expected to take: the untried first, then what failed.
+
+    Returns:
+        1 where something of it failed, else 0.
+    """
+    failed = 0
+    found = {m.name: next((s for d in (out, *earlier) if (s := status_of(d / m.name))), None) for m in chosen}
+    todo = sorted((m for m in chosen if found[m.name] != "done"), key=lambda m: found[m.name] is not None)
+    try:
+        for m in todo:
+            left, needed = deadline - time.monotonic(), _TOY_S if toy else m.expected_s
+            if left < needed:
+                print(f"{m.name}: {left:.0f} s are left, and it takes {needed:.0f}", flush=True)
+                continue
+            print(f"{m.name} ...", end=" ", flush=True)
+            result = run_one(m, out, min(m.limit_s, left), toy)
+            print(f"{result['status']} in {result['seconds']:.0f} s", flush=True)
+            failed |= result["status"] != "done"
+    finally:
+        print(table(out))
+        for piece in sorted({m.piece for m in todo}):
+            pack(out, piece)
+    return failed
+
+
+def status_of(folder: Path) -> str | None:
+    """How a measurement ended, by its folder; None where it did not."""
+    path = folder / RESULT
+    return json.loads(path.read_text(encoding="utf-8"))["status"] if path.exists() else None
 
 
 def run_one(m: Measurement, out: Path, limit_s: float, toy: bool) -> dict[str, Any]:
-    """Makes one measurement in another process, and kills all of it at the limit."""
-    folder, began = out / m.name, time.monotonic()
+    """Makes one measurement in another process, kills all of it at the limit, and writes what it found until then."""
+    folder, began, status = out / m.name, time.monotonic(), "interrupted"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--one", m.name, *(["--toy"] if toy else [])]
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -89,16 +133,22 @@ def run_one(m: Measurement, out: Path, limit_s: float, toy: bool) -> dict[str, A
             status = f"stopped after {limit_s:.0f} s"
         finally:
             _kill(process)
-    values = folder / "values.json"
-    found = json.loads(values.read_text(encoding="utf-8")) if status == "done" and values.exists() else {}
-    tail = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
-    result = {"name": m.name, "status": status, "seconds": time.monotonic() - began, "values": found}
-    return result if status == "done" else {**result, "log": tail}
+            values = folder / VALUES
+            found = json.loads(values.read_text(encoding="utf-8")) if values.exists() else {}
+            result = {"name": m.name, "status": status, "seconds": time.monotonic() - began, "toy": toy}
+            if status != "done":
+                said = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+                result["log"] = said[-30:]
+            _write(folder / RESULT, result | {"values": found})
+    return result
 
 
 def make_one(m: Measurement, folder: Path, toy: bool) -> None:
-    """Makes a measurement in this process."""
-    _write(folder / "values.json", m.run(folder, toy))
+    """Makes a measurement in this process; what it has found is on disk before it looks for more."""
+    found: dict[str, Any] = {}
+    for part in m.run(folder, toy):
+        found |= part
+        _write(folder / VALUES, found)
 
 
 def table(out: Path) -> str:
@@ -112,19 +162,28 @@ def table(out: Path) -> str:
     return "\n".join(lines)
 
 
-def pack(out: Path) -> Path:
-    """Everything small that lies in the folder, as one archive."""
-    target, total = out / PACKED, 0
+def pack(out: Path, piece: int) -> Path:
+    """What a piece leaves, the small files first, as far as an archive can hold it; no checkpoints."""
+    target, total = out / PACKED.format(piece), 0
+    folders = [out / m.name for m in MEASUREMENTS if m.piece == piece]
+    files = sorted((p for folder in folders for p in _kept(folder)), key=lambda p: p.stat().st_size)
+    left_out = []
     with tarfile.open(target, "w:gz") as archive:
-        files = sorted((p for p in out.rglob("*") if p.is_file() and p != target), key=lambda p: p.stat().st_size)
         for path in files:
-            size = path.stat().st_size
-            if size <= MOST_BYTES // 10 and total + size <= 3 * MOST_BYTES and "checkpoints" not in path.parts:
+            small = path.stat().st_size <= _LARGEST_BYTES
+            size = len(zlib.compress(path.read_bytes(), 6)) + 1024 if small else 0
+            if small and total + size <= MOST_BYTES:
                 archive.add(path, path.relative_to(out))
                 total += size
-    size = target.stat().st_size
-    print(f"{target}: {size / 1e6:.2f} MB{'' if size <= MOST_BYTES else ', too large to travel'}")
+            else:
+                left_out.append(str(path.relative_to(out)))
+    print(f"{target}: {target.stat().st_size / 1e6:.2f} MB{', without ' if left_out else ''}{', '.join(left_out)}")
     return target
+
+
+def _kept(folder: Path) -> list[Path]:
+    """Files of a measurement that are worth the way."""
+    return [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink() and "checkpoints" not in p.parts]
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,13 @@ _SOURCE = Path(__file__).with_name("hold.cu")
 _LIMIT_S = 20.0
 
 
-def measure(folder: Path, toy: bool) -> dict[str, Any]:
+def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
     """Slowdown of a matmul and of a copy, by multiprocessors held and by blocks that stream."""
     n, size = (64, 2**12) if toy else (8192, 2**30)
     a = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (size // 4,), jnp.float32)
     work: dict[str, tuple[Callable, Any]] = {"matmul": (lambda m: m @ m, a), "copy": (lambda v: v + 1, x)}
     library = None if toy else build(folder)
-    found = {}
     for name, (function, operands) in work.items():
         alone = None
         for held, streaming in [*((h, 0) for h in HELD), *((0, s) for s in STREAMING)]:
@@ -39,17 +38,15 @@ def measure(folder: Path, toy: bool) -> dict[str, Any]:
                 moved = library.finish()
             alone = alone or seconds
             label = f"{name}, {held} held" if not streaming else f"{name}, {streaming} blocks stream"
-            found[f"{label}: slowdown"] = seconds / alone
-            if streaming:
-                found[f"{label}: streamed bytes_per_s"] = moved / (time.perf_counter() - began)
-    return found
+            yield {f"{label}: slowdown": seconds / alone}
+            if streaming and library is not None:
+                yield {f"{label}: streamed bytes_per_s": moved / (time.perf_counter() - began)}
 
 
 def build(folder: Path) -> ctypes.CDLL:
     """The kernels, compiled by nvcc for the GPU that is here, in this process's own CUDA context."""
     target = folder / "hold.so"
-    command = ["nvcc", "-shared", "-O2", "-arch=native", "-Xcompiler", "-fPIC", "-o", str(target), str(_SOURCE)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(nvcc(target, "native"), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"nvcc: {done.stderr[-1000:]}")
     jax.block_until_ready(jnp.ones(1))  # jax makes the context first
@@ -58,3 +55,8 @@ def build(folder: Path) -> ctypes.CDLL:
     if code := library.prepare():
         raise RuntimeError(f"preparing the kernels failed with {code}")
     return library
+
+
+def nvcc(target: Path, arch: str) -> list[str]:
+    """The command that compiles the kernels for an architecture."""
+    return ["nvcc", "-shared", "-O2", f"-arch={arch}", "-Xcompiler", "-fPIC", "-o", str(target), str(_SOURCE)]

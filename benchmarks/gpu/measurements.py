@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ class Measurement:
         """After so long it is stopped: something hangs."""
         return 2 * self.expected_s + 20
 
-    def run(self, folder: Path, toy: bool) -> dict[str, Any]:
-        """Makes it in this process; `toy` is for CPUs, at a size that takes seconds."""
+    def run(self, folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
+        """Makes it in this process, and gives what it finds as it finds it; `toy` is for CPUs, in seconds."""
         module, _, name = self.function.partition(":")
-        function: Callable[..., dict[str, Any]] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
+        function: Callable[..., Iterator[dict[str, Any]]]
+        function = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
         return function(folder, toy, **dict(self.options))
 
 
@@ -44,6 +45,7 @@ def _rehearsal(name: str, piece: int, expected_s: float, question: str, *setting
     )
 
 
+_8B_FSDP = ("mesh={ fsdp = { nvlink = 8, infiniband = 2 } }", "rules.preset=fsdp")
 _8B_TENSOR = ("mesh={ fsdp = { nvlink = 2, infiniband = 2 }, tensor = 4 }", "rules.preset=fsdp_tensor")
 _8B_PIPELINE = (
     "mesh={ pipeline = { infiniband = 2 }, fsdp = 8 }",
@@ -59,7 +61,8 @@ MEASUREMENTS = (
     Measurement("matmul", 1, 100, "Sustained matmuls, bf16 and fp8, with power and clocks", "kernels:matmuls"),
     Measurement("copy", 1, 15, "Bandwidth of device memory by size", "kernels:copies"),
     Measurement("attention", 1, 75, "cuDNN attention, causal, forward and backward, 4k and 8k", "kernels:attention"),
-    _rehearsal("llama3_8b", 2, 75, "FSDP on 2 x 8"),
+    Measurement("small_trace", 1, 45, "A training small enough that its trace becomes a test's data", "verbs:trace"),
+    _rehearsal("llama3_8b", 2, 75, "FSDP on 2 x 8", *_8B_FSDP),
     _rehearsal("llama3_8b-tensor", 2, 75, "FSDP and tensor on 2 x 8", *_8B_TENSOR),
     _rehearsal("mixtral_8x7b", 2, 80, "Experts on their own cluster", "model.layers=8"),
     _rehearsal("llama3_8b_long", 2, 80, "Context parallel, 131,072 tokens", "model.layers=8"),
@@ -72,26 +75,26 @@ MEASUREMENTS = (
         "verbs:train",
         (("settings", ("train.precision=fp8",)),),
     ),
-    Measurement("small_kernels", 2, 40, "Casts, amax, norms, gathers, embedding gradient, AdamW", "kernels:small"),
-    Measurement("contention", 3, 80, "Matmuls and copies beside 0 to 24 held multiprocessors", "contention:measure"),
+    Measurement("small_kernels", 2, 35, "Casts, amax, norms, gathers, embedding gradient, AdamW", "kernels:small"),
+    Measurement("contention", 3, 70, "Matmuls and copies beside 0 to 24 held multiprocessors", "contention:measure"),
     Measurement(
         "train_predicted_latencies",
         3,
-        120,
+        110,
         "Scheduling by predicted prices, beside XLA's own",
         "verbs:train",
         (("settings", ("train.pgle=predicted",)),),
     ),
-    Measurement("xla_options", 3, 110, "Triton matmuls, cuDNN fusions, command buffers, on and off", "verbs:options"),
+    Measurement("xla_options", 3, 155, "XLA's options on two programs, each on and off", "options:measure"),
     Measurement(
         "attention_32k",
         3,
-        40,
+        30,
         "cuDNN attention at 32k",
         "kernels:attention",
         (("lengths", (32_768,)),),
     ),
-    Measurement("kill_and_resume", 3, 90, "kill -9 in training, and the same losses bit for bit", "verbs:resume"),
-    Measurement("preemption", 3, 45, "SIGTERM: a checkpoint and exit code 75", "verbs:preempt"),
+    Measurement("kill_and_resume", 3, 80, "kill -9 in training, and the same losses bit for bit", "verbs:resume"),
+    Measurement("preemption", 3, 40, "SIGTERM: a checkpoint and exit code 75", "verbs:preempt"),
     Measurement("out_of_memory", 3, 45, "A step that does not fit: message, exit code 4, a remedy", "verbs:exhaust"),
 )

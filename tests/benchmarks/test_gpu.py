@@ -1,6 +1,8 @@
 """What one GPU is asked: on CPU devices at toy size, through the same code; and what a crash or a hang costs."""
 
 import json
+import random
+import signal
 import subprocess
 import sys
 import tarfile
@@ -9,35 +11,23 @@ import time
 import pytest
 
 from benchmarks.gpu import __main__ as runner
+from benchmarks.gpu import checks
 from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
 from meshkit.config.experiment import load
 
 NAMES = [m.name for m in MEASUREMENTS]
 QUICK = ("matmul", "copy", "attention", "small_kernels", "contention")
+OWN = "benchmarks/gpu/experiments/llama_1b.toml"
 
 
-def test_a_piece_fits_nine_minutes_and_every_experiment_loads():
-    assert len(NAMES) == len(set(NAMES))
-    for piece in (1, 2, 3):
-        assert sum(m.expected_s for m in MEASUREMENTS if m.piece == piece) <= 9 * 60
-    for m in MEASUREMENTS:
-        options = dict(m.options)
-        own = "benchmarks/gpu/experiments/llama_1b.toml"
-        path = f"configs/experiments/{options['experiment']}.toml" if "experiment" in options else own
-        assert load(path, options.get("settings", ())).train.steps
+def found_by(name, folder):
+    """What a measurement finds at toy size."""
+    (m,) = (m for m in MEASUREMENTS if m.name == name)
+    return {key: value for part in m.run(folder, toy=True) for key, value in part.items()}
 
 
-def test_the_list_is_printed_and_nothing_runs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path / "none"), "--dry-run", "--piece", "1"])
-    runner.main()
-    printed = capsys.readouterr().out
-    assert "train_llama_1b" in printed
-    assert "piece 1:" in printed
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_crash_and_a_hang_cost_one_measurement_each_and_the_rest_is_kept(tmp_path, monkeypatch, capsys):
-    ends = {"crash": "import os; os.abort()", "hang": "import time; time.sleep(600)", "good": "raise SystemExit"}
+def stood_in(monkeypatch, ends):
+    """Measurements whose processes run the given code instead, for a second at most."""
     real = subprocess.Popen
 
     def started(command, **options):
@@ -47,13 +37,78 @@ def test_a_crash_and_a_hang_cost_one_measurement_each_and_the_rest_is_kept(tmp_p
     monkeypatch.setattr(Measurement, "limit_s", 1.0)
     chosen = [Measurement(name, 1, 0.0, "", "") for name in ends]
     monkeypatch.setattr(runner, "MEASUREMENTS", chosen)
+    return chosen
+
+
+def test_a_piece_fits_nine_minutes_and_every_experiment_loads():
+    assert len(NAMES) == len(set(NAMES))
+    for piece in (1, 2, 3):
+        assert sum(m.expected_s for m in MEASUREMENTS if m.piece == piece) <= 9 * 60 - 10
+    for m in MEASUREMENTS:
+        options = dict(m.options)
+        path = f"configs/experiments/{options['experiment']}.toml" if "experiment" in options else OWN
+        for gpu in ("h100_sxm", "h200"):
+            assert load(path, [f"cluster.gpu={gpu}", *options.get("settings", ())]).cluster.gpu.key == gpu
+
+
+def test_the_list_is_printed_and_nothing_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path / "none"), "--dry-run"])
+    runner.main()
+    printed = capsys.readouterr().out
+    for m in MEASUREMENTS:
+        assert f"{m.piece}  {m.expected_s:4.0f} s  {m.name}" in printed
+    assert [f"piece {piece}:" in printed for piece in (1, 2, 3)] == [True] * 3
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--only", "nothing", "--dry-run"], "no measurement is called nothing: --dry-run lists them"),
+        (["--minutes", "9"], "--out DIR"),
+        (["--score", "/nowhere"], "there is no folder /nowhere"),
+        (["--out", "x", "--resume", "/nowhere"], "there is no folder /nowhere"),
+        (["--score", "."], "there is no result of `card`"),
+    ],
+)
+def test_a_wrong_argument_is_one_message_and_exit_code_2(arguments, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
+    with pytest.raises(SystemExit) as raised:
+        runner.main()
+    assert raised.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_crash_and_a_hang_cost_one_measurement_each_and_what_they_found_is_kept(tmp_path, monkeypatch):
+    said = f"open({str(tmp_path / 'hang/values.json')!r}, 'w').write('{{\"found\": 1}}')"
+    ends = {
+        "crash": "import os; os.abort()",
+        "hang": f"import time; {said}; time.sleep(600)",
+        "good": "raise SystemExit",
+    }
+    chosen = stood_in(monkeypatch, ends)
     runner.run_all(chosen, tmp_path, time.monotonic() + 60, toy=True)
-    said = {name: json.loads((tmp_path / name / runner.RESULT).read_text())["status"] for name in ends}
-    assert said == {"crash": "failed with exit code -6", "hang": "stopped after 1 s", "good": "done"}
-    with tarfile.open(tmp_path / runner.PACKED) as archive:
-        assert "crash/result.json" in archive.getnames()
-    runner.run_all(chosen, tmp_path, time.monotonic() + 60, toy=True)  # all have a result: nothing is started again
-    assert "..." not in capsys.readouterr().out.split(runner.PACKED)[-1]
+    found = {name: json.loads((tmp_path / name / runner.RESULT).read_text()) for name in ends}
+    assert {name: result["status"] for name, result in found.items()} == {
+        "crash": "failed with exit code -6",
+        "hang": "stopped after 1 s",
+        "good": "done",
+    }
+    assert found["hang"]["values"] == {"found": 1}
+    with tarfile.open(tmp_path / "piece1.tar.gz") as archive:
+        assert {f"{name}/result.json" for name in ends} <= set(archive.getnames())
+
+
+def test_the_next_call_does_what_is_missing_then_what_failed_and_not_what_is_done(tmp_path, monkeypatch, capsys):
+    ends = {"fails": "raise SystemExit(1)", "done": "raise SystemExit", "new": "raise SystemExit"}
+    chosen = stood_in(monkeypatch, ends)
+    runner.run_all(chosen[:2], tmp_path / "first", time.monotonic() + 60, toy=True)
+    capsys.readouterr()
+    runner.run_all(chosen, tmp_path / "second", time.monotonic() + 60, toy=True, earlier=[tmp_path / "first"])
+    begun = [line.split(" ...")[0] for line in capsys.readouterr().out.splitlines() if " ... " in line]
+    assert begun == ["new", "fails"]
+    runner.run_all(chosen[1:], tmp_path / "second", time.monotonic() + 60, toy=True, earlier=[tmp_path / "first"])
+    assert " ... " not in capsys.readouterr().out
 
 
 def test_what_there_is_no_time_for_is_not_begun(tmp_path, capsys):
@@ -62,32 +117,94 @@ def test_what_there_is_no_time_for_is_not_begun(tmp_path, capsys):
     assert not (tmp_path / "long").exists()
 
 
+def test_a_call_ends_by_itself_before_its_minutes_are_over(tmp_path, monkeypatch):
+    chosen = stood_in(monkeypatch, {"a": "import time; time.sleep(600)", "b": "import time; time.sleep(600)"})
+    monkeypatch.setattr(Measurement, "limit_s", 500.0)
+    began = time.monotonic()
+    runner.run_all(chosen, tmp_path, began + 2, toy=True)
+    assert time.monotonic() - began < 6
+    assert json.loads((tmp_path / "a/result.json").read_text())["status"] == "stopped after 2 s"
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.multiprocess
+def test_a_call_that_is_told_to_end_ends_its_measurement_and_packs_what_there_is(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), "--toy", "--only", "preemption"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "preemption/run.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert json.loads((tmp_path / "preemption/result.json").read_text())["status"] == "interrupted"
+    assert "piece1" not in said
+    assert (tmp_path / "piece3.tar.gz").exists()
+
+
+def test_an_archive_is_small_enough_to_travel_and_holds_the_small_files_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "MEASUREMENTS", [Measurement("m", 2, 0.0, "", "")])
+    monkeypatch.setattr(runner, "MOST_BYTES", 100_000)
+    folder = tmp_path / "m/run/checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(b"0")
+    for name, size in (("result.json", 10), ("a.pb", 60_000), ("b.pb", 70_000)):
+        (tmp_path / "m" / name).write_bytes(random.Random(0).randbytes(size))
+    packed = runner.pack(tmp_path, 2)
+    with tarfile.open(packed) as archive:
+        assert sorted(archive.getnames()) == ["m/a.pb", "m/result.json"]
+    assert packed.stat().st_size <= 100_000
+    assert "without m/b.pb" in capsys.readouterr().out
+    assert runner.PACKED.format(2) == packed.name
+
+
+def test_what_travels_back_is_three_archives_each_under_16_mib():
+    assert len({m.piece for m in MEASUREMENTS}) <= 8
+    assert runner.MOST_BYTES < 16 * 2**20
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_kernels_are_measured_at_toy_size(name, tmp_path):
-    (m,) = (m for m in MEASUREMENTS if m.name == name)
-    found = m.run(tmp_path, toy=True)
+    found = found_by(name, tmp_path)
     assert all(value > 0 for key, value in found.items() if key.endswith(("flops_per_s", "slowdown", " s")))
+
+
+@pytest.mark.parametrize("check", [checks.check_options, checks.check_nvcc])
+def test_what_a_card_is_asked_for_exists_here(check):
+    check()
+
+
+@pytest.mark.deviceless
+def test_the_plugin_knows_the_mocked_topology():
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="the `plan` extra is not installed")
+    assert checks.check_mock() == "2x8x1"
+
+
+def test_an_option_that_xla_lacks_is_named():
+    from benchmarks.gpu.options import refused
+
+    wrong = {"a": {"xla_gpu_no_such_option": 1}, "b": {"xla_gpu_cudnn_gemm_fusion_level": "high"}}
+    assert refused(wrong) == [
+        "xla_gpu_no_such_option: this XLA has no such option",
+        "xla_gpu_cudnn_gemm_fusion_level: 'high' is not a whole number",
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in QUICK])
 def test_verbs_are_measured_at_toy_size(name, tmp_path):
-    (m,) = (m for m in MEASUREMENTS if m.name == name)
-    found = m.run(tmp_path, toy=True)
+    found = found_by(name, tmp_path)
     assert found.get("equal", True) is True
     assert found.get("exit code", 75) == 75
+    assert found.get("verify exit code", 0) == 0
     assert json.dumps(found)
 
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize("m", [m for m in MEASUREMENTS if m.function == "verbs:rehearse"], ids=lambda m: m.name)
-def test_what_is_rehearsed_fits_one_h100(m):
-    from meshkit.verbs.plan.planner import plan_experiment
-
-    options = dict(m.options)
-    memory = plan_experiment(
-        load(f"configs/experiments/{options['experiment']}.toml", options["settings"])
-    ).report.memory
-    assert memory.fits
+@pytest.mark.parametrize(
+    ("name", "experiment", "fits"), [*checks.programs()], ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_what_is_rehearsed_or_trained_fits_one_h100(name, experiment, fits):
+    checks.check_memory(experiment, fits)

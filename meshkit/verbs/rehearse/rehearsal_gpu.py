@@ -18,7 +18,7 @@ import numpy as np
 from meshkit.compile.attached import compile_step
 from meshkit.config.experiment import Experiment, load
 from meshkit.sharding.mesh import build_mesh
-from meshkit.step.train_step import make_train_step
+from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.trace.capture import Capture, CapturedStep
 from meshkit.trace.captured import TRACE_FOLDER
 
@@ -50,9 +50,7 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)
     program = make_train_step(experiment, mesh)
     compiled = compile_step(program, experiment)
-    random = np.random.default_rng(0)
-    state = jax.tree.map(lambda leaf: _filled(leaf, random), program.abstract_state)
-    batch = jax.tree.map(lambda leaf: _filled(leaf, random), program.abstract_batch)
+    state, batch = filled(program)
     capture = Capture(
         folder / TRACE_FOLDER,
         CapturedStep(compiled.program, mesh, experiment.cluster, experiment.mesh, program.facts, compiled.options),
@@ -63,6 +61,12 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
         capture.before(step, state)
         state, metrics = compiled.program(state, batch)
         capture.after(step, (state, metrics))
+
+
+def filled(program: TrainProgram) -> tuple[Any, Any]:
+    """A state and a batch of a program's shapes and layouts, of which this process holds its part."""
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: _filled(leaf, random), (program.abstract_state, program.abstract_batch))
 
 
 def _filled(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> jax.Array:

@@ -1,0 +1,116 @@
+"""What can be proven without a card: packages, XLA's options, the mock of NCCL, and that every program fits."""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.gpu.contention import nvcc
+from benchmarks.gpu.measurements import MEASUREMENTS
+from benchmarks.gpu.options import CASES, environment, experiment_of, flags, refused
+from benchmarks.gpu.verbs import LLAMA_1B, ROOT, TOO_LARGE
+from meshkit.config.experiment import Experiment, load
+from meshkit.errors import MeshkitError
+
+_PACKAGES = ("chex", "flax", "grain", "optax", "orbax.checkpoint", "plotly", "pynvml", "safetensors", "tomlkit")
+# What jax's client of a plugin is created with where the topology is mocked.
+_MOCKED = (b"enable_mock_nccl", b"mock_gpu_topology")
+
+
+def run_checks() -> int:
+    """Prints a line for each check; the number that failed."""
+    failed = 0
+    for name, check in _checks():
+        try:
+            said = check()
+        except (MeshkitError, AssertionError, ImportError, OSError) as e:
+            failed += 1
+            print(f"FAILED  {name}: {e}", flush=True)
+        else:
+            print(f"ok      {name}{f': {said}' if said else ''}", flush=True)
+    return failed
+
+
+def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
+    yield "packages", check_packages
+    yield "XLA's options", check_options
+    yield "the mock of NCCL", check_mock
+    yield "nvcc", check_nvcc
+    for name, experiment, fits in programs():
+        yield f"{name} {'fits' if fits else 'does not fit'}", lambda e=experiment, f=fits: check_memory(e, f)
+
+
+def check_packages() -> str:
+    """All that the verbs import is there and can be imported."""
+    for name in _PACKAGES:
+        importlib.import_module(name)
+    from meshkit.compile.preflight import check_compiler, version_of
+
+    check_compiler()
+    return ", ".join(f"{name} {version_of(name)}" for name in ("jax", "jaxlib", "flax", "orbax-checkpoint"))
+
+
+def check_options() -> str:
+    """Every option of the measurements is one that the installed XLA has, and of its type."""
+    cases = {f"{program}, {case}": options for program in CASES for case, options in CASES[program].items()}
+    wrong = refused(cases | flags())
+    assert not wrong, "; ".join(wrong)
+    return f"{len({name for options in (cases | flags()).values() for name in options})} known"
+
+
+def check_mock() -> str:
+    """jax and its CUDA plugin know a mocked topology, and NCCL's mock."""
+    import jax
+
+    library = plugin_library()
+    assert "jax_mock_gpu_topology" in jax.config.values, "jax has no jax_mock_gpu_topology"
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        missing = [word.decode() for word in _MOCKED if content.find(word) < 0]
+    assert not missing, f"{library} has no {', '.join(missing)}"
+    return environment("llama3_8b of 16", toy=False)["JAX_MOCK_GPU_TOPOLOGY"]
+
+
+def plugin_library() -> Path:
+    """The installed CUDA plugin's library."""
+    found = [spec for cuda in ("xla_cuda12", "xla_cuda13") if (spec := importlib.util.find_spec(f"jax_plugins.{cuda}"))]
+    assert found, "no CUDA plugin of jax is installed"
+    assert found[0].origin is not None
+    return Path(found[0].origin).parent / "xla_cuda_plugin.so"
+
+
+def check_nvcc() -> str:
+    """The kernels that hold multiprocessors compile for an H100; they are left out where there is no nvcc."""
+    if shutil.which("nvcc") is None:
+        return "not installed here"
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(nvcc(Path(folder) / "hold.so", "sm_90"), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-1000:]
+    return ""
+
+
+def programs() -> Iterator[tuple[str, Experiment, bool]]:
+    """What is rehearsed and trained on one H100, and whether it shall fit."""
+    for m in MEASUREMENTS:
+        options = dict(m.options)
+        if m.function == "verbs:rehearse":
+            path = ROOT / f"configs/experiments/{options['experiment']}.toml"
+            yield m.name, load(path, options["settings"]), True
+        elif m.name.startswith("train_"):
+            yield m.name, load(LLAMA_1B, options.get("settings", ())), True
+    yield "llama3_8b of 16", experiment_of("llama3_8b of 16", toy=False), True
+    yield "out_of_memory", load(LLAMA_1B, TOO_LARGE), False
+
+
+def check_memory(experiment: Experiment, fits: bool) -> str:
+    """The plan of a program says that it fits one H100, or that it does not."""
+    from meshkit.units import format_bytes
+    from meshkit.verbs.plan.planner import plan_experiment
+
+    memory = plan_experiment(experiment).report.memory
+    assert memory.fits is fits, f"peak {format_bytes(memory.peak_bytes)}, margin {format_bytes(memory.margin_bytes)}"
+    return f"peak {format_bytes(memory.peak_bytes)} of {format_bytes(memory.capacity_bytes)}"

@@ -1,0 +1,376 @@
+"""From the card into the model: a folder of results becomes a calibration, and tables of predicted, measured, ratio.
+
+Runs off the card. Plans are made here, of the experiment files that came back, and kept beside what they are of.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.kernels import SHAPES
+from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
+from benchmarks.gpu.options import OWN
+from benchmarks.gpu.verbs import LLAMA_1B, MEASURED
+from meshkit.config import calibration, catalog
+from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates
+from meshkit.config.cluster import Gpu
+from meshkit.config.experiment import Experiment, load
+from meshkit.errors import ConfigError, MeshkitError
+from meshkit.hlo.costs import Cost, Matmul
+from meshkit.predict.assumptions import Assumptions
+from meshkit.predict.kernels import KernelWork, kernel_work, memory_bytes_per_s
+from meshkit.predict.pricing import Load
+from meshkit.report.schema import Report, read_report
+from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
+
+SCORE, PLAN = "score.md", "plan.json"
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "s": format_seconds,
+    "FLOP/s": lambda x: f"{format_count(x)}FLOP/s",
+    "bytes/s": format_rate,
+    "bytes": format_bytes,
+    "share": format_percent,
+    "": lambda x: f"{x:.4g}",
+}
+_DTYPES = {"bf16": "bf16", "fp8": "f8e4m3fn"}
+_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128  # of kernels.attention
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table. Texts and truths are expected, numbers are predicted."""
+
+    what: str
+    predicted: float | str | bool | None
+    measured: float | str | bool | None
+    unit: str = ""
+    within: float | None = None  # the error that was promised, relative
+    at_least: float | None = None  # the value that was promised
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted, of numbers."""
+        pair = (self.measured, self.predicted)
+        if any(isinstance(x, bool | str) or not x for x in pair):
+            return None
+        return float(pair[0]) / float(pair[1])  # pyright: ignore[reportArgumentType]
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether a promise holds; None without one, or where one side is missing."""
+        if self.measured is None:
+            return None
+        if self.at_least is not None:
+            return float(self.measured) >= self.at_least
+        if self.within is not None:
+            return None if self.ratio is None else abs(self.ratio - 1) <= self.within
+        return self.measured == self.predicted if isinstance(self.predicted, bool | str) else None
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the results were measured on."""
+
+    key: str | None  # the catalog's, None for a CPU or a GPU that it lacks
+    gpu: Gpu | None
+    said: Mapping[str, Any]
+    toy: bool
+
+
+def score(folder: Path, page: Path | None = None) -> str:
+    """The tables of a folder of results; writes them and a calibration into it, and the tables into a page.
+
+    Raises:
+        ConfigError: the folder has no results of the card itself; a toy run is asked for a page, or it has no marks.
+    """
+    card = _card(folder)
+    if page is not None and card.toy:
+        raise ConfigError("results of a toy run go onto no page.", at=str(folder), hint="--score without --page")
+    text = "\n".join([*_header(card), *_tables(folder, card)])
+    (folder / SCORE).write_text(text + "\n", encoding="utf-8")
+    rates = rates_of(folder)
+    if rates != Rates():
+        calibration.write(folder / CALIBRATION_FILE, Calibration((), _measured_on(card), rates))
+    if page is not None:
+        _write_page(page, text)
+    return text
+
+
+def rates_of(folder: Path) -> Rates:
+    """What a calibration holds of one card: sustained rates of large matmuls, of attention at 4k, of a large copy."""
+    matmul, copy, attention = (_values(folder, name) for name in ("matmul", "copy", "attention"))
+    sustained = {k.split()[0]: v for k, v in matmul.items() if k.endswith("cubed sustained_flops_per_s")}
+    sizes = {int(k.split()[0]): v for k, v in copy.items()}
+    passes = {p: attention.get(f"4096 {p}_flops_per_s") for p in ("forward", "backward")}
+    return Rates(
+        memory_bytes_per_s=sizes[max(sizes)] if sizes else None,
+        matmul_flops_per_s=sustained,
+        attention_flops_per_s={p: v for p, v in passes.items() if v},
+    )
+
+
+def predicted_report(experiment: Experiment) -> Report:
+    """The plan of what one GPU runs alone: no collective beside its kernels, no slower GPU to wait for."""
+    from meshkit.hlo.instructions import read_instructions
+    from meshkit.predict.assumptions import assumptions_for
+    from meshkit.predict.simulate import simulate
+    from meshkit.report.summarize import Machines, summarize_simulation
+    from meshkit.verbs.plan.planner import plan_experiment
+
+    plan, cluster = plan_experiment(experiment), experiment.cluster
+    alone = replace(assumptions_for(plan.compiled.options), contention=False, slowest=False)
+    found = summarize_simulation(
+        simulate(plan.schedule, cluster, assumptions=alone),
+        plan.schedule,
+        source="plan",
+        machines=Machines(plan.compiled.placement, cluster, processes_seen=0, processes_expected=cluster.hosts),
+        facts=plan.facts,
+        instructions=read_instructions(plan.compiled.hlo),
+        warnings=(),
+    )
+    return found.model_copy(update={"memory": plan.report.memory, "program": plan.report.program})
+
+
+def _card(folder: Path) -> Card:
+    path = folder / "card/result.json"
+    if not path.exists():
+        raise ConfigError(
+            "there is no result of `card`, which says which GPU the others are of.",
+            at=str(path),
+            hint="the folder that --out named, with what came back unpacked into it",
+        )
+    found = json.loads(path.read_text(encoding="utf-8"))
+    key = found["values"].get("gpu")
+    gpu = catalog.gpu(key) if key in catalog.gpu_keys() else None
+    return Card(key, gpu, found["values"], found.get("toy", False))
+
+
+def _measured_on(card: Card) -> MeasuredOn:
+    versions = dict(part.split()[:2] for part in card.said.get("versions", "").split(", ") if " " in part)
+    return MeasuredOn(
+        gpu=card.key or "cpu",
+        scale_up="none",
+        devices=1,
+        date=card.said.get("date", "unknown"),
+        jax=versions.get("jax", "unknown"),
+        jaxlib=versions.get("jaxlib", "unknown"),
+    )
+
+
+def _header(card: Card) -> list[str]:
+    if card.gpu is None:
+        return [f"Measured on no GPU of the catalog ({card.said.get('nvidia_smi')}): nothing is predicted of it.", ""]
+    return [
+        f"Measured on {card.said.get('nvidia_smi')}, {card.said.get('date')}, with {card.said.get('versions')}.",
+        "",
+    ]
+
+
+def _tables(folder: Path, card: Card) -> Iterator[str]:
+    """A table per measurement, and what of the promises holds."""
+    held: list[bool] = []
+    for m in MEASUREMENTS:
+        path = folder / m.name / "result.json"
+        if m.name == "card" or not path.exists():
+            continue
+        found = json.loads(path.read_text(encoding="utf-8"))
+        yield f"### {m.question} (`{m.name}`)\n"
+        if found["status"] != "done":
+            yield f"It {found['status']}.\n"
+        rows = list(_ROWS[m.function](m, folder / m.name, found["values"], card))
+        held += [row.holds for row in rows if row.holds is not None]
+        if rows:
+            yield "| what | predicted | measured | measured / predicted | holds |\n|---|---|---|---|---|"
+            yield from (_line(row) for row in rows)
+            yield ""
+    yield f"Of {len(held)} promises {sum(held)} hold."
+
+
+def _line(row: Row) -> str:
+    def shown(x: float | str | bool | None) -> str:
+        return "-" if x is None else _FORMATS[row.unit](x) if isinstance(x, float | int) else str(x)
+
+    def said(x: float | str | bool | None) -> str:
+        return ("yes" if x else "no") if isinstance(x, bool) else shown(x)
+
+    promise = f" (within {row.within:.0%})" if row.within else f" (at least {row.at_least:.0%})" if row.at_least else ""
+    verdict = "" if row.holds is None else f"{'yes' if row.holds else 'no'}{promise}"
+    ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+    return f"| {row.what} | {said(row.predicted)} | {said(row.measured)} | {ratio} | {verdict} |"
+
+
+def _values(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name / "result.json"
+    return json.loads(path.read_text(encoding="utf-8"))["values"] if path.exists() else {}
+
+
+def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
+    """A step that ran, trained or rehearsed, beside its plan."""
+    rehearsed = m.function == "verbs:rehearse"
+    measured = read_report(folder / MEASURED) if (folder / MEASURED).exists() else None
+    planned = _plan(folder) if card.gpu else None
+    step, seen = (planned.step if planned else None), (measured.step if measured else None)
+    time_s = values.get("step_time_s", seen and seen.time_s)
+    yield Row("step", step and step.time_s, time_s, "s", within=0.10)
+    yield Row("its compute", step and step.compute_s, seen and seen.compute_s, "s", within=0.10)
+    yield Row("its idle time", step and step.idle_s, seen and seen.idle_s, "s")
+    goal = 0.45 if m.name == "train_llama_1b" and card.gpu else None
+    yield Row("mfu_causal", step and step.mfu_causal, seen and seen.mfu_causal, "share", at_least=goal)
+    peaks = [report.memory.peak_bytes if report else None for report in (planned, measured)]
+    yield Row("peak of memory", peaks[0], peaks[1], "bytes", within=0.05)
+    yield Row("compile", None, values.get("compile_s"), "s")
+    if not (planned and measured and planned.kernels and measured.kernels):
+        return
+    kinds = {c.kind: c.time_s for c in measured.kernels.classes}
+    for c in planned.kernels.classes:
+        yield Row(f"{c.kind} kernels", c.time_s, kinds.get(c.kind), "s", within=0.15 if rehearsed else None)
+    if rehearsed:
+        both = [{(c.axes, c.collective): c.payload_bytes for c in r.communication} for r in (planned, measured)]
+        yield Row("the plan's collectives", True, both[0] == both[1])
+
+
+def _plan(folder: Path) -> Report | None:
+    """The plan beside a run, made once; None where there is no experiment file, or it cannot be planned here."""
+    path, file = folder / PLAN, folder / "run/experiment.toml"
+    if path.exists():
+        return read_report(path)
+    if not file.exists():
+        return None
+    try:
+        report = predicted_report(replace(load(file), path=LLAMA_1B))  # its code is found from here
+    except MeshkitError as e:
+        print(f"{file}: no plan: {e.message}")
+        return None
+    report.write(path)
+    return report
+
+
+def _matmuls(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
+    for key, measured in values.items():
+        precision, _, rest = key.partition(" ")
+        if found := re.fullmatch(r"(\d+) cubed (burst|sustained)_flops_per_s", rest):
+            shape, burst = (int(found[1]),) * 3, found[2] == "burst"
+            what = f"{precision} {found[1]} cubed, {found[2]}"
+        elif rest.removesuffix(" flops_per_s") in SHAPES:
+            what = key.removesuffix(" flops_per_s")
+            shape, burst = SHAPES[what.removeprefix(f"{precision} ")], False
+        else:
+            yield Row(key, None, measured)  # power and clocks
+            continue
+        rows, inner, columns = shape
+        matmul = Matmul(_DTYPES[precision], batch=1, m=rows, n=columns, k=inner)
+        size = 1 if precision == "fp8" else 2
+        moved = float(size * inner * (rows + columns) + 2 * rows * columns)
+        cost = Cost({matmul.dtype: matmul.flops}, bytes_accessed=moved, matmuls=(matmul,))
+        work = _work(cost, card, Assumptions(sustained=not burst))
+        yield Row(what, work and matmul.flops / work.alone_s, measured, "FLOP/s")
+
+
+def _attention(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
+    for key, measured in values.items():
+        if not (found := re.fullmatch(r"(\d+) (forward|backward)_flops_per_s", key)):
+            continue
+        length, backward, tokens = int(found[1]), found[2] == "backward", values[f"{found[1]} tokens"]
+        cost = Cost(
+            attention_flops=(2.5 if backward else 1.0) * 2 * tokens * _HEADS * length * _HEAD_DIM,
+            attention_backward=backward,
+            bytes_accessed=float((2 if backward else 1) * 2 * tokens * _HEAD_DIM * 2 * (_HEADS + _KV_HEADS)),
+            attention_queries=tokens * _HEADS,
+            attention_length=length,
+            attention_head_dim=_HEAD_DIM,
+            attention_causal=True,
+        )
+        work = _work(cost, card)
+        yield Row(f"{length} {found[2]}", work and cost.attention_flops / work.alone_s, measured, "FLOP/s")
+
+
+def _copies(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
+    for key, measured in values.items():
+        size = int(key.split()[0])
+        seconds = _streaming_s(2.0 * size, card)
+        yield Row(format_bytes(size), seconds and 2 * size / seconds, measured, "bytes/s")
+
+
+def _small(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
+    for key, seconds in values.items():
+        if key.endswith(" s"):
+            name = key.removesuffix(" s")
+            yield Row(name, _streaming_s(seconds * values[f"{name} bytes_per_s"], card), seconds, "s")
+
+
+def _contention(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
+    """Slowdowns: held multiprocessors as a collective's, streamed bytes as those it moves."""
+    for key, measured in values.items():
+        if not key.endswith(": slowdown"):
+            continue
+        label = key.removesuffix(": slowdown")
+        held = re.search(r", (\d+) held", label)
+        streamed = values.get(f"{label}: streamed bytes_per_s", 0.0)
+        predicted = None
+        if card.gpu:
+            taken = streamed / memory_bytes_per_s(card.gpu)
+            arithmetic = card.gpu.achieved.get("contended", 1.0) if not held or int(held[1]) else 1.0
+            work = KernelWork(arithmetic_s=1.0) if label.startswith("matmul") else KernelWork(memory_s=1.0)
+            predicted = Load(arithmetic, max(0.2, 1.0 - taken)).slowdown(work)
+        yield Row(f"slowdown of a {label}", predicted, measured)
+
+
+def _options(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
+    """Each option beside meshkit's own choice, which stands where a prediction would."""
+    for key, measured in values.items():
+        label, _, what = key.rpartition(": ")
+        program, _, case = label.partition(", ")
+        own = None if case == OWN else values.get(f"{program}, {OWN}: {what}")
+        yield Row(f"{label}: {what}", own, measured, "bytes" if what == "bytes" else "s")
+
+
+_EXPECTED = {
+    "kill_and_resume": {"killed exit code": "-9", "equal": True},
+    "preemption": {"exit code": "75", "verify exit code": "0"},
+    "out_of_memory": {"exit code": "4", "traceback": False, "remedy": True},
+}
+
+
+def _behaviour(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
+    for key, expected in _EXPECTED[m.name].items():
+        seen = values.get(key)
+        yield Row(key, expected, str(seen) if isinstance(expected, str) and seen is not None else seen)
+
+
+def _work(cost: Cost, card: Card, assumptions: Assumptions | None = None) -> KernelWork | None:
+    return kernel_work(cost, card.gpu, assumptions=assumptions or Assumptions()) if card.gpu else None
+
+
+def _streaming_s(moved: float, card: Card) -> float | None:
+    """Seconds of a kernel that moves so many bytes, no less than any kernel takes."""
+    return max(moved / memory_bytes_per_s(card.gpu), catalog.kernels()["least_s"]) if card.gpu else None
+
+
+_ROWS: dict[str, Callable[[Measurement, Path, Mapping[str, Any], Card], Iterator[Row]]] = {
+    "verbs:train": _steps,
+    "verbs:trace": _steps,
+    "verbs:rehearse": _steps,
+    "verbs:resume": _behaviour,
+    "verbs:preempt": _behaviour,
+    "verbs:exhaust": _behaviour,
+    "kernels:matmuls": _matmuls,
+    "kernels:attention": _attention,
+    "kernels:copies": _copies,
+    "kernels:small": _small,
+    "contention:measure": _contention,
+    "options:measure": _options,
+}
+
+
+def _write_page(page: Path, text: str) -> None:
+    old = page.read_text(encoding="utf-8") if page.exists() else ""
+    if old.count(BEGIN) != 1 or old.count(END) != 1:
+        raise ConfigError(f"the page has no place for tables: {BEGIN} and {END}, once each.", at=str(page))
+    before, after = old.split(BEGIN)[0], old.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")

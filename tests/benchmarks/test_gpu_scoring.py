@@ -1,0 +1,177 @@
+"""From a folder of results to tables and a calibration. A GPU's values in here are made up: no GPU gave them."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.gpu import __main__ as runner
+from benchmarks.gpu import scoring
+from benchmarks.gpu.measurements import MEASUREMENTS
+from meshkit.config import calibration, catalog
+from meshkit.config.experiment import load
+from meshkit.errors import ConfigError
+from meshkit.predict.kernels import measured_rates
+from meshkit.report.schema import KernelClassPart, KernelsPart, MemoryPart, Report, StepPart, WindowPart
+
+H100 = catalog.gpu("h100_sxm")
+MATMUL, MEMORY = 0.728 * 989.4e12, 0.9 * 3352.32e9  # what the catalog says an H100 sustains
+MADE = {
+    "card": {"gpu": "h100_sxm", "nvidia_smi": "made up", "versions": "meshkit 0.1.0, jax 0.11.2, jaxlib 0.11.2"},
+    "matmul": {
+        "bf16 8192 cubed burst_flops_per_s": 800e12,
+        "bf16 8192 cubed sustained_flops_per_s": MATMUL,
+        "bf16 power_w": 690.0,
+        "fp8 8192 cubed sustained_flops_per_s": 1200e12,
+        "bf16 llama3_8b up flops_per_s": 0.5 * MATMUL,
+    },
+    "copy": {"1048576 bytes_per_s": 1e12, "4294967296 bytes_per_s": 2.7e12},
+    "attention": {"4096 tokens": 16384, "4096 forward_flops_per_s": 500e12, "4096 backward_flops_per_s": 400e12},
+    "small_kernels": {"rms norm s": 1e-4, "rms norm bytes_per_s": MEMORY / 2},
+    "contention": {
+        "matmul, 0 held: slowdown": 1.0,
+        "matmul, 24 held: slowdown": 1.7,
+        "copy, 24 blocks stream: slowdown": 2.0,
+        "copy, 24 blocks stream: streamed bytes_per_s": MEMORY / 2,
+    },
+    "xla_options": {
+        "llama_1b, as meshkit sets them: step_s": 0.4,
+        "llama_1b, no Triton matmuls: step_s": 0.5,
+    },
+    "preemption": {"exit code": 75, "verify exit code": 3},
+    "kill_and_resume": {"killed exit code": -9, "equal": True},
+    "out_of_memory": {"exit code": 4, "traceback": False, "remedy": True},
+}
+
+
+def report(source, step_s, compute_s, mfu_causal, peak_bytes, **kinds):
+    classes = tuple(KernelClassPart(kind=kind, count=1, time_s=seconds) for kind, seconds in kinds.items())
+    return Report(
+        source=source,
+        window=WindowPart(steps=1, devices=1),
+        step=StepPart(time_s=step_s, compute_s=compute_s, mfu_causal=mfu_causal),
+        memory=MemoryPart(peak_bytes=peak_bytes),
+        kernels=KernelsPart(classes=classes),
+    )
+
+
+def write(folder, name, values, toy=False, status="done"):
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    result = {"name": name, "status": status, "seconds": 1.0, "toy": toy, "values": values}
+    (folder / name / "result.json").write_text(json.dumps(result))
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A made folder of results, with plans and reports as if a card had run."""
+    for name, values in MADE.items():
+        write(tmp_path, name, values)
+    for name, values in {"train_llama_1b": {"step_time_s": 0.44, "compile_s": 20.0}, "rehearse_llama3_70b": {}}.items():
+        write(tmp_path, name, values)
+        report("plan", 0.42, 0.40, 0.5, 60_000_000_000, matmul=0.3, attention=0.1).write(tmp_path / name / "plan.json")
+        report("profile", 0.50, 0.41, 0.44, 64_000_000_000, matmul=0.31, attention=0.12).write(
+            tmp_path / name / "measured.json"
+        )
+    return tmp_path
+
+
+def lines(text, name):
+    """{what: (ratio, holds)} of the table of one measurement."""
+    rows = text.split(f"(`{name}`)")[1].split("###")[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row.startswith("| ")]
+    return {what: (ratio, holds) for what, _, _, ratio, holds in cells[1:]}
+
+
+def test_every_question_has_a_table_of_predicted_measured_and_ratio(made):
+    text = scoring.score(made)
+    assert (made / "score.md").read_text() == text + "\n"
+    trained, rehearsed = lines(text, "train_llama_1b"), lines(text, "rehearse_llama3_70b")
+    assert trained["step"] == ("1.048", "yes (within 10%)")  # 0.44 without a trace, not 0.50 with one
+    assert trained["its compute"] == ("1.025", "yes (within 10%)")
+    assert trained["mfu_causal"] == ("0.880", "no (at least 45%)")
+    assert trained["peak of memory"] == ("1.067", "no (within 5%)")
+    assert rehearsed["step"] == ("1.190", "no (within 10%)")
+    assert rehearsed["matmul kernels"] == ("1.033", "yes (within 15%)")
+    assert rehearsed["attention kernels"] == ("1.200", "no (within 15%)")
+    assert rehearsed["the plan's collectives"] == ("", "yes")
+    matmuls = lines(text, "matmul")
+    assert matmuls["bf16 8192 cubed, sustained"][0] == "1.000"
+    assert matmuls["bf16 8192 cubed, burst"][0] == "1.007"  # 0.803 of the peak in a burst
+    assert matmuls["bf16 llama3_8b up"][0] == "0.500"  # a shape that is as fast as a square
+    assert matmuls["bf16 power_w"] == ("", "")
+    assert lines(text, "copy")["4.00 GiB"][0] == "0.895"
+    assert lines(text, "attention")["4096 forward"][0] == "0.935"  # 518 TFLOP/s, more of more heads
+    assert lines(text, "small_kernels")["rms norm"][0] == "2.000"
+    assert lines(text, "contention")["slowdown of a matmul, 24 held"][0] == "1.000"  # 1 / 0.588
+    assert lines(text, "contention")["slowdown of a copy, 24 blocks stream"][0] == "1.000"
+    assert lines(text, "xla_options")["llama_1b, no Triton matmuls: step_s"][0] == "1.250"
+    assert lines(text, "preemption") == {"exit code": ("", "yes"), "verify exit code": ("", "no")}
+    assert set(lines(text, "out_of_memory").values()) == {("", "yes")}
+    assert text.splitlines()[-1].startswith("Of 17 promises 11 hold")
+
+
+def test_the_calibration_is_one_that_a_plan_takes(made):
+    scoring.score(made)
+    found = calibration.load(made / "calibration.toml")
+    assert found.rates.matmul_flops_per_s == {"bf16": MATMUL, "fp8": 1200e12}
+    assert found.rates.attention_flops_per_s == {"forward": 500e12, "backward": 400e12}
+    assert found.rates.memory_bytes_per_s == 2.7e12
+    assert found.measured_on is not None
+    assert (found.measured_on.gpu, found.measured_on.jaxlib) == ("h100_sxm", "0.11.2")
+    experiment = load(scoring.LLAMA_1B, [f"cluster.calibration={made / 'calibration.toml'}"])
+    assert measured_rates(experiment.cluster) == found.rates
+
+
+def test_what_failed_is_said_and_what_is_missing_has_no_table(tmp_path):
+    write(tmp_path, "card", MADE["card"])
+    write(tmp_path, "matmul", {"bf16 8192 cubed sustained_flops_per_s": MATMUL}, status="stopped after 220 s")
+    text = scoring.score(tmp_path)
+    assert "It stopped after 220 s." in text
+    assert lines(text, "matmul")["bf16 8192 cubed, sustained"][0] == "1.000"
+    assert text.count("###") == 1
+
+
+def test_a_page_takes_the_tables_between_its_marks(made, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Head\n{scoring.BEGIN}\nstale\n{scoring.END}\ntail\n")
+    scoring.score(made, page)
+    scoring.score(made, page)
+    text = page.read_text()
+    assert text.startswith("# Head\n")
+    assert text.endswith(f"{scoring.END}\ntail\n")
+    assert "stale" not in text
+    assert text.count("(`matmul`)") == 1
+    page.write_text("no marks")
+    with pytest.raises(ConfigError, match="no place for tables"):
+        scoring.score(made, page)
+
+
+def test_a_run_on_cpu_devices_is_scored_with_nothing_predicted_and_goes_onto_no_page(tmp_path):
+    chosen = [m for m in MEASUREMENTS if m.name in ("card", "copy")]
+    assert runner.run_all(chosen, tmp_path, time.monotonic() + 120, toy=True) == 0
+    text = scoring.score(tmp_path)
+    assert text.startswith("Measured on no GPU of the catalog")
+    assert set(lines(text, "copy")) == {"64.0 KiB", "1.00 MiB"}
+    assert {ratio for ratio, _ in lines(text, "copy").values()} == {""}
+    found = calibration.load(tmp_path / "calibration.toml")
+    assert found.rates.memory_bytes_per_s
+    assert found.measured_on is not None
+    assert found.measured_on.gpu == "cpu"
+    with pytest.raises(ConfigError, match="toy run"):
+        scoring.score(tmp_path, tmp_path / "page.md")
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_a_plan_is_made_of_the_experiment_that_came_back(tmp_path):
+    write(tmp_path, "card", MADE["card"])
+    write(tmp_path, "small_trace", {"step_time_s": 0.01})
+    cluster = "cluster={ gpu='h100_sxm', hosts=1, gpus_per_host=1, scale_up='nvlink', nic='ib_ndr', nics_per_host=1 }"
+    experiment = load("configs/experiments/llama_debug_cpu.toml", [cluster, "mesh={ data = 1, fsdp = 1, tensor = 1 }"])
+    (tmp_path / "small_trace/run").mkdir()
+    (tmp_path / "small_trace/run/experiment.toml").write_text(replace(experiment, path=None).to_toml())
+    text = scoring.score(tmp_path)
+    planned = scoring.read_report(tmp_path / "small_trace/plan.json")
+    assert planned.step.compute_s
+    assert float(lines(text, "small_trace")["step"][0]) == pytest.approx(0.01 / planned.step.time_s, rel=1e-2)
