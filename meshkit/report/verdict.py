@@ -553,8 +553,8 @@ def _verdict(case: _Case, findings: Sequence[FindingPart]) -> str:
     sentences = []
     for part, members in ranked[:2]:
         if part in totals:
-            whole = f" of the step of {format_seconds(time_s)}" if not sentences else " more"
-            sentences.append(f"{format_percent(totals[part] / time_s)}{whole} is {part}.")
+            of = f"the {'usual ' if case.outliers else ''}step of {format_seconds(time_s)}" if not sentences else "it"
+            sentences.append(f"{format_percent(totals[part] / time_s)} of {of} is {part}.")
         sentences += [f.message for f in members[: 2 if len(ranked) == 1 else 1]]
     first = ranked[0][1][0]
     if first.step_s is not None and first.step_s < 0.995 * case.mean_s:

@@ -10,11 +10,12 @@ Each process writes its own files; of a large job some are enough. The trace its
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -108,14 +109,8 @@ class Capture:
             return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
         began = time.perf_counter()
-        self._clean()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
-        options.host_tracer_level = _HOST_TRACER_LEVEL
-        options.enable_hlo_proto = False  # recorded apart, in a form that can be read without the trace
-        options.session_id = f"p{jax.process_index()}"  # processes on one host would overwrite each other's file
-        jax.profiler.start_trace(str(self.folder), profiler_options=options)
+        clean(self.folder)
+        _start_trace(self.folder, programs=False)  # recorded apart, in a form that can be read without the trace
         self.active, self._done = True, 0
         self._began = time.perf_counter()
         self._start_s = self._began - began
@@ -141,14 +136,7 @@ class Capture:
         if self.active:
             self.active = False
             jax.profiler.stop_trace()
-            self._clean()
-
-    def _clean(self) -> None:
-        """Removes what an earlier capture of this process left."""
-        process = jax.process_index()
-        shutil.rmtree(self.folder / "plugins" / "profile" / f"p{process}", ignore_errors=True)
-        for name in (f"capture-p{process}.json", f"program-p{process}.hlo.pb.gz"):
-            (self.folder / name).unlink(missing_ok=True)
+            clean(self.folder)
 
     def _write(self, cost: CapturedCost) -> None:
         """Writes the program and the sidecar."""
@@ -194,6 +182,49 @@ class Capture:
         )
         # last, and complete: a reader that finds this file finds the others
         (self.folder / f"capture-p{process}.json").write_text(record.model_dump_json(indent=1))
+
+
+@contextlib.contextmanager
+def traced_block(folder: Path, *, processes: Sequence[int] | None = None) -> Iterator[None]:
+    """Traces what runs inside the block, with the programs in the trace itself: nobody has to know them.
+
+    Args:
+        folder: where the trace goes; what an earlier one of this process left there is removed.
+        processes: which processes trace; None for all.
+    """
+    if processes is not None and jax.process_index() not in processes:
+        yield
+        return
+    clean(folder)
+    jax.block_until_ready(jax.live_arrays())
+    _start_trace(folder, programs=True)
+    try:
+        yield
+        jax.block_until_ready(jax.live_arrays())
+    except BaseException:
+        jax.profiler.stop_trace()
+        clean(folder)
+        raise
+    jax.profiler.stop_trace()
+
+
+def _start_trace(folder: Path, *, programs: bool) -> None:
+    """Starts the profiler, in a session of this process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = _HOST_TRACER_LEVEL
+    options.enable_hlo_proto = programs
+    options.session_id = f"p{jax.process_index()}"  # processes on one host would overwrite each other's file
+    jax.profiler.start_trace(str(folder), profiler_options=options)
+
+
+def clean(folder: Path) -> None:
+    """Removes what an earlier capture of this process left."""
+    process = jax.process_index()
+    shutil.rmtree(folder / "plugins" / "profile" / f"p{process}", ignore_errors=True)
+    for name in (f"capture-p{process}.json", f"program-p{process}.hlo.pb.gz"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tuple[int, ...] | None:

@@ -42,6 +42,7 @@ class Facts:
     compute_s: float = 0.0
     mapped_compute_s: float = 0.0  # in kernels that compute and whose instruction is known
     communication_s: float = 0.0
+    own_s: float = 0.0  # of it not in other programs, which run between the executions of the one that is measured
     mapped_s: float = 0.0  # in communication whose instruction is known
     on_axes_s: float = 0.0  # in communication that also lies on mesh axes
     partial_steps: int = 0  # executions that were not seen on every device
@@ -60,13 +61,13 @@ class Facts:
 
     @property
     def mapped_share(self) -> float | None:
-        """Share of the communication whose instruction is known; None without any."""
-        return self.mapped_s / self.communication_s if self.communication_s else None
+        """Share of the program's communication whose instruction is known; None without any."""
+        return self.mapped_s / self.own_s if self.own_s else None
 
     @property
     def axis_mapped_share(self) -> float | None:
-        """Share of the communication that lies on mesh axes; None without any."""
-        return self.on_axes_s / self.communication_s if self.communication_s else None
+        """Share of the program's communication that lies on mesh axes; None without any."""
+        return self.on_axes_s / self.own_s if self.own_s else None
 
     @property
     def kernels_mapped_share(self) -> float | None:

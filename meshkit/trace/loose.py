@@ -33,6 +33,7 @@ from meshkit.units import format_percent
 _PATTERNS = ("*.xplane.pb", "*.xplane.pb.gz")
 _SIDECARS = ("*.hlo.pb", "*.hlo.pb.gz", "*.hlo_proto.pb")  # meshkit's own, XLA's dumps, and XProf's
 _OF_A_PROCESS = re.compile(r"p\d+")  # a session as meshkit names it: one process of a capture
+_MOST_OTHERS = 4  # programs beside the steps' that are named
 _MOST_GROUPS = 8  # of a row's groups that are spelled out
 
 
@@ -79,20 +80,23 @@ def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
     return _traces(sessions[-1]), sessions[:-1]
 
 
-def open_loose(path: str | Path, *, mesh: MeshSpec | None = None, cluster: Cluster | None = None) -> Loose:
+def open_loose(
+    path: str | Path, *, mesh: MeshSpec | None = None, cluster: Cluster | None = None, program: str | None = None
+) -> Loose:
     """Finds the program and its devices in traces without a run folder.
 
     Args:
         path: a file, or a folder of them.
         mesh: the axes that the program's partitions are on, if known.
         cluster: where its devices are, if known.
+        program: of several, the one whose executions are the steps: its module, or the function that was jitted.
 
     Raises:
-        TraceError: there is no trace, none can be read, or none has an operation of a device.
+        TraceError: there is no trace, none can be read, none has an operation of a device, or none of that program.
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
     found, others = find_traces(Path(path))
-    scan = _Scan(found)
+    scan = _Scan(found, program)
     module, read, placement, ids = scan.module(), None, None, np.array(scan.devices)
     if module is not None:
         try:
@@ -103,16 +107,16 @@ def open_loose(path: str | Path, *, mesh: MeshSpec | None = None, cluster: Clust
     if module is not None and read is not None:
         schedule = read.schedule
         once = {name for name, n in schedule.known_runs().items() if n == 1} if schedule else set()
-        program = traced_program(module, read, ids.tolist())
-        program = replace(program, program_id=scan.program, found=True, once=frozenset(once))
+        traced = traced_program(module, read, ids.tolist())
+        traced = replace(traced, program_id=scan.program, found=True, once=frozenset(once))
     else:
         kinds = {kind: _of_kind(kind) for kind in ("", *KINDS)}
-        program = TracedProgram(scan.name, program_id=scan.program, found=True, kinds=kinds)
+        traced = TracedProgram(scan.name, program_id=scan.program, found=True, kinds=kinds)
     missing = sorted(set(ids.tolist()) - set(scan.devices))
     return Loose(
         tuple(scan.files),
         scan.hosts,
-        program,
+        traced,
         module,
         read,
         placement if mesh is not None else None,
@@ -155,7 +159,7 @@ class _EveryDevice(Mapping[int, int]):
 class _Scan:
     """A first look at each file: which devices ran what, for how long."""
 
-    def __init__(self, found: Sequence[Path]):
+    def __init__(self, found: Sequence[Path], wanted: str | None = None):
         self.files: list[TraceFile] = []
         self.hosts: dict[int, str] = {}
         self.damaged: dict[int, str] = {}
@@ -179,6 +183,13 @@ class _Scan:
             modules[module] += busy
         named = [module for module in modules if module]
         self.name = max(named, key=modules.__getitem__) if named else ""
+        if wanted is not None:
+            ends = wanted.rstrip("_")  # jax names the module of a `<lambda>` without its last underscore
+            self.name = next((m for m in named if m in (wanted, ends, f"jit_{ends}")), "")
+            if not self.name:
+                seen = ", ".join(sorted(named, key=lambda m: -modules[m])) or "none that is named"
+                raise TraceError(f"the trace has no program '{wanted}'.", at=str(found[0]), hint=seen)
+        self.others = {m: modules[m] / max(1, sum(modules.values())) for m in named if m != self.name}
         self.programs = {program: busy for (module, program), busy in self._busy.items() if module == self.name}
         most = max(self.programs, key=self.programs.__getitem__)
         self.program = most if most != -1 and all(most in ids for ids in self._ids) else None
@@ -358,6 +369,9 @@ def _notes(
             f" (program {scan.program})" if len(scan.programs) > 1 and scan.program is not None else ""
         )
         message = f"Steps are the executions of {which}, which has {format_percent(scan.share)} of the devices' time."
+        if scan.others:
+            most = sorted(scan.others.items(), key=lambda item: -item[1])[:_MOST_OTHERS]
+            message += f" Others: {', '.join(f'{name} {format_percent(share)}' for name, share in most)}."
     else:
         message = "No kernel names its program: steps are what all kernels repeat, or the whole trace."
     yield Note("steps_found", message)

@@ -328,6 +328,7 @@ class Classes:
     op: np.ndarray  # index into the timeline's op names, of what computes; else -1
     input: np.ndarray  # whether it copies from the host
     of_program: np.ndarray  # whether it is an operation of the program
+    foreign: np.ndarray  # whether it is one of another program
     lost: np.ndarray  # ran in a CUDA graph without a name
 
 
@@ -345,13 +346,14 @@ class Classifier:
 
     def classify(self, labels: Sequence[Label]) -> Classes:
         """The classes of the labels of one file."""
-        n = len(labels)
+        n, own = len(labels), self._program.owns(labels)
         classes = Classes(
             kind=np.zeros(n, np.int8),
             collective=np.full(n, -1, np.int32),
             op=np.full(n, -1, np.int32),
             input=np.array([label.copy and bool(_FROM_HOST.search(label.name)) for label in labels], bool),
-            of_program=self._program.owns(labels),
+            of_program=own,
+            foreign=~own & np.array([bool(label.module) for label in labels], bool),
             lost=np.array([label.graph and not label.op for label in labels], bool),
         )
         for i, label in enumerate(labels):

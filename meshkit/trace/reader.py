@@ -175,6 +175,7 @@ class _Reader:
         seconds = spans[:, 1] - spans[:, 0]
         self.facts.graph_s += float(seconds[classes.lost[label]].sum())
         self.facts.fused_s += float(seconds[fused].sum())
+        self.facts.own_s += float(seconds[communicates & ~classes.foreign[label]].sum())
         self.facts.compute_s += float(seconds[computes].sum())
         self.facts.mapped_compute_s += float(seconds[computes & classes.of_program[label]].sum())
         return step

@@ -37,6 +37,9 @@ def profile(
     cluster: Annotated[
         str | None, typer.Option("--cluster", metavar="CLUSTER", help="Of a bare trace: a shipped cluster, or a file.")
     ] = None,
+    program: Annotated[
+        str | None, typer.Option("--program", metavar="NAME", help="Of a bare trace with several: the jitted function.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Of a bare trace: where to write the report.")
     ] = None,
@@ -64,7 +67,7 @@ def profile(
             if inspector:
                 report = profile_inspector(inspector, mesh=axes, cluster=where, out=out, predicted=other)
             else:
-                report = profile_traces(run, mesh=axes, cluster=where, out=out, predicted=other)
+                report = profile_traces(run, program=program, mesh=axes, cluster=where, out=out, predicted=other)
         show_report(report, as_json, run.name)
         if other is not None and not as_json:
             output("")
@@ -72,7 +75,7 @@ def profile(
         if out is not None:
             say(f"wrote report.json, report.html and trace.json.gz into {out}")
         return
-    options = {"--experiment": experiment, "--mesh": mesh, "--cluster": cluster, "--out": out}
+    options = {"--experiment": experiment, "--mesh": mesh, "--cluster": cluster, "--program": program, "--out": out}
     if given := [name for name, value in options.items() if value is not None]:
         _check_there(run)
         raise ConfigError(

@@ -7,6 +7,7 @@ trace + compiled program + mesh   (meshkit.trace.capture wrote them)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from meshkit.config.calibration import CALIBRATION_FILE
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.console import run_folder
+from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.report.compare import plan_warnings
 from meshkit.report.folder import write_folder
@@ -37,9 +39,9 @@ from meshkit.report.rows import group_rows
 from meshkit.report.schema import MemoryPart, ProgramPart, Report, StragglersPart
 from meshkit.report.summarize import Machines, captured_program, summarize
 from meshkit.report.verdict import Known, judged
-from meshkit.step.facts import StepFacts
+from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.timeline import Timeline
-from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
+from meshkit.trace.capture import Capture, CapturedStep, chosen_processes, traced_block
 from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_of_capture, open_capture, read_captured
 from meshkit.trace.loose import open_loose
 from meshkit.trace.measured import PGLE_FILE, measured_costs, write_calibration, write_pgle
@@ -57,16 +59,26 @@ class Measurement:
 
 
 class ProfileCapture:
-    """What `mk.profile` yields: `.report` and `.timeline` once the block is left."""
+    """What `mk.profile` yields: `.report` and `.timeline` once the block is left.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    Args:
+        folder: the run folder.
+        traced: of a block without a compiled program, where its devices are and what its steps do.
+        program: of such a block, the program whose executions are the steps; None is that with the most time.
+    """
+
+    def __init__(self, folder: Path, traced: TracedJob | None = None, program: str | None = None):
+        self.folder, self._traced, self._program = folder, traced, program
 
     @cached_property
-    def _measured(self) -> Measurement:
-        measured = measure_run(self.folder)
-        measured.report.write(self.folder)
-        return measured
+    def _measured(self) -> tuple[Report, Timeline]:
+        if self._traced is None:
+            measured = measure_run(self.folder)
+            found = measured.report, measured.timeline
+        else:
+            found = measure_traces(self.folder / TRACE_FOLDER, self._traced, program=self._program)
+        found[0].write(self.folder)
+        return found
 
     @property
     def report(self) -> Report:
@@ -75,52 +87,69 @@ class ProfileCapture:
         Raises:
             TraceError: the block is still running, or ran no step of the program.
         """
-        return self._measured.report
+        return self._measured[0]
 
     @property
     def timeline(self) -> Timeline:
         """The measured steps."""
-        return self._measured.timeline
+        return self._measured[1]
+
+    def report_of(self, program: str) -> Report:
+        """The report of another program that ran in the block, by its module or by the function that was jitted.
+
+        Raises:
+            TraceError: the block ran no such program.
+        """
+        return measure_traces(self.folder / TRACE_FOLDER, self._traced or TracedJob(), program=program)[0]
 
 
 @contextmanager
 def profile(
     folder: str | Path,
     *,
-    program: Any,
-    mesh: jax.sharding.Mesh,
+    program: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
     cluster: Cluster | None = None,
     mesh_spec: MeshSpec | None = None,
     model_flops: float | None = None,
     tokens: float | None = None,
     processes: int | Sequence[int] | None = None,
 ) -> Iterator[ProfileCapture]:
-    """Traces what runs inside the block, and measures the executions of one compiled program in it.
+    """Traces what runs inside the block, and measures the executions of one program in it.
 
-        with mk.profile("runs/mine", program=compiled, mesh=mesh, cluster=cluster) as capture:
+        with mk.profile("runs/mine", mesh=mesh, cluster=cluster) as capture:
             for batch in batches:
-                state, loss = compiled(state, batch)
-        print(capture.report.step.exposed_s)
+                state, loss = train_step(state, batch)
+        print(capture.report.verdict)
 
     Args:
         folder: the run folder; the trace goes to `trace/` in it.
-        program: the compiled step that the block calls (`jitted.lower(...).compile()`).
-        mesh: the mesh it was compiled for.
+        program: the step that the block calls: a jitted function or its name, or what `jitted.lower(...).compile()`
+            returns, of which memory and compiler options are recorded too; None is the program with the most time.
+        mesh: the mesh it was compiled for; without it rows go by replica groups.
         cluster: where the devices are; without it the link of each collective is that of one domain.
         mesh_spec: the spec the mesh was built from, if it was.
         model_flops, tokens: of one step over all devices, for MFU and tokens per second.
         processes: which processes of the job capture, or how many; None for all.
 
     Raises:
-        ConfigError: `program` is not compiled, or a process that the job does not have.
+        ConfigError: `program` is none, or a process that the job does not have.
     """
     folder = Path(folder)
     facts = StepFacts(model_flops=model_flops, tokens=tokens)
+    chosen = chosen_processes(processes, jax.process_count())
+    if mesh is None or not hasattr(program, "runtime_executable"):
+        if mesh is not None and mesh_spec is None:
+            mesh_spec = MeshSpec.parse(dict(mesh.shape))
+        name = _name_of(program)
+        with traced_block(folder / TRACE_FOLDER, processes=chosen):
+            yield ProfileCapture(folder, TracedJob(mesh_spec, cluster, facts), name)
+        return
     capture = Capture(
         folder / TRACE_FOLDER,
         CapturedStep(program, mesh, cluster, mesh_spec, facts),
         steps=(0, 0),
-        processes=chosen_processes(processes, jax.process_count()),
+        processes=chosen,
     )
     capture.start()
     try:
@@ -129,6 +158,25 @@ def profile(
         capture.abandon()
         raise
     capture.stop()
+
+
+def _name_of(program: Any) -> str | None:
+    """The module, or the function, that a program is.
+
+    Raises:
+        ConfigError: it is no program.
+    """
+    if program is None or isinstance(program, str):
+        return program
+    if hasattr(program, "runtime_executable"):
+        return program.runtime_executable().hlo_modules()[0].name
+    name = getattr(program, "__name__", None)
+    if name is None or not hasattr(program, "lower"):
+        raise ConfigError(
+            f"`program` is a {type(program).__name__}, but a profile is of a jitted function or of a compiled program.",
+            hint="jax.jit(step), its name, or jax.jit(step).lower(*args).compile()",
+        )
+    return re.sub(r"\W", "_", name)  # as jax names modules: `<lambda>` is `jit__lambda_`
 
 
 def profile_run(run: str | Path, *, predicted: Report | None = None) -> Report:
@@ -209,6 +257,7 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
 def profile_traces(
     path: str | Path,
     *,
+    program: str | None = None,
     mesh: MeshSpec | None = None,
     cluster: Cluster | None = None,
     out: str | Path | None = None,
@@ -218,6 +267,7 @@ def profile_traces(
 
     Args:
         path: a `.xplane.pb` file (or `.gz`), a folder of them, or one that `jax.profiler` has written into.
+        program: of several in the trace, the one to measure; None is that with the most time.
         mesh: the axes that the program's partitions are on; without it rows go by replica groups.
         cluster: where its devices are; without it links have no name.
         out: a folder for the report's files; None writes nothing.
@@ -227,7 +277,26 @@ def profile_traces(
         TraceError: there is no trace, it cannot be read, or no GPU and no CPU device ran anything.
         ConfigError: the mesh or the cluster has another number of devices than the program.
     """
-    loose = open_loose(path, mesh=mesh, cluster=cluster)
+    report, timeline = measure_traces(path, TracedJob(mesh, cluster), program=program)
+    if out is None:
+        warnings = plan_warnings(predicted, report) if predicted else ()
+        return report.model_copy(update={"warnings": (*warnings, *report.warnings)})
+    return write_folder(report, run_folder(Path(out)), timeline, predicted=predicted, title=Path(path).name)
+
+
+@dataclass(frozen=True)
+class TracedJob:
+    """What is known of a job that left bare traces."""
+
+    mesh: MeshSpec | None = None  # the axes that the program's partitions are on
+    cluster: Cluster | None = None  # where its devices are
+    facts: StepFacts = NO_FACTS
+
+
+def measure_traces(path: str | Path, job: TracedJob, *, program: str | None = None) -> tuple[Report, Timeline]:
+    """The measured report of bare traces, and the measured steps; see `profile_traces`."""
+    cluster = job.cluster
+    loose = open_loose(path, mesh=job.mesh, cluster=cluster, program=program)
     trace = read_trace(loose.files, loose.program, rows=group_rows(loose.program.distinct_collectives)[0])
     trace.facts.damaged.update(loose.damaged)
     named = loose.module is not None
@@ -236,6 +305,7 @@ def profile_traces(
         trace.steps,
         source="profile",
         machines=Machines(loose.placement, cluster, len(loose.hosts), len(loose.hosts) + len(loose.damaged)),
+        facts=job.facts,
         instructions=instructions or None,
         swept=trace,
         warnings=noted([*loose.notes, *machine_notes(cluster, trace.facts), *trace.notes]),
@@ -250,18 +320,14 @@ def profile_traces(
     else:
         report = withhold_axes(report, trace)
     schedule = loose.read.schedule if loose.read else None
-    program = ProgramPart(
+    compiled = ProgramPart(
         fingerprint=schedule.fingerprint if schedule else None,
         jax=loose.versions.get("jax"),
         jaxlib=loose.versions.get("jaxlib"),
     )
-    parts = {"quality": quality, "program": program, "stragglers": waited_for(trace, loose.hosts)}
+    parts = {"quality": quality, "program": compiled, "stragglers": waited_for(trace, loose.hosts)}
     report = _with_bandwidths(report.model_copy(update=parts))
-    report = judged(report, Known(trace, loose.program, schedule, instructions, cluster))
-    if out is None:
-        warnings = plan_warnings(predicted, report) if predicted else ()
-        return report.model_copy(update={"warnings": (*warnings, *report.warnings)})
-    return write_folder(report, run_folder(Path(out)), trace.timeline, predicted=predicted, title=Path(path).name)
+    return judged(report, Known(trace, loose.program, schedule, instructions, cluster)), trace.timeline
 
 
 def _with_bandwidths(report: Report) -> Report:

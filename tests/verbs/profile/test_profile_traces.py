@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
+import meshkit as mk
 from meshkit.cli import app
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
@@ -176,6 +177,48 @@ def test_the_program_is_parsed_once(file, monkeypatch):
     monkeypatch.setattr(proto, "ModuleAttributes", lambda module: read.append(len(module)) or real(module))
     profile_traces(file)
     assert len(read) == 1
+
+
+def test_profile_measures_jitted_functions_without_knowing_them(step, mesh, tmp_path):
+    jitted, weights, x = step
+    evaluate = jax.jit(lambda w, x: (x @ w[0]).sum())
+    jax.block_until_ready((jitted(weights, x), evaluate(weights, x)))
+    with mk.profile(tmp_path, mesh=mesh, tokens=64) as capture:
+        for _ in range(4):
+            weights = jitted(weights, x)
+            evaluate(weights, x)
+    report = capture.report
+    check_invariants(report)
+    assert (report.window.steps, report.window.devices) == (3, 8)
+    seconds = {row.axes: row.exposed_s for row in report.communication}
+    assert set(seconds) == {("data",), ("tensor",), ()}  # the last is what the other program communicates
+    assert None not in seconds.values()
+    assert report.quality.mapped_share == 1
+    assert report.step.tokens_per_s_per_gpu == pytest.approx(64 / report.step.time_s / 8)
+    assert "the executions of 'jit_update'" in report.warnings[0].message
+    assert "Others: jit__lambda " in report.warnings[0].message
+    assert report.verdict
+    assert read_report(tmp_path).step == report.step
+    assert capture.timeline.steps
+    other = capture.report_of("jit__lambda_")
+    assert "the executions of 'jit__lambda'" in other.warnings[0].message
+    assert sum(row.count for row in other.communication) < sum(row.count for row in report.communication)
+    with pytest.raises(TraceError, match="has no program 'train'"):
+        capture.report_of("train")
+    arguments = ["profile", str(tmp_path / "trace"), "--program", "update", "--json"]
+    assert json.loads(CliRunner().invoke(app, arguments).stdout)["communication"][0]["replica_groups"]
+
+
+def test_profile_of_a_jitted_function_takes_it_by_name(step, mesh, tmp_path):
+    jitted, weights, x = step
+    with pytest.raises(RuntimeError, match="boom"), mk.profile(tmp_path, program=jitted):
+        raise RuntimeError("boom")
+    assert not list(tmp_path.rglob("*.xplane.pb"))
+    with mk.profile(tmp_path, program=jitted) as capture:
+        for _ in range(3):
+            weights = jitted(weights, x)
+    assert capture.report.window.steps == 2
+    assert {row.axes for row in capture.report.communication} == {()}
 
 
 def test_nothing_is_written_unless_asked(file, tmp_path):
