@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,16 @@ from meshkit.compile.options import (
 )
 from meshkit.compile.preflight import check_compiler, version_of
 from meshkit.compile.scratch import scratch_folder, start_in, sweep
+from meshkit.config.bounded import integer
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
 from meshkit.config.own_code import child_path
-from meshkit.errors import ProgramError
+from meshkit.errors import ConfigError, ProgramError
 from meshkit.hlo.module import Schedule, load_module, read_schedule
 from meshkit.hlo.proto import clean_path
 from meshkit.sharding.mesh import DescribedMesh
 
+COMPILE_TIMEOUT, _TIMEOUT_S = "MESHKIT_COMPILE_TIMEOUT", 1800.0
 # What XLA says of failures that we know, and what to try.
 _REMEDIES = (
     ("ptxas too old", "pip install nvidia-cuda-nvcc-cu12: this GPU is older than CUDA 13 compiles for"),
@@ -130,7 +133,6 @@ def compile_absent(
     mesh: DescribedMesh,
     cluster: Cluster,
     choices: CompileChoices = PLAIN,
-    timeout_s: float = 1800.0,
 ) -> CompiledProgram:
     """A function lowered and compiled for the GPUs of a described cluster.
 
@@ -140,13 +142,13 @@ def compile_absent(
         mesh: from `build_mesh(..., devices=describe_devices(cluster))`.
         cluster: the GPUs to compile for.
         choices: how it is compiled.
-        timeout_s: for the compiler process.
 
     Raises:
-        ConfigError: the `plan` extra is missing or does not match jaxlib.
+        ConfigError: the `plan` extra is missing or does not match jaxlib, or MESHKIT_COMPILE_TIMEOUT is no time.
         ProgramError: the program cannot be traced for CUDA, or XLA refuses it or dies of it.
     """
     check_compiler()
+    timeout_s = compile_timeout_s()
     sweep()
     start = time.perf_counter()
     exported = export_for_cuda(step, args, mesh, cluster)
@@ -190,6 +192,44 @@ def compile_absent(
     return dataclasses.replace(
         best, compile_s=sum(one.compile_s for one in made), cached=all(one.cached for one in made)
     )
+
+
+def compile_timeout_s() -> float:
+    """Seconds that the compiler process has: what MESHKIT_COMPILE_TIMEOUT says, else half an hour.
+
+    Raises:
+        ConfigError: it is no whole number of seconds.
+    """
+    text = os.environ.get(COMPILE_TIMEOUT, "").strip()
+    if not text:
+        return _TIMEOUT_S
+    seconds = integer(text) if len(text) < 10 else None
+    if not seconds:
+        what = f"{COMPILE_TIMEOUT} is '{text[:80]}', not a number of seconds."
+        raise ConfigError(what, at="environment", hint=f"{COMPILE_TIMEOUT}=7200, or 1 to 999999999")
+    return float(seconds)
+
+
+@contextmanager
+def compiling(*, keep: bool = True, timeout_s: int | None = None) -> Iterator[None]:
+    """How compilers run inside, those of processes that are started there too.
+
+    Args:
+        keep: read and keep programs, as the environment says; False: neither.
+        timeout_s: for each of them; None leaves what the environment says.
+    """
+    asked = {} if keep else {"MESHKIT_CACHE": "off"}
+    asked |= {} if timeout_s is None else {COMPILE_TIMEOUT: str(timeout_s)}
+    before = {name: os.environ.get(name) for name in asked}
+    os.environ.update(asked)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _kept_or_compiled(
@@ -263,7 +303,7 @@ def _run_child(folder: Path, environment: Mapping[str, str], timeout_s: float) -
         child.communicate()
         raise ProgramError(
             f"XLA was still compiling after {timeout_s:.0f} s and was stopped.",
-            hint='remat = "full", or scanned layers',
+            hint=f'remat = "full", scanned layers, or a longer --compile-timeout ({COMPILE_TIMEOUT} for other verbs)',
         ) from None
     if not (folder / "result.json").exists():
         code = child.returncode

@@ -147,21 +147,6 @@ def max_bytes() -> int:
     return int(given)
 
 
-@contextmanager
-def cache_off(*, when: bool = True) -> Iterator[None]:
-    """Nothing is read or kept inside, by this process and those it starts."""
-    before = os.environ.get("MESHKIT_CACHE")
-    if when:
-        os.environ["MESHKIT_CACHE"] = "off"
-    try:
-        yield
-    finally:
-        if when and before is None:
-            del os.environ["MESHKIT_CACHE"]
-        elif when and before is not None:
-            os.environ["MESHKIT_CACHE"] = before
-
-
 def _home() -> Path:
     with suppress(RuntimeError):  # no HOME and no entry in the password file
         return Path.home()

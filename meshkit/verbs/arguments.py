@@ -44,6 +44,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 NoCacheOption = Annotated[
     bool, typer.Option("--no-cache", help="Compile even what was compiled before, and keep nothing.")
 ]
+CompileTimeoutOption = Annotated[
+    int | None,
+    typer.Option(
+        "--compile-timeout", metavar="SECONDS", min=1, max=999_999_999, help="For one compile; half an hour by default."
+    ),
+]
 
 JobsOption = Annotated[
     int | None, typer.Option("--jobs", metavar="N", min=1, help="Plans at a time; one for each CPU by default.")

@@ -1,6 +1,8 @@
 """How a program is compiled, without XLA: the compiler process is played by a function."""
 
 import json
+import os
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from meshkit.compile import program
 from meshkit.compile.attached import compile_for_gpus
 from meshkit.compile.options import CompileChoices, Option
 from meshkit.config.mesh import Placement
+from meshkit.errors import ConfigError, ProgramError
 
 GIB = 2**30
 H100S = mk.Cluster.load("dgx_h100", hosts=1)
@@ -179,3 +182,30 @@ def test_xlas_last_words_are_no_note_of_its_loading():
     assert program._last_words(note) == "it said nothing"
     fatal = "F0000 00:00:1795312420.499266   32520 spmd_partitioner_util.cc:2374] Check failed: 4 == 8\n"
     assert program._last_words(fatal + "*** Check failure stack trace: ***\n" + note) == "Check failed: 4 == 8"
+
+
+def test_the_limit_of_a_compile_is_the_option_the_variable_or_half_an_hour(compiled, monkeypatch):
+    """Of this process and those that it starts."""
+    limits = []
+    play = program._run_child
+    monkeypatch.setattr(program, "_run_child", lambda *a: (limits.append(a[2]), play(*a))[1])
+    compiled()
+    monkeypatch.setenv("MESHKIT_COMPILE_TIMEOUT", "7200")
+    compiled()
+    with program.compiling(timeout_s=60):
+        compiled()
+        assert os.environ["MESHKIT_COMPILE_TIMEOUT"] == "60"
+    with program.compiling():
+        compiled()
+    assert limits == [1800.0, 7200.0, 60.0, 7200.0]
+    for wrong in ("0", "-1", "1e3", "soon", "9" * 5000):
+        monkeypatch.setenv("MESHKIT_COMPILE_TIMEOUT", wrong)
+        with pytest.raises(ConfigError, match=r"MESHKIT_COMPILE_TIMEOUT is '.{1,80}', not a number of seconds"):
+            compiled()
+
+
+def test_a_compile_beyond_its_limit_is_stopped_and_says_how_it_gets_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "start_in", lambda folder, command, environment, **how: start(environment, how))
+    start = lambda environment, how: subprocess.Popen(["sleep", "60"], env=environment, **how)
+    with pytest.raises(ProgramError, match=r"still compiling after 1 s(.|\n)*a longer --compile-timeout \(MESHKIT_"):
+        program._run_child(tmp_path, dict(os.environ), 1.0)

@@ -12,6 +12,7 @@ from meshkit.console import output, run_folder, say, status, stdout
 from meshkit.errors import ConditionError, ConfigError
 from meshkit.units import format_bytes
 from meshkit.verbs.arguments import (
+    CompileTimeoutOption,
     ExperimentArg,
     JobsOption,
     JsonOption,
@@ -43,6 +44,7 @@ def plan(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when the lint warns of anything.")] = False,
     jobs: JobsOption = None,
     no_cache: NoCacheOption = False,
+    compile_timeout: CompileTimeoutOption = None,
 ) -> None:
     """Predict a step on GPUs that are not there.
 
@@ -51,7 +53,7 @@ def plan(
     """
     import resource
 
-    from meshkit.compile.store import cache_off
+    from meshkit.compile.program import compiling
     from meshkit.config.experiment import load
     from meshkit.report.folder import write_folder
     from meshkit.verbs.plan.planner import plan_experiment
@@ -62,12 +64,12 @@ def plan(
     if out is not None:
         run_folder(out)
     if sweep is not None:
-        with cache_off(when=no_cache):
+        with compiling(keep=not no_cache, timeout_s=compile_timeout):
             _sweep(experiment, set_, sweep, scaling, out, as_json, jobs)
         return
     loaded = load(experiment, set_)
     title = f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"
-    with cache_off(when=no_cache):
+    with compiling(keep=not no_cache, timeout_s=compile_timeout):
         with status(title):
             made = plan_experiment(loaded)
         report = made.report

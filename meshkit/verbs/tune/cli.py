@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from meshkit.console import output, run_folder, say, stderr, stdout
-from meshkit.verbs.arguments import ExperimentArg, JobsOption, JsonOption, SetOption
+from meshkit.verbs.arguments import CompileTimeoutOption, ExperimentArg, JobsOption, JsonOption, SetOption
 
 
 def tune(
@@ -29,6 +29,7 @@ def tune(
         str, typer.Option(metavar="WHAT", help="time: fastest at the experiment's size; gpu_hours: of any size.")
     ] = "time",
     jobs: JobsOption = None,
+    compile_timeout: CompileTimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Search the mesh, recomputation and micro-batches of an experiment.
@@ -36,6 +37,7 @@ def tune(
     Rules out by closed forms, compiles the most promising variants, and writes the fastest that fits as winner.toml,
     with what it gained over the experiment as it is. The global batch stays. Killed, it resumes where it was.
     """
+    from meshkit.compile.program import compiling
     from meshkit.config.experiment import load
     from meshkit.verbs.tune.tune_views import progress_bar, render, write_tune_html
     from meshkit.verbs.tune.tuner import WINNER_FILE, Sizes, parse_hosts
@@ -43,7 +45,7 @@ def tune(
 
     folder = run_folder(out or Path("runs") / f"{load(experiment, set_).name}-tune")
     names = [name.strip() for name in axes.split(",")] if axes else None
-    with progress_bar(stderr()) as progress:
+    with compiling(timeout_s=compile_timeout), progress_bar(stderr()) as progress:
         report = run_search(
             experiment,
             set_,
