@@ -202,7 +202,7 @@ def test_profile_measures_jitted_functions_without_knowing_them(step, mesh, tmp_
     assert capture.timeline.steps
     other = capture.report_of("jit__lambda_")
     assert "the executions of 'jit__lambda'" in other.warnings[0].message
-    assert sum(row.count for row in other.communication) < sum(row.count for row in report.communication)
+    assert other.program.fingerprint not in (None, report.program.fingerprint)
     with pytest.raises(TraceError, match="has no program 'train'"):
         capture.report_of("train")
     arguments = ["profile", str(tmp_path / "trace"), "--program", "update", "--json"]
