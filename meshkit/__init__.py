@@ -28,11 +28,13 @@ _PUBLIC = {
     "constrain": "meshkit.sharding.constrain",
     "describe_devices": "meshkit.sharding.mesh",
     "load_experiment": "meshkit.config.experiment",
+    "init_distributed": "meshkit.runs.own_loop",
     "make_train_step": "meshkit.step.train_step",
     "overlap": "meshkit.timeline",
     "pipeline": "meshkit.parallel.pipeline",
     "plan": "meshkit.verbs.plan.planner",
     "prepare_platform": "meshkit.sharding.mesh",
+    "progress": "meshkit.runs.own_loop",
     "profile": "meshkit.verbs.profile.profiler",
     "read_report": "meshkit.report.schema",
     "shard_model": "meshkit.sharding.resolve",
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from meshkit.predict.network import collective_time_s
     from meshkit.report.compare import compare
     from meshkit.report.schema import Report, read_report
+    from meshkit.runs.own_loop import init_distributed, progress
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
     from meshkit.sharding.mesh import build_mesh, describe_devices, prepare_platform
     from meshkit.sharding.resolve import shard_model, shardings
@@ -76,6 +79,7 @@ __all__ = [
     "compare",
     "constrain",
     "describe_devices",
+    "init_distributed",
     "load_experiment",
     "make_train_step",
     "overlap",
@@ -83,6 +87,7 @@ __all__ = [
     "plan",
     "prepare_platform",
     "profile",
+    "progress",
     "read_report",
     "shard_model",
     "shard_over",

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from meshkit.console import output, say
+from meshkit.distributed.leaving import leave_gang, say_lost_process
 from meshkit.errors import MeshkitError
 from meshkit.redaction import redact_streams
 from meshkit.verbs.bench.cli import bench
@@ -19,7 +20,7 @@ from meshkit.verbs.checkpoint.cli import checkpoint_app
 from meshkit.verbs.compare.cli import compare
 from meshkit.verbs.doctor.cli import doctor
 from meshkit.verbs.explain.cli import explain
-from meshkit.verbs.launch.cli import launch_app, leave_gang, say_lost_process
+from meshkit.verbs.launch.cli import launch_app
 from meshkit.verbs.new.cli import new
 from meshkit.verbs.plan.cli import plan
 from meshkit.verbs.profile.cli import profile

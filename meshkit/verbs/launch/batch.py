@@ -105,7 +105,7 @@ def _assignments(job: Job, python: str, mtls: bool) -> dict[str, _Value]:
         "num_processes": job.num_processes,
         "devices_per_process": job.gpus_per_host // job.processes_per_host if several else 0,  # 0: all of the host
         "max_restarts": job.max_restarts,
-        "command": tuple(_one_line(word, "the command") for word in job.train_command((python,))),
+        "command": tuple(_one_line(word, "the command") for word in job.command((python,))),
         **({"make_certificates": tuple(_one_line(word, "--python") for word in make)} if mtls else {}),
     }
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import typer.core
 
 from meshkit.console import output, run_folder, say
-from meshkit.distributed.environment import MTLS, SECRET, Gang, read_gang
-from meshkit.errors import ConfigError, RunError
-from meshkit.verbs.arguments import ExperimentArg, SetOption
+from meshkit.distributed.environment import MTLS, SECRET
+from meshkit.errors import ConfigError
+from meshkit.verbs.arguments import SetOption, complete_experiment
 
 launch_app = typer.Typer(
     help="Start a job of several processes: here, or by SLURM, Kubernetes or MPI.",
@@ -25,6 +26,37 @@ launch_app = typer.Typer(
     epilog="Example: meshkit launch local --processes 2 --devices 4 llama_debug_cpu",
 )
 
+_COMMAND = "command"  # in the meta of the context: what stands behind `--`
+
+
+class WithCommand(typer.core.TyperCommand):
+    """A launcher of an experiment, or of the command behind `--`."""
+
+    def parse_args(self, ctx, args: list[str]) -> list[str]:
+        """Takes the command from the words."""
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta[_COMMAND], args = tuple(args[at + 1 :]), args[:at]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx) -> list[str]:
+        """`[OPTIONS] EXPERIMENT | -- COMMAND ...`."""
+        return [*super().collect_usage_pieces(ctx), "| -- COMMAND ..."]
+
+
+ExperimentArg = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="EXPERIMENT",
+        help="Experiment file (TOML), or the name of a shipped one; trained, where no command follows `--`.",
+        show_default=False,
+        autocompletion=complete_experiment,
+    ),
+]
+HostsOption = Annotated[int | None, typer.Option(metavar="H", min=1, help="Machines, of a command without experiment.")]
+GpusOption = Annotated[
+    int, typer.Option("--gpus-per-host", metavar="G", min=1, help="GPUs of each, of a command without experiment.")
+]
 OutOption = Annotated[
     str | None, typer.Option("--out", metavar="DIR", help="Run folder, on a file system that all hosts share.")
 ]
@@ -38,9 +70,11 @@ _MTLS_HELP = "Certificates made for this run: nobody else can join it or read th
 MtlsOption = Annotated[bool, typer.Option("--mtls/--no-mtls", help=_MTLS_HELP)]
 
 
-@launch_app.command(epilog="Example: meshkit launch local --processes 2 --devices 4 llama_debug_cpu")
+@launch_app.command(cls=WithCommand, epilog="Example: meshkit launch local --processes 2 --devices 4 llama_debug_cpu")
 def local(
-    experiment: ExperimentArg,
+    context: typer.Context,
+    *,
+    experiment: ExperimentArg = None,
     processes: Annotated[int, typer.Option(metavar="N", min=1, help="Processes on this machine.")],
     devices: Annotated[int, typer.Option(metavar="M", min=1, help="Devices of each: GPUs, or virtual CPU devices.")],
     set_: SetOption = [],  # noqa: B006
@@ -70,17 +104,21 @@ def local(
     """A gang on this machine, watched: the first failure is shown, all are stopped, and all start again.
 
     What each process prints is in logs/ of the run folder; what the first one prints is shown as well. No restart after
-    exit code 2 (what you gave is wrong), nor once two attempts in a row have reached no new step.
+    exit code 2 (what you gave is wrong), nor once two attempts in a row have reached no new step. A command of yours
+    says how far it is by `mk.progress`; one that does not is watched by its exit code.
     """
     from meshkit.config.experiment import load
     from meshkit.distributed.environment import check_address
     from meshkit.verbs.launch.certificates import certificates_for
-    from meshkit.verbs.launch.job import Job, job_name
-    from meshkit.verbs.launch.local import LocalPart, check_devices
+    from meshkit.verbs.launch.job import Job, command_name, job_name
+    from meshkit.verbs.launch.local import LocalPart, check_devices, has_driver
     from meshkit.verbs.launch.supervisor import Policy, Supervisor, only_launcher
     from meshkit.verbs.launch.watchdog import read_limits
 
-    loaded, limits = load(experiment, set_), read_limits(stall_timeout)
+    own = _own_command(context, experiment)
+    loaded, limits = load(experiment, set_) if experiment else None, read_limits(stall_timeout, own=bool(own))
+    name = loaded.name if loaded else command_name(own)
+    virtual = loaded.cluster.is_cpu if loaded else not has_driver()
     if coordinator is not None:
         check_address(coordinator, at="--coordinator", name="--coordinator")
     if hosts > 1 and max_restarts:
@@ -88,21 +126,22 @@ def local(
     if hosts > 1 and mtls:
         made = "meshkit launch certificates DIR --host NAME, and MESHKIT_MTLS=DIR on every host"
         raise ConfigError("several hosts cannot each make certificates of their own.", at="--mtls", hint=made)
-    folder = out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     secrets = folder / "mtls" if mtls else None
     _warn_of_the_open(mtls or hosts == 1 or bool(os.environ.get(MTLS)))
     known_as = coordinator.rsplit(":", 1)[0] if coordinator else "127.0.0.1"
     part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, str(secrets) if secrets else None)
     check_devices(part, loaded)
-    job = Job(job_name(loaded.name), str(experiment), tuple(set_), str(folder), hosts, processes * devices, processes)
-    command = job.train_command((sys.executable,))
+    file, gpus = str(experiment or ""), processes * devices
+    job = Job(job_name(name), file, tuple(set_), str(folder), hosts, gpus, processes, own=own)
+    command = job.command((sys.executable,))
     if dry_run:
         if secrets:
             make = [sys.executable, "-m", "meshkit", "launch", "certificates", str(secrets), "--host", known_as]
             output(shlex.join(make))
         elif hosts == 1:  # one that was printed would be none
             output(f'export {SECRET}="$(openssl rand -hex 32)"')
-        for environment in part.environments(attempt or 0, virtual=loaded.cluster.is_cpu, base={}):
+        for environment in part.environments(attempt or 0, virtual=virtual, base={}):
             variables = (f"{name}={value}" for name, value in environment.items() if name != SECRET)
             output(shlex.join(["env", *variables, *command]))
         return
@@ -113,17 +152,21 @@ def local(
     with only_launcher(logs), ExitStack() as stack:
         if secrets:
             stack.enter_context(certificates_for(secrets, [known_as]))
-        environments = lambda attempt: part.environments(attempt, virtual=loaded.cluster.is_cpu)
+        environments = lambda attempt: part.environments(attempt, virtual=virtual)
         code = Supervisor(command, environments, folder, policy, say, logs=logs, first_rank=part.first_rank).run()
     if code:
         raise typer.Exit(code)
 
 
-@launch_app.command(epilog="Example: meshkit launch slurm llama3_70b --sbatch partition=gpu --dry-run")
+@launch_app.command(cls=WithCommand, epilog="Example: meshkit launch slurm llama3_70b --sbatch partition=gpu --dry-run")
 def slurm(
-    experiment: ExperimentArg,
+    context: typer.Context,
+    *,
+    experiment: ExperimentArg = None,
     set_: SetOption = [],  # noqa: B006
     out: OutOption = None,
+    hosts: HostsOption = None,
+    gpus_per_host: GpusOption = 8,
     processes_per_host: PerHostOption = 1,
     max_restarts: RestartsOption = 3,
     sbatch: Annotated[
@@ -142,21 +185,29 @@ def slurm(
     from meshkit.verbs.launch.batch import Slurm, slurm_script
     from meshkit.verbs.launch.job import make_job, submit
 
-    job = make_job(experiment, set_, out, processes_per_host, max_restarts)
+    own = _own_command(context, experiment)
+    machines = (hosts, gpus_per_host)
+    job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
     site = Slurm(_pairs(sbatch, "--sbatch"), container_image, tuple(container_mount), container_workdir, python, mtls)
     _warn_of_the_open(mtls)
     text = slurm_script(job, site)
     output(text, end="") if dry_run else say(submit(["sbatch"], text))
 
 
-@launch_app.command(epilog="Example: meshkit launch jobset llama3_70b --image REGISTRY/IMAGE:TAG --dry-run")
+@launch_app.command(
+    cls=WithCommand, epilog="Example: meshkit launch jobset llama3_70b --image REGISTRY/IMAGE:TAG --dry-run"
+)
 def jobset(
-    experiment: ExperimentArg,
+    context: typer.Context,
+    *,
+    experiment: ExperimentArg = None,
     image: Annotated[
         str, typer.Option(metavar="IMAGE", help="Container image with meshkit, the model and the experiment.")
     ],
     set_: SetOption = [],  # noqa: B006
     out: OutOption = None,
+    hosts: HostsOption = None,
+    gpus_per_host: GpusOption = 8,
     processes_per_host: PerHostOption = 1,
     max_restarts: RestartsOption = 3,
     namespace: Annotated[str | None, typer.Option(metavar="NAME", help="Kubernetes namespace.")] = None,
@@ -178,19 +229,25 @@ def jobset(
     from meshkit.verbs.launch.job import make_job
     from meshkit.verbs.launch.jobset import Kubernetes, jobset_yaml, submit_jobset
 
-    job = make_job(experiment, set_, out, processes_per_host, max_restarts)
+    own = _own_command(context, experiment)
+    machines = (hosts, gpus_per_host)
+    job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
     claims, resources = _pairs(claim, "--claim"), _pairs(resource, "--resource")
     site = Kubernetes(image, namespace, claims, resources, shm, workdir, python, mtls)
     _warn_of_the_open(mtls)
     output(jobset_yaml(job, site), end="") if dry_run else say(submit_jobset(job, site))
 
 
-@launch_app.command(epilog="Example: meshkit launch mpi llama3_70b --hostfile hosts --dry-run")
+@launch_app.command(cls=WithCommand, epilog="Example: meshkit launch mpi llama3_70b --hostfile hosts --dry-run")
 def mpi(
-    experiment: ExperimentArg,
+    context: typer.Context,
+    *,
+    experiment: ExperimentArg = None,
     hostfile: Annotated[str, typer.Option(metavar="FILE", help="Hosts, one a line; process 0 runs on the first.")],
     set_: SetOption = [],  # noqa: B006
     out: OutOption = None,
+    hosts: HostsOption = None,
+    gpus_per_host: GpusOption = 8,
     processes_per_host: PerHostOption = 1,
     max_restarts: RestartsOption = 3,
     python: PythonOption = "python3",
@@ -201,7 +258,9 @@ def mpi(
     from meshkit.verbs.launch.batch import mpi_script
     from meshkit.verbs.launch.job import make_job
 
-    job = make_job(experiment, set_, out, processes_per_host, max_restarts)
+    own = _own_command(context, experiment)
+    machines = (hosts, gpus_per_host)
+    job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
     _warn_of_the_open(mtls)
     text = mpi_script(job, hostfile, python=python, mtls=mtls)
     if dry_run:
@@ -230,43 +289,16 @@ def certificates(
     say(f"certificates of {', '.join(host)} for {days} days are in {folder}")
 
 
-def leave_gang(code: int) -> None:
-    """Ends this process at once if it failed and is one of several; otherwise does nothing.
+def _own_command(context: typer.Context, experiment: Path | None) -> tuple[str, ...]:
+    """What stands behind `--`; empty for the training of an experiment.
 
-    Python's own way out waits for the others at jax's last barrier, and they wait for this process in a collective.
+    Raises:
+        ConfigError: there is neither.
     """
-    if code in (0, 75) or _gang_of_several() is None:  # with these, all processes end together
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def say_lost_process(error: Exception) -> int:
-    """Says that another process of the job is gone, where that is what jax's error means.
-
-    Returns:
-        The exit code 4, which a supervisor restarts; 0 where the error means something else, and nothing is said.
-    """
-    signs = ("Gloo", "NCCL", "coordination service", "heartbeat", "Connection reset", "Socket closed", "UNAVAILABLE")
-    gang = _gang_of_several()
-    if gang is None or type(error).__name__ != "JaxRuntimeError" or not any(sign in str(error) for sign in signs):
-        return 0
-    lost = RunError(
-        f"process {gang.process_id} of {gang.num_processes} has lost another one: {str(error).splitlines()[0]}",
-        hint="the logs of the others, one of which failed first; `meshkit launch` restarts them all",
-    )
-    say(f"meshkit: {lost.render()}")
-    return lost.exit_code
-
-
-def _gang_of_several() -> Gang | None:
-    """The job that this process is part of; None where it is alone, or cannot tell."""
-    try:
-        gang = read_gang()
-    except ConfigError:
-        return None
-    return gang if gang is not None and gang.num_processes > 1 else None
+    command = context.meta.get(_COMMAND, ())
+    if not command and experiment is None:
+        raise ConfigError("nothing to launch.", hint="an experiment, or a command: -- python train.py")
+    return command
 
 
 def _warn_of_the_open(closed: bool) -> None:

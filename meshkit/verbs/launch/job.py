@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshkit.config.experiment import load
+from meshkit.distributed.environment import OUT
 from meshkit.errors import ConfigError, RunError
 
 SAVE_S = 120  # from SIGTERM to the end of a job: for a checkpoint
@@ -38,43 +39,78 @@ class Job:
     """1, or one for each GPU, or a number in between that divides them."""
     max_restarts: int = 3
     """Attempts after the first one."""
+    own: tuple[str, ...] = ()
+    """A command in place of the training; it finds the run folder in MESHKIT_OUT."""
 
     @property
     def num_processes(self) -> int:
         return self.hosts * self.processes_per_host
 
-    def train_command(self, python: Sequence[str]) -> tuple[str, ...]:
+    def command(self, python: Sequence[str]) -> tuple[str, ...]:
         """The command of every process."""
+        if self.own:
+            return ("env", f"{OUT}={self.out}", *self.own)
         sets = (word for text in self.overrides for word in ("--set", text))
         return (*python, "-m", "meshkit", "train", self.experiment, *sets, "--out", self.out)
 
 
-def make_job(file: Path, overrides: Sequence[str], out: str | None, processes_per_host: int, max_restarts: int) -> Job:
-    """The job of an experiment file on the hosts of its cluster.
+def make_job(
+    file: Path | None,
+    overrides: Sequence[str],
+    out: str | None,
+    processes_per_host: int,
+    max_restarts: int,
+    *,
+    own: tuple[str, ...] = (),
+    machines: tuple[int | None, int] = (None, 8),
+) -> Job:
+    """The job of an experiment file on the hosts of its cluster, or of a command.
+
+    Args:
+        file: the experiment; None for a command on machines that are given.
+        overrides: the `--set` options.
+        out: the run folder; `runs/NAME` by default.
+        processes_per_host: 1, or one for each GPU.
+        max_restarts: attempts after the first one.
+        own: a command in place of the training.
+        machines: hosts, and GPUs of each, where there is no experiment.
 
     Raises:
-        ConfigError: the processes cannot share a host's GPUs evenly, or the cluster is one of virtual CPU devices.
+        ConfigError: the processes cannot share a host's GPUs evenly, the cluster is one of virtual CPU devices, or
+            nobody says how many hosts there are.
     """
-    experiment = load(file, overrides)
-    cluster = experiment.cluster
-    if cluster.is_cpu:
-        raise ConfigError(
-            f"cluster '{cluster.name}' is one of virtual CPU devices, which need no other machines.",
-            hint="meshkit launch local, or a cluster of GPUs",
-        )
-    gpus = cluster.num_gpus // cluster.hosts
+    if file is not None:
+        experiment = load(file, overrides)
+        cluster = experiment.cluster
+        if cluster.is_cpu:
+            raise ConfigError(
+                f"cluster '{cluster.name}' is one of virtual CPU devices, which need no other machines.",
+                hint="meshkit launch local, or a cluster of GPUs",
+            )
+        hosts, gpus, name = cluster.hosts, cluster.num_gpus // cluster.hosts, job_name(experiment.name)
+    else:
+        given, gpus, name = machines[0], machines[1], command_name(own)
+        if given is None:
+            raise ConfigError("nothing says on how many hosts the command runs.", hint="--hosts 4 --gpus-per-host 8")
+        hosts = given
     check_share(processes_per_host, gpus, "GPUs of a host", "--processes-per-host")
-    name = job_name(experiment.name)
     return Job(
         name=name,
-        experiment=file.as_posix(),
+        experiment=file.as_posix() if file is not None else "",
         overrides=tuple(overrides),
         out=out or f"runs/{name}",
-        hosts=cluster.hosts,
+        hosts=hosts,
         gpus_per_host=gpus,
         processes_per_host=processes_per_host,
         max_restarts=max_restarts,
+        own=own,
     )
+
+
+def command_name(command: Sequence[str]) -> str:
+    """The name of a job by its command: that of its script, or of the program."""
+    script = next((word for word in command if word.endswith((".py", ".sh"))), command[0])
+    return job_name(Path(script).stem)
 
 
 def check_share(processes: int, devices: int, what: str, at: str) -> None:

@@ -215,14 +215,15 @@ def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
 
 def _command(job: Job, site: Kubernetes) -> list[str]:
     """Kubernetes replaces `$(NAME)` in a command; a `$` of the user's is doubled, which keeps it."""
-    train = [word.replace("$", "$$") for word in job.train_command((site.python,))]
+    command = [word.replace("$", "$$") for word in job.command((site.python,))]
     if job.processes_per_host == 1:
-        return train
-    python, module, meshkit, _, *arguments = train
+        return command
     devices = job.gpus_per_host // job.processes_per_host
     part = ["--processes", str(job.processes_per_host), "--devices", str(devices), "--hosts", str(job.hosts)]
     part += ["--host-index", "$(HOST_INDEX)", "--coordinator", f"$({COORDINATOR})", "--attempt", f"$({ATTEMPT})"]
-    return [python, module, meshkit, "launch", "local", *part, *arguments]
+    # the launcher of a training takes its arguments, and puts the folder into a command's environment
+    arguments = ["--out", job.out, "--", *command] if job.own else command[4:]
+    return [site.python, "-m", "meshkit", "launch", "local", *part, *arguments]
 
 
 def _coordinator_host(job: Job) -> str:

@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from meshkit.config.experiment import Experiment
 from meshkit.distributed.environment import FIRST_PORT, JOIN_TIMEOUT, NUM_PORTS, Gang, without_launchers
@@ -71,8 +72,13 @@ class LocalPart:
         return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number, self.mtls, secret)
 
 
-def check_devices(part: LocalPart, experiment: Experiment) -> None:
-    """Stops unless the processes have as many devices together as the experiment's cluster.
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is on this machine."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def check_devices(part: LocalPart, experiment: Experiment | None) -> None:
+    """Stops unless the processes have as many devices together as the experiment's cluster, if there is one.
 
     Raises:
         ConfigError: they have more or fewer, or the part is none of the job.
@@ -90,6 +96,8 @@ def check_devices(part: LocalPart, experiment: Experiment) -> None:
             at="--hosts",
             hint="--coordinator HOST:PORT, with the name of the first host",
         )
+    if experiment is None:
+        return
     cluster, started = experiment.cluster, part.hosts * part.processes * part.devices
     if started != cluster.num_gpus:
         whole = f"{part.hosts} hosts x " if part.hosts > 1 else ""

@@ -48,6 +48,8 @@ class Limits:
     trace, save and end, and for the first pulse to come. 0 watches nothing that has no limit of its own."""
     of_phase: Mapping[str, float] = field(default_factory=dict)
     """Seconds in a phase, in place of the above; 0 for no limit."""
+    silent_too: bool = True
+    """Whether one that has never said what it does can be stuck in its start; a command of the user's need not."""
     stopped_s: float = _STOPPED_S
     """Seconds in the state that SIGSTOP brings; 0 for no limit. Seen on Linux alone; elsewhere it is the phase's."""
 
@@ -57,8 +59,12 @@ class Limits:
         return self.of_phase.get(phase, by_nature) or _NEVER
 
 
-def read_limits(texts: Sequence[str]) -> Limits:
+def read_limits(texts: Sequence[str], *, own: bool = False) -> Limits:
     """The limits that options give: `SECONDS` for all phases, `PHASE=SECONDS` for one or for `stopped`.
+
+    Args:
+        texts: the options.
+        own: whether they are of a command of the user's, which need not say what it does.
 
     Raises:
         ConfigError: one is no number from 0 on, or of no phase.
@@ -80,7 +86,8 @@ def read_limits(texts: Sequence[str]) -> Limits:
             of_phase[phase] = seconds
         else:
             stall_s = seconds
-    return Limits(stall_s, of_phase, of_phase.pop(_STOPPED, _STOPPED_S if stall_s else 0.0))
+    stopped_s = of_phase.pop(_STOPPED, _STOPPED_S if stall_s else 0.0)
+    return Limits(stall_s, of_phase, silent_too=not own, stopped_s=stopped_s)
 
 
 @dataclass
@@ -169,6 +176,8 @@ class Watchdog:
         return Stuck(member, f"has been stopped (SIGSTOP) for {now - since:.0f} s, {_where(seen)}")
 
     def _late(self, running: list[tuple[Member, _Seen]], now: float) -> Stuck | None:
+        if not self._limits.silent_too:
+            running = [(member, seen) for member, seen in running if seen.moves >= 0]
         if not any(now - s.moved_at > self._limits.of(s.phase) for _, s in running):
             return None
         # The others wait for the one that is furthest behind; of equals, for one that is not in the step, or stopped.

@@ -110,7 +110,7 @@ def test_every_process_is_told_its_place(site, launcher):
         place, coordinator, *arguments = (site / f"run folder/logs/attempt0/rank{rank}.log").read_text().splitlines()
         assert place == f"{rank} of 2, attempt 0, devices all"
         assert re.fullmatch(r"gpu7:6[1-4]\d{3}", coordinator)
-        assert arguments == [*job.train_command(())]  # word for word: no shell has read them
+        assert arguments == [*job.command(())]  # word for word: no shell has read them
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "mpi"])

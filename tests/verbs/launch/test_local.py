@@ -106,7 +106,7 @@ def test_names_that_every_launcher_takes(text, name):
 
 def test_the_command_of_a_process():
     job = Job("a", "dir/a b.toml", ("mesh.x=2", 'y="$(z)"'), "runs/a", 1, 8)
-    assert job.train_command(("python3",)) == (
+    assert job.command(("python3",)) == (
         *("python3", "-m", "meshkit", "train", "dir/a b.toml"),
         *("--set", "mesh.x=2", "--set", 'y="$(z)"', "--out", "runs/a"),
     )
