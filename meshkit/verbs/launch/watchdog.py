@@ -48,10 +48,10 @@ class Limits:
     trace, save and end, and for the first pulse to come. 0 watches nothing that has no limit of its own."""
     of_phase: Mapping[str, float] = field(default_factory=dict)
     """Seconds in a phase, in place of the above; 0 for no limit."""
-    silent_too: bool = True
-    """Whether one that has never said what it does can be stuck in its start; a command of the user's need not."""
     stopped_s: float = _STOPPED_S
     """Seconds in the state that SIGSTOP brings; 0 for no limit. Seen on Linux alone; elsewhere it is the phase's."""
+    silent_too: bool = True
+    """Whether one that has never said what it does can be stuck in its start; a command of the user's need not."""
 
     def of(self, phase: str) -> float:
         """Seconds that a process may stay in a phase."""
