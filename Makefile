@@ -93,6 +93,8 @@ gpu-rehearsal: gpu-wheels .venv-gpu/installed
 	  python -m meshkit plan $(EXPERIMENTS)/llama3_8b.toml --out runs/gpu-rehearsal/plan
 
 .venv-gpu/installed: .venv/installed
+	@$(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || { \
+	  echo "make gpu-rehearsal: the packed wheels are of Python 3.12, and .venv has $$($(PY) --version)"; exit 2; }
 	@rm -rf .venv-gpu && $(PY) -m venv .venv-gpu
 	@sed -E 's/^(jax|jaxlib)==.*/\1==$(OLDEST)/' constraints.txt > .venv-gpu/constraints.txt
 	@.venv-gpu/bin/python -m pip install -qq --disable-pip-version-check -c .venv-gpu/constraints.txt $(GPU_MACHINE)

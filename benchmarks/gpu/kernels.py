@@ -152,6 +152,11 @@ def _summed(function: Callable, operands: Any) -> jax.Array:
 
 def times(work: Callable, operands: Any, seconds: float) -> tuple[float, float]:
     """Seconds of one call: in the first tenth of a second (burst), and the median over the second half (sustained)."""
+    return timed(compiled(work, operands), operands, seconds)
+
+
+def compiled(work: Callable, operands: Any) -> Callable:
+    """A program that does the work several times; XLA has chosen its kernels, and it has run once."""
 
     def repeated(operands: Any) -> Any:
         def again(_: Any, carry: Any) -> Any:
@@ -162,10 +167,16 @@ def times(work: Callable, operands: Any, seconds: float) -> tuple[float, float]:
 
     program = jax.jit(repeated)
     jax.block_until_ready(program(operands))
-    times: list[float] = []
-    while len(times) < 4 or sum(times) < seconds:
-        began = time.perf_counter()
+    return program
+
+
+def timed(program: Callable, operands: Any, seconds: float) -> tuple[float, float]:
+    """`times` of a compiled program, run for so many seconds."""
+    ends: list[float] = []
+    began = time.perf_counter()
+    while len(ends) < 4 or ends[-1] < seconds:
         jax.block_until_ready(program(operands))
-        times.append((time.perf_counter() - began) / _REPEATS)
-    first = [t for i, t in enumerate(times) if sum(times[:i]) * _REPEATS < 0.1] or times[:1]
-    return statistics.median(first), statistics.median(times[len(times) // 2 :])
+        ends.append(time.perf_counter() - began)
+    each = [(end - start) / _REPEATS for start, end in zip([0.0, *ends], ends)]
+    first = [t for t, end in zip(each, ends) if end < 0.1] or each[:1]
+    return statistics.median(first), statistics.median(each[len(each) // 2 :])

@@ -208,3 +208,17 @@ def test_verbs_are_measured_at_toy_size(name, tmp_path):
 )
 def test_what_is_rehearsed_or_trained_fits_one_h100(name, experiment, fits):
     checks.check_memory(experiment, fits)
+
+
+def test_a_kernel_is_timed_for_the_seconds_that_are_given():
+    from benchmarks.gpu import kernels
+
+    def call(operands):
+        time.sleep(0.01)
+        return operands
+
+    began = time.perf_counter()
+    burst, sustained = kernels.timed(call, 1.0, 0.3)
+    assert time.perf_counter() - began < 0.6
+    assert 0.01 <= burst * kernels._REPEATS < 0.03
+    assert 0.01 <= sustained * kernels._REPEATS < 0.03
