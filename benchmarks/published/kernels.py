@@ -13,6 +13,8 @@ from benchmarks.published.frameworks import Framework
 from benchmarks.published.rows import Row
 from meshkit.config.cluster import Cluster
 
+_TODAY = r"Megatron-Bridge 26"  # releases with a cuDNN that the catalog's attention was measured with
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -36,7 +38,8 @@ def kernels_of(row: Row, framework: Framework) -> Kernels:
     """Those of a row's framework, GPU and source."""
     words = f"{row.say('gpu')} {row.source}"
     found = (name for name, v in _tables()["variants"].items() if re.search(v["words"], words, re.IGNORECASE))
-    return Kernels(framework.attention, next(found, ""))
+    older = "" if re.search(_TODAY, row.source) else "cudnn_2024"
+    return Kernels(framework.attention or older, next(found, ""))
 
 
 def adapted(cluster: Cluster, kernels: Kernels) -> Cluster:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 
 from benchmarks.published.experiments import Run
-from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.predict.kernels import memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
+from meshkit.predict.pricing import arithmetic_left
 
 _BYTES = {"bf16": 2, "fp32": 4}
 _WEIGHT_BYTES = 2  # gathered in the compute dtype
@@ -99,18 +99,15 @@ def _buckets(run: Run, size: float) -> int:
 def _beside(seconds: float, count: int, window_s: float, cluster: Cluster) -> float:
     """Seconds that `count` collectives of so many seconds add to compute which they run beside.
 
-    They slow it, and may outlast it. A kernel beside a collective inside a domain keeps the share of its rate that the
-    catalog has as `contended`, which was measured there; beside one over the network it loses the multiprocessors of
-    NCCL's channels. The last bucket starts when compute is done.
+    They slow it, and may outlast it: by the law of a plan (predict/pricing.py). The last bucket starts when compute is
+    done.
     """
     if not window_s:
         return count * seconds
     last = seconds if count > 1 else 0.0
     window_s *= (count - 1) / count if count > 1 else 1.0
     seconds *= count - 1 if count > 1 else 1
-    left = 1 - catalog.kernels()["nccl_channels"][-1] / cluster.gpu.sms
-    if cluster.num_nvlink_domains == 1:
-        left = cluster.gpu.achieved.get("contended", left)
+    left = arithmetic_left(cluster.gpu, crosses=cluster.num_nvlink_domains > 1)
     slowed = window_s + seconds * (1 - left) if seconds * left <= window_s else seconds
     return max(slowed, seconds) - window_s + last
 

@@ -12,7 +12,7 @@ from benchmarks.published.holdings import framework_peak_bytes
 from benchmarks.published.kernels import adapted, kernels_of
 from benchmarks.published.ours import is_loop_copy
 from benchmarks.published.prefetch import prefetched
-from benchmarks.published.programs import Program, get_program, program_key
+from benchmarks.published.programs import Program, get_program, has_program, program_key
 from benchmarks.published.reasons import Case, mean_kernel_s, outside_note
 from benchmarks.published.replica import (
     BLOCKING,
@@ -123,7 +123,7 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
     experiments.mkdir(parents=True, exist_ok=True)
     name = str(run.document["name"]) if run.whole else f"{_safe(row.id)}.stage"
     (experiments / f"{name}.toml").write_text(run.toml)
-    if not compile_missing and not (folder / "programs" / f"{program_key(run.toml)}.gz").exists():
+    if not compile_missing and not has_program(run.toml, folder / "programs"):
         blank = _blank(row, "not predicted: its program was not compiled")
         peak_bytes = framework_peak_bytes(run, blank.peak_means or "allocated")
         return replace(blank, family=family_of(run), peak_bytes=peak_bytes)

@@ -163,9 +163,9 @@ def _numbers(table: str, key: str) -> dict[str, Any]:
 
 
 @functools.cache
-def matmul_rates() -> tuple[Mapping[str, str], ...]:
-    """The rows of matmul_rates.csv: generation, batch, m, n, k, and TFLOP/s by precision."""
-    text = resources.files("meshkit.config").joinpath("matmul_rates.csv").read_text(encoding="utf-8")
+def measured_table(name: str) -> tuple[Mapping[str, str], ...]:
+    """The rows of a table of measured rates beside this module: matmul_rates.csv, matmul_shapes.csv, ..."""
+    text = resources.files("meshkit.config").joinpath(name).read_text(encoding="utf-8")
     return tuple(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 
 

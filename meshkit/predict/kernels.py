@@ -3,11 +3,8 @@
 time = max(FLOP / (dense peak x sustained share), bytes / (memory bandwidth x sustained share)). The shares are measured
 ones and live in config/catalog.toml with their sources; the rates of a calibration that the cluster names come first.
 
-What a matmul's shape leaves of the best rate (waves, tiles, short inner loops) is read from 375 shapes of powers of two
-that OpenXLA measured on an H100 and on a B200 (config/matmul_rates.csv). Between them rates are log-linear; a dim that
-is no multiple of a tile costs as much as the next multiple; dims beyond the table are further waves of the same tiles.
-Another GPU is read at the shape that gives each of its multiprocessors the same number of tiles, and a tile the same
-time, as on the measured one.
+What a matmul's shape leaves of the best rate (waves, tiles, short inner loops) is in matmuls.py, that of fused attention
+here.
 """
 
 from __future__ import annotations
@@ -21,8 +18,9 @@ import numpy as np
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import Rates
 from meshkit.config.cluster import Cluster, Gpu
-from meshkit.hlo.costs import Cost, Matmul
+from meshkit.hlo.costs import Cost
 from meshkit.predict.assumptions import Assumptions
+from meshkit.predict.matmuls import shape_share, sustained_flops_per_s
 from meshkit.units import format_count, format_rate
 
 # Precisions of `[train]` -> element types that their matmuls have.
@@ -137,7 +135,8 @@ def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions) -> f
     seconds, shaped = 0.0, dict.fromkeys(cost.matmul_flops, 0.0)
     for matmul in cost.matmuls if assumptions.shapes else ():
         rate = _matmul_flops_per_s(gpu, matmul.dtype, rates, assumptions)
-        seconds += matmul.flops / (rate * shape_share(matmul, gpu, precision_of(gpu, matmul.dtype)))
+        share = shape_share(matmul, gpu, precision_of(gpu, matmul.dtype), _kind(assumptions))
+        seconds += matmul.flops / (rate * share)
         shaped[matmul.dtype] = shaped.get(matmul.dtype, 0.0) + matmul.flops
     for dtype, flops in cost.matmul_flops.items():
         seconds += max(0.0, flops - shaped[dtype]) / _matmul_flops_per_s(gpu, dtype, rates, assumptions)
@@ -147,9 +146,12 @@ def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions) -> f
 def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumptions) -> float:
     """Sustained rate of a large matmul."""
     precision = precision_of(gpu, dtype)
-    peak, kind = gpu.peak_flops[precision], "matmul" if assumptions.sustained else "burst"
-    share = gpu.achieved.get(f"{kind}_{precision}", gpu.achieved.get(kind, gpu.achieved["matmul"]))
-    return min(peak, rates.matmul_flops_per_s.get(precision, peak * share))
+    large = sustained_flops_per_s(gpu, precision, _kind(assumptions))
+    return min(gpu.peak_flops[precision], rates.matmul_flops_per_s.get(precision, large))
+
+
+def _kind(assumptions: Assumptions) -> str:
+    return "matmul" if assumptions.sustained else "burst"
 
 
 def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions) -> float:
@@ -174,7 +176,7 @@ def matmul_share(cost: Cost, gpu: Gpu) -> float:
 
 
 def attention_share(cost: Cost, gpu: Gpu) -> float:
-    """Rate of attention of this length and mask over that of a causal pass at 4k tokens, from published charts.
+    """Rate of attention of this length and mask over that of a causal pass of its direction at 4k tokens.
 
     Blocks of queries are handed to the multiprocessors one by one, and the last of them leave most idle: as if there
     were one more wave (SimuMax's measurements of 4 to 64 heads on an A100 fall that way).
@@ -182,102 +184,40 @@ def attention_share(cost: Cost, gpu: Gpu) -> float:
     if not cost.attention_length:
         return 1.0
     k = catalog.kernels()
-    lengths = np.log(k["attention_lengths"])
-    forward = k["attention_causal_forward"]
-    if cost.attention_causal:
-        chart = forward
-    else:
-        chart = k["attention_full_backward" if cost.attention_backward else "attention_full_forward"]
-    if cost.attention_causal and cost.attention_backward:  # a mask costs both passes the same share
-        masked = np.divide(forward, k["attention_full_forward"])
-        at_4k = k["attention_lengths"].index(4096)
-        chart = k["attention_full_backward"] * masked / (k["attention_full_backward"][at_4k] * masked[at_4k])
+    lengths, chart = _attention_chart(gpu.key, cost.attention_backward, cost.attention_causal)
     by_length = float(np.interp(math.log(cost.attention_length), lengths, chart))
     blocks = cost.attention_queries / k["attention_queries_per_block"]
     charted = k["attention_blocks"] / (k["attention_blocks"] + catalog.gpu("h100_sxm").sms)
     return by_length * blocks / (blocks + gpu.sms) / charted if blocks else by_length
 
 
-def memory_bytes_per_s(gpu: Gpu, rates: Rates = _NOT_MEASURED) -> float:
-    """Sustained rate of device memory, reads and writes together."""
-    return min(gpu.memory_bytes_per_s, rates.memory_bytes_per_s or gpu.memory_bytes_per_s * gpu.achieved["memory"])
-
-
-_TILE = 128  # cuBLAS's smallest output tile that keeps tensor cores busy, both ways
-_INNER = 64  # of its loop over k
-_MEASURED = {"hopper": "h100_sxm", "blackwell": "b200"}
-
-
-def shape_share(matmul: Matmul, gpu: Gpu, precision: str) -> float:
-    """Rate of a matmul of this shape over that of the largest measured one, at most 1.
-
-    Args:
-        matmul: its shape.
-        gpu: where it runs.
-        precision: as the catalog calls it; one that the table lacks is read as bf16.
-    """
-    if gpu.compute_capability is None or min(matmul.batch, matmul.m, matmul.n, matmul.k) < 1:
-        return 1.0
-    generation = "blackwell" if gpu.compute_capability >= (10, 0) else "hopper"
-    return _share(matmul.batch, matmul.m, matmul.n, matmul.k, gpu.key, generation, precision)
-
-
-@functools.lru_cache(maxsize=65536)
-def _share(batch: int, m: int, n: int, k: int, key: str, generation: str, precision: str) -> float:
-    """The share of a shape, as if it ran on the measured GPU of the same generation."""
-    gpu, measured = catalog.gpu(key), catalog.gpu(_MEASURED[generation])
-    tiles_each = batch * measured.sms / gpu.sms
-    slower = (_rate(measured, precision) / measured.sms) / (_rate(gpu, precision) / gpu.sms)
-    wide, tall, deep = _padded(m, _TILE), _padded(n, _TILE), _padded(k, _INNER)
-    useful = (m * n * k) / (wide * tall * deep)
-    return min(1.0, useful * _interpolated(generation, precision, tiles_each, wide, tall, deep * slower))
-
-
-def _rate(gpu: Gpu, precision: str) -> float:
-    """Sustained rate of a large matmul by the catalog, FLOP/s."""
-    return gpu.peak_flops.get(precision, gpu.peak_flops["fp32"]) * gpu.achieved["matmul"]
-
-
-def _padded(size: int, tile: int) -> int:
-    """The next multiple of a tile; powers of two below it have kernels of their own."""
-    if size <= tile:
-        return 1 << (size - 1).bit_length()
-    return -(-size // tile) * tile
-
-
-def _interpolated(generation: str, precision: str, batch: float, m: float, n: float, k: float) -> float:
-    """The measured rates between their shapes, over the largest of them with every dim at the table's end."""
-    grids, table = _table(generation, precision)
-    most_batch, most_m, most_n, most_k = (float(grid[-1]) for grid in grids)
-    batch, m, n = batch * max(1.0, m / most_m) * max(1.0, n / most_n), min(m, most_m), min(n, most_n)
-    while batch > most_batch and min(m, n) < most_m:  # more small products fill the GPU as fewer larger ones do
-        batch, m, n = (batch / 2, 2 * m, n) if m <= n else (batch / 2, m, 2 * n)
-    below = 1.0  # dims below the table fill a part of the smallest tile that was measured
-    for size, grid in ((m, grids[1]), (n, grids[2]), (k, grids[3])):
-        below *= min(1.0, size / float(grid[0]))
-    point = [batch, min(m, most_m), min(n, most_n), min(k, most_k)]
-    return below * _log_linear(grids, table, point) / float(table[-1, -1, -1, -1])
-
-
-def _log_linear(grids: tuple[np.ndarray, ...], table: np.ndarray, point: list[float]) -> float:
-    """The table between its grid points: linear in the logarithms of dims and rates."""
-    values = np.log(table)
-    for grid, x in zip(grids, point):
-        position = float(np.interp(math.log(x), np.log(grid), np.arange(len(grid))))
-        low = min(int(position), len(grid) - 2)
-        part = position - low
-        values = values[low] * (1 - part) + values[low + 1] * part
-    return float(np.exp(values))
+_CHARTED = {"a100_40gb": "a100_80gb", "h100_sxm": "h200", "h100_pcie": "h200", "gh200": "h200", "b200": "gb200",
+            "b300": "gb300"}  # fmt: skip
 
 
 @functools.cache
-def _table(generation: str, precision: str) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """(grid of each dim, rates [batch, m, n, k])."""
-    column = precision if precision in ("bf16", "tf32", "fp8") else "bf16"
-    rows = [row for row in catalog.matmul_rates() if row["generation"] == generation]
-    dims = ("batch", "m", "n", "k")
-    grids = tuple(np.array(sorted({float(row[d]) for row in rows})) for d in dims)
-    table = np.zeros([len(grid) for grid in grids])
-    for row in rows:
-        table[tuple(int(np.searchsorted(grid, float(row[d]))) for d, grid in zip(dims, grids))] = float(row[column])
-    return grids, table
+def _attention_chart(key: str, backward: bool, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(logarithms of lengths, rates relative to a causal pass at 4k): as measured on the GPU or one of its kind, and
+    beyond the measured lengths, or without any, as in FlashAttention-3's charts of an H100."""
+    k = catalog.kernels()
+    forward, full = k["attention_causal_forward"], k["attention_full_backward" if backward else "attention_full_forward"]
+    chart = dict(zip(k["attention_lengths"], forward if causal and not backward else full))
+    if causal and backward:  # a mask costs both passes the same share
+        masked = dict(zip(k["attention_lengths"], np.divide(forward, k["attention_full_forward"]).tolist()))
+        chart = {length: rate * masked[length] / (chart[4096] * masked[4096]) for length, rate in chart.items()}
+    found: dict[str, dict[int, float]] = {"causal": {}, "full": {}}
+    for row in catalog.measured_table("attention_rates.csv"):
+        if row["gpu"] == _CHARTED.get(key, key) and (row["pass"] == "backward") == backward:
+            found[row["mask"]][int(row["length"])] = float(row["share"])
+    measured = found["causal" if causal else "full"]
+    if measured:
+        first = min(measured)
+        scale = measured[first] / found["causal"][4096] / chart[first]
+        chart = {length: rate * scale for length, rate in chart.items() if length < first}
+        chart |= {length: rate / found["causal"][4096] for length, rate in measured.items()}
+    return np.log(sorted(chart)), np.array([chart[length] for length in sorted(chart)])
+
+
+def memory_bytes_per_s(gpu: Gpu, rates: Rates = _NOT_MEASURED) -> float:
+    """Sustained rate of device memory, reads and writes together."""
+    return min(gpu.memory_bytes_per_s, rates.memory_bytes_per_s or gpu.memory_bytes_per_s * gpu.achieved["memory"])

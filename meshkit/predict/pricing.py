@@ -38,15 +38,20 @@ NO_LOAD = Load()
 _LEAST_MEMORY = 0.2  # a kernel always gets some of the memory's bandwidth: the controller is fair
 
 
+def arithmetic_left(gpu: Gpu, *, crosses: bool) -> float:
+    """Share of its arithmetic rate that a collective leaves to a kernel: as measured, else that of the other
+    multiprocessors. `crosses`: it runs over several domains, in fewer channels."""
+    channels = catalog.kernels()["nccl_channels"][crosses]
+    return gpu.achieved.get("contended", max(0.5, 1.0 - channels / gpu.sms))
+
+
 def load_of(collective: Collective, seconds: float, gpu: Gpu, memory_bytes_per_s: float) -> Load:
     """What a collective of so many seconds leaves of a GPU whose memory sustains `memory_bytes_per_s`."""
     if seconds <= 0.0 or not gpu.compute_capability:
         return NO_LOAD
-    constants = catalog.kernels()
-    channels = constants["nccl_channels"][0 if collective.group_size <= collective.gpus_per_domain else 1]
-    arithmetic = gpu.achieved.get("contended", max(0.5, 1.0 - channels / gpu.sms))
+    arithmetic = arithmetic_left(gpu, crosses=collective.group_size > collective.gpus_per_domain)
     wire = collective.payload_bytes * wire_factor(collective.collective, collective.group_size)
-    taken = constants["nccl_memory_passes"] * wire / seconds / memory_bytes_per_s
+    taken = catalog.kernels()["nccl_memory_passes"] * wire / seconds / memory_bytes_per_s
     return Load(arithmetic, max(_LEAST_MEMORY, 1.0 - taken))
 
 

@@ -55,7 +55,6 @@ def test_what_is_not_known_is_not_explained():
     [
         ("nemo2504-llama3.1-70b-bf16-64", "does not say: recomputation", True),
         ("mosaic-70b-s2048-h100_80gb-256-amp_bf16-mb8", "its network is not stated", True),
-        ("mbridge-26.06-LLAMA3.1_405B-DGX-GB300-256-MXFP8", "matmul rate of gb300 is assumed", True),
         ("mbridge-26.06-LLAMA3.1_405B-DGX-GB300-256-MXFP8", "one for 32 elements", True),
         ("mbridge-26.04-GPT-DGX-GB200-64-BF16", "clamped activation", False),
         ("tt-8b-cp8", "ring attention", True),

@@ -10,9 +10,9 @@ import pytest
 from benchmarks.published import reduction
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.rows import parse_row
-from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.predict.network import collective_time_s
+from meshkit.predict.pricing import arithmetic_left
 
 RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
 with RUNS.open(encoding="utf-8") as file:
@@ -32,7 +32,8 @@ def cluster_of(run: Run) -> Cluster:
 def test_the_last_bucket_is_beside_nothing():
     """10 buckets of 1 s under 20 s of backward: 9 of them in 18 s, which they slow, and the last one alone."""
     cluster = cluster_of(changed("internevo-7b-tp1-z8-1024"))
-    left = 1 - catalog.kernels()["nccl_channels"][-1] / cluster.gpu.sms
+    left = arithmetic_left(cluster.gpu, crosses=True)
+    assert left == cluster.gpu.achieved["contended"]  # the law of a plan
     assert reduction._beside(1.0, 10, 20.0, cluster) == pytest.approx(9 * (1 - left) + 1)
     assert reduction._beside(1.0, 10, 5.0, cluster) == pytest.approx(9 - 4.5 + 1), "they outlast a short one"
     assert reduction._beside(1.0, 10, 0.0, cluster) == 10, "without overlap, one after the other"

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshkit as mk
 from meshkit.hlo.costs import Matmul
 from meshkit.predict.assumptions import slowest_of
-from meshkit.predict.kernels import shape_share
+from meshkit.predict.matmuls import shape_share
 from meshkit.verbs.plan.planner import make_plan
 
 pytestmark = pytest.mark.deviceless

@@ -1,0 +1,207 @@
+"""`python -m benchmarks.kernel_rates --data DIR`: the tables of kernel rates that meshkit ships, from published measurements.
+
+    matmul_shapes.csv       TFLOP/s of matmuls by GPU, precision and shape: cuBLAS alone, since that is what XLA calls
+    attention_rates.csv     share of the bf16 peak of fused attention by GPU, pass, mask and length: cuDNN's where it was
+                            measured; FlashAttention-2 forward on A100
+
+DIR holds gemm_aiconfigurator.csv.gz and sdpa_cudnn_frontend.csv, attention_fwd_aiconfigurator.csv.gz (tables of
+ai-dynamo/aiconfigurator@095f58a51 and NVIDIA/cudnn-frontend@3929da2, Apache-2.0 and MIT). A cell of matmul_shapes.csv is
+the geometric mean of the libraries' wrappers that it names, each one row of the raw file; nothing is smoothed.
+
+Printed: what a long run sustains, which the catalog has as `achieved.matmul`; what shapes that the table leaves out say of
+the interpolation; what a GPU's table says of another one's.
+
+**Burst and long run.** Rows without power are a few calls each: kernels of less than a millisecond end before the power
+controller acts, those of tens of milliseconds are a run at the cap. A kernel in a training step takes the smaller of what
+its shape reaches in a burst and what the cap leaves (predict/kernels.py). The cap is the median over wrappers of rows that
+take 10 ms or more, or that stand at 95 % of their power limit, with no dim below 2048. vLLM 0.24's rows are left out of
+it: their rate rises with the work where every other source's falls, which random operands do not do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import io
+import itertools
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from meshkit.config import catalog
+from meshkit.hlo.costs import Matmul
+from meshkit.predict.matmuls import table_flops_per_s
+
+GPUS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100_sxm", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300",
+        "gb200": "gb200", "gb300": "gb300"}  # fmt: skip
+PRECISIONS = {"bfloat16": "bf16", "fp8": "fp8"}
+# Wrappers around cuBLAS: torch.nn.functional.linear in bf16, trtllm.cublas_scaled_mm in fp8. The older of TensorRT-LLM's
+# versions on GB200 is 16 % slower than four other sources of that GPU: it serves the cap, where power stands beside it.
+WRAPPERS = {"sglang_torch_linear", "torch_flow"}
+OLDER = "1.3.0rc17"
+ROWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+COLUMNS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)
+LONG_S, AT_CAP, LARGE = 10e-3, 0.95, 2048
+OUT = Path(__file__).resolve().parents[1] / "meshkit" / "config"
+
+Shape = tuple[int, int, int]
+Rates = dict[tuple[str, str], dict[Shape, dict[str, float]]]  # (GPU, precision) -> shape -> wrapper -> TFLOP/s
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes both tables and prints their errors; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_rates", description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the raw files")
+    parser.add_argument("--check", action="store_true", help="print the errors of the shipped tables, write nothing")
+    options = parser.parse_args(arguments)
+    try:
+        rates, caps = read_matmuls(options.data / "gemm_aiconfigurator.csv.gz")
+        charts = read_attention(options.data)
+    except OSError as error:
+        print(f"kernel_rates: {error}", file=sys.stderr)
+        return 2
+    if not options.check:
+        (OUT / "matmul_shapes.csv").write_text(matmul_table(rates), encoding="utf-8")
+        (OUT / "attention_rates.csv").write_text(attention_table(charts), encoding="utf-8")
+    print_caps(caps)
+    print_errors(rates)
+    return 0
+
+
+def _lines(path: Path) -> Iterator[dict[str, str]]:
+    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    with opened as file:
+        yield from csv.DictReader(file)
+
+
+def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[str, list[float]]]]:
+    """(rates of cuBLAS by shape, rates at the cap by wrapper) by GPU and precision."""
+    rates: Rates = defaultdict(lambda: defaultdict(dict))
+    caps: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in _lines(path):
+        bf16 = row["dtype"] == "bfloat16"
+        if row["dtype"] not in PRECISIONS or not (bf16 or row["kernel_source"] == "torch_flow"):
+            continue
+        key = (GPUS[row["system"]], PRECISIONS[row["dtype"]])
+        shape = (int(row["m"]), int(row["n"]), int(row["k"]))
+        tflops, seconds = float(row["tflops"]), float(row["latency_ms"]) * 1e-3
+        name = f"{row['framework']} {row['version']}"
+        powered = bool(row["power"])
+        if row["kernel_source"] in WRAPPERS and row["version"] != OLDER:
+            rates[key][shape][name] = tflops
+        capped = float(row["power"]) >= AT_CAP * float(row["power_limit"]) if powered else seconds >= LONG_S
+        if capped and min(shape) >= LARGE and (powered or row["kernel_source"] in WRAPPERS):
+            caps[key][name + (" at its power limit" if powered else "")].append(tflops)
+    return rates, caps
+
+
+def matmul_table(rates: Rates) -> str:
+    """The text of matmul_shapes.csv."""
+    out = io.StringIO()
+    out.write(
+        "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k. Written by\n"
+        "# `python -m benchmarks.kernel_rates` from gemm_perf.parquet of ai-dynamo/aiconfigurator@095f58a51 (Apache-2.0),\n"
+        "# read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names. Blank: not measured.\n"
+    )
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["gpu", "precision", "library", "m", "n", *COLUMNS])
+    for (gpu, precision), table in sorted(rates.items()):
+        names = sorted({name for found in table.values() for name in found})
+        for m, n in itertools.product(ROWS, COLUMNS):
+            cells = [table.get((m, n, k), {}) for k in COLUMNS]
+            if any(cells):
+                means = [f"{statistics.geometric_mean(c.values()):.4g}" if c else "" for c in cells]
+                writer.writerow([gpu, precision, f"cuBLAS ({'; '.join(names)})", m, n, *means])
+    return out.getvalue()
+
+
+Charts = dict[tuple[str, str, str, str], dict[int, float]]  # (GPU, library, pass, mask) -> length -> share of peak
+
+
+def read_attention(folder: Path) -> Charts:
+    """Shares of the bf16 peak with all multiprocessors busy, as predict/kernels.py fills them, at head_dim 128."""
+    charts: Charts = {}
+    gpus = {"NVIDIA H200": "h200", "NVIDIA GB200": "gb200", "NVIDIA GB300": "gb300"}
+    for r in _lines(folder / "sdpa_cudnn_frontend.csv"):
+        plain = r["model_name"] == "llama3.1" and r["data_type"] == "bfloat16" and r["deterministic_bwd"] == "False"
+        if plain and not r["sliding_window_size"]:
+            queries = int(r["batch_size"]) * int(r["num_q_heads"]) * int(r["q_seqlen"])
+            mask = "causal" if r["attn_mask"] == "top_left" else "full"
+            version = f"cuDNN {r['cudnn_backend_version'][0]}.{r['cudnn_backend_version'][1:3]}"
+            key = (gpus[r["gpu_name"]], version, {"fwd": "forward", "bwd": "backward"}[r["profile_pass"]], mask)
+            charts.setdefault(key, {})[int(r["q_seqlen"])] = _filled(key[0], float(r["tflops"]), queries)
+    found: dict[int, list[float]] = defaultdict(list)
+    for r in _lines(folder / "attention_fwd_aiconfigurator.csv.gz"):
+        heads, length = int(r["num_heads"]), int(r["isl"])
+        queries = int(r["batch_size"]) * heads * length
+        if (r["system"] == "a100_sxm" and r["kernel_source"] == "flash_attention" and r["head_dim"] == "128"
+                and r["num_key_value_heads"] in ("8", str(heads)) and queries >= 128 * 1000):  # fmt: skip
+            found[length].append(_filled("a100_80gb", float(r["tflops_causal"]), queries))
+    key = ("a100_80gb", "FlashAttention-2 (sglang 0.5.9, 0.5.10)", "forward", "causal")
+    charts[key] = {length: statistics.median(v) for length, v in sorted(found.items()) if length & (length - 1) == 0}
+    return charts
+
+
+def _filled(key: str, tflops: float, queries: int) -> float:
+    gpu, blocks = catalog.gpu(key), queries / catalog.kernels()["attention_queries_per_block"]
+    return tflops * 1e12 / gpu.peak_flops["bf16"] * (blocks + gpu.sms) / blocks
+
+
+def attention_table(charts: Charts) -> str:
+    """The text of attention_rates.csv."""
+    out = io.StringIO()
+    out.write(
+        "# Share of the bf16 peak of fused attention in bf16, head_dim 128, by length, were every multiprocessor always busy\n"
+        "# (predict/kernels.py: attention_flops_per_s). FLOP are those executed: half of the square under a causal mask.\n"
+        "# Written by `python -m benchmarks.kernel_rates` from NVIDIA/cudnn-frontend@3929da2, benchmark/\n"
+        "# sdpa_benchmark_training (llama3.1: 64 heads, 8 of keys), and ai-dynamo/aiconfigurator@095f58a51, 2026-11-22.\n"
+    )
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["gpu", "library", "pass", "mask", "length", "share"])
+    for key, chart in sorted(charts.items()):
+        writer.writerows([*key, length, f"{share:.3f}"] for length, share in sorted(chart.items()))
+    return out.getvalue()
+
+
+def print_caps(caps: Mapping[tuple[str, str], Mapping[str, list[float]]]) -> None:
+    """What each GPU sustains, by wrapper, and the median of them."""
+    print("| GPU | precision | TFLOP/s in a long run | share of the peak | by wrapper |\n|---|---|---|---|---|")
+    for (key, precision), found in sorted(caps.items()):
+        medians = {name: statistics.median(values) for name, values in found.items() if len(values) >= 10}
+        cap = statistics.median(medians.values())
+        each = ", ".join(f"{name} {value:.0f}" for name, value in sorted(medians.items()))
+        peak = catalog.gpu(key).peak_flops[precision] / 1e12
+        print(f"| {key} | {precision} | {cap:.0f} | {cap / peak:.3f} | {each} |")
+
+
+def print_errors(rates: Rates) -> None:
+    """Errors of the burst rates of shapes that the table leaves out, and of GPUs read from another one's table."""
+    print("\n| GPU | precision | shapes not in the table | median error | 90 % within | by another GPU's table |")
+    print("|---|---|---|---|---|---|")
+    for (key, precision), table in sorted(rates.items()):
+        errors, others = [], defaultdict(list)
+        for shape, found in table.items():
+            true = statistics.geometric_mean(found.values()) * 1e12
+            matmul = Matmul(precision, 1, *shape)
+            if shape[0] not in ROWS or not {*shape[1:]} <= {*COLUMNS}:
+                errors.append(abs(table_flops_per_s(matmul, catalog.gpu(key), precision) / true - 1))
+            for other in {k for k, p in rates if p == precision} - {key}:
+                if _same_generation(key, other):
+                    found_s = table_flops_per_s(matmul, catalog.gpu(key), precision, table_of=other)
+                    others[other].append(abs(found_s / true - 1))
+        ninth = sorted(errors)[int(0.9 * len(errors))] if errors else math.nan
+        by = ", ".join(f"{name} {statistics.median(v):.1%}" for name, v in sorted(others.items()))
+        print(f"| {key} | {precision} | {len(errors)} | {statistics.median(errors):.1%} | {ninth:.1%} | {by} |")
+
+
+def _same_generation(a: str, b: str) -> bool:
+    major = [(catalog.gpu(key).compute_capability or (0,))[0] for key in (a, b)]
+    return major[0] == major[1] or 8 in major
+
+
+if __name__ == "__main__":
+    sys.exit(main())
