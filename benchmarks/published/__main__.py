@@ -23,6 +23,10 @@ COLUMNS = (
     "predicted_exposed_s",
     "predicted_peak_bytes",
     "note",
+    "interval_low_s",
+    "interval_high_s",
+    "configured",
+    "handling",
 )
 
 
@@ -81,11 +85,16 @@ def write(folder: Path, rows: Iterable[Row], done: dict[str, Prediction]) -> Non
     """predictions.csv, as the contract has it, and details.csv with everything that is known of each row."""
     found = with_repeats([done.get(row.id) or Prediction(row.id, row.source, note="not reached yet") for row in rows])
     table: list[dict[str, object]] = [
-        dict(zip(COLUMNS, (p.id, p.measured_s, p.predicted_s, p.exposed_s, p.peak_bytes, p.note), strict=True))
+        dict(zip(COLUMNS, (p.id, p.measured_s, p.predicted_s, p.exposed_s, p.peak_bytes, p.note, p.interval_low_s,
+                           p.interval_high_s, _configured(p), p.handling), strict=True))
         for p in found
     ]
     _write(folder / "predictions.csv", COLUMNS, table)
     _write(folder / "details.csv", [f.name for f in fields(Prediction)], [asdict(p) for p in found])
+
+
+def _configured(p: Prediction) -> str:
+    return ("fully" if p.configured else "partly") if p.predicted_s else ""
 
 
 def _write(path: Path, columns: Sequence[str], table: Iterable[dict[str, object]]) -> None:

@@ -63,6 +63,14 @@ class Run:
         return to_toml(self.document)
 
     @property
+    def handling(self) -> str:
+        """`none`: what `meshkit plan` of the row's file gives; `adjusted`: compiled whole, then changed; `stage`: one
+        stage of another framework."""
+        if not self.whole:
+            return "stage"
+        return "adjusted" if self.framework.prefetches else "none"
+
+    @property
     def configured(self) -> bool:
         """Whether the source states everything that decides the time."""
         return not any(text.startswith("!") for text in self.assumed)
@@ -75,7 +83,7 @@ def resolve(row: Row) -> Run | str:
     if isinstance(shape, str):
         return shape
     precision = _precision(row, notes)
-    if precision.startswith("no "):
+    if precision not in ("bf16", "fp8"):
         return precision
     gpus, length = row.count("n_gpus"), row.count("seq_len")
     if not gpus or not length:
@@ -103,7 +111,12 @@ def resolve(row: Row) -> Run | str:
         return machines
     notes.assumed += machines.assumed
     remat = _remat(row, framework, notes)
+    if remat is None:
+        return f"recomputation '{row.say('recompute')}' is not a policy that is known here"
     chunks = row.count("vpp") or 1
+    if chunks == 1 and stages > 1 and _INTERLEAVED.search(row.notes):
+        chunks = 2
+        notes.doubt("chunks of the interleaved schedule not stated: 2")
     stage_layers, last_layers = split_layers(shape.layers, stages)
     if shape.layers % stages:
         text = f"{stage_layers} on the fullest stage, {last_layers} on that of the output head"
@@ -175,7 +188,7 @@ def _precision(row: Row, notes: Notes) -> str:
     if "nvfp4" in words or "fp4" in words:
         return "no matmuls in NVFP4 are modelled: what they sustain, and what their casts cost, is not known to us"
     if not words:
-        notes.doubt("precision not stated: bf16")
+        return "the precision is not stated, and 8 bits are up to twice as fast as 16"
     if "not stated" in words:
         notes.assume("fp16 or bf16, which cost the same")
     if "two recipes" in words:
@@ -203,26 +216,50 @@ def _batch(row: Row, replicas: int, notes: Notes) -> tuple[int, int] | str:
     return (micro, max(1, round(each / micro))) if each >= micro else (max(1, int(each)), 1)
 
 
-def _remat(row: Row, framework: Framework, notes: Notes) -> str | list[str]:
+# What MaxText's policies keep (src/maxtext/layers/nnx_decoders.py, get_remat_policy), by the names of our models.
+_QKV = ["query", "key", "value"]
+_POLICIES: dict[str, str | list[str] | dict[str, list[str]]] = {
+    "full": "full",
+    "minimal": "dots",
+    "minimal_flash": "dots",
+    "minimal_with_context": "dots",
+    "minimal_offloaded": "offload_dots",
+    "save_dot_only": "dots",
+    "save_qkv_proj": _QKV,
+    "save_out_proj": ["output"],
+    "save_qkv_out_proj": [*_QKV, "output"],
+    "save_dot_except_mlp": [*_QKV, "output"],
+    "save_dot_with_context_except_mlp": [*_QKV, "output"],
+    "save_dot_except_mlpwi": [*_QKV, "output", "down"],
+    "qkv_proj_offloaded": {"keep": [], "offload": _QKV},
+}
+_INTERLEAVED = re.compile(r"interleaved", re.IGNORECASE)
+
+
+def _remat(row: Row, framework: Framework, notes: Notes) -> str | list[str] | dict[str, list[str]] | None:
+    """What of a layer is kept, as `train.remat`; None where the row's words are not known."""
     words = row.say("recompute")
     low = words.lower()
-    if "q,k,v" in low or "qkv_out_proj" in low.replace("save_", ""):
-        return ["query", "key", "value", "output", *(["down"] if "mlpwo" in low else [])]
+    if not words and "none in config" in row.notes:
+        notes.assume("recomputation: none in its configuration")
+        return "none"
     if not words:
         recipes = "Megatron-Bridge" in row.source  # @00919dc and @01b2977, scripts/performance/configs/*/
         notes.doubt(
             "recomputation not stated: none" + (", as in nearly all recipes beside its page" if recipes else "")
         )
         return "none"
+    named = [name for name in _POLICIES if re.search(rf"\b{name}\b", low)]
+    if named and not low.startswith("none"):
+        return _POLICIES[max(named, key=len)]
     if low.startswith("full"):
         return "full"
-    if "dot" in low or low.startswith("minimal"):
-        return "dots"
     if low.startswith("selective"):
         return _selective(framework, words, notes)
-    if not low.startswith("none"):
-        notes.doubt(f"recomputation '{words}' is not known: none")
-    return "none"
+    if re.match(r"cpu offload", low):
+        notes.doubt(f"'{words}' is taken as hidden")
+        return "none"
+    return "none" if low.startswith("none") else None
 
 
 def _selective(framework: Framework, words: str, notes: Notes) -> str | list[str]:

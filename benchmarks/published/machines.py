@@ -28,9 +28,10 @@ _NETWORKS = (
     (r"TCPX.*4x200G", ("tcp_200", 4)),
     (r"4x100Gb RoCE", ("roce_100", 4)),
     (r"8x ?HDR200", ("ib_hdr", None)),
-    (r"NDR", ("ib_ndr", None)),
+    (r"4x ?ConnectX-7", ("ib_ndr", 4)),
+    (r"NDR|ConnectX-7|\bCX7\b", ("ib_ndr", None)),
     (r"RoCE 400G per GPU", ("roce_400", None)),
-    (r"RDMA 400 Gb/s", ("roce_400", None)),
+    (r"RDMA 400 Gb/s|RoCE ?v?2", ("roce_400", None)),
 )
 _PER_NODE = re.compile(r"([\d.]+)\s*Gb(?:ps|/s).*(?:per node|as stated)", re.IGNORECASE)
 # What hosts of a GPU are sold with: NVIDIA's reference systems (DGX P100 to DGX B300, NVL72).
@@ -43,7 +44,7 @@ _REFERENCE = {
     "gb300": ("ib_xdr", None),
 }
 _RACK = ("gb200", "gb300")
-_RACK_GPUS = 64  # of the 72 of an NVL72, which is what power-of-two meshes use
+_RACK_GPUS = (72, 64)  # of an NVL72: whole racks, else the 64 of it that power-of-two meshes use
 
 
 @dataclass
@@ -71,7 +72,7 @@ def find_machines(row: Row, gpus: int) -> Machines | str:
         assumed.append(f"A100 variant not stated: {key}")
     per_host = row.count("gpus_per_node") or (4 if key in _RACK else 8)
     rack = key in _RACK and gpus > per_host
-    domain = min(_RACK_GPUS if rack else per_host, gpus)
+    domain = min(next((n for n in _RACK_GPUS if gpus % n == 0), _RACK_GPUS[-1]) if rack else per_host, gpus)
     if gpus % domain:
         return f"{gpus} GPUs are not whole domains of {domain}"
     hosts = max(1, gpus // per_host)

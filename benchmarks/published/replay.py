@@ -22,8 +22,10 @@ from benchmarks.published.replica import (
     without,
 )
 from benchmarks.published.rows import Row, measured_peak_bytes, measured_step_time_s
+from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.errors import MeshkitError
+from meshkit.predict.interval import stratum_of, time_interval
 from meshkit.timeline import overlap
 
 
@@ -35,6 +37,8 @@ class Prediction:
         exposed_s: communication that nothing hides.
         hidden_s, blocking_s: the step if every collective hid, and if none did.
         configured: whether the source states everything that decides the time.
+        handling: `none`, `adjusted` or `stage`, see Run.handling.
+        interval_low_s, interval_high_s: of 80 %, by the errors of published runs (predict/interval.py).
         model_flops: of the step over all GPUs, the whole attention square counted.
         seconds: that the prediction took.
     """
@@ -58,6 +62,9 @@ class Prediction:
     cached: bool = False
     seconds: float = 0.0
     note: str = ""
+    handling: str = ""
+    interval_low_s: float | None = None
+    interval_high_s: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -133,12 +140,15 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
     measured, how = measured_step_time_s(row, flops)
     peak = measured_peak_bytes(row.notes, row.source)
     predicted, exposed, hidden, blocking = _times(run, program)
+    gpu = str(run.machines.table["gpu"])
+    interval = time_interval(stratum_of(catalog.gpu(gpu), run.precision, bool(run.shape.experts)))
+    low, high = interval.p80 if interval else (None, None)
     found = Prediction(
         id=row.id,
         source=row.source,
         family=family_of(run),
         precision=run.precision,
-        gpu=str(run.machines.table["gpu"]),
+        gpu=gpu,
         num_gpus=run.gpus,
         measured_s=measured,
         predicted_s=predicted,
@@ -151,6 +161,9 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
         configured=run.configured,
         model_flops=flops,
         cached=cached,
+        handling=run.handling,
+        interval_low_s=predicted * low if low else None,
+        interval_high_s=predicted * high if high else None,
     )
     return Prediction(**{**asdict(found), "note": _note(run, program, found, how)})
 

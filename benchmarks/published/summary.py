@@ -79,6 +79,7 @@ def _summary(found: Sequence[Prediction], rows: Mapping[str, Row]) -> list[str]:
         "",
         "![predicted and measured](predicted.svg)",
         "",
+        *_by_handling(predicted, rows, trivial),
         *_families(predicted, rows, trivial),
         *_asked(predicted, rows, trivial),
         *_worst(predicted),
@@ -109,6 +110,29 @@ def _families(predicted: Sequence[Prediction], rows: Mapping[str, Row], trivial:
         members = [p for p in predicted if (p.family, p.precision, not p.configured) == (family, precision, partly)]
         lines.append(f"| {family} | {precision} | {'partly' if partly else 'fully'} | {_row(members, rows, trivial)} |")
     return [*lines, f"| all | | | {_row(predicted, rows, trivial)} |", ""]
+
+
+_HANDLING = {
+    "none": "what `meshkit plan` of the row's file gives: the product's own",
+    "adjusted": "compiled whole, then changed as FSDP in PyTorch does",
+    "stage": "one pipeline stage of another framework",
+}
+
+
+def _by_handling(predicted: Sequence[Prediction], rows: Mapping[str, Row], trivial: Mapping[str, float]) -> list[str]:
+    columns = ("handling", "configured", "rows", "groups", "median error", "median \\|error\\|", "trivial \\|error\\|",
+               "inside bounds", "inside 80 %")  # fmt: skip
+    lines = ["## By handling", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, words in _HANDLING.items():
+        for partly in (False, True):
+            members = [p for p in predicted if (p.handling, p.configured) == (name, not partly)]
+            if members:
+                inside = [p.interval_low_s <= p.measured_s <= p.interval_high_s for p in members
+                          if p.interval_low_s and p.interval_high_s and p.measured_s]  # fmt: skip
+                covered = f"{sum(inside)} of {len(inside)}" if inside else ""
+                lines.append(f"| `{name}`: {words} | {'partly' if partly else 'fully'} | {_row(members, rows, trivial)} | "
+                             f"{covered} |")  # fmt: skip
+    return [*lines, ""]
 
 
 def _row(members: Sequence[Prediction], rows: Mapping[str, Row], trivial: Mapping[str, float]) -> str:
@@ -167,12 +191,21 @@ def _worst(predicted: Sequence[Prediction]) -> list[str]:
 
 def _trends(predicted: Sequence[Prediction], rows: Mapping[str, Row]) -> list[str]:
     found = trends(predicted, rows)
-    judged = [t.right for t in found if t.right is not None]
-    right = f"The sign is right in {sum(judged)} of {len(judged)} settings whose measured change is above 1 %"
+    moved = [t for t in found if t.right is not None]
+    falls = sum(t.measured < 0 for t in moved)
+    right = (
+        f"The sign is right in {sum(bool(t.right) for t in moved)} of {len(moved)} settings whose measured change is above "
+        f"1 %, where `it falls` is right in {falls}"
+    )
+    size = ""
+    if moved:
+        part = statistics.median(t.predicted / t.measured for t in moved if t.measured)
+        apart = statistics.median(abs(t.predicted - t.measured) for t in moved)
+        size = f" The size says more: in the median {part:.0%} of the measured change is predicted, {100 * apart:.1f} points off."
     lines = [
         "## Trends: tokens/s per GPU from the smallest to the largest number of GPUs",
         "",
-        f"{right}, and above what their own runs in between go the other way (scatter); the others are still.",
+        f"{right}, and above what their own runs in between go the other way (scatter); the others are still.{size}",
         "",
         "| setting | GPUs | measured | scatter | predicted | sign |",
         "|---|---|---|---|---|---|",

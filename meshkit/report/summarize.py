@@ -6,6 +6,7 @@ plan hands in a simulated timeline, rehearse and profile a measured one; from he
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,6 +18,8 @@ from meshkit.config.mesh import Placement
 from meshkit.hlo.instructions import InstructionInfo
 from meshkit.hlo.pipeline_report import PipelineReport, useful_flops
 from meshkit.hlo.schedule import Schedule
+from meshkit.predict.coverage import NOT_PREDICTED
+from meshkit.predict.interval import TimeInterval, stratum_of, time_interval
 from meshkit.predict.kernels import compute_peak_flops, peak_flops
 from meshkit.predict.network import checkpoint_time_s
 from meshkit.report.rows import communication_rows, group_rows, kernels_part
@@ -33,6 +36,7 @@ from meshkit.report.schema import (
     SpreadsPart,
     StepPart,
     StepSample,
+    TimeIntervalPart,
     TrainingPart,
     Warning_,
     WindowPart,
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
 
 _ADDITIVE = ("time_s", "compute_s", "communication_s", "overlapped_s", "exposed_s", "other_s", "idle_s")
 _MOST_CELLS = 200_000  # of a pipeline's picture in report.json; a larger one is left out
+_EXPERTS = re.compile(r"\b(experts?|moe|router)\b", re.IGNORECASE)  # in the names of a mixture's modules
 _TOLERANCE = 1e-6  # relative, of the contract: room for the rounding of sums over 1e5 spans, none for a wrong union
 
 
@@ -162,7 +167,7 @@ def summarize_simulation(
         peak = compute_peak_flops(cluster.gpu, facts.precision or "bf16")
     else:
         peak = peak_flops(cluster.gpu, max(flops, key=lambda dtype: flops[dtype]))
-    return summarize(
+    report = summarize(
         simulation.timeline,
         source=source,
         machines=machines,
@@ -170,6 +175,23 @@ def summarize_simulation(
         instructions=instructions,
         step_bounds=(simulation.all_overlapped_s / each, simulation.all_exposed_s / each),
         warnings=warnings,
+    )
+    unread = any(w.code == NOT_PREDICTED for w in warnings)
+    if source != "plan" or cluster.is_cpu or report.step.time_s is None or unread:
+        return report
+    widest = max(flops, key=lambda dtype: flops[dtype], default="bf16")
+    experts = any(_EXPERTS.search(i.source) for i, _ in schedule.walk())
+    part = interval_part(report.step.time_s, time_interval(stratum_of(cluster.gpu, facts.precision or widest, experts)))
+    return report.model_copy(update={"step": report.step.model_copy(update={"time_interval": part})})
+
+
+def interval_part(time_s: float, interval: TimeInterval | None) -> TimeIntervalPart | None:
+    """The interval of a predicted step of so many seconds."""
+    if interval is None:
+        return None
+    p50, p80 = ((time_s * low, time_s * high) for low, high in (interval.p50, interval.p80))
+    return TimeIntervalPart(
+        p50_s=p50, p80_s=p80, stratum=interval.stratum, calibrated=interval.calibrated, rows=interval.rows
     )
 
 
@@ -284,7 +306,7 @@ def step_part(
     peak = facts.peak_flops_per_gpu
     peak_of_all = peak * num_gpus if peak and num_gpus else None
     return StepPart(
-        **means,
+        **means,  # pyright: ignore[reportArgumentType]
         bubble_s=bubble_s,
         bubble_fraction=_ratio(bubble_s, time_s),
         model_flops=facts.model_flops,

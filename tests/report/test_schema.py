@@ -15,7 +15,7 @@ CONTRACT = {
     "cluster": "gpu hosts gpus_per_host num_gpus nvlink_domain_size num_nvlink_domains scale_up fabric",
     "window": "steps devices processes_seen processes_expected aggregation",
     "step": "time_s compute_s communication_s overlapped_s exposed_s other_s idle_s bubble_s bubble_fraction "
-    "model_flops mfu mfu_causal hfu tokens_per_s_per_gpu all_overlapped_s all_exposed_s",
+    "model_flops mfu mfu_causal hfu tokens_per_s_per_gpu all_overlapped_s all_exposed_s time_interval",
     "spread": "time_s compute_s exposed_s idle_s",
     "memory": "capacity_bytes pool_bytes peak_bytes reserved_bytes margin_bytes fits parameters_bytes optimizer_bytes "
     "gradients_bytes activations_bytes temporary_bytes",

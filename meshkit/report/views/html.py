@@ -31,6 +31,7 @@ from meshkit.report.views.tables import Shown
 from meshkit.report.views.words import (
     WORD,
     goodput_shares,
+    interval_text,
     machines,
     memory_text,
     mesh_text,
@@ -178,6 +179,8 @@ def _step(shown: Sequence[Shown], page: Page) -> str:
         if r.step.all_overlapped_s is not None and r.step.all_exposed_s is not None:
             low, high = format_seconds(r.step.all_overlapped_s), format_seconds(r.step.all_exposed_s)
             note += f" The {WORD[r.source]} step would take {low} if all communication hid, {high} if none did."
+        if interval := interval_text(r):
+            note += f" Measured it will take {interval}."
     colors = legend((s.label, s.look.color) for s in step_shares(reports[0].step))
     numbers = _each(shown, lambda s: tables.step_table(s).html())
     return section("Step time", note, colors, page.chart("step", step_chart(reports)), numbers, _feedback(shown))

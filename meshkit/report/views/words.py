@@ -150,6 +150,8 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("throughput", _throughput(report)),
         ("memory", memory_text(report)),
     ]
+    if interval := interval_text(report):
+        found.insert(3, ("likely", interval))
     if report.training.hours is not None:
         found.append(("training", training_text(report)))
     if report.training.checkpoint_s is not None:
@@ -321,6 +323,21 @@ def trend_text(report: Report) -> str:
         if (change := trend.get(key)) is not None
     ]
     return f"From the first third of the steps to the last: {', '.join(parts)}." if parts else ""
+
+
+def interval_text(report: Report) -> str:
+    """`1.09 s to 1.21 s in half of all runs, 1.05 s to 1.31 s in 80 %`, and whose errors that is; empty without one."""
+    part = report.step.time_interval
+    if part is None:
+        return ""
+    (low, high), (least, most) = part.p50_s, part.p80_s
+    found = (
+        f"{format_seconds(low)} to {format_seconds(high)} in half of all runs, {format_seconds(least)} to "
+        f"{format_seconds(most)} in 80 %"
+    )
+    if part.calibrated:
+        return f"{found} (errors of {part.rows} published runs: {part.stratum})"
+    return f"{found} (uncalibrated: too few published runs are {part.stratum}; errors of {part.rows} others)"
 
 
 def _bounds(report: Report) -> str:

@@ -1,0 +1,85 @@
+"""How far a predicted step time may be off: intervals from the errors of published runs, by stratum.
+
+`intervals.csv` has quantiles of measured over predicted, made by `python -m benchmarks.published.intervals` from a replay
+of published runs (split conformal; a group of correlated runs weighs one, sources are what is exchangeable). A stratum is what the errors differ by: dense
+or experts, the generation of the GPU, the width of the matmuls. One with fewer than 20 groups, or of fewer than
+three sources, is not calibrated: its interval is that of the next wider one, and says so. Coverage with each source left out is in docs/concepts/validation.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshkit.config import catalog
+from meshkit.config.cluster import Gpu
+
+_LEAST_GROUPS, _LEAST_SOURCES = 20, 3  # of a stratum that counts as calibrated
+_GENERATIONS = {8: "ampere", 9: "hopper", 10: "blackwell"}
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """Runs whose predictions err alike."""
+
+    experts: bool
+    generation: str  # `ampere`, `hopper`, `blackwell`, or `other`
+    bits: int  # of most matmuls: 8 or 16
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """From itself to all runs of its kind, each wider than the one before."""
+        kind = "experts" if self.experts else "dense"
+        whole = f"{kind}, {self.generation}"
+        return f"{whole}, {self.bits} bit", whole, kind
+
+
+@dataclass(frozen=True)
+class TimeInterval:
+    """Where the measured step will lie, in so many of 100 runs.
+
+    Attributes:
+        p50, p80: (low, high) as factors of the predicted time.
+        stratum: that of the run.
+        calibrated: whether the numbers are of it, and of enough runs.
+        rows: published runs behind the interval.
+        wider: the stratum that the numbers are of.
+    """
+
+    p50: tuple[float, float]
+    p80: tuple[float, float]
+    stratum: str
+    calibrated: bool
+    rows: int
+    wider: str
+
+
+def enough(groups: int, sources: int) -> bool:
+    """Whether so many groups of correlated runs, of so many sources, calibrate a stratum."""
+    return groups >= _LEAST_GROUPS and sources >= _LEAST_SOURCES
+
+
+def stratum_of(gpu: Gpu, precision: str, experts: bool) -> Stratum:
+    """The stratum of a run. `precision` is of `[train]` or of the catalog: `bf16`, `fp8`, ..."""
+    major = (gpu.compute_capability or (0, 0))[0]
+    return Stratum(experts, _GENERATIONS.get(major, "other"), 8 if "8" in precision else 16)
+
+
+def time_interval(stratum: Stratum) -> TimeInterval | None:
+    """The interval of a run's stratum; None where there are no published runs at all."""
+    table = _table()
+    for name in stratum.names:
+        row = table.get(name)
+        if row is None:
+            continue
+        plenty = enough(int(row["groups"]), int(row["sources"]))
+        if plenty or name == stratum.names[-1]:
+            p50, p80 = ((float(row[low]), float(row[high])) for low, high in (("q25", "q75"), ("q10", "q90")))
+            return TimeInterval(p50, p80, stratum.names[0], plenty and name == stratum.names[0], int(row["rows"]), name)
+    return None
+
+
+@functools.cache
+def _table() -> dict[str, Mapping[str, str]]:
+    return {row["stratum"]: row for row in catalog.measured_table("intervals.csv")}

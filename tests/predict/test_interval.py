@@ -1,0 +1,50 @@
+"""Intervals of a step time: which published runs are behind one, and what a thin stratum says."""
+
+import pytest
+
+from benchmarks.published.intervals import Residual, coverage_text, quantiles, table_text
+from meshkit.config import catalog
+from meshkit.predict.interval import enough, stratum_of, time_interval
+
+H100, B200, A100 = (catalog.gpu(key) for key in ("h100_sxm", "b200", "a100_80gb"))
+
+
+def residuals(ratios, source="page", stratum=None):
+    return [Residual(x, source, (source, str(i)), stratum or stratum_of(H100, "bf16", False)) for i, x in enumerate(ratios)]
+
+
+@pytest.mark.parametrize("gpu", [A100, H100])
+def test_dense_runs_of_older_gpus_are_calibrated(gpu):
+    found = time_interval(stratum_of(gpu, "bf16", False))
+    assert found is not None
+    assert found.calibrated
+    assert found.stratum == found.wider
+    assert 0.5 < found.p80[0] <= found.p50[0] < found.p50[1] <= found.p80[1] < 2.0
+
+
+@pytest.mark.parametrize(("gpu", "experts", "wider"), [(B200, False, "dense"), (H100, True, "experts")])
+def test_a_thin_stratum_takes_the_next_wider_one_and_says_so(gpu, experts, wider):
+    found = time_interval(stratum_of(gpu, "bf16", experts))
+    assert found is not None
+    assert not found.calibrated
+    assert found.wider == wider
+
+
+def test_what_calibrates_a_stratum():
+    assert enough(20, 3)
+    assert not enough(19, 9)
+    assert not enough(99, 2)  # of one publisher and another: nothing is known of a third
+
+
+def test_a_group_weighs_one_however_many_rows_it_has():
+    many = [Residual(1.5, "page", ("page", "same"), stratum_of(H100, "bf16", False)) for _ in range(100)]
+    found = quantiles([*residuals([0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3]), *many])
+    assert found["q25"] <= 1.0
+    assert found["q90"] == 1.5
+
+
+def test_the_table_has_every_width_and_coverage_leaves_a_source_out():
+    found = [r for n in range(4) for r in residuals([1 + 0.01 * i for i in range(10)], f"page{n}")]
+    names = [line.split(",16" if "16" in line else ",4")[0] for line in table_text(found).splitlines()[3:]]
+    assert len(names) == 3
+    assert "| dense, hopper, 16 bit | 40 | 40 |" in coverage_text(found)
