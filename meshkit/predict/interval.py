@@ -12,6 +12,8 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pydantic import BaseModel, ConfigDict
+
 from meshkit.config import catalog
 from meshkit.config.cluster import Gpu
 
@@ -53,6 +55,28 @@ class TimeInterval:
     calibrated: bool
     rows: int
     wider: str
+
+
+class StepInterval(BaseModel):
+    """Where a predicted step will lie: (low, high), by errors of `rows` published runs of its stratum or, where that is
+    not calibrated, of a wider one."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    p50_s: tuple[float, float]
+    p80_s: tuple[float, float]
+    stratum: str
+    calibrated: bool
+    rows: int
+
+
+def step_interval(time_s: float, stratum: Stratum) -> StepInterval | None:
+    """The interval of a step that is predicted to take so long."""
+    found = time_interval(stratum)
+    if found is None:
+        return None
+    p50, p80 = ((time_s * low, time_s * high) for low, high in (found.p50, found.p80))
+    return StepInterval(p50_s=p50, p80_s=p80, stratum=found.stratum, calibrated=found.calibrated, rows=found.rows)
 
 
 def enough(groups: int, sources: int) -> bool:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meshkit.config.bounded import read_regular
 from meshkit.errors import TraceError
 from meshkit.hlo.pipeline_report import ScheduleCost
+from meshkit.predict.interval import StepInterval
 
 SCHEMA = "meshkit.report/1"
 REPORT_FILE = "report.json"
@@ -83,19 +84,6 @@ class WindowPart(Part):
     aggregation: Literal["mean"] = "mean"
 
 
-class TimeIntervalPart(Part):
-    """Where a predicted step will lie, by the errors of published runs of its stratum: (low, high) in seconds.
-
-    `rows` published runs are behind it. Not `calibrated`: too few runs are of the stratum, the numbers are of a wider one.
-    """
-
-    p50_s: tuple[float, float]
-    p80_s: tuple[float, float]
-    stratum: str
-    calibrated: bool
-    rows: int
-
-
 class StepPart(Part):
     """One step: `compute_s + exposed_s + other_s + idle_s == time_s`, `overlapped_s + exposed_s == communication_s`.
 
@@ -122,7 +110,7 @@ class StepPart(Part):
     idle_inside_s: float | None = None
     idle_between_s: float | None = None
     idle_input_s: float | None = None
-    time_interval: TimeIntervalPart | None = None
+    time_interval: StepInterval | None = None
 
 
 class SpreadPart(Part):

@@ -19,7 +19,7 @@ from meshkit.hlo.instructions import InstructionInfo
 from meshkit.hlo.pipeline_report import PipelineReport, useful_flops
 from meshkit.hlo.schedule import Schedule
 from meshkit.predict.coverage import NOT_PREDICTED
-from meshkit.predict.interval import TimeInterval, stratum_of, time_interval
+from meshkit.predict.interval import step_interval, stratum_of
 from meshkit.predict.kernels import compute_peak_flops, peak_flops
 from meshkit.predict.network import checkpoint_time_s
 from meshkit.report.rows import communication_rows, group_rows, kernels_part
@@ -36,7 +36,6 @@ from meshkit.report.schema import (
     SpreadsPart,
     StepPart,
     StepSample,
-    TimeIntervalPart,
     TrainingPart,
     Warning_,
     WindowPart,
@@ -181,18 +180,8 @@ def summarize_simulation(
         return report
     widest = max(flops, key=lambda dtype: flops[dtype], default="bf16")
     experts = any(_EXPERTS.search(i.source) for i, _ in schedule.walk())
-    part = interval_part(report.step.time_s, time_interval(stratum_of(cluster.gpu, facts.precision or widest, experts)))
+    part = step_interval(report.step.time_s, stratum_of(cluster.gpu, facts.precision or widest, experts))
     return report.model_copy(update={"step": report.step.model_copy(update={"time_interval": part})})
-
-
-def interval_part(time_s: float, interval: TimeInterval | None) -> TimeIntervalPart | None:
-    """The interval of a predicted step of so many seconds."""
-    if interval is None:
-        return None
-    p50, p80 = ((time_s * low, time_s * high) for low, high in (interval.p50, interval.p80))
-    return TimeIntervalPart(
-        p50_s=p50, p80_s=p80, stratum=interval.stratum, calibrated=interval.calibrated, rows=interval.rows
-    )
 
 
 def check_invariants(report: Report) -> None:

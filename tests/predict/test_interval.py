@@ -10,7 +10,8 @@ H100, B200, A100 = (catalog.gpu(key) for key in ("h100_sxm", "b200", "a100_80gb"
 
 
 def residuals(ratios, source="page", stratum=None):
-    return [Residual(x, source, (source, str(i)), stratum or stratum_of(H100, "bf16", False)) for i, x in enumerate(ratios)]
+    stratum = stratum or stratum_of(H100, "bf16", False)
+    return [Residual(x, source, (source, str(i)), stratum) for i, x in enumerate(ratios)]
 
 
 @pytest.mark.parametrize("gpu", [A100, H100])
