@@ -1,14 +1,14 @@
 """What a matmul's shape leaves of the best rate on a GPU, from measured tables.
 
-`config/matmul_shapes.csv` has cuBLAS's rates of some 5,000 shapes on seven GPUs, in bursts; between its shapes rates are
+`config/matmul_shapes.csv` has cuBLAS's rates of some 5,000 shapes on seven GPUs, in bursts; between them rates are
 log-linear. A kernel of a long run takes the smaller of that and of what the power cap leaves (`achieved.matmul` of the
 catalog): a shape that fills half of a GPU does not draw the power that would throttle it.
 
 Where that table does not reach (dims below 512, many small products, TF32), the rate of its nearest shape is scaled as
 `config/matmul_rates.csv` has it, 375 shapes of powers of two that OpenXLA measured on an H100 and on a B200. There many
 small products fill a GPU as one large one does, a dim that is no multiple of a tile costs as much as the next multiple,
-and dims beyond the table are further waves of the same tiles. A GPU that was not measured is read at the shape that gives
-each of its multiprocessors the same number of tiles, and a tile the same time, as on a measured one.
+and dims beyond the table are further waves of the same tiles. A GPU that was not measured is read at the shape that
+gives each of its multiprocessors the same number of tiles, and a tile the same time, as on a measured one.
 """
 
 from __future__ import annotations
