@@ -1,20 +1,20 @@
-"""`python -m benchmarks.kernel_rates --data DIR`: the tables of kernel rates that meshkit ships, from published measurements.
+"""`python -m benchmarks.kernel_rates --data DIR`: the tables of kernel rates that ship, from published measurements.
 
     matmul_shapes.csv       TFLOP/s of matmuls by GPU, precision and shape: cuBLAS alone, since that is what XLA calls
-    attention_rates.csv     share of the bf16 peak of fused attention by GPU, pass, mask and length: cuDNN's where it was
-                            measured; FlashAttention-2 forward on A100
+    attention_rates.csv     share of the bf16 peak of fused attention by GPU, pass, mask and length: cuDNN's where it
+                            was measured; FlashAttention-2 forward on A100
 
 DIR holds gemm_aiconfigurator.csv.gz and sdpa_cudnn_frontend.csv, attention_fwd_aiconfigurator.csv.gz (tables of
-ai-dynamo/aiconfigurator@095f58a51 and NVIDIA/cudnn-frontend@3929da2, Apache-2.0 and MIT). A cell of matmul_shapes.csv is
-the geometric mean of the libraries' wrappers that it names, each one row of the raw file; nothing is smoothed.
+ai-dynamo/aiconfigurator@095f58a51 and NVIDIA/cudnn-frontend@3929da2, Apache-2.0 and MIT). A cell of matmul_shapes.csv
+is the geometric mean of the libraries' wrappers that it names, each one row of the raw file; nothing is smoothed.
 
-Printed: what a long run sustains, which the catalog has as `achieved.matmul`; what shapes that the table leaves out say of
-the interpolation; what a GPU's table says of another one's.
+Printed: what a long run sustains, which the catalog has as `achieved.matmul`; what shapes that the table leaves out say
+of the interpolation; what a GPU's table says of another one's.
 
 **Burst and long run.** Rows without power are a few calls each: kernels of less than a millisecond end before the power
-controller acts, those of tens of milliseconds are a run at the cap. A kernel in a training step takes the smaller of what
-its shape reaches in a burst and what the cap leaves (predict/kernels.py). The cap is the median over wrappers of rows that
-take 10 ms or more, or that stand at 95 % of their power limit, with no dim below 2048. vLLM 0.24's rows are left out of
+controller acts, those of tens of milliseconds are a run at the cap. A kernel in a training step takes the smaller of
+what its shape reaches in a burst and what the cap leaves (predict/matmuls.py). The cap is the median over wrappers of
+rows that take 10 ms or more, or that stand at 95 % of their power limit, with no dim below 2048. vLLM 0.24's rows are left out of
 it: their rate rises with the work where every other source's falls, which random operands do not do.
 """
 
@@ -39,8 +39,8 @@ from meshkit.predict.matmuls import table_flops_per_s
 GPUS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100_sxm", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300",
         "gb200": "gb200", "gb300": "gb300"}  # fmt: skip
 PRECISIONS = {"bfloat16": "bf16", "fp8": "fp8"}
-# Wrappers around cuBLAS: torch.nn.functional.linear in bf16, trtllm.cublas_scaled_mm in fp8. The older of TensorRT-LLM's
-# versions on GB200 is 16 % slower than four other sources of that GPU: it serves the cap, where power stands beside it.
+# Wrappers around cuBLAS: torch.nn.functional.linear in bf16, trtllm.cublas_scaled_mm in fp8. The older of
+# TensorRT-LLM's versions on GB200 is 16 % slower than four other sources of that GPU: it serves the cap, where power stands beside it.
 WRAPPERS = {"sglang_torch_linear", "torch_flow"}
 OLDER = "1.3.0rc17"
 ROWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -73,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _lines(path: Path) -> Iterator[dict[str, str]]:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as file:
-        yield from csv.DictReader(file)
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    yield from csv.DictReader(io.StringIO(text))
 
 
 def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[str, list[float]]]]:
@@ -103,9 +103,9 @@ def matmul_table(rates: Rates) -> str:
     """The text of matmul_shapes.csv."""
     out = io.StringIO()
     out.write(
-        "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k. Written by\n"
-        "# `python -m benchmarks.kernel_rates` from gemm_perf.parquet of ai-dynamo/aiconfigurator@095f58a51 (Apache-2.0),\n"
-        "# read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names. Blank: not measured.\n"
+        "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k. Written\n"
+        "# by `python -m benchmarks.kernel_rates` from gemm_perf.parquet of ai-dynamo/aiconfigurator@095f58a51,\n"
+        "# Apache-2.0, read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names. Blank: not measured.\n"
     )
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["gpu", "precision", "library", "m", "n", *COLUMNS])
@@ -155,10 +155,10 @@ def attention_table(charts: Charts) -> str:
     """The text of attention_rates.csv."""
     out = io.StringIO()
     out.write(
-        "# Share of the bf16 peak of fused attention in bf16, head_dim 128, by length, were every multiprocessor always busy\n"
-        "# (predict/kernels.py: attention_flops_per_s). FLOP are those executed: half of the square under a causal mask.\n"
+        "# Share of the bf16 peak of fused attention in bf16, head_dim 128, by length, were every multiprocessor busy\n"
+        "# (predict/kernels.py: attention_share). FLOP are those executed: half of the square under a causal mask.\n"
         "# Written by `python -m benchmarks.kernel_rates` from NVIDIA/cudnn-frontend@3929da2, benchmark/\n"
-        "# sdpa_benchmark_training (llama3.1: 64 heads, 8 of keys), and ai-dynamo/aiconfigurator@095f58a51, 2026-11-22.\n"
+        "# sdpa_benchmark_training (llama3.1: 64 heads, 8 of keys) and ai-dynamo/aiconfigurator@095f58a51, 2026-11-22\n"
     )
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["gpu", "library", "pass", "mask", "length", "share"])

@@ -85,8 +85,24 @@ def write(folder: Path, rows: Iterable[Row], done: dict[str, Prediction]) -> Non
     """predictions.csv, as the contract has it, and details.csv with everything that is known of each row."""
     found = with_repeats([done.get(row.id) or Prediction(row.id, row.source, note="not reached yet") for row in rows])
     table: list[dict[str, object]] = [
-        dict(zip(COLUMNS, (p.id, p.measured_s, p.predicted_s, p.exposed_s, p.peak_bytes, p.note, p.interval_low_s,
-                           p.interval_high_s, _configured(p), p.handling), strict=True))
+        dict(
+            zip(
+                COLUMNS,
+                (
+                    p.id,
+                    p.measured_s,
+                    p.predicted_s,
+                    p.exposed_s,
+                    p.peak_bytes,
+                    p.note,
+                    p.interval_low_s,
+                    p.interval_high_s,
+                    _configured(p),
+                    p.handling,
+                ),
+                strict=True,
+            )
+        )
         for p in found
     ]
     _write(folder / "predictions.csv", COLUMNS, table)

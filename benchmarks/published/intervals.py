@@ -1,13 +1,13 @@
 """`python -m benchmarks.published.intervals --details DIR/details.csv --rows FILE.csv`: the intervals that plan prints.
 
-Split conformal: the residual of a run is measured over predicted. Rows of one page, model and precision are correlated, so
-that a group weighs one, shared by its rows. A new run is of a new source, and sources err each in its own way, so that of n
-sources a quantile is taken (n + 1) / n of its way from the middle. Written to meshkit/config/intervals.csv by stratum, from
-its own width to all runs of its kind.
+Split conformal: the residual of a run is measured over predicted. Rows of one page, model and precision are
+correlated, so that a group weighs one, shared by its rows. A new run is of a new source, and sources err each in its
+own way, so that of n sources a quantile is taken (n + 1) / n of its way from the middle. Written to
+meshkit/config/intervals.csv by stratum, from its own width to all runs of its kind.
 
-Printed: the coverage with each source left out, by stratum: the quantiles are those of all other sources, and the rows of
-the source are looked up in them. A stratum that falls below 20 groups when its source is left out takes the next wider one,
-as in a plan.
+Printed: the coverage with each source left out, by stratum: the quantiles are those of all other sources, and the
+rows of the source are looked up in them. A stratum that falls below 20 groups when its source is left out takes the
+next wider one, as in a plan.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ def quantiles(residuals: Sequence[Residual]) -> Mapping[str, float]:
     sizes = Counter(r.group for r in residuals)
     ordered = sorted((r.ratio, 1 / sizes[r.group]) for r in residuals)
     count, sources = len(sizes), len({r.source for r in residuals})
-    found = {}
+    found: dict[str, float] = {}
     for name, level in LEVELS.items():  # the smallest ratio at or below which that much of the weight lies
         outward = level + (level - 0.5) / sources
         total = 0.0
         for ratio, weight in ordered:
+            found[name] = ratio
             total += weight
             if total >= min(1.0, max(0.0, outward)) * count - 1e-9:
                 break
-        found[name] = ratio
     return found
 
 
@@ -104,8 +104,8 @@ def table_text(residuals: Sequence[Residual]) -> str:
     """The text of intervals.csv."""
     out = io.StringIO()
     out.write(
-        "# Quantiles of measured over predicted step times of published runs, by stratum; a group of correlated runs weighs\n"
-        "# one. Written by `python -m benchmarks.published.intervals`; read by meshkit/predict/interval.py.\n"
+        "# Quantiles of measured over predicted step times of published runs, by stratum; a group of correlated runs\n"
+        "# weighs one. Written by `python -m benchmarks.published.intervals`; read by meshkit/predict/interval.py.\n"
     )
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["stratum", "groups", "sources", "rows", *LEVELS])
@@ -139,8 +139,9 @@ def coverage_text(residuals: Sequence[Residual]) -> str:
         half, most = (sum(found[0] for found in inside[name] if found[i]) / weight for i in (1, 2))
         count, sources = len({r.group for r in members}), len({r.source for r in members})
         note = "" if _enough(members) else f"uncalibrated: {count} groups of {sources} sources"
-        lines.append(f"| {name} | {count} | {len(members)} | {half:.0%} | {most:.0%} | {statistics.median(widths[name]):.1%} "
-                     f"| {_median_error(members):.1%} | {note} |")  # fmt: skip
+        width, error = statistics.median(widths[name]), _median_error(members)
+        cells = (name, count, len(members), f"{half:.0%}", f"{most:.0%}", f"{width:.1%}", f"{error:.1%}", note)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

@@ -130,8 +130,8 @@ def _by_handling(predicted: Sequence[Prediction], rows: Mapping[str, Row], trivi
                 inside = [p.interval_low_s <= p.measured_s <= p.interval_high_s for p in members
                           if p.interval_low_s and p.interval_high_s and p.measured_s]  # fmt: skip
                 covered = f"{sum(inside)} of {len(inside)}" if inside else ""
-                lines.append(f"| `{name}`: {words} | {'partly' if partly else 'fully'} | {_row(members, rows, trivial)} | "
-                             f"{covered} |")  # fmt: skip
+                stated = "partly" if partly else "fully"
+                lines.append(f"| `{name}`: {words} | {stated} | {_row(members, rows, trivial)} | {covered} |")
     return [*lines, ""]
 
 
@@ -194,14 +194,14 @@ def _trends(predicted: Sequence[Prediction], rows: Mapping[str, Row]) -> list[st
     moved = [t for t in found if t.right is not None]
     falls = sum(t.measured < 0 for t in moved)
     right = (
-        f"The sign is right in {sum(bool(t.right) for t in moved)} of {len(moved)} settings whose measured change is above "
-        f"1 %, where `it falls` is right in {falls}"
+        f"The sign is right in {sum(bool(t.right) for t in moved)} of {len(moved)} settings whose measured change is "
+        f"above 1 %, where `it falls` is right in {falls}"
     )
     size = ""
     if moved:
         part = statistics.median(t.predicted / t.measured for t in moved if t.measured)
         apart = statistics.median(abs(t.predicted - t.measured) for t in moved)
-        size = f" The size says more: in the median {part:.0%} of the measured change is predicted, {100 * apart:.1f} points off."
+        size = f" In the median {part:.0%} of the measured change is predicted, {100 * apart:.1f} points off."
     lines = [
         "## Trends: tokens/s per GPU from the smallest to the largest number of GPUs",
         "",

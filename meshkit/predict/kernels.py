@@ -3,8 +3,8 @@
 time = max(FLOP / (dense peak x sustained share), bytes / (memory bandwidth x sustained share)). The shares are measured
 ones and live in config/catalog.toml with their sources; the rates of a calibration that the cluster names come first.
 
-What a matmul's shape leaves of the best rate (waves, tiles, short inner loops) is in matmuls.py, that of fused attention
-here.
+What a matmul's shape leaves of the best rate (waves, tiles, short inner loops) is in matmuls.py, that of fused
+attention here.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def _attention_chart(key: str, backward: bool, causal: bool) -> tuple[np.ndarray
     """(logarithms of lengths, rates relative to a causal pass at 4k): as measured on the GPU or one of its kind, and
     beyond the measured lengths, or without any, as in FlashAttention-3's charts of an H100."""
     k = catalog.kernels()
-    forward, full = k["attention_causal_forward"], k["attention_full_backward" if backward else "attention_full_forward"]
+    forward = k["attention_causal_forward"]
+    full = k["attention_full_backward" if backward else "attention_full_forward"]
     chart = dict(zip(k["attention_lengths"], forward if causal and not backward else full))
     if causal and backward:  # a mask costs both passes the same share
         masked = dict(zip(k["attention_lengths"], np.divide(forward, k["attention_full_forward"]).tolist()))
