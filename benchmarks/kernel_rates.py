@@ -14,8 +14,8 @@ of the interpolation; what a GPU's table says of another one's.
 **Burst and long run.** Rows without power are a few calls each: kernels of less than a millisecond end before the power
 controller acts, those of tens of milliseconds are a run at the cap. A kernel in a training step takes the smaller of
 what its shape reaches in a burst and what the cap leaves (predict/matmuls.py). The cap is the median over wrappers of
-rows that take 10 ms or more, or that stand at 95 % of their power limit, with no dim below 2048. vLLM 0.24's rows are left out of
-it: their rate rises with the work where every other source's falls, which random operands do not do.
+rows that take 10 ms or more, or that stand at 95 % of their power limit, with no dim below 2048. vLLM 0.24's rows
+are left out of it: their rate rises with the work where every other source's falls, which random operands do not do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ GPUS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100_sxm", "h200_sxm": "h200", "b2
         "gb200": "gb200", "gb300": "gb300"}  # fmt: skip
 PRECISIONS = {"bfloat16": "bf16", "fp8": "fp8"}
 # Wrappers around cuBLAS: torch.nn.functional.linear in bf16, trtllm.cublas_scaled_mm in fp8. The older of
-# TensorRT-LLM's versions on GB200 is 16 % slower than four other sources of that GPU: it serves the cap, where power stands beside it.
+# TensorRT-LLM's versions on GB200 is 16 % slower than four other sources of that GPU: it serves the cap,
+# where power stands beside it.
 WRAPPERS = {"sglang_torch_linear", "torch_flow"}
 OLDER = "1.3.0rc17"
 ROWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -103,9 +104,9 @@ def matmul_table(rates: Rates) -> str:
     """The text of matmul_shapes.csv."""
     out = io.StringIO()
     out.write(
-        "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k. Written\n"
-        "# by `python -m benchmarks.kernel_rates` from gemm_perf.parquet of ai-dynamo/aiconfigurator@095f58a51,\n"
-        "# Apache-2.0, read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names. Blank: not measured.\n"
+        "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k.\n"
+        "# Written by `python -m benchmarks.kernel_rates` from gemm_perf.parquet of ai-dynamo/aiconfigurator@095f58a51,\n"
+        "# Apache-2.0, read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names.\n"
     )
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["gpu", "precision", "library", "m", "n", *COLUMNS])
