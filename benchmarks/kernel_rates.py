@@ -105,7 +105,7 @@ def matmul_table(rates: Rates) -> str:
     out = io.StringIO()
     out.write(
         "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k.\n"
-        "# Written by `python -m benchmarks.kernel_rates` from gemm_perf.parquet of ai-dynamo/aiconfigurator@095f58a51,\n"
+        "# Written by `python -m benchmarks.kernel_rates` from gemm_perf of ai-dynamo/aiconfigurator@095f58a51,\n"
         "# Apache-2.0, read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names.\n"
     )
     writer = csv.writer(out, lineterminator="\n")
