@@ -63,11 +63,8 @@ def _kinds(module: ModuleAttributes) -> dict[str, str]:
     kinds: dict[str, str] = {}
     parameters: dict[str, list[str]] = {}
     loops: dict[str, str] = {}
-    bodies = {name: [module.of(i) for i in module.order(name)] for name in module.computations}
-    # What an asynchronous start wraps has no kind of its own: OTHER.
-    wrapped = {name for body in bodies.values() for at in body if at.opcode == "async-start" for name in at.called}
-    for computation, body in bodies.items():
-        for at in body if computation not in wrapped else ():
+    for computation in module.computations:
+        for at in map(module.of, module.order(computation)):
             kind = _of_path(at.source)
             if at.opcode == "parameter":
                 parameters.setdefault(computation, []).append(at.name)
@@ -75,8 +72,8 @@ def _kinds(module: ModuleAttributes) -> dict[str, str]:
             if at.opcode == "while":
                 loops[at.called[0]] = kind
             kinds[at.name] = kind
-    for loop, kind in loops.items():
-        for name in parameters.get(loop, ()):
+    for body, kind in loops.items():
+        for name in parameters.get(body, ()):
             kinds[name] = CARRIED if kind == BACKWARD else kind
     return kinds
 

@@ -159,6 +159,10 @@ MODULE = """HloModule jit_step
   %param.6 = (s32[], bf16[64]) parameter(0)
   ROOT %true.2 = pred[] constant(true)
 }
+%stash.1 (param.7: bf16[64]) -> bf16[64] {
+  %param.7 = bf16[64] parameter(0)
+  ROOT %stash.2 = bf16[64] negate(%param.7), metadata={op_name="jit(step)/jvp(layers)/while/body/dynamic_update_slice"}
+}
 ENTRY %main.6 (param.4: bf16[64]) -> bf16[64] {
   %param.4 = bf16[64] parameter(0), metadata={op_name="w"}
   %zero = s32[] constant(0)
@@ -166,6 +170,8 @@ ENTRY %main.6 (param.4: bf16[64]) -> bf16[64] {
   %while.20 = (s32[], bf16[64]) while(%t), condition=%condition.1, body=%other.3, metadata={op_name="jit(step)/jvp(layers)/while"}
   %while.21 = (s32[], bf16[64]) while(%while.20), condition=%condition.2, body=%body.1, metadata={op_name="jit(step)/transpose(jvp(layers))/while"}
   %x = bf16[64] get-tuple-element(%while.21), index=1
+  %start.3 = ((bf16[64]), bf16[64], u32[]) async-start(%x), calls=%stash.1
+  %done.3 = bf16[64] async-done(%start.3)
   ROOT %all-gather.9 = bf16[64] all-gather(%x), dimensions={0}
 }
 """  # noqa: E501
@@ -176,17 +182,19 @@ LIVE = """HloLiveRange (max 113):
     param.4{}: 1000000 bytes (cumulative: 4670016 bytes)
     while.20{2}: 786432 bytes (cumulative: 5456448 bytes)
     add.9{}: 524288 bytes (cumulative: 5980736 bytes)
+    stash.2{}: 65536 bytes (cumulative: 6046272 bytes)
   Stack trace breakdown for peak usage: 9 568 332 bytes
     while.20{2}: 1 bytes
 """
 
 
 def test_live_ranges_are_told_apart_by_what_made_them(tmp_path):
+    """Also what an asynchronous start wraps, as the copies of activations that a loop of layers keeps."""
     module = ModuleAttributes(parse_hlo(MODULE).as_serialized_hlo_module_proto())
     assert live_bytes(tmp_path, module) is None
     (tmp_path / "module_0001.jit_step.sm_9.0a_gpu_after_optimizations-live-range.txt").write_text(LIVE)
     assert live_bytes(tmp_path, module) == {
-        "forward": 786_432,
+        "forward": 786_432 + 65_536,
         "backward": 524_288,
         "carried": 1_572_864,
         "argument": 1_000_000,
