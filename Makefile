@@ -8,7 +8,7 @@ GPU_WHEELS := annotated-types array-record cloudpickle flatbuffers grain narwhal
 GPU_MACHINE := 'jax[cuda13]==$(OLDEST)' flax optax orbax-checkpoint chex numpy typer nvidia-ml-py jaxtyping
 H100S := --set cluster='{name="dgx_h100",hosts=2}'
 
-.PHONY: setup demo test test-slow test-oldest wheel-check corruption kill-matrix soak gpu-wheels gpu-rehearsal check docs clean
+.PHONY: setup demo test test-slow test-oldest wheel-check corruption attack kill-matrix soak gpu-wheels gpu-rehearsal check docs clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -63,6 +63,11 @@ test-oldest: .venv-oldest/installed
 # Seeded damages to a checkpoint's files, and what is restored after each: a minute.
 corruption: setup
 	@$(PY) -m benchmarks.corruption
+
+# Seeded attacks on all that is read, rendered and saved: a tenth of them in ten minutes; ALL=1 for all, WRITE=1 to
+# put the tables into docs/concepts/security.md.
+attack: setup
+	@$(PY) -m benchmarks.attack $(if $(ALL),--all) $(if $(WRITE),--write)
 
 # Every fault in every phase of a gang, into benchmarks/kill_matrix; goes on where it stopped: 15 minutes.
 kill-matrix: setup

@@ -18,6 +18,8 @@ from rich.text import Text
 from meshkit.errors import ConfigError
 from meshkit.redaction import printable
 
+_LONGEST_TEXT = 2**13  # of a table's cell or a paragraph; documents are printed as they are
+
 
 def run_folder(folder: Path) -> Path:
     """The folder, made if need be, before anything expensive begins.
@@ -40,11 +42,22 @@ def width() -> int | None:
 
 
 class _Printable(Console):
-    """A console whose only escapes are its own."""
+    """A console whose only escapes are its own, and that cuts a name of pages, which it would wrap for ever."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        if isinstance(renderable, Text) and len(renderable) > _LONGEST_TEXT:
+            renderable = Text(_cut(renderable.plain))
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(_cut(text), **options)
+
+
+def _cut(text: str) -> str:
+    """A text that is not longer than a page or two."""
+    rest = len(text) - _LONGEST_TEXT
+    return text if rest <= 0 else f"{text[:_LONGEST_TEXT]}... ({rest:,} more characters)"
 
 
 def stdout() -> Console:

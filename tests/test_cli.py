@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
+from rich.text import Text
 
+from meshkit import console
 from meshkit.cli import main
 from meshkit.config.experiment import load
 from meshkit.report.schema import Report
@@ -193,6 +196,16 @@ def test_no_terminal_escape_of_a_file_reaches_the_terminal(verb, text, tmp_path,
     shown = capsys.readouterr()
     assert "\\x1b" in shown.err
     assert not set(shown.out + shown.err) & set("\x1b\x07\x9b\u202e")
+
+
+@pytest.mark.parametrize("make", [str, Text])
+def test_a_name_of_megabytes_is_cut_where_it_would_be_wrapped(make, capsys):
+    """Wrapping and colouring such a line takes time by its square: a minute for four mebibytes."""
+    table = Table()
+    table.add_row(make("a" * 2**22))
+    for shown in (make("[" * 2**22), table):
+        console.stdout().print(shown)
+    assert "4,186,112" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "endless"])

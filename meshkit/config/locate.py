@@ -8,6 +8,7 @@ A path is the keys from the root, with indices into arrays: `("rules", "override
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import re
 import tomllib
@@ -88,18 +89,13 @@ def split_key(text: str) -> Path:
     return path
 
 
-def entries(text: str) -> list[WrittenKey]:
-    """Every key of the text in the order it is written."""
-    found: list[WrittenKey] = []
-    try:
-        for entry in _Scanner(text).document():
-            found.append(entry)
-    except (_Unexpected, RecursionError):  # what was found before is still right
-        pass
-    return found
+def entries(text: str) -> Iterator[WrittenKey]:
+    """Every key of the text in the order it is written; of a text that is no TOML, those before it goes wrong."""
+    with contextlib.suppress(_Unexpected, RecursionError):
+        yield from _Scanner(text).document()
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=4)
 def _positions(text: str) -> Mapping[Path, Position]:
     """Path of a key -> where it stands first."""
     starts, source = _line_starts(text), text.split("\n")

@@ -339,10 +339,10 @@ def path_matches(glob: str, path: str) -> bool:
     """
     at, size = {0}, len(path)
     for piece in _pieces(glob):
-        if piece == "**":
-            at = set(range(min(at), size + 1))
-        elif piece == "**/":
+        if piece.startswith("**/"):
             at |= {i + 1 for i in range(min(at), size) if path[i] == "/"}
+        elif piece.startswith("**"):
+            at = set(range(min(at), size + 1))
         elif piece == "/**":
             at = {size} if any(i == size or path[i] == "/" for i in at) else set()
         elif piece == "*":
@@ -359,7 +359,7 @@ def path_matches(glob: str, path: str) -> bool:
     return size in at
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _pieces(glob: str) -> tuple[str, ...]:
-    """A pattern's wildcards and what is between them."""
-    return tuple(filter(None, re.split(r"(\*\*/|/\*\*$|\*\*|\*)", glob)))
+    """A pattern's wildcards, equal ones in a row as one, and what is between them."""
+    return tuple(filter(None, re.split(r"((?:\*\*/)+|/\*\*$|(?:\*\*)+(?!/)|\*)", glob)))

@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from meshkit.config.bounded import read_regular
 from meshkit.errors import ConfigError
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -183,7 +184,7 @@ def _inside(folder: Path, name: str) -> Path:
 def _read_json(path: Path, longest: int) -> Any:
     if (size := path.stat().st_size) > longest:
         raise ValueError(f"it has {size} bytes, more than {longest}")
-    return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    return json.loads(read_regular(path, longest), object_pairs_hook=_unique)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -250,7 +250,7 @@ def last_step(folder: Path) -> int:
     for line in reversed(last_lines(folder / "metrics.jsonl", 5)):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:  # cut short by a crash
+        except (ValueError, RecursionError):  # cut short by a crash, or no record
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             return record["step"]

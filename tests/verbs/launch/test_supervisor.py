@@ -328,6 +328,8 @@ def test_a_program_that_is_not_there(tmp_path):
         ('{"step": 1}\n{"step": 2}\n', 2),
         ('{"step": 1}\n{"step": 2, "lo', 1),
         ('{"step": 9}\n\x00\x00garbage\n[]\n', 9),
+        ('{"step": 9}\n' + "[" * 100_000, 9),
+        ('{"step": 9}\n{"step": ' + "1" * 5000 + "}", 9),
     ],
 )
 def test_the_last_step(tmp_path, text, step):

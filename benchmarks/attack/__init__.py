@@ -1,0 +1,1 @@
+"""Seeded attacks on what meshkit reads, renders and saves, and what came of each."""

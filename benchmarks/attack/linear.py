@@ -1,0 +1,382 @@
+"""Linear time: every reader with 1, 2 and 4 MiB of what searches and parsers fear."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.attack.harness import Attack, Broken, Campaign, Outcome, captured
+
+SIZES = (2**20, 2**21, 2**22)
+_MOST_GROWTH, _NO_TIME_S = 6.0, 1.0  # of four times the size; below a second it is noise
+_ROOT = Path(__file__).parents[2]
+_GOOD = (_ROOT / "configs" / "experiments" / "llama_debug_cpu.toml").read_text
+
+# Pieces that are repeated until the size is reached; what is before and behind them comes from the reader.
+_TEXT = ("a", "\\", '"', "'", "[", "{", "(", "\n", " ", "\t", "#", ".", "a.", "a=1\n", "[a]\n", "é", "\x1b[", "\r", ":")
+_SECRETS = ("://", "://a:", "a://b:c@", "token=", "a_key='", 'token: "\\', "A_TOKEN", "x_", "=", "s3cr3t-value", "\\'")
+_XML = ("<pci>", '<pci busid="0000:00:00.0"/>', "<!--", "-->", "&amp;", " ", 'a="b" ', "\n", "a", "<gpu/>", "]]>")
+_MATRIX = (
+    "GPU0\t",
+    "NV18\t",
+    " ",
+    "\t",
+    "\n",
+    "X ",
+    "GPU0 X\n",
+    "NIC0: mlx5_0\n",
+    "\x1b[4m",
+    "0-",
+    "1:",
+    "0-1,",
+    "Device 0: a",
+)
+_WIRE = (
+    b"\x0a\x00", b"\xff", b"\x80", b"\x0a\x02\x12\x00", b"\x0a\x04\x1a\x02\x22\x00", b"\x12\x01a", b"\x22\x01a",
+    b"\x0a\x08\x22\x06\x08\x01\x12\x02\x12\x00",
+)  # fmt: skip
+_IN_LINE = (b"\x22\x00", b"\x22\x02\x08\x01", b"\x22\x06\x08\x01\x22\x02\x08\x01", b"\x22\x04\x22\x02\x08\x01")
+
+
+def _filled(piece: Any, size: int) -> Any:
+    return piece * (size // len(piece))
+
+
+def _cli(*words: str) -> None:
+    code, text = captured(list(words))
+    if code == 1 or "Traceback (most recent call last)" in text:
+        raise Broken(f"a traceback: {text[-600:]}")
+
+
+def _experiment(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    file = folder / "e.toml"
+    good = _GOOD()
+    placed = {
+        "at the end": lambda x: f"{good}\n{x}",
+        "in a string": lambda x: good.replace('preset = "', 'preset = "' + x, 1),
+        "in a value": lambda x: f"{good}\n[optimizer]\nlearning_rate = {x}",
+    }
+
+    def at(where: str, piece: str) -> Callable[[int], Callable[[], object]]:
+        def made(size: int) -> Callable[[], object]:
+            file.write_text(placed[where](_filled(piece, size - 4096)))
+            return lambda: _cli("explain", "--rules", str(file))
+
+        return made
+
+    for where in placed:
+        for piece in _TEXT:
+            yield f"{piece!r} {where}", at(where, piece)
+
+    def rows(size: int) -> Callable[[], object]:
+        lines = (f'[[rules.override]]\npath = "**/a{i}/*"\nspec = ["fsdp"]\n' for i in range(size // 64))
+        file.write_text(good + "\n" + "".join(lines)[: size - 8192].rsplit("[[", 1)[0])
+        return lambda: _cli("explain", "--rules", str(file))
+
+    yield "overrides", rows
+
+
+def _rules(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    from meshkit.config.rules import path_matches
+
+    path = "layers/" + "a/" * 30 + "kernel"
+    for piece in ("**/a*", "**", "**/", "*a", "*", "a**", "/**", "a"):
+        yield piece, lambda size, piece=piece: lambda: path_matches(_filled(piece, size), path)
+
+
+def _topology(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    file = folder / "t.xml"
+    placed = {"inside": ('<system version="1"><cpu numaid="0">', "</cpu></system>"), "in a tag": ("<system ", "/>")}
+    for where, (before, behind) in placed.items():
+        for piece in _XML:
+
+            def made(size: int, piece=piece, before=before, behind=behind) -> Callable[[], object]:
+                file.write_text(before + _filled(piece, size - 4096) + behind)
+                return lambda: _cli("topo", "--xml", str(file))
+
+            yield f"{piece!r} {where}", made
+
+
+def _matrix(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    file = folder / "m.txt"
+    good = (_ROOT / "tests/data/topo/text/ml-engineering_perf_topo.txt").read_text()
+    for where in ("", good):
+        for piece in _MATRIX:
+
+            def made(size: int, piece=piece, where=where) -> Callable[[], object]:
+                file.write_text(where + _filled(piece, size - 8192))
+                return lambda: _cli("topo", "--matrix", str(file))
+
+            yield f"{piece!r}{' behind a matrix' * bool(where)}", made
+
+
+def _report(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    place = folder / "report"
+    _cli("profile", str(_ROOT / "tests/data/synthetic_2gpu_3step.xplane.pb"), "--out", str(place))
+    good = (place / "report.json").read_text()
+    file = folder / "r.json"
+    forms: dict[str, Callable[[int], str]] = {
+        repr(piece): (lambda size, piece=piece: _filled(piece, size))
+        for piece in ("[", "{", '"', " ", "1", '{"a":', "[1,")
+    }
+
+    def with_(key: str, make: Callable[[int, Any], Any]) -> Callable[[int], str]:
+        def made(size: int) -> str:
+            document = json.loads(good)
+            document[key] = make(size, document[key])
+            return json.dumps(document)
+
+        return made
+
+    forms["a long warning"] = with_("warnings", lambda n, _: [{"code": "x", "message": "a " * (n // 2)}])
+    forms["many warnings"] = with_("warnings", lambda n, _: [{"code": "x", "message": "m"}] * (n // 32))
+    forms["many rows"] = with_("communication", lambda n, rows: rows * (n // len(json.dumps(rows))))
+    forms["a long name"] = with_(
+        "communication", lambda n, rows: [{**rows[0], "collective": "a-" * (n // 2)}, *rows[1:]]
+    )
+    for name, make in forms.items():
+
+        def made(size: int, make=make) -> Callable[[], object]:
+            file.write_text(make(size))
+            return lambda: _cli("compare", str(place / "report.json"), str(file))
+
+        yield name, made
+
+
+def _metrics(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    from meshkit.report.history import read_history
+    from meshkit.verbs.launch.supervisor import last_step
+
+    run = folder / "metrics"
+    run.mkdir()
+    line = '{{"step": {}, "loss": 1.5, "step_time_s": 0.1}}\n'
+    forms = {
+        repr(p): (lambda size, p=p: _filled(p, size)) for p in ("[", "{", '{"step":', "1", "\n", '"', "\\", "{}\n")
+    }
+    forms["steps"] = lambda size: "".join(line.format(i) for i in range(size // 48))
+    forms["one step"] = lambda size: line.format(1) * (size // 48)
+    for name, make in forms.items():
+
+        def made(size: int, make=make) -> Callable[[], object]:
+            (run / "metrics.jsonl").write_text(make(size))
+            return lambda: (read_history(run), last_step(run))
+
+        yield name, made
+
+
+def _varint(value: int) -> bytes:
+    return bytes([value & 127 | 128]) + _varint(value >> 7) if value > 127 else bytes([value])
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _trace(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    file = folder / "x.xplane.pb"
+    names = _field(2, b"/device:GPU:0")
+    line = _field(2, b"Stream #1")
+    kinds = {
+        "": lambda x: x,
+        " in a plane": lambda x: _field(1, names + x),
+        " in a line": lambda x: _field(1, names + _field(3, line + x)),
+        " in an event": lambda x: _field(1, names + _field(3, line + _field(4, x))),
+        " in a name": lambda x: _field(1, names + _field(4, _field(2, _field(2, x)))),
+        " as a message": lambda x: _field(2, x),
+    }
+    pieces = {" in a line": (*_IN_LINE, b"\xff"), " as a message": (b"1 dropped ", b"1", b"dropped", b" ", b"1 a")}
+    for where, around in kinds.items():
+        for piece in pieces.get(where, _WIRE):
+
+            def made(size: int, piece=piece, around=around) -> Callable[[], object]:
+                file.write_bytes(around(_filled(piece, size)))
+                return lambda: _cli("profile", str(file))
+
+            yield f"{piece!r}{where}", made
+
+
+def _hlo(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    from meshkit.config.mesh import Placement
+    from meshkit.errors import MeshkitError
+    from meshkit.hlo.instructions import read_instructions
+    from meshkit.hlo.module import load_module, parse_hlo, read_program
+
+    place = Placement.from_shape(("x",), (8,))
+    module = "HloModule m\n\nENTRY %e (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n{}\n}}\n"
+    root = '  ROOT %r = f32[8] custom-call(%x), custom_call_target="{}", metadata={{op_name="{}"}}, backend_config="{}"'
+
+    def read(text: str) -> Callable[[], object]:
+        serialized = parse_hlo(text).as_serialized_hlo_module_proto()
+
+        def run() -> None:
+            with contextlib.suppress(MeshkitError):
+                loaded = load_module(serialized)
+                read_program(loaded, place)
+                read_instructions(loaded)
+
+        return run
+
+    pieces = ("a", "a/", "jit(call)/", "call_exported/", "/", "(", "a_1/", "metadata={", "}", "[1,", ", ", " = ")
+    for piece in pieces:
+        yield (
+            f"{piece!r} in a name",
+            lambda size, piece=piece: read(module.format(root.format("t", _filled(piece, size), ""))),
+        )
+        yield (
+            f"{piece!r} in a configuration",
+            lambda size, piece=piece: read(module.format(root.format("__cublas$gemm", "a/b", _filled(piece, size)))),
+        )
+    for piece in (r"\"lhs_contracting_dimensions\":", r"\"intermediate_tensor_shape\": {", r"{\"a\":", "["):
+        yield (
+            f"{piece!r} in a call",
+            lambda size, piece=piece: read(
+                module.format(root.format("__cudnn$fmhaSoftmax", "a", _filled(piece, size)))
+            ),
+        )
+
+    def many(size: int) -> Callable[[], object]:
+        count = size // 128  # as large in the message
+        lines = [f"  %a{i} = f32[8] add(%{f'a{i - 1}' if i else 'x'}, %x)" for i in range(count)]
+        return read(module.format("\n".join([*lines, f"  ROOT %r = f32[8] negate(%a{count - 1})"])))
+
+    yield "instructions", many
+
+
+def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    from meshkit.errors import MeshkitError
+    from meshkit.weights.folder import open_file
+
+    file = folder / "model.safetensors"
+
+    def tensors(size: int) -> str:
+        one = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+        return json.dumps({f"t{i}": one for i in range(size // 64)})
+
+    forms = {repr(p): (lambda size, p=p: _filled(p, size)) for p in ("[", "{", '{"a":', '"', " ", "1", "\\")}
+    forms |= {"tensors": tensors, "a name": lambda size: '{"' + "a" * size + '": 1}'}
+    forms["metadata"] = lambda size: '{"__metadata__": {"a": "' + "b" * size + '"}}'
+    for name, make in forms.items():
+
+        def made(size: int, make=make) -> Callable[[], object]:
+            text = make(size).encode()
+            file.write_bytes(len(text).to_bytes(8, "little") + text)
+
+            def run() -> None:
+                with contextlib.suppress(MeshkitError):
+                    open_file(file)
+
+            return run
+
+        yield name, made
+
+
+def _redaction(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    from meshkit.redaction import redact
+
+    environment = {"A_TOKEN": "s3cr3t-value", "B_KEY": "a" * 6, "URL": "http://u:aaaa:bbbb@h"}
+    for piece in (*_SECRETS, *_TEXT):
+        yield repr(piece), lambda size, piece=piece: lambda: redact(_filled(piece, size), environment)
+
+
+def _console(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    from rich.text import Text
+
+    from meshkit import console
+
+    for piece in (*_TEXT, "[red]", "\u202e", "a b ", "é "):
+
+        def said(size: int, piece=piece) -> Callable[[], object]:
+            text = _filled(piece, size)
+
+            def run() -> None:
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                    console.say(text)
+                    console.stdout().print(Text(text))
+
+            return run
+
+        yield repr(piece), said
+
+
+def _logs(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+    from meshkit.verbs.launch.supervisor import Follower, last_words
+
+    file = folder / "rank0.log"
+    for piece in (*_TEXT, "\x1b[0;", "Traceback (most recent call last)\n", "[Gloo] Rank\n", "\x1b[0m", "a\n"):
+
+        def made(size: int, piece=piece) -> Callable[[], object]:
+            file.write_text(_filled(piece, size))
+            return lambda: (Follower(file).new_lines(last=True), last_words(file, 20))
+
+        yield repr(piece), made
+
+
+READERS = {
+    "an experiment's TOML": _experiment,
+    "a rule's path": _rules,
+    "NCCL's topology XML": _topology,
+    "`nvidia-smi topo -m`": _matrix,
+    "report.json": _report,
+    "metrics.jsonl": _metrics,
+    "a trace": _trace,
+    "a program's HLO": _hlo,
+    "a safetensors header": _safetensors,
+    "redaction of what is printed": _redaction,
+    "the console": _console,
+    "a process's log": _logs,
+}
+
+
+def _prepare(folder: Path) -> Callable[[int], Attack]:
+    """One attack a reader: all its shapes in all sizes."""
+
+    def make(number: int) -> Attack:
+        name, shapes = list(READERS.items())[number]
+        place = folder / str(number)
+
+        def run() -> str:
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            slowest = dict.fromkeys(SIZES, 0.0)
+            bad, count, only = [], 0, os.environ.get("ATTACK_SHAPE")
+            for shape, made in shapes(place):
+                if only and only not in shape:
+                    continue
+                taken = [_seconds(made(size)) for size in SIZES]
+                count += 1
+                if taken[-1] > max(_MOST_GROWTH * taken[0], _NO_TIME_S):
+                    bad.append(f"{shape}: {', '.join(f'{s:.2f}' for s in taken)} s")
+                slowest = {size: max(slowest[size], s) for size, s in zip(SIZES, taken)}
+            if bad:
+                raise Broken("; ".join(bad))
+            return json.dumps([count, *slowest.values()])
+
+        return Attack(name, run)
+
+    return make
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.process_time()
+    run()
+    return time.process_time() - began
+
+
+CAMPAIGN = Campaign(len(READERS), _prepare, limit_s=600.0)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Readers x sizes, as Markdown."""
+    lines = ["", "| reader | shapes | 1 MiB | 2 MiB | 4 MiB |", "|---|---|---|---|---|"]
+    for outcome in outcomes:
+        count, *seconds = json.loads(outcome.said) if outcome.held else ["-", *["not linear"] * 3]
+        cells = [f"{s:.2f} s" if isinstance(s, float) else s for s in seconds]
+        lines.append(f"| {outcome.name} | {count} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,36 @@
+"""The attacks see what gets through: a script that runs a name, a traceback, an escape; and are the same every time."""
+
+import random
+
+import pytest
+
+from benchmarks.attack import campaigns, harness, mutate
+
+
+def test_a_name_that_runs_is_seen(tmp_path):
+    campaigns._check_script("srun 'touch canary'\n", tmp_path, tmp_path)
+    with pytest.raises(harness.Broken, match="a name was run"):
+        campaigns._check_script("echo $(touch canary)\n", tmp_path, tmp_path)
+    with pytest.raises(harness.Broken, match="no script"):
+        campaigns._check_script("echo 'touch\n", tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "message"),
+    [(1, "", "a traceback"), (0, "Traceback (most recent call last):", "a traceback"), (2, " ", "without a word"),
+     (0, "\x1b[2J", "an escape"), (-9, "", "exit code -9")],
+)  # fmt: skip
+def test_a_command_that_breaks_is_seen(monkeypatch, code, text, message):
+    monkeypatch.setattr(harness, "captured", lambda words: (code, text))
+    with pytest.raises(harness.Broken, match=message):
+        harness.command("explain")
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [(mutate.damage_bytes, b"abc" * 50), (mutate.damage_text, 'a = 1\nb = "x"\n'), (mutate.damage_json, '{"a": [1]}')],
+)
+def test_damages_are_the_same_every_time_and_differ(damage, what):
+    found = [damage(what, random.Random(seed)) for seed in range(50)]
+    assert found == [damage(what, random.Random(seed)) for seed in range(50)]
+    assert len(set(found)) > 15
