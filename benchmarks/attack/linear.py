@@ -259,7 +259,9 @@ def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[
         one = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
         return json.dumps({f"t{i}": one for i in range(size // 64)})
 
-    forms = {repr(p): (lambda size, p=p: _filled(p, size)) for p in ("[", "{", '{"a":', '"', " ", "1", "\\")}
+    forms: dict[str, Callable[[int], str]] = {
+        repr(p): (lambda size, p=p: _filled(p, size)) for p in ("[", "{", '{"a":', '"', " ", "1", "\\")
+    }
     forms |= {"tensors": tensors, "a name": lambda size: '{"' + "a" * size + '": 1}'}
     forms["metadata"] = lambda size: '{"__metadata__": {"a": "' + "b" * size + '"}}'
     for name, make in forms.items():
