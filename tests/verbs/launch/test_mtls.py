@@ -290,6 +290,33 @@ def port_of(out):
     return None
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc")
+def test_wrong_lines_at_the_roll_call_of_a_launch_without_certificates_end_nothing(tmp_path):
+    """Each of them ended the job with exit code 2: a number that is taken, process 0's, another size; and they stay."""
+    launched, strangers = train(tmp_path / "run"), []
+    lines = [
+        {"id": i, "of": of, "host": "evil", "time": time.time(), "token": "t"} for i, of in ((1, 2), (0, 2), (1, 3))
+    ]
+    try:
+        until(lambda: port_of(tmp_path / "run") is not None, 60, launched)
+        port, ends = port_of(tmp_path / "run"), time.monotonic() + 60
+        while len(strangers) < len(lines) and time.monotonic() < ends:
+            with suppress(OSError):
+                strangers.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+                strangers[-1].sendall(json.dumps(lines[len(strangers) - 1]).encode() + b"\n")
+            time.sleep(0.01)
+        _, said = launched.communicate(timeout=400)
+    finally:
+        launched.kill()
+        for connection in strangers:
+            connection.close()
+    assert len(strangers) == len(lines)
+    assert launched.returncode == 0, said
+    assert len(losses(tmp_path / "run")) == 40
+
+
 @needs_jax_with_mtls
 @pytest.mark.slow
 @pytest.mark.multiprocess
