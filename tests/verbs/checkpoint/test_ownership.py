@@ -53,8 +53,12 @@ def test_a_checkpoint_of_another_run_is_refused_and_both_are_named(tmp_path):
 
 
 def test_an_old_checkpoint_without_a_run_is_restored_with_a_note(tmp_path):
-    saved(tmp_path, 3)
-    assert "run" not in read_manifest(tmp_path / "checkpoints" / "3").record
+    saved(tmp_path, 2, 3)
+    for step in ("2", "3"):
+        checkpoint = tmp_path / "checkpoints" / step
+        record = read_manifest(checkpoint).record
+        assert "run" not in record
+        write_manifest(checkpoint, {key: value for key, value in record.items() if key != "previous"})
     said = []
     with take_run(tmp_path, known_run=lambda: run_of_checkpoints(tmp_path)) as owner:
         store = store_of(tmp_path, owner, say=said.append)
