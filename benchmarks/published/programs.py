@@ -29,8 +29,6 @@ from meshkit.hlo.module import Schedule, load_module, read_schedule
 from meshkit.predict.simulate import Simulation, simulate
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
 
-TIMEOUT_S = 900.0
-
 
 @dataclass(frozen=True)
 class Program:
@@ -144,7 +142,6 @@ def _compile(experiment: Experiment, mesh: DescribedMesh) -> tuple[dict[str, Any
         mesh=mesh,
         cluster=experiment.cluster,
         choices=CompileChoices({**program.xla_options, **experiment.xla}),
-        timeout_s=TIMEOUT_S,
     )
     facts = {
         "peak_bytes": compiled.peak_bytes,
