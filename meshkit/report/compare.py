@@ -179,7 +179,11 @@ def compare(a: Report, b: Report) -> Comparison:
     found = Comparison(
         a=ComparedSide(source=a.source, program=a.program),
         b=ComparedSide(source=b.source, program=b.program),
-        step={name: pair(getattr(a.step, name), getattr(b.step, name)) for name in StepPart.model_fields},
+        step={
+            name: pair(getattr(a.step, name), getattr(b.step, name))
+            for name in StepPart.model_fields
+            if name != "time_interval"
+        },
         memory={
             name: pair(getattr(a.memory, name), getattr(b.memory, name))
             for name in type(a.memory).model_fields

@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console
 
 from meshkit.cli import main
+from meshkit.config import catalog
 from meshkit.errors import ConfigError, TraceError
+from meshkit.predict.interval import step_interval, stratum_of
 from meshkit.report.compare import compare, condition_text, judge, pair
 from meshkit.report.schema import read_report
 from meshkit.report.views.compare import render
@@ -40,6 +42,14 @@ def test_a_report_beside_itself_is_all_ones(report):
     found = compare(report, report)
     assert all(p.ratio in (1, None) for p in found.step.values())
     assert (found.joined_by, found.joined_share) == ("name", 1)
+
+
+def test_plans_with_an_interval_are_compared_by_their_numbers(report):
+    interval = step_interval(report.step.time_s, stratum_of(catalog.gpu("h100_sxm"), "bf16", False))
+    plan = report.model_copy(update={"step": report.step.model_copy(update={"time_interval": interval})})
+    found = compare(plan, plan)
+    assert found.step["time_s"].ratio == 1
+    assert "time_interval" not in found.step
 
 
 def test_ratios(report, slower):
