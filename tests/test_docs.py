@@ -132,8 +132,8 @@ def test_toml_parses_and_whole_experiments_load(page, tmp_path):
 )
 def test_the_tables_of_the_experiment_file_have_every_key_with_its_default(heading, model):
     shown = {key.strip("`"): default for key, default, *_ in cells("guides/experiment-file.md", heading)}
-    assert set(shown) == set(model.model_fields)
-    for name, field in model.model_fields.items():
+    assert set(shown) == set(model.fields_by_key())
+    for name, field in model.fields_by_key().items():
         default = None if field.is_required() else field.get_default()
         if default in (None, {}, []):
             assert not shown[name].startswith("`"), f"{name} has no default value"

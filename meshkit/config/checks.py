@@ -14,10 +14,12 @@ from typing import Any
 from meshkit.config.document import Override
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import ShardingRules
-from meshkit.config.sections import PGLE_OPTION, PREDICTED, ExperimentTable, PipelineTable
+from meshkit.config.sections import PGLE_OPTION, PREDICTED, ExperimentTable, OptimizerTable, PipelineTable
 from meshkit.config.validate import Key, SpecError, did_you_mean, dotted
 from meshkit.redaction import has_credentials, is_secret_name
 
+# Keys of [optimizer] that say something of AdamW alone.
+ADAMW_KEYS = ("weight_decay", "dtype", "b1", "b2", "eps")
 # schedule -> the one that is the same with virtual stages
 _WITH_CHUNKS = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
 
@@ -96,6 +98,7 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
     cut = rules.mapping("activations")
     _check_captured_steps(table)
     _check_xla_options(table.xla)
+    _check_optimizer(table.optimizer)
     for section in ("local_sgd", "compression"):
         if (found := getattr(table, section)) is not None:
             _check_replica_axis(section, found.axis, sizes, cut.get("act_batch", ()))
@@ -116,6 +119,18 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
     ):
         ways = {axis: sizes[axis] for axis in cut.get(logical, ())} | {k: n for k, n in pieces.items() if n > 1}
         _check_division(key, getattr(table.train, key), ways)
+
+
+def _check_optimizer(table: OptimizerTable) -> None:
+    """Keys of AdamW without another class, options with one."""
+    if table.class_path is None and table.options is not None:
+        message = "optimizer.options are of an optimizer that optimizer.class names, and there is none."
+        raise SpecError(message, key=("optimizer", "options"), hint='optimizer.class = "optax:lion"')
+    said = next((key for key in ADAMW_KEYS if key in table.model_fields_set), None)
+    if table.class_path is not None and said is not None:
+        message = f"optimizer.{said} is of AdamW, and optimizer.class names {table.class_path}."
+        hint = f"what it takes, in [optimizer.options]; optimizer.{said} left out"
+        raise SpecError(message, key=("optimizer", said), hint=hint)
 
 
 def _check_captured_steps(table: ExperimentTable) -> None:

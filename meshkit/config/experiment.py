@@ -7,7 +7,7 @@ what can be checked without jax. An error names file, line and key, and what to 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,16 @@ class Experiment:
     def to_dict(self) -> dict[str, Any]:
         """The tables of the resolved file."""
         axes = {key: getattr(self, key) for key in ("local_sgd", "compression", "pipeline")}
+        own = self.optimizer.class_path is not None
         tables = {
             "name": self.name,
             "cluster": self.cluster.to_dict(),
             "model": {"class": self.model.class_path, "preset": self.model.preset, **self.model.options},
             "mesh": self.mesh.to_dict(),
             "rules": self.rules.to_dict(),
-            **{key: _plain(getattr(self, key)) for key in ("train", "optimizer", "data", "checkpoint", "profile")},
+            "train": _plain(self.train),
+            "optimizer": {k: v for k, v in _plain(self.optimizer).items() if not own or k not in checks.ADAMW_KEYS},
+            **{key: _plain(getattr(self, key)) for key in ("data", "checkpoint", "profile")},
             **{key: _plain(section) for key, section in axes.items() if section.axis},
             "lint": {"allow": [_plain(item) for item in self.lint.allow] or None},
             "xla": dict(self.xla),
@@ -184,7 +187,12 @@ def _says_something(value: Any) -> bool:
 
 def _plain(section: TomlTable) -> dict[str, Any]:
     """The keys of a section with the values that a file has."""
-    return {name: _plain_value(getattr(section, name)) for name in type(section).model_fields}
+    return {key: _plain_value(getattr(section, name)) for name, key in _keys(section)}
+
+
+def _keys(section: TomlTable) -> Iterator[tuple[str, str]]:
+    """Name and key in the file of every field."""
+    return ((name, field.alias or name) for name, field in type(section).model_fields.items())
 
 
 def _plain_value(value: Any) -> Any:

@@ -275,8 +275,12 @@ class TrainTable(TomlTable):
 
 
 class OptimizerTable(TomlTable):
-    """AdamW and its schedule."""
+    """AdamW, or an optimizer of one's own, and its schedule."""
 
+    class_path: Function | None = Field(
+        default=None, alias="class", description="pkg.mod:fn, returns an optax transformation; default AdamW"
+    )
+    options: dict[str, Any] | None = Field(default=None, description="of that function")
     learning_rate: Positive = Field(default=3e-4, description="at its highest")
     warmup_steps: Natural = Field(default=0, description="from 0 to learning_rate")
     weight_decay: NonNegative = Field(default=0.1, description="of AdamW")

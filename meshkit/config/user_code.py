@@ -64,12 +64,15 @@ def _user_line(error: BaseException) -> str | None:
     return None
 
 
-def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None = None) -> Any:
+def load_object(
+    name: str, search_paths: Iterable[Path] = (), *, at: str | None = None, also: Sequence[str] = ()
+) -> Any:
     """What `"pkg.mod:Name"` names: of an installed package, or of the first of the experiment's folders that holds it.
 
     The models that meshkit ships come last. Python's own modules are refused before anything is imported. Where the
     site declares roots of models (`meshkit.config.site`), every module on the way lies in one of them or is a shipped
-    model, and only they are searched beside what Python finds anyway.
+    model, and only they are searched beside what Python finds anyway. `also` names packages on which meshkit rests
+    itself, which are as allowed as it is where they are installed.
 
     Raises:
         ConfigError: not of that form, a module of Python itself, no such module, one that fails to import or that
@@ -92,7 +95,7 @@ def load_object(name: str, search_paths: Iterable[Path] = (), *, at: str | None 
     if folder is not None:
         serve(module_name, folder, at)
     try:
-        if roots is not None:
+        if roots is not None and not (folder is None and module_name.partition(".")[0] in also):
             _check_roots(module_name, [*roots, *(folder / MODELS for folder in shipped)], at)
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

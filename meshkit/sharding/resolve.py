@@ -7,8 +7,9 @@ Names of dims come from the tree itself: nnx variables (`out_sharding` metadata)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations, takewhile
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey
 
-from meshkit.config.rules import AutoRule, ShardingRules
+from meshkit.config.rules import AutoRule, ShardingRules, Spec
 from meshkit.errors import ConfigError
-from meshkit.sharding.constrain import Sharded, partition_spec, sharding_scope
+from meshkit.sharding.constrain import Sharded, partition_spec, sharding_scope, warn_misspelt
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.units import format_bytes
 
@@ -61,21 +63,26 @@ def shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "pa
             a dim that its axes do not divide.
     """
     rules.check(mesh.axis_names)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)
+    placed = _place_all(leaves, mesh, rules, kind)
+    warn_misspelt(
+        {n for p in placed if p and p.rule == "logical" for n in p.logical_axes or () if n is not None},
+        rules,
+        stacklevel=3,
+    )
 
-    def one(path, leaf):
-        placed = _place(path_name(path), leaf, mesh, rules, kind)
+    def one(leaf, placed):
         sharding = NamedSharding(mesh, partition_spec(placed.spec) if placed else PartitionSpec())
         return leaf.replace(sharding) if isinstance(leaf, nnx.Variable) else sharding
 
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_named)
+    return structure.unflatten(one(leaf, p) for (_, leaf), p in zip(leaves, placed))
 
 
 def placements(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "parameters") -> list[Placed]:
     """Every array of the tree with its path, names and mesh axes, in tree order. Raises as `shardings` does."""
     rules.check(mesh.axis_names)
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]
-    placed = (_place(path_name(path), leaf, mesh, rules, kind) for path, leaf in leaves)
-    return [p for p in placed if p is not None]
+    return [p for p in _place_all(leaves, mesh, rules, kind) if p is not None]
 
 
 def placements_by_state(tree: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str, list[Placed]]:
@@ -100,6 +107,19 @@ def shard_model(make_model: Callable[[], nnx.Module], mesh: AnyMesh, rules: Shar
 
         state = jax.jit(init, out_shardings=shardings(abstract, mesh, rules))()
         return nnx.merge(graph, state)
+
+
+def kept_spec(spec: Sequence[tuple[str, ...]], whole: Sequence[int], shape: Sequence[int]) -> Spec:
+    """Mesh axes of a statistic of a parameter that keeps some of its dims, as a factored optimizer's rows and columns.
+
+    Args:
+        spec: mesh axes of the parameter's dims.
+        whole: the parameter's shape.
+        shape: the statistic's. A dim that may be one of several is cut as all of these are, else whole.
+    """
+    fits = [dims for dims in combinations(range(len(whole)), len(shape)) if tuple(whole[d] for d in dims) == (*shape,)]
+    choices = [{tuple(spec[dims[i]]) for dims in fits} for i in range(len(shape))]
+    return tuple(only.pop() if len(only) == 1 else () for only in choices)
 
 
 def path_name(path: tuple) -> str:
@@ -133,12 +153,56 @@ def _unboxed(leaf: Any) -> Any:
     return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
 
 
-def _place(path: str, leaf: Any, mesh: AnyMesh, rules: ShardingRules, kind: str) -> Placed | None:
-    array = _array_of(leaf)
+def _place_all(
+    leaves: Sequence[tuple[tuple, Any]], mesh: AnyMesh, rules: ShardingRules, kind: str
+) -> list[Placed | None]:
+    """Where the rules put every leaf; None for one that is no array."""
+    shapes = [(path_name(path).split("/"), tuple(getattr(_array_of(leaf), "shape", ()))) for path, leaf in leaves]
+
+    def whole_of(path: str, rank: int) -> tuple[int, ...]:
+        """The shape of the parameter that a statistic is about: of the array whose path ends like its path the most."""
+        segments = path.split("/")
+        alike = [(_common_end(segments, other), shape) for other, shape in shapes if len(shape) == rank]
+        longest = max((length for length, _ in alike), default=0)
+        found = {shape for length, shape in alike if length == longest}
+        return found.pop() if longest and len(found) == 1 else ()
+
+    return [_place(path, leaf, mesh, rules, kind, whole_of) for path, leaf in leaves]
+
+
+def _common_end(first: Sequence[str], second: Sequence[str]) -> int:
+    """Segments that two paths end with alike."""
+    pairs = zip(reversed(first), reversed(second))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _is_statistic(key_path: tuple, leaf: Any, kind: str) -> bool:
+    """Whether a leaf is of an optimizer's state, whose arrays need not have the shapes of the parameters."""
+    fields = [key.name for key in key_path if isinstance(key, GetAttrKey)]  # of optax's named tuples, of a TrainState
+    return kind == "optimizer" or isinstance(leaf, nnx.OptState) or (bool(fields) and fields[-1] != "params")
+
+
+def _place(
+    key_path: tuple,
+    leaf: Any,
+    mesh: AnyMesh,
+    rules: ShardingRules,
+    kind: str,
+    whole_of: Callable[[str, int], tuple[int, ...]],
+) -> Placed | None:
+    array, path = _array_of(leaf), path_name(key_path)
     if not hasattr(array, "shape"):
         return None
     names, shape = _names_of(leaf), tuple(array.shape)
     spec, rule = _spec_of(path, names, array, mesh, rules, kind)
+    if _is_statistic(key_path, leaf, kind):
+        if len(spec) > len(shape):
+            whole = whole_of(path, len(spec))
+            spec = kept_spec(spec, whole, shape) if whole else ((),) * len(shape)
+            names = None
+        spec = tuple(axes if n > 1 else () for axes, n in zip(spec, shape))  # a place that nothing fills
+    elif len(spec) != len(shape):
+        raise _wrong_rank(path, shape, names, spec, rule)
     placed = Placed(path, shape, str(array.dtype), names, spec, rule)
     for dim, (axes, size) in enumerate(zip(spec, shape)):
         pieces = math.prod(mesh.shape[a] for a in axes)
@@ -164,20 +228,20 @@ def _padding(placed: Placed, dim: int, pieces: int, mesh: AnyMesh) -> str:
 def _spec_of(
     path: str, names: Names, array: Any, mesh: AnyMesh, rules: ShardingRules, kind: str
 ) -> tuple[tuple[tuple[str, ...], ...], str]:
-    shape = tuple(array.shape)
     override = rules.override_for(path)
     if override is not None:
-        if len(override) != len(shape):
-            raise ConfigError(
-                f"the override for {path} names {len(override)} dims, but the array has shape {shape}.",
-                hint=f"a spec of {len(shape)} entries",
-            )
         return override, "override"
     if names is None:
         return _automatic(array, mesh, rules)
-    if len(names) != len(shape):
-        raise ConfigError(f"{path} has shape {shape} but carries {len(names)} dim names: {names}.")
     return rules.spec_for(names, kind=kind), "logical"
+
+
+def _wrong_rank(path: str, shape: tuple[int, ...], names: Names, spec: Spec, rule: str) -> ConfigError:
+    """An error: not one entry per dim."""
+    if rule == "override":
+        message = f"the override for {path} names {len(spec)} dims, but the array has shape {shape}."
+        return ConfigError(message, hint=f"a spec of {len(shape)} entries")
+    return ConfigError(f"{path} has shape {shape} but carries {len(names or ())} dim names: {names}.")
 
 
 def _automatic(array: Any, mesh: AnyMesh, rules: ShardingRules) -> tuple[tuple[tuple[str, ...], ...], str]:

@@ -33,7 +33,9 @@ from meshkit.config.user_code import load_object, raised_by_user, user_code
 from meshkit.errors import ConfigError
 from meshkit.parallel.pipeline import Stack
 from meshkit.sharding import shardings
+from meshkit.sharding.constrain import partition_spec, spec_axes
 from meshkit.sharding.mesh import AnyMesh
+from meshkit.sharding.resolve import kept_spec
 from meshkit.step.loss import find_loss
 from meshkit.step.sources import abstract_example
 
@@ -219,16 +221,25 @@ def lay_out(
         return nnx.to_pure_dict(shardings(model.params, mesh, rules, kind=kind))
 
     params, moments, compute = place("parameters"), place("optimizer"), place("compute")
-    abstract_opt_state = jax.eval_shape(optimizer.init, nnx.to_pure_dict(model.params))
+    abstract = nnx.to_pure_dict(model.params)
+    abstract_opt_state = jax.eval_shape(optimizer.init, abstract)
 
     def of_moments(kind: str | None):
-        return optax.tree.map_params(
-            optimizer,
-            lambda _, s: s if kind is None else s.with_memory_kind(kind),
-            abstract_opt_state,
-            moments,
-            transform_non_params=lambda _: replicated,
-        )
+        def one(leaf, s, param):
+            spec = kept_spec(spec_axes(s.spec, len(param.shape)), param.shape, leaf.shape)
+            s = s if leaf.shape == param.shape else NamedSharding(mesh, partition_spec(spec))
+            return s if kind is None else s.with_memory_kind(kind)
+
+        try:
+            return optax.tree.map_params(
+                optimizer, one, abstract_opt_state, moments, abstract, transform_non_params=lambda _: replicated
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"the optimizer's state is not built of trees like the parameters: {str(error).splitlines()[0]}.",
+                at="optimizer.class",
+                hint="another optimizer of optax, or one of your own that keeps what it keeps by parameter",
+            ) from error
 
     same = jax.tree.leaves(compute) == jax.tree.leaves(params)
     return StateLayout(
@@ -293,25 +304,27 @@ def _model_class(experiment: Experiment) -> Any:
     if inspect.isclass(called):
         if not issubclass(called, nnx.Module | linen.Module):
             raise ConfigError(f"{name} is a class that is not a flax.nnx.Module.", at=at, hint=hint)
-    elif not _returns_module(called):
+    elif not (kinds := returned_kinds(called)) or not all(
+        issubclass(kind, nnx.Module | linen.Module) for kind in kinds
+    ):
         message = f"{name} is not a model, nor a function that says that it returns one."
         raise ConfigError(message, at=at, hint=f"{hint}, or def {name.partition(':')[2]}(...) -> nnx.Module")
     return make
 
 
-def _returns_module(make: Any) -> bool:
-    """Whether a function of Python code is annotated to return a module, or one of several kinds of modules."""
+def returned_kinds(make: Any) -> tuple[type, ...]:
+    """The classes that a function of Python code is annotated to return one of; none where it does not say."""
     function = getattr(make, "__func__", make)
     function = inspect.unwrap(function)
     if not inspect.isfunction(function) or "return" not in function.__annotations__:
-        return False
+        return ()
     only = SimpleNamespace(__annotations__={"return": function.__annotations__["return"]})
     try:
         returned = get_type_hints(only, globalns=function.__globals__)["return"]
     except (NameError, AttributeError, SyntaxError, TypeError):  # a name that is imported for type checkers alone
-        return False
+        return ()
     kinds = get_args(returned) if get_origin(returned) in (Union, UnionType) else (returned,)
-    return all(inspect.isclass(kind) and issubclass(kind, nnx.Module | linen.Module) for kind in kinds)
+    return tuple(kinds) if all(inspect.isclass(kind) for kind in kinds) else ()
 
 
 def _parameters(make: Any) -> Mapping[str, inspect.Parameter]:

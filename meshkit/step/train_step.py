@@ -26,7 +26,6 @@ from flax import nnx
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
-from meshkit.config.sections import OptimizerTable
 from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
 from meshkit.parallel.local_sgd import wait_before_backward
 from meshkit.sharding import sharding_scope
@@ -43,6 +42,7 @@ from meshkit.step.gradients import (
 )
 from meshkit.step.local_sgd import LocalSgdStep, check_replicas, find_local_sgd
 from meshkit.step.loss import Loss, find_loss
+from meshkit.step.optimizer import make_optimizer, make_schedule
 from meshkit.step.pipelined import Arrangement, Pipelined, arrange_description, find_stack, make_pipelined
 from meshkit.step.program import TrainProgram, find_facts, find_notes
 from meshkit.step.state import (
@@ -61,49 +61,6 @@ from meshkit.step.state import (
 __all__ = ["TrainProgram", "make_train_step"]
 
 
-_NOT_DECAYED = ("scale", "bias")
-
-
-def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
-    """Learning rate by step: linear warm-up from 0, then constant, or down to a tenth (cosine) or to 0 (linear)."""
-    warmup = min(spec.warmup_steps, steps)
-    rest = max(1, steps - warmup)
-    if spec.schedule == "cosine":
-        body = optax.cosine_decay_schedule(spec.learning_rate, rest, alpha=0.1)
-    elif spec.schedule == "linear":
-        body = optax.linear_schedule(spec.learning_rate, 0.0, rest)
-    else:
-        body = optax.constant_schedule(spec.learning_rate)
-    if not warmup:
-        return body
-    # Counted from 1: a first step with learning rate 0 would be a step lost.
-    ramp = optax.linear_schedule(spec.learning_rate / warmup, spec.learning_rate, max(1, warmup - 1))
-    return optax.join_schedules([ramp, body], [warmup])
-
-
-def make_optimizer(spec: OptimizerTable, steps: int) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW (Loshchilov and Hutter, 2019).
-
-    Weight decay leaves norms and biases alone: parameters whose last name is `scale` or `bias`. `dtype` is that of the
-    first moment; the second stays fp32, since bf16 cannot hold its small updates (1 - b2 is below bf16's resolution).
-
-    Args:
-        spec: the `[optimizer]` table.
-        steps: length of the schedule.
-    """
-    clip = [optax.clip_by_global_norm(spec.clip)] if spec.clip else []
-    adamw = optax.adamw(
-        make_schedule(spec, steps),
-        b1=spec.b1,
-        b2=spec.b2,
-        eps=spec.eps,
-        mu_dtype=jnp.bfloat16 if spec.dtype == "bf16" else jnp.float32,
-        weight_decay=spec.weight_decay,
-        mask=decayed,
-    )
-    return optax.chain(*clip, adamw)
-
-
 def update_params(
     optimizer: optax.GradientTransformation, layout: StateLayout, gradients: Any, state: TrainState
 ) -> tuple[Any, Any]:
@@ -120,15 +77,6 @@ def update_params(
     if layout.opt_on_device is not None:
         opt_state = jax.device_put(opt_state, layout.opt_state)
     return optax.apply_updates(state.params, updates), opt_state
-
-
-def decayed(params: Any) -> Any:
-    """The tree with True where weight decay applies."""
-
-    def one(path, _leaf):
-        return str(getattr(path[-1], "key", path[-1])) not in _NOT_DECAYED
-
-    return jax.tree_util.tree_map_with_path(one, params)
 
 
 @dataclass(frozen=True)
@@ -357,8 +305,10 @@ def _build_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> 
     stack = find_stack(experiment, mesh, described)
     if stack is not None:
         model = arrange_description(described, stack)
-    optimizer = make_optimizer(experiment.optimizer, experiment.train.steps)
+    optimizer = make_optimizer(experiment)
     layout = lay_out(model, optimizer, mesh, rules, memory=experiment.optimizer.memory)
+    if stack is not None and experiment.optimizer.class_path is not None:
+        _check_whole(experiment, optimizer, model)
     (batch_axes,) = rules.spec_for(("act_batch",), kind="activations")
     loss = find_loss(experiment)
     if stack is not None:
@@ -384,6 +334,27 @@ def _build_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> 
     micro = MicroBatches(count, mesh, batch_axes, deferred)
     inside = rules.without(deferred) if deferred else rules
     return _Step(experiment, mesh, rules, inside, model, loss, optimizer, layout, micro, described, exchange)
+
+
+def _check_whole(experiment: Experiment, optimizer: optax.GradientTransformation, model: ModelDescription) -> None:
+    """Stops at an optimizer of a pipeline whose statistics are no arrays of the parameters' shapes, layer by layer.
+
+    Raises:
+        ConfigError: it has such, as Adafactor does.
+    """
+    params = nnx.to_pure_dict(model.params)
+    state = jax.eval_shape(optimizer.init, params)
+
+    def check(leaf, param):
+        if leaf.shape != param.shape:
+            raise experiment.error(
+                "optimizer.class",
+                f"{experiment.optimizer.class_path} keeps an array of shape {leaf.shape} of a parameter of shape "
+                f"{param.shape}, which stages of a pipeline cannot share out.",
+                hint="an optimizer whose state has the parameters' shapes, or no [pipeline]",
+            )
+
+    optax.tree.map_params(optimizer, check, state, params)
 
 
 def _find_exchange(experiment: Experiment, mesh: AnyMesh, layout: StateLayout) -> Exchange | None:

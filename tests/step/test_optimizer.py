@@ -10,8 +10,8 @@ from flax import nnx
 
 from meshkit.config.sections import OptimizerTable
 from meshkit.step.loss import cross_entropy
+from meshkit.step.optimizer import make_adamw, make_schedule
 from meshkit.step.program import count_model_flops
-from meshkit.step.train_step import make_optimizer, make_schedule
 from models.llama import Llama
 
 
@@ -26,7 +26,7 @@ def test_adamw_takes_the_textbook_first_step():
     """Adam's first step is -lr sign(g); decay adds -lr wd w to kernels, not to scales."""
     spec = OptimizerTable(learning_rate=0.1, weight_decay=0.5, clip=0.0, schedule="constant")
     params = {"kernel": jnp.full((2, 2), 2.0), "scale": jnp.full((2,), 2.0)}
-    optimizer = make_optimizer(spec, 10)
+    optimizer = make_adamw(spec, 10)
     gradients = jax.tree.map(lambda p: jnp.full_like(p, -3.0), params)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     np.testing.assert_allclose(updates["kernel"], 0.1 * (1 - 0.5 * 2), atol=1e-6)
@@ -34,7 +34,7 @@ def test_adamw_takes_the_textbook_first_step():
 
 
 def test_dtype_is_that_of_the_first_moment_only():
-    state = make_optimizer(OptimizerTable(dtype="bf16"), 10).init({"kernel": jnp.zeros((2, 2))})
+    state = make_adamw(OptimizerTable(dtype="bf16"), 10).init({"kernel": jnp.zeros((2, 2))})
     dtypes = [str(x.dtype) for x in jax.tree.leaves(state) if x.ndim]
     assert sorted(dtypes) == ["bfloat16", "float32"]
 

@@ -17,9 +17,6 @@ from meshkit.verbs.doctor.network import check_gang, check_network
 from meshkit.verbs.doctor.node import check_disk, check_hardware, check_limits, check_packages, check_site
 from meshkit.verbs.doctor.variables import check_variables, check_xla_flags
 
-# Parameters are fp32, and so is AdamW's second moment; the first is of `optimizer.dtype`.
-_PARAMETER_BYTES, _SECOND_BYTES, _FIRST_BYTES = 4, 4, {"fp32": 4, "bf16": 2}
-
 
 def examine(
     experiment: Experiment | None = None,
@@ -68,17 +65,21 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
         The check, and those bytes; None where no checkpoints are written or the model is wrong.
     """
     import jax
+    from flax import nnx
 
     from meshkit.sharding.mesh import use_no_accelerator
+    from meshkit.step.optimizer import make_optimizer
     from meshkit.step.state import describe_model
 
     use_no_accelerator()  # the model without its arrays needs no GPU, and a GPU's memory is not ours to take
     try:
-        shapes = jax.tree.leaves(describe_model(experiment).params)
+        optimizer, params = make_optimizer(experiment), nnx.to_pure_dict(describe_model(experiment).params)
     except MeshkitError as e:
         return failed("experiment", e, "meshkit explain, which shows where"), None
+    shapes = jax.tree.leaves(params)
     parameters = sum(math.prod(leaf.shape) for leaf in shapes)
-    each = parameters * (_PARAMETER_BYTES + _FIRST_BYTES[experiment.optimizer.dtype] + _SECOND_BYTES)
+    state = [*shapes, *jax.tree.leaves(jax.eval_shape(optimizer.init, params))]
+    each = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in state)
     text = f"{experiment.model.class_path} has {parameters / 1e6:.1f} M parameters, a checkpoint {format_bytes(each)}"
     if not experiment.checkpoint.every:
         return ok("experiment", f"{text}, of which none is written"), None

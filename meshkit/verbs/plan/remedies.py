@@ -109,7 +109,7 @@ def _single_changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
     yield from _micro_batches(experiment)
     space = make_space(experiment, axes=None, logical_axes=bounds.logical_axes, remats=())
     yield from _larger_axes(experiment, space)
-    if optimizer.dtype == "fp32":
+    if optimizer.dtype == "fp32" and optimizer.class_path is None:
         yield Change("moments", "first moment in bf16", ('optimizer.dtype="bf16"',))
     if optimizer.memory == "device" and experiment.local_sgd.axis is None:
         yield Change("host", "optimizer state in host memory", ('optimizer.memory="host"',))
