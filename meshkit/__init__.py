@@ -22,6 +22,7 @@ _PUBLIC = {
     "Report": "meshkit.report.schema",
     "ShardingRules": "meshkit.config.rules",
     "TraceError": "meshkit.errors",
+    "abstract": "meshkit.sharding.resolve",
     "build_mesh": "meshkit.sharding.mesh",
     "collective_time_s": "meshkit.predict.network",
     "compare": "meshkit.report.compare",
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from meshkit.runs.own_loop import init_distributed, progress
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
     from meshkit.sharding.mesh import build_mesh, describe_devices, prepare_platform
-    from meshkit.sharding.resolve import shard_model, shardings
+    from meshkit.sharding.resolve import abstract, shard_model, shardings
     from meshkit.step.train_step import make_train_step
     from meshkit.timeline import overlap
     from meshkit.verbs.plan.planner import plan
@@ -74,6 +75,7 @@ __all__ = [
     "Report",
     "ShardingRules",
     "TraceError",
+    "abstract",
     "build_mesh",
     "collective_time_s",
     "compare",

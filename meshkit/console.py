@@ -5,6 +5,7 @@ All that meshkit prints goes through here: terminal escapes in a name from a fil
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -73,6 +74,15 @@ def stderr() -> Console:
 def status(text: str) -> Any:
     """A spinner with text while the block runs; nothing where there is no terminal."""
     return stderr().status(Text(text))
+
+
+def rendered(renderable: RenderableType, *, width: int = 80, html: bool = False) -> str:
+    """What a terminal of that width would show, as plain text or as HTML with its colours."""
+    console = _Printable(file=io.StringIO(), width=width, markup=False, record=True)
+    console.print(renderable)
+    if not html:
+        return console.export_text().rstrip("\n")
+    return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
 
 
 def say(text: str) -> None:

@@ -23,7 +23,7 @@ from meshkit.lint.contract import (
     rematerialization_findings,
 )
 from meshkit.lint.findings import Finding, apply_allow_list, finding_lines
-from meshkit.lint.placements import Subject, lint
+from meshkit.lint.placements import Subject, in_sums, lint
 from meshkit.sharding.constrain import record_activations
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
 from meshkit.sharding.resolve import STATES, placements, placements_by_state
@@ -53,14 +53,14 @@ class Examined:
     def lint(self) -> Lint:
         """Findings of rules, parameters and activations."""
         kept, allowed = apply_allow_list(lint(self.subject), self.experiment.lint.allow, unchecked=CODES)
-        return Lint(kept, allowed)
+        return Lint(in_sums(kept, self.subject), allowed)
 
     def lint_compiled(self, compiled: CompiledProgram) -> Lint:
         """Findings of the same, and of the compiled step's collectives."""
         rows = explain_collectives(compiled.schedule, self.strategy)
         found = [*lint(self.subject), *collective_findings(rows), *rematerialization_findings(compiled)]
         kept, allowed = apply_allow_list(found, self.experiment.lint.allow)
-        return Lint(kept, allowed, rows)
+        return Lint(in_sums(kept, self.subject), allowed, rows)
 
 
 def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Examined:

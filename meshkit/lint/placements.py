@@ -26,6 +26,7 @@ from meshkit.units import format_bytes
 SMALL_BYTES = 2**20
 # And of this share of what a GPU holds of all parameters: norms of a large model are meant to be whole.
 _WORTH = 1e-3
+_MOST_ALIKE = 3  # findings of one kind, above which a sum says more
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,28 @@ def _unmatched(s: Subject) -> Iterator[Finding]:
             f"({format_bytes(p.bytes)})",
             hint=_override_hint(s, p),
         )
+
+
+def in_sums(findings: Sequence[Finding], s: Subject) -> list[Finding]:
+    """The findings that nobody allowed, those of many parameters that no rule is about as one sentence."""
+    many = [f for f in findings if f.code == "unmatched_parameter"]
+    if len(many) <= _MOST_ALIKE:
+        return list(findings)
+    paths = {f.path for f in many}
+    bare = sorted((p for p in s.parameters if p.path in paths), key=lambda p: -p.bytes)
+    axes = sorted((a for a, size in s.sizes.items() if size > 1), key=lambda a: (a not in s.roles.batch, -s.sizes[a]))
+    axis = "fsdp" if "fsdp" in axes else axes[0]
+    total = sum(1 for p in s.parameters if math.prod(p.shape) > 1)
+    one = many[0].model_copy(
+        update={
+            "path": "parameters",
+            "message": f"{len(many)} of {total} parameters have no dim names and no rule is about them, so every GPU "
+            f"holds all of them ({format_bytes(sum(p.bytes for p in bare))}; the largest is {bare[0].path} "
+            f"{list(bare[0].shape)}, {format_bytes(bare[0].bytes)})",
+            "hint": f'[rules.auto] with axis = "{axis}", which cuts the largest dim of each that it divides',
+        }
+    )
+    return sort_findings([one, *(f for f in findings if f.code != "unmatched_parameter")])
 
 
 def _replicated(s: Subject) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from meshkit.config.bounded import read_regular
 from meshkit.errors import TraceError
 from meshkit.hlo.pipeline_report import ScheduleCost
 from meshkit.predict.interval import StepInterval
+from meshkit.report.readable import Readable
 
 SCHEMA = "meshkit.report/1"
 REPORT_FILE = "report.json"
@@ -507,7 +508,7 @@ class FeedbackPart(Part):
     before_exposed_s: float | None = None
 
 
-class Report(Part):
+class Report(Readable, Part):
     """The whole report; `Report.model_json_schema(mode="serialization")` is its JSON Schema."""
 
     schema_: Literal["meshkit.report/1"] = Field(default=SCHEMA, alias="schema")

@@ -62,13 +62,53 @@ def shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "pa
         ConfigError: a rule to an axis the mesh lacks, an override of the wrong rank, one mesh axis on two dims, or
             a dim that its axes do not divide.
     """
+    return _shardings(tree, mesh, rules, kind, stacklevel=4)
+
+
+def abstract(make: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> Any:
+    """What a function makes, without making it: its arrays as ShapeDtypeStructs on the shardings of the rules.
+
+    Modules stay modules and boxes stay boxes, so `mk.plan(step, (*mk.abstract(make, mesh, rules), batch), ...)` takes
+    them.
+
+    Args:
+        make: makes nnx modules and optimizers, linen variables or any other pytree of arrays.
+        mesh: attached or described.
+        rules: where the arrays go.
+
+    Raises:
+        ConfigError: as `shardings` does.
+    """
+    with nnx.use_eager_sharding(False):
+        made = nnx.eval_shape(make)
+    is_module = nnx.graphlib.is_graph_node
+    if not any(is_module(leaf) for leaf in jax.tree.leaves(made, is_leaf=is_module)):
+        return _on(made, _shardings(made, mesh, rules, "parameters", stacklevel=4))
+    graph, state = nnx.split(made)
+    return nnx.merge(graph, _on(state, _shardings(state, mesh, rules, "parameters", stacklevel=4)))
+
+
+def _on(tree: Any, layout: Any) -> Any:
+    """Abstract arrays on their shardings; what is no array stays."""
+
+    def one(leaf: Any, sharding: Any) -> Any:
+        if isinstance(leaf, nnx.Variable):
+            return leaf.replace(one(leaf.get_raw_value(), sharding.get_raw_value()))
+        if isinstance(leaf, meta.AxisMetadata):
+            return leaf.replace_boxed(one(_array_of(leaf), sharding))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if hasattr(leaf, "shape") else leaf
+
+    return jax.tree.map(one, tree, layout, is_leaf=_is_named)
+
+
+def _shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, kind: str, *, stacklevel: int) -> Any:
     rules.check(mesh.axis_names)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)
     placed = _place_all(leaves, mesh, rules, kind)
     warn_misspelt(
         {n for p in placed if p and p.rule == "logical" for n in p.logical_axes or () if n is not None},
         rules,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
     def one(leaf, placed):

@@ -8,7 +8,7 @@ import pytest
 import meshkit as mk
 from meshkit.config.sections import AllowTable
 from meshkit.lint.findings import Finding, apply_allow_list
-from meshkit.lint.placements import Subject, lint
+from meshkit.lint.placements import Subject, in_sums, lint
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import Placed
 
@@ -55,6 +55,18 @@ def test_a_parameter_without_names_or_rules_is_unmatched_and_the_hint_is_toml_th
     assert "96.0 KiB" in found.message
     (override,) = tomllib.loads(found.hint.split("] below")[0] + "]")["override"]
     assert override == {"path": "adapter/w", "spec": ["replicated", "fsdp"]}  # 4 divides 4096, not 6
+
+
+def test_many_parameters_without_rules_are_one_sum():
+    bare = [kernel(f"layer{i}/w", (256, 256 + i), None, ((), ()), "none") for i in range(5)]
+    s = subject(parameters=[*bare, kernel("count", (), None, (), "none")])
+    found = only(in_sums(lint(s), s), "unmatched_parameter")
+    assert (found.severity, found.path) == ("warning", "parameters")
+    assert found.message.startswith("5 of 6 parameters have no dim names")
+    assert "the largest is layer4/w [256, 260]" in found.message
+    assert found.hint.startswith('[rules.auto] with axis = "fsdp"')
+    few = subject(parameters=bare[:3])
+    assert in_sums(lint(few), few) == lint(few)
 
 
 def test_a_scalar_needs_no_rule():
