@@ -55,7 +55,7 @@ _8B_PIPELINE = (
 )
 
 MEASUREMENTS = (
-    Measurement("card", 1, 20, "Which GPU, driver, clocks, limits; what topo and doctor say of it", "verbs:card"),
+    Measurement("card", 1, 25, "Which GPU, driver, clocks, limits; what topo and doctor say of it", "verbs:card"),
     Measurement("train_llama_1b", 1, 150, "Step, mfu_causal, peak and compile time against plan", "verbs:train"),
     _rehearsal("llama3_70b", 1, 120, "8 of 80 layers on 64 x 8: kernels and peak against plan", "model.layers=8"),
     Measurement("matmul", 1, 100, "Sustained matmuls, bf16 and fp8, with power and clocks", "kernels:matmuls"),

@@ -164,6 +164,11 @@ def _measured_on(card: Card) -> MeasuredOn:
 
 
 def _header(card: Card) -> list[str]:
+    wrong = [f"{name}: {said}" for name, said in card.said.get("checks", {}).items() if not said.startswith("ok")]
+    return [*_machine(card), *(f"- {line}" for line in wrong), *([""] if wrong else [])]
+
+
+def _machine(card: Card) -> list[str]:
     if card.gpu is None:
         return [f"Measured on no GPU of the catalog ({card.said.get('nvidia_smi')}): nothing is predicted of it.", ""]
     return [

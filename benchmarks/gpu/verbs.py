@@ -56,6 +56,9 @@ def card(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
     topo = json.loads(meshkit("topo", "--json", log=log).stdout)
     yield {"gpu": (topo.get("cluster") or {}).get("gpu"), "topo": topo}
     yield {"doctor": json.loads(meshkit("doctor", "--json", log=log, check=False).stdout)}
+    from benchmarks.gpu.checks import QUICK, outcome
+
+    yield {"checks": {name: outcome(check) for name, check in QUICK.items()}}
 
 
 def train(folder: Path, toy: bool, settings: Sequence[str] = ()) -> Iterator[dict[str, Any]]:

@@ -169,15 +169,18 @@ def test_kernels_are_measured_at_toy_size(name, tmp_path):
     assert all(value > 0 for key, value in found.items() if key.endswith(("flops_per_s", "slowdown", " s")))
 
 
-@pytest.mark.parametrize("check", [checks.check_options, checks.check_nvcc])
-def test_what_a_card_is_asked_for_exists_here(check):
-    check()
-
-
 @pytest.mark.deviceless
-def test_the_plugin_knows_the_mocked_topology():
+@pytest.mark.parametrize("name", checks.QUICK)
+def test_what_a_card_is_asked_for_exists_here(name):
     pytest.importorskip("jax_plugins.xla_cuda12", reason="the `plan` extra is not installed")
-    assert checks.check_mock() == "2x8x1"
+    assert checks.outcome(checks.QUICK[name]).startswith("ok, ")
+
+
+def test_what_a_plugin_lacks_is_named(monkeypatch, tmp_path):
+    library = tmp_path / "xla_cuda_plugin.so"
+    library.write_bytes(b"... enable_mock_nccl ...")
+    monkeypatch.setattr(checks, "plugin_library", lambda: library)
+    assert checks.outcome(checks.check_mock) == f"FAILED, {library} has no mock_gpu_topology"
 
 
 def test_an_option_that_xla_lacks_is_named():

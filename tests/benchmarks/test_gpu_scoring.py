@@ -148,10 +148,12 @@ def test_a_page_takes_the_tables_between_its_marks(made, tmp_path):
 
 
 def test_a_run_on_cpu_devices_is_scored_with_nothing_predicted_and_goes_onto_no_page(tmp_path):
-    chosen = [m for m in MEASUREMENTS if m.name in ("card", "copy")]
+    chosen = [m for m in MEASUREMENTS if m.name == "copy"]
+    write(tmp_path, "card", {"gpu": None, "nvidia_smi": "none", "checks": {"nvcc": "FAILED, none"}}, toy=True)
     assert runner.run_all(chosen, tmp_path, time.monotonic() + 120, toy=True) == 0
     text = scoring.score(tmp_path)
     assert text.startswith("Measured on no GPU of the catalog")
+    assert "- nvcc: FAILED, none" in text
     assert set(lines(text, "copy")) == {"64.0 KiB", "1.00 MiB"}
     assert {ratio for ratio, _ in lines(text, "copy").values()} == {""}
     found = calibration.load(tmp_path / "calibration.toml")
