@@ -87,7 +87,7 @@ def test_a_crash_and_a_hang_cost_one_measurement_each_and_what_they_found_is_kep
         "good": "raise SystemExit",
     }
     chosen = stood_in(monkeypatch, ends)
-    runner.run_all(chosen, tmp_path, time.monotonic() + 60, toy=True)
+    runner.run_all(chosen, tmp_path, time.monotonic() + 60, toy=False)
     found = {name: json.loads((tmp_path / name / runner.RESULT).read_text()) for name in ends}
     assert {name: result["status"] for name, result in found.items()} == {
         "crash": "failed with exit code -6",
@@ -102,12 +102,12 @@ def test_a_crash_and_a_hang_cost_one_measurement_each_and_what_they_found_is_kep
 def test_the_next_call_does_what_is_missing_then_what_failed_and_not_what_is_done(tmp_path, monkeypatch, capsys):
     ends = {"fails": "raise SystemExit(1)", "done": "raise SystemExit", "new": "raise SystemExit"}
     chosen = stood_in(monkeypatch, ends)
-    runner.run_all(chosen[:2], tmp_path / "first", time.monotonic() + 60, toy=True)
+    runner.run_all(chosen[:2], tmp_path / "first", time.monotonic() + 60, toy=False)
     capsys.readouterr()
-    runner.run_all(chosen, tmp_path / "second", time.monotonic() + 60, toy=True, earlier=[tmp_path / "first"])
+    runner.run_all(chosen, tmp_path / "second", time.monotonic() + 60, toy=False, earlier=[tmp_path / "first"])
     begun = [line.split(" ...")[0] for line in capsys.readouterr().out.splitlines() if " ... " in line]
     assert begun == ["new", "fails"]
-    runner.run_all(chosen[1:], tmp_path / "second", time.monotonic() + 60, toy=True, earlier=[tmp_path / "first"])
+    runner.run_all(chosen[1:], tmp_path / "second", time.monotonic() + 60, toy=False, earlier=[tmp_path / "first"])
     assert " ... " not in capsys.readouterr().out
 
 
@@ -121,7 +121,7 @@ def test_a_call_ends_by_itself_before_its_minutes_are_over(tmp_path, monkeypatch
     chosen = stood_in(monkeypatch, {"a": "import time; time.sleep(600)", "b": "import time; time.sleep(600)"})
     monkeypatch.setattr(Measurement, "limit_s", 500.0)
     began = time.monotonic()
-    runner.run_all(chosen, tmp_path, began + 2, toy=True)
+    runner.run_all(chosen, tmp_path, began + 2, toy=False)
     assert time.monotonic() - began < 6
     assert json.loads((tmp_path / "a/result.json").read_text())["status"] == "stopped after 2 s"
     assert not (tmp_path / "b").exists()
