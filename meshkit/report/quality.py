@@ -82,6 +82,7 @@ def stragglers_part(skew: Skew, hosts: Mapping[int, str], compute_s: Mapping[int
             host=hosts.get(s.process),
             caused_wait_s=s.caused_wait_s / steps,
             waited_s=s.waited_s / steps,
+            delay_s=s.delay_s / steps,
             compute_s=compute_s.get(s.device),
         )
         for s in skew.stragglers[:_MAX_STRAGGLERS]

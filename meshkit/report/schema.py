@@ -402,6 +402,7 @@ class StragglerPart(Part):
         caused_wait_s: seconds a step that the other members of its groups spent waiting for it, all added up.
         waited_s: seconds a step that it waited itself.
         last_share: share of its collectives that it was the last to reach.
+        delay_s: seconds a step that each of the others waited for it, as a mean.
         compute_s: its own compute a step.
     """
 
@@ -411,6 +412,7 @@ class StragglerPart(Part):
     caused_wait_s: float | None = None
     waited_s: float | None = None
     last_share: float | None = None
+    delay_s: float | None = None
     compute_s: float | None = None
 
 

@@ -221,9 +221,13 @@ def _capture_overhead(case: _Case) -> Iterator[FindingPart]:
     """The profiler makes the step longer than it is without."""
     quality = case.report.quality
     added_s = quality.overhead_s if quality else None
+    untraced_s = case.known.untraced_step_s
+    if (
+        untraced_s and added_s is not None
+    ):  # of the traced window as the host saw it, which may hold more than its steps
+        added_s = min(added_s, case.mean_s - untraced_s)
     if added_s is None or added_s <= 0:
         return
-    untraced_s = case.known.untraced_step_s
     without = f": without a trace it takes {format_seconds(untraced_s)}" if untraced_s else ""
     yield _finding(
         case,
@@ -264,7 +268,7 @@ def _waiting(case: _Case) -> Iterator[FindingPart]:
     devices = case.report.stragglers.devices if case.report.stragglers else ()
     caused = sum(d.caused_wait_s or 0.0 for d in devices)
     share = case.waits_s / case.step.exposed_s if case.step.exposed_s else 0.0
-    message = f"{format_seconds(case.waits_s)} a step, {format_percent(share)} of the exposed communication, is waiting"
+    message = f"{format_percent(share)} of the exposed communication, {format_seconds(case.waits_s)} a step, is waiting"
     evidence = [f"communication.{i}.exposed_wait_s" for i, row in enumerate(case.rows) if row.exposed_wait_s]
     if devices and caused and (devices[0].caused_wait_s or 0.0) > 1.5 * caused / len(devices):
         worst = devices[0]
@@ -553,7 +557,7 @@ def _verdict(case: _Case, findings: Sequence[FindingPart]) -> str:
     sentences = []
     for part, members in ranked[:2]:
         if part in totals:
-            of = f"the {'usual ' if case.outliers else ''}step of {format_seconds(time_s)}" if not sentences else "it"
+            of = f"the {'usual ' if case.outliers else ''}step" + ("" if sentences else f" of {format_seconds(time_s)}")
             sentences.append(f"{format_percent(totals[part] / time_s)} of {of} is {part}.")
         sentences += [f.message for f in members[: 2 if len(ranked) == 1 else 1]]
     first = ranked[0][1][0]

@@ -87,6 +87,7 @@ class Straggler:
     caused_wait_s: float  # what the other members of its groups waited for it, all added up
     waited_s: float  # what it waited itself
     last_share: float  # share of its instances that it was the last to reach
+    delay_s: float  # what each of the others waited for it, as a mean over the members of each group
 
 
 @dataclass(frozen=True)
@@ -303,6 +304,7 @@ def _stragglers(judged: _Judged, device, process, wait, late) -> tuple[Straggler
     order = np.lexsort((-late[rows], number))
     last = rows[order[np.r_[True, np.diff(number[order]) > 0]]]
     caused = np.bincount(number, weights=wait[rows], minlength=judged.count)
+    size = np.bincount(number, minlength=judged.count)
     found = []
     for d in np.unique(device[rows]).tolist():
         mine, of_mine = rows[device[rows] == d], device[last] == d
@@ -313,6 +315,7 @@ def _stragglers(judged: _Judged, device, process, wait, late) -> tuple[Straggler
                 caused_wait_s=float((caused[of_mine] - wait[last[of_mine]]).sum()),
                 waited_s=float(wait[mine].sum()),
                 last_share=float(of_mine.sum() / len(mine)),
+                delay_s=float(((caused[of_mine] - wait[last[of_mine]]) / np.maximum(1, size[of_mine] - 1)).sum()),
             )
         )
     return tuple(sorted(found, key=lambda s: -s.caused_wait_s))

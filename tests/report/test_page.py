@@ -9,6 +9,7 @@ from meshkit.report.compare import compare
 from meshkit.report.history import goodput_part
 from meshkit.report.schema import (
     FeedbackPart,
+    FindingPart,
     HistoryPart,
     KernelClassPart,
     KernelPart,
@@ -16,6 +17,7 @@ from meshkit.report.schema import (
     QualityPart,
     StragglerPart,
     StragglersPart,
+    TrainingPart,
 )
 from meshkit.report.views.html import write_html
 from meshkit.runs.goodput import Goodput
@@ -104,6 +106,42 @@ def test_page_renders_and_says_what_the_files_say(browser, everything, predicted
         "compare": json.loads(compare(predicted, everything).to_json()),
     }
     check_numbers(browser.evaluate(NUMBERS), documents)
+
+
+@pytest.mark.parametrize(("width", "longest"), [(1280, 4000), (390, 6000)])
+def test_the_first_screen_says_why_and_the_rest_is_folded(browser, everything, timeline, tmp_path, width, longest):
+    findings = [
+        FindingPart(code=f"c{i}", severity=severity, message=f"Reason {i} <b>.", seconds=1e-3 / (i + 1), hint="less",
+                    step_s=9e-3, evidence=("step.exposed_s",))
+        for i, severity in enumerate(["warning"] * 4 + ["note"] * 3)
+    ]  # fmt: skip
+    rows = [row.model_copy(update={"exposed_wait_s": (row.exposed_s or 0) / 4}) for row in everything.communication]
+    training = TrainingPart(steps=10**6, hours=35741.0, gpu_hours=1e6, cost=3.2e6)
+    judged = everything.model_copy(update={
+        "verdict": "Half of the step is exposed.", "findings": tuple(findings), "communication": tuple(rows),
+        "training": training,
+    })  # fmt: skip
+    browser.open(write_html(judged, tmp_path / "report.html", timeline), width)
+    assert browser.problems == []
+    assert browser.evaluate("document.querySelector('main').innerText").startswith("Half of the step is exposed.")
+    assert browser.evaluate("document.documentElement.scrollHeight") < longest
+    assert browser.evaluate("document.querySelector('.verdict').getBoundingClientRect().top") < 100
+    text = browser.evaluate("document.body.innerText")
+    assert "4.1 years" in text
+    assert "exposed waiting for peers" in text
+    assert "3 that cost less" in text
+    # every fold can be reached and opened by keyboard, and what is in it is drawn
+    assert browser.evaluate("[...document.querySelectorAll('summary')].every(s => s.tabIndex >= 0)")
+    browser.evaluate("document.querySelector('details[data-below] summary').focus()")
+    for kind in ("keyDown", "keyUp"):
+        browser.send(
+            "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r", windowsVirtualKeyCode=13
+        )
+    browser.wait_for("document.querySelector('details[data-below]').open")
+    browser.wait_for("document.querySelector('details[data-below] .chart svg').getBoundingClientRect().width > 200")
+    check_no_overflow(browser, width)
+    spilt = "[...document.querySelectorAll('.card b')].filter(n => n.scrollWidth > n.clientWidth + 1).length"
+    assert browser.evaluate(spilt) == 0
 
 
 def check_no_overflow(browser, width):

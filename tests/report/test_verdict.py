@@ -233,7 +233,7 @@ def test_nothing_is_more_than_a_note_where_nothing_is_wrong(devices, known, tmp_
 def test_the_verdict_says_where_the_step_goes_and_how_long_it_would_be(tmp_path):
     report = report_of(tmp_path, late(), collectives=[GATHER])
     assert report.verdict == (
-        "20.0 % of the step of 1.00 ms is exposed communication. 150 us a step, 75.0 % of the exposed communication, "
+        "20.0 % of the step of 1.00 ms is exposed communication. 75.0 % of the exposed communication, 150 us a step, "
         "is waiting for peers, 100.0 % of it for GPU 1 (process 0 on n0), which computes 46.2 % longer than the median."
         " Without that the step would take 724 us."
     )

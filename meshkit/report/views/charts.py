@@ -14,8 +14,10 @@ from meshkit.report.views.words import (
     Share,
     axes_text,
     goodput_shares,
+    link_text,
     memory_shares,
     names_of,
+    report_shares,
     row_name,
     share_text,
     step_shares,
@@ -35,7 +37,8 @@ HISTORY = {
     "host_s": ("host", 1e3, " ms"),
     "loss": ("loss", 1.0, ""),
 }
-_MAX_ROWS = 14
+PARTS = {"overlapped": "overlapped", "exposed": "exposed", "wait": "exposed, waiting"}  # of a row's bar
+_MAX_ROWS = 8
 _VISIBLE = 2e-3  # of all communication: a shorter bar is no wider than a pixel
 GRID = {"gridcolor": "#e6e9ee", "zeroline": False}
 FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": "#28323c"}
@@ -55,12 +58,19 @@ def step_chart(reports: Sequence[Report]) -> dict:
     names = names_of([r.source for r in reports])
     scale, unit = unit_of(max(r.step.time_s or 0.0 for r in reports))
     data = []
-    for shares in zip(*(step_shares(r.step) for r in reports)):
-        values = [share.value for share in shares]
+    of_report = [{share.key: share for share in report_shares(r)} for r in reports]
+    for share in step_parts(reports):
+        values = [of[share.key].value if share.key in of else None for of in of_report]
         percents = [share_text(v or None, r.step.time_s, unknown="") for v, r in zip(values, reports)]
         texts = [f"{format_seconds(v)}<br>{p}" for v, p in zip(values, percents)]
-        data.append(bar(shares[0].label, _scaled(values, scale), names, shares[0].look.color, texts))
+        data.append(bar(share.label, _scaled(values, scale), names, share.look.color, texts))
     return bars(data, names, names, unit, bar_height=50)
+
+
+def step_parts(reports: Sequence[Report]) -> list[Share]:
+    """Everything that any of the reports' steps is made of, in the order of the bar; values are those of the last."""
+    found = {share.key: share for r in reports for share in report_shares(r)}
+    return sorted(found.values(), key=lambda share: list(LOOKS).index(share.key) if share.key != "wait" else 1.5)
 
 
 def communication_chart(reports: Sequence[Report]) -> dict:
@@ -69,29 +79,32 @@ def communication_chart(reports: Sequence[Report]) -> dict:
     y, ticks, places = _places(_largest_labels(reports, found), names_of([r.source for r in reports]))
     scale, unit = unit_of(max((r.time_s or 0.0 for report in reports for r in report.communication), default=0.0))
     data = []
-    for key, at in (("overlapped", 0), ("exposed", 1)):
+    for key, at in (("overlapped", 0), ("exposed", 1), ("wait", 2)):
+        if key == "wait" and not any(sums[2] for of in found for sums in of.values()):
+            continue
         values = [found[i][label][at] if label in found[i] else None for label, i in places]
-        texts = [f"{tick}: {key} {format_seconds(v)}" for tick, v in zip(ticks, values)]
-        data.append(bar(key, _scaled(values, scale), y, COLORS[key], texts, inside=False))
+        texts = [f"{tick}: {PARTS[key]} {format_seconds(v)}" for tick, v in zip(ticks, values)]
+        data.append(bar(PARTS[key], _scaled(values, scale), y, COLORS[key], texts, inside=False))
     return bars(data, y, ticks, unit, bar_height=30 if len(reports) == 1 else 24)
 
 
 def _seconds_by_label(report: Report) -> dict[str, np.ndarray]:
-    """Axis, link and collective -> [2] overlapped and exposed seconds."""
+    """Axis, link and collective -> [3] seconds: overlapped, exposed, and of that apart what is known to be waiting."""
     found: dict[str, np.ndarray] = {}
     for row in report.communication:
-        label = f"{axes_text(row.axes)} · {row.link or '-'} · {row_name(row)}"
-        found[label] = found.get(label, 0.0) + np.array([row.overlapped_s or 0.0, row.exposed_s or 0.0])
+        label = f"{axes_text(row.axes)} · {link_text(row)} · {row_name(row)}"
+        exposed_s, wait_s = row.exposed_s or 0.0, row.exposed_wait_s or 0.0
+        found[label] = found.get(label, 0.0) + np.array([row.overlapped_s or 0.0, exposed_s - wait_s, wait_s])
     return found
 
 
 def _largest_labels(reports: Sequence[Report], found: Sequence[dict[str, np.ndarray]]) -> list[str]:
     """Labels of all reports, in the order of the tables: the most exposed first."""
     labels = dict.fromkeys(label for sums in found for label in sums)
-    total = {label: sum((sums[label] for sums in found if label in sums), np.zeros(2)) for label in labels}
+    total = {label: sum((sums[label] for sums in found if label in sums), np.zeros(3)) for label in labels}
     shortest_s = _VISIBLE * max(r.step.communication_s or 0.0 for r in reports)
     seen = [label for label in labels if total[label].sum() >= shortest_s] or list(labels)
-    return sorted(seen, key=lambda label: (-total[label][1], -total[label].sum()))[:_MAX_ROWS]
+    return sorted(seen, key=lambda label: (-total[label][1:].sum(), -total[label].sum()))[:_MAX_ROWS]
 
 
 def _places(labels: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[str], list[tuple[str, int]]]:
@@ -322,7 +335,7 @@ def lanes(timeline: Timeline, step: DeviceStep) -> list[Lane]:
     exposed = exposed_spans(step)
     found.append(_lane("exposed", "exposed", exposed, None, (), step))
     names = [f"{c.name} ({c.collective} {c.dtype})" for c in timeline.collectives] + ["unmapped communication"]
-    axes = [f"{c.replica_groups or axes_text(c.axes)} · {c.link or '-'}" for c in timeline.collectives]
+    axes = [f"{c.replica_groups or axes_text(c.axes)} · {link_text(c)}" for c in timeline.collectives]
     axes.append(axes_text(()))
     present = list(dict.fromkeys(axes[i] for i in step.collective))
     for axis in sorted(present):
@@ -332,6 +345,18 @@ def lanes(timeline: Timeline, step: DeviceStep) -> list[Lane]:
         found.append(replace(lane, exposed=_lane(axis, "exposed", common(spans, exposed), None, (), step).spans))
     found.append(_lane("copies", "copies", step.copies - start, None, (), step))
     return [lane for lane in found if len(lane.spans)]
+
+
+def _idle_lane(step: DeviceStep) -> Lane:
+    """When nothing of a step runs."""
+    length_s = step.window[1] - step.window[0]
+    spans = np.concatenate([s.reshape(-1, 2) for s in (step.compute, step.communication, step.copies)]) - step.window[0]
+    if not len(spans):
+        return Lane("idle", "idle", np.array([[0.0, length_s]]), ["idle"])
+    joined, _ = _joined(spans[np.argsort(spans[:, 0], kind="stable")], 0.0)
+    gaps = np.stack([np.r_[0.0, joined[:, 1]], np.r_[joined[:, 0], length_s]], axis=1)
+    gaps = np.clip(gaps, 0.0, length_s)
+    return _lane("idle", "idle", gaps[gaps[:, 1] - gaps[:, 0] > 1e-9 * length_s], None, (), step)
 
 
 def common(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -389,7 +414,8 @@ def _timeline_chart(timeline: Timeline, step: DeviceStep) -> dict:
     scale, unit = unit_of(length_s)
     data, ticks = [], []
     colors = iter(AXIS_COLORS * 4)
-    for lane in lanes(timeline, step):
+    idle = _idle_lane(step)
+    for lane in [*lanes(timeline, step), *([idle] if len(idle.spans) else [])]:
         ticks.append(lane.name)
         color = COLORS[lane.kind] if lane.kind in COLORS else next(colors)
         data.append(_spans(lane, lane.spans, lane.labels, color, scale, unit))

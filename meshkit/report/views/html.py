@@ -12,6 +12,7 @@ from meshkit.report.schema import Report
 from meshkit.report.views import tables
 from meshkit.report.views.charts import (
     COLORS,
+    PARTS,
     communication_chart,
     goodput_chart,
     history_chart,
@@ -22,10 +23,11 @@ from meshkit.report.views.charts import (
     schedule_chart,
     schedule_legend,
     step_chart,
+    step_parts,
     timeline_charts,
 )
 from meshkit.report.views.compare import compared_section
-from meshkit.report.views.page import Page, card, cards, folded, legend, section, warning_panel
+from meshkit.report.views.page import Page, below, card, cards, folded, legend, section, warning_panel
 from meshkit.report.views.table import inline
 from meshkit.report.views.tables import Shown
 from meshkit.report.views.words import (
@@ -46,6 +48,7 @@ from meshkit.timeline import Timeline
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
 _MAX_OPS = 40
+_FEW_FINDINGS = 3  # that are shown at first, however little they cost
 
 
 def write_html(
@@ -76,12 +79,13 @@ def write_html(
     shown = [Shown(r, name) for r, name in zip(reports, names)]
     headline = f"{title}: {_title(reports)}" if title else _title(reports).capitalize()
     page = Page(headline, " · ".join(_header(reports, names)), reports[-1].verdict)
-    page.add(_cards(shown), _findings(shown[-1]), _warnings(reports), _step(shown, page))
-    if other is not None:
-        page.add(compared_section(report, other))
-    page.add(_communication(shown, page), _pipeline(shown, page))
+    page.add(_cards(shown), _step(shown, page), _findings(shown[-1]), _warnings(reports))
     for s, spans in zip(shown, (timeline, other_timeline)):
         page.add(_timeline(s, spans, page, trace_file))
+    page.add(_communication(shown, page))
+    if other is not None:
+        page.add(compared_section(report, other))
+    page.add(_pipeline(shown, page))
     page.add(_kernels(shown, page), _stragglers(shown), _over_steps(shown, page), _goodput(shown, page))
     page.add(_memory(shown, page), _quality(shown), _footer(reports))
     return page.write(path)
@@ -160,14 +164,17 @@ def _findings(shown: Shown) -> str:
             more += f'<p class="note">Without it the step would take {without}.</p>'
         where = ", ".join(f"<code>{escape(path)}</code>" for path in f.evidence)
         more += f'<p class="note">{escape(f.code)}: {where} in report.json.</p>'
-        title = f'<b class="{f.severity}">{seconds}</b> {escape(f.message)}'
-        folds.append(f'<details class="finding"><summary>{title}</summary>{more}</details>')
-    return section("What the step loses its time to", "", *folds) if folds else ""
+        title = f"<b>{seconds}</b> {escape(f.message)}"
+        folds.append(f'<details class="finding {f.severity}s"><summary>{title}</summary>{more}</details>')
+    warnings = sum(f.severity == "warning" for f in shown.report.findings)
+    shown_first = max(warnings, min(len(folds), _FEW_FINDINGS))
+    rest = folds[shown_first:]
+    smaller = [folded(f"{len(rest)} that cost less", *rest)] if rest else []
+    return section("What the step loses its time to", "", *folds[:shown_first], *smaller) if folds else ""
 
 
 def _warnings(reports: Sequence[Report]) -> str:
-    messages = dict.fromkeys(w.message for r in reports for w in r.warnings)
-    return warning_panel(messages)
+    return warning_panel(list(dict.fromkeys(w.message for r in reports for w in r.warnings)))
 
 
 def _step(shown: Sequence[Shown], page: Page) -> str:
@@ -181,8 +188,13 @@ def _step(shown: Sequence[Shown], page: Page) -> str:
             note += f" The {WORD[r.source]} step would take {low} if all communication hid, {high} if none did."
         if interval := interval_text(r):
             note += f" Measured it will take {interval}."
-    colors = legend((s.label, s.look.color) for s in step_shares(reports[0].step))
-    numbers = _each(shown, lambda s: tables.step_table(s).html())
+    time_s = reports[-1].step.time_s
+    alone = len(reports) == 1
+    colors = legend(
+        (f"{s.label} {format_seconds(s.value)}, {share_text(s.value, time_s)}" if alone else s.label, s.look.color)
+        for s in step_parts(reports)
+    )
+    numbers = folded("In numbers", _each(shown, lambda s: tables.step_table(s).html()))
     return section("Step time", note, colors, page.chart("step", step_chart(reports)), numbers, _feedback(shown))
 
 
@@ -213,11 +225,11 @@ def _communication(shown: Sequence[Shown], page: Page) -> str:
     if not any(r.communication for r in reports):
         return section("Communication by axis and link", "No collective ran.")
     note = (
-        "Time per step and GPU. Where several run at once, each has an equal share, so that the bars add up; those too "
-        "short to see are in the table only. Alone: nothing else ran, so this is what a faster one would save at most."
+        "Time per step and GPU, of the eight largest. Where several run at once, each has an equal share, so that the "
+        "bars add up. Alone: nothing else ran, so this is what a faster one would save at most."
     )
-    colors = legend((key, COLORS[key]) for key in ("overlapped", "exposed"))
-
+    waits = any(row.exposed_wait_s for r in reports for row in r.communication)
+    colors = legend((PARTS[key], COLORS[key]) for key in PARTS if key != "wait" or waits)
     picture = page.chart("communication", communication_chart(reports))
     return section("Communication by axis and link", note, colors, picture, _each(shown, _communication_tables))
 
@@ -225,7 +237,7 @@ def _communication(shown: Sequence[Shown], page: Page) -> str:
 def _communication_tables(shown: Shown) -> str:
     if not shown.report.communication:
         return ""
-    links = tables.links_table(shown).html()
+    links = folded("By axis and link", tables.links_table(shown).html())
     links += folded("By kind of collective", tables.rows_table(shown).html())
     ops = tables.ops_table(shown)
     if not ops.rows:
@@ -233,7 +245,7 @@ def _communication_tables(shown: Shown) -> str:
     more = len(ops.rows) - _MAX_OPS
     rest = f'<p class="note">and {more} more, in report.json</p>' if more > 0 else ""
     title = f"Exposed seconds of the {len(ops.rows)} single collectives, ranked"
-    return links + folded(title, replace(ops, rows=ops.rows[:_MAX_OPS]).html(), rest, opened=True)
+    return links + folded(title, replace(ops, rows=ops.rows[:_MAX_OPS]).html(), rest)
 
 
 def _pipeline(shown: Sequence[Shown], page: Page) -> str:
@@ -279,7 +291,7 @@ def _kernels(shown: Sequence[Shown], page: Page) -> str:
     if figure is None:
         return ""
     note = "Time: the kinds add up to the step's compute. Busy: each kernel's own duration, added up."
-    return section("Compute by kind of work", note, page.chart("kernels", figure), _each(shown, _kernel_tables))
+    return below("Compute by kind of work", note, page.chart("kernels", figure), _each(shown, _kernel_tables))
 
 
 def _kernel_tables(shown: Shown) -> str:
@@ -290,8 +302,8 @@ def _kernel_tables(shown: Shown) -> str:
 
 def _stragglers(shown: Sequence[Shown]) -> str:
     found = _each(shown, lambda s: table.html() if (table := tables.stragglers_table(s)).rows else "")
-    note = "Devices that others waited for, by the wait they caused: the seconds a step of all others, added up."
-    return section("Stragglers", note, found) if found else ""
+    note = "Devices that others waited for, by the wait they caused."
+    return below("Stragglers", note, found) if found else ""
 
 
 def _over_steps(shown: Sequence[Shown], page: Page) -> str:
@@ -308,7 +320,7 @@ def _over_steps(shown: Sequence[Shown], page: Page) -> str:
             words = trend_text(s.report)
             parts.append(f'<p class="note">{escape(words)}</p>' if words else "")
             parts.append(page.chart(f"history-{s.report.source}", history, "wide"))
-    return section("Over the steps", "", *parts) if parts else ""
+    return below("Over the steps", "", *parts) if parts else ""
 
 
 def _goodput(shown: Sequence[Shown], page: Page) -> str:
@@ -323,7 +335,7 @@ def _goodput(shown: Sequence[Shown], page: Page) -> str:
     )
     colors = legend((share.label, share.look.color) for share in goodput_shares(part))
     numbers = tables.goodput_table(known[-1]).html()
-    return section("Goodput of the run", note, colors, page.chart("goodput", goodput_chart(part)), numbers)
+    return below("Goodput of the run", note, colors, page.chart("goodput", goodput_chart(part)), numbers)
 
 
 def _memory(shown: Sequence[Shown], page: Page) -> str:
@@ -341,7 +353,7 @@ def _memory(shown: Sequence[Shown], page: Page) -> str:
     note = " ".join(lines) + f" {', '.join(limits)}. The budget is what the program may take; the rest is left to CUDA "
     colors = legend((part.label, part.look.color) for part in memory_parts(known))
     numbers = _each(shown, lambda s: folded("In numbers", tables.memory_table(s).html()))
-    return section(
+    return below(
         "Memory of the fullest GPU", note + "and NCCL.", colors, page.chart("memory", memory_chart(known)), numbers
     )
 
@@ -349,7 +361,7 @@ def _memory(shown: Sequence[Shown], page: Page) -> str:
 def _quality(shown: Sequence[Shown]) -> str:
     measured = [s for s in shown if s.report.source != "plan"]
     found = _each(measured, lambda s: tables.quality_table(s).html())
-    return section("Data quality", "What the measurement rests on.", found) if found else ""
+    return below("Data quality", "What the measurement rests on.", found) if found else ""
 
 
 def _footer(reports: Sequence[Report]) -> str:

@@ -21,6 +21,8 @@ from string import Template
 from meshkit.errors import ConfigError
 from meshkit.report.views.table import Cell, inline
 
+_FEW_WARNINGS = 2
+
 
 class Page:
     """A headline, parts of HTML below it, and the figures that their charts draw."""
@@ -68,15 +70,27 @@ def section(title: str, note: str, *parts: str) -> str:
     return f'<section><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>{"".join(parts)}</section>'
 
 
+def below(title: str, note: str, *parts: str) -> str:
+    """A panel that is read after the others: its title opens it. Its charts are drawn before it is closed."""
+    inside = f'<p class="note">{escape(note)}</p>{"".join(parts)}'
+    summary = f'<summary class="title">{escape(title)}</summary>'
+    return f"<section><details open data-below>{summary}{inside}</details></section>"
+
+
 def folded(title: str, *parts: str, opened: bool = False) -> str:
     """Parts that a click shows or hides."""
     return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{''.join(parts)}</details>"
 
 
-def warning_panel(messages: Iterable[str]) -> str:
-    """What to read first; empty where there is nothing."""
-    items = "".join(f"<li>{escape(message)}</li>" for message in messages)
-    return f'<section class="warn"><h2>Read this first</h2><ul>{items}</ul></section>' if items else ""
+def warning_panel(messages: Sequence[str]) -> str:
+    """What to know before a number is believed; many are folded, and nothing is shown where there are none."""
+    if not messages:
+        return ""
+    listed = f"<ul>{''.join(f'<li>{escape(message)}</li>' for message in messages)}</ul>"
+    if len(messages) <= _FEW_WARNINGS:
+        return f'<section class="warn"><h2>Read this first</h2>{listed}</section>'
+    title = f"Read this first: {len(messages)} things to know before a number is believed"
+    return f'<section class="warn"><details><summary class="title">{title}</summary>{listed}</details></section>'
 
 
 def card(label: str, *values: Cell, names: Sequence[str] = (), css: str = "") -> str:

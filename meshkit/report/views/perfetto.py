@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshkit.hlo.schedule import Collective
-from meshkit.report.views.words import axes_text
+from meshkit.report.views.words import axes_text, link_text
 from meshkit.timeline import DeviceStep, Timeline, exposed_spans
 
 TRACE_FILE = "trace.json.gz"
@@ -111,7 +111,7 @@ def _compute(
 
 
 def _track(c: Collective) -> str:
-    return f"{c.replica_groups or axes_text(c.axes)} · {c.link or '-'}"
+    return f"{c.replica_groups or axes_text(c.axes)} · {link_text(c)}"
 
 
 def _details(c: Collective) -> dict[str, Any]:

@@ -119,6 +119,7 @@ def rows_table(shown: Shown) -> Table:
         ("time", "time_s", format_seconds),
         ("overlapped", "overlapped_s", format_seconds),
         ("exposed", "exposed_s", format_seconds),
+        ("of it waiting", "exposed_wait_s", format_seconds),
         ("alone", "sole_exposed_s", format_seconds),
         ("transfer", "transfer_s", format_seconds),
         ("wait", "wait_s", format_seconds),
@@ -128,7 +129,7 @@ def rows_table(shown: Shown) -> Table:
     if all(row.time_s is None for row in communication):  # nobody knows what overlapped: durations as they were
         columns = [("time", "busy_s", format_seconds) if column[0] == "time" else column for column in columns]
     if all(row.wait_s is None for row in communication):
-        columns = [column for column in columns if column[0] not in ("transfer", "wait")]
+        columns = [column for column in columns if column[0] not in ("transfer", "wait", "of it waiting")]
     if all(row.bus_bandwidth_peak_bytes_per_s is None for row in communication):
         columns = [column for column in columns if column[0] != "its peak"]
     keys = [(key, form) for _, key, form in columns]
@@ -206,7 +207,8 @@ def stragglers_table(shown: Shown) -> Table:
     """Devices ranked by the wait that they cause."""
     devices = shown.report.stragglers.devices if shown.report.stragglers else ()
     columns: Labelled = (
-        ("wait caused", "caused_wait_s", format_seconds),
+        ("delays each other by", "delay_s", format_seconds),
+        ("wait caused, added up", "caused_wait_s", format_seconds),
         ("waited itself", "waited_s", format_seconds),
         ("came last", "last_share", format_percent),
         ("its compute", "compute_s", format_seconds),

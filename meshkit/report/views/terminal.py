@@ -23,9 +23,9 @@ from meshkit.report.views.words import (
     memory_shares,
     pipeline_lines,
     quality_text,
+    report_shares,
     share_text,
     spread_text,
-    step_shares,
     waiting_lines,
 )
 from meshkit.units import format_bytes, format_percent, format_seconds
@@ -110,7 +110,7 @@ def _headline(report: Report, title: str | None) -> RenderableType:
 
 def _step_bar(report: Report) -> RenderableType:
     total = report.step.time_s or 0.0
-    shares = step_shares(report.step)
+    shares = report_shares(report)
     hidden = (
         f"{format_seconds(report.step.overlapped_s)} of {format_seconds(report.step.communication_s)} communication"
     )

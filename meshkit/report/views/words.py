@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshkit.hlo.schedule import Collective
 from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.report.compare import ComparedRow
 from meshkit.report.history import PHASES, goodput_part
@@ -32,6 +33,10 @@ LOOKS = {
     "exposed": Look("▓", "red", "#d1495b"),
     "other": Look("▒", "yellow", "#edae49"),
     "idle": Look("░", "bright_black", "#d9dde3"),
+    "wait": Look("w", "magenta", "#e8a3ad"),
+    "idle_between": Look("░", "bright_black", "#d9dde3"),
+    "idle_inside": Look("-", "bright_black", "#b9c1cb"),
+    "idle_input": Look("d", "bright_black", "#9aa5b1"),
     # of the memory
     "parameters": Look("█", "blue", "#30638e"),
     "optimizer": Look("▓", "cyan", "#5b9bc9"),
@@ -74,10 +79,34 @@ class Share:
         return LOOKS[self.key]
 
 
-def step_shares(step: StepPart | StepSample) -> list[Share]:
-    """What a step's time is made of; the parts add up to it."""
-    labels = {"compute": "compute", "exposed": "exposed communication", "other": "memory copies", "idle": "idle"}
-    return [Share(key, label, getattr(step, f"{key}_s")) for key, label in labels.items()]
+_IDLE = {"idle_between": "idle between steps", "idle_inside": "idle, late host", "idle_input": "idle, waiting for data"}
+
+
+def step_shares(step: StepPart | StepSample, waits_s: float | None = None) -> list[Share]:
+    """What a step's time is made of; the parts add up to it.
+
+    Args:
+        step: of a report, or a captured one.
+        waits_s: what of the exposed communication is waiting for peers; None is unknown.
+    """
+    exposed = [Share("exposed", "exposed communication", step.exposed_s)]
+    if waits_s is not None and step.exposed_s is not None:
+        moving = Share("exposed", "exposed transfer", max(0.0, step.exposed_s - waits_s))
+        exposed = [moving, Share("wait", "exposed waiting for peers", waits_s)]
+    idle = [Share("idle", "idle", step.idle_s)]
+    split = [Share(key, label, getattr(step, f"{key}_s", None)) for key, label in _IDLE.items()]
+    if all(share.value is not None for share in split):
+        idle = [share for share in split if share.value] or idle
+    return [
+        Share("compute", "compute", step.compute_s), *exposed, Share("other", "memory copies", step.other_s), *idle
+    ]  # fmt: skip
+
+
+def report_shares(report: Report) -> list[Share]:
+    """What the step of a report is made of; waiting apart from transfer where it is known of all communication."""
+    waits = [row.exposed_wait_s for row in report.communication]
+    known = bool(waits) and None not in waits
+    return step_shares(report.step, sum(w or 0.0 for w in waits) if known else None)
 
 
 def memory_shares(report: Report) -> list[Share]:
@@ -185,20 +214,24 @@ def memory_text(report: Report) -> str:
     return f"{text}: fits, {spare} to spare" if m.fits else f"{text}: does not fit, {spare} too much"
 
 
+_HOURS_A_YEAR = 24 * 365.25
+
+
 def training_text(report: Report) -> str:
     """`12 days 3 h for 100000 steps: 37.2 k GPU hours, 92.1 k at the cluster's price`."""
     t = report.training
     hours = t.hours or 0.0
     length = f"{hours / 24:.1f} days" if hours >= 48 else format_seconds(hours * 3600)
+    length = f"{hours / _HOURS_A_YEAR:.1f} years" if hours >= 2 * _HOURS_A_YEAR else length
     cost = "" if t.cost is None else f", cost {format_count(t.cost).strip()}"
     return f"{length} for {t.steps or 0:,} steps: {format_count(t.gpu_hours).strip()} GPU hours{cost}"
 
 
-def link_text(row: CommunicationPart) -> str:
-    """The link with what it is made of: `infiniband (roce_400)`."""
-    if row.link is None:
-        return "-"
-    return row.link if not row.fabric or row.fabric.startswith(row.link) else f"{row.link} ({row.fabric})"
+def link_text(row: CommunicationPart | Collective) -> str:
+    """What the link is made of, by its name: `nvlink`, `infiniband`, `shared memory`, `roce 400`."""
+    if not row.link or not row.fabric or row.fabric.startswith(row.link):
+        return row.link or "-"
+    return row.fabric.replace("_", " ")
 
 
 def axes_text(axes: Sequence[str]) -> str:
@@ -246,7 +279,10 @@ def waiting_lines(report: Report) -> list[str]:
         if d.caused_wait_s:
             where = "" if d.host is None else f" on {d.host}"
             late = "" if d.last_share is None else f", last in {format_percent(d.last_share)} of collectives"
-            lines.append(f"GPU {d.device}{where}: others waited {format_seconds(d.caused_wait_s)} a step{late}")
+            how_long = f"others waited {format_seconds(d.caused_wait_s)} a step"
+            if d.delay_s is not None:
+                how_long = f"delays each of the others by {format_seconds(d.delay_s)} a step"
+            lines.append(f"GPU {d.device}{where}: {how_long}{late}")
     return lines
 
 
