@@ -260,6 +260,9 @@ class TrainTable(TomlTable):
     evaluate_batches: Count = Field(default=4, description="of an evaluation")
     seed: Natural = Field(default=0, description="of initialization and dropout")
     log_every: Count = Field(default=1, description="steps")
+    straggler_every: Natural = Field(
+        default=100, description="steps between comparisons of what each process does itself; 0 = never"
+    )
     replica_check_every: Natural = Field(
         default=0, description="steps between comparisons of what replicas must have alike; 0 = never"
     )

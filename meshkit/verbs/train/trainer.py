@@ -53,6 +53,7 @@ from meshkit.verbs.checkpoint.store import CheckpointStore, open_store, run_of_c
 from meshkit.verbs.train.replicas import ReplicaCheck
 from meshkit.verbs.train.run_log import RunLog, StepProgress
 from meshkit.verbs.train.signals import Preempted, StopRequest
+from meshkit.verbs.train.stragglers import Stragglers, slowest_clock_mhz
 from meshkit.weights.pretrained import first_state
 
 _EXPERIMENT_FILE = "experiment.toml"
@@ -193,6 +194,7 @@ class _Run:
     facts: StepFacts = field(init=False)
     store: CheckpointStore = field(init=False)
     log: RunLog = field(init=False)
+    stragglers: Stragglers = field(init=False)
     resumed_step: int = 0
     step_times_s: list[float] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
@@ -222,6 +224,7 @@ class _Run:
             write_experiment_file(self.experiment, self.folder)
             self._greet(saved)
             self.log = RunLog(self.experiment, self.folder, self.resumed_step, say)
+            self.stragglers = Stragglers(self.experiment.train.straggler_every, say, slowest_clock_mhz)
             self.stop.arm()
             try:
                 self._loop(state)
@@ -331,9 +334,10 @@ class _Run:
             record |= self._evaluate(evaluate)
         if (share := self.goodput.share()) is not None:
             record["goodput"] = share
+        self.stragglers.note(record)
         train = self.experiment.train
         if step % train.log_every == 0 or step == train.steps or evaluate is not None:
-            self.log.write(record | self.store.news())
+            self.log.write(record | self.store.news() | self.stragglers.news())
         self.progress.update(record)
         self.last, self.clock = record, time.perf_counter()
         self.goodput.made(step)
