@@ -18,11 +18,12 @@ _EXPLAINS = """\
 named is hit while its pulse says that it is in the phase: it holds there for it (`commit`: process 0 holds just before
 the rename that makes the checkpoint one). A cell says seconds until the last process of the gang is gone / seconds
 until the first step of the next attempt is made, both from the fault, and restarts. SIGTERM ends the launch with exit
-code 75, and the same command is given again (steps take 0.3 s from then on, so that the run is not over first). An
-exception in the commit itself (process 0) costs that checkpoint and no restart: it is said, and training goes on. Of
+code 75, and the same command is given again (steps take 0.3 s from then on, so that the run is not over first), as it
+is after kill -9 of the launcher. Each process leaves a daemon, which only SIGKILL ends: of none anything may be left.
+An exception in the commit itself (process 0) costs that checkpoint and no restart: it is said, and training goes on. Of
 these numbers the behaviour is the supervisor's: 5 s of grace after a failure, and for the others after a SIGTERM to one
-alone; 10 s until a stopped process is called stuck, and up to 1 s for its stack. A process that was
-stopped takes 1.5 s a step once it is woken for its stack, so that the run is not over first. The rest is the machine's.
+alone; 10 s until a stopped process is called stuck, and up to 1 s for its stack. A process that was stopped takes 1.5 s
+a step once it is woken for its stack, so that the run is not over first. The rest is the machine's.
 """
 
 
@@ -51,7 +52,8 @@ def main() -> int:
             rows[row.fault, row.phase] = row
             write_rows(whole if chosen.only else partial, list(rows.values()))
             print(f"{i + 1}/{len(wanted)} {cell.name}: {row.detection_s} s, {row.recovery_s} s {row.wrong}", flush=True)
-    text = f"# Kill matrix\n\n`make kill-matrix`: {machine()}\n\n{_EXPLAINS}\n{page(list(rows.values()))}"
+    anew = f" Of that load are the cells of '{chosen.only}', the last made anew." if chosen.only else ""
+    text = f"# Kill matrix\n\n`make kill-matrix`: {machine()}{anew}\n\n{_EXPLAINS}\n{page(list(rows.values()))}"
     (chosen.out / "matrix.md").write_text(text)
     if not chosen.only:
         partial.replace(whole)

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.kill_matrix.gang import Gate, Launch, are_gone, descendants, processes_with, send
 
 PHASES = ("start", "compile", "restore", "step", "save", "commit")
-# Name -> what is done, and to which process; None: to the launcher, which passes it on to all.
+# Name -> what is done, and to which process; None: to the launcher, which passes SIGTERM on to all.
 FAULTS: dict[str, tuple[str, int | None]] = {
     "kill -9 of rank 1": ("kill", 1),
     "kill -9 of rank 0, the coordinator": ("kill", 0),
@@ -28,6 +28,7 @@ FAULTS: dict[str, tuple[str, int | None]] = {
     "SIGSTOP of rank 0": ("stop", 0),
     "exception on rank 1": ("raise", 1),
     "exception on rank 0": ("raise", 0),
+    "kill -9 of the launcher": ("kill", None),
 }
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 # Promised: 15 s until the gang is down (10 s of them until a stopped process is called stuck). Held to twice that.
@@ -140,7 +141,7 @@ def hit_at_gate(launch: Launch, attempt: int, gate: Gate, kind: str, rank: int |
     launch.let_go(attempt)
     if kind == "raise" and rank == 0 and gate.phase == "commit":
         return Hit(attempt, kind, at, None, pulse)
-    everyone = {*gang, *(child for pid in gang for child in descendants(pid))}
+    everyone = {*gang, *(child for pid in gang for child in descendants(pid)), *launch.helpers(attempt)}
     launch.wait(lambda: are_gone(sorted(everyone)), f"the end of the gang of attempt {attempt}")
     return Hit(attempt, kind, at, time.time() - at, pulse)
 
@@ -153,20 +154,18 @@ def _judge(cell: Cell, launch: Launch, hit: Hit, losses: list[tuple[int, float]]
     """Waits for the end of the run, and compares."""
     kind, rank = FAULTS[cell.fault]
     wrong = []
-    code = None
-    if kind == "term" and (code := launch.end()) == 75:  # as when the scheduler starts the job again
+    code, ends_with = launch.end(), 75 if kind == "term" else -signal.SIGKILL if rank is None else 0
+    if code != ends_with:
+        wrong.append(f"exit code {code} instead of {ends_with}")
+    elif code:  # as when the scheduler starts the job again
         launch.start()
-        code = launch.end()
-    elif kind == "term":
-        wrong.append(f"exit code {code} instead of 75")
-    else:
         code = launch.end()
     if code != 0:
         wrong.append(f"exit code {code} at the end")
     said, attempts = launch.said, _attempts(launch.out)
     if hit.detection_s is None:  # a save that fails costs that checkpoint, and no restart
         wrong += [] if "could not be saved" in said and attempts == 1 else ["the failed checkpoint is not said"]
-    elif kind != "term":
+    elif rank is not None and kind != "term":
         wrong += _unsaid(said, kind, rank, hit.attempt)
     wrong += leftovers(launch)
     if hit.detection_s is not None and hit.detection_s > 2 * DOWN_S:
@@ -200,7 +199,7 @@ def leftovers(launch: Launch) -> list[str]:
         for path in launch.out.rglob(pattern)
     ]
     files += [path.name for path in launch.scratch.iterdir()]
-    processes = processes_with(str(launch.out))
+    processes = processes_with(str(launch.folder))
     return [f"left: {', '.join(sorted(set(files)))}"] * bool(files) + [f"left: {len(processes)} processes"] * bool(
         processes
     )

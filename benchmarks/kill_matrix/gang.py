@@ -109,14 +109,18 @@ class Launch:
         return self.process.wait(seconds)
 
     def ranks(self) -> dict[int, int]:
-        """Number of the process by rank, of those that are alive."""
+        """Number of the process by rank, of those that are alive: below a reaper, and leading its session."""
         assert self.process is not None
         found = {}
         parents = _parents()
         for pid, reaper in parents.items():
-            if parents.get(reaper) == self.process.pid and (rank := _variable(pid, "MESHKIT_PROCESS_ID")):
-                found[int(rank)] = pid
+            if parents.get(reaper) == self.process.pid and _stat(pid)[3:4] == [str(pid)]:
+                found[int(_variable(pid, "MESHKIT_PROCESS_ID") or -1)] = pid
         return found
+
+    def helpers(self, attempt: int) -> list[int]:
+        """Daemons that the processes of an attempt have left, see injected/sitecustomize.py."""
+        return processes_with(str(self._marks / f"attempt{attempt}"))
 
     def pulse(self, rank: int) -> dict:
         """What a process says of itself; empty if nothing, or if it is gone."""

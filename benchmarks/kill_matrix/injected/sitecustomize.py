@@ -9,6 +9,7 @@ through an audit hook.
 import json
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -100,6 +101,12 @@ def note_memory(path, made):
         file.write(json.dumps({"made": made, "bytes": int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024}) + "\n")
 
 
+def leave_helper(text):
+    """A process in a session of its own, whose parent is gone, that only SIGKILL ends. Nothing may be left of it."""
+    code = "import os, signal, time; os.setsid(); signal.signal(15, signal.SIG_IGN); os.fork() or time.sleep(3600)"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code, text], check=True)
+
+
 def install(said, rank, attempt):
     """Wraps what there is to wrap, in a process of a gang."""
     from meshkit.runs.phases import Phases
@@ -125,6 +132,7 @@ def install(said, rank, attempt):
             gate.entered(phase, step)
 
     Phases.enter = wrapped
+    leave_helper(str(folder))
     if gate:
         sys.addaudithook(gate.heard)
 

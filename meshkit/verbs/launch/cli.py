@@ -149,7 +149,7 @@ def local(
     restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 else 0
     policy = Policy(max_restarts=restarts, save_grace_s=grace, limits=limits)
     logs = folder / "logs" if hosts == 1 else folder / "logs" / f"host{host_index}"
-    with only_launcher(logs), ExitStack() as stack:
+    with only_launcher(logs, say), ExitStack() as stack:
         if secrets:
             stack.enter_context(certificates_for(secrets, [known_as]))
         environments = lambda attempt: part.environments(attempt, virtual=virtual)

@@ -20,15 +20,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
 from meshkit.config.bounded import integer
 from meshkit.errors import ConfigError, RunError
-from meshkit.runs.owner import LAUNCH_VARIABLE
+from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
 from meshkit.verbs.launch.processes import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, Ending, LocalGang, Member
 from meshkit.verbs.launch.watchdog import Limits, Watchdog
 
-_POLL_S, _SHOWN_LINES = 0.02, 15
+_POLL_S, _LOCK_POLL_S, _SHOWN_LINES = 0.02, 0.5, 15
 _NEVER = float("inf")
 # Two attempts in a row that reach no new step will not get there by a third.
 _FRUITLESS_ATTEMPTS = 2
@@ -258,31 +259,46 @@ def last_step(folder: Path) -> int:
 
 
 @contextmanager
-def only_launcher(logs: Path) -> Iterator[None]:
+def only_launcher(logs: Path, show: Callable[[str], None]) -> Iterator[None]:
     """Keeps other launchers off a folder of logs. The kernel lets go of it with this process, however that ends.
+
+    One of another host may be one that is gone, whose lock the file server keeps for its lease: it is waited for.
 
     Raises:
         ConfigError: another launcher has it, or it cannot be written.
     """
+    here, until, told = f"on host {socket.gethostname()}", time.monotonic() + LEASE_S, False
     try:
         logs.mkdir(parents=True, exist_ok=True)
         file = (logs / "launcher").open("a+")
     except OSError as e:
         raise ConfigError(f"the folder of logs cannot be written: {e}.", at=str(logs), hint="another --out") from None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        while _is_locked(file):
             file.seek(0)
             who = file.read(200).strip() or "unknown"
-            hint = "another --out, or the same command when that one has ended"
-            raise ConfigError(f"another launcher has this run folder: {who}.", at=str(logs), hint=hint) from None
-        except OSError:  # a file system without locks, where logs are not written over either
-            pass
+            if who.endswith(here) or time.monotonic() > until:
+                hint = "another --out, or the same command when that one has ended"
+                raise ConfigError(f"another launcher has this run folder: {who}.", at=str(logs), hint=hint)
+            if not told:
+                show(f"waiting for the launcher that has the run folder ({who}) to end, up to {LEASE_S:.0f} s")
+            told = True
+            time.sleep(_LOCK_POLL_S)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on host {socket.gethostname()}\n")
+        file.write(f"process {os.getpid()} {here}\n")
         file.flush()
         yield
+
+
+def _is_locked(file: IO[str]) -> bool:
+    """Whether another process has locked a file; if not, this one has. Where there are no locks, nobody has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # logs are not written over there either
+        return False
+    return False
 
 
 def next_attempt(logs: Path) -> int:

@@ -115,7 +115,7 @@ def test_a_second_launcher_of_a_run_folder_ends_before_it_touches_anything(tmp_p
     from meshkit.verbs.launch.supervisor import only_launcher
 
     words = ["--processes", "2", "--devices", "4", "--mtls", "llama_debug_cpu", "--out", str(tmp_path)]
-    with only_launcher(tmp_path / "logs"):
+    with only_launcher(tmp_path / "logs", print):
         assert main(["launch", "local", *words]) == 2
     assert "another launcher has this run folder: process" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["logs", "launcher"]

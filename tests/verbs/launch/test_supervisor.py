@@ -283,11 +283,12 @@ def test_a_later_launch_counts_on(tmp_path):
 
 
 def test_two_launchers_do_not_share_a_folder_of_logs(tmp_path):
-    """One that is gone without a word, as by SIGKILL, has let go of it."""
+    """One that is gone without a word, as by SIGKILL, has let go of it; one of another host is waited for."""
+    shown = []
     code = f"""
         import os, time; from pathlib import Path
         from meshkit.verbs.launch.supervisor import only_launcher
-        with only_launcher(Path({str(tmp_path / "logs")!r})):
+        with only_launcher(Path({str(tmp_path / "logs")!r}), print):
             Path({str(tmp_path / "held")!r}).touch(); time.sleep(99)
     """
     first = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -297,12 +298,19 @@ def test_two_launchers_do_not_share_a_folder_of_logs(tmp_path):
             says = pytest.raises(
                 ConfigError, match=f"another launcher has this run folder: process {first.pid} on host"
             )
-            with says, only_launcher(tmp_path / "logs"):
+            with says, only_launcher(tmp_path / "logs", shown.append):
                 pass
+        assert shown == []
+        (tmp_path / "logs/launcher").write_text("process 7 on host elsewhere")
+        threading.Timer(1.0, first.kill).start()
+        with only_launcher(tmp_path / "logs", shown.append):
+            assert shown == [
+                "waiting for the launcher that has the run folder (process 7 on host elsewhere) to end, up to 120 s"
+            ]
     finally:
         first.kill()
         first.wait()
-    with only_launcher(tmp_path / "logs"):
+    with only_launcher(tmp_path / "logs", shown.append):
         assert (tmp_path / "logs/launcher").read_text().startswith(f"process {os.getpid()} on host ")
 
 
