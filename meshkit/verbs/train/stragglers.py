@@ -29,7 +29,7 @@ _PARTS = {"data_wait_s": "for its data", "host_s": "on its host, outside of the 
 
 
 @dataclass(frozen=True)
-class Straggler:
+class LateProcess:
     """A process that the others wait for, or whose GPU is slower than theirs."""
 
     process: int
@@ -84,7 +84,7 @@ class Stragglers:
     def _compare(self, window: int, mine: dict[str, Any]) -> None:
         began = time.thread_time()
         said = mine | {"host": socket.gethostname(), "clock_mhz": self._clock_mhz()}
-        found: list[Straggler] = []
+        found: list[LateProcess] = []
 
         def decide(every: list[Any]) -> None:
             found.extend(judge(every))
@@ -100,7 +100,7 @@ class Stragglers:
         self.cpu_s += time.thread_time() - began
 
 
-def judge(said: Sequence[Mapping[str, Any]]) -> list[Straggler]:
+def judge(said: Sequence[Mapping[str, Any]]) -> list[LateProcess]:
     """The processes that the others wait for, the worst first.
 
     Args:
@@ -121,9 +121,9 @@ def judge(said: Sequence[Mapping[str, Any]]) -> list[Straggler]:
             part = max(excess, key=lambda name: excess[name])
             message = f"{where} takes {format_seconds(late_s)} longer than the others {_PARTS[part]}: they wait "
             message += f"{format_percent(late_s / step_s)} of each step" + (f"; {clock}" if clock else "")
-            found.append(Straggler(process, s["host"], late_s / step_s, message))
+            found.append(LateProcess(process, s["host"], late_s / step_s, message))
         elif slow:
-            found.append(Straggler(process, s["host"], 0.0, f"{where} may keep the others waiting: {clock}"))
+            found.append(LateProcess(process, s["host"], 0.0, f"{where} may keep the others waiting: {clock}"))
     return sorted(found, key=lambda late: -late.share)
 
 
