@@ -40,6 +40,7 @@ _PUBLIC = {
     "read_report": "meshkit.report.schema",
     "shard_model": "meshkit.sharding.resolve",
     "shard_over": "meshkit.sharding.constrain",
+    "sharded_step": "meshkit.step.ready",
     "sharding_scope": "meshkit.sharding.constrain",
     "shardings": "meshkit.sharding.resolve",
 }
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
     from meshkit.sharding.mesh import build_mesh, describe_devices, prepare_platform
     from meshkit.sharding.resolve import abstract, shard_model, shardings
+    from meshkit.step.ready import sharded_step
     from meshkit.step.train_step import make_train_step
     from meshkit.timeline import overlap
     from meshkit.verbs.plan.planner import plan
@@ -93,6 +95,7 @@ __all__ = [
     "read_report",
     "shard_model",
     "shard_over",
+    "sharded_step",
     "sharding_scope",
     "shardings",
 ]

@@ -80,12 +80,9 @@ def abstract(make: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> An
         ConfigError: as `shardings` does.
     """
     with nnx.use_eager_sharding(False):
-        made = nnx.eval_shape(make)
-    is_module = nnx.graphlib.is_graph_node
-    if not any(is_module(leaf) for leaf in jax.tree.leaves(made, is_leaf=is_module)):
-        return _on(made, _shardings(made, mesh, rules, "parameters", stacklevel=4))
-    graph, state = nnx.split(made)
-    return nnx.merge(graph, _on(state, _shardings(state, mesh, rules, "parameters", stacklevel=4)))
+        graph, tree = _graph_and_tree(nnx.eval_shape(make))
+    placed = _on(tree, _shardings(tree, mesh, rules, "parameters", stacklevel=4))
+    return placed if graph is None else nnx.merge(graph, placed)
 
 
 def _on(tree: Any, layout: Any) -> Any:
@@ -130,23 +127,32 @@ def placements_by_state(tree: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[
     return {state: placements(tree, mesh, rules, kind=state) for state in STATES}
 
 
-def shard_model(make_model: Callable[[], nnx.Module], mesh: AnyMesh, rules: ShardingRules) -> nnx.Module:
-    """An nnx model born sharded: each device makes its own shards, and no device ever holds a whole copy.
+def shard_model(make_model: Callable[[], Any], mesh: AnyMesh, rules: ShardingRules) -> Any:
+    """What a function makes, born sharded: each device makes its own shards, and no device ever holds a whole copy.
 
     Args:
-        make_model: builds the model, e.g. `lambda: MyModel(rngs=nnx.Rngs(0))`.
+        make_model: makes an nnx module, `lambda: MyModel(rngs=nnx.Rngs(0))`, a tuple of modules and optimizers, linen
+            variables, or any other pytree of arrays.
         mesh: attached devices.
         rules: where the parameters go.
     """
     with nnx.use_eager_sharding(False):
-        graph, abstract = nnx.split(nnx.eval_shape(make_model))
+        graph, tree = _graph_and_tree(nnx.eval_shape(make_model))
 
         def init():
             with sharding_scope(mesh, rules):
-                return nnx.state(make_model())
+                made = make_model()
+                return made if graph is None else nnx.state(made)
 
-        state = jax.jit(init, out_shardings=shardings(abstract, mesh, rules))()
-        return nnx.merge(graph, state)
+        state = jax.jit(init, out_shardings=_shardings(tree, mesh, rules, "parameters", stacklevel=4))()
+        return state if graph is None else nnx.merge(graph, state)
+
+
+def _graph_and_tree(made: Any) -> tuple[Any, Any]:
+    """The graph and the state of modules; None and the tree itself where there are none in it."""
+    is_module = nnx.graphlib.is_graph_node
+    modules = any(is_module(leaf) for leaf in jax.tree.leaves(made, is_leaf=is_module))
+    return nnx.split(made) if modules else (None, made)
 
 
 def kept_spec(spec: Sequence[tuple[str, ...]], whole: Sequence[int], shape: Sequence[int]) -> Spec:
