@@ -6,14 +6,15 @@ import csv
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.nccl_systems import assumed, describe
 from meshkit.config.cluster import Cluster
 from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
-from meshkit.predict.network import Wires, collective_time_s, options, wire_factor
+from meshkit.predict.algorithms import CHOSEN, wire_factor
+from meshkit.predict.network import collective_time_s
 
 COLUMNS = ("system", "collective", "algo", "bytes", "time_us", "busbw_GBps", "source")
 _NEEDED = ("system", "collective", "bytes", "time_us")
@@ -28,19 +29,26 @@ _COLLECTIVES = {
     "collectivepermute": "collective-permute",
     "broadcast": "collective-broadcast",
 }
-_CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # of which NCCL_ALGO chooses how
 _OFF = r"(?:\w+ and )*\b\w+(?:_ENABLE=0|(?:\s+is)?\s+(?:off|disabled)\b)|\b(?:without|no)\s+\w+(?:\s+hardware)?"
-_MISSING = (
-    ("CollNet (SHARP)", r"sharp|coll[ _-]?net"),
-    ("symmetric memory", r"symmetric"),
-    ("copy engine", r"copy[ -]engine|\bCE\b"),
-    ("PAT", r"\bPAT\b"),
-)
-_FAMILIES = {"ring": r"\bring\b", "tree": r"\btree\b", "nvls tree": r"\bnvls[ _-]?tree\b", "nvls": r"\bnvls\b"}
+_MISSING = (("copy engine", r"copy[ -]engine|\bCE\b"),)
+_FAMILIES = {
+    "ring": r"\bring\b",
+    "tree": r"\btree\b",
+    "nvls tree": r"\bnvls[ _-]?tree\b",
+    "nvls": r"\bnvls\b",
+    "collnet": r"sharp|coll[ _-]?net",
+    "symmetric": r"symmetric",
+    "pat": r"\bPAT\b",
+}
+_VERSION = r"(?:NCCL|version)(?: table)?[ v=]*(\d+\.\d+(?:\.\d+)?)"
+_OLDEST = "2.18"  # what an older NCCL is priced as
 _PLAIN = r"NCCL[ v]*[\d.]*|version|unsaid|unknown|tuned|default|auto|[\W\d_]"
 _BUS_TOLERANCE = 0.03  # of rounding, and of sweeps that print the best of several runs
 _UNIT_OFF = 4.0  # beyond any bus factor (0.5 to 2), below any confusion of units (8, 1000, 1024)
 _FASTEST, _SLOWEST = 1 / 30, 100.0  # times the model, of the largest message: no fabric is as far off as a unit
+
+
+PCIE, RACKS = "inside a PCIe host", "GB200, GB300: several hosts"
 
 
 class NotPriced(ValueError):
@@ -49,13 +57,14 @@ class NotPriced(ValueError):
 
 @dataclass(frozen=True)
 class Forced:
-    """What a row's `algo` leaves NCCL to choose from."""
+    """What a row's `algo` leaves NCCL to choose from, and which NCCL."""
 
-    families: tuple[str, ...] = ()  # of `network.options`; empty: all
+    families: tuple[str, ...] = ()  # of the network model's algorithms; empty: all
     protocol: str = ""
     nvls: bool = True
     missing: str = ""  # an algorithm that the model does not have
     unread: bool = False  # words that say neither
+    nccl: str | None = None
 
     @classmethod
     def of(cls, algo: str) -> Forced:
@@ -65,26 +74,29 @@ class Forced:
         nvls = not re.search("nvls", off, re.IGNORECASE)
         protocol = re.search(r"\b(LL128|LL|Simple)\b", text, re.IGNORECASE)
         speed = protocol[1].lower() if protocol else ""
+        version = re.search(_VERSION, algo, re.IGNORECASE)
+        nccl = max(version[1], _OLDEST, key=_numbers) if version else None
         if re.search(r"\b(auto|default)\b|ring of neighbours", text, re.IGNORECASE):
-            return cls(protocol=speed, nvls=nvls)
+            return cls(protocol=speed, nvls=nvls, nccl=nccl)
         missing = next((name for name, pattern in _MISSING if re.search(pattern, text, re.IGNORECASE)), "")
         families = tuple(name for name, pattern in _FAMILIES.items() if re.search(pattern, text, re.IGNORECASE))
         if "^" in text:  # NCCL_ALGO=^NVLS: all but these
-            families = tuple(name for name in _FAMILIES if name not in families)
-        if families == ("nvls",):
-            families = ("nvls tree", "nvls")  # NCCL_ALGO=NVLS over hosts is NVLSTree
+            nvls = nvls and not any(name.startswith("nvls") for name in families)
+            families = tuple(name for name in ("ring", "tree") if name not in families)
+        if "nvls" in families:
+            families = ("nvls",)  # over hosts it is NVLSTree, whatever is said
         unread = not (families or speed or missing or off) and bool(re.sub(_PLAIN, "", text, flags=re.IGNORECASE))
-        return cls(families, speed, nvls, missing, unread)
+        return cls(families, speed, nvls, missing, unread, nccl)
 
-    @property
-    def chosen(self) -> bool:
-        """Whether NCCL's own choice is overruled."""
-        return bool(self.families or self.protocol)
+    def algorithms(self) -> tuple[str | None, ...]:
+        """What `collective_time_s` may be asked for; None: as NCCL chooses."""
+        families = self.families or (("ring", "tree") if self.protocol else ())
+        return tuple(f"{family} {self.protocol}".strip() for family in families) or (None,)
 
-    def allows(self, name: str) -> bool:
-        """Whether an algorithm of `network.options` is left."""
-        family, protocol = (name, "simple") if name.startswith("nvls") else name.split(" ")
-        return family in (self.families or _FAMILIES) and protocol in (self.protocol or protocol,)
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """A version's numbers."""
+    return tuple(int(part) for part in version.split("."))
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,18 @@ class Row:
     domains: int
     cluster: Cluster
     forced: Forced = Forced()
+    neighbours: bool = False  # whether a permute is nccl-tests' send and receive
+
+    @property
+    def place(self) -> str:
+        """Where it ran: inside a host or NVLink domain, inside a PCIe host, over hosts of GB200 racks, between others."""
+        cluster = self.cluster
+        racked = cluster.nvlink_domain_size > cluster.gpus_per_host
+        if racked and self.gpus_per_domain * self.domains > cluster.gpus_per_host:
+            return RACKS
+        if self.domains > 1:
+            return "between hosts"
+        return "inside a host" if cluster.scale_up == "nvlink" else PCIE
 
     def predicted_s(self, fitted: Mapping[str, float] | None = None) -> float:
         """What the model says of it; one group alone, so that idle GPUs leave it their ports.
@@ -109,26 +133,34 @@ class Row:
         """
         if self.forced.missing:
             raise NotPriced(f"algorithm not in the model: {self.forced.missing}")
-        if not self.forced.chosen or self.collective not in _CHOSEN:
-            return collective_time_s(
-                self.collective,
-                payload_bytes=self.payload_bytes,
-                gpus_per_domain=self.gpus_per_domain,
-                domains=self.domains,
-                cluster=self.cluster,
-                concurrent_groups=1,
-                nvls=self.forced.nvls,
-                fitted=fitted,
-            )
-        wires = Wires.of(self.cluster, self.gpus_per_domain, self.domains, concurrent_groups=1, nvls=self.forced.nvls)
-        wires = replace(wires, fitted=fitted) if fitted else wires
-        found = [o for o in options(self.collective, self.payload_bytes, wires) if self.forced.allows(o.name)]
-        if not found:
-            families = [name for name in self.forced.families if name != "nvls tree" or len(self.forced.families) == 1]
-            wanted = " ".join([" or ".join(families), self.forced.protocol]).strip()
-            where = "inside a domain" if self.domains == 1 else "between domains"
-            raise NotPriced(f"algorithm not in the model: {wanted} of {self.collective} {where}")
-        return wires.fitted["launch_s"] + min(option.time_s for option in found)
+        choices = self.forced.algorithms() if self.collective in CHOSEN else (None,)
+        if self.neighbours:
+            choices = ("neighbours",)
+        times = []
+        for algorithm in choices:
+            try:
+                times.append(self._seconds(algorithm, fitted))
+            except ConfigError as error:
+                refused = error
+        if not times:
+            raise NotPriced((refused.message or "").rstrip("."))
+        return min(times)
+
+    def _seconds(self, algorithm: str | None, fitted: Mapping[str, float] | None) -> float:
+        """The price of one algorithm."""
+        return collective_time_s(
+            self.collective,
+            payload_bytes=self.payload_bytes,
+            gpus_per_domain=self.gpus_per_domain,
+            domains=self.domains,
+            cluster=self.cluster,
+            concurrent_groups=1,
+            nvls=self.forced.nvls,
+            algorithm=algorithm,
+            nccl=self.forced.nccl,
+            launch="nccl-tests",
+            fitted=fitted,
+        )
 
 
 @dataclass(frozen=True)
@@ -218,7 +250,8 @@ def _row(record: Mapping[str, str], source: str, payload_bytes: int, time_us: fl
         raise NotPriced(f"collective not in the model: {record['collective']}")
     system = f"{record['system']} [{source}]"
     forced = Forced.of(record["algo"])
-    return Row(system, gpu, _COLLECTIVES[kind], payload_bytes, time_us * 1e-6, g, k, cluster, forced)
+    neighbours = kind == "sendrecv"
+    return Row(system, gpu, _COLLECTIVES[kind], payload_bytes, time_us * 1e-6, g, k, cluster, forced, neighbours)
 
 
 def _positive(record: Mapping[str, str], name: str, path: Path, line: int) -> float:

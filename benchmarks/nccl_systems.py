@@ -111,7 +111,7 @@ def describe(system: str) -> tuple[str, Cluster, int, int]:
 
 def assumed(system: str) -> str:
     """What `describe` took a part of a name for that the catalog does not have; blank where nothing."""
-    return "GPUDirect-TCPX priced as the kernel's TCP" if "TCPX" in system.upper() else ""
+    return "GPUDirect-TCPX priced as TCPXO" if re.search("TCPX(?!O)", system, re.IGNORECASE) else ""
 
 
 def _gpu(system: str) -> tuple[str, str]:
@@ -175,7 +175,9 @@ def _port(system: str) -> dict[str, object]:
         rate, number = _RATES[speed[2]], speed[1]
     else:  # of the rate that such hosts come with
         return {"fabric": "roce"} if re.search("RoCE", system, re.IGNORECASE) else {}
-    if re.search(r"TCPX|\bTCP\b", system, re.IGNORECASE):
+    if re.search("TCPX", system, re.IGNORECASE):
+        key = f"tcpxo_{rate}"
+    elif re.search(r"\bTCP\b", system, re.IGNORECASE):
         key = f"tcp_{rate}"
     elif re.search("roce|ethernet", system, re.IGNORECASE):
         key = f"roce_{rate}"

@@ -1,0 +1,131 @@
+"""The fitted constants of the network model: refits of them, what each is worth, and errors on systems left out.
+
+A fit is the least sum of |log(predicted / measured)| over rows from 8 KiB, every system and size class weighing the same.
+How a prediction moves with each constant is taken once, at the shipped numbers; a refit that leaves a system out solves that
+linear problem without its rows, and then the model itself is asked for them with the constants that came out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.nccl_rows import PCIE, Row
+from meshkit.predict.network import fitted_values, nccl_constants
+
+CLASSES = (("8 KiB to 1 MiB", 2**13, 2**20), ("1 to 16 MiB", 2**20, 2**24), ("from 16 MiB", 2**24, 2**63))
+# Sources whose script times one call of torch.distributed after the other, launch and all (all_reduce_bench.py): scored,
+# and in no fit.
+TIMED_BY_TORCH = ("stas00",)
+_NUDGE = 1.02
+_REACH = 0.7  # a refit moves a constant by a factor of two at most
+_STIFF = 0.02  # what holds a constant that few rows speak of where it is
+_ROUNDS = 25
+
+
+def size_class(row: Row) -> int | None:
+    """Which of CLASSES a row is in; None below them."""
+    return next((i for i, (_, low, high) in enumerate(CLASSES) if low <= row.payload_bytes < high), None)
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Rows in log space, linear around the shipped constants."""
+
+    rows: list[Row]
+    names: list[str]
+    misfit: np.ndarray  # log(predicted / measured)
+    slopes: np.ndarray  # of it by log(constant)
+    weights: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], values: Mapping[str, float] | None = None) -> Sensitivity:
+        """Of rows from 8 KiB that are not over PCIe inside a host."""
+        kept = [row for row in rows if size_class(row) is not None and row.place != PCIE]
+        start = {**fitted_values(), **(values or {})}
+        measured = np.log([row.measured_s for row in kept])
+
+        def predicted(constants: Mapping[str, float]) -> np.ndarray:
+            return np.log([row.predicted_s(constants) for row in kept])
+
+        here = predicted(start)
+        slopes = [(predicted(start | {name: start[name] * _NUDGE}) - here) / np.log(_NUDGE) for name in start]
+        groups: dict[tuple[str, int | None], int] = {}
+        for row in kept:
+            key = row.system, size_class(row)
+            groups[key] = groups.get(key, 0) + 1
+        weights = np.array([1 / groups[row.system, size_class(row)] for row in kept])
+        weights[[any(f"[{name}]" in row.system for name in TIMED_BY_TORCH) for row in kept]] = 0.0
+        return cls(kept, list(start), here - measured, np.array(slopes).T, weights)
+
+    def refit(self, used: np.ndarray) -> dict[str, float]:
+        """By how much each constant should be multiplied, for the rows that are used."""
+        slopes, misfit, weights = self.slopes[used], self.misfit[used], self.weights[used]
+        step = np.zeros(len(self.names))
+        total = weights.sum()
+        for _ in range(_ROUNDS):
+            pull = weights / np.maximum(np.abs(misfit + slopes @ step), 0.01) / total
+            normal = (slopes * pull[:, None]).T @ slopes + _STIFF * np.eye(len(step))
+            step = np.clip(np.linalg.solve(normal, -(slopes * pull[:, None]).T @ misfit), -_REACH, _REACH)
+        return dict(zip(self.names, np.exp(step).tolist(), strict=True))
+
+
+def leave_one_out(rows: Sequence[Row], *, key: str = "system") -> tuple[list[Row], np.ndarray]:
+    """The rows, and their signed relative errors with constants refitted without the rows of their system."""
+    found = Sensitivity.of(rows)
+    groups = np.array([getattr(row, key) for row in found.rows])
+    shipped, errors = fitted_values(), np.zeros(len(groups))
+    for group in dict.fromkeys(groups):
+        factors = found.refit(groups != group)
+        values = {name: shipped[name] * factor for name, factor in factors.items()}
+        for i in np.flatnonzero(groups == group):
+            errors[i] = found.rows[i].predicted_s(values) / found.rows[i].measured_s - 1
+    return found.rows, errors
+
+
+def by_place(rows: Sequence[Row], errors: np.ndarray) -> Iterator[str]:
+    """A table in Markdown: by place and size class the median over systems, the 90th percentile, and how many systems."""
+    yield "| where | " + " | ".join(name for name, _, _ in CLASSES) + " |"
+    yield "|---" * (1 + len(CLASSES)) + "|"
+    for where in sorted({row.place for row in rows}):
+        cells = []
+        for number in range(len(CLASSES)):
+            kept = [i for i, row in enumerate(rows) if row.place == where and size_class(row) == number]
+            cells.append("{:.1%}, {:.1%} ({})".format(*over_systems([rows[i] for i in kept], errors[kept])) if kept else "")
+        yield f"| {where} | " + " | ".join(cells) + " |"
+
+
+def misses(rows: Sequence[Row], values: Mapping[str, float] | None = None) -> np.ndarray:
+    """Signed relative errors."""
+    return np.array([row.predicted_s(values) / row.measured_s - 1 for row in rows])
+
+
+def over_systems(rows: Sequence[Row], errors: np.ndarray) -> tuple[float, float, int]:
+    """The median over systems of each system's median |error|, the 90th percentile of all, and how many systems."""
+    systems: dict[str, list[float]] = {}
+    for row, error in zip(rows, errors, strict=True):
+        systems.setdefault(row.system, []).append(abs(float(error)))
+    middle = float(np.median([np.median(found) for found in systems.values()]))
+    return middle, float(np.percentile(np.abs(errors), 90)), len(systems)
+
+
+def constant_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """A table in Markdown: every fitted constant, what it is fitted to, and the error with NCCL's own instead."""
+    table, shipped = nccl_constants()["fitted"], fitted_values()
+    rows = [row for row in rows if size_class(row) is not None and row.place != PCIE]
+    here = misses(rows)
+    yield f"{len(shipped)} fitted constants. Worth: the mean |error| of the rows that it moves, with it and without."
+    yield ""
+    yield "| constant | value | unit | what | fitted to | without it | rows | error | error without |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name, value in shipped.items():
+        row = table[name.partition(".")[0]]
+        there = misses(rows, {name: row["without"]})
+        moved = np.abs(there - here) > 1e-9
+        cells = f"{np.abs(here[moved]).mean():.1%} | {np.abs(there[moved]).mean():.1%}" if moved.any() else " | "
+        yield (
+            f"| {name} | {value:.4g} | {row['unit']} | {row['what']} | {row['fit']} | {row['without']:.4g} | "
+            f"{moved.sum()} | {cells} |"
+        )

@@ -1,0 +1,399 @@
+"""What each way to run a collective costs: latency, time on the wire, and what fills the pipeline.
+
+A ring over k domains with g GPUs each moves `wire_bytes` through every GPU, and `wire_bytes / g` through every GPU's
+share of the NICs; the slower of the two links sets the pace. A message moves in pieces: few large ones fill the pipeline
+late, many small ones each pay the handoff t from one GPU to the next. With the best size of piece, what would take w takes
+w + 2 sqrt(t w) (the least of pieces x t + w / pieces, added to w): that is why bus bandwidth still rises at hundreds of
+MiB. NVLS has pieces of fixed sizes. Constants and their sources are in nccl.toml; those of `[fitted]` are measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshkit.config import catalog
+from meshkit.predict.links import Wires, nccl_constants
+from meshkit.predict.tuner import PROTOCOLS, RING_TURNS, Expected, expected, tree_medium
+
+CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # of which NCCL's tuner chooses how
+FORCED = ("ring", "tree", "nvls", "nvls tree", "pat", "collnet", "symmetric", "one-shot", "neighbours")
+_LL_TURNAROUND = 1.0  # LL's lines carry a GPU's own part as slowly as what arrives
+_ONE_SHOT_S = 2.5e-6  # XLA's own kernel: launch 1 us and a barrier of 1.5 (sol_gpu_cost_model.cc, gpu_performance_model)
+_BARRIER_S = 1e-6  # of symmetric kernels, before and after
+
+
+def wire_factor(collective: str, n: int) -> float:
+    """Bytes on the wire per GPU over payload bytes: nccl-tests' bus bandwidth factors (doc/PERFORMANCE.md)."""
+    if n <= 1:
+        return 0.0
+    if collective == "all-reduce":
+        return 2 * (n - 1) / n
+    if collective in ("collective-permute", "collective-broadcast"):
+        return 1.0
+    return (n - 1) / n
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to run a collective: its latency, its time on the wire, and the handoff between two pieces of it."""
+
+    name: str
+    latency_s: float
+    wire_s: float
+    handoff_s: float
+    steps_s: float = 0.0  # latency that the wire may hide
+    overlap: float = 1.0  # how much: steps and wire add up as this norm; 1 hides nothing
+
+    @property
+    def time_s(self) -> float:
+        """Seconds with the best size of piece."""
+        full = self.wire_s + 2 * math.sqrt(self.handoff_s * self.wire_s)
+        if self.overlap == 1.0:
+            return self.latency_s + self.steps_s + full
+        return self.latency_s + (self.steps_s**self.overlap + full**self.overlap) ** (1 / self.overlap)
+
+
+def fastest(collective: str, payload: float, wires: Wires) -> Algorithm:
+    """What NCCL takes, without what the host adds: the fastest of all by its own tuner's reckoning."""
+    if collective == "collective-permute":
+        return _permute(payload, wires)
+    if collective in ("all-to-all", "ragged-all-to-all"):
+        return _all_to_all(payload, wires)
+    if collective == "collective-broadcast":
+        return _broadcast(payload, wires)
+    return _priced(collective, min(expected(collective, wires), key=lambda e: e.seconds(payload)), payload, wires)
+
+
+def options(collective: str, payload: float, wires: Wires) -> Iterator[Algorithm]:
+    """What NCCL can choose from for a reduction or a gather."""
+    return (_priced(collective, e, payload, wires) for e in expected(collective, wires))
+
+
+def forced(collective: str, algorithm: str, payload: float, wires: Wires) -> Algorithm | None:
+    """What a family of algorithms, with or without a protocol, costs; NCCL chooses the rest. None: not to be had."""
+    family, _, protocol = algorithm.rpartition(" ")
+    if protocol not in PROTOCOLS:
+        family, protocol = algorithm, ""
+    if family == "neighbours":
+        return _neighbours(payload, wires) if collective == "collective-permute" else None
+    if collective not in CHOSEN:
+        return None
+    if family == "collnet":
+        return _collnet(collective, payload, wires)
+    if family == "symmetric":
+        return _symmetric(collective, payload, wires)
+    if family == "one-shot":
+        return _one_shot(collective, payload, wires)
+    if family == "nvls":
+        if collective != "all-reduce":  # gathers through the switch reach the ring's rate (togethercomputer)
+            family, protocol = "ring", protocol or "simple"
+        elif wires.k > 1:
+            family = "nvls tree"  # NCCL_ALGO=NVLS over hosts
+    names = {f"{family} {protocol}"} if protocol else {family, *(f"{family} {p}" for p in PROTOCOLS)}
+    found = [e for e in expected(collective, wires) if e.name in names]
+    return _priced(collective, min(found, key=lambda e: e.seconds(payload)), payload, wires) if found else None
+
+
+def _priced(collective: str, choice: Expected, payload: float, wires: Wires) -> Algorithm:
+    """The cost of a choice."""
+    if choice.name == "nvls":
+        return _nvls(payload, wires)
+    if choice.name == "nvls tree":
+        return _nvls_tree(payload, wires)
+    if choice.name == "pat":
+        return _pat(choice, payload, wires)
+    family, _, protocol = choice.name.partition(" ")
+    return _tree(protocol, payload, wires) if family == "tree" else _ring(collective, protocol, payload, wires)
+
+
+def _table_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, float]:
+    """NCCL's own latency of a step inside a domain, and out of it."""
+    rows = nccl_constants()["step_latency_s"]
+    simple = protocol == "simple"
+    inside = rows[wires.inside][algorithm][protocol] + wires.inside_extra_s[simple]
+    return inside, rows[wires.outside][algorithm][protocol] + wires.outside_extra_s[simple]
+
+
+def _step_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, float]:
+    """Latency of a step inside a domain, and out of it: measured where it was, a tree's relative to a ring's by NCCL."""
+    rows, (inside, outside) = nccl_constants()["step_latency_s"], _table_s(algorithm, protocol, wires)
+    if wires.inside == "nvlink":
+        row = rows["nvlink"]
+        inside = wires.fitted[f"{protocol}_step_s"] * row[algorithm][protocol] / row["ring"][protocol]
+    return inside, outside
+
+
+def _first_s(protocol: str, wires: Wires) -> float:
+    """What an operation over hosts costs once, beside the steps: a proxy on the CPU takes up its first piece."""
+    return wires.fitted[f"net_{protocol}_s"] if wires.k > 1 and wires.outside == "net" and protocol != "simple" else 0.0
+
+
+def _base_s(protocol: str, wires: Wires) -> float:
+    """What an operation costs before and after its steps."""
+    base = nccl_constants()["base_latency_s"]["ring"]["simple"] if protocol == "simple" else 0.0
+    return wires.fitted["kernel_s"] + base
+
+
+def _share(protocol: str, wires: Wires) -> float:
+    """Of a link's usable rate inside a domain."""
+    if wires.inside == "nvlink" and protocol != "simple":
+        return wires.fitted[f"{protocol}_share"]
+    return nccl_constants()["protocol"]["ring_share"][protocol]
+
+
+def _handoff_s(wires: Wires, *, outside: bool) -> float:
+    """From one GPU to the next: NCCL's latency of an LL step, the shortest there is."""
+    return nccl_constants()["step_latency_s"][wires.outside if outside else wires.inside]["ring"]["ll"]
+
+
+def _ring(collective: str, protocol: str, payload: float, wires: Wires) -> Algorithm:
+    """Every GPU passes on wire bytes; of g rings over k domains, each crosses on its own GPU's NIC."""
+    g, k, n = wires.g, wires.k, wires.g * wires.k
+    inside_step, outside_step = _step_s("ring", protocol, wires)
+    if g == 1 and k > 1 and wires.outside == "net":
+        outside_step = max(outside_step, _step_s("tree", protocol, wires)[1])  # nothing hides it
+    steps, crossing = RING_TURNS[collective] * (n - 1), RING_TURNS[collective] * (k - 1)
+    hops = (steps - crossing) * inside_step + crossing * outside_step
+    wire = payload * wire_factor(collective, n)
+    turnaround = _LL_TURNAROUND if protocol == "ll" else wires.fitted["turnaround"]
+    inside = wire * (1 + turnaround / steps) / (wires.inside_bytes_per_s * _share(protocol, wires)) if g > 1 else 0.0
+    share = nccl_constants()["protocol"]["ring_share"][protocol]
+    outside = wire / g / (wires.outside_bytes_per_s * share) * wires.spine[0]
+    if protocol == "ll" and k > 1:
+        outside = max(outside, wire / _ll_bytes_per_s(wires))
+    return Algorithm(
+        f"ring {protocol}",
+        _base_s(protocol, wires) + _first_s(protocol, wires),
+        max(inside, outside),
+        _handoff_s(wires, outside=outside > inside),
+        steps_s=hops,
+        overlap=wires.fitted.get("overlap", 1.0) if k == 1 else 1.0,
+    )
+
+
+def _ll_bytes_per_s(wires: Wires) -> float:
+    """Bus bandwidth that LL does not exceed, as NCCL has it."""
+    if wires.inside != "nvlink" and wires.k == 1:
+        return math.inf
+    return nccl_constants()["tuner"][wires.column]["ll"][min(wires.k, 3) - 1]
+
+
+def _channels(ports: int) -> int:
+    """Channels over the network of a group with so many ports in a domain."""
+    net = nccl_constants()["net"]
+    return min(net["max_channels"], net["channels_per_gpu"] * ports)
+
+
+def _tree(protocol: str, payload: float, wires: Wires) -> Algorithm:
+    """A chain inside each domain, a double binary tree over them: fewer steps than a ring, links used half."""
+    constants, g, k = nccl_constants(), wires.g, wires.k
+    inside_step, outside_step = _step_s("tree", protocol, wires)
+    latency = _base_s(protocol, wires) + 2 * ((g - 1) * inside_step + math.log2(k) * outside_step)
+    share = constants["protocol"]["tree_share" if k == 1 else "tree_share_net"][protocol]
+    inside = 2 * payload / (wires.inside_bytes_per_s * share) if g > 1 else 0.0
+    # Each NIC carries its part up and down once; over two domains half of that would do, but NCCL does not reach it.
+    outside = 2 * payload / (g * wires.outside_bytes_per_s * share)
+    if k > 1 and wires.inside == "nvlink":
+        column, place = constants["tuner"][wires.column], min(k, 3) - 1
+        cap = column["tree_ll128_channel" if protocol == "ll128" else "tree_channel"][place]
+        outside = max(outside, 2 * payload / (_channels(g) * cap))
+    if k > 2:
+        outside /= wires.fitted["tree_net_share"] if protocol == "simple" else 1.0
+    if protocol == "ll":
+        inside = max(inside, 2 * payload / _ll_bytes_per_s(wires))
+    wire = max(inside, outside * wires.spine[0]) / tree_medium(protocol, payload)
+    return Algorithm(f"tree {protocol}", latency, wire, _handoff_s(wires, outside=outside > inside))
+
+
+def _pat(choice: Expected, payload: float, wires: Wires) -> Algorithm:
+    """A binary tree of every GPU's part, one GPU a host: NCCL's latency, at the rate of a port."""
+    wire = payload * wire_factor("all-gather", wires.k) / wires.outside_bytes_per_s * wires.spine[1]
+    base = wires.fitted["kernel_s"] - nccl_constants()["base_latency_s"]["pat"]["simple"]
+    return Algorithm("pat", choice.latency_s + base, wire, _handoff_s(wires, outside=True))
+
+
+def _nvls_bytes_per_s(wires: Wires) -> float:
+    """Payload through the NVLink switch, which adds and multicasts: one GPU's rate, whatever the group."""
+    share = nccl_constants()["tuner"][wires.column]["nvls_share"]
+    return wires.inside_bytes_per_s * share * wires.fitted["nvls_rate"]
+
+
+def _piece_bytes(payload: float, wires: Wires, halved: list[list[int]]) -> float:
+    """What NVLS works on at a time: a piece for each head on each channel, smaller ones for smaller messages."""
+    nvls = nccl_constants()["nvls"]
+    operations = nvls["channels"][wires.column] * min(wires.g, nvls["max_heads"])
+    chunk = nvls["chunk_bytes"]
+    for pieces, smaller in halved:
+        if payload < pieces * operations * chunk:
+            chunk = min(chunk, smaller)
+    return min(payload, operations * chunk)
+
+
+def _nvls(payload: float, wires: Wires) -> Algorithm:
+    """The switch adds and multicasts; the first pieces in and the last out overlap with nothing."""
+    rate = _nvls_bytes_per_s(wires)
+    piece = _piece_bytes(payload, wires, nccl_constants()["nvls"]["halved_below"])
+    fill = wires.fitted["nvls_pieces"] * piece / rate * (1 - piece / payload) if payload else 0.0
+    return Algorithm("nvls", wires.fitted["kernel_s"] + wires.fitted["nvls_s"] + fill, payload / rate, 0.0)
+
+
+def _nvls_tree(payload: float, wires: Wires) -> Algorithm:
+    """NVLS inside each domain, a double binary tree over them, one NIC for the part of each GPU."""
+    constants, g, k = nccl_constants(), wires.g, wires.k
+    level = constants["step_latency_s"]["net"]["nvls"] + wires.outside_extra_s[1]
+    latency = wires.fitted["kernel_s"] + wires.fitted["nvls_s"] + 2 * math.log2(k) * level
+    rate = _nvls_bytes_per_s(wires) * wires.fitted["nvls_tree_share"]
+    piece = _piece_bytes(payload, wires, constants["nvls"]["nvls_tree_halved_below"])
+    fill = wires.fitted["nvls_pieces"] * piece / rate * (1 - piece / payload) if payload else 0.0
+    outside = payload * min(2.0, k / 2) / (g * wires.outside_bytes_per_s)  # both ways at once over two domains
+    cap = _channels(wires.ports) * constants["tuner"][wires.column]["nvls_tree_channel"][min(k, 3) - 1]
+    outside = max(outside * wires.spine[0], payload * wire_factor("all-reduce", g * k) / cap if g <= 8 else 0.0)
+    handoff = constants["step_latency_s"]["net"]["ring"]["ll"] if outside > payload / rate else 0.0
+    return Algorithm("nvls tree", latency + fill, max(payload / rate, outside), handoff)
+
+
+def _collnet(collective: str, payload: float, wires: Wires) -> Algorithm | None:
+    """CollNetDirect: the network's switches add, every port carries its part once."""
+    if wires.k == 1:
+        return None
+    constants, g = nccl_constants(), wires.g
+    rows = constants["step_latency_s"]
+    share = constants["protocol"]["collnet_share"] if wires.column in ("hopper", "blackwell") else 1.0
+    latency = wires.fitted["kernel_s"] + 2 * (min(1, g - 1) * rows[wires.inside]["collnet"] + (g - 1) * 0.4e-6)
+    latency += rows["net"]["collnet"] + wires.outside_extra_s[1]
+    part = 1.0 if collective == "all-reduce" else wire_factor(collective, wires.k)
+    outside = payload * part / (g * wires.outside_bytes_per_s * share)
+    inside = payload * wire_factor(collective, g) / wires.inside_bytes_per_s
+    return Algorithm("collnet", latency, max(inside, outside), _handoff_s(wires, outside=True))
+
+
+def _symmetric(collective: str, payload: float, wires: Wires) -> Algorithm | None:
+    """NCCL's symmetric kernels: GPUs read each other's memory directly, between two barriers."""
+    if wires.k > 1 or wires.inside != "nvlink":
+        return None
+    rate = wires.inside_bytes_per_s * nccl_constants()["protocol"]["symmetric_link_share"]
+    passes = 1 + 1 / wires.g if collective == "all-reduce" and wires.nvls else wire_factor(collective, wires.g)
+    latency = wires.fitted["kernel_s"] + 2 * _BARRIER_S
+    return Algorithm("symmetric", latency, payload * passes / rate, _handoff_s(wires, outside=False))
+
+
+def _one_shot(collective: str, payload: float, wires: Wires) -> Algorithm | None:
+    """XLA's own all-reduce: every GPU reads the payload of all others."""
+    if wires.k > 1 or collective != "all-reduce":
+        return None
+    return Algorithm("one-shot", _ONE_SHOT_S, payload * (wires.g - 1) / wires.inside_bytes_per_s, 0.0)
+
+
+def _send_s(payload: float, wires: Wires) -> float:
+    """Latency of sends of so many bytes to each peer: LL up to a size, and Simple."""
+    p2p, f = nccl_constants()["p2p"], wires.fitted
+    latency = f["kernel_s"] + f["p2p_s"]
+    if payload > p2p["ll_bytes"]:
+        latency += f["p2p_simple_s"]
+    else:
+        latency += payload / (0.5 * f["p2p_channel_bytes_per_s"])  # one channel, half of its lines are flags
+    if wires.k == 1:
+        return latency + _step_s("ring", "ll", wires)[0]
+    return latency + _first_s("ll", wires) + _step_s("ring", "ll", wires)[1]
+
+
+def _all_to_all(payload: float, wires: Wires) -> Algorithm:
+    """Every pair at once: what stays in the domain over NVLink, the rest through each GPU's own NIC."""
+    constants, g, k, n = nccl_constants(), wires.g, wires.k, wires.g * wires.k
+    part = payload / n
+    rounds = -(-n // constants["p2p"]["peers_per_round"])
+    step = _step_s("ring", "ll", wires)[k > 1]
+    latency = _send_s(part, wires) + (rounds - 1) * step
+    share = wires.fitted["p2p_share"] if wires.inside == "nvlink" else 1.0
+    rate = wires.inside_bytes_per_s * share
+    inside = part * (g - 1 + wires.fitted["p2p_turnaround"]) * wires.hops / rate if g > 1 else 0.0
+    beyond_host = part * max(0, g - wires.per_host) / (rate * wires.taper)
+    outside = part * (n - g) / wires.outside_bytes_per_s * wires.spine[1]
+    inside = max(inside, beyond_host)
+    return Algorithm("send", latency, max(inside, outside), _handoff_s(wires, outside=outside > inside))
+
+
+def _permute(payload: float, wires: Wires) -> Algorithm:
+    """One message to one peer; inside a domain on as many channels as NCCL grants it, between hosts on its own rail."""
+    latency = _send_s(payload, wires)
+    if wires.k > 1:
+        return Algorithm("send", latency, payload / wires.outside_bytes_per_s, _handoff_s(wires, outside=True))
+    taper = wires.taper if wires.g > wires.per_host else 1.0  # the slowest pair crosses hosts
+    share = wires.fitted["p2p_share"] if wires.inside == "nvlink" else 1.0
+    wire = payload / (wires.peer_bytes_per_s * taper * share)
+    if wires.inside == "nvlink":
+        wire = max(wire, _channels_s(payload, wires))
+    return Algorithm("send", latency, wire, _handoff_s(wires, outside=False))
+
+
+def _neighbours(payload: float, wires: Wires) -> Algorithm:
+    """nccl-tests' send and receive: a ring of ranks, of which one flow leaves each host, through one port.
+
+    Beyond a leaf such flows are hashed to uplinks of the spine; the slowest shares one with others.
+    """
+    if wires.k == 1:
+        return _permute(payload, wires)
+    shared = wires.fitted["spine_flows"] if wires.k > nccl_constants()["p2p"]["leaf_hosts"] else 1.0
+    wire = payload * shared / wires.port_bytes_per_s
+    return Algorithm("neighbours", _send_s(payload, wires), wire, _handoff_s(wires, outside=True))
+
+
+def _channels_s(payload: float, wires: Wires) -> float:
+    """Seconds that the channels of one message need, as if they doubled without the dips that doubling makes."""
+    p2p = nccl_constants()["p2p"]
+    first = max(1, 1 << max(0, (p2p["channels"] // wires.ranks).bit_length() - 1))
+    full_first = min(payload / first, p2p["channel_bytes"])
+    return max(full_first, payload / p2p["channels"]) / wires.fitted["p2p_channel_bytes_per_s"]
+
+
+def _broadcast(payload: float, wires: Wires) -> Algorithm:
+    """A chain along the ring, in the protocol that NCCL's tuner expects to be fastest.
+
+    The tuner knows no slots ("waiting for proper chunk modeling", tuning.cc), so its pick need not be the fastest.
+    """
+    protocols = [p for p in PROTOCOLS if p != "ll128" or wires.ll128]
+    return _chain(min(protocols, key=lambda p: _tuned_s(p, payload, wires)), payload, wires)
+
+
+def _chain_s(protocol: str, payload: float, wires: Wires) -> float:
+    """Seconds of a broadcast's payload on the slower link: a chain never turns around."""
+    share = nccl_constants()["protocol"]["ring_share"][protocol]
+    rate = min(wires.inside_bytes_per_s if wires.g > 1 else math.inf, wires.g * wires.outside_bytes_per_s) * share
+    return payload / (min(rate, _ll_bytes_per_s(wires)) if protocol == "ll" else rate)
+
+
+def _tuned_s(protocol: str, payload: float, wires: Wires) -> float:
+    """What the tuner expects of a broadcast: over hosts the latency of a network step for every GPU, Simple the tree's.
+
+    Inside a host, where all channels run the same ring, one step (tuning.cc, `sameChannels`).
+    """
+    constants, k = nccl_constants(), wires.k
+    row = constants["step_latency_s"][wires.inside if k == 1 else wires.outside]
+    step = row["tree" if protocol == "simple" and k > 1 else "ring"][protocol]
+    latency = constants["base_latency_s"]["ring"][protocol] + step * (1 if k == 1 else wires.g * k)
+    return latency + _chain_s(protocol, payload, wires)
+
+
+def _chain(protocol: str, payload: float, wires: Wires) -> Algorithm:
+    """A broadcast: the first slot passes all GPUs, one after the other, and the rest follows it.
+
+    A network port starts on a slot when all of it is written (net.cc, sendProxyProgress), and the network's latency is
+    hidden by nothing, as in a tree. Between GPUs LL and LL128 pass on every line as it comes, while Simple copies a
+    slot whole (prims_simple.h). Channels that share a port do not stay side by side: whichever comes first has the port
+    to itself, and is ahead by more at every port, so the first slot travels at the rate of the whole port. No sweep
+    holds broadcasts: their latencies are NCCL's own.
+    """
+    constants, k = nccl_constants(), wires.k
+    chain, slot_share = constants["chain"], constants["chain"]["data_share"][protocol]
+    channels = _channels(wires.ports) if k > 1 else catalog.kernels()["nccl_channels"][0]
+    channels = max(1, min(channels, int(payload // chain["least_channel_bytes"])))
+    slot = min(chain["slot_bytes"][protocol], payload / channels / slot_share)
+    copy = slot / wires.channel_bytes_per_s
+    inside = _table_s("ring", protocol, wires)[0] + (copy if protocol == "simple" else 0.0)
+    outside, port = _table_s("tree", protocol, wires)[1] if k > 1 else 0.0, slot / wires.port_bytes_per_s
+    outside += copy + port if protocol == "simple" else max(copy, port)
+    fill = constants["base_latency_s"]["ring"][protocol] + (wires.g * k - k) * inside + (k - 1) * outside
+    rest = 1 - slot * slot_share / payload if payload else 0.0
+    return Algorithm(f"chain {protocol}", fill, rest * _chain_s(protocol, payload, wires), 0.0)
