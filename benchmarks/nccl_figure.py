@@ -10,8 +10,11 @@ from benchmarks.nccl_rows import Row
 
 _WIDTH, _HEIGHT, _PANEL, _LEFT, _TOP, _ROW = 900, 24, (390, 250), 56, 44, 330
 _COLORS = ("#1f5fa8", "#b5541c", "#2e7d4f", "#7a4fa3", "#8a6d00", "#a8326b")
+_TITLE = "Microseconds against bytes: measured (dots), predicted (lines)"
+_STYLE = 'font-family="sans-serif" font-size="11" fill="#222"'
 _MOST = len(_COLORS)  # systems of a panel: those with the most rows
 _LEAST_ROWS = 5  # of a system that a line can be drawn of
+_UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
 _SLACK = 0.3  # of a power of ten above and below
 
 
@@ -28,11 +31,9 @@ def draw(rows: Sequence[Row]) -> str:
             panels.append((kind, drawn))
     height = _TOP + _ROW * -(-len(panels) // 2)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        'font-family="sans-serif" font-size="11" fill="#222">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" {_STYLE}>',
         f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
-        f'<title>Collectives: measured and predicted</title><text x="{_LEFT}" y="{_HEIGHT}" font-size="14">'
-        "Microseconds against bytes: measured (dots), predicted (lines)</text>",
+        f'<title>{_TITLE}</title><text x="{_LEFT}" y="{_HEIGHT}" font-size="14">{_TITLE}</text>',
     ]
     for i, (kind, systems) in enumerate(panels):
         parts.append(f'<g transform="translate({_LEFT + (i % 2) * 440},{_TOP + (i // 2) * _ROW})">')
@@ -61,7 +62,8 @@ def _panel(kind: str, systems: Sequence[tuple[str, dict[int, Row]]]) -> Iterator
         yield f'<line x1="0" x2="{width}" y1="{at:.1f}" y2="{at:.1f}" stroke="#eee"/>'
         yield f'<text x="-6" y="{at + 4:.1f}" text-anchor="end">{10**power:g}</text>'
     for power in range(math.ceil(left / 5) * 5, int(right) + 1, 5):
-        name = next(f"{2**power >> shift} {unit}" for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B")) if power >= shift)
+        shift, unit = next(found for found in _UNITS if power >= found[0])
+        name = f"{2**power >> shift} {unit}"
         yield f'<text x="{x(2.0**power):.1f}" y="{height + 14}" text-anchor="middle">{name}</text>'
     for i, (color, (name, by_size)) in enumerate(zip(_COLORS, systems, strict=False)):
         ordered = [by_size[size] for size in sorted(by_size)]

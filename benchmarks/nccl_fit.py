@@ -1,8 +1,8 @@
 """The fitted constants of the network model: refits of them, what each is worth, and errors on systems left out.
 
-A fit is the least sum of |log(predicted / measured)| over rows from 8 KiB, every system and size class weighing the same.
-How a prediction moves with each constant is taken once, at the shipped numbers; a refit that leaves a system out solves that
-linear problem without its rows, and then the model itself is asked for them with the constants that came out.
+A fit is the least sum of |log(predicted / measured)| over rows from 8 KiB, every system and size class weighing the
+same. How a prediction moves with each constant is taken once, at the shipped numbers; a refit that leaves a system out
+solves that linear problem without its rows, and then the model itself is asked for them with what came out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from benchmarks.nccl_rows import PCIE, Row
 from meshkit.predict.network import fitted_values, nccl_constants
 
 CLASSES = (("8 KiB to 1 MiB", 2**13, 2**20), ("1 to 16 MiB", 2**20, 2**24), ("from 16 MiB", 2**24, 2**63))
-# Sources whose script times one call of torch.distributed after the other, launch and all (all_reduce_bench.py): scored,
-# and in no fit.
+# Sources whose script times one call of torch.distributed after the other, launch and all (all_reduce_bench.py):
+# scored, and in no fit.
 TIMED_BY_TORCH = ("stas00",)
 _NUDGE = 1.02
 _REACH = 0.7  # a refit moves a constant by a factor of two at most
@@ -86,14 +86,15 @@ def leave_one_out(rows: Sequence[Row], *, key: str = "system") -> tuple[list[Row
 
 
 def by_place(rows: Sequence[Row], errors: np.ndarray) -> Iterator[str]:
-    """A table in Markdown: by place and size class the median over systems, the 90th percentile, and how many systems."""
+    """A table in Markdown: by place and size class the median over systems, the 90th percentile, how many systems."""
     yield "| where | " + " | ".join(name for name, _, _ in CLASSES) + " |"
     yield "|---" * (1 + len(CLASSES)) + "|"
     for where in sorted({row.place for row in rows}):
         cells = []
         for number in range(len(CLASSES)):
             kept = [i for i, row in enumerate(rows) if row.place == where and size_class(row) == number]
-            cells.append("{:.1%}, {:.1%} ({})".format(*over_systems([rows[i] for i in kept], errors[kept])) if kept else "")
+            numbers = over_systems([rows[i] for i in kept], errors[kept]) if kept else ()
+            cells.append("{:.1%}, {:.1%} ({})".format(*numbers) if numbers else "")
         yield f"| {where} | " + " | ".join(cells) + " |"
 
 

@@ -116,7 +116,7 @@ class Row:
 
     @property
     def place(self) -> str:
-        """Where it ran: inside a host or NVLink domain, inside a PCIe host, over hosts of GB200 racks, between others."""
+        """Where it ran: inside a host, with NVLink or PCIe; over hosts of GB200 racks; between other hosts."""
         cluster = self.cluster
         racked = cluster.nvlink_domain_size > cluster.gpus_per_host
         if racked and self.gpus_per_domain * self.domains > cluster.gpus_per_host:

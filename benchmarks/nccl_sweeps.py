@@ -1,9 +1,9 @@
-"""The network model beside measured collectives: `python -m benchmarks.nccl_sweeps [--rows FILE...] [--out CSV] [--table]`.
+"""The network model beside measured collectives: `python -m benchmarks.nccl_sweeps --rows FILE... --out CSV --table`.
 
 Any number of sweep files (by default the two in tests/data) are scored row by row: `--out` writes measured beside
 predicted, and why a row has no prediction; `--table` prints the errors by source, collective, system and size, the same
-with each system left out of the fit in turn, every fitted constant with what it is worth, and, without `--rows`, the model
-beside XLA's own collective table. `--figure` draws measured and predicted times.
+with each system left out of the fit in turn, every fitted constant with what it is worth, and, without `--rows`, the
+model beside XLA's own collective table. `--figure` draws measured and predicted times.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def score(paths: Sequence[Path], out: Path | None, *, table: bool) -> list[Measu
 def main(words: Sequence[str] | None = None) -> int:
     """Prints the tables; 2 where the input is wrong."""
     parser = argparse.ArgumentParser(description="The network model beside measured collectives.")
-    parser.add_argument("--rows", type=Path, nargs="+", metavar="FILE", help="sweeps to score; default: tests/data's two")
+    parser.add_argument("--rows", type=Path, nargs="+", metavar="FILE", help="sweeps; default: the two of tests/data")
     parser.add_argument("--out", type=Path, metavar="CSV", help="where measured beside predicted is written")
     parser.add_argument("--figure", type=Path, metavar="SVG", help="where measured and predicted times are drawn")
     parser.add_argument("--table", action="store_true", help="print the errors, and what is fitted")

@@ -1,16 +1,16 @@
 """What each way to run a collective costs: latency, time on the wire, and what fills the pipeline.
 
 A ring over k domains with g GPUs each moves `wire_bytes` through every GPU, and `wire_bytes / g` through every GPU's
-share of the NICs; the slower of the two links sets the pace. A message moves in pieces: few large ones fill the pipeline
-late, many small ones each pay the handoff t from one GPU to the next. With the best size of piece, what would take w takes
-w + 2 sqrt(t w) (the least of pieces x t + w / pieces, added to w): that is why bus bandwidth still rises at hundreds of
-MiB. NVLS has pieces of fixed sizes. Constants and their sources are in nccl.toml; those of `[fitted]` are measured.
+share of the NICs; the slower of the two links sets the pace. A message moves in pieces: few large ones fill the
+pipeline late, many small ones each pay the handoff t from one GPU to the next. With the best size of piece, what would
+take w takes w + 2 sqrt(t w) (the least of pieces x t + w / pieces, added to w): that is why bus bandwidth still rises
+at hundreds of MiB. NVLS has pieces of fixed sizes. Constants and their sources are in nccl.toml.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshkit.config import catalog
@@ -19,8 +19,11 @@ from meshkit.predict.tuner import PROTOCOLS, RING_TURNS, Expected, expected, tre
 
 CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # of which NCCL's tuner chooses how
 FORCED = ("ring", "tree", "nvls", "nvls tree", "pat", "collnet", "symmetric", "one-shot", "neighbours")
+_AS_GOOD = 1.5  # NCCL's tables of networks were made on other ones: estimates as near do not tell which is faster
 _LL_TURNAROUND = 1.0  # LL's lines carry a GPU's own part as slowly as what arrives
-_ONE_SHOT_S = 2.5e-6  # XLA's own kernel: launch 1 us and a barrier of 1.5 (sol_gpu_cost_model.cc, gpu_performance_model)
+_ONE_SHOT_S = (
+    2.5e-6  # XLA's own kernel: launch 1 us and a barrier of 1.5 (sol_gpu_cost_model.cc, gpu_performance_model)
+)
 _BARRIER_S = 1e-6  # of symmetric kernels, before and after
 
 
@@ -63,7 +66,22 @@ def fastest(collective: str, payload: float, wires: Wires) -> Algorithm:
         return _all_to_all(payload, wires)
     if collective == "collective-broadcast":
         return _broadcast(payload, wires)
-    return _priced(collective, min(expected(collective, wires), key=lambda e: e.seconds(payload)), payload, wires)
+    return _taken(collective, expected(collective, wires), payload, wires)
+
+
+def _taken(collective: str, choices: Sequence[Expected], payload: float, wires: Wires) -> Algorithm:
+    """The tuner's pick; over hosts the fastest of the rings and trees that it takes for about as good."""
+    estimates = [choice.seconds(payload) for choice in choices]
+    least = min(estimates)
+    pick = choices[estimates.index(least)]
+    if wires.k == 1 or pick.name == "nvls tree":
+        return _priced(collective, pick, payload, wires)
+    near = [
+        choice
+        for choice, estimate in zip(choices, estimates, strict=True)
+        if estimate <= _AS_GOOD * least and choice.name != "nvls tree"
+    ]
+    return min((_priced(collective, choice, payload, wires) for choice in near), key=lambda found: found.time_s)
 
 
 def options(collective: str, payload: float, wires: Wires) -> Iterator[Algorithm]:
@@ -93,7 +111,7 @@ def forced(collective: str, algorithm: str, payload: float, wires: Wires) -> Alg
             family = "nvls tree"  # NCCL_ALGO=NVLS over hosts
     names = {f"{family} {protocol}"} if protocol else {family, *(f"{family} {p}" for p in PROTOCOLS)}
     found = [e for e in expected(collective, wires) if e.name in names]
-    return _priced(collective, min(found, key=lambda e: e.seconds(payload)), payload, wires) if found else None
+    return _taken(collective, found, payload, wires) if found else None
 
 
 def _priced(collective: str, choice: Expected, payload: float, wires: Wires) -> Algorithm:
@@ -117,7 +135,7 @@ def _table_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, float]
 
 
 def _step_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, float]:
-    """Latency of a step inside a domain, and out of it: measured where it was, a tree's relative to a ring's by NCCL."""
+    """Latency of a step inside a domain, and out of it: measured where it was, a tree's by NCCL's relation."""
     rows, (inside, outside) = nccl_constants()["step_latency_s"], _table_s(algorithm, protocol, wires)
     if wires.inside == "nvlink":
         row = rows["nvlink"]
@@ -169,7 +187,7 @@ def _ring(collective: str, protocol: str, payload: float, wires: Wires) -> Algor
         max(inside, outside),
         _handoff_s(wires, outside=outside > inside),
         steps_s=hops,
-        overlap=wires.fitted.get("overlap", 1.0) if k == 1 else 1.0,
+        overlap=wires.fitted.get("overlap", 1.0),
     )
 
 
@@ -200,7 +218,7 @@ def _tree(protocol: str, payload: float, wires: Wires) -> Algorithm:
         cap = column["tree_ll128_channel" if protocol == "ll128" else "tree_channel"][place]
         outside = max(outside, 2 * payload / (_channels(g) * cap))
     if k > 2:
-        outside /= wires.fitted["tree_net_share"] if protocol == "simple" else 1.0
+        outside /= wires.fitted["tree_net_share"]
     if protocol == "ll":
         inside = max(inside, 2 * payload / _ll_bytes_per_s(wires))
     wire = max(inside, outside * wires.spine[0]) / tree_medium(protocol, payload)
@@ -210,7 +228,7 @@ def _tree(protocol: str, payload: float, wires: Wires) -> Algorithm:
 def _pat(choice: Expected, payload: float, wires: Wires) -> Algorithm:
     """A binary tree of every GPU's part, one GPU a host: NCCL's latency, at the rate of a port."""
     wire = payload * wire_factor("all-gather", wires.k) / wires.outside_bytes_per_s * wires.spine[1]
-    base = wires.fitted["kernel_s"] - nccl_constants()["base_latency_s"]["pat"]["simple"]
+    base = wires.fitted["kernel_s"] + _first_s("ll", wires) - nccl_constants()["base_latency_s"]["pat"]["simple"]
     return Algorithm("pat", choice.latency_s + base, wire, _handoff_s(wires, outside=True))
 
 

@@ -37,7 +37,8 @@ def fitted_values() -> Mapping[str, float]:
 def fitted_for(generation: str, values: Mapping[str, float]) -> dict[str, float]:
     """The constants of one generation by their plain names; what `values` lacks is as shipped."""
     every = {**fitted_values(), **values}
-    return {name.partition(".")[0]: value for name, value in every.items() if name.partition(".")[2] in ("", generation)}
+    parts = ((*name.partition("."), value) for name, value in every.items())
+    return {name: value for name, _, suffix, value in parts if suffix in ("", generation)}
 
 
 def version_of(text: str) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
 """Seconds of one collective on one cluster: from a calibration, or from NCCL's algorithms in closed form.
 
-NCCL's tuner chooses an algorithm and a protocol by its own constants (tuner.py); what that choice costs is the closed form
-of algorithms.py over the links of links.py. The numbers are in nccl.toml, those that are fitted in one table of it.
+NCCL's tuner chooses an algorithm and a protocol by its own constants (tuner.py); what that choice costs is the closed
+form of algorithms.py over the links of links.py. The numbers are in nccl.toml, those that are fitted in one table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack
 
 from meshkit.config import calibration
@@ -44,15 +44,34 @@ class How(TypedDict, total=False):
     fitted: Mapping[str, float] | None
 
 
-_AS_USUAL: How = {
-    "nvls": True,
-    "algorithm": None,
-    "nccl": None,
-    "launch": "xla",
-    "fabric": None,
-    "racks": None,
-    "fitted": None,
-}
+@dataclass(frozen=True)
+class _Way:
+    """The same, with what is usual."""
+
+    nvls: bool = True
+    algorithm: str | None = None
+    nccl: str | None = None
+    launch: str = "xla"
+    fabric: str | None = None
+    racks: int | None = None
+    fitted: Mapping[str, float] | None = None
+
+    def check(self, domains: int) -> None:
+        """Refuses words that the model has not."""
+        launches = nccl_constants()["launch"]
+        if self.algorithm is not None:
+            family, _, protocol = self.algorithm.rpartition(" ")
+            if (family if protocol in PROTOCOLS else self.algorithm) not in FORCED:
+                raise ConfigError(f"unknown algorithm '{self.algorithm}'.", hint=did_you_mean(self.algorithm, FORCED))
+        if self.launch not in launches:
+            raise ConfigError(f"unknown launch '{self.launch}'.", hint=", ".join(launches))
+        if self.fabric not in (None, *FABRICS):
+            raise ConfigError(f"unknown fabric '{self.fabric}'.", hint=", ".join(FABRICS))
+        if self.racks is not None and not 1 <= self.racks <= domains:
+            raise ConfigError(f"{domains} domains cannot lie under {self.racks} racks.", hint=f"1 to {domains}")
+
+
+_AS_USUAL = _Way()
 
 
 def collective_time_s(
@@ -90,9 +109,10 @@ def collective_time_s(
         ConfigError: an unknown collective, a group that makes no sense, an algorithm that cannot run it, or a
             calibration that cannot be read.
     """
+    way = _AS_USUAL
     if how:
-        _check_how(how, domains)
-    said: How = {**_AS_USUAL, **how}
+        way = _Way(**how)
+        way.check(domains)
     n = gpus_per_domain * domains
     if collective not in RING_TURNS:
         raise ConfigError(f"unknown collective '{collective}'.", hint=", ".join(sorted(RING_TURNS)))
@@ -104,38 +124,20 @@ def collective_time_s(
         raise ConfigError(f"{concurrent_groups} concurrent groups make no sense.", hint="1 or more")
     if n == 1:
         return 0.0
-    if cluster.calibration is not None and said["algorithm"] is None and not said["fitted"]:
+    if cluster.calibration is not None and way.algorithm is None and not way.fitted:
         sharing = max(1.0, busy_share(cluster, gpus_per_domain, concurrent_groups))
         measured = _calibrated_s(cluster.calibration, collective, payload_bytes * sharing, gpus_per_domain, domains)
         if measured is not None:
             return measured
-    wires = _wires(cluster, gpus_per_domain, domains, concurrent_groups, said)
-    launch = nccl_constants()["launch"][said["launch"]]
-    if said["algorithm"] is None:
+    wires = _wires(cluster, gpus_per_domain, domains, concurrent_groups, way)
+    launch = nccl_constants()["launch"][way.launch]
+    if way.algorithm is None:
         return launch + fastest(collective, payload_bytes, wires).time_s
-    found = forced(collective, said["algorithm"], payload_bytes, wires)
+    found = forced(collective, way.algorithm, payload_bytes, wires)
     if found is None:
         where = "inside a domain" if domains == 1 else "between domains"
-        raise ConfigError(f"algorithm not in the model: {said['algorithm']} of {collective} {where}.")
+        raise ConfigError(f"algorithm not in the model: {way.algorithm} of {collective} {where}.")
     return launch + found.time_s
-
-
-def _check_how(how: How, domains: int) -> None:
-    """Refuses words that the model has not."""
-    algorithm, launches = how.get("algorithm"), nccl_constants()["launch"]
-    if unknown := [name for name in how if name not in _AS_USUAL]:
-        raise TypeError(f"collective_time_s() got an unexpected keyword argument '{unknown[0]}'")
-    if algorithm is not None:
-        family, _, protocol = algorithm.rpartition(" ")
-        if (family if protocol in PROTOCOLS else algorithm) not in FORCED:
-            raise ConfigError(f"unknown algorithm '{algorithm}'.", hint=did_you_mean(algorithm, FORCED))
-    if how.get("launch", "xla") not in launches:
-        raise ConfigError(f"unknown launch '{how.get('launch')}'.", hint=", ".join(launches))
-    if how.get("fabric") not in (None, *FABRICS):
-        raise ConfigError(f"unknown fabric '{how.get('fabric')}'.", hint=", ".join(FABRICS))
-    racks = how.get("racks")
-    if racks is not None and not 1 <= racks <= domains:
-        raise ConfigError(f"{domains} domains cannot lie under {racks} racks.", hint=f"racks = 1 to {domains}")
 
 
 def checkpoint_time_s(state_bytes: float | None, cluster: Cluster) -> float | None:
@@ -158,9 +160,9 @@ _known_wires: dict[tuple, tuple[Cluster, Wires]] = {}
 _MOST_KNOWN = 1024
 
 
-def _wires(cluster: Cluster, g: int, k: int, concurrent_groups: int | None, how: How) -> Wires:
+def _wires(cluster: Cluster, g: int, k: int, concurrent_groups: int | None, way: _Way) -> Wires:
     """`Wires.of`, made once for each cluster and shape of group."""
-    nvls, fabric, nccl = how["nvls"], (how["fabric"], how["racks"]), how["nccl"]
+    nvls, fabric, nccl = way.nvls, (way.fabric, way.racks), way.nccl
     key = (id(cluster), g, k, concurrent_groups, nvls, fabric, nccl)
     if key not in _known_wires:
         if len(_known_wires) >= _MOST_KNOWN:
@@ -168,7 +170,7 @@ def _wires(cluster: Cluster, g: int, k: int, concurrent_groups: int | None, how:
         made = Wires.of(cluster, g, k, concurrent_groups=concurrent_groups, nvls=nvls, fabric=fabric, nccl=nccl)
         _known_wires[key] = cluster, made
     wires = _known_wires[key][1]
-    return replace(wires, fitted=fitted_for(wires.generation, how["fitted"])) if how["fitted"] else wires
+    return replace(wires, fitted=fitted_for(wires.generation, way.fitted)) if way.fitted else wires
 
 
 def _calibrated_s(path: str, collective: str, payload: float, g: int, k: int) -> float | None:

@@ -1,7 +1,7 @@
 """Which algorithm and protocol NCCL takes for a message: its own tuner's estimate, with its constants of that version.
 
-The tuner knows a latency and a bandwidth for each, from tables and from the channels that its search found, and takes the
-least sum. What it picks need not be the fastest: what a pick costs is in algorithms.py.
+The tuner knows a latency and a bandwidth for each, from tables and from the channels that its search found, and takes
+the least sum. What it picks need not be the fastest: what a pick costs is in algorithms.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def expected(collective: str, wires: Wires) -> tuple[Expected, ...]:
 def version_constants(version: tuple[int, ...]) -> Mapping[str, Any]:
     """The tuner's columns and switches of a version."""
     constants = nccl_constants()
-    found = {name: dict(row) for name, row in constants["tuner"].items() if name != "before"}
+    found: dict[str, Any] = {name: dict(row) for name, row in constants["tuner"].items() if name != "before"}
     found |= {
         "nvls_tree_step_s": constants["step_latency_s"]["net"]["nvls"],
         "ring_ll_share": constants["protocol"]["ring_share"]["ll"],
@@ -151,7 +151,7 @@ def _expected(collective: str, wires: Wires):
 
 def _expected_nvls(wires: Wires, version: Mapping[str, Any]):
     """NVLS inside a domain, NVLSTree over several."""
-    constants, g, k, n = nccl_constants(), wires.g, wires.k, wires.g * wires.k
+    constants, k, n = nccl_constants(), wires.k, wires.g * wires.k
     column, heads = version[wires.column], min(wires.g, constants["nvls"]["max_heads"])
     if not wires.nvls or heads < 2 or column["nvls_share"] == 0.0:
         return
@@ -163,7 +163,8 @@ def _expected_nvls(wires: Wires, version: Mapping[str, Any]):
         rate = heads * min(inside, outside if k <= 2 else outside / 2) * 5 / 6
     else:
         rate = 2 * inside * column["nvls_share"] * (heads - 1) / heads
-        rate = min(rate, outside * (2 if k == 2 else 1), column["nvls_tree_channel"][min(k, 3) - 1] if k > 1 else math.inf)
+        if k > 1:
+            rate = min(rate, outside * (2 if k == 2 else 1), column["nvls_tree_channel"][min(k, 3) - 1])
         rate *= heads * n / (2 * (n - 1))
     dips = k > 1 and wires.column == "blackwell" and wires.x86 and wires.nccl >= (2, 29)
     yield Expected("nvls" if k == 1 else "nvls tree", latency, rate, medium="simple" if dips else "")

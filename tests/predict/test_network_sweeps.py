@@ -9,23 +9,20 @@ import numpy as np
 import pytest
 
 from benchmarks import host_cliff
-from benchmarks.nccl_sweeps import (
-    BANDS,
-    describe,
-    in_band,
-    leave_one_out,
-    read_sweeps,
-    read_xla_table,
-    with_shipped_numbers,
-)
+from benchmarks.nccl_fit import CLASSES, leave_one_out, misses, over_systems, size_class
+from benchmarks.nccl_rows import PCIE, RACKS, read_rows
+from benchmarks.nccl_sweeps import SWEEPS, read_xla_table
+from benchmarks.nccl_systems import describe
+
+TORCH = "stas00"  # timed call by call, launch and all
 
 
 @pytest.fixture(scope="module")
-def sweeps():
-    rows, skipped = read_sweeps()
-    assert not skipped
-    assert len(rows) == 125
-    return rows
+def scored():
+    """Rows and errors: as shipped, and with each system left out of the fit in turn."""
+    rows = [line.row for path in SWEEPS for line in read_rows(path) if line.row and line.predicted_s]
+    rows = [row for row in rows if size_class(row) is not None]
+    return {"nothing": (rows, misses(rows)), "one system": leave_one_out(rows)}
 
 
 @pytest.fixture(scope="module")
@@ -33,28 +30,40 @@ def xla_table():
     return read_xla_table()
 
 
-@pytest.mark.parametrize(("band", "median", "p90"), [(BANDS[1], 0.20, 0.45), (BANDS[2], 0.10, 0.20)])
-@pytest.mark.parametrize("left_out", ["nothing", "system", "gpu"])
-def test_all_reduce_sweeps(sweeps, band, median, p90, left_out):
-    errors = with_shipped_numbers(sweeps) if left_out == "nothing" else leave_one_out(sweeps, key=left_out)[0]
-    size = np.abs(errors[in_band(sweeps, *band[1:])])
-    assert np.median(size) <= median
-    assert np.percentile(size, 90) <= p90
+@pytest.mark.parametrize("left_out", ["nothing", "one system"])
+@pytest.mark.parametrize(
+    ("where", "number", "median", "p90"),
+    [
+        ("inside a host", 1, 0.12, 0.45),
+        ("inside a host", 2, 0.05, 0.12),
+        ("between hosts", 2, 0.12, 0.30),
+        (RACKS, 2, 0.15, 0.45),
+    ],
+)
+def test_sweeps(scored, left_out, where, number, median, p90):
+    """The bands asked of the model, on the two files that tests read: few systems below 16 MiB, a wider tail there."""
+    rows, errors = scored[left_out]
+    kept = [i for i, r in enumerate(rows) if r.place == where and size_class(r) == number and TORCH not in r.system]
+    found = over_systems([rows[i] for i in kept], errors[kept])
+    assert found[0] <= median, CLASSES[number]
+    assert found[1] <= p90, CLASSES[number]
 
 
-def test_fitted_numbers_hardly_depend_on_which_system_is_left_out(sweeps):
-    _, numbers = leave_one_out(sweeps)
-    assert np.ptp([fitted["turnaround_steps"] for fitted in numbers.values()]) <= 0.1
-    assert np.ptp([fitted["launch_s"] for fitted in numbers.values()]) <= 10e-6
+def test_rows_over_pcie_are_in_no_fit(scored):
+    assert all(row.place != PCIE for row in scored["one system"][0])
 
 
-@pytest.mark.parametrize("kind", ["all-gather", "all-to-all", "collective-permute", "reduce-scatter"])
+@pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"])
 @pytest.mark.parametrize("device", ["sm_90", "sm_100_B200", "sm_100_GB200", "sm_103", "all"])
 def test_xla_table(xla_table, kind, device):
-    """`all` counts the rows of an 8-GPU sm_103 machine too, which XLA measured at a tenth of its NVLink."""
+    """From 16 MiB; only permutes' channels were read off it. Of racks 7 %, of hosts a launch and a slow NVLS more.
+
+    `all` counts the rows of an 8-GPU sm_103 machine too, which XLA measured at a tenth of its NVLink.
+    """
     rows = [row for row in xla_table if row.collective == kind and device in ("all", row.system)]
     assert len(rows) >= 24
-    assert np.median(np.abs(with_shipped_numbers(rows))) <= 0.25
+    racks = device in ("sm_100_GB200", "sm_103") and kind != "collective-permute"
+    assert np.median(np.abs(misses(rows))) <= (0.07 if racks else 0.25)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +92,6 @@ def test_efa_of_an_older_host_has_the_latency_that_its_plugin_announces():
     assert (old.fabric, new.fabric) == ("efa_400", "efa_400")
     assert old.latency_s - new.latency_s == pytest.approx(2 * (75e-6 - 35e-6))
     assert old.latency_small_s - new.latency_small_s == pytest.approx(75e-6 - 35e-6)
-
-
-def test_an_unknown_system_is_left_out(tmp_path):
-    path = tmp_path / "sweep.csv"
-    path.write_text("system,collective,algo,bytes,time_us,busbw_GBps,source\nTPU v5,all_reduce,x,1024,5,1,me\n")
-    rows, skipped = read_sweeps(path)
-    assert not rows
-    assert "no GPU" in skipped["TPU v5"]
 
 
 def test_the_cliff_is_drawn():
