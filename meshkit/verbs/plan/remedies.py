@@ -62,6 +62,7 @@ def find_remedies(
     waiting = [change for change in changes(experiment, bounds) if _may_fit(path, overrides, change, bounds)]
     if not waiting:
         return ()
+    order = list(waiting)
     found: list[tuple[Change, Outcome]] = []
     asked: dict[Settings, Change] = {}
     answered = 0
@@ -81,11 +82,15 @@ def find_remedies(
         if outcome.fits:
             change = asked[outcome.settings]
             found.append((change, outcome))
-            waiting[:] = [c for c in waiting if c.group != change.group and change not in c.parts]
+            waiting[:] = [c for c in waiting if c.group != change.group and not _needless(c, change, order)]
 
     with open_workers(path, overrides, jobs) as workers:
         workers.run(choose, take)
     found.sort(key=lambda pair: pair[1].time_s or float("inf"))
+    # a change is worth nothing beside a part of it that is as fast
+    found = [
+        (c, o) for i, (c, o) in enumerate(found) if not any(set(b.settings) < set(c.settings) for b, _ in found[:i])
+    ]
     return tuple(_part(change, outcome) for change, outcome in found[:WANTED])
 
 
@@ -98,11 +103,16 @@ def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
         for first in reversed([c for c in alone if c.group == "remat"]):
             both = f"{first.what}; {second.what}"
             yield Change(f"remat, {second.group}", both, (*first.settings, *second.settings), (first, second))
+    host = next((c for c in alone if c.group == "host"), None)
+    full = next((c for c in alone if c.settings == ('train.remat="full"',)), None)
+    if host is not None and full is not None:
+        both = f"{host.what}, and {full.what}"
+        yield Change("both", both, (*host.settings, *full.settings), (host, full))
 
 
 def _single_changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
     """Changes of one thing each, the mildest of each kind first."""
-    train, optimizer = experiment.train, experiment.optimizer
+    optimizer = experiment.optimizer
     if experiment.pipeline.axis is not None and experiment.pipeline.residuals == "stash":
         yield Change("remat", "keep the inputs of chunks, run each again", ('pipeline.residuals="recompute"',))
     yield from _recompute(experiment, bounds)
@@ -113,9 +123,6 @@ def _single_changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
         yield Change("moments", "first moment in bf16", ('optimizer.dtype="bf16"',))
     if optimizer.memory == "device" and experiment.local_sgd.axis is None:
         yield Change("host", "optimizer state in host memory", ('optimizer.memory="host"',))
-        if train.remat == "none" and bounds.model.takes_remat:
-            both = ('optimizer.memory="host"', 'train.remat="full"')
-            yield Change("both", "optimizer state in host memory, and recompute every layer", both)
 
 
 def _recompute(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
@@ -178,6 +185,14 @@ def _may_fit(path: str | Path, overrides: Sequence[str], change: Change, bounds:
         return bounds.of(experiment).needed_bytes <= pool_bytes(experiment)
     except ConfigError:
         return False
+
+
+def _needless(change: Change, fits: Change, order: Sequence[Change]) -> bool:
+    """Whether a change of several holds one that is of the kind of one that fits alone, and at least as strong."""
+    return any(
+        part == fits or (part.group == fits.group and part in order and order.index(part) > order.index(fits))
+        for part in change.parts
+    )
 
 
 def _next(waiting: list[Change], asked: Sequence[Change]) -> Change:

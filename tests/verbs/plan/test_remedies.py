@@ -1,9 +1,12 @@
 """What makes a pipeline fit that does not: changes that keep it, each shown by a compile."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from meshkit.config.experiment import load
 from meshkit.verbs.plan.bounds import Bounds
+from meshkit.verbs.plan.outcome import Outcome
 from meshkit.verbs.plan.remedies import changes, find_remedies
 
 STAGES = "configs/experiments/llama_pipeline_cpu.toml"
@@ -33,6 +36,52 @@ def test_layers_that_do_not_divide_among_the_stages_are_no_reason_to_rule_a_chan
     bounds = Bounds(experiment)
     even = load(STAGES, (*TIGHT, "model.layers=8", 'pipeline.layout="2*4"'))
     assert bounds.of(experiment).state_bytes == Bounds(even).of(even).state_bytes
+
+
+class Answers:
+    """Workers that know what each change comes to: seconds where it fits."""
+
+    def __init__(self, seconds):
+        self.seconds, self.asked = seconds, []
+
+    def __call__(self, *_):
+        return nullcontext(self)
+
+    def run(self, choose, take):
+        while (settings := choose()) is not None:
+            self.asked.append(settings)
+            time_s = self.seconds.get(settings)
+            take(Outcome(settings=settings, status="does_not_fit" if time_s is None else "fits", time_s=time_s))
+
+
+FULL, DOTS, HOST = 'train.remat="full"', 'train.remat="dots"', 'optimizer.memory="host"'
+ON_64 = (
+    'cluster={name="dgx_h100", hosts=8}',
+    "mesh={fsdp={nvlink=8, infiniband=8}}",
+    'rules.preset="fsdp"',
+    'model.preset="llama2_13b"',
+    "train.global_batch=256",
+    "train.sequence_length=4096",
+    'train.remat="none"',
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ({(FULL,): 2.0, (HOST, FULL): 3.0}, [(FULL,)]),  # no host where recomputing is enough
+        ({(DOTS,): 1.8, (HOST, FULL): 3.0}, [(DOTS,)]),  # nor where less than that is
+        ({(HOST, FULL): 3.0}, [(HOST, FULL)]),
+    ],
+)
+def test_two_changes_are_not_shown_where_one_of_them_is_enough(seconds, shown, monkeypatch):
+    answers = Answers(seconds)
+    monkeypatch.setattr("meshkit.verbs.plan.remedies.open_workers", answers)
+    monkeypatch.setattr("meshkit.verbs.plan.remedies._may_fit", lambda *_: True)
+    found = find_remedies("llama3_8b", ON_64, tries=60)
+    assert [remedy.settings for remedy in found] == shown
+    alone = [i for i, settings in enumerate(answers.asked) if len(settings) == 1]
+    assert (HOST, FULL) not in answers.asked or answers.asked.index((HOST, FULL)) > max(alone)
 
 
 @pytest.mark.slow
