@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
+from meshkit.discover.nvml import read_nvml
 
 RESULT, VALUES, LOG, PACKED = "result.json", "values.json", "log.txt", "piece{}.tar.gz"
 MOST_BYTES = 15_000_000  # of a piece's archive
@@ -73,6 +74,8 @@ def main() -> None:
         parser.error("--out DIR: where do results go?")
     elif args.one:
         make_one(next(m for m in MEASUREMENTS if m.name == args.one), args.out / args.one, args.toy)
+    elif not args.toy and isinstance(read_nvml(), str):
+        parser.error("there is no NVIDIA GPU here; --toy runs the list at a size for CPUs")
     else:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         sys.exit(run_all(chosen, args.out, time.monotonic() + 60 * args.minutes - _LAST_S, args.toy, args.resume))

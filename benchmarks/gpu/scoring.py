@@ -188,7 +188,8 @@ def _tables(folder: Path, card: Card) -> Iterator[str]:
         yield f"### {m.question} (`{m.name}`)\n"
         if found["status"] != "done":
             yield f"It {found['status']}.\n"
-        rows = list(_ROWS[m.function](m, folder / m.name, found["values"], card))
+        every = _ROWS[m.function](m, folder / m.name, found["values"], card)
+        rows = [row for row in every if row.predicted is not None or row.measured is not None]
         held += [row.holds for row in rows if row.holds is not None]
         if rows:
             yield "| what | predicted | measured | measured / predicted | holds |\n|---|---|---|---|---|"

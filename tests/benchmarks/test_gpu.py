@@ -69,10 +69,12 @@ def test_the_list_is_printed_and_nothing_runs(tmp_path, capsys, monkeypatch):
         (["--score", "/nowhere"], "there is no folder /nowhere"),
         (["--out", "x", "--resume", "/nowhere"], "there is no folder /nowhere"),
         (["--score", "."], "there is no result of `card`"),
+        (["--out", "x"], "there is no NVIDIA GPU here; --toy"),
     ],
 )
 def test_a_wrong_argument_is_one_message_and_exit_code_2(arguments, says, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
+    monkeypatch.setattr(runner, "read_nvml", lambda: "no driver")
     with pytest.raises(SystemExit) as raised:
         runner.main()
     assert raised.value.code == 2
