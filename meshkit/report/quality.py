@@ -159,8 +159,8 @@ def withhold_axes(report: Report, trace: Trace) -> Report:
     Counts and bytes of the rows stay, as they are the program's; their seconds are null, because an unknown part of
     each is missing.
     """
-    share = trace.facts.mapped_share
-    if trace.facts.believes_axes or share is None:
+    share, hidden = trace.facts.mapped_share, trace.facts.hidden
+    if trace.facts.believes_axes:
         return report
     step = report.step
     known = [row.model_copy(update=dict.fromkeys(_SECONDS) | {"ops": _without_seconds(row)})
@@ -173,10 +173,13 @@ def withhold_axes(report: Report, trace: Trace) -> Report:
         exposed_s=step.exposed_s,
         busy_s=sum(row.busy_s or 0.0 for row in report.communication),
     )
+    reason = f"{len(hidden)} collectives of the program ran inside CUDA graphs, where none of them can be seen"
+    if share is not None and 1 - share > MOST_UNMAPPED:
+        reason = f"{format_percent(1 - share)} of the communication maps to no instruction, more than the "
+        reason += f"{format_percent(MOST_UNMAPPED)} that may"
     message = (
-        f"{format_percent(1 - share)} of the communication maps to no instruction, more than the "
-        f"{format_percent(MOST_UNMAPPED)} that may: seconds by axis are withheld. Capture with "
-        f"XLA_FLAGS={COMMAND_BUFFERS_FLAG} (no CUDA graphs) to have them."
+        f"{reason}: seconds by axis are withheld. Capture with XLA_FLAGS={COMMAND_BUFFERS_FLAG} (no CUDA graphs) to "
+        "have them."
     )
     warning = Warning_(code="axes_withheld", message=message, seconds=step.communication_s)
     return report.model_copy(update={"communication": (everything, *known), "warnings": (warning, *report.warnings)})

@@ -88,8 +88,7 @@ class WindowPart(Part):
 class StepPart(Part):
     """One step: `compute_s + exposed_s + other_s + idle_s == time_s`, `overlapped_s + exposed_s == communication_s`.
 
-    A measured `idle_s` lies inside the step (the host is late with kernels), between steps, or before a step's input
-    has come from the host.
+    A measured `idle_s` lies inside the step, between steps, or before a step's input has come from the host.
     """
 
     time_s: float | None = None
@@ -271,14 +270,8 @@ class Warning_(Part):
 
 
 class FindingPart(Part):
-    """Why a measured step takes as long as it does, the most seconds first.
-
-    Attributes:
-        seconds: of a step, that it costs.
-        evidence: where in this report its numbers stand.
-        hint: what to try (`try` in the JSON).
-        step_s: the step without it, by replaying the measured timeline.
-    """
+    """Why a measured step takes so long: seconds of it, where in the report they stand, what to try, the step without
+    it (`step_s`)."""
 
     model_config = ConfigDict(populate_by_name=True)
     code: str

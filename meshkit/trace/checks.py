@@ -78,7 +78,12 @@ class Facts:
     def believes_axes(self) -> bool:
         """Whether enough communication is mapped to say anything by axis."""
         share = self.mapped_share
-        return share is None or 1 - share <= MOST_UNMAPPED
+        return not self.hidden and (share is None or 1 - share <= MOST_UNMAPPED)
+
+    @property
+    def hidden(self) -> list[str]:
+        """Collectives that the program runs, and that were not seen where CUDA graphs hide what runs in them."""
+        return [name for name, (_, seen) in self.odd_counts.items() if not seen] if self.graph_s else []
 
     def counts(self, expected: Mapping[str, int], collectives: Sequence[Collective], sweeps: Sequence[Sweep]) -> None:
         """Compares how often collectives ran with what the program says."""
@@ -95,10 +100,16 @@ def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
     """Everything in the facts that is not as it should be."""
     each = max(1, facts.device_steps)
     if facts.graph_s:
+        hidden = ""
+        if facts.hidden:
+            hidden = (
+                f" {len(facts.hidden)} collectives of the program were not seen, and what they take counts as compute."
+            )
         yield Note(
             "command_buffers",
             "Kernels ran inside CUDA graphs, where the trace does not say which instruction they belong to; capture "
-            f"with XLA_FLAGS={COMMAND_BUFFERS_FLAG} to see them by axis (which changes the step time a little).",
+            f"with XLA_FLAGS={COMMAND_BUFFERS_FLAG} to see them by axis (which changes the step time a little)."
+            f"{hidden}",
             facts.graph_s / each,
         )
     share = facts.kernels_mapped_share

@@ -198,7 +198,7 @@ class _Reader:
             number = self.known.get(key)
             if number is None:
                 number = self.known[key] = len(self.known)
-                copies = bool(flag & 1) or key[0][:6].lower() in ("memcpy", "memset")
+                copies = bool(flag & 1) or (key[0] or "").lower().startswith(_COPIES)
                 self.found.labels.append(
                     Label(*key[:3], copies, bool(flag & 2), -1 if program == NO_VALUE else program)
                 )
@@ -266,20 +266,32 @@ def _distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 COMPUTE, COMMUNICATION, COPY, CONTAINER, FUSED = range(5)
 
-# ncclKernel (before 2.19), ncclDevKernel, ncclSymk (symmetric memory, 2.27); the other libraries that XLA can call
-_COMMUNICATION_KERNEL = re.compile(r"^(?:void )?(?:nccl|nvshmem|rccl|msccl)", re.IGNORECASE)
+# ncclKernel (before 2.19), ncclDevKernel, ncclSymk (symmetric memory, 2.27); the other libraries that XLA can call;
+# XLA's own kernels (one-shot and multimem all-reduce, ragged all-to-all, their barrier); DeepEP's dispatch and combine
+_COMMUNICATION_KERNEL = re.compile(
+    r"^(?:void )?(?:nccl|nvshmem|rccl|msccl)|(?:AllReduce|RaggedAllToAll\w{0,40}|MultiGpuBarrier\w{0,20})Kernel"
+    r"|(?:one|two)_shot_all_reduce|ragged_all_to_all_\w{0,20}kernel|multi_gpu_barrier"
+    r"|multimem_?all_?(?:reduce|gather)|deep_ep::",
+    re.IGNORECASE,
+)
 _COMMUNICATION_OP = re.compile(
     r"^(?:all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter)\b"
 )
-_KERNEL_KINDS = {  # in the names of communication libraries' kernels
-    "all-gather": "allgather",
-    "all-reduce": "allreduce",
-    "all-to-all": "alltoall",
-    "collective-broadcast": "broadcast",
-    "reduce-scatter": "reducescatter",
-    "send-recv": "sendrecv",
-}
-KINDS = (*_KERNEL_KINDS, "collective-permute", "ragged-all-to-all")  # what `kind_of_collective` tells apart
+_KERNEL_KINDS = (  # in the names of kernels that communicate, the first that fits
+    ("ragged-all-to-all", "raggedalltoall"),
+    ("all-gather", "allgather"),
+    ("all-reduce", "allreduce"),
+    ("all-to-all", "alltoall"),
+    ("all-to-all", "deepep"),
+    ("collective-broadcast", "broadcast"),
+    ("reduce-scatter", "reducescatter"),
+    ("send-recv", "sendrecv"),
+)
+KINDS = (
+    *dict.fromkeys(kind for kind, _ in _KERNEL_KINDS),
+    "collective-permute",
+)  # what `kind_of_collective` tells apart
+_COPIES = ("memcpy", "memset", "__amd_rocclr_copy", "__amd_rocclr_fill")  # how their names begin
 _FROM_HOST = re.compile(r"h(?:ost)?_?(?:to|2)_?d", re.IGNORECASE)  # MemcpyH2D, CopyHostToDevice
 _CONTAINER_OP = re.compile(r"^(?:while|conditional|call)(?:\.\d+)*$")
 # a matmul and a collective in one kernel's name: gemm_all_reduce, AllGatherMatmul, ...
@@ -378,7 +390,7 @@ def kind_of_collective(label: Label) -> str:
     if op := _COMMUNICATION_OP.match(label.op):
         return op[0]
     name = label.name.lower().replace("_", "").replace("-", "")
-    return next((kind for kind, word in _KERNEL_KINDS.items() if word in name), "")
+    return next((kind for kind, word in _KERNEL_KINDS if word in name), "")
 
 
 def is_container(label: Label) -> bool:
@@ -393,6 +405,6 @@ def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, 
     collective = program.collectives.get(label.op) if of_program else None
     if (of_program and label.op in program.fused) or _is_fused(label.name):
         return FUSED, collective
-    if collective is not None or _COMMUNICATION_OP.match(label.op) or _COMMUNICATION_KERNEL.match(label.name):
+    if collective is not None or _COMMUNICATION_OP.match(label.op) or _COMMUNICATION_KERNEL.search(label.name):
         return COMMUNICATION, collective or program.kinds.get(kind_of_collective(label))
     return (COPY if label.copy else COMPUTE), None

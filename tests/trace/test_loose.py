@@ -9,10 +9,13 @@ import pytest
 from jax.profiler import ProfileData
 
 from meshkit.errors import TraceError
+from meshkit.report.quality import withhold_axes
+from meshkit.report.summarize import summarize
 from meshkit.timeline import sweep
 from meshkit.trace.loose import find_traces, is_loose, open_loose
+from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import found_windows, read_trace
-from tests.trace.trace_files import gpu_op, plane_text, write_planes
+from tests.trace.trace_files import collective, gpu_op, plane_text, program, write_planes
 
 DATA = Path(__file__).parent.parent / "data"
 SYNTHETIC = DATA / "synthetic_2gpu_3step.xplane.pb"
@@ -44,6 +47,11 @@ def test_kernels_alone_tell_collectives_by_their_kind():
         ("ncclSymkDevKernel_ReduceScatter_LD_Sum_f32", "reduce-scatter"),
         ("ncclDevKernel_SendRecv", "send-recv"),
         ("rcclGenericKernel", "unknown"),
+        ("void stream_executor::gpu::AllReduceKernelImpl<float, (xla::ReductionKind)0>(float*)", "all-reduce"),
+        ("_ZN15stream_executor3gpu30RaggedAllToAllDeviceKernelImplILl16EEEv11ncclDevComm", "ragged-all-to-all"),
+        ("stream_executor::gpu::MultiGpuBarrierWithNcclKernelImpl<2>", "unknown"),
+        ("multimem_all_reduce_kernel", "all-reduce"),
+        ("void deep_ep::internode::dispatch<true, 4>(int4*)", "all-to-all"),
     ],
 )
 def test_kernels_of_libraries_are_communication_by_collective(tmp_path, name, kind):
@@ -55,6 +63,31 @@ def test_kernels_of_libraries_are_communication_by_collective(tmp_path, name, ki
     (mine,) = np.flatnonzero(trace.sweeps[0].count)
     assert trace.steps.collectives[mine].collective == kind
     assert sweep(trace.steps.steps[0], len(trace.steps.collectives)).total.exposed_s == pytest.approx(40e-6)
+
+
+def test_copies_of_amd_are_copies(tmp_path):
+    events = [
+        e for t in (0, 100, 200) for e in (("gemm", t, t + 50, {}), ("__amd_rocclr_copyBuffer.kd", t + 60, t + 90, {}))
+    ]
+    path = write_planes(tmp_path / "x.xplane.pb", plane_text("/device:GPU:0", events))
+    total = read(path)[1].sweeps[0].total
+    assert (total.compute_s, total.other_s) == (pytest.approx(50e-6), pytest.approx(30e-6))
+
+
+def test_collectives_that_cuda_graphs_hide_withhold_the_axes(tmp_path):
+    seen, hidden = (collective(f"all-reduce.{i}", "all-reduce", "data") for i in (1, 2))
+    events = []
+    for t in (0, 100, 200):
+        events += [gpu_op("fusion", t, t + 40), gpu_op(seen.name, t + 40, t + 50)]
+        events.append(("a_kernel_without_a_name", t + 50, t + 90, {"cuda_graph_id": 7}))
+    path = write_planes(tmp_path / "x.xplane.pb", plane_text("/device:GPU:0", events))
+    known = program(seen, hidden, expected={seen.name: 1, hidden.name: 1})
+    trace = read_trace([TraceFile(path, {0: 0})], known, rows=np.arange(3), num_steps=3)
+    assert (trace.facts.mapped_share, trace.facts.hidden, trace.facts.believes_axes) == (1, [hidden.name], False)
+    report = withhold_axes(summarize(trace.steps, source="profile", swept=trace), trace)
+    assert "1 collectives of the program ran inside CUDA graphs" in report.warnings[0].message
+    assert [row.time_s is None for row in report.communication] == [False, True]
+    assert "what they take counts as compute" in next(n.message for n in trace.notes if n.code == "command_buffers")
 
 
 def test_of_programs_of_one_name_the_one_with_the_most_time_is_the_step():
@@ -73,6 +106,26 @@ def test_of_programs_of_one_name_the_one_with_the_most_time_is_the_step():
     assert [n.code for n in trace.notes] == []
     assert {s.device for s in trace.steps.steps} == {0}
     assert trace.facts.kernels_mapped_share > 0.99
+
+
+def test_streams_that_are_called_by_what_they_do_not_run_mislead_nobody(tmp_path):
+    """marin#8053 made small: by the streams' labels 3.17 s of communication are exposed, by what ran 1.02 s are.
+
+    NCCL's kernels run on the stream of the compute, next to matmuls on one that is called after NCCL.
+    """
+    reduce = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
+    events, streams = [], {"gemm": "Stream #38(NCCL)", reduce: "Stream #7(Compute)", "fusion": "Stream #7(Compute)"}
+    for step in range(4):
+        at = 10e6 * step  # us
+        events.append(("fusion", at, at + 4e6, {}))
+        events.append((reduce, at + 4e6, at + 7.17e6, {}))  # 3.17 s
+        events.append(("gemm", at + 5.02e6, at + 10e6, {}))  # from 1.02 s after it began
+    path = write_planes(tmp_path / "x.xplane.pb", plane_text("/device:GPU:0", events, streams))
+    total = read(path)[1].sweeps[0].total
+    assert total.communication_s == pytest.approx(3.17)
+    assert total.exposed_s == pytest.approx(1.02)
+    assert total.overlapped_s == pytest.approx(2.15)
+    assert total.compute_s == pytest.approx(8.98)
 
 
 def test_folders_as_jax_lays_them_out(tmp_path):

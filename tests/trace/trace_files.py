@@ -24,10 +24,12 @@ def collective(name, kind, axis, *, group_size=2, payload_bytes=1024):
 
 
 def plane_text(plane, events, line=None):
-    """One plane as a text proto; events are (name, start_us, end_us, stats)."""
+    """One plane as a text proto; events are (name, start_us, end_us, stats); a line, or by event name several."""
     keys = sorted({k for *_, stats in events for k in stats})
     names = list(dict.fromkeys(name for name, *_ in events))
-    text = []
+    line = line or ("Stream #7(Kernel)" if "GPU" in plane else "thread")
+    line_of = line if isinstance(line, dict) else dict.fromkeys(names, line)
+    lines = {}
     for name, start, end, stats in events:
         values = "".join(
             f"stats{{metadata_id:{keys.index(k) + 1} "
@@ -36,11 +38,12 @@ def plane_text(plane, events, line=None):
             for k, v in stats.items()
         )
         offset, duration = round(start * 1e6), round((end - start) * 1e6)
+        text = lines.setdefault(line_of[name], [])
         text.append(f"events{{metadata_id:{names.index(name) + 1} offset_ps:{offset} duration_ps:{duration} {values}}}")
-    line = line or ("Stream #7(Kernel)" if "GPU" in plane else "thread")
+    written = "".join(f'lines{{id:{i} name:"{n}" {"".join(t)}}}' for i, (n, t) in enumerate(lines.items(), 1))
     meta = "".join(f'event_metadata{{key:{i} value{{id:{i} name:"{n}"}}}}' for i, n in enumerate(names, 1))
     meta += "".join(f'stat_metadata{{key:{i} value{{id:{i} name:"{n}"}}}}' for i, n in enumerate(keys, 1))
-    return f'planes{{id:1 name:"{plane}" lines{{id:1 name:"{line}" {"".join(text)}}} {meta}}}'
+    return f'planes{{id:1 name:"{plane}" {written} {meta}}}'
 
 
 def clock_text(start_ns, seconds=1.0):
