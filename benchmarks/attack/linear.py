@@ -157,7 +157,7 @@ def _metrics(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], o
     run = folder / "metrics"
     run.mkdir()
     line = '{{"step": {}, "loss": 1.5, "step_time_s": 0.1}}\n'
-    forms = {
+    forms: dict[str, Callable[[int], str]] = {
         repr(p): (lambda size, p=p: _filled(p, size)) for p in ("[", "{", '{"step":', "1", "\n", '"', "\\", "{}\n")
     }
     forms["steps"] = lambda size: "".join(line.format(i) for i in range(size // 48))

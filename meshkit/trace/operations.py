@@ -206,11 +206,13 @@ class _Reader:
         return index[inverse]
 
 
-def _joined(parts: Sequence[tuple[int, Events]], wanted: Sequence[str]) -> tuple[Events, np.ndarray]:
-    """The events of several lines, and when each starts, in ps."""
+def _joined(parts: list[tuple[int, Events]], wanted: Sequence[str]) -> tuple[Events, np.ndarray]:
+    """The events of several lines, which are taken out of the list, and when each starts, in ps."""
     limit = 2 * _LONGEST_TRACE_NS * _PS_PER_NS  # of what 64 bits hold; times beyond are discarded later
     start = [np.clip(e.offset_ps, -limit, limit) + ns * _PS_PER_NS for ns, e in parts]
-    return Events.joined([e for _, e in parts], wanted), np.concatenate(start or [np.zeros(0, np.int64)])
+    events = [e for _, e in parts]
+    parts.clear()
+    return Events.joined(events, wanted), np.concatenate(start or [np.zeros(0, np.int64)])
 
 
 def _done(events: Events, start: np.ndarray, marker: np.ndarray) -> np.ndarray:

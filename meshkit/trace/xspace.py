@@ -30,6 +30,8 @@ _PROGRAM = re.compile(r"^(.*)\((-?\d+)\)$")  # `jit_f(12)`: module and the runti
 _EVENT_TAG = _LINE_EVENT << 3 | 2
 _CHUNK = 1 << 14  # events decoded at a time: the temporaries stay in the cache, and memory is bounded
 NO_VALUE = np.iinfo(np.int64).min  # of a stat that an event does not have
+_NOTHING = np.zeros(0, np.int64)
+_MOST_PLANES, _MOST_LINES = 10_000, 100_000  # of a file, of a plane: each takes more memory than an event of a file
 
 
 @dataclass
@@ -129,20 +131,25 @@ class Events:
         return Events(self.metadata[rows], self.offset_ps[rows], self.duration_ps[rows], stats)
 
     @classmethod
-    def joined(cls, parts: Sequence[Events], wanted: Sequence[str]) -> Events:
-        """All events of some parts, one part after the other; `wanted` are the stats that each part has."""
+    def joined(cls, parts: list[Events], wanted: Sequence[str]) -> Events:
+        """All events of some parts, one part after the other; `wanted` are the stats that each part has.
+
+        Takes the parts out of the list, a column at a time: never are all of them in memory twice.
+        """
         if len(parts) == 1:
-            return parts[0]
-
-        def join(columns: list[np.ndarray]) -> np.ndarray:
-            return np.concatenate(columns) if columns else np.zeros(0, np.int64)
-
-        return cls(
-            join([p.metadata for p in parts]),
-            join([p.offset_ps for p in parts]),
-            join([p.duration_ps for p in parts]),
-            {name: join([p.stats[name] for p in parts]) for name in wanted},
-        )
+            return parts.pop()
+        columns = [[p.metadata, p.offset_ps, p.duration_ps, *(p.stats[name] for name in wanted)] for p in parts]
+        parts.clear()
+        found = []
+        for i in range(3 + len(wanted)):
+            pieces = [column[i] for column in columns]
+            for column in columns:
+                column[i] = _NOTHING
+            if pieces and all((piece == NO_VALUE).all() for piece in pieces):  # a stat that no event has takes no room
+                found.append(np.broadcast_to(np.int64(NO_VALUE), sum(map(len, pieces))))
+            else:
+                found.append(np.concatenate([_NOTHING, *pieces]))
+        return cls(*found[:3], dict(zip(wanted, found[3:])))
 
 
 @dataclass
@@ -223,6 +230,8 @@ def read_xspace(path: str | Path) -> XSpace:
     try:
         for number, value in buffer.fields(0, buffer.size):
             if number == _SPACE_PLANE:
+                if len(space.planes) == _MOST_PLANES:
+                    raise Malformed(f"it has more than {_MOST_PLANES:,} planes")
                 space.planes.append(_read_plane(buffer, *span_of(value)))
             elif number in messages:
                 messages[number].append(buffer.text(*span_of(value)))
@@ -251,6 +260,8 @@ def _read_plane(buffer: Buffer, start: int, end: int) -> Plane:
         if number == _PLANE_NAME:
             name = buffer.text(*span_of(value))
         elif number == _PLANE_LINE:
+            if len(lines) == _MOST_LINES:
+                raise Malformed(f"a plane has more than {_MOST_LINES:,} lines")
             lines.append(_read_line(buffer, *span_of(value)))
         elif number in spans:
             spans[number].append(span_of(value))

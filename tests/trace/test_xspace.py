@@ -4,12 +4,13 @@ import random
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
 from meshkit.errors import TraceError
 from meshkit.trace.operations import _DROPPED, TraceFile, _is_fused, read_operations
-from meshkit.trace.xspace import NO_VALUE, read_xspace
+from meshkit.trace.xspace import NO_VALUE, Events, read_xspace
 from tests.trace.trace_files import clock_text, plane_text, write_planes
 
 DATA = Path(__file__).parent.parent / "data"
@@ -169,3 +170,29 @@ def test_a_message_of_megabytes_is_searched_for_dropped_events_in_linear_time(pi
                                              ("gemm" * 2**18, False), ("allgather" * 2**17, False)])  # fmt: skip
 def test_names_of_fused_kernels(name, fused):
     assert _is_fused(name) is fused
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\x0a\x00" * 10_001, "more than 10,000 planes"), (b"\x0a\x84\xb5\x18" + b"\x1a\x02\x22\x00" * 100_001, "lines")],
+)
+def test_more_planes_or_lines_than_any_trace_has(tmp_path, content, message):
+    """Each of them takes hundreds of times its bytes in memory."""
+    (tmp_path / "x.xplane.pb").write_bytes(content)
+    with pytest.raises(TraceError, match=message):
+        read_xspace(tmp_path / "x.xplane.pb")
+
+
+def test_parts_are_joined_without_a_second_copy():
+    def part(first):
+        column = np.arange(first, first + 3)
+        return Events(column, column + 10, column + 20, {"here": column + 30, "nowhere": np.full(3, NO_VALUE)})
+
+    parts = [part(0), part(3)]
+    events = Events.joined(parts, ["here", "nowhere"])
+    assert parts == []
+    assert events.metadata.tolist() == list(range(6))
+    assert events.stats["here"].tolist() == list(range(30, 36))
+    assert events.stats["nowhere"].tolist() == [NO_VALUE] * 6
+    assert events.stats["nowhere"].strides == (0,)
+    assert len(Events.joined([], ["here"]).stats["here"]) == 0
