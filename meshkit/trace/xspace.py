@@ -149,7 +149,8 @@ class Events:
                 found.append(np.broadcast_to(np.int64(NO_VALUE), sum(map(len, pieces))))
             else:
                 found.append(np.concatenate([_NOTHING, *pieces]))
-        return cls(*found[:3], dict(zip(wanted, found[3:])))
+        metadata, offset_ps, duration_ps, *stats = found
+        return cls(metadata, offset_ps, duration_ps, dict(zip(wanted, stats)))
 
 
 @dataclass
