@@ -48,7 +48,7 @@ wheel-check: setup
 	@cd $(WHEEL)/empty && export HOME="$$PWD/../home" PATH="$$PWD/../venv/bin:$$PATH" && set -ex && \
 	  meshkit --version && meshkit new --out mine.toml && meshkit explain mine.toml && \
 	  meshkit plan mine.toml --set cluster=dgx_h100 --out runs/plan && meshkit train mine.toml --set train.steps=20 --out runs/mine && \
-	  meshkit profile runs/mine && meshkit plan llama3_8b --out runs/llama3_8b && meshkit train llama_debug_cpu --set train.steps=5
+	  meshkit profile runs/mine && meshkit plan llama3_8b --out runs/llama3_8b && meshkit train llama_debug_cpu --set train.steps=40
 
 # The default suite with the oldest jax that meshkit supports, all else as constraints.txt has it, in .venv-oldest.
 test-oldest: .venv-oldest/installed
