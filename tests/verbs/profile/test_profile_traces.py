@@ -206,7 +206,8 @@ def test_profile_measures_jitted_functions_without_knowing_them(step, mesh, tmp_
     with pytest.raises(TraceError, match="has no program 'train'"):
         capture.report_of("train")
     arguments = ["profile", str(tmp_path / "trace"), "--program", "update", "--json"]
-    assert json.loads(CliRunner().invoke(app, arguments).stdout)["communication"][0]["replica_groups"]
+    rows = json.loads(CliRunner().invoke(app, arguments).stdout)["communication"]
+    assert any(row["replica_groups"] for row in rows)
 
 
 def test_profile_of_a_jitted_function_takes_it_by_name(step, mesh, tmp_path):
