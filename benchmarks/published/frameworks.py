@@ -197,7 +197,7 @@ FRAMEWORKS = (
         why="arXiv 2104.04473 and 2205.05198: fp16, no overlap of the gradient all-reduce, no FlashAttention",
     ),
     Framework(
-        "Megatron-Core", r"Megatron|NeMo", prefetches=True, xla=_ROOM, sharded_optimizer=True,
+        "Megatron-Core", r"Megatron|NeMo|MLPerf|Together", prefetches=True, xla=_ROOM, sharded_optimizer=True,
         overlaps_gradients=True, memory=_MEGATRON, chunked_tensor=True, overlaps_stages=True, sequence_parallel=True,
         bucket_parameters=40_000_000, bucket_per_replica=1_000_000,
         why="NeMo's and Megatron-Bridge's recipes: distributed optimizer, overlap_grad_reduce, overlap_param_gather "
