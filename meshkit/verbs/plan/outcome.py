@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from typing import Literal
 
+from meshkit.predict.interval import StepInterval
 from meshkit.report.schema import LinkName, Part, Report
 
 HOST_MEMORY_EXCEEDED = "host_memory_exceeded"  # the code of a warning: what is offloaded has no room on a host
@@ -47,6 +48,7 @@ class Outcome(Part):
     stage: str | None = None
     num_gpus: int | None = None
     time_s: float | None = None
+    time_interval: StepInterval | None = None
     compute_s: float | None = None
     communication_s: float | None = None
     exposed_s: float | None = None

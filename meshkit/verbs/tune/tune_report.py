@@ -145,7 +145,8 @@ def why(base: Outcome, winner: Outcome | None, parts: Sequence[DifferencePart]) 
     step = winner.time_s or 0.0
     if base.time_s:
         share = format_percent(step / base.time_s - 1)
-        said.append(f"a step takes {format_seconds(step)} instead of {format_seconds(base.time_s)} ({share}).")
+        error = ", within the error" if _within_the_error(base, winner) else ""
+        said.append(f"a step takes {format_seconds(step)} instead of {format_seconds(base.time_s)} ({share}{error}).")
     if winner.num_gpus != base.num_gpus:
         said.append(_gpus(base, winner))
     said += _recomputation(base, winner)
@@ -155,6 +156,14 @@ def why(base: Outcome, winner: Outcome | None, parts: Sequence[DifferencePart]) 
             said.append(_sentence(part))
     named = any(part.saved_s > 0 and _is_gone(part) for part in parts if _is_reason(part, step, largest))
     return (*said, *_collectives(base, winner, named))
+
+
+def _within_the_error(base: Outcome, winner: Outcome) -> bool:
+    """Whether a step is shorter by less than half of the interval in which half of all runs lie."""
+    if winner.time_interval is None or not base.time_s or not winner.time_s:
+        return False
+    low, high = winner.time_interval.p50_s
+    return base.time_s - winner.time_s < (high - low) / 2
 
 
 def _is_reason(part: DifferencePart, step: float, largest: float) -> bool:
