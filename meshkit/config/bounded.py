@@ -62,6 +62,19 @@ def read_regular(path: str | os.PathLike[str], largest: int = LARGEST_FILE_BYTES
     return data
 
 
+def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a file, which may be there. Waits for nobody: a pipe in its place that nobody reads is refused.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
 def find_deep_key(toml: str) -> int | None:
     """The line of the first dotted key of more than 32 parts: parsing one takes memory by the square of its length."""
     found = _DEEP_KEY.search(toml)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, GetPydanticSchema
 from pydantic_core import core_schema
 
+from meshkit.config.bounded import write_file
 from meshkit.config.document import TomlDocument
 from meshkit.config.emit import to_toml
 from meshkit.config.validate import SpecError, TomlTable, check_plain, did_you_mean, kind, validate
@@ -152,7 +153,7 @@ def write(path: str | os.PathLike[str], calibration: Calibration) -> Path:
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(_HEADER + to_toml(table), encoding="utf-8")
+        write_file(target, _HEADER + to_toml(table))
     except OSError as error:
         raise ConfigError(f"the calibration file cannot be written: {error.strerror}.", at=str(target)) from None
     return target

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meshkit.config.bounded import read_regular
+from meshkit.config.bounded import read_regular, write_file
 from meshkit.errors import TraceError
 from meshkit.hlo.pipeline_report import ScheduleCost
 from meshkit.predict.interval import StepInterval
@@ -540,7 +540,7 @@ class Report(Readable, Part):
         file = path if path.suffix == ".json" else path / REPORT_FILE
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{file.name}.tmp")  # a crash leaves the old file, not half of a new one
-        partial.write_text(self.to_json() + "\n", encoding="utf-8")
+        write_file(partial, self.to_json() + "\n")
         os.replace(partial, file)
         return file
 

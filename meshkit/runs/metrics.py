@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from typing import Any, TextIO
 from meshkit.config.bounded import open_regular
 
 LARGEST = 1e40  # no quantity of a run is near it
-_LONGEST_LINE, _LONGEST_INTEGER = 2**20, 18
+_LONGEST_LINE, _LONGEST_INTEGER, _LARGEST_BYTES = 2**20, 18, 2**30
 
 
 class MetricsLog:
@@ -84,7 +85,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The complete records of a metrics.jsonl; empty for no file. A line cut short by a crash is left out.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: it cannot be read, is no regular file, or has more than a gibibyte.
     """
     records = []
     for line in _lines(path):
@@ -103,6 +104,8 @@ def _lines(path: Path) -> Iterator[str]:
     if not path.exists():
         return
     with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
+            raise OSError(errno.EFBIG, f"it is larger than {_LARGEST_BYTES / 2**30:g} GiB", str(path))
         while line := file.readline(_LONGEST_LINE):
             yield line.decode(errors="replace")
 

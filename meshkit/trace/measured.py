@@ -17,6 +17,7 @@ import numpy as np
 
 from meshkit.compile.loop import profile_text
 from meshkit.config import calibration
+from meshkit.config.bounded import write_file
 from meshkit.config.calibration import Calibration, Fit, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
 from meshkit.errors import TraceError
@@ -96,7 +97,7 @@ def write_pgle(path: str | Path, costs: Mapping[str, float]) -> Path:
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(profile_text(costs), encoding="utf-8")
+        write_file(target, profile_text(costs))
     except OSError as error:
         raise TraceError(f"the profile cannot be written: {error.strerror}.", at=str(target)) from None
     return target

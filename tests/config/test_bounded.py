@@ -6,10 +6,11 @@ import tracemalloc
 
 import pytest
 
-from meshkit.config.bounded import find_deep_key, gunzip, inside, open_regular, read_bounded, read_regular
+from meshkit.config.bounded import find_deep_key, gunzip, inside, open_regular, read_bounded, read_regular, write_file
 from meshkit.errors import ConfigError, TraceError
 from meshkit.report.schema import read_report
 from meshkit.runs.metrics import read_metrics
+from meshkit.trace.measured import write_pgle
 
 
 def test_gzip_content_comes_back():
@@ -68,6 +69,15 @@ def test_a_pipe_is_never_waited_for(tmp_path):
             read(tmp_path / "pipe", "topology")
 
 
+def test_a_pipe_in_the_place_of_a_file_to_write_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pgle.pbtxt")
+    with pytest.raises(TraceError, match="cannot be written"):
+        write_pgle(tmp_path / "pgle.pbtxt", {"fusion.1": 1e-6})
+    (tmp_path / "there").write_text("longer than what comes")
+    write_file(tmp_path / "there", "é")
+    assert (tmp_path / "there").read_text(encoding="utf-8") == "é"
+
+
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/tty", "/dev/null"])
 def test_a_device_is_no_file(path):
     with pytest.raises(OSError, match=r"a device, not a regular file|No such device"):
@@ -79,6 +89,8 @@ def test_sizes_are_bounded_before_reading(tmp_path):
     os.truncate(tmp_path / "huge", 2**40)
     with pytest.raises(OSError, match="larger than 1 MiB"):
         read_regular(tmp_path / "huge", 2**20)
+    with pytest.raises(OSError, match="larger than 1 GiB"):
+        read_metrics(tmp_path / "huge")
     with pytest.raises(TraceError, match="larger than 64 MiB"):
         read_report(tmp_path / "huge")
     with pytest.raises(TraceError, match="larger than 4 MiB"):

@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
+from meshkit.config.bounded import write_file
 from meshkit.errors import ConfigError
 from meshkit.report.views.table import Cell, inline
 
@@ -55,7 +56,7 @@ class Page:
         text = frame.substitute(title=escape(self._headline), body=body, figures=data, plotly=_plotly())
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_file(path, text)
         return path
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from meshkit.config.bounded import write_file
 from meshkit.hlo.schedule import Collective
 from meshkit.report.views.words import axes_text, link_text
 from meshkit.timeline import DeviceStep, Timeline, exposed_spans
@@ -58,7 +59,7 @@ def write_perfetto(
     document = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
     file.parent.mkdir(parents=True, exist_ok=True)
     # no time stamp inside: the same timeline makes the same file
-    file.write_bytes(gzip.compress(json.dumps(document, separators=(",", ":")).encode(), 6, mtime=0))
+    write_file(file, gzip.compress(json.dumps(document, separators=(",", ":")).encode(), 6, mtime=0))
     return file
 
 
