@@ -31,7 +31,7 @@ PATH_KEYS: tuple[Key, ...] = (
 )
 _TOML_POSITION = re.compile(r"^(.*?) \(at (?:line (\d+), column (\d+)|end of document)\)$", re.DOTALL)
 _LONGEST_VALUE = 80
-_LARGEST_FILE_BYTES = 4 * 2**20
+_LARGEST_FILE_BYTES = 2**20  # what takes the parser some seconds, and no file that a person has written
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _REMOVED = object()
 _STARTS_A_STRUCTURE = ("[", "{", '"', "'")
@@ -198,7 +198,7 @@ def _read_text(path: Path, display: str, what: str) -> str:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"the {what} cannot be read: {reason}.", at=display, hint="a readable file") from None
     if len(data) > _LARGEST_FILE_BYTES:
-        raise ConfigError(f"the {what} is larger than 4 MiB.", at=display, hint=f"a {what}: a page of TOML text")
+        raise ConfigError(f"the {what} is larger than 1 MiB.", at=display, hint=f"a {what}: a page of TOML text")
     data = data.removeprefix(_BYTE_ORDER_MARK)  # Windows editors write one
     try:
         return data.decode("utf-8").replace("\r\n", "\n")

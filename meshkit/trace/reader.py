@@ -35,6 +35,7 @@ from meshkit.trace.operations import (
 )
 from meshkit.trace.skew import Instances, Skew, measure_skew
 
+_MOST_FOUND = 10_000  # executions in a trace that numbers none; real ones have some tens
 _KEPT_SPANS = 4_000_000  # of all steps together, for drawing: 100 MB
 _NO_SPANS = np.zeros((0, 2))
 _NO_INDEX = np.zeros(0, np.intp)
@@ -312,7 +313,7 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
 
     The operations that ran equally often tell where executions begin: of those that run once an execution, where
     `once` [ids] knows them, the most; else all where their numbers have a divisor in common, else the rarest that are
-    a quarter of all.
+    a quarter of all. More than any trace has are no executions: then the trace is one.
 
     Args:
         start, end, op: as of `step_windows`.
@@ -329,7 +330,7 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
         chosen = (count % number == 0) if number > 1 else chosen
     rows = np.flatnonzero(chosen[which])
     windows = step_windows(start[rows], end[rows], op[rows], np.full(len(rows), -1))
-    return windows if len(windows) > 1 else [(float(start[0]), float(end.max()))]
+    return windows if 1 < len(windows) <= _MOST_FOUND else [(float(start[0]), float(end.max()))]
 
 
 def runs_in_order(start: np.ndarray, run: np.ndarray) -> np.ndarray:

@@ -174,7 +174,7 @@ def test_a_mistake_in_an_override_is_one_message(tmp_path, capsys, override, mes
         (lambda path: path.write_bytes(b"\x7fELF\x02\x01\xff\xfe"), "is not UTF-8 text (byte 0xff)"),
         (lambda path: path.write_bytes(GOOD.encode("utf-16")), "is not UTF-8 text"),
         (lambda path: path.write_bytes(b"\0" * 100), "is not TOML"),
-        (lambda path: path.write_bytes(b"# " * 2**22), "is larger than 4 MiB"),
+        (lambda path: path.write_bytes(b"# " * 2**22), "is larger than 1 MiB"),
         (lambda path: path.symlink_to(path), "cannot be read"),
         (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
         (os.mkfifo, "it is a named pipe, not a regular file"),

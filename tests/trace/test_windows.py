@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshkit.trace.reader import step_windows
+from meshkit.trace.reader import found_windows, step_windows
 
 
 def windows(ops, num_steps=None, run=None):
@@ -39,3 +39,11 @@ def test_executions_may_overlap_at_their_seams():
     # op 1 of an execution runs after op 0 of the next has begun
     ops = [(0, 0), (1, 12), (0, 10), (1, 22), (0, 20), (1, 32)]
     assert windows(ops, 3) == [(0, 10), (10, 20)]
+
+
+def test_more_executions_than_any_trace_has_are_one():
+    start = np.arange(30_000, dtype=np.int64)
+    op = start % 2
+    windows = found_windows(start, start + 1, op, np.zeros(2, bool))
+    assert windows == [(0.0, 30_000.0)]
+    assert len(found_windows(start[:1000], start[:1000] + 1, op[:1000], np.zeros(2, bool))) == 499
