@@ -89,8 +89,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     records = []
     for line in _lines(path):
+        if not line.startswith("{"):
+            continue
         try:
-            record = json.loads(line, parse_float=_float, parse_int=_int, parse_constant=lambda _: None)
+            record = _DECODER.decode(line)
         except (ValueError, RecursionError):
             continue
         step = record.get("step") if isinstance(record, dict) else None
@@ -117,6 +119,9 @@ def _float(text: str) -> float | None:
 
 def _int(text: str) -> int | None:
     return int(text) if len(text) <= _LONGEST_INTEGER else None
+
+
+_DECODER = json.JSONDecoder(parse_float=_float, parse_int=_int, parse_constant=lambda _: None)
 
 
 def within(number: float | None) -> float | None:
