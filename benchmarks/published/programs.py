@@ -5,12 +5,10 @@ A program is compiled once; simulating it again with other hardware numbers or a
 
 from __future__ import annotations
 
-import functools
 import gzip
 import hashlib
 import json
 import os
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,13 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published import prefetch
 from benchmarks.published.kernels import Kernels, adapted
 from benchmarks.published.prefetch import users
 from meshkit.compile.options import CompileChoices
 from meshkit.compile.program import compile_absent
 from meshkit.config.experiment import Experiment, load
-from meshkit.hlo import schedule as schedules
 from meshkit.hlo.module import Schedule, load_module, read_schedule
 from meshkit.predict.simulate import Simulation, simulate
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
@@ -83,9 +79,6 @@ def get_program(toml: str, folder: Path) -> tuple[Program, bool]:
     use_no_accelerator()
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     assert isinstance(mesh, DescribedMesh)
-    digested = folder / f"{key}.{_readers_digest()}.read"
-    if (kept := _digested(digested)) is not None:
-        return Program(experiment, *kept), True
     found = _read(file)
     if found is None:
         found = _compile(experiment, mesh)
@@ -98,30 +91,12 @@ def get_program(toml: str, folder: Path) -> tuple[Program, bool]:
     facts, module = found
     loaded = load_module(module)
     schedule = read_schedule(loaded, mesh.placement(experiment.cluster))
-    read = (schedule, facts["peak_bytes"], facts["gradients_bytes"], users(loaded))
-    temporary = digested.with_suffix(f".{os.getpid()}")
-    temporary.write_bytes(gzip.compress(pickle.dumps(read), 1))
-    temporary.replace(digested)
-    return Program(experiment, *read), cached
+    return Program(experiment, schedule, facts["peak_bytes"], facts["gradients_bytes"], users(loaded)), cached
 
 
 def has_program(toml: str, folder: Path) -> bool:
     """Whether the program of an experiment file is kept in a folder."""
     return (folder / f"{program_key(toml)}.gz").exists()
-
-
-@functools.cache
-def _readers_digest() -> str:
-    """Of the code that reads a compiled module: what it read is kept too, a second instead of some ten for a row."""
-    sources = [*sorted(Path(schedules.__file__).parent.glob("*.py")), Path(prefetch.__file__), Path(__file__)]
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
-
-
-def _digested(file: Path) -> tuple[Schedule, int, int, Mapping[str, frozenset[str]]] | None:
-    try:
-        return pickle.loads(gzip.decompress(file.read_bytes()))  # written by this module, into the caller's own folder
-    except (OSError, ValueError, EOFError, pickle.UnpicklingError):
-        return None
 
 
 def _read(file: Path) -> tuple[dict[str, Any], bytes] | None:

@@ -79,7 +79,7 @@ def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None
     """
     sub = " · ".join((machine(report), f"mesh {mesh_text(report.mesh)}", report.date))
     page = Page(f"{title}: measured links" if title else "Measured links", sub)
-    page.add(_cards(report), warning_panel(w.message for w in report.warnings))
+    page.add(_cards(report), warning_panel([w.message for w in report.warnings]))
     for index, axes in enumerate(dict.fromkeys(row.axes for row in report.rows if row.axes)):
         page.add(_axis_section(report, axes, f"axis-{index}", page))
     page.add(_copy_section(report, page), _rates_section(report))
