@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import io
 import json
 import os
@@ -353,7 +355,9 @@ def _prepare(folder: Path) -> Callable[[int], Attack]:
                     continue
                 taken = [_seconds(made(size)) for size in SIZES]
                 count += 1
-                if taken[-1] > max(_MOST_GROWTH * taken[0], _NO_TIME_S):
+                if _grows(taken):  # or the machine was busy
+                    taken = [min(t, _seconds(made(size))) for t, size in zip(taken, SIZES)]
+                if _grows(taken):
                     bad.append(f"{shape}: {', '.join(f'{s:.2f}' for s in taken)} s")
                 slowest = {size: max(slowest[size], s) for size, s in zip(SIZES, taken)}
             if bad:
@@ -365,10 +369,18 @@ def _prepare(folder: Path) -> Callable[[int], Attack]:
     return make
 
 
+def _grows(taken: Sequence[float]) -> bool:
+    return taken[-1] > max(_MOST_GROWTH * taken[0], _NO_TIME_S)
+
+
 def _seconds(run: Callable[[], object]) -> float:
     began = time.process_time()
     run()
-    return time.process_time() - began
+    taken = time.process_time() - began
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # a command reads one file: what the one before held counts for no other
+        ctypes.CDLL(None).malloc_trim(0)
+    return taken
 
 
 CAMPAIGN = Campaign(len(READERS), _prepare, limit_s=600.0)
