@@ -32,6 +32,8 @@ _NOT_USERS = re.compile(  # `training` and `xla` are in programs that earlier ve
     r"|(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|lint|parallel|sharding|step|training|verbs|weights|xla)/)"
 )
 
+_SHIPPED = "/meshkit/_shipped/models/"  # what a wheel brings along is a model's code all the same
+
 
 @dataclass(frozen=True)
 class InstructionInfo:
@@ -101,7 +103,8 @@ class SourceLines:
         innermost, own = None, []
         for name, line in self._from_inside(frame):
             innermost = innermost or f"{_short(name)}:{line}"
-            if not _NOT_USERS.search(name) and all(name != other for other, _ in own):
+            users = _SHIPPED in name or not _NOT_USERS.search(name)
+            if users and all(name != other for other, _ in own):
                 own.append((name, line))
             if len(own) == 2:
                 break

@@ -20,10 +20,10 @@ LOCATIONS = ((1, 10), (2, 20), (3, 30), (4, 40), (5, 50), (5, 60))  # file, line
 PARENTS = (0, 1, 2, 1, 3, 5)
 
 
-def lines(parents=PARENTS, locations=range(1, 7)):
+def lines(parents=PARENTS, locations=range(1, 7), files=FILES):
     """The message of these frames: tables of files (1), locations (3: file 1, line 3) and frames (4: location 1, 2)."""
     index: Fields = {
-        1: [name.encode() for name in FILES],
+        1: [name.encode() for name in files],
         3: [bytes((8, file, 24, line)) for file, line in LOCATIONS],
         4: [bytes((8, location, 16, parent)) for location, parent in zip(locations, parents)],
     }
@@ -44,6 +44,13 @@ def lines(parents=PARENTS, locations=range(1, 7)):
 )
 def test_lines_of_frames(metadata, line):
     assert lines().of(metadata) == line
+
+
+def test_the_models_of_a_wheel_are_no_library():
+    installed = [
+        f.replace("/home/me/meshkit/models/", "/v/lib/python3.12/site-packages/meshkit/_shipped/models/") for f in FILES
+    ]
+    assert lines(files=installed).of({15: [6]}) == lines().of({15: [6]})
 
 
 def test_frames_that_call_each_other_end():
