@@ -71,6 +71,12 @@ class Run:
         return "adjusted" if self.framework.prefetches else "none"
 
     @property
+    def model_flops(self) -> float:
+        """FLOP of a step over all GPUs, as published ones are counted."""
+        tokens = self.micro_batch * self.micro_batches * self.data * self.sharded * self.length
+        return self.shape.model_flops(tokens, self.length)
+
+    @property
     def configured(self) -> bool:
         """Whether the source states everything that decides the time."""
         return not any(text.startswith("!") for text in self.assumed)
@@ -114,9 +120,11 @@ def resolve(row: Row) -> Run | str:
     if remat is None:
         return f"recomputation '{row.say('recompute')}' is not a policy that is known here"
     chunks = row.count("vpp") or 1
-    if chunks == 1 and stages > 1 and _INTERLEAVED.search(row.notes):
+    if stages > 1 and chunks == 1 and _INTERLEAVED.search(row.notes):
         chunks = 2
         notes.doubt("chunks of the interleaved schedule not stated: 2")
+    elif stages > 1 and not row.count("vpp"):
+        notes.doubt("chunks of a stage not stated: 1")
     stage_layers, last_layers = split_layers(shape.layers, stages)
     if shape.layers % stages:
         text = f"{stage_layers} on the fullest stage, {last_layers} on that of the output head"

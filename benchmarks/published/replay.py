@@ -135,9 +135,7 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
         peak_bytes = framework_peak_bytes(run, blank.peak_means or "allocated")
         return replace(blank, family=family_of(run), peak_bytes=peak_bytes)
     program, cached = get_program(run.toml, folder / "programs")
-    tokens = run.micro_batch * run.micro_batches * run.data * run.sharded * run.length
-    flops = run.shape.model_flops(tokens, run.length)
-    measured, how = measured_step_time_s(row, flops)
+    measured, how = measured_step_time_s(row, run.model_flops)
     peak = measured_peak_bytes(row.notes, row.source)
     predicted, exposed, hidden, blocking = _times(run, program)
     gpu = str(run.machines.table["gpu"])
@@ -159,7 +157,7 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
         measured_peak_bytes=peak[0] if peak else None,
         peak_means=peak[1] if peak else "",
         configured=run.configured,
-        model_flops=flops,
+        model_flops=run.model_flops,
         cached=cached,
         handling=run.handling,
         interval_low_s=predicted * low if low else None,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published import statistics
+from benchmarks.published import blind, statistics
 from benchmarks.published.__main__ import COLUMNS, main
 from benchmarks.published.experiments import Run, place, resolve
 from benchmarks.published.frameworks import FRAMEWORKS, find_framework
@@ -82,6 +82,17 @@ def test_a_row_says_how_its_batch_is_cut():
         "data": {"nvlink": 1, "infiniband": 4},
         "fsdp": {"nvlink": 8, "infiniband": 16},
     }
+
+
+def test_scores_of_the_blind_predictions():
+    known = {row.id: resolve(row) for row in read_rows(blind.ROWS)}
+    whole = known["mlperf-v4.1-NVIDIA-eos_n32_ngc24.09_nemo-gpt3"]
+    unsaid = known["mlperf-v3.1-NVIDIA-eos_n64_ngc23.09_nemo-gpt3"]
+    assert isinstance(whole, Run)
+    assert isinstance(unsaid, Run)
+    assert (whole.chunks, whole.configured, unsaid.chunks, unsaid.configured) == (6, True, 1, False)
+    text = "\n".join(blind.lines(blind.ROWS))
+    assert text in (Path(blind.__file__).with_name("README.md")).read_text()
 
 
 def test_innermost_axes_stay_inside_a_domain():
