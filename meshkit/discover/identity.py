@@ -43,14 +43,23 @@ def local_identities(probe: Probe, *, host: str, visible: str | None = None) -> 
     for domain in found.domains:
         identities |= dict.fromkeys(domain.gpus, domain.identity if domain.spans_hosts else f"{host}.{domain.identity}")
     by_index = [identities[gpu.id] for gpu in found.gpus]
-    return tuple(by_index[i] for i in _visible(probe, len(by_index), visible))
+    return tuple(by_index[i] for i in visible_gpus(probe, len(by_index), visible))
 
 
-def _visible(probe: Probe, count: int, visible: str | None) -> list[int]:
-    """NVML indices by CUDA ordinal; CUDA stops at the first entry that it does not know."""
+def visible_gpus(probe: Probe, count: int, visible: str | None) -> list[int]:
+    """NVML indices by CUDA ordinal; CUDA stops at the first entry that it does not know.
+
+    Args:
+        probe: the machine.
+        count: its GPUs.
+        visible: CUDA_VISIBLE_DEVICES, if it is set.
+
+    Raises:
+        ConfigError: it names a slice of a GPU.
+    """
     if visible is None:
         return list(range(count))
-    answers = probe.nvml()
+    answers = probe.nvml() if "gpu-" in visible.lower() else None
     snapshot = check_snapshot(answers, at=probe.name) if isinstance(answers, Mapping) else None
     uuids = [(gpu.uuid or "").lower() for gpu in snapshot.gpus] if snapshot else []
     order = []

@@ -10,6 +10,7 @@ by the clock of its GPU. The exchange runs in a thread of its own, and no step w
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import statistics
 import threading
@@ -18,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshkit.discover import LiveProbe
+from meshkit.discover.identity import visible_gpus
 from meshkit.distributed.agreement import Agreement
 from meshkit.errors import MeshkitError
 from meshkit.units import format_percent, format_seconds
@@ -133,8 +136,9 @@ def slowest_clock_mhz() -> float | None:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(d.local_hardware_id) for d in jax.local_devices()]
+        pynvml.nvmlInit()  # for the rest of the process: the next window asks again
+        order = visible_gpus(LiveProbe(), pynvml.nvmlDeviceGetCount(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(order[d.local_hardware_id]) for d in jax.local_devices()]
         return min(float(pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_SM)) for h in handles)
-    except (pynvml.NVMLError, AttributeError, TypeError, ValueError):
+    except (pynvml.NVMLError, MeshkitError, LookupError, AttributeError, TypeError, ValueError):
         return None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import jax
+import pynvml
 import pytest
 
-from meshkit.verbs.train.stragglers import Stragglers, judge
+from meshkit.verbs.train.stragglers import Stragglers, judge, slowest_clock_mhz
 
 STEP = {"data_wait_s": 1e-3, "host_s": 2e-3, "step_time_s": 0.1, "host": "n0", "clock_mhz": 1755}
 
@@ -37,6 +40,22 @@ def test_a_straggler_is_known_by_what_it_does_itself(third, message):
 def test_the_worst_comes_first():
     found = judge([STEP, STEP | {"host_s": 0.05}, STEP, STEP | {"host_s": 0.03}, STEP])
     assert [late.process for late in found] == [1, 3]
+
+
+@pytest.mark.parametrize(("visible", "clock"), [(None, 1000), ("2,3", 1002), ("3,1", 1001), ("1", None)])
+def test_the_clock_is_that_of_the_gpus_that_this_process_drives(visible, clock, monkeypatch):
+    for name, value in {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 4,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetClockInfo": lambda handle, kind: 1000 + handle,
+    }.items():
+        monkeypatch.setattr(pynvml, name, value)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(local_hardware_id=i) for i in (0, 1)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert slowest_clock_mhz() == clock
 
 
 def test_one_process_alone_has_nobody_to_wait_for():
