@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -95,22 +95,47 @@ def check_snapshot(value: Any, *, at: str) -> Snapshot:
     return snapshot
 
 
+def has_driver() -> bool:
+    """Whether NVIDIA's driver answers on this machine."""
+    with contextlib.suppress(_NoDriverError), _session():
+        return True
+    return False
+
+
 def read_nvml() -> Mapping[str, Any] | str:
     """What the driver answers, as plain data; or why there is no answer, in a few words."""
     try:
+        with _session() as nvml:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+            gpus = [_read_gpu(nvml, i, handle, handles) for i, handle in enumerate(handles)]
+            return {"driver": _ask(nvml, "nvmlSystemGetDriverVersion"), "gpus": gpus}
+    except _NoDriverError as error:
+        return str(error)
+
+
+class _NoDriverError(Exception):
+    """Nobody answers; says why, in a few words."""
+
+
+@contextlib.contextmanager
+def _session() -> Iterator[Any]:
+    """NVML, while it is initialized.
+
+    Raises:
+        _NoDriverError: there is none, or it stops to answer.
+    """
+    try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return "the NVML binding is not installed (pip install nvidia-ml-py)"
+        raise _NoDriverError("the NVML binding is not installed (pip install nvidia-ml-py)") from None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return f"no NVIDIA driver ({error})"
+        raise _NoDriverError(f"no NVIDIA driver ({error})") from None
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        gpus = [_read_gpu(pynvml, i, handle, handles) for i, handle in enumerate(handles)]
-        return {"driver": _ask(pynvml, "nvmlSystemGetDriverVersion"), "gpus": gpus}
+        yield pynvml
     except pynvml.NVMLError as error:
-        return f"the NVIDIA driver does not answer ({error})"
+        raise _NoDriverError(f"the NVIDIA driver does not answer ({error})") from None
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()

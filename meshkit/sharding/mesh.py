@@ -22,6 +22,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.config.validate import did_you_mean
 from meshkit.discover import LiveProbe, domain_identities, identity_record, local_identities
+from meshkit.discover.nvml import has_driver
 from meshkit.distributed.agreement import Agreement, jax_runtime
 from meshkit.errors import ConfigError
 
@@ -159,7 +160,7 @@ def prepare_platform(cluster: Cluster) -> None:
         ConfigError: jax has already started with fewer CPU devices than the cluster has.
     """
     if not cluster.is_cpu:
-        if not _has_driver():  # else jax prints the traceback of a CUDA plugin that finds no driver
+        if not has_driver():  # else jax prints the traceback of a CUDA plugin that finds no driver
             use_no_accelerator()
         return
     if _backend_started():
@@ -243,9 +244,9 @@ def order_by_domain(devices: Sequence, identities: Mapping[int, str], cluster: C
 @functools.cache  # a machine does not change, and processes may not all ask equally often
 def _domain_identities(devices: tuple) -> dict[int, str]:
     """Device id -> domain identity, gathered over all processes through jax's coordination service."""
-    local = local_identities(
-        LiveProbe(), host=f"{socket.gethostname()}.{_boot_id()}", visible=os.environ.get("CUDA_VISIBLE_DEVICES")
-    )
+    probe, visible = LiveProbe(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    boot = (probe.read_file("/proc/sys/kernel/random/boot_id") or "0").strip()
+    local = local_identities(probe, host=f"{socket.gethostname()}.{boot}", visible=visible)
     mine = {d.id: local[d.local_hardware_id] for d in devices if d.process_index == jax.process_index()}
     if jax.process_count() == 1:
         return mine
@@ -256,26 +257,6 @@ def _domain_identities(devices: tuple) -> dict[int, str]:
 def _num_processes() -> int:
     """Processes of this job, as `jax.distributed.initialize` got it; 1 without."""
     return jax_runtime().num_processes or 1
-
-
-def _has_driver() -> bool:
-    """Whether NVIDIA's driver library is here."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return False
-    pynvml.nvmlShutdown()
-    return True
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            return f.read().strip()
-    except OSError:
-        return "0"
 
 
 def _backend_started() -> bool:

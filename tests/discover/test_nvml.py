@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshkit.discover import FixtureProbe, discover
-from meshkit.discover.nvml import check_snapshot, read_nvml
+from meshkit.discover.nvml import check_snapshot, has_driver, read_nvml
 
 
 class NVMLError(Exception):
@@ -116,10 +116,13 @@ def test_a_guest_that_sees_no_switch_still_has_a_domain(pynvml):
 
 @pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetPciInfo"])
 def test_a_driver_that_does_not_answer_is_a_reason(pynvml, broken):
+    assert has_driver()
     setattr(pynvml, broken, not_supported)
     assert "not supported" in read_nvml()
+    assert has_driver() == (broken != "nvmlInit")
 
 
 def test_a_missing_binding_is_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "pip install nvidia-ml-py" in read_nvml()
+    assert not has_driver()

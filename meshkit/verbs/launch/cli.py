@@ -108,10 +108,11 @@ def local(
     says how far it is by `mk.progress`; one that does not is watched by its exit code.
     """
     from meshkit.config.experiment import load
+    from meshkit.discover.nvml import has_driver
     from meshkit.distributed.environment import check_address
     from meshkit.verbs.launch.certificates import certificates_for
     from meshkit.verbs.launch.job import Job, command_name, job_name
-    from meshkit.verbs.launch.local import LocalPart, check_devices, has_driver
+    from meshkit.verbs.launch.local import LocalPart, check_devices
     from meshkit.verbs.launch.supervisor import Policy, Supervisor, only_launcher
     from meshkit.verbs.launch.watchdog import read_limits
 

@@ -10,7 +10,6 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshkit.config.experiment import Experiment
 from meshkit.distributed.environment import FIRST_PORT, JOIN_TIMEOUT, NUM_PORTS, Gang, without_launchers
@@ -70,11 +69,6 @@ class LocalPart:
         ids = None if virtual else tuple(range(index * self.devices, (index + 1) * self.devices))
         number = attempt if self.attempt is None else self.attempt
         return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number, self.mtls, secret)
-
-
-def has_driver() -> bool:
-    """Whether NVIDIA's driver is on this machine."""
-    return Path("/proc/driver/nvidia/version").exists()
 
 
 def check_devices(part: LocalPart, experiment: Experiment | None) -> None:
