@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -81,13 +81,11 @@ class Batches:
         """The local rows of each step of a stream; what comes before the first step is made and left out."""
         assert isinstance(self.examples, Stream)
         examples = self.examples.after(first * self._size)
-        ahead: deque[Future[dict[str, np.ndarray]]] = deque()
         with ThreadPoolExecutor(1, "meshkit-data") as pool:
-            for step in range(first, last):
-                ahead.append(pool.submit(self._next, step, examples))
-                if len(ahead) > 2 * _PREFETCHED_BATCHES:
-                    yield ahead.popleft().result()
+            steps = (pool.submit(self._next, step, examples) for step in range(first, last))
+            ahead = deque(itertools.islice(steps, 2 * _PREFETCHED_BATCHES))
             while ahead:
+                ahead.extend(itertools.islice(steps, 1))
                 yield ahead.popleft().result()
 
     def _next(self, step: int, examples: Iterator[Mapping[str, Any]]) -> dict[str, np.ndarray]:

@@ -41,46 +41,31 @@ class Examples(Protocol):
 
 
 @dataclass(frozen=True)
-class Windows:
-    """Training examples cut from a token sequence: window i predicts tokens i*T+1 ... i*T+T from those before."""
-
-    tokens: np.ndarray  # the whole sequence, possibly memory-mapped
-    length: int  # T
-    indices: np.ndarray  # the windows of this split
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        start = int(self.indices[index]) * self.length
-        return _shifted(self.tokens[start : start + self.length + 1])
-
-
-@dataclass(frozen=True)
 class Rows:
     """Training examples that are the rows of an array of ids: row i predicts its tokens 1 ... T from those before."""
 
-    tokens: np.ndarray  # [rows, T + 1], possibly memory-mapped
-    indices: np.ndarray  # the rows of this split
+    ids: np.ndarray  # [rows, T + 1], possibly memory-mapped
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return _shifted(self.tokens[int(self.indices[index])])
+        row = np.asarray(self.ids[index], np.int32)
+        return {"tokens": row[:-1], "targets": row[1:], "weights": np.ones(len(row) - 1, np.float32)}
 
 
-def _shifted(ids: np.ndarray) -> dict[str, np.ndarray]:
-    """The example of T + 1 ids: each of the first T predicts the one after it."""
-    row = np.asarray(ids, np.int32)
-    return {"tokens": row[:-1], "targets": row[1:], "weights": np.ones(len(row) - 1, np.float32)}
+def windows(tokens: np.ndarray, length: int) -> np.ndarray:
+    """A sequence of tokens as rows of `length` + 1, each from the last token of the one before: a view."""
+    if len(tokens) <= length:
+        return tokens[:0].reshape(0, length + 1)
+    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
 
 
 @dataclass(frozen=True)
-class _Subset:
+class Split:
     """Some of the examples, by index."""
 
-    examples: Any  # by index
+    examples: Examples
     indices: np.ndarray
 
     def __len__(self) -> int:
@@ -119,7 +104,7 @@ class Stream:
 class Data:
     """Both splits of a source, and what is known about it."""
 
-    train: Examples | Stream
+    train: Split | Stream
     validation: Examples
     unigram_entropy_nats: float | None
     """Entropy of the token frequencies: the loss of the best model without context. None where there are no tokens."""
@@ -134,48 +119,34 @@ def open_data(experiment: Experiment) -> Data:
     Raises:
         ConfigError: nothing there, too few tokens for one window in each split, or nothing to evaluate on.
     """
-    fraction, length = experiment.data.validation_fraction, experiment.train.sequence_length
+    fraction, length, entropy = experiment.data.validation_fraction, experiment.train.sequence_length, None
+    every = max(2, round(1 / fraction)) if fraction > 0 else 0
     if is_token_source(experiment.data.source):
         tokens = open_tokens(experiment)
-        every, train, held_out = _split(len(tokens) if tokens.ndim == 2 else (len(tokens) - 1) // length, fraction)
-        if not len(train) or (fraction > 0 and not len(held_out)):
+        examples = Rows(tokens if tokens.ndim == 2 else windows(tokens, length))
+        if len(examples) < max(1, every):
+            unit, hint = ("rows", "more rows") if tokens.ndim == 2 else ("tokens", "a shorter train.sequence_length")
             raise experiment.error(
                 "data.source",
-                f"the source has {len(tokens)} tokens, too few to cut {every} windows of {length} tokens from."
-                if tokens.ndim == 1
-                else f"the source has {len(tokens)} rows, of which none can be held out at one in {every}.",
-                hint="a shorter train.sequence_length" if tokens.ndim == 1 else "data.validation_fraction = 0",
+                f"the source has {len(tokens)} {unit}, too few for {max(1, every)} examples of {length} tokens.",
+                hint=f"{hint}, or data.validation_fraction = 0" if every else hint,
             )
-        cut = (lambda of: Rows(tokens, of)) if tokens.ndim == 2 else (lambda of: Windows(tokens, length, of))
-        data = Data(cut(train), cut(held_out), unigram_entropy_nats(tokens))
+        entropy = unigram_entropy_nats(tokens)
     else:
         examples = _load_examples(experiment)
-        if isinstance(examples, Stream):
-            data = Data(examples, _Subset(examples, np.zeros(0, np.intp)), None)
-        else:
-            _, train, held_out = _split(len(examples), fraction)
-            data = Data(_Subset(examples, train), _Subset(examples, held_out), None)
+    if isinstance(examples, Stream):
+        data = Data(examples, Rows(np.zeros((0, length + 1), np.int32)), None)
+        at, hint = "train.evaluate_every", "train.evaluate_every = 0, or a source with __len__ and __getitem__"
+        message = f"{experiment.data.source} is a stream, of which nothing can be held out to evaluate on."
+    else:
+        indices = np.arange(len(examples))
+        held_out = indices % every == every - 1 if every else np.zeros(len(indices), bool)
+        data = Data(Split(examples, indices[~held_out]), Split(examples, indices[held_out]), entropy)
+        at, hint = "data.validation_fraction", "a larger share or more examples, or train.evaluate_every = 0"
+        message = f"nothing is held out to evaluate on: {fraction:g} of {len(examples)} examples."
     if experiment.train.evaluate_every and not len(data.validation):
-        if isinstance(data.train, Stream):
-            raise experiment.error(
-                "train.evaluate_every",
-                f"{experiment.data.source} is a stream, of which nothing can be held out to evaluate on.",
-                hint="train.evaluate_every = 0, or a source with __len__ and __getitem__",
-            )
-        raise experiment.error(
-            "data.validation_fraction",
-            f"nothing is held out to evaluate on: {fraction:g} of {len(data.train)} examples.",
-            hint="a larger share or more examples, or train.evaluate_every = 0",
-        )
+        raise experiment.error(at, message, hint=hint)
     return data
-
-
-def _split(count: int, fraction: float) -> tuple[int, np.ndarray, np.ndarray]:
-    """k, and the indices of both splits."""
-    indices = np.arange(count)
-    every = max(2, round(1 / fraction)) if fraction > 0 else count + 1
-    held_out = indices % every == every - 1
-    return every, indices[~held_out], indices[held_out]
 
 
 def is_token_source(source: str) -> bool:
@@ -294,8 +265,9 @@ def _text_tokens(experiment: Experiment, documents: Iterable[bytes]) -> np.ndarr
 
 def unigram_entropy_nats(tokens: np.ndarray, limit: int = 1 << 26) -> float:
     """-sum p log p of the token frequencies, over at most the first `limit` tokens."""
-    first = tokens[: max(1, limit // tokens.shape[1])] if tokens.ndim == 2 else tokens[:limit]
-    counts = np.bincount(first.reshape(-1)) if first.dtype.itemsize <= 2 else np.unique(first, return_counts=True)[1]
+    first = tokens.ravel(order="K")[:limit]
+    few = first.dtype.kind == "u" and first.dtype.itemsize <= 2
+    counts = np.bincount(first) if few else np.unique(first, return_counts=True)[1]
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
@@ -307,12 +279,12 @@ def check_tokens(experiment: Experiment, data: Data, model: Any) -> None:
         ConfigError: an id that the model has no row for; look-ups would clamp it in silence.
     """
     vocab = getattr(getattr(model, "config", model), "vocab", None)
-    if not isinstance(data.train, Windows | Rows) or not isinstance(vocab, int):
+    rows = data.train.examples if isinstance(data.train, Split) else None
+    if not isinstance(rows, Rows) or not isinstance(vocab, int):
         return
-    tokens = data.train.tokens
-    if tokens.dtype.kind == "u" and np.iinfo(tokens.dtype).max < vocab:
+    if rows.ids.dtype.kind == "u" and np.iinfo(rows.ids.dtype).max < vocab:
         return
-    smallest, largest = _token_range(tokens)
+    smallest, largest = _token_range(rows.ids)
     if smallest < 0 or largest >= vocab:
         wrong = smallest if smallest < 0 else largest
         raise experiment.error(
@@ -322,13 +294,13 @@ def check_tokens(experiment: Experiment, data: Data, model: Any) -> None:
         )
 
 
-def _token_range(tokens: np.ndarray) -> tuple[int, int]:
+def _token_range(rows: np.ndarray) -> tuple[int, int]:
     """Smallest and largest id, chunk by chunk, so that a memory-mapped corpus never has to fit."""
-    each = max(1, _CHUNK_TOKENS // (tokens.shape[1] if tokens.ndim == 2 else 1))
-    count = min(_MOST_CHUNKS, -(-len(tokens) // each))
-    last = max(0, len(tokens) - each)
+    each = max(1, _CHUNK_TOKENS // rows.shape[1])
+    count = min(_MOST_CHUNKS, -(-len(rows) // each))
+    last = max(0, len(rows) - each)
     starts = [round(last * k / max(1, count - 1)) for k in range(count)]
-    chunks = [tokens[start : start + each] for start in starts]
+    chunks = [rows[start : start + each] for start in starts]
     return min(int(c.min()) for c in chunks), max(int(c.max()) for c in chunks)
 
 

@@ -14,7 +14,7 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, RunError
 from meshkit.sharding import build_mesh
 from meshkit.step.data import Batches, abstract_batch
-from meshkit.step.sources import Windows, open_data, open_tokens, stdlib_files, unigram_entropy_nats
+from meshkit.step.sources import Rows, open_data, open_tokens, stdlib_files, unigram_entropy_nats, windows
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 
@@ -25,8 +25,7 @@ def experiment(*overrides: str):
 
 def batches_of(spec, tokens, seed=0):
     mesh = build_mesh(spec.mesh, spec.cluster)
-    windows = Windows(tokens, 16, np.arange((len(tokens) - 1) // 16))
-    return Batches(windows, abstract_batch(spec, mesh, spec.rules), seed)
+    return Batches(Rows(windows(tokens, 16)), abstract_batch(spec, mesh, spec.rules), seed)
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def tokens():
 
 
 def test_a_window_predicts_the_token_after_each():
-    window = Windows(np.arange(100, dtype=np.uint8), 16, np.array([0, 3]))[1]
+    window = Rows(windows(np.arange(100, dtype=np.uint8), 16))[3]
     np.testing.assert_array_equal(window["tokens"], np.arange(48, 64))
     np.testing.assert_array_equal(window["targets"], np.arange(49, 65))
 
@@ -132,6 +131,7 @@ def test_splits_share_no_window():
 
 def test_unigram_entropy_of_a_fair_die():
     assert unigram_entropy_nats(np.arange(6).repeat(50)) == pytest.approx(np.log(6))
+    assert unigram_entropy_nats(np.arange(-3, 3, dtype=np.int16).repeat(50)) == pytest.approx(np.log(6))
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".bin", ".u8", ".u16", ".u32"])
@@ -163,7 +163,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
         ("tokens.pkl", b"1234", "is not a token file"),
         ("tokens.u16", b"123", "not whole uint16 tokens"),
         ("tokens.npy", b"not numpy", "cannot be read as .npy"),
-        ("short.u8", b"12345", "too few to cut"),
+        ("short.u8", b"12345", "5 tokens, too few for 20 examples of 16 tokens"),
     ],
 )
 def test_bad_sources_are_config_errors(tmp_path, name, content, message):
@@ -237,6 +237,8 @@ def test_rows_of_an_array_are_examples(tmp_path):
     np.testing.assert_array_equal(data.validation[0]["targets"], rows[9][1:])
     with pytest.raises(ConfigError, match=r"rows of 17 ids; an example of 32 tokens takes one more(.|\n)*= 16"):
         open_data(experiment(f"data.source={tmp_path / 'rows.npy'}", "train.sequence_length=32"))
+    with pytest.raises(ConfigError, match=r"has 40 rows, too few for 100 examples of 16 tokens(.|\n)*more rows, or"):
+        open_data(experiment(f"data.source={tmp_path / 'rows.npy'}", "data.validation_fraction=0.01"))
 
 
 def test_text_goes_through_the_tokenizer(tmp_path, monkeypatch):
