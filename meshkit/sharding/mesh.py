@@ -177,7 +177,10 @@ def prepare_platform(cluster: Cluster) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags)
     jax.config.update("jax_platforms", "cpu")
     if "xla_force_host_platform_device_count" not in present:
-        jax.config.update("jax_num_cpu_devices", max(1, cluster.num_gpus // _num_processes()))
+        processes = _num_processes()
+        # Alone, what was asked for before is kept where it is more; of a job, each process has its part.
+        least = jax.config.jax_num_cpu_devices if processes == 1 else 1
+        jax.config.update("jax_num_cpu_devices", max(least, cluster.num_gpus // processes))
 
 
 def use_no_accelerator() -> None:

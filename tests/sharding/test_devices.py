@@ -1,5 +1,7 @@
 """Device order and NVLink domains of attached and described devices."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import jax
@@ -83,6 +85,17 @@ def test_attached_mesh_has_auto_axes_in_spec_order():
     assert mesh.axis_names == ("data", "fsdp", "tensor")
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     np.testing.assert_array_equal(mesh.device_ids.ravel(), range(8))
+
+
+def test_a_small_cluster_takes_no_devices_from_what_comes_after_it():
+    code = """
+import jax, meshkit as mk
+jax.config.update("jax_num_cpu_devices", 8)
+mk.prepare_platform(mk.Cluster.load("cpu8", gpus_per_host=4))
+assert len(jax.devices()) == 8
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_gpus_that_are_not_attached_are_an_error_with_a_way_out():
