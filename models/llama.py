@@ -70,6 +70,8 @@ class LlamaConfig:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions need pairs.")
 
 
+# Sizes: config.json of meta-llama/Llama-2-*-hf, codellama/CodeLlama-34b-hf, meta-llama/Meta-Llama-3-*, -3.1-405B and
+# Llama-3.2-1B on Hugging Face, as litgpt/config.py of Lightning-AI/litgpt at 0006c97 has them, read 2026-11-22.
 PRESETS = {
     "llama_debug": LlamaConfig(vocab=256, embed=128, mlp=384, layers=2, heads=8, kv_heads=4, head_dim=16),
     "llama_1b": LlamaConfig(128_256, 2048, 8192, 16, 32, 8, 64, tied=True),

@@ -63,7 +63,7 @@ def card(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 def train(folder: Path, toy: bool, settings: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """A training of Llama 1B with a trace of some steps, and its profile."""
-    sets = _debug(toy, *_TRACED) if toy else _sets(f"cluster.gpu={gpu_here()}", *settings)
+    sets = _debug(toy, *_TRACED, *settings) if toy else _sets(f"cluster.gpu={gpu_here()}", *settings)
     yield from _trained(folder, DEBUG if toy else LLAMA_1B, sets)
 
 

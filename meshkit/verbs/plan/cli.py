@@ -25,6 +25,7 @@ from meshkit.verbs.arguments import (
 
 def plan(
     experiment: ExperimentArg,
+    *,
     set_: SetOption = [],  # noqa: B006  (typer reads the default, nobody writes it)
     out: OutOption = None,
     as_json: JsonOption = False,

@@ -13,6 +13,7 @@ from meshkit.verbs.arguments import CompileTimeoutOption, ExperimentArg, JobsOpt
 
 def tune(
     experiment: ExperimentArg,
+    *,
     set_: SetOption = [],  # noqa: B006
     out: Annotated[
         Path | None,
