@@ -33,7 +33,7 @@ def wire_factor(collective: str, n: int) -> float:
         return 0.0
     if collective == "all-reduce":
         return 2 * (n - 1) / n
-    if collective in ("collective-permute", "collective-broadcast"):
+    if collective in ("collective-permute", "collective-broadcast", "reduce", "send", "recv"):
         return 1.0
     return (n - 1) / n
 

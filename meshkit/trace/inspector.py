@@ -11,7 +11,7 @@ where it says that it dropped some.
 from __future__ import annotations
 
 import itertools
-import json
+import math
 import re
 from array import array
 from collections import Counter
@@ -21,18 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import from_json
 
 from meshkit.config.bounded import open_regular
 from meshkit.config.mesh import Placement
 from meshkit.errors import TraceError
+from meshkit.hlo.groups import GroupShape, group_shape
 from meshkit.trace.checks import Note
+from meshkit.trace.skew import Skew, stragglers
 from meshkit.units import format_percent
 
 FORMATS = ("v4.0", "v4.1", "v4.2", "v4.3")
 _SUFFIXES = (".log", ".json", ".jsonl")
 _BODIES = ("coll_perf", "p2p_perf", "proxy_trace", "dump_stats")
 _LONGEST_LINE = 2**20
-_LARGEST = 2**62  # of a number in a record: sums of them are floats
+_LARGEST, _MOST_RANKS = 2**53, 2**22  # of a number in a record, which a float holds; of a communicator
 # NCCL's name -> HLO's; of what the payload is counted in: a rank's message, or the message of each rank
 _KINDS = {
     "AllReduce": ("all-reduce", False),
@@ -56,22 +59,23 @@ class Communicator:
 
 
 @dataclass
-class Recording:
-    """The records of all files; column i of each array is one operation on one rank."""
+class _Recording:
+    """The records of all files; what is counted by first sight has its number as value."""
 
     hosts: list[str] = field(default_factory=list)  # of each file
-    communicators: list[Communicator] = field(default_factory=list)
-    communicator: array = field(default_factory=lambda: array("q"))
-    file: array = field(default_factory=lambda: array("q"))
-    rank: array = field(default_factory=lambda: array("q"))
-    kind: array = field(default_factory=lambda: array("q"))  # index into `kinds`
-    number: array = field(default_factory=lambda: array("q"))  # NCCL's sequence number
-    message_bytes: array = field(default_factory=lambda: array("d"))
-    time_us: array = field(default_factory=lambda: array("d"))
-    kinds: list[str] = field(default_factory=list)  # NCCL's names
+    communicators: dict[tuple[str, int, int], int] = field(default_factory=dict)  # (id, ranks, nodes)
+    places: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (file, communicator, rank)
+    kinds: dict[str, int] = field(default_factory=dict)  # NCCL's names
+    table: array = field(default_factory=lambda: array("d"))
+    """Of each operation on one rank: place, kind, NCCL's sequence number, bytes of the message, microseconds."""
     dropped: int = 0  # operations that Inspector lost
     unread: int = 0  # lines that are no record, or belong to no communicator
     by_cpu: int = 0  # operations whose time is of the host's clock
+
+    @property
+    def operations(self) -> int:
+        """How many there are."""
+        return len(self.table) // 5
 
 
 @dataclass(frozen=True)
@@ -88,26 +92,15 @@ class InspectedRow:
 
 
 @dataclass(frozen=True)
-class Late:
-    """What a process waited, and what the others waited for it, in seconds over the whole recording."""
-
-    file: int
-    caused_wait_s: float
-    waited_s: float
-    last_share: float
-
-
-@dataclass(frozen=True)
 class Inspected:
     """A job's communication, and what a reader of it must know."""
 
     hosts: tuple[str, ...]
     devices: int
     operations: int
-    instances: int  # collectives that all their ranks recorded
     dropped: int
     rows: tuple[InspectedRow, ...]
-    late: tuple[Late, ...]  # the worst first; empty where a process has several GPUs, which the files do not tell apart
+    skew: Skew  # by file; of no stragglers where a process has several GPUs, which the files do not tell apart
     notes: tuple[Note, ...]
 
 
@@ -127,50 +120,47 @@ def inspect(files: Sequence[Path], placement: Placement | None = None) -> Inspec
     Raises:
         TraceError: a file is of another version, or no operation is in any.
     """
-    recording = Recording()
-    known: dict[tuple[str, int, int], int] = {}
+    recording = _Recording()
     for file in files:
-        _read(file, recording, known)
-    if not recording.time_us:
+        _read(file, recording)
+    if not recording.operations:
         raise TraceError(
             "no collective is in these files of NCCL Inspector.",
             at=str(files[0].parent),
             hint="a run to its end, or NCCL_INSPECTOR_DUMP_THREAD_INTERVAL_MICROSECONDS=1000000 for a dump each second",
         )
     devices, alone = _devices(recording, placement)
-    rows, late, instances, whole = _rows(recording, alone)
+    rows, skew, whole = _rows(recording, alone)
     return Inspected(
         hosts=tuple(recording.hosts),
         devices=devices,
-        operations=len(recording.time_us),
-        instances=instances,
+        operations=recording.operations,
         dropped=recording.dropped,
         rows=tuple(rows),
-        late=tuple(late),
+        skew=skew,
         notes=tuple(_notes(recording, devices, whole, declared=placement is not None)),
     )
 
 
-def axes_of(communicator: Communicator, placement: Placement) -> tuple[str, ...] | None:
-    """The mesh axes along which groups have the communicator's ranks and nodes; None where none or several do."""
+def shape_on(placement: Placement, communicator: Communicator) -> GroupShape | None:
+    """The groups along mesh axes that have the communicator's ranks and nodes; None where none or several do."""
     sizes = dict(zip(placement.axis_names, placement.shape))
     real = [name for name, size in sizes.items() if size > 1]
     found = []
     for count in range(1, len(real) + 1):
         for names in itertools.combinations(real, count):
-            groups = groups_along(placement, names)
+            groups = _groups_along(placement, names)
             nodes = {int(np.max(_distinct(where[groups]))) for where in (placement.hosts, placement.domains)}
             if groups.shape[1] == communicator.ranks and communicator.nodes in nodes:
-                found.append(names)
+                found.append(group_shape(groups, placement))
     return found[0] if len(found) == 1 else None
 
 
-def groups_along(placement: Placement, names: Sequence[str]) -> np.ndarray:
+def _groups_along(placement: Placement, names: Sequence[str]) -> np.ndarray:
     """[groups, members] the partitions of each group along some axes."""
     along = [placement.axis_names.index(name) for name in names]
     ids = np.arange(placement.num_partitions).reshape(placement.shape)
-    moved = np.moveaxis(ids, along, range(ids.ndim - len(along), ids.ndim))
-    return moved.reshape(-1, int(np.prod([placement.shape[i] for i in along])))
+    return np.moveaxis(ids, along, range(-len(along), 0)).reshape(-1, math.prod(placement.shape[i] for i in along))
 
 
 def _numbered(file: Path) -> list[tuple[int, str]]:
@@ -187,65 +177,53 @@ def _is_record(file: Path) -> bool:
     """Whether a file's first line is one of Inspector's."""
     try:
         with open_regular(file) as opened:
-            first = json.loads(opened.readline(_LONGEST_LINE))
-    except (OSError, ValueError, RecursionError):
+            first = from_json(opened.readline(_LONGEST_LINE))
+    except (OSError, ValueError):
         return False
     return isinstance(first, dict) and any(body in first for body in _BODIES)
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any] | None]:
-    """The objects of a file, line by line; None for a line that is none."""
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file, line by line; an empty one for a line that is none."""
     with open_regular(file) as opened:
         while line := opened.readline(_LONGEST_LINE):
-            if not line.strip():
+            if line.isspace():
                 continue
             try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
+                value = from_json(line)
+            except ValueError:
                 value = None
-            yield value if isinstance(value, dict) else None
+            yield value if isinstance(value, dict) else {}
 
 
-def _read(file: Path, recording: Recording, known: dict[tuple[str, int, int], int]) -> None:
+def _read(file: Path, recording: _Recording) -> None:
     """Adds the records of one file.
 
     From v4.3 on the header and the metadata stand once, before the operations of a dump; earlier in each line.
     """
-    index, host, header, checked = len(recording.hosts), "", None, False
-    kinds = {name: i for i, name in enumerate(recording.kinds)}
+    index, host, place, checked = len(recording.hosts), "", None, False
+    kinds, places = recording.kinds, recording.places
     for record in _lines(file):
-        record = record or {}
         metadata = record.get("metadata")
         if isinstance(metadata, dict):
             _check_version(metadata, file)
             checked = True
             host = host or str(metadata.get("hostname", ""))[:256]
         if "header" in record:
-            header = record["header"]
+            place = _place(record["header"], index, recording)
         if isinstance(stats := record.get("dump_stats"), dict):
             for key in ("coll_dropped_since_last_dump", "p2p_dropped_since_last_dump"):
                 recording.dropped += int(_number(stats.get(key)) or 0)
             continue
         if "proxy_trace" in record:
             continue
-        operation = _operation(record, header) if checked else None
-        if operation is None:
+        operation = _operation(record) if checked and place is not None else None
+        if operation is None or place is None:
             recording.unread += 1
             continue
-        key, rank, name, number, size, time_us, by_cpu = operation
-        if key not in known:
-            known[key] = len(recording.communicators)
-            recording.communicators.append(Communicator(key[1], key[2]))
-        if name not in kinds:
-            kinds[name] = len(recording.kinds)
-            recording.kinds.append(name)
-        recording.communicator.append(known[key])
-        recording.file.append(index)
-        recording.rank.append(rank)
-        recording.kind.append(kinds[name])
-        recording.number.append(number)
-        recording.message_bytes.append(size)
-        recording.time_us.append(time_us)
+        name, number, size, time_us, by_cpu = operation
+        kind = kinds.setdefault(name, len(kinds))
+        recording.table.extend((places.setdefault(place, len(places)), kind, number, size, time_us))
         recording.by_cpu += by_cpu
     recording.hosts.append(host or file.stem)
 
@@ -265,111 +243,100 @@ def _check_version(metadata: Mapping[str, Any], file: Path) -> None:
         )
 
 
-def _operation(record: Mapping[str, Any], header: Any) -> tuple | None:
-    """Communicator, rank, NCCL's name, number, bytes and microseconds of an operation; None where one is missing."""
+def _place(header: Any, file: int, recording: _Recording) -> tuple[int, int, int] | None:
+    """File, communicator and rank that a header names; None for one that names none."""
+    if not isinstance(header, dict) or not isinstance(header.get("id"), str):
+        return None
+    rank, ranks, nodes = (_number(header.get(key), _MOST_RANKS) for key in ("rank", "n_ranks", "nnodes"))
+    if rank is None or ranks is None or nodes is None or not rank < ranks or not 1 <= nodes <= ranks:
+        return None
+    known = recording.communicators
+    return file, known.setdefault((header["id"], int(ranks), int(nodes)), len(known)), int(rank)
+
+
+def _operation(record: Mapping[str, Any]) -> tuple[str, int, float, float, bool] | None:
+    """NCCL's name, number, bytes and microseconds of an operation, and whether by the host's clock; None for none."""
     body, prefix = record.get("coll_perf"), "coll"
     if body is None:
         body, prefix = record.get("p2p_perf"), "p2p"
-    if not isinstance(body, dict) or not isinstance(header, dict):
+    if not isinstance(body, dict) or not isinstance(name := body.get(prefix), str):
         return None
-    keys = (f"{prefix}_sn", f"{prefix}_msg_size_bytes", f"{prefix}_exec_time_us")
-    numbers = [_number(body.get(key)) for key in keys]
-    where = [_number(header.get(key)) for key in ("rank", "n_ranks", "nnodes")]
-    name, id_ = body.get(prefix), header.get("id")
-    if None in numbers or None in where or not isinstance(name, str) or not isinstance(id_, str):
+    number, size = _number(body.get(f"{prefix}_sn")), _number(body.get(f"{prefix}_msg_size_bytes"))
+    time_us = _number(body.get(f"{prefix}_exec_time_us"))
+    if number is None or size is None or time_us is None:
         return None
-    rank, ranks, nodes = map(int, where)  # type: ignore[arg-type]
-    if not 0 <= rank < ranks or not 1 <= nodes <= ranks:
-        return None
-    by_cpu = str(body.get(f"{prefix}_timing_source", "kernel_gpu")) != "kernel_gpu"
-    return (id_, ranks, nodes), rank, name[:64], int(numbers[0] or 0), numbers[1], numbers[2], by_cpu
+    return name[:64], int(number), size, time_us, body.get(f"{prefix}_timing_source", "kernel_gpu") != "kernel_gpu"
 
 
-def _number(value: Any) -> int | float | None:
+def _number(value: Any, most: int = _LARGEST) -> int | float | None:
     """A number that is not negative and that sums can hold; None for anything else."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
-    return value if good else None
+    return value if type(value) in (int, float) and 0 <= value <= most else None
 
 
-def _devices(recording: Recording, placement: Placement | None) -> tuple[int, bool]:
+def _devices(recording: _Recording, placement: Placement | None) -> tuple[int, bool]:
     """How many GPUs the files are of, and whether each is of one.
 
     A process has at least as many GPUs as ranks in one communicator. Where its GPUs are in different communicators of
     one shape, there are as many pairs of communicator and rank as GPUs, or a multiple of that.
     """
-    pairs = set(zip(recording.file, recording.communicator, recording.rank))
-    inside = Counter((file, c) for file, c, _ in pairs)
-    shaped = Counter((file, recording.communicators[c]) for file, c, _ in pairs)
+    shapes = [shape for _, *shape in recording.communicators]
+    inside = Counter((file, c) for file, c, _ in recording.places)
+    shaped = Counter((file, *shapes[c]) for file, c, _ in recording.places)
     total, alone = 0, True
-    for file in set(recording.file):
+    for file in {file for file, *_ in recording.places}:
         at_least = max(n for (of, _), n in inside.items() if of == file)
-        gpus = max(at_least, min(n for (of, _), n in shaped.items() if of == file))
+        gpus = max(at_least, min(n for (of, *_), n in shaped.items() if of == file))
         total, alone = total + gpus, alone and gpus == 1
     if placement is not None:
         total = min(total, placement.num_partitions)
     return total, alone
 
 
-def _rows(recording: Recording, alone: bool) -> tuple[list[InspectedRow], list[Late], int, float]:
-    """Rows, the longest first; who is late; the instances that have all their ranks, and their share of seconds."""
-    communicator, file, rank, kind, number = (
-        np.frombuffer(column, np.int64)
-        for column in (recording.communicator, recording.file, recording.rank, recording.kind, recording.number)
-    )
-    size, busy_s = np.frombuffer(recording.message_bytes), np.frombuffer(recording.time_us) * 1e-6
-    ranks = np.array([c.ranks for c in recording.communicators])
-    peer = np.array([name in ("Send", "Recv") for name in recording.kinds])
+def _rows(recording: _Recording, alone: bool) -> tuple[list[InspectedRow], Skew, float]:
+    """Rows, the longest first; who is late; the share of seconds in instances that have all their ranks."""
+    table = np.frombuffer(recording.table).reshape(-1, 5)
+    place, kind, number = table[:, :3].astype(np.int64).T
+    size, busy_s = table[:, 3], table[:, 4] * 1e-6
+    file, communicator, rank = np.array(list(recording.places))[place].T
+    ranks = np.array([ranks for _, ranks, _ in recording.communicators])
+    names = list(recording.kinds)
+    peer = np.array([name in ("Send", "Recv") for name in names])
     # an instance: the records of one number in one communicator; the last rank to arrive takes the least time
     order = np.lexsort((busy_s, number, kind, communicator))
     new = np.ones(len(order), bool)
     new[1:] = np.any([np.diff(a[order]) != 0 for a in (communicator, kind, number)], axis=0)
-    instance = np.cumsum(new) - 1
+    instance = np.empty(len(order), np.int64)
+    instance[order] = np.cumsum(new) - 1
     first = order[new]
     members = np.bincount(instance)
-    widest = int(ranks.max())
-    distinct = np.bincount(np.unique(instance * widest + rank[order]) // widest)
+    distinct = np.bincount(np.unique(instance * ranks.max() + rank) // ranks.max())
     whole = (members == ranks[communicator[first]]) & (distinct == members) & ~peer[kind[first]]
-    waited = np.zeros(len(order))
-    waited[order] = np.where(whole[instance], busy_s[order] - busy_s[first][instance], 0.0)
-    seen = np.zeros(len(order), bool)
-    seen[order] = whole[instance]
-    shapes = list(dict.fromkeys(recording.communicators))
-    shape = np.array([shapes.index(c) for c in recording.communicators])[communicator]
+    seen = whole[instance]
+    waited_s = np.where(seen, busy_s - busy_s[first][instance], 0.0)
+    shapes = [Communicator(*shape) for _, *shape in recording.communicators]
+    unique = list(dict.fromkeys(shapes))
+    shape = np.array([unique.index(c) for c in shapes])[communicator]
     rows = []
-    for s, k in sorted(set(zip(shape.tolist(), kind.tolist()))):
+    for s, k in np.unique(np.stack((shape, kind)), axis=1).T.tolist():
         mine = (shape == s) & (kind == k)
-        name, each = _KINDS.get(recording.kinds[k], (recording.kinds[k].lower(), False))
+        name, each = _KINDS.get(names[k], (names[k].lower(), False))
         total_s, seen_s = float(busy_s[mine].sum()), float(busy_s[mine & seen].sum())
         told = total_s > 0 and seen_s >= (1 - _MOST_UNSEEN) * total_s
-        payload = float(size[mine].sum()) * (shapes[s].ranks if each else 1)
-        communicators = len(np.unique(communicator[mine]))
-        wait_s = float(waited[mine].sum()) if told else None
-        rows.append(InspectedRow(name, shapes[s], communicators, int(mine.sum()), payload, total_s, wait_s))
+        payload = float(size[mine].sum()) * (unique[s].ranks if each else 1)
+        communicators = int(np.count_nonzero(np.bincount(communicator[mine])))
+        wait_s = float(waited_s[mine].sum()) if told else None
+        rows.append(InspectedRow(name, unique[s], communicators, int(mine.sum()), payload, total_s, wait_s))
     rows.sort(key=lambda row: -row.busy_s)
-    late = _late(file, waited, order, whole, first, instance) if alone else []
+    numbered = (np.cumsum(whole) - 1)[instance]
+    late = stragglers(numbered[seen], file[seen], file[seen], waited_s[seen], busy_s[seen]) if alone else ()
+    skew = Skew(method="clock_free", instances=int(whole.sum()), stragglers=late)
     collective_s = float(busy_s[~peer[kind]].sum())
-    return rows, late, int(whole.sum()), float(busy_s[seen].sum()) / collective_s if collective_s else 1.0
+    return rows, skew, float(busy_s[seen].sum()) / collective_s if collective_s else 1.0
 
 
-def _late(file, waited, order, whole, first, instance) -> list[Late]:
-    """The processes that others waited for, the worst first."""
-    if not whole.any():
-        return []
-    waits = np.bincount(instance, weights=waited[order])  # of an instance's other members for its last
-    caused = np.bincount(file[first], weights=waits, minlength=file.max() + 1)
-    own = np.bincount(file, weights=waited, minlength=len(caused))
-    last = np.bincount(file[first[waits > 0]], minlength=len(caused))
-    took_part = np.bincount(file[order][whole[instance]], minlength=len(caused))
-    return [
-        Late(i, float(caused[i]), float(own[i]), float(last[i] / took_part[i]))
-        for i in np.argsort(-caused).tolist()
-        if took_part[i]
-    ]
-
-
-def _notes(recording: Recording, devices: int, whole: float, *, declared: bool) -> Iterator[Note]:
+def _notes(recording: _Recording, devices: int, whole: float, *, declared: bool) -> Iterator[Note]:
     """What was lost, assumed, and cannot be known."""
-    operations = len(recording.time_us)
+    operations = recording.operations
     yield Note(
         "inspector",
         "From NCCL Inspector: communication alone, as long as its kernels ran. Compute is unknown, and so is what of "

@@ -165,7 +165,7 @@ def measure_skew(
     method = "clocked" if good else "clock_free"
     wait = clocked if method == "clocked" else free
     share = np.divide(inside, duration, out=np.zeros_like(inside), where=duration > 0)
-    late = -duration if method == "clock_free" else start
+    early = duration if method == "clock_free" else -start
     return Skew(
         method=method,
         clocks=clocks,
@@ -173,7 +173,7 @@ def measure_skew(
         median_wait_s=median,
         wait_clock_free_s=float(free[known].sum()),
         wait_clocked_s=float(clocked[known].sum()),
-        stragglers=_stragglers(judged, device, process, wait, late),
+        stragglers=stragglers(judged.instance, *(of[judged.row] for of in (device, process, wait, early))),
         transfers=instances.by_step(np.where(known, (duration - wait) * share, np.nan)),
     )
 
@@ -296,28 +296,33 @@ def _extreme(ufunc, values: np.ndarray, number: np.ndarray, n: int, start: float
     return result
 
 
-def _stragglers(judged: _Judged, device, process, wait, late) -> tuple[Straggler, ...]:
-    """Devices by the wait they cause: that of each instance goes to the member that came last."""
-    if not judged.count:
+def stragglers(
+    instance: np.ndarray, device: np.ndarray, process: np.ndarray, wait_s: np.ndarray, early: np.ndarray
+) -> tuple[Straggler, ...]:
+    """Devices by the wait they cause: that of each instance goes to the member that came last.
+
+    Args:
+        instance: [n] number of the instance, of which none is left out.
+        device, process: [n] whose row it is.
+        wait_s: [n] what it waited.
+        early: [n] the larger, the earlier it came.
+    """
+    if not len(instance):
         return ()
-    rows, number = judged.row, judged.instance
-    order = np.lexsort((-late[rows], number))
-    last = rows[order[np.r_[True, np.diff(number[order]) > 0]]]
-    caused = np.bincount(number, weights=wait[rows], minlength=judged.count)
-    size = np.bincount(number, minlength=judged.count)
-    found = []
-    for d in np.unique(device[rows]).tolist():
-        mine, of_mine = rows[device[rows] == d], device[last] == d
-        found.append(
-            Straggler(
-                device=d,
-                process=int(process[mine[0]]),
-                caused_wait_s=float((caused[of_mine] - wait[last[of_mine]]).sum()),
-                waited_s=float(wait[mine].sum()),
-                last_share=float(of_mine.sum() / len(mine)),
-                delay_s=float(((caused[of_mine] - wait[last[of_mine]]) / np.maximum(1, size[of_mine] - 1)).sum()),
-            )
-        )
+    order = np.lexsort((early, instance))
+    last = order[np.r_[True, np.diff(instance[order]) > 0]]
+    caused = np.bincount(instance, weights=wait_s) - wait_s[last]
+    others = np.maximum(1, np.bincount(instance) - 1)
+    devices, first, of = np.unique(device, return_index=True, return_inverse=True)
+    columns = (
+        devices,
+        process[first],
+        np.bincount(of[last], caused, len(devices)),
+        np.bincount(of, wait_s),
+        np.bincount(of[last], caused > 0, len(devices)) / np.bincount(of),
+        np.bincount(of[last], caused / others, len(devices)),
+    )
+    found = [Straggler(*row) for row in zip(*(column.tolist() for column in columns))]
     return tuple(sorted(found, key=lambda s: -s.caused_wait_s))
 
 

@@ -10,7 +10,7 @@ import pytest
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError, TraceError
-from meshkit.trace.inspector import FORMATS, Communicator, axes_of, find_inspector_files
+from meshkit.trace.inspector import FORMATS, Communicator, find_inspector_files, shape_on
 from meshkit.verbs.profile.inspected import profile_inspector
 
 HOSTS, GPUS, STEPS, LATE = 2, 4, 5, 2
@@ -99,6 +99,7 @@ def test_steps_and_the_late_gpu(tmp_path: Path) -> None:
     assert {(d.device, d.host) for d in worst} == {(2, "n0"), (6, "n1")}
     assert worst[0].caused_wait_s == pytest.approx(2 * 3 * WAIT_US * 1e-6)
     assert worst[0].waited_s == 0
+    assert worst[0].delay_s == pytest.approx(2 * WAIT_US * 1e-6)
     assert worst[0].last_share == pytest.approx(2 / 3)
     assert all(d.caused_wait_s == 0 for d in report.stragglers.devices[2:])
 
@@ -115,8 +116,10 @@ def test_axes_and_links_by_the_shape_of_communicators(tmp_path: Path, cluster: C
     # several axes of one shape: no axis is named
     alike = MeshSpec.parse({"data": {"infiniband": 2}, "fsdp": 2, "tensor": 2})
     placement = alike.placement(cluster)
-    assert axes_of(Communicator(2, 1), placement) is None
-    assert axes_of(Communicator(4, 1), placement) == ("fsdp", "tensor")
+    assert shape_on(placement, Communicator(2, 1)) is None
+    together = shape_on(placement, Communicator(4, 1))
+    assert together
+    assert together.axes == ("fsdp", "tensor")
     with pytest.raises(ConfigError, match="told apart"):
         profile_inspector(find_inspector_files(tmp_path / "seen"), mesh=mesh)
 
@@ -150,6 +153,11 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         '{"coll_perf": {"coll": "AllReduce", "coll_sn": -1, "coll_msg_size_bytes": 1e400, "coll_exec_time_us": 2}}',
         '{"header": {"id": "0x1", "rank": 9, "n_ranks": 2, "nnodes": 1}, "coll_perf": {"coll": "AllReduce"}}',
         '{"dump_stats": [], "header": null}',
+        (
+            '{"header": {"id": "0x1", "rank": 4611686018427387903, "n_ranks": 4611686018427387904, "nnodes": 1}, '
+            '"metadata": {"inspector_output_format_version": "v4.3"}, "coll_perf": {"coll": "AllReduce", "coll_sn": 0, '
+            '"coll_msg_size_bytes": 1, "coll_exec_time_us": 2}}'
+        ),
         "[" * 100_000,
     ],
 )

@@ -279,10 +279,8 @@ def waiting_lines(report: Report) -> list[str]:
         if d.caused_wait_s:
             where = "" if d.host is None else f" on {d.host}"
             late = "" if d.last_share is None else f", last in {format_percent(d.last_share)} of collectives"
-            how_long = f"others waited {format_seconds(d.caused_wait_s)} a step"
-            if d.delay_s is not None:
-                how_long = f"delays each of the others by {format_seconds(d.delay_s)} a step"
-            lines.append(f"GPU {d.device}{where}: {how_long}{late}")
+            waited, each = (d.caused_wait_s, "") if d.delay_s is None else (d.delay_s, " each")
+            lines.append(f"GPU {d.device}{where}: others waited {format_seconds(waited)} a step{each}{late}")
     return lines
 
 

@@ -14,24 +14,19 @@ from meshkit.hlo.schedule import Collective
 from meshkit.predict.network import wire_factor
 from meshkit.report.folder import write_folder
 from meshkit.report.history import METRICS_FILE
-from meshkit.report.quality import noted
+from meshkit.report.quality import noted, stragglers_part
 from meshkit.report.rows import infiniband_share, peak_bus_bandwidth_bytes_per_s
 from meshkit.report.schema import (
     CommunicationPart,
     QualityPart,
     Report,
     StepPart,
-    StragglerPart,
-    StragglersPart,
     WindowPart,
 )
 from meshkit.report.summarize import cluster_part, mesh_part
 from meshkit.runs.metrics import read_metrics
 from meshkit.trace.checks import Note
-from meshkit.trace.inspector import Inspected, InspectedRow, axes_of, groups_along, inspect
-
-_MOST_LATE = 16
-_ON_ONE_NODE = "send", "recv"  # whose wire bytes are their payload
+from meshkit.trace.inspector import InspectedRow, inspect, shape_on
 
 
 def profile_inspector(
@@ -66,7 +61,7 @@ def profile_inspector(
     steps = len(times) or 1
     per = 1 / (found.devices * steps)
     rows = [_part(row, per, placement, cluster) for row in found.rows]
-    late = found.late[:_MOST_LATE]
+    hosts = dict(enumerate(found.hosts))
     notes = [*found.notes, _note_of_steps(times), *_unnamed(rows, placement)]
     report = Report(
         source="profile",
@@ -81,7 +76,7 @@ def profile_inspector(
         step=StepPart(time_s=statistics.median(times) if times else None),
         communication=tuple(rows),
         quality=QualityPart(events=found.operations, dropped_events=found.dropped, wait_method="clock_free"),
-        stragglers=_stragglers(found, steps) if late else None,
+        stragglers=stragglers_part(found.skew, hosts, {}, steps) if found.skew.stragglers else None,
         warnings=tuple(noted(notes)),
     )
     if out is None:
@@ -92,55 +87,36 @@ def profile_inspector(
 def _part(row: InspectedRow, per: float, placement: Placement | None, cluster: Cluster | None) -> CommunicationPart:
     """A row of the report: means a step and GPU; what one GPU's NVLink and InfiniBand carry where the mesh is known."""
     group = row.communicator
-    axes = axes_of(group, placement) if placement is not None else None
-    domains = 0
-    if placement is not None and axes is not None:
-        members = groups_along(placement, axes)[0]
-        domains = len(set(placement.domains[members].tolist()))
-    link = ("infiniband" if domains > 1 else "nvlink") if domains else ""
+    shape = shape_on(placement, group) if placement is not None else None
     like = Collective(
-        name=row.collective, key="", collective=row.collective, axes=axes or (), axes_complete=axes is not None,
-        link=link, fabric=placement.fabric.get(link) if placement is not None else None, dtype="",
-        group_size=group.ranks, num_groups=row.communicators, gpus_per_domain=group.ranks // max(1, domains),
-        payload_bytes=0,
+        name=row.collective, key="", collective=row.collective, axes=shape.axes if shape else (),
+        axes_complete=shape is not None, link=shape.link if shape else "",
+        fabric=placement.fabric.get(shape.link) if placement is not None and shape else None, dtype="",
+        group_size=group.ranks, num_groups=row.communicators,
+        gpus_per_domain=shape.gpus_per_domain if shape else group.ranks, payload_bytes=0,
     )  # fmt: skip
     payload, busy_s = row.payload_bytes * per, row.busy_s * per
-    wire = payload * (1.0 if row.collective in _ON_ONE_NODE else wire_factor(row.collective, group.ranks))
+    wire = payload * wire_factor(row.collective, group.ranks)
     wait_s = None if row.wait_s is None else row.wait_s * per
     moving_s = busy_s if wait_s is None else busy_s - wait_s
     across = wire * infiniband_share(like)
     return CommunicationPart.of(
         like,
-        axes_complete=None if placement is None else axes is not None,
-        link=link or None,
+        axes_complete=None if placement is None else shape is not None,
+        link=like.link or None,
         dtype=None,
-        gpus_per_domain=like.gpus_per_domain if domains else None,
+        gpus_per_domain=like.gpus_per_domain if shape else None,
         count=row.count * per,
         payload_bytes=payload,
         wire_bytes=wire,
-        wire_bytes_nvlink=wire - across if domains else None,
-        wire_bytes_infiniband=across if domains else None,
+        wire_bytes_nvlink=wire - across if shape else None,
+        wire_bytes_infiniband=across if shape else None,
         busy_s=busy_s,
         transfer_s=None if wait_s is None else moving_s,
         wait_s=wait_s,
         bus_bandwidth_bytes_per_s=wire / moving_s if wire and moving_s > 0 and wait_s is not None else None,
-        bus_bandwidth_peak_bytes_per_s=peak_bus_bandwidth_bytes_per_s(like, cluster) if domains and wire else None,
+        bus_bandwidth_peak_bytes_per_s=peak_bus_bandwidth_bytes_per_s(like, cluster) if shape and wire else None,
     )
-
-
-def _stragglers(found: Inspected, steps: int) -> StragglersPart:
-    devices = [
-        StragglerPart(
-            device=one.file,
-            process=one.file,
-            host=found.hosts[one.file],
-            caused_wait_s=one.caused_wait_s / steps,
-            waited_s=one.waited_s / steps,
-            last_share=one.last_share,
-        )
-        for one in found.late[:_MOST_LATE]
-    ]
-    return StragglersPart(method="clock_free", instances=found.instances, devices=tuple(devices))
 
 
 def _step_times_s(folder: Path) -> list[float]:
