@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +13,7 @@ import typer
 import typer.core
 
 from meshkit.console import output, run_folder, say
-from meshkit.distributed.environment import MTLS, SECRET
+from meshkit.distributed.environment import MTLS
 from meshkit.errors import ConfigError
 from meshkit.verbs.arguments import SetOption, complete_experiment
 
@@ -109,52 +107,31 @@ def local(
     """
     from meshkit.config.experiment import load
     from meshkit.discover.nvml import has_driver
-    from meshkit.distributed.environment import check_address
-    from meshkit.verbs.launch.certificates import certificates_for
     from meshkit.verbs.launch.job import Job, command_name, job_name
-    from meshkit.verbs.launch.local import LocalPart, check_devices
-    from meshkit.verbs.launch.supervisor import Policy, Supervisor, only_launcher
+    from meshkit.verbs.launch.local import LocalPart, check_part
+    from meshkit.verbs.launch.supervisor import Policy
     from meshkit.verbs.launch.watchdog import read_limits
 
     own = _own_command(context, experiment)
     loaded, limits = load(experiment, set_) if experiment else None, read_limits(stall_timeout, own=bool(own))
     name = loaded.name if loaded else command_name(own)
-    virtual = loaded.cluster.is_cpu if loaded else not has_driver()
-    if coordinator is not None:
-        check_address(coordinator, at="--coordinator", name="--coordinator")
     if hosts > 1 and max_restarts:
         raise ConfigError("one of several hosts cannot restart the job alone.", hint="--max-restarts 0")
-    if hosts > 1 and mtls:
-        made = "meshkit launch certificates DIR --host NAME, and MESHKIT_MTLS=DIR on every host"
-        raise ConfigError("several hosts cannot each make certificates of their own.", at="--mtls", hint=made)
     folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    secrets = folder / "mtls" if mtls else None
+    secrets = str(folder / "mtls") if mtls else None
+    virtual = loaded.cluster.is_cpu if loaded else not has_driver()
+    part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, secrets, virtual=virtual)
+    check_part(part, loaded)
     _warn_of_the_open(mtls or hosts == 1 or bool(os.environ.get(MTLS)))
-    known_as = coordinator.rsplit(":", 1)[0] if coordinator else "127.0.0.1"
-    part = LocalPart(processes, devices, hosts, host_index, coordinator, attempt, str(secrets) if secrets else None)
-    check_devices(part, loaded)
     file, gpus = str(experiment or ""), processes * devices
     job = Job(job_name(name), file, tuple(set_), str(folder), hosts, gpus, processes, own=own)
     command = job.command((sys.executable,))
     if dry_run:
-        if secrets:
-            make = [sys.executable, "-m", "meshkit", "launch", "certificates", str(secrets), "--host", known_as]
-            output(shlex.join(make))
-        elif hosts == 1:  # one that was printed would be none
-            output(f'export {SECRET}="$(openssl rand -hex 32)"')
-        for environment in part.environments(attempt or 0, virtual=virtual, base={}):
-            variables = (f"{name}={value}" for name, value in environment.items() if name != SECRET)
-            output(shlex.join(["env", *variables, *command]))
+        output("\n".join(part.shell_lines(command)))
         return
     run_folder(folder)
     restarts = max_restarts if max_restarts is not None else 3 if hosts == 1 else 0
-    policy = Policy(max_restarts=restarts, save_grace_s=grace, limits=limits)
-    logs = folder / "logs" if hosts == 1 else folder / "logs" / f"host{host_index}"
-    with only_launcher(logs, say), ExitStack() as stack:
-        if secrets:
-            stack.enter_context(certificates_for(secrets, [known_as]))
-        environments = lambda attempt: part.environments(attempt, virtual=virtual)
-        code = Supervisor(command, environments, folder, policy, say, logs=logs, first_rank=part.first_rank).run()
+    code = part.run(command, folder, Policy(max_restarts=restarts, save_grace_s=grace, limits=limits), say)
     if code:
         raise typer.Exit(code)
 

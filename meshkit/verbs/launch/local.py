@@ -7,13 +7,28 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from meshkit.config.experiment import Experiment
-from meshkit.distributed.environment import FIRST_PORT, JOIN_TIMEOUT, NUM_PORTS, Gang, without_launchers
+from meshkit.distributed.environment import (
+    FIRST_PORT,
+    JOIN_TIMEOUT,
+    NUM_PORTS,
+    SECRET,
+    Gang,
+    check_address,
+    split_address,
+    without_launchers,
+)
 from meshkit.errors import ConfigError, RunError
+from meshkit.verbs.launch.certificates import certificates_for
+from meshkit.verbs.launch.supervisor import Policy, Supervisor, only_launcher
 
 _LOOPBACK = "127.0.0.1"
 _JOIN_S = "120"
@@ -38,45 +53,79 @@ class LocalPart:
     """Restarts of the whole job before this, where something else restarts it."""
     mtls: str | None = None
     """Folder of certificates; None for what the environment says, and on one machine a new secret for every attempt."""
+    virtual: bool = False
+    """Whether the devices are virtual ones of the CPU."""
 
     @property
     def first_rank(self) -> int:
         return self.host_index * self.processes
 
-    def environments(
-        self, attempt: int, *, virtual: bool, base: Mapping[str, str] | None = None
-    ) -> list[dict[str, str]]:
+    @property
+    def coordinator_host(self) -> str:
+        return split_address(self.coordinator)[0] if self.coordinator else _LOOPBACK
+
+    def environments(self, attempt: int, *, base: Mapping[str, str] | None = None) -> list[dict[str, str]]:
         """The environment of every process here.
 
         Args:
             attempt: its number.
-            virtual: whether the devices are virtual ones of the CPU.
             base: what they inherit; this process's environment by default.
         """
         inherited = without_launchers(os.environ if base is None else base)
         inherited["PYTHONUNBUFFERED"] = "1"  # the log of a process that is killed is whole
         if self.hosts == 1:  # whoever ends is seen here; on a busy machine one may be late
             inherited.setdefault(JOIN_TIMEOUT, _JOIN_S)
-        if virtual:
+        if self.virtual:
             inherited |= _virtual_devices(inherited, self.devices)
         coordinator = self.coordinator or f"{_LOOPBACK}:{free_port()}"
         secret = secrets.token_hex(32) if self.hosts == 1 and self.mtls is None else None
-        gangs = [self._gang(i, coordinator, attempt, virtual, secret) for i in range(self.processes)]
+        gangs = [self._gang(i, coordinator, attempt, secret) for i in range(self.processes)]
         return [inherited | gang.emit() for gang in gangs]
 
-    def _gang(self, index: int, coordinator: str, attempt: int, virtual: bool, secret: str | None) -> Gang:
+    def _gang(self, index: int, coordinator: str, attempt: int, secret: str | None) -> Gang:
         """Every process sees all GPUs (they reach each other through CUDA IPC) and drives its own."""
-        ids = None if virtual else tuple(range(index * self.devices, (index + 1) * self.devices))
+        ids = None if self.virtual else tuple(range(index * self.devices, (index + 1) * self.devices))
         number = attempt if self.attempt is None else self.attempt
         return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number, self.mtls, secret)
 
+    def shell_lines(self, command: Sequence[str]) -> list[str]:
+        """What would be started, as a shell takes it."""
+        lines = []
+        if self.mtls is not None:
+            make = [sys.executable, "-m", "meshkit", "launch", "certificates", self.mtls]
+            lines = [shlex.join([*make, "--host", self.coordinator_host])]
+        elif self.hosts == 1:  # one that was printed would be none
+            lines = [f'export {SECRET}="$(openssl rand -hex 32)"']
+        for environment in self.environments(0, base={}):
+            variables = (f"{name}={value}" for name, value in environment.items() if name != SECRET)
+            lines.append(shlex.join(["env", *variables, *command]))
+        return lines
 
-def check_devices(part: LocalPart, experiment: Experiment | None) -> None:
+    def run(self, command: Sequence[str], folder: Path, policy: Policy, show: Callable[[str], None]) -> int:
+        """Starts the processes and keeps them going, as `Supervisor.run` does, with certificates made for them.
+
+        Raises:
+            ConfigError: another launcher has the run folder, or the certificates cannot be written.
+            RunError: it failed for good.
+        """
+        logs = folder / "logs" / (f"host{self.host_index}" if self.hosts > 1 else "")
+        with only_launcher(logs, show), ExitStack() as stack:
+            if self.mtls is not None:
+                stack.enter_context(certificates_for(Path(self.mtls), [self.coordinator_host]))
+            supervisor = Supervisor(
+                command, self.environments, folder, policy, show, logs=logs, first_rank=self.first_rank
+            )
+            return supervisor.run()
+
+
+def check_part(part: LocalPart, experiment: Experiment | None) -> None:
     """Stops unless the processes have as many devices together as the experiment's cluster, if there is one.
 
     Raises:
-        ConfigError: they have more or fewer, or the part is none of the job.
+        ConfigError: they have more or fewer, or the part is none of the job, or its hosts could not meet.
     """
+    if part.coordinator is not None:
+        check_address(part.coordinator, at="--coordinator", name="--coordinator")
     if min(part.processes, part.devices, part.hosts) < 1 or not 0 <= part.host_index < part.hosts:
         raise ConfigError(
             f"host {part.host_index} of {part.hosts} with {part.processes} processes x {part.devices} devices is no "
@@ -89,6 +138,12 @@ def check_devices(part: LocalPart, experiment: Experiment | None) -> None:
             f"{part.hosts} hosts need one coordinator that all of them reach.",
             at="--hosts",
             hint="--coordinator HOST:PORT, with the name of the first host",
+        )
+    if part.hosts > 1 and part.mtls is not None:
+        raise ConfigError(
+            "several hosts cannot each make certificates of their own.",
+            at="--mtls",
+            hint="meshkit launch certificates DIR --host NAME, and MESHKIT_MTLS=DIR on every host",
         )
     if experiment is None:
         return

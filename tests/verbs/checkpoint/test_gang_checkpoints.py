@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 def run_gang(folder: Path) -> list[dict]:
     """Two processes of four devices, as `launch local` starts them; what each of them saw."""
     command = [sys.executable, "-m", "tests.verbs.checkpoint.gang_program", str(folder)]
-    environments = LocalPart(2, 4).environments(0, virtual=True)
+    environments = LocalPart(2, 4, virtual=True).environments(0)
     logs = [folder / f"rank{i}.log" for i in range(2)]
     gang = []
     try:

@@ -117,8 +117,8 @@ def test_the_environment_says_where_they_are():
 @pytest.mark.parametrize(("own", "folder"), [(None, "/etc/meshkit/mtls"), ("/run/mtls", "/run/mtls")])
 def test_processes_that_are_started_here_inherit_them(own, folder):
     """Those of a pod, which `launch local` starts inside it; unless it was told of others."""
-    part = LocalPart(2, 1, hosts=2, host_index=1, coordinator="gpu7:61000", mtls=own)
-    environments = part.environments(0, virtual=True, base={"MESHKIT_MTLS": "/etc/meshkit/mtls"})
+    part = LocalPart(2, 1, hosts=2, host_index=1, coordinator="gpu7:61000", mtls=own, virtual=True)
+    environments = part.environments(0, base={"MESHKIT_MTLS": "/etc/meshkit/mtls"})
     assert [read_gang(environment).mtls for environment in environments] == [folder] * 2
 
 

@@ -28,15 +28,10 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from meshkit.verbs.launch.local import LocalPart
-from meshkit.verbs.launch.supervisor import Policy, Supervisor
+from meshkit.verbs.launch.supervisor import Policy
 index, folder, process = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-part = LocalPart(1, 2, hosts=2, host_index=index, coordinator="mk-host0:61000", attempt=0)
-command = [sys.executable, "-c", process]
-supervisor = Supervisor(
-    command, lambda n: part.environments(n, virtual=True), folder, Policy(max_restarts=0), print,
-    logs=folder / f"host{index}", first_rank=part.first_rank,
-)
-sys.exit(supervisor.run())
+part = LocalPart(1, 2, hosts=2, host_index=index, coordinator="mk-host0:61000", attempt=0, virtual=True)
+sys.exit(part.run([sys.executable, "-c", process], folder, Policy(max_restarts=0), print))
 """
 
 

@@ -13,7 +13,7 @@ from meshkit.config.experiment import load
 from meshkit.distributed.environment import read_gang
 from meshkit.errors import ConfigError
 from meshkit.verbs.launch.job import Job, check_share, job_name
-from meshkit.verbs.launch.local import LocalPart, check_devices, free_port
+from meshkit.verbs.launch.local import LocalPart, check_part, free_port
 from meshkit.verbs.launch.processes import Ending
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,7 +22,7 @@ DEBUG = ROOT / "configs/experiments/llama_debug_cpu.toml"
 
 def test_the_environment_of_virtual_devices():
     base = {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=8", "PATH": "/bin", "SLURM_PROCID": "5"}
-    environments = LocalPart(2, 4).environments(3, virtual=True, base=base)
+    environments = LocalPart(2, 4, virtual=True).environments(3, base=base)
     gangs = [read_gang(environment) for environment in environments]
     assert [(g.process_id, g.num_processes, g.local_device_ids, g.attempt) for g in gangs] == [
         (0, 2, None, 3),
@@ -38,14 +38,14 @@ def test_the_environment_of_virtual_devices():
 @pytest.mark.parametrize(("processes", "devices", "ids"), [(8, 1, [(i,) for i in range(8)]), (1, 8, [tuple(range(8))])])
 def test_one_process_for_each_gpu_and_one_for_all(processes, devices, ids):
     base = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
-    environments = LocalPart(processes, devices).environments(0, virtual=False, base=base)
+    environments = LocalPart(processes, devices).environments(0, base=base)
     assert [read_gang(environment).local_device_ids for environment in environments] == ids
     assert all(e["CUDA_VISIBLE_DEVICES"] == base["CUDA_VISIBLE_DEVICES"] for e in environments)  # all see all
 
 
 def test_every_attempt_has_a_port_of_its_own():
     part = LocalPart(1, 1)
-    ports = {part.environments(i, virtual=True, base={})[0]["MESHKIT_COORDINATOR"] for i in range(8)}
+    ports = {part.environments(i, base={})[0]["MESHKIT_COORDINATOR"] for i in range(8)}
     assert len(ports) > 4  # 8 random ones of 4000: fewer than 5 different ones in 1 of 10^9 runs
 
 
@@ -61,7 +61,7 @@ def test_a_port_in_use_is_not_chosen(monkeypatch):
 
 def test_one_host_of_several():
     part = LocalPart(8, 1, hosts=4, host_index=2, coordinator="host0:61000", attempt=5)
-    gangs = [read_gang(environment) for environment in part.environments(0, virtual=False, base={})]
+    gangs = [read_gang(environment) for environment in part.environments(0, base={})]
     assert [g.process_id for g in gangs] == list(range(16, 24))
     assert {(g.coordinator, g.num_processes, g.attempt) for g in gangs} == {("host0:61000", 32, 5)}
     assert gangs[3].local_device_ids == (3,)
@@ -70,24 +70,23 @@ def test_one_host_of_several():
 @pytest.mark.parametrize(
     ("part", "match"),
     [
-        (
-            LocalPart(2, 8),
-            r"are 16, but cluster 'cpu8' has 8(.|\n)*--processes 2 --devices 4",
-        ),
+        (LocalPart(2, 8), r"are 16, but cluster 'cpu8' has 8(.|\n)*--processes 2 --devices 4"),
         (LocalPart(3, 2), r"3 processes x 2 devices are 6(.|\n)*processes that divides 8, or a cluster of 6"),
         (LocalPart(2, 2, hosts=2), "2 hosts need one coordinator"),
         (LocalPart(2, 2, hosts=2, host_index=2, coordinator="a:1"), "host 2 of 2 .* is no part of a job"),
         (LocalPart(2, 4, hosts=2, coordinator="a:1"), "2 hosts x 2 processes x 4 devices are 16"),
+        (LocalPart(2, 4, hosts=2, coordinator="a"), "--coordinator is 'a', not host:port"),
+        (LocalPart(2, 2, hosts=2, coordinator="a:1", mtls="m"), "several hosts cannot each make certificates"),
     ],
 )
-def test_devices_that_are_not_the_clusters(part, match):
+def test_what_is_no_part_of_the_job(part, match):
     with pytest.raises(ConfigError, match=match):
-        check_devices(part, load(DEBUG))
+        check_part(part, load(DEBUG))
 
 
 def test_devices_that_are():
     for part in (LocalPart(2, 4), LocalPart(8, 1), LocalPart(2, 2, hosts=2, coordinator="a:1")):
-        check_devices(part, load(DEBUG))
+        check_part(part, load(DEBUG))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def run(*arguments, env=None):
 
 
 def test_the_processes_of_an_attempt_share_a_secret_that_is_new_each_time():
-    secrets = [[read_gang(e).secret for e in LocalPart(2, 4).environments(i, virtual=True, base={})] for i in (0, 1)]
+    secrets = [[read_gang(e).secret for e in LocalPart(2, 4).environments(i, base={})] for i in (0, 1)]
     (first, second), (third, _) = secrets
     assert first == second != third
     assert len(first) == 64
