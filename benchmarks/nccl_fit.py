@@ -130,3 +130,11 @@ def constant_lines(rows: Sequence[Row]) -> Iterator[str]:
             f"| {name} | {value:.4g} | {row['unit']} | {row['what']} | {row['fit']} | {row['without']:.4g} | "
             f"{moved.sum()} | {cells} |"
         )
+
+
+def by_hand_lines() -> Iterator[str]:
+    """A table in Markdown: every number that is chosen, and why."""
+    yield "| number | value | unit | what | why |"
+    yield "|---|---|---|---|---|"
+    for name, row in nccl_constants()["by_hand"].items():
+        yield f"| {name} | {row['value']:.4g} | {row['unit']} | {row['what']} | {row['why']} |"

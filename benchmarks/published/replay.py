@@ -25,7 +25,7 @@ from benchmarks.published.rows import Row, measured_peak_bytes, measured_step_ti
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.errors import MeshkitError
-from meshkit.predict.interval import stratum_of, time_interval
+from meshkit.predict.interval import step_interval, stratum_of
 from meshkit.timeline import overlap
 
 
@@ -139,8 +139,8 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
     peak = measured_peak_bytes(row.notes, row.source)
     predicted, exposed, hidden, blocking = _times(run, program)
     gpu = str(run.machines.table["gpu"])
-    interval = time_interval(stratum_of(catalog.gpu(gpu), run.precision, bool(run.shape.experts)))
-    low, high = interval.p80 if interval else (None, None)
+    interval = step_interval(predicted, stratum_of(catalog.gpu(gpu), run.precision, bool(run.shape.experts)))
+    low, high = interval.p80_s if interval else (None, None)
     found = Prediction(
         id=row.id,
         source=row.source,
@@ -160,8 +160,8 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
         model_flops=run.model_flops,
         cached=cached,
         handling=run.handling,
-        interval_low_s=predicted * low if low else None,
-        interval_high_s=predicted * high if high else None,
+        interval_low_s=low,
+        interval_high_s=high,
     )
     return Prediction(**{**asdict(found), "note": _note(run, program, found, how)})
 

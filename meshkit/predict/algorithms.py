@@ -14,17 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshkit.config import catalog
-from meshkit.predict.links import Wires, nccl_constants
-from meshkit.predict.tuner import PROTOCOLS, RING_TURNS, Expected, expected, tree_medium
+from meshkit.predict.links import Wires, by_hand, nccl_constants
+from meshkit.predict.tuner import PROTOCOLS, RING_TURNS, Expected, expected, table_step_s, tree_medium
 
 CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # of which NCCL's tuner chooses how
 FORCED = ("ring", "tree", "nvls", "nvls tree", "pat", "collnet", "symmetric", "one-shot", "neighbours")
-_AS_GOOD = 1.5  # NCCL's tables of networks were made on other ones: estimates as near do not tell which is faster
-_LL_TURNAROUND = 1.0  # LL's lines carry a GPU's own part as slowly as what arrives
-_ONE_SHOT_S = (
-    2.5e-6  # XLA's own kernel: launch 1 us and a barrier of 1.5 (sol_gpu_cost_model.cc, gpu_performance_model)
-)
-_BARRIER_S = 1e-6  # of symmetric kernels, before and after
 
 
 def wire_factor(collective: str, n: int) -> float:
@@ -76,10 +70,11 @@ def _taken(collective: str, choices: Sequence[Expected], payload: float, wires: 
     pick = choices[estimates.index(least)]
     if wires.k == 1 or pick.name == "nvls tree":
         return _priced(collective, pick, payload, wires)
+    tie = by_hand("tie")
     near = [
         choice
         for choice, estimate in zip(choices, estimates, strict=True)
-        if estimate <= _AS_GOOD * least and choice.name != "nvls tree"
+        if estimate <= tie * least and choice.name != "nvls tree"
     ]
     return min((_priced(collective, choice, payload, wires) for choice in near), key=lambda found: found.time_s)
 
@@ -126,17 +121,9 @@ def _priced(collective: str, choice: Expected, payload: float, wires: Wires) -> 
     return _tree(protocol, payload, wires) if family == "tree" else _ring(collective, protocol, payload, wires)
 
 
-def _table_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, float]:
-    """NCCL's own latency of a step inside a domain, and out of it."""
-    rows = nccl_constants()["step_latency_s"]
-    simple = protocol == "simple"
-    inside = rows[wires.inside][algorithm][protocol] + wires.inside_extra_s[simple]
-    return inside, rows[wires.outside][algorithm][protocol] + wires.outside_extra_s[simple]
-
-
 def _step_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, float]:
     """Latency of a step inside a domain, and out of it: measured where it was, a tree's by NCCL's relation."""
-    rows, (inside, outside) = nccl_constants()["step_latency_s"], _table_s(algorithm, protocol, wires)
+    rows, (inside, outside) = nccl_constants()["step_latency_s"], table_step_s(algorithm, protocol, wires)
     if wires.inside == "nvlink":
         row = rows["nvlink"]
         inside = wires.fitted[f"{protocol}_step_s"] * row[algorithm][protocol] / row["ring"][protocol]
@@ -175,7 +162,7 @@ def _ring(collective: str, protocol: str, payload: float, wires: Wires) -> Algor
     steps, crossing = RING_TURNS[collective] * (n - 1), RING_TURNS[collective] * (k - 1)
     hops = (steps - crossing) * inside_step + crossing * outside_step
     wire = payload * wire_factor(collective, n)
-    turnaround = _LL_TURNAROUND if protocol == "ll" else wires.fitted["turnaround"]
+    turnaround = by_hand("ll_turnaround") if protocol == "ll" else wires.fitted["turnaround"]
     inside = wire * (1 + turnaround / steps) / (wires.inside_bytes_per_s * _share(protocol, wires)) if g > 1 else 0.0
     share = nccl_constants()["protocol"]["ring_share"][protocol]
     outside = wire / g / (wires.outside_bytes_per_s * share) * wires.spine[0]
@@ -293,7 +280,7 @@ def _symmetric(collective: str, payload: float, wires: Wires) -> Algorithm | Non
         return None
     rate = wires.inside_bytes_per_s * nccl_constants()["protocol"]["symmetric_link_share"]
     passes = 1 + 1 / wires.g if collective == "all-reduce" and wires.nvls else wire_factor(collective, wires.g)
-    latency = wires.fitted["kernel_s"] + 2 * _BARRIER_S
+    latency = wires.fitted["kernel_s"] + 2 * by_hand("symmetric_barrier_s")
     return Algorithm("symmetric", latency, payload * passes / rate, _handoff_s(wires, outside=False))
 
 
@@ -301,7 +288,7 @@ def _one_shot(collective: str, payload: float, wires: Wires) -> Algorithm | None
     """XLA's own all-reduce: every GPU reads the payload of all others."""
     if wires.k > 1 or collective != "all-reduce":
         return None
-    return Algorithm("one-shot", _ONE_SHOT_S, payload * (wires.g - 1) / wires.inside_bytes_per_s, 0.0)
+    return Algorithm("one-shot", by_hand("one_shot_s"), payload * (wires.g - 1) / wires.inside_bytes_per_s, 0.0)
 
 
 def _send_s(payload: float, wires: Wires) -> float:
@@ -353,7 +340,7 @@ def _neighbours(payload: float, wires: Wires) -> Algorithm:
     """
     if wires.k == 1:
         return _permute(payload, wires)
-    shared = wires.fitted["spine_flows"] if wires.k > nccl_constants()["p2p"]["leaf_hosts"] else 1.0
+    shared = wires.fitted["spine_flows"] if wires.k > by_hand("leaf_hosts") else 1.0
     wire = payload * shared / wires.port_bytes_per_s
     return Algorithm("neighbours", _send_s(payload, wires), wire, _handoff_s(wires, outside=True))
 
@@ -409,8 +396,8 @@ def _chain(protocol: str, payload: float, wires: Wires) -> Algorithm:
     channels = max(1, min(channels, int(payload // chain["least_channel_bytes"])))
     slot = min(chain["slot_bytes"][protocol], payload / channels / slot_share)
     copy = slot / wires.channel_bytes_per_s
-    inside = _table_s("ring", protocol, wires)[0] + (copy if protocol == "simple" else 0.0)
-    outside, port = _table_s("tree", protocol, wires)[1] if k > 1 else 0.0, slot / wires.port_bytes_per_s
+    inside = table_step_s("ring", protocol, wires)[0] + (copy if protocol == "simple" else 0.0)
+    outside, port = table_step_s("tree", protocol, wires)[1] if k > 1 else 0.0, slot / wires.port_bytes_per_s
     outside += copy + port if protocol == "simple" else max(copy, port)
     fill = constants["base_latency_s"]["ring"][protocol] + (wires.g * k - k) * inside + (k - 1) * outside
     rest = 1 - slot * slot_share / payload if payload else 0.0

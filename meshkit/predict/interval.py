@@ -19,6 +19,7 @@ from meshkit.config import catalog
 from meshkit.config.cluster import Gpu
 
 _LEAST_GROUPS, _LEAST_SOURCES = 20, 3  # of a stratum that counts as calibrated
+_ENDS = (("q25", "q75"), ("q10", "q90"))
 _GENERATIONS = {8: "ampere", 9: "hopper", 10: "blackwell"}
 
 
@@ -38,26 +39,6 @@ class Stratum:
         return f"{whole}, {self.bits} bit", whole, kind
 
 
-@dataclass(frozen=True)
-class TimeInterval:
-    """Where the measured step will lie, in so many of 100 runs.
-
-    Attributes:
-        p50, p80: (low, high) as factors of the predicted time.
-        stratum: that of the run.
-        calibrated: whether the numbers are of it, and of enough runs.
-        rows: published runs behind the interval.
-        wider: the stratum that the numbers are of.
-    """
-
-    p50: tuple[float, float]
-    p80: tuple[float, float]
-    stratum: str
-    calibrated: bool
-    rows: int
-    wider: str
-
-
 class StepInterval(BaseModel):
     """Where a predicted step will lie: (low, high), by errors of `rows` published runs of its stratum or, where that is
     not calibrated, of a wider one."""
@@ -71,15 +52,6 @@ class StepInterval(BaseModel):
     rows: int
 
 
-def step_interval(time_s: float, stratum: Stratum) -> StepInterval | None:
-    """The interval of a step that is predicted to take so long."""
-    found = time_interval(stratum)
-    if found is None:
-        return None
-    p50, p80 = ((time_s * low, time_s * high) for low, high in (found.p50, found.p80))
-    return StepInterval(p50_s=p50, p80_s=p80, stratum=found.stratum, calibrated=found.calibrated, rows=found.rows)
-
-
 def enough(groups: int, sources: int) -> bool:
     """Whether so many groups of correlated runs, of so many sources, calibrate a stratum."""
     return groups >= _LEAST_GROUPS and sources >= _LEAST_SOURCES
@@ -91,8 +63,8 @@ def stratum_of(gpu: Gpu, precision: str, experts: bool) -> Stratum:
     return Stratum(experts, _GENERATIONS.get(major, "other"), 8 if "8" in precision else 16)
 
 
-def time_interval(stratum: Stratum) -> TimeInterval | None:
-    """The interval of a run's stratum; None where there are no published runs at all."""
+def step_interval(time_s: float, stratum: Stratum) -> StepInterval | None:
+    """The interval of a step that is predicted to take so long; None where there are no published runs at all."""
     table = _table()
     for name in stratum.names:
         row = table.get(name)
@@ -100,8 +72,10 @@ def time_interval(stratum: Stratum) -> TimeInterval | None:
             continue
         plenty = enough(int(row["groups"]), int(row["sources"]))
         if plenty or name == stratum.names[-1]:
-            p50, p80 = ((float(row[low]), float(row[high])) for low, high in (("q25", "q75"), ("q10", "q90")))
-            return TimeInterval(p50, p80, stratum.names[0], plenty and name == stratum.names[0], int(row["rows"]), name)
+            p50, p80 = ((time_s * float(row[low]), time_s * float(row[high])) for low, high in _ENDS)
+            calibrated = plenty and name == stratum.names[0]
+            rows = int(row["rows"])
+            return StepInterval(p50_s=p50, p80_s=p80, stratum=stratum.names[0], calibrated=calibrated, rows=rows)
     return None
 
 

@@ -24,6 +24,11 @@ def nccl_constants() -> dict[str, Any]:
     return tomllib.loads(resources.files("meshkit.predict").joinpath("nccl.toml").read_text(encoding="utf-8"))
 
 
+def by_hand(name: str) -> float:
+    """A number that is neither NCCL's nor fitted."""
+    return nccl_constants()["by_hand"][name]["value"]
+
+
 @functools.cache
 def fitted_values() -> Mapping[str, float]:
     """Every fitted constant by name; one that differs by generation of NVLink as `name.generation`."""

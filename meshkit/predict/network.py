@@ -7,7 +7,7 @@ form of algorithms.py over the links of links.py. The numbers are in nccl.toml, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypedDict, Unpack
 
 from meshkit.config import calibration
@@ -15,7 +15,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
 from meshkit.predict.algorithms import FORCED, Algorithm, fastest, forced, options, wire_factor
-from meshkit.predict.links import FABRICS, Wires, busy_share, fitted_for, fitted_values, nccl_constants
+from meshkit.predict.links import FABRICS, Wires, busy_share, by_hand, fitted_for, fitted_values, nccl_constants
 from meshkit.predict.tuner import PROTOCOLS, RING_TURNS
 
 __all__ = [
@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 
+_LAUNCHES = ("nccl-tests", "xla")
+
+
 class How(TypedDict, total=False):
     """How a collective is run, where it is not as NCCL and XLA do by themselves."""
 
@@ -44,34 +47,21 @@ class How(TypedDict, total=False):
     fitted: Mapping[str, float] | None
 
 
-@dataclass(frozen=True)
-class _Way:
-    """The same, with what is usual."""
-
-    nvls: bool = True
-    algorithm: str | None = None
-    nccl: str | None = None
-    launch: str = "xla"
-    fabric: str | None = None
-    racks: int | None = None
-    fitted: Mapping[str, float] | None = None
-
-    def check(self, domains: int) -> None:
-        """Refuses words that the model has not."""
-        launches = nccl_constants()["launch"]
-        if self.algorithm is not None:
-            family, _, protocol = self.algorithm.rpartition(" ")
-            if (family if protocol in PROTOCOLS else self.algorithm) not in FORCED:
-                raise ConfigError(f"unknown algorithm '{self.algorithm}'.", hint=did_you_mean(self.algorithm, FORCED))
-        if self.launch not in launches:
-            raise ConfigError(f"unknown launch '{self.launch}'.", hint=", ".join(launches))
-        if self.fabric not in (None, *FABRICS):
-            raise ConfigError(f"unknown fabric '{self.fabric}'.", hint=", ".join(FABRICS))
-        if self.racks is not None and not 1 <= self.racks <= domains:
-            raise ConfigError(f"{domains} domains cannot lie under {self.racks} racks.", hint=f"1 to {domains}")
-
-
-_AS_USUAL = _Way()
+def _check(how: How, domains: int) -> None:
+    """Refuses words that the model has not."""
+    for name in how.keys() - How.__annotations__.keys():
+        raise TypeError(f"collective_time_s() got an unexpected keyword argument '{name}'")
+    algorithm, fabric, racks = how.get("algorithm"), how.get("fabric"), how.get("racks")
+    if algorithm is not None:
+        family, _, protocol = algorithm.rpartition(" ")
+        if (family if protocol in PROTOCOLS else algorithm) not in FORCED:
+            raise ConfigError(f"unknown algorithm '{algorithm}'.", hint=did_you_mean(algorithm, FORCED))
+    if (launch := how.get("launch", "xla")) not in _LAUNCHES:
+        raise ConfigError(f"unknown launch '{launch}'.", hint=", ".join(_LAUNCHES))
+    if fabric not in (None, *FABRICS):
+        raise ConfigError(f"unknown fabric '{fabric}'.", hint=", ".join(FABRICS))
+    if racks is not None and not 1 <= racks <= domains:
+        raise ConfigError(f"{domains} domains cannot lie under {racks} racks.", hint=f"1 to {domains}")
 
 
 def collective_time_s(
@@ -109,10 +99,9 @@ def collective_time_s(
         ConfigError: an unknown collective, a group that makes no sense, an algorithm that cannot run it, or a
             calibration that cannot be read.
     """
-    way = _AS_USUAL
     if how:
-        way = _Way(**how)
-        way.check(domains)
+        _check(how, domains)
+    algorithm, fitted = how.get("algorithm"), how.get("fitted")
     n = gpus_per_domain * domains
     if collective not in RING_TURNS:
         raise ConfigError(f"unknown collective '{collective}'.", hint=", ".join(sorted(RING_TURNS)))
@@ -124,19 +113,21 @@ def collective_time_s(
         raise ConfigError(f"{concurrent_groups} concurrent groups make no sense.", hint="1 or more")
     if n == 1:
         return 0.0
-    if cluster.calibration is not None and way.algorithm is None and not way.fitted:
+    if cluster.calibration is not None and algorithm is None and not fitted:
         sharing = max(1.0, busy_share(cluster, gpus_per_domain, concurrent_groups))
         measured = _calibrated_s(cluster.calibration, collective, payload_bytes * sharing, gpus_per_domain, domains)
         if measured is not None:
             return measured
-    wires = _wires(cluster, gpus_per_domain, domains, concurrent_groups, way)
-    launch = nccl_constants()["launch"][way.launch]
-    if way.algorithm is None:
+    wires = _wires(cluster, gpus_per_domain, domains, concurrent_groups, how)
+    if fitted:
+        wires = replace(wires, fitted=fitted_for(wires.generation, fitted))
+    launch = by_hand("xla_launch_s") if how.get("launch", "xla") == "xla" else 0.0
+    if algorithm is None:
         return launch + fastest(collective, payload_bytes, wires).time_s
-    found = forced(collective, way.algorithm, payload_bytes, wires)
+    found = forced(collective, algorithm, payload_bytes, wires)
     if found is None:
         where = "inside a domain" if domains == 1 else "between domains"
-        raise ConfigError(f"algorithm not in the model: {way.algorithm} of {collective} {where}.")
+        raise ConfigError(f"algorithm not in the model: {algorithm} of {collective} {where}.")
     return launch + found.time_s
 
 
@@ -160,17 +151,16 @@ _known_wires: dict[tuple, tuple[Cluster, Wires]] = {}
 _MOST_KNOWN = 1024
 
 
-def _wires(cluster: Cluster, g: int, k: int, concurrent_groups: int | None, way: _Way) -> Wires:
+def _wires(cluster: Cluster, g: int, k: int, concurrent_groups: int | None, how: How) -> Wires:
     """`Wires.of`, made once for each cluster and shape of group."""
-    nvls, fabric, nccl = way.nvls, (way.fabric, way.racks), way.nccl
+    nvls, fabric, nccl = how.get("nvls", True), (how.get("fabric"), how.get("racks")), how.get("nccl")
     key = (id(cluster), g, k, concurrent_groups, nvls, fabric, nccl)
     if key not in _known_wires:
         if len(_known_wires) >= _MOST_KNOWN:
             _known_wires.clear()
         made = Wires.of(cluster, g, k, concurrent_groups=concurrent_groups, nvls=nvls, fabric=fabric, nccl=nccl)
         _known_wires[key] = cluster, made
-    wires = _known_wires[key][1]
-    return replace(wires, fitted=fitted_for(wires.generation, way.fitted)) if way.fitted else wires
+    return _known_wires[key][1]
 
 
 def _calibrated_s(path: str, collective: str, payload: float, g: int, k: int) -> float | None:

@@ -20,7 +20,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.kernels import KernelWork
-from meshkit.predict.network import nccl_constants
+from meshkit.predict.links import by_hand
 from meshkit.predict.pricing import Load, Pricer, host_bytes_per_s
 from meshkit.timeline import Collective, DeviceStep, Timeline
 
@@ -180,7 +180,7 @@ class _Simulator:
         self._done: dict[str, _Segment] = {}
         self.collectives: list[Collective] = []
         self.op_names: list[str] = []
-        self._gap = nccl_constants()["kernel"]["gap_s"]
+        self._gap = by_hand("kernel_gap_s")
 
     def computation(self, name: str) -> _Segment:
         """The run of a computation from time 0, every stream drained at its end."""

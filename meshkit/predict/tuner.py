@@ -84,6 +84,14 @@ def tree_medium(protocol: str, payload: float) -> float:
     return table[low] + (where - low) * (high - table[low])
 
 
+def table_step_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, float]:
+    """NCCL's own latency of a step inside a domain, and out of it."""
+    rows = nccl_constants()["step_latency_s"]
+    simple = protocol == "simple"
+    inside = rows[wires.inside][algorithm][protocol] + wires.inside_extra_s[simple]
+    return inside, rows[wires.outside][algorithm][protocol] + wires.outside_extra_s[simple]
+
+
 def _floor(speeds: list[float], rate: float) -> float:
     """The largest speed of NCCL's grid that a rate allows; the rate itself below the grid."""
     return next((speed for speed in speeds if speed <= rate), rate)
@@ -114,11 +122,11 @@ def _expected(collective: str, wires: Wires):
     for protocol in PROTOCOLS:
         if protocol == "ll128" and not wires.ll128:
             continue
-        inside, outside = _table_step_s("ring", protocol, wires)
+        inside, outside = table_step_s("ring", protocol, wires)
         if k > 1 and wires.outside == "net":
             inside = max(inside, rows["net"]["post"][protocol])
         if g == 1 and k > 1:
-            outside = _table_step_s("tree", protocol, wires)[1]  # nothing hides it (tuning.cc, one GPU a node)
+            outside = table_step_s("tree", protocol, wires)[1]  # nothing hides it (tuning.cc, one GPU a node)
         rate = total * shares["ring_share"][protocol]
         if protocol == "ll":
             rate = min(total * version["ring_ll_share"], column["ll"][place])
@@ -132,7 +140,7 @@ def _expected(collective: str, wires: Wires):
         yield Expected(f"ring {protocol}", latency, rate * n / steps, plateau=plateau)
         if collective != "all-reduce":
             continue
-        inside, outside = _table_step_s("tree", protocol, wires)
+        inside, outside = table_step_s("tree", protocol, wires)
         latency = constants["base_latency_s"]["tree"][protocol] + 2 * ((g - 1) * inside + int(math.log2(k)) * outside)
         rate = min(total * 0.92, channels * column["tree_channel"][place])
         if protocol == "ll":
@@ -168,11 +176,3 @@ def _expected_nvls(wires: Wires, version: Mapping[str, Any]):
         rate *= heads * n / (2 * (n - 1))
     dips = k > 1 and wires.column == "blackwell" and wires.x86 and wires.nccl >= (2, 29)
     yield Expected("nvls" if k == 1 else "nvls tree", latency, rate, medium="simple" if dips else "")
-
-
-def _table_step_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, float]:
-    """NCCL's own latency of a step inside a domain, and out of it."""
-    rows = nccl_constants()["step_latency_s"]
-    simple = protocol == "simple"
-    inside = rows[wires.inside][algorithm][protocol] + wires.inside_extra_s[simple]
-    return inside, rows[wires.outside][algorithm][protocol] + wires.outside_extra_s[simple]

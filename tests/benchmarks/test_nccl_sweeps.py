@@ -4,12 +4,13 @@ import csv
 
 import pytest
 
+from benchmarks.nccl_fit import by_hand_lines
 from benchmarks.nccl_rows import Forced, read_rows
 from benchmarks.nccl_sweeps import DATA, OUT_COLUMNS, main
 from benchmarks.nccl_systems import describe
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
-from meshkit.predict.network import Wires, collective_time_s, options
+from meshkit.predict.network import Wires, collective_time_s, fitted_values, nccl_constants, options
 
 MULTINODE = DATA / "nccl_sweeps_multinode.csv"
 HEADER = "system,collective,algo,bytes,time_us,busbw_GBps,source"
@@ -271,3 +272,11 @@ def test_columns_that_may_be_left_out(sweep):
     (line,) = read_rows(sweep('"H100 x8, 1 node",all_reduce,16777216,123.0', header="system,collective,bytes,time_us"))
     assert line.source == "sweep"
     assert line.error == pytest.approx(0, abs=0.1)
+
+
+def test_the_docs_have_every_number_that_is_fitted_or_set_by_hand():
+    text = (DATA.parents[1] / "docs" / "concepts" / "network.md").read_text()
+    assert "\n".join(by_hand_lines()) in text
+    for name, value in fitted_values().items():
+        row = nccl_constants()["fitted"][name.partition(".")[0]]
+        assert f"| {name} | {value:.4g} | {row['unit']} | {row['what']} | {row['fit']} |" in text

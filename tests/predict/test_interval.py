@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.published.intervals import Residual, coverage_text, quantiles, table_text
 from meshkit.config import catalog
-from meshkit.predict.interval import enough, stratum_of, time_interval
+from meshkit.predict.interval import enough, step_interval, stratum_of
 
 H100, B200, A100 = (catalog.gpu(key) for key in ("h100_sxm", "b200", "a100_80gb"))
 
@@ -16,19 +16,19 @@ def residuals(ratios, source="page", stratum=None):
 
 @pytest.mark.parametrize("gpu", [A100, H100])
 def test_dense_runs_of_older_gpus_are_calibrated(gpu):
-    found = time_interval(stratum_of(gpu, "bf16", False))
+    found = step_interval(1.0, stratum_of(gpu, "bf16", False))
     assert found is not None
     assert found.calibrated
-    assert found.stratum == found.wider
-    assert 0.5 < found.p80[0] <= found.p50[0] < found.p50[1] <= found.p80[1] < 2.0
+    assert 0.5 < found.p80_s[0] <= found.p50_s[0] < found.p50_s[1] <= found.p80_s[1] < 2.0
 
 
 @pytest.mark.parametrize(("gpu", "experts", "wider"), [(B200, False, "dense"), (H100, True, "experts")])
 def test_a_thin_stratum_takes_the_next_wider_one_and_says_so(gpu, experts, wider):
-    found = time_interval(stratum_of(gpu, "bf16", experts))
+    found = step_interval(2.0, stratum_of(gpu, "bf16", experts))
+    row = next(row for row in catalog.measured_table("intervals.csv") if row["stratum"] == wider)
     assert found is not None
-    assert not found.calibrated
-    assert found.wider == wider
+    assert (found.calibrated, found.rows) == (False, int(row["rows"]))
+    assert found.p80_s == (2 * float(row["q10"]), 2 * float(row["q90"]))
 
 
 def test_what_calibrates_a_stratum():

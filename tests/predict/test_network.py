@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import meshkit as mk
 from meshkit.config.calibration import Calibration, Fit, write
 from meshkit.predict.algorithms import CHOSEN
+from meshkit.predict.links import by_hand
 from meshkit.predict.network import (
     RING_TURNS,
     Wires,
@@ -187,7 +188,7 @@ def test_a_tiny_all_reduce_costs_a_kernel_and_its_steps(h100):
     seconds = collective_time_s("all-reduce", launch="nccl-tests", **arguments)
     assert seconds == pytest.approx(FITTED["kernel_s.4"] + 14 * FITTED["ll_step_s.4"], abs=0.05e-6)
     assert 13e-6 < seconds < 17e-6
-    assert collective_time_s("all-reduce", **arguments) - seconds == pytest.approx(nccl_constants()["launch"]["xla"])
+    assert collective_time_s("all-reduce", **arguments) - seconds == pytest.approx(by_hand("xla_launch_s"))
 
 
 def test_protocols_follow_size():
@@ -370,6 +371,11 @@ def test_a_missing_calibration_is_refused(h100):
 def test_nonsense_is_refused(h100, arguments, message):
     with pytest.raises(mk.ConfigError, match=message):
         collective_time_s(cluster=h100, **arguments)
+
+
+def test_an_unknown_keyword_is_refused(h100):
+    with pytest.raises(TypeError, match="'algoritm'"):
+        collective_time_s("all-reduce", payload_bytes=1, gpus_per_domain=8, cluster=h100, algoritm="ring")  # type: ignore
 
 
 def test_the_tuner_follows_its_version():
