@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,24 @@ _WIRE = (
 _IN_LINE = (b"\x22\x00", b"\x22\x02\x08\x01", b"\x22\x06\x08\x01\x22\x02\x08\x01", b"\x22\x04\x22\x02\x08\x01")
 
 
-def _filled(piece: Any, size: int) -> Any:
-    return piece * (size // len(piece))
+Form = Callable[[int], Any]  # bytes -> an input of about so many, or of as many things as fit them
+# What makes of an input a function that reads it, which alone is timed; and the inputs by name.
+Reader = tuple[Callable[[Any], Callable[[], object]], dict[str, Form]]
+
+
+def _of(piece: Any, around: Callable[[Any], Any] = lambda x: x, room: int = 0) -> Form:
+    """A piece repeated, with what is around it."""
+    return lambda size: around(piece * ((size - room) // len(piece)))
+
+
+def _in_file(file: Path, read: Callable[[], object]) -> Callable[[Any], Callable[[], object]]:
+    """A reader of a file that has the input."""
+
+    def prepare(content: str | bytes) -> Callable[[], object]:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+        return read
+
+    return prepare
 
 
 def _cli(*words: str) -> None:
@@ -57,120 +73,76 @@ def _cli(*words: str) -> None:
         raise Broken(f"a traceback: {text[-600:]}")
 
 
-def _experiment(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
-    file = folder / "e.toml"
-    good = _GOOD()
+def _experiment(folder: Path) -> Reader:
+    file, good = folder / "e.toml", _GOOD()
     placed = {
         "at the end": lambda x: f"{good}\n{x}",
         "in a string": lambda x: good.replace('preset = "', 'preset = "' + x, 1),
         "in a value": lambda x: f"{good}\n[optimizer]\nlearning_rate = {x}",
     }
+    forms = {f"{p!r} {where}": _of(p, around, 4096) for where, around in placed.items() for p in _TEXT}
 
-    def at(where: str, piece: str) -> Callable[[int], Callable[[], object]]:
-        def made(size: int) -> Callable[[], object]:
-            file.write_text(placed[where](_filled(piece, size - 4096)))
-            return lambda: _cli("explain", "--rules", str(file))
-
-        return made
-
-    for where in placed:
-        for piece in _TEXT:
-            yield f"{piece!r} {where}", at(where, piece)
-
-    def rows(size: int) -> Callable[[], object]:
+    def overrides(size: int) -> str:
         lines = (f'[[rules.override]]\npath = "**/a{i}/*"\nspec = ["fsdp"]\n' for i in range(size // 64))
-        file.write_text(good + "\n" + "".join(lines)[: size - 8192].rsplit("[[", 1)[0])
-        return lambda: _cli("explain", "--rules", str(file))
+        return good + "\n" + "".join(lines)[: size - 8192].rsplit("[[", 1)[0]
 
-    yield "overrides", rows
+    return _in_file(file, lambda: _cli("explain", "--rules", str(file))), {**forms, "overrides": overrides}
 
 
-def _rules(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+def _rules(folder: Path) -> Reader:
     from meshkit.config.rules import path_matches
 
     path = "layers/" + "a/" * 30 + "kernel"
-    for piece in ("**/a*", "**", "**/", "*a", "*", "a**", "/**", "a"):
-        yield piece, lambda size, piece=piece: lambda: path_matches(_filled(piece, size), path)
+    pieces = ("**/a*", "**", "**/", "*a", "*", "a**", "/**", "a")
+    return lambda rule: lambda: path_matches(rule, path), {piece: _of(piece) for piece in pieces}
 
 
-def _topology(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+def _topology(folder: Path) -> Reader:
     file = folder / "t.xml"
-    placed = {"inside": ('<system version="1"><cpu numaid="0">', "</cpu></system>"), "in a tag": ("<system ", "/>")}
-    for where, (before, behind) in placed.items():
-        for piece in _XML:
-
-            def made(size: int, piece=piece, before=before, behind=behind) -> Callable[[], object]:
-                file.write_text(before + _filled(piece, size - 4096) + behind)
-                return lambda: _cli("topo", "--xml", str(file))
-
-            yield f"{piece!r} {where}", made
+    placed = {
+        "inside": lambda x: f'<system version="1"><cpu numaid="0">{x}</cpu></system>',
+        "in a tag": lambda x: f"<system {x}/>",
+    }
+    forms = {f"{p!r} {where}": _of(p, around, 4096) for where, around in placed.items() for p in _XML}
+    return _in_file(file, lambda: _cli("topo", "--xml", str(file))), forms
 
 
-def _matrix(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+def _matrix(folder: Path) -> Reader:
     file = folder / "m.txt"
     good = (_ROOT / "tests/data/topo/text/ml-engineering_perf_topo.txt").read_text()
-    for where in ("", good):
-        for piece in _MATRIX:
-
-            def made(size: int, piece=piece, where=where) -> Callable[[], object]:
-                file.write_text(where + _filled(piece, size - 8192))
-                return lambda: _cli("topo", "--matrix", str(file))
-
-            yield f"{piece!r}{' behind a matrix' * bool(where)}", made
+    placed = {"": lambda x: x, " behind a matrix": lambda x: good + x}
+    forms = {f"{p!r}{where}": _of(p, around, 8192) for where, around in placed.items() for p in _MATRIX}
+    return _in_file(file, lambda: _cli("topo", "--matrix", str(file))), forms
 
 
-def _report(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
-    place = folder / "report"
+def _report(folder: Path) -> Reader:
+    place, file = folder / "report", folder / "r.json"
     _cli("profile", str(_ROOT / "tests/data/synthetic_2gpu_3step.xplane.pb"), "--out", str(place))
-    good = (place / "report.json").read_text()
-    file = folder / "r.json"
-    forms: dict[str, Callable[[int], str]] = {
-        repr(piece): (lambda size, piece=piece: _filled(piece, size))
-        for piece in ("[", "{", '"', " ", "1", '{"a":', "[1,")
+    good = json.loads((place / "report.json").read_text())
+    rows = good["communication"]
+
+    def with_(key: str, make: Callable[[int], Any]) -> Form:
+        return lambda size: json.dumps(good | {key: make(size)})
+
+    forms = {repr(p): _of(p) for p in ("[", "{", '"', " ", "1", '{"a":', "[1,")} | {
+        "a long warning": with_("warnings", lambda n: [{"code": "x", "message": "a " * (n // 2)}]),
+        "many warnings": with_("warnings", lambda n: [{"code": "x", "message": "m"}] * (n // 32)),
+        "many rows": with_("communication", lambda n: rows * (n // len(json.dumps(rows)))),
+        "a long name": with_("communication", lambda n: [{**rows[0], "collective": "a-" * (n // 2)}, *rows[1:]]),
     }
-
-    def with_(key: str, make: Callable[[int, Any], Any]) -> Callable[[int], str]:
-        def made(size: int) -> str:
-            document = json.loads(good)
-            document[key] = make(size, document[key])
-            return json.dumps(document)
-
-        return made
-
-    forms["a long warning"] = with_("warnings", lambda n, _: [{"code": "x", "message": "a " * (n // 2)}])
-    forms["many warnings"] = with_("warnings", lambda n, _: [{"code": "x", "message": "m"}] * (n // 32))
-    forms["many rows"] = with_("communication", lambda n, rows: rows * (n // len(json.dumps(rows))))
-    forms["a long name"] = with_(
-        "communication", lambda n, rows: [{**rows[0], "collective": "a-" * (n // 2)}, *rows[1:]]
-    )
-    for name, make in forms.items():
-
-        def made(size: int, make=make) -> Callable[[], object]:
-            file.write_text(make(size))
-            return lambda: _cli("compare", str(place / "report.json"), str(file))
-
-        yield name, made
+    return _in_file(file, lambda: _cli("compare", str(place / "report.json"), str(file))), forms
 
 
-def _metrics(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+def _metrics(folder: Path) -> Reader:
     from meshkit.report.history import read_history
     from meshkit.verbs.launch.supervisor import last_step
 
-    run = folder / "metrics"
-    run.mkdir()
     line = '{{"step": {}, "loss": 1.5, "step_time_s": 0.1}}\n'
-    forms: dict[str, Callable[[int], str]] = {
-        repr(p): (lambda size, p=p: _filled(p, size)) for p in ("[", "{", '{"step":', "1", "\n", '"', "\\", "{}\n")
+    forms = {repr(p): _of(p) for p in ("[", "{", '{"step":', "1", "\n", '"', "\\", "{}\n")} | {
+        "steps": lambda size: "".join(line.format(i) for i in range(size // 48)),
+        "one step": lambda size: line.format(1) * (size // 48),
     }
-    forms["steps"] = lambda size: "".join(line.format(i) for i in range(size // 48))
-    forms["one step"] = lambda size: line.format(1) * (size // 48)
-    for name, make in forms.items():
-
-        def made(size: int, make=make) -> Callable[[], object]:
-            (run / "metrics.jsonl").write_text(make(size))
-            return lambda: (read_history(run), last_step(run))
-
-        yield name, made
+    return _in_file(folder / "metrics.jsonl", lambda: (read_history(folder), last_step(folder))), forms
 
 
 def _varint(value: int) -> bytes:
@@ -181,7 +153,7 @@ def _field(number: int, content: bytes) -> bytes:
     return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 
-def _trace(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+def _trace(folder: Path) -> Reader:
     file = folder / "x.xplane.pb"
     names = _field(2, b"/device:GPU:0")
     line = _field(2, b"Stream #1")
@@ -194,17 +166,11 @@ def _trace(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], obj
         " as a message": lambda x: _field(2, x),
     }
     pieces = {" in a line": (*_IN_LINE, b"\xff"), " as a message": (b"1 dropped ", b"1", b"dropped", b" ", b"1 a")}
-    for where, around in kinds.items():
-        for piece in pieces.get(where, _WIRE):
-
-            def made(size: int, piece=piece, around=around) -> Callable[[], object]:
-                file.write_bytes(around(_filled(piece, size)))
-                return lambda: _cli("profile", str(file))
-
-            yield f"{piece!r}{where}", made
+    forms = {f"{p!r}{where}": _of(p, around) for where, around in kinds.items() for p in pieces.get(where, _WIRE)}
+    return _in_file(file, lambda: _cli("profile", str(file))), forms
 
 
-def _hlo(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+def _hlo(folder: Path) -> Reader:
     from meshkit.config.mesh import Placement
     from meshkit.errors import MeshkitError
     from meshkit.hlo.instructions import read_instructions
@@ -214,112 +180,85 @@ def _hlo(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], objec
     module = "HloModule m\n\nENTRY %e (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n{}\n}}\n"
     root = '  ROOT %r = f32[8] custom-call(%x), custom_call_target="{}", metadata={{op_name="{}"}}, backend_config="{}"'
 
-    def read(text: str) -> Callable[[], object]:
+    def prepare(text: str) -> Callable[[], object]:
         serialized = parse_hlo(text).as_serialized_hlo_module_proto()
 
-        def run() -> None:
+        def read() -> None:
             with contextlib.suppress(MeshkitError):
                 loaded = load_module(serialized)
                 read_program(loaded, place)
                 read_instructions(loaded)
 
-        return run
+        return read
 
-    pieces = ("a", "a/", "jit(call)/", "call_exported/", "/", "(", "a_1/", "metadata={", "}", "[1,", ", ", " = ")
-    for piece in pieces:
-        yield (
-            f"{piece!r} in a name",
-            lambda size, piece=piece: read(module.format(root.format("t", _filled(piece, size), ""))),
-        )
-        yield (
-            f"{piece!r} in a configuration",
-            lambda size, piece=piece: read(module.format(root.format("__cublas$gemm", "a/b", _filled(piece, size)))),
-        )
-    for piece in (r"\"lhs_contracting_dimensions\":", r"\"intermediate_tensor_shape\": {", r"{\"a\":", "["):
-        yield (
-            f"{piece!r} in a call",
-            lambda size, piece=piece: read(
-                module.format(root.format("__cudnn$fmhaSoftmax", "a", _filled(piece, size)))
-            ),
-        )
-
-    def many(size: int) -> Callable[[], object]:
+    def many(size: int) -> str:
         count = size // 128  # as large in the message
         lines = [f"  %a{i} = f32[8] add(%{f'a{i - 1}' if i else 'x'}, %x)" for i in range(count)]
-        return read(module.format("\n".join([*lines, f"  ROOT %r = f32[8] negate(%a{count - 1})"])))
+        return module.format("\n".join([*lines, f"  ROOT %r = f32[8] negate(%a{count - 1})"]))
 
-    yield "instructions", many
+    names = ("a", "a/", "jit(call)/", "call_exported/", "/", "(", "a_1/", "metadata={", "}", "[1,", ", ", " = ")
+    calls = (r"\"lhs_contracting_dimensions\":", r"\"intermediate_tensor_shape\": {", r"{\"a\":", "[")
+    placed = {
+        "in a name": (names, lambda x: module.format(root.format("t", x, ""))),
+        "in a configuration": (names, lambda x: module.format(root.format("__cublas$gemm", "a/b", x))),
+        "in a call": (calls, lambda x: module.format(root.format("__cudnn$fmhaSoftmax", "a", x))),
+    }
+    forms = {f"{p!r} {where}": _of(p, around) for where, (pieces, around) in placed.items() for p in pieces}
+    return prepare, {**forms, "instructions": many}
 
 
-def _safetensors(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+def _safetensors(folder: Path) -> Reader:
     from meshkit.errors import MeshkitError
     from meshkit.weights.folder import open_file
 
     file = folder / "model.safetensors"
+    one = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
 
-    def tensors(size: int) -> str:
-        one = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
-        return json.dumps({f"t{i}": one for i in range(size // 64)})
+    def prepare(header: str) -> Callable[[], object]:
+        file.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode())
+        return read
 
-    forms: dict[str, Callable[[int], str]] = {
-        repr(p): (lambda size, p=p: _filled(p, size)) for p in ("[", "{", '{"a":', '"', " ", "1", "\\")
+    def read() -> None:
+        with contextlib.suppress(MeshkitError):
+            open_file(file)
+
+    return prepare, {repr(p): _of(p) for p in ("[", "{", '{"a":', '"', " ", "1", "\\")} | {
+        "tensors": lambda size: json.dumps({f"t{i}": one for i in range(size // 64)}),
+        "a name": _of("a", lambda x: '{"' + x + '": 1}'),
+        "metadata": _of("b", lambda x: '{"__metadata__": {"a": "' + x + '"}}'),
     }
-    forms |= {"tensors": tensors, "a name": lambda size: '{"' + "a" * size + '": 1}'}
-    forms["metadata"] = lambda size: '{"__metadata__": {"a": "' + "b" * size + '"}}'
-    for name, make in forms.items():
-
-        def made(size: int, make=make) -> Callable[[], object]:
-            text = make(size).encode()
-            file.write_bytes(len(text).to_bytes(8, "little") + text)
-
-            def run() -> None:
-                with contextlib.suppress(MeshkitError):
-                    open_file(file)
-
-            return run
-
-        yield name, made
 
 
-def _redaction(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+def _redaction(folder: Path) -> Reader:
     from meshkit.redaction import redact
 
     environment = {"A_TOKEN": "s3cr3t-value", "B_KEY": "a" * 6, "URL": "http://u:aaaa:bbbb@h"}
-    for piece in (*_SECRETS, *_TEXT):
-        yield repr(piece), lambda size, piece=piece: lambda: redact(_filled(piece, size), environment)
+    return lambda text: lambda: redact(text, environment), {repr(p): _of(p) for p in (*_SECRETS, *_TEXT)}
 
 
-def _console(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+def _console(folder: Path) -> Reader:
     from rich.text import Text
 
     from meshkit import console
 
-    for piece in (*_TEXT, "[red]", "\u202e", "a b ", "é "):
+    def prepare(text: str) -> Callable[[], object]:
+        def say() -> None:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                console.say(text)
+                console.stdout().print(Text(text))
 
-        def said(size: int, piece=piece) -> Callable[[], object]:
-            text = _filled(piece, size)
+        return say
 
-            def run() -> None:
-                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                    console.say(text)
-                    console.stdout().print(Text(text))
-
-            return run
-
-        yield repr(piece), said
+    return prepare, {repr(p): _of(p) for p in (*_TEXT, "[red]", "\u202e", "a b ", "é ")}
 
 
-def _logs(folder: Path) -> Iterator[tuple[str, Callable[[int], Callable[[], object]]]]:
+def _logs(folder: Path) -> Reader:
     from meshkit.verbs.launch.supervisor import Follower, last_words
 
     file = folder / "rank0.log"
-    for piece in (*_TEXT, "\x1b[0;", "Traceback (most recent call last)\n", "[Gloo] Rank\n", "\x1b[0m", "a\n"):
-
-        def made(size: int, piece=piece) -> Callable[[], object]:
-            file.write_text(_filled(piece, size))
-            return lambda: (Follower(file).new_lines(last=True), last_words(file, 20))
-
-        yield repr(piece), made
+    pieces = (*_TEXT, "\x1b[0;", "Traceback (most recent call last)\n", "[Gloo] Rank\n", "\x1b[0m", "a\n")
+    read = lambda: (Follower(file).new_lines(last=True), last_words(file, 20))
+    return _in_file(file, read), {repr(p): _of(p) for p in pieces}
 
 
 READERS = {
@@ -342,7 +281,7 @@ def _prepare(folder: Path) -> Callable[[int], Attack]:
     """One attack a reader: all its shapes in all sizes."""
 
     def make(number: int) -> Attack:
-        name, shapes = list(READERS.items())[number]
+        name, reader = list(READERS.items())[number]
         place = folder / str(number)
 
         def run() -> str:
@@ -350,13 +289,14 @@ def _prepare(folder: Path) -> Callable[[int], Attack]:
             place.mkdir()
             slowest = dict.fromkeys(SIZES, 0.0)
             bad, count, only = [], 0, os.environ.get("ATTACK_SHAPE")
-            for shape, made in shapes(place):
+            prepare, forms = reader(place)
+            for shape, form in forms.items():
                 if only and only not in shape:
                     continue
-                taken = [_seconds(made(size)) for size in SIZES]
+                taken = [_seconds(prepare(form(size))) for size in SIZES]
                 count += 1
                 if _grows(taken):  # or the machine was busy
-                    taken = [min(t, _seconds(made(size))) for t, size in zip(taken, SIZES)]
+                    taken = [min(t, _seconds(prepare(form(size)))) for t, size in zip(taken, SIZES)]
                 if _grows(taken):
                     bad.append(f"{shape}: {', '.join(f'{s:.2f}' for s in taken)} s")
                 slowest = {size: max(slowest[size], s) for size, s in zip(SIZES, taken)}
