@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshkit.distributed.roll_call import named
-from meshkit.errors import RunError
+from meshkit.errors import ConfigError, RunError
 
 # Process 0 has the whole limit to hear all others; they wait for its answer a little longer than that.
 _ANSWER_S = 60.0
@@ -61,6 +61,7 @@ class Agreement:
             timeout_s: for all processes to say theirs.
 
         Raises:
+            ConfigError: `decide` has raised it.
             RunError: some did not in time, process 0 gave no answer, or somebody else has written in its place.
         """
         if self.size == 1:
@@ -74,11 +75,14 @@ class Agreement:
             decided = self._decide(client, said, mine, decide, timeout_s)
             _set(client, answer, 0, decided)
             client.key_value_delete(_folder(said))
-        if not isinstance(decided, dict) or not decided.keys() & {"error", "answer"}:
-            raise _forged(answer, 0)
-        if "error" in decided:
-            raise RunError(decided["error"])
-        return decided["answer"]
+        match decided:
+            case {"answer": decision}:
+                return decision
+            case {"error": str(problem)}:
+                raise RunError(problem)
+            case {"wrong": [str(problem), str() | None as at, str() | None as hint]}:
+                raise ConfigError(problem, at=at, hint=hint)
+        raise _forged(answer, 0)
 
     def _decide(
         self, client: Any, said: str, mine: Any, decide: Callable[[list[Any]], Any], timeout_s: float
@@ -99,6 +103,8 @@ class Agreement:
             return {"error": f"{noun} {named(missing)} of {self.size} did not answer within {timeout_s:.0f} s."}
         try:
             return {"answer": decide(every)}
+        except ConfigError as error:  # the same exit code for all
+            return {"wrong": [error.message, error.at, error.hint]}
         except Exception as error:  # the others must not wait for an answer that never comes
             return {"error": f"process 0 failed: {error}"}
 

@@ -13,7 +13,7 @@ import pytest
 
 from meshkit.distributed import agreement
 from meshkit.distributed.agreement import Agreement
-from meshkit.errors import RunError
+from meshkit.errors import ConfigError, MeshkitError
 
 
 class Service:
@@ -56,7 +56,7 @@ def reach(monkeypatch):
             line.rank, line.size = rank, size
             try:
                 found[rank] = line.reach(topic, {"rank": rank}, decide, timeout_s=timeout_s)
-            except RunError as error:
+            except MeshkitError as error:
                 found[rank] = error
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
@@ -97,6 +97,16 @@ def test_an_error_of_process_0_reaches_all(reach):
 
     answers = reach(range(2), 2, fail)
     assert [str(answers[rank]) for rank in (0, 1)] == ["process 0 failed: no such folder"] * 2
+
+
+def test_what_the_user_gave_wrong_is_so_on_all(reach):
+    def refuse(_):
+        raise ConfigError("another job has it.", at="runs/a")
+
+    answers = reach(range(2), 2, refuse)
+    assert [(type(e), e.message, e.at, e.hint) for e in answers.values()] == [
+        (ConfigError, "another job has it.", "runs/a", None)
+    ] * 2
 
 
 def test_the_others_do_not_wait_for_a_process_0_that_is_gone(reach, monkeypatch):
@@ -154,7 +164,7 @@ def test_what_a_stranger_writes_over_it_ends_the_wait_at_once(reach, monkeypatch
         )
 
 
-@pytest.mark.parametrize("garbage", ["", "{", "[" * 100_000, "5", '"answer"'])
+@pytest.mark.parametrize("garbage", ["", "{", "[" * 100_000, "5", '"answer"', '{"wrong": [1]}'])
 def test_garbage_in_the_open_ends_the_wait_at_once(reach, garbage):
     """What was there before, process 0 and the others write over; what comes in between is an error of that round."""
     reach.service.values["meshkit/test/t/answer/0"] = garbage

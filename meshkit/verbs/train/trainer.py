@@ -160,21 +160,15 @@ def _own(folder: Path, say: Callable[[str], None]) -> RunOwner:
     """Makes the job the one that writes the run folder; process 0 does, and all know."""
     gang = read_gang()
 
-    def take(_: Any) -> dict[str, Any]:
+    def take(_: Any) -> tuple[str, int]:
         nonlocal mine
-        try:
-            attempt = gang.attempt if gang is not None else 0
-            mine = take_run(folder, attempt=attempt, known_run=lambda: run_of_checkpoints(folder), say=say)
-        except ConfigError as error:  # the same exit code for all
-            return {"refused": [error.message, error.at, error.hint]}
-        return {"run": mine.run, "token": mine.token}
+        attempt = gang.attempt if gang is not None else 0
+        mine = take_run(folder, attempt=attempt, known_run=lambda: run_of_checkpoints(folder), say=say)
+        return mine.run, mine.token
 
     mine: RunOwner | None = None
-    taken = Agreement(f"owner/{next(_ownerships)}").reach("take", None, take, timeout_s=_OWN_S)
-    if "refused" in taken:
-        message, at, hint = taken["refused"]
-        raise ConfigError(message, at=at, hint=hint)
-    return mine or RunOwner(taken["run"], taken["token"])
+    run, token = Agreement(f"owner/{next(_ownerships)}").reach("take", None, take, timeout_s=_OWN_S)
+    return mine or RunOwner(run, token)
 
 
 @dataclass
