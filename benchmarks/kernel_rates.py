@@ -29,12 +29,12 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from meshkit.config import catalog
 from meshkit.hlo.costs import Matmul
-from meshkit.predict.matmuls import table_flops_per_s
+from meshkit.predict.matmuls import LARGE, LONG_S, table_flops_per_s
 
 GPUS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100_sxm", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300",
         "gb200": "gb200", "gb300": "gb300"}  # fmt: skip
@@ -46,7 +46,7 @@ WRAPPERS = {"sglang_torch_linear", "torch_flow"}
 OLDER = "1.3.0rc17"
 ROWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 COLUMNS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)
-LONG_S, AT_CAP, LARGE = 10e-3, 0.95, 2048
+AT_CAP = 0.95
 OUT = Path(__file__).resolve().parents[1] / "meshkit" / "config"
 
 Shape = tuple[int, int, int]
@@ -102,21 +102,26 @@ def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[st
 
 def matmul_table(rates: Rates) -> str:
     """The text of matmul_shapes.csv."""
-    out = io.StringIO()
-    out.write(
-        "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k.\n"
-        "# Written by `python -m benchmarks.kernel_rates` from gemm_perf of ai-dynamo/aiconfigurator@095f58a51,\n"
-        "# Apache-2.0, read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names.\n"
-    )
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["gpu", "precision", "library", "m", "n", *COLUMNS])
+    rows = []
     for (gpu, precision), table in sorted(rates.items()):
         names = sorted({name for found in table.values() for name in found})
         for m, n in itertools.product(ROWS, COLUMNS):
             cells = [table.get((m, n, k), {}) for k in COLUMNS]
             if any(cells):
                 means = [f"{statistics.geometric_mean(c.values()):.4g}" if c else "" for c in cells]
-                writer.writerow([gpu, precision, f"cuBLAS ({'; '.join(names)})", m, n, *means])
+                rows.append([gpu, precision, f"cuBLAS ({'; '.join(names)})", m, n, *means])
+    comment = (
+        "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k.\n"
+        "# Written by `python -m benchmarks.kernel_rates` from gemm_perf of ai-dynamo/aiconfigurator@095f58a51,\n"
+        "# Apache-2.0, read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names.\n"
+    )
+    return _csv_text(comment, ["gpu", "precision", "library", "m", "n", *COLUMNS], rows)
+
+
+def _csv_text(comment: str, header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    out = io.StringIO()
+    out.write(comment)
+    csv.writer(out, lineterminator="\n").writerows([header, *rows])
     return out.getvalue()
 
 
@@ -154,18 +159,14 @@ def _filled(key: str, tflops: float, queries: int) -> float:
 
 def attention_table(charts: Charts) -> str:
     """The text of attention_rates.csv."""
-    out = io.StringIO()
-    out.write(
+    comment = (
         "# Share of the bf16 peak of fused attention in bf16, head_dim 128, by length, were every multiprocessor busy\n"
         "# (predict/kernels.py: attention_share). FLOP are those executed: half of the square under a causal mask.\n"
         "# Written by `python -m benchmarks.kernel_rates` from NVIDIA/cudnn-frontend@3929da2, benchmark/\n"
         "# sdpa_benchmark_training (llama3.1: 64 heads, 8 of keys) and ai-dynamo/aiconfigurator@095f58a51, 2026-11-22\n"
     )
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["gpu", "library", "pass", "mask", "length", "share"])
-    for key, chart in sorted(charts.items()):
-        writer.writerows([*key, length, f"{share:.3f}"] for length, share in sorted(chart.items()))
-    return out.getvalue()
+    rows = ([*key, n, f"{share:.3f}"] for key, chart in sorted(charts.items()) for n, share in sorted(chart.items()))
+    return _csv_text(comment, ["gpu", "library", "pass", "mask", "length", "share"], rows)
 
 
 def print_caps(caps: Mapping[tuple[str, str], Mapping[str, list[float]]]) -> None:

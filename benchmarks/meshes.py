@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from meshkit.config.emit import inline
 from meshkit.config.experiment import Experiment, load
 from meshkit.units import GIB, format_percent, format_seconds
 from meshkit.verbs.plan.planner import plan_experiment
@@ -43,7 +44,7 @@ def experiment(preset: str, hosts: int, rules: str, mesh: dict[str, Any], remat:
         f'model = {{ class = "models.llama:Llama", preset = "{preset}" }}',
         f'rules = {{ preset = "{rules}" }}',
         "[mesh]",
-        *(f"{axis} = {_inline(size)}" for axis, size in mesh.items()),
+        *(f"{axis} = {inline(size)}" for axis, size in mesh.items()),
         "[train]",
         f"global_batch = {hosts * 8}",
         f"sequence_length = {LENGTH}",
@@ -53,10 +54,6 @@ def experiment(preset: str, hosts: int, rules: str, mesh: dict[str, Any], remat:
         file = Path(folder, "experiment.toml")
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return load(file)
-
-
-def _inline(size: Any) -> str:
-    return str(size) if isinstance(size, int) else "{ " + ", ".join(f"{k} = {v}" for k, v in size.items()) + " }"
 
 
 def plan_all(path: Path) -> list[dict[str, Any]]:

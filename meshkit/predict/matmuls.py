@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -27,7 +28,7 @@ _INNER = 64  # of its loop over k
 _MEASURED = {"hopper": "h100_sxm", "blackwell": "b200"}  # of OpenXLA's table
 _STAND_INS = {"a100_40gb": "a100_80gb", "gh200": "h200"}  # the same multiprocessors and clocks
 _PEAK_SHARE = 0.99
-_LARGE, _LONG_S = 2048, 10e-3  # of a matmul that the power cap slows
+LARGE, LONG_S = 2048, 10e-3  # of a matmul that the power cap slows
 
 
 def shape_share(matmul: Matmul, gpu: Gpu, precision: str, sustained: str = "matmul") -> float:
@@ -50,7 +51,7 @@ def _share(shape: tuple[int, int, int, int], key: str, precision: str, sustained
     if _table_of(gpu, precision) is None:
         return _older_share(shape, gpu, precision)
     large = sustained_flops_per_s(gpu, precision, sustained)
-    rate = table_flops_per_s(Matmul(precision, *(_tiled(shape))), gpu, precision)
+    rate = table_flops_per_s(Matmul(precision, *_tiled(shape)), gpu, precision)
     return _useful(shape) * min(1.0, rate / large)
 
 
@@ -121,10 +122,10 @@ def _table_of(gpu: Gpu, precision: str) -> str | None:
 
 
 @functools.cache
-def _every_table() -> dict[tuple[str, str], list[dict[str, str]]]:
-    tables: dict[tuple[str, str], list[dict[str, str]]] = {}
+def _every_table() -> dict[tuple[str, str], list[Mapping[str, str]]]:
+    tables: dict[tuple[str, str], list[Mapping[str, str]]] = {}
     for row in catalog.measured_table("matmul_shapes.csv"):
-        tables.setdefault((row["gpu"], row["precision"]), []).append(dict(row))
+        tables.setdefault((row["gpu"], row["precision"]), []).append(row)
     return tables
 
 
@@ -148,21 +149,19 @@ def _shapes(key: str, precision: str) -> tuple[tuple[np.ndarray, ...], np.ndarra
             np.moveaxis(table, axis, 0)[i] = np.where(np.isnan(cells), below, cells)
     every = (*grids, np.array([float(d) for d in depths]))
     m, n, k = np.meshgrid(*every, indexing="ij")
-    capped = (np.minimum(np.minimum(m, n), k) >= _LARGE) & (2 * m * n * k >= _LONG_S * table)
+    capped = (np.minimum(np.minimum(m, n), k) >= LARGE) & (2 * m * n * k >= LONG_S * table)
     return every, np.where(capped, np.maximum(table, sustained_flops_per_s(catalog.gpu(key), precision)), table)
 
 
 def _older_share(shape: tuple[int, int, int, int], gpu: Gpu, precision: str) -> float:
     """The share of a shape by OpenXLA's table, as if it ran on the measured GPU of the same generation."""
-    batch, m, n, k = shape
     generation = "blackwell" if (gpu.compute_capability or (0, 0)) >= (10, 0) else "hopper"
     measured = catalog.gpu(_MEASURED[generation])
-    tiles_each = batch * measured.sms / gpu.sms
+    batch, wide, tall, deep = _tiled(shape)
     rates = (g.peak_flops.get(precision, g.peak_flops["fp32"]) * g.achieved["matmul"] / g.sms for g in (measured, gpu))
     slower = next(rates) / next(rates)
-    wide, tall, deep = _padded(m, _TILE), _padded(n, _TILE), _padded(k, _INNER)
-    useful = (m * n * k) / (wide * tall * deep)
-    return min(1.0, useful * _interpolated(generation, precision, (tiles_each, wide, tall, deep * slower)))
+    near = (batch * measured.sms / gpu.sms, wide, tall, deep * slower)
+    return min(1.0, _useful(shape) * _interpolated(generation, precision, near))
 
 
 def _padded(size: int, tile: int) -> int:

@@ -69,6 +69,21 @@ def test_every_source_is_used_and_dated():
     assert all(name in timeless or "20" in text for name, text in sources.items())
 
 
+CARRIED = {"carried_ampere": "a100_80gb", "carried_hopper": "h100_sxm", "carried_blackwell": "b200"}
+
+
+@pytest.mark.parametrize("key", catalog.gpu_keys())
+def test_a_share_that_is_carried_over_is_the_one_it_is_carried_from(key):
+    ours, h100 = catalog.gpu(key).achieved, catalog.gpu("h100_sxm").achieved
+    for source, names in catalog.catalog()["gpus"][key]["sources"].items():
+        for name in (n.removeprefix("achieved.") for n in names if n.startswith("achieved.")):
+            if source in CARRIED:
+                assert ours[name] == catalog.gpu(CARRIED[source]).achieved[name], name
+            if source == "mamf_sustained":
+                burst = name.replace("matmul", "burst")
+                assert ours[name] == pytest.approx(ours[burst] * h100[name] / h100[burst], abs=0.0006)
+
+
 @pytest.mark.parametrize("key", catalog.gpu_keys())
 def test_the_numbers_of_a_gpu_agree_with_each_other(key):
     gpu = catalog.gpu(key)
