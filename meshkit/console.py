@@ -51,6 +51,15 @@ class _Printable(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Prints; no line of a file or a pipe ends in blanks."""
+        if self.is_terminal or self.record:
+            super().print(*objects, **options)
+            return
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        self.file.write("\n".join(line.rstrip(" ") for line in captured.get().split("\n")))
+
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(_cut(text), **options)
 
@@ -78,10 +87,11 @@ def status(text: str) -> Any:
 
 def rendered(renderable: RenderableType, *, width: int = 80, html: bool = False) -> str:
     """What a terminal of that width would show, as plain text or as HTML with its colours."""
-    console = _Printable(file=io.StringIO(), width=width, markup=False, record=True)
+    file = io.StringIO()
+    console = _Printable(file=file, width=width, markup=False, record=html, force_terminal=False)
     console.print(renderable)
     if not html:
-        return console.export_text().rstrip("\n")
+        return file.getvalue().rstrip("\n")
     return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
 
 

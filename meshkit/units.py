@@ -65,4 +65,5 @@ def _digits(x: float) -> str:
     if x == 0:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(abs(x))))
+    x = float(f"{x:.9g}")  # one text for what sums of floats in any order would be
     return f"{x:.{min(decimals, 2)}f}"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from meshkit.report.schema import (
+    FindingPart,
     KernelClassPart,
     KernelsPart,
     QualityPart,
@@ -47,11 +48,20 @@ def test_terminal_fits_80_columns_and_says_the_numbers(report):
         assert expected in text
 
 
-def test_terminal_prints_a_dash_for_what_is_unknown(empty):
+def test_terminal_leaves_out_what_is_unknown(empty):
     text = shown(render(empty))
-    assert re.search(r"MFU +-", text)
-    assert re.search(r"step +-", text)
+    assert "MFU" not in text
+    assert not re.search(r"^(step|mesh|memory) ", text, re.MULTILINE)
     assert "0 s" not in text
+
+
+def test_no_line_of_a_log_ends_in_blanks_and_advice_stands_once(report):
+    many = [
+        FindingPart(code="host_bound", severity="warning", message=m, seconds=2.625e-5, hint="graphs") for m in "AB"
+    ]
+    text = str(report.model_copy(update={"findings": tuple(many)}))
+    assert "! 26.2 us host_bound: A Try graphs.\n! 26.2 us host_bound: B\n" in text
+    assert not re.search(r" $", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("values", [(1, 0, 0, 0), (1e-9, 1, 1, 1), (0.3, 0.3, 0.3, 0.1), (1000, 1, 1, 1)])

@@ -33,6 +33,7 @@ from meshkit.report.views.tables import Shown
 from meshkit.report.views.words import (
     WORD,
     goodput_shares,
+    gpus_text,
     interval_text,
     machines,
     memory_text,
@@ -94,14 +95,13 @@ def write_html(
 def _title(reports: Sequence[Report]) -> str:
     """`predicted beside measured step on 8 x h100_sxm`."""
     words = " beside ".join(dict.fromkeys(WORD[r.source] for r in reports))
-    c = reports[-1].cluster
-    return f"{words} step on {c.num_gpus or '?'} x {c.gpu or 'unknown'}"
+    return f"{words} step on {gpus_text(reports[-1])}"
 
 
 def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
     """Machines, meshes and what was measured: said once where the reports agree."""
     lines = list(dict.fromkeys(machines(r) for r in reports))
-    lines += list(dict.fromkeys(f"mesh {mesh_text(r.mesh)}" for r in reports))
+    lines += list(dict.fromkeys(f"mesh {mesh_text(r.mesh)}" for r in reports if r.mesh))
     if len(reports) > 1 and len(lines) > 2:
         lines = [
             f"{name}: {machines(r)}, mesh {mesh_text(r.mesh)}"

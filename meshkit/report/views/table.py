@@ -14,7 +14,6 @@ from typing import Any
 
 import rich.table
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 
@@ -211,9 +210,9 @@ def _text(cell: Cell) -> Text:
     return Text(cell) if isinstance(cell, str) else Text(cell.text, "dim")
 
 
-def heading(text: str) -> RenderableType:
+def heading(text: str) -> Text:
     """A title on a terminal, below an empty line."""
-    return Padding(Text(text, "bold"), (1, 0, 0, 0))
+    return Text.assemble("\n", (text, "bold"))
 
 
 def listed(lines: Iterable[str | Text], mark: str = "-", style: str = "dim") -> list[RenderableType]:

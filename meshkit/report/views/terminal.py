@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import rich.table
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshkit.report.schema import CommunicationPart, GoodputPart, Report
-from meshkit.report.views.table import Column, Table, Value, below_titles, heading, labelled, listed
+from meshkit.report.views.table import Column, Source, Table, Value, below_titles, heading, labelled, listed
 from meshkit.report.views.tables import Shown, kinds_table, ops_table, rows_table
 from meshkit.report.views.words import (
     WORD,
@@ -57,7 +57,7 @@ def render(report: Report, *, title: str | None = None) -> RenderableType:
     parts: list[RenderableType] = [Text(report.verdict, "bold"), Text()] if report.verdict else []
     parts.append(_headline(report, title))
     if report.findings:
-        parts += [heading("findings"), *_findings(report)]
+        parts += [heading("findings, by what they cost a step"), *_findings(report)]
     if report.step.time_s:
         parts += [heading("step time"), _step_bar(report)]
     parts += [heading("communication a step, per GPU"), _communication(shown)]
@@ -80,14 +80,16 @@ def render(report: Report, *, title: str | None = None) -> RenderableType:
     return Group(*parts)
 
 
-def _findings(report: Report) -> list[RenderableType]:
-    """What the step loses its time to, the most first, each with what to try."""
-    lines: list[str | Text] = []
+def _findings(report: Report) -> Iterator[RenderableType]:
+    """What the step loses its time to, the most first, each with what to try, which is said once."""
+    said: set[str] = set()
     for f in report.findings[:_MAX_FINDINGS]:
-        style = "bold yellow" if f.severity == "warning" else "cyan"
-        text = Text.assemble((f"{f.severity} {f.code}", style), f", {format_seconds(f.seconds)} a step: {f.message}")
-        lines.append(text.append(f" Try {f.hint}." if f.hint else "", "dim"))
-    return listed(lines)
+        mark, style = ("!", "bold yellow") if f.severity == "warning" else ("-", "cyan")
+        text = Text.assemble((f"{format_seconds(f.seconds)} {f.code}", style), f": {f.message}")
+        if f.hint and f.hint not in said:
+            text.append(f" Try {f.hint}.", "dim")
+            said.add(f.hint)
+        yield from listed([text], mark, style)
 
 
 def bar(shares: Sequence[Share], total: float, width: int = WIDTH) -> Text:
@@ -149,10 +151,11 @@ def _communication(shown: Shown) -> RenderableType:
 
 
 def _exposed_ops(shown: Shown) -> RenderableType | None:
-    """The single collectives with the most exposed seconds; None where all of them hide."""
+    """The single collectives with the most exposed seconds; None where all of them hide, or no cause is known."""
     rows = ops_table(shown).pick(*_EXPOSED_COLUMNS).rows
     exposed = [row for row in rows if isinstance(row[0], Value) and row[0].value][:_MAX_EXPOSED]
-    return Table(_EXPOSED_COLUMNS, exposed).terminal(gap=1, header=None) if exposed else None
+    known = any(isinstance(row[-1], Source) and row[-1].text != "-" for row in exposed)
+    return Table(_EXPOSED_COLUMNS, exposed).terminal(gap=1, header=None) if known else None
 
 
 def _group_title(row: CommunicationPart) -> Text:

@@ -146,10 +146,15 @@ def plural(n: int, word: str) -> str:
     return f"{n} {word}{'' if n == 1 else 's'}"
 
 
+def gpus_text(report: Report) -> str:
+    """`16 x h100_sxm`; `16 devices` where nobody says of what kind."""
+    count = report.cluster.num_gpus or report.window.devices
+    return f"{count} x {report.cluster.gpu}" if report.cluster.gpu else plural(count, "device")
+
+
 def machines(report: Report) -> str:
     """`16 x h100_sxm: 2 hosts x 8, NVLink domains of 8`."""
-    c = report.cluster
-    gpus = f"{c.num_gpus or '?'} x {c.gpu or 'unknown device'}"
+    c, gpus = report.cluster, gpus_text(report)
     if c.hosts is None:
         return gpus
     fabric = f", {c.fabric}" if c.fabric else ""
@@ -169,7 +174,7 @@ def mesh_text(mesh: Sequence[MeshAxisPart]) -> str:
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
-    """The headline as (label, text); what is unknown reads `-`."""
+    """The headline as (label, text), without what is unknown."""
     step, window = report.step, report.window
     found = [
         ("cluster", machines(report)),
@@ -189,7 +194,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
         found.append(
             ("mean over", f"{plural(window.steps, 'step')}, {plural(window.devices, 'device')}{_processes(report)}")
         )
-    return found
+    return [fact for fact in found if fact[1] != "-"]
 
 
 def step_text(report: Report) -> str:
