@@ -24,7 +24,7 @@ from meshkit.errors import ConfigError, MeshkitError
 from meshkit.hlo.costs import Cost, Matmul
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.kernels import KernelWork, kernel_work, memory_bytes_per_s
-from meshkit.predict.pricing import Load
+from meshkit.predict.pricing import LEAST_MEMORY, Load, arithmetic_left
 from meshkit.report.schema import Report, read_report
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 
@@ -104,7 +104,8 @@ def score(folder: Path, page: Path | None = None) -> str:
 
 def rates_of(folder: Path) -> Rates:
     """What a calibration holds of one card: sustained rates of large matmuls, of attention at 4k, of a large copy."""
-    matmul, copy, attention = (_values(folder, name) for name in ("matmul", "copy", "attention"))
+    found = (_result(folder, name) for name in ("matmul", "copy", "attention"))
+    matmul, copy, attention = (result["values"] if result else {} for result in found)
     sustained = {k.split()[0]: v for k, v in matmul.items() if k.endswith("cubed sustained_flops_per_s")}
     sizes = {int(k.split()[0]): v for k, v in copy.items()}
     passes = {p: attention.get(f"4096 {p}_flops_per_s") for p in ("forward", "backward")}
@@ -138,14 +139,13 @@ def predicted_report(experiment: Experiment) -> Report:
 
 
 def _card(folder: Path) -> Card:
-    path = folder / "card/result.json"
-    if not path.exists():
+    found = _result(folder, "card")
+    if found is None:
         raise ConfigError(
             "there is no result of `card`, which says which GPU the others are of.",
-            at=str(path),
+            at=str(folder),
             hint="the folder that --out named, with what came back unpacked into it",
         )
-    found = json.loads(path.read_text(encoding="utf-8"))
     key = found["values"].get("gpu")
     gpu = catalog.gpu(key) if key in catalog.gpu_keys() else None
     return Card(key, gpu, found["values"], found.get("toy", False))
@@ -164,27 +164,21 @@ def _measured_on(card: Card) -> MeasuredOn:
 
 
 def _header(card: Card) -> list[str]:
-    wrong = [f"{name}: {said}" for name, said in card.said.get("checks", {}).items() if not said.startswith("ok")]
-    return [*_machine(card), *(f"- {line}" for line in wrong), *([""] if wrong else [])]
-
-
-def _machine(card: Card) -> list[str]:
+    said = card.said
+    wrong = [f"- {name}: {what}" for name, what in said.get("checks", {}).items() if not what.startswith("ok")]
+    machine = f"Measured on {said.get('nvidia_smi')}, {said.get('date')}, with {said.get('versions')}."
     if card.gpu is None:
-        return [f"Measured on no GPU of the catalog ({card.said.get('nvidia_smi')}): nothing is predicted of it.", ""]
-    return [
-        f"Measured on {card.said.get('nvidia_smi')}, {card.said.get('date')}, with {card.said.get('versions')}.",
-        "",
-    ]
+        machine = f"Measured on no GPU of the catalog ({said.get('nvidia_smi')}): nothing is predicted of it."
+    return [machine, "", *wrong, *([""] if wrong else [])]
 
 
 def _tables(folder: Path, card: Card) -> Iterator[str]:
     """A table per measurement, and what of the promises holds."""
     held: list[bool] = []
     for m in MEASUREMENTS:
-        path = folder / m.name / "result.json"
-        if m.name == "card" or not path.exists():
+        found = _result(folder, m.name)
+        if m.name == "card" or found is None:
             continue
-        found = json.loads(path.read_text(encoding="utf-8"))
         yield f"### {m.question} (`{m.name}`)\n"
         if found["status"] != "done":
             yield f"It {found['status']}.\n"
@@ -211,9 +205,10 @@ def _line(row: Row) -> str:
     return f"| {row.what} | {said(row.predicted)} | {said(row.measured)} | {ratio} | {verdict} |"
 
 
-def _values(folder: Path, name: str) -> dict[str, Any]:
+def _result(folder: Path, name: str) -> dict[str, Any] | None:
+    """What a measurement left; None where it was not made."""
     path = folder / name / "result.json"
-    return json.loads(path.read_text(encoding="utf-8"))["values"] if path.exists() else {}
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
@@ -321,9 +316,9 @@ def _contention(m: Measurement, folder: Path, values: Mapping[str, Any], card: C
         predicted = None
         if card.gpu:
             taken = streamed / memory_bytes_per_s(card.gpu)
-            arithmetic = card.gpu.achieved.get("contended", 1.0) if not held or int(held[1]) else 1.0
+            arithmetic = 1.0 if held and held[1] == "0" else arithmetic_left(card.gpu, crosses=False)
             work = KernelWork(arithmetic_s=1.0) if label.startswith("matmul") else KernelWork(memory_s=1.0)
-            predicted = Load(arithmetic, max(0.2, 1.0 - taken)).slowdown(work)
+            predicted = Load(arithmetic, max(LEAST_MEMORY, 1.0 - taken)).slowdown(work)
         yield Row(f"slowdown of a {label}", predicted, measured)
 
 

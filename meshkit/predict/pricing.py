@@ -35,7 +35,7 @@ class Load:
 
 
 NO_LOAD = Load()
-_LEAST_MEMORY = 0.2  # a kernel always gets some of the memory's bandwidth: the controller is fair
+LEAST_MEMORY = 0.2  # a kernel always gets some of the memory's bandwidth: the controller is fair
 
 
 def arithmetic_left(gpu: Gpu, *, crosses: bool) -> float:
@@ -52,7 +52,7 @@ def load_of(collective: Collective, seconds: float, gpu: Gpu, memory_bytes_per_s
     arithmetic = arithmetic_left(gpu, crosses=collective.group_size > collective.gpus_per_domain)
     wire = collective.payload_bytes * wire_factor(collective.collective, collective.group_size)
     taken = catalog.kernels()["nccl_memory_passes"] * wire / seconds / memory_bytes_per_s
-    return Load(arithmetic, max(_LEAST_MEMORY, 1.0 - taken))
+    return Load(arithmetic, max(LEAST_MEMORY, 1.0 - taken))
 
 
 class Pricer:
