@@ -69,7 +69,12 @@ def test_every_source_is_used_and_dated():
     assert all(name in timeless or "20" in text for name, text in sources.items())
 
 
-CARRIED = {"carried_ampere": "a100_80gb", "carried_hopper": "h100_sxm", "carried_blackwell": "b200"}
+CARRIED = {
+    "carried_ampere": "a100_80gb",
+    "carried_hopper": "h100_sxm",
+    "carried_blackwell": "b200",
+    "carried_gb200": "gb200",
+}
 
 
 @pytest.mark.parametrize("key", catalog.gpu_keys())
