@@ -22,7 +22,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
@@ -275,40 +275,45 @@ class _Roll:
         self._asked: WeakKeyDictionary[Any, tuple[_Introduction, bytes]] = WeakKeyDictionary()
         self._refused: set[str] = set()
         self._changed = 0.0  # when the last claim came
+        self._count()
 
-    @property
-    def found(self) -> Attendance:
-        """What is known so far."""
-        expected, seen = self._gang.num_processes, {(0, self.token)}
-        found = Attendance(
-            *(expected, {0: socket.gethostname()}, {0: 0.0}, {}, {}), refused=len(self._refused), session=self._session
-        )
+    def _count(self) -> None:
+        """What is known by the claims that stand."""
+        self.found = Attendance(self._gang.num_processes, {0: socket.gethostname()}, {0: 0.0}, {}, {})
+        self._seen = {(0, self.token)}
         for said, clock_s, _ in self._claims:
-            if (said.id, said.token) in seen:  # the same process, whose first connection broke
-                continue
-            seen.add((said.id, said.token))
-            if said.of != expected or not 0 <= said.id < said.of:
-                found.others[said.id] = said.of
-            elif said.id in found.hosts:
-                found.twice.setdefault(said.id, [found.hosts[said.id]]).append(said.host)
-            else:
-                found.hosts[said.id], found.clocks_s[said.id] = said.host, clock_s
-        return found
+            self._add(said, clock_s)
+
+    def _add(self, said: _Introduction, clock_s: float) -> None:
+        found = self.found
+        if (said.id, said.token) in self._seen:  # the same process, whose first connection broke
+            return
+        self._seen.add((said.id, said.token))
+        if said.of != found.expected or not 0 <= said.id < said.of:
+            found.others[said.id] = said.of
+        elif said.id in found.hosts:
+            found.twice.setdefault(said.id, [found.hosts[said.id]]).append(said.host)
+        else:
+            found.hosts[said.id], found.clocks_s[said.id] = said.host, clock_s
 
     @property
     def settled(self) -> bool:
         """Whether all are there, or some contradict each other; and, where it may be a stranger, stand by it."""
-        found = self.found
-        if found.missing and not (found.twice or found.others):
+        if not self._has_verdict:
             return False
-        for claim in [claim for claim in self._claims if _has_hung_up(claim[2])]:
+        gone = [claim for claim in self._claims if _has_hung_up(claim[2])]
+        for claim in gone:
             self._claims.remove(claim)
             claim[2].close()
+        if gone:
+            self._count()
+        waits = self._in_the_open or self.found.twice or self.found.others
+        return self._has_verdict and (not waits or time.monotonic() - self._changed >= _STANDS_S)
+
+    @property
+    def _has_verdict(self) -> bool:
         found = self.found
-        contradicts = bool(found.twice or found.others)
-        if contradicts or self._in_the_open:
-            return (contradicts or not found.missing) and time.monotonic() - self._changed >= _STANDS_S
-        return not found.missing
+        return len(found.hosts) == found.expected or bool(found.twice or found.others)
 
     def hear(self, line: bytes, connection: Any) -> bool:
         """Takes in a line; whether another is to come on this connection: the proof that it is of the job."""
@@ -330,10 +335,11 @@ class _Roll:
             return False
         self._changed = time.monotonic()
         self._claims.append((said, said.time - time.time(), connection))
+        self._add(*self._claims[-1][:2])
         return False
 
     def close(self) -> Attendance:
-        found = self.found
+        found = replace(self.found, refused=len(self._refused), session=self._session)
         answer = json.dumps(asdict(found)).encode()
         for said, _, connection in self._claims:
             try:
