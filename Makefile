@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 OLDEST := 0.11.2
 EXPERIMENTS := configs/experiments
-GPU_WHEELS := annotated-types array-record cloudpickle flatbuffers grain narwhals packaging plotly portpicker pydantic \
+GPU_WHEELS := annotated-types array-record cffi cloudpickle cryptography flatbuffers grain narwhals packaging plotly portpicker pycparser pydantic \
   pydantic-core safetensors tomlkit typing-inspection
 # What such a machine has: jax for CUDA 13 and the libraries of a JAX image. `gpu-wheels` is the rest.
 GPU_MACHINE := 'jax[cuda13]==$(OLDEST)' flax optax orbax-checkpoint chex numpy typer nvidia-ml-py jaxtyping

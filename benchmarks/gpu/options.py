@@ -64,7 +64,7 @@ def environment(program: str, toy: bool) -> dict[str, str]:
         return dict(os.environ)
     from meshkit.verbs.rehearse.rehearsal import gpu_environment
 
-    return dict(os.environ) | gpu_environment(experiment_of(program, toy), os.environ)
+    return gpu_environment(experiment_of(program, toy), os.environ)
 
 
 def refused(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -96,7 +96,7 @@ def main(program: str, toy: bool) -> None:
     experiment = experiment_of(program, toy, "h100_sxm" if toy else gpu_here())
     from meshkit.sharding.mesh import build_mesh, prepare_platform
 
-    prepare_platform(experiment.cluster)
+    prepare_platform(experiment.cluster, memory_fraction=experiment.train.memory_fraction)
     import jax
 
     from meshkit.compile.attached import compile_step

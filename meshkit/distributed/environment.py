@@ -25,6 +25,9 @@ CONTRACT = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICE_IDS, ATTEMPT)
 JOIN_TIMEOUT, MTLS, SECRET = "MESHKIT_JOIN_TIMEOUT", "MESHKIT_MTLS", "MESHKIT_SECRET"
 OUT = "MESHKIT_OUT"  # the run folder of a command of the user's
 
+# By which jax's client is told how much of a GPU's memory to take; of both together it stops, the second is deprecated.
+MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
 # Above Linux's ephemeral ports (32768 to 60999), where a port that is free now is not given to another connection.
 FIRST_PORT, NUM_PORTS = 61000, 4000
 

@@ -24,6 +24,7 @@ from meshkit.config.validate import did_you_mean
 from meshkit.discover import LiveProbe, domain_identities, identity_record, local_identities
 from meshkit.discover.nvml import has_driver
 from meshkit.distributed.agreement import Agreement, jax_runtime
+from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.errors import ConfigError
 
 _FABRIC_S = 60.0  # for all processes to say where their devices are
@@ -153,8 +154,13 @@ def _axis_types(names: Sequence[str], given: AxisType | Mapping[str, AxisType]) 
     return tuple(given.get(name, AxisType.Auto) for name in names)
 
 
-def prepare_platform(cluster: Cluster) -> None:
+def prepare_platform(cluster: Cluster, *, memory_fraction: float | None = None) -> None:
     """Makes jax ready for this cluster, before it starts: virtual CPU devices, or the attached GPUs.
+
+    Args:
+        cluster: where the devices are.
+        memory_fraction: of a GPU's memory, that jax takes at its start (0.75 if nobody says); what the environment says
+            goes before it.
 
     Raises:
         ConfigError: jax has already started with fewer CPU devices than the cluster has.
@@ -162,6 +168,8 @@ def prepare_platform(cluster: Cluster) -> None:
     if not cluster.is_cpu:
         if not has_driver():  # else jax prints the traceback of a CUDA plugin that finds no driver
             use_no_accelerator()
+        elif memory_fraction is not None and not any(name in os.environ for name in MEMORY_FRACTIONS):
+            os.environ[MEMORY_FRACTIONS[0]] = f"{memory_fraction:g}"
         return
     if _backend_started():
         if len(jax.devices("cpu")) < cluster.num_gpus:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshkit.config.own_code import child_path
-from meshkit.distributed.environment import read_gang
+from meshkit.distributed.environment import MEMORY_FRACTIONS, read_gang
 from meshkit.errors import MeshkitError
 from meshkit.verbs.doctor.diagnosis import Result, error, failed, ok, warning
 
@@ -31,7 +31,6 @@ _DEBUG_NCCL = (
     "NCCL_MAX_NCHANNELS",
 )
 _CHATTY = ("INFO", "TRACE", "ABORT")
-_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _COSTLY_MEMORY = (
     ("XLA_PYTHON_CLIENT_PREALLOCATE", ("false", "0"), ": memory fragments, and a step that fits may fail later."),
     ("XLA_PYTHON_CLIENT_ALLOCATOR", ("platform",), " asks the driver for every buffer, which is very slow."),
@@ -149,10 +148,10 @@ def _sockets(env: Mapping[str, str], interfaces: Path) -> list[Result]:
 
 def _memory(env: Mapping[str, str], memory_fraction: float | None) -> list[Result]:
     found = []
-    said = {name: env[name] for name in _FRACTIONS if name in env}
+    said = {name: env[name] for name in MEMORY_FRACTIONS if name in env}
     if len(set(said.values())) > 1:
         message = f"{' and '.join(f'{n}={v}' for n, v in said.items())} contradict each other."
-        found.append(error("memory", message, f"unset {_FRACTIONS[1]}"))
+        found.append(error("memory", message, f"unset {MEMORY_FRACTIONS[1]}"))
     elif said and memory_fraction is not None:
         name, value = next(iter(said.items()))
         if not _same(value, memory_fraction):

@@ -26,6 +26,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.config.own_code import child_path
 from meshkit.discover.nvml import read_nvml
+from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
@@ -101,7 +102,7 @@ def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     beside = str(experiment.path.absolute()) if experiment.path else None
     request = {"experiment": str(folder / "experiment.toml"), "beside": beside, "folder": str(folder), "steps": steps}
-    environment = dict(os.environ) | gpu_environment(experiment, os.environ)
+    environment = gpu_environment(experiment, os.environ)
     environment["PYTHONPATH"] = child_path()
     with log.open("wb") as stderr:
         command = [sys.executable, *COMMAND, json.dumps(request)]
@@ -115,17 +116,17 @@ def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
 
 
 def gpu_environment(experiment: Experiment, environment: Mapping[str, str]) -> dict[str, str]:
-    """What the process on the GPU must find in its environment before it loads jax.
+    """The environment of the process on the GPU, made of this process's.
 
     One GPU of the machine is visible. Kernels must not run inside CUDA graphs, where a trace names no instruction.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     flags = [f for f in environment.get("XLA_FLAGS", "").split() if "enable_command_buffer" not in f]
-    return {
+    return {name: value for name, value in environment.items() if name not in MEMORY_FRACTIONS} | {
         "CUDA_VISIBLE_DEVICES": visible,
         "JAX_MOCK_GPU_TOPOLOGY": mock_topology(experiment.cluster),
         "JAX_PLATFORMS": "cuda",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{experiment.train.memory_fraction:g}",
+        MEMORY_FRACTIONS[0]: f"{experiment.train.memory_fraction:g}",
         "XLA_FLAGS": " ".join([*flags, "--xla_gpu_enable_command_buffer="]),
     }
 

@@ -34,7 +34,7 @@ def train(
 
     keep_stdout()
     loaded = load(experiment, set_)
-    prepare_platform(loaded.cluster)
+    prepare_platform(loaded.cluster, memory_fraction=loaded.train.memory_fraction)
     from meshkit.verbs.train.trainer import train as run_training
 
     folder = run_folder(out or Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -47,12 +47,17 @@ def test_every_gpu_of_the_job_is_a_process_of_the_mocked_topology(cluster, topol
 
 def test_the_process_on_the_gpu_sees_one_gpu_and_no_cuda_graphs():
     experiment = load(TINY, ON_16)
-    given = {"CUDA_VISIBLE_DEVICES": "3,5", "XLA_FLAGS": "--xla_gpu_enable_command_buffer=FUSION --xla_x=1"}
+    given = {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",
+        "CUDA_VISIBLE_DEVICES": "3,5",
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer=FUSION --xla_x=1",
+    }
     found = rehearsal.gpu_environment(experiment, given)
     assert found["CUDA_VISIBLE_DEVICES"] == "3"
     assert found["XLA_FLAGS"].split() == ["--xla_x=1", "--xla_gpu_enable_command_buffer="]
     assert found["JAX_MOCK_GPU_TOPOLOGY"] == "2x8x1"
-    assert float(found["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == experiment.train.memory_fraction
+    assert float(found["XLA_CLIENT_MEM_FRACTION"]) == experiment.train.memory_fraction
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in found  # with both, jax stops
 
 
 def test_without_a_gpu_the_verb_says_so_and_writes_nothing(tmp_path, monkeypatch, capsys):
