@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.gpu.verbs import DEBUG, LLAMA_1B, ROOT, gpu_here
 from meshkit.config.experiment import Experiment, load
-from meshkit.trace.checks import COMMAND_BUFFERS_FLAG
+from meshkit.verbs.rehearse.rehearsal import FLAGS
 
 OWN = "as meshkit sets them"
 _EITHER: dict[str, dict[str, Any]] = {
@@ -87,22 +87,24 @@ def refused(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def flags() -> dict[str, dict[str, Any]]:
     """What a rehearsal says in XLA_FLAGS, as options."""
-    name, _, value = COMMAND_BUFFERS_FLAG.removeprefix("--").partition("=")
-    return {"XLA_FLAGS of a rehearsal": {name: value}}
+    said = (flag.removeprefix("--").partition("=") for flag in FLAGS)
+    return {"XLA_FLAGS of a rehearsal": {name: value != "false" and value for name, _, value in said}}
 
 
 def main(program: str, toy: bool) -> None:
     """Runs the cases of a program one after the other; a line of JSON for each as it ends."""
     experiment = experiment_of(program, toy, "h100_sxm" if toy else gpu_here())
     from meshkit.sharding.mesh import build_mesh, prepare_platform
+    from meshkit.verbs.rehearse.rehearsal_gpu import filled, mock
 
+    if not toy and program != "llama_1b":
+        mock(experiment.cluster)
     prepare_platform(experiment.cluster, memory_fraction=experiment.train.memory_fraction)
     import jax
 
     from meshkit.compile.attached import compile_step
     from meshkit.compile.options import bytes_at_once, memory_of
     from meshkit.step.train_step import make_train_step
-    from meshkit.verbs.rehearse.rehearsal_gpu import filled
 
     devices = sorted(jax.devices(), key=lambda d: d.id)
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)

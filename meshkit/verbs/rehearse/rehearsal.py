@@ -40,12 +40,15 @@ from meshkit.sharding.mesh import DescribedMesh
 from meshkit.step.facts import training_steps
 from meshkit.timeline import Timeline
 from meshkit.trace.captured import Captured, notes_of_capture, open_capture, read_captured
+from meshkit.trace.checks import COMMAND_BUFFERS_FLAG
 from meshkit.trace.measured import MeasuredKernels, kernel_seconds, rates_of
 from meshkit.units import format_bytes, format_percent
 from meshkit.verbs.plan.planner import absent_step
 
 LOG_FILE = "logs/rehearsal.log"
 COMMAND = ("-P", "-m", "meshkit.verbs.rehearse.rehearsal_gpu")  # beyond the interpreter
+# In a CUDA graph a trace names no instruction; and XLA would wait a day for the kernels that others of the job time.
+FLAGS = (COMMAND_BUFFERS_FLAG, "--xla_gpu_shard_autotuning=false")
 # Below this share of the kernels' seconds, what the trace does not name is not worth a warning.
 _NOTABLE = 0.01
 # What a trace is noted for that a rehearsal always is: of one process, whose collectives run no kernel.
@@ -118,22 +121,17 @@ def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
 def gpu_environment(experiment: Experiment, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of the process on the GPU, made of this process's.
 
-    One GPU of the machine is visible. Kernels must not run inside CUDA graphs, where a trace names no instruction.
+    One GPU of the machine is visible.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    flags = [f for f in environment.get("XLA_FLAGS", "").split() if "enable_command_buffer" not in f]
+    names = [flag.partition("=")[0] for flag in FLAGS]
+    flags = [f for f in environment.get("XLA_FLAGS", "").split() if f.partition("=")[0] not in names]
     return {name: value for name, value in environment.items() if name not in MEMORY_FRACTIONS} | {
         "CUDA_VISIBLE_DEVICES": visible,
-        "JAX_MOCK_GPU_TOPOLOGY": mock_topology(experiment.cluster),
         "JAX_PLATFORMS": "cuda",
         MEMORY_FRACTIONS[0]: f"{experiment.train.memory_fraction:g}",
-        "XLA_FLAGS": " ".join([*flags, "--xla_gpu_enable_command_buffer="]),
+        "XLA_FLAGS": " ".join([*flags, *FLAGS]),
     }
-
-
-def mock_topology(cluster: Cluster) -> str:
-    """`domains x processes x 1` as jax_mock_gpu_topology spells it: one process for each GPU, as only one is real."""
-    return f"{cluster.num_nvlink_domains}x{cluster.gpus_used_per_domain}x1"
 
 
 def measure(experiment: Experiment, folder: Path) -> Rehearsed:

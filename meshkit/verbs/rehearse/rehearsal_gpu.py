@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from meshkit.compile.attached import compile_step
+from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, load
 from meshkit.sharding.mesh import build_mesh
 from meshkit.step.train_step import TrainProgram, make_train_step
@@ -34,8 +35,18 @@ def main(request: dict[str, Any]) -> None:
     experiment = load(request["experiment"])
     if request["beside"]:
         experiment = replace(experiment, path=Path(request["beside"]))
+    mock(experiment.cluster)
     devices = sorted(jax.devices(), key=lambda d: d.id)
     rehearse(experiment, devices, Path(request["folder"]), request["steps"])
+
+
+def mock(cluster: Cluster) -> None:
+    """Tells jax, before it starts, of the cluster's GPUs, and to do nothing where they would communicate.
+
+    It reads this from no environment. A process for each GPU, since only one GPU is real.
+    """
+    topology = f"{cluster.num_nvlink_domains}x{cluster.gpus_used_per_domain}x1"  # domains x processes x GPUs
+    jax.config.update("jax_mock_gpu_topology", topology)
 
 
 def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: int) -> None:

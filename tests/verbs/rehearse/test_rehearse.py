@@ -42,7 +42,11 @@ STEPS, NS = 2, 1_000_000  # of a made-up trace; nanoseconds of a millisecond
     ],
 )
 def test_every_gpu_of_the_job_is_a_process_of_the_mocked_topology(cluster, topology):
-    assert rehearsal.mock_topology(cluster) == topology
+    rehearsal_gpu.mock(cluster)
+    try:
+        assert jax.config.values["jax_mock_gpu_topology"] == topology  # from the environment jax does not take it
+    finally:
+        jax.config.update("jax_mock_gpu_topology", "")
 
 
 def test_the_process_on_the_gpu_sees_one_gpu_and_no_cuda_graphs():
@@ -54,8 +58,7 @@ def test_the_process_on_the_gpu_sees_one_gpu_and_no_cuda_graphs():
     }
     found = rehearsal.gpu_environment(experiment, given)
     assert found["CUDA_VISIBLE_DEVICES"] == "3"
-    assert found["XLA_FLAGS"].split() == ["--xla_x=1", "--xla_gpu_enable_command_buffer="]
-    assert found["JAX_MOCK_GPU_TOPOLOGY"] == "2x8x1"
+    assert found["XLA_FLAGS"].split() == ["--xla_x=1", *rehearsal.FLAGS]
     assert float(found["XLA_CLIENT_MEM_FRACTION"]) == experiment.train.memory_fraction
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in found  # with both, jax stops
 
