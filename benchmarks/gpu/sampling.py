@@ -46,9 +46,10 @@ class Sampler:
         n.nvmlShutdown()
 
     def summary(self) -> dict[str, Any]:
-        """Medians over the second half of the block, when clocks have settled."""
-        rows = self._rows[len(self._rows) // 2 :]
-        if not rows:
+        """Medians over the moments in which the GPU worked: at four fifths of the most power that was seen, or more."""
+        if not self._rows:
             return {}
+        most = max(power for _, power, *_ in self._rows)
+        rows = [row for row in self._rows if row[1] >= 0.8 * most]
         _, power, clock, memory, heat = (statistics.median(column) for column in zip(*rows))
-        return {"power_w": power, "sm_mhz": clock, "memory_mhz": memory, "celsius": heat, "samples": len(self._rows)}
+        return {"power_w": power, "sm_mhz": clock, "memory_mhz": memory, "celsius": heat, "samples": len(rows)}

@@ -77,14 +77,18 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
 def filled(program: TrainProgram) -> tuple[Any, Any]:
     """A state and a batch of a program's shapes and layouts, of which this process holds its part."""
     random = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: _filled(leaf, random), (program.abstract_state, program.abstract_batch))
+    state = program.abstract_state
+    # Signs decide how many bits change from one number to the next, and so what power a matmul takes.
+    weights = jax.tree.map(lambda leaf: _filled(leaf, random, signed=True), state.params)
+    others = (replace(state, params=()), program.abstract_batch)  # second moments must not be negative
+    state, batch = jax.tree.map(lambda leaf: _filled(leaf, random, signed=False), others)
+    return replace(state, params=weights), batch
 
 
-def _filled(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> jax.Array:
+def _filled(leaf: jax.ShapeDtypeStruct, random: np.random.Generator, *, signed: bool) -> jax.Array:
     """An array of the leaf's shape and layout, of which only this process's shards hold anything.
 
-    Weights are normally distributed; integers are tokens of any vocabulary; second moments must not be negative, so no
-    float is.
+    Floats are normally distributed, or their absolute values are; integers are tokens of any vocabulary.
     """
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -94,7 +98,8 @@ def _filled(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> jax.Arra
         if np.issubdtype(leaf.dtype, np.integer):
             block = random.integers(0, _SMALLEST_VOCABULARY, min(size, _BLOCK))
         else:
-            block = np.abs(random.standard_normal(min(size, _BLOCK), dtype=np.float32)) * _SCALE
+            block = random.standard_normal(min(size, _BLOCK), dtype=np.float32) * _SCALE
+            block = block if signed else np.abs(block)
         return np.resize(block, shape).astype(leaf.dtype)
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
