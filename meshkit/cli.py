@@ -13,7 +13,7 @@ import typer
 
 from meshkit.console import output, say
 from meshkit.distributed.leaving import leave_gang, say_lost_process
-from meshkit.errors import MeshkitError
+from meshkit.errors import BUG, DONE, INTERRUPTED, USER_ERROR, MeshkitError
 from meshkit.redaction import redact_streams
 from meshkit.verbs.bench.cli import bench
 from meshkit.verbs.checkpoint.cli import checkpoint_app
@@ -95,35 +95,35 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         code = app(args=list(argv) if argv is not None else None, standalone_mode=False)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        return code if isinstance(code, int) else DONE
     except MeshkitError as e:
         say(f"meshkit: {e.render()}")
         return e.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return DONE
     except OSError as e:
         if e.filename is None:
             return _bug()
         say(f"meshkit: {e.filename} cannot be read or written: {e.strerror}.")
-        return 2
+        return USER_ERROR
     except SystemExit as e:
         if isinstance(e.__context__, BrokenPipeError):  # the command-line library turned the closed pipe into an exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return DONE
         return e.code if isinstance(e.code, int) else 1
     except Exception as e:
         if hasattr(e, "show") and hasattr(e, "format_message"):  # a usage error of the command-line library
             e.show()  # pyright: ignore[reportAttributeAccessIssue]
-            return 2
+            return USER_ERROR
         return say_lost_process(e) or _bug()
 
 
 def _bug() -> int:
     say(f"{traceback.format_exc()}meshkit: this is a bug of ours; please report it with the lines above.")
-    return 1
+    return BUG
 
 
 if __name__ == "__main__":

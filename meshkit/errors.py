@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from meshkit.redaction import printable, redact
 
+DONE, BUG, USER_ERROR, CONDITION, RUN_FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
+"""The exit codes of meshkit; with 75 a checkpoint is saved."""
+
 
 class MeshkitError(Exception):
     """Root of the tree; prints as `message`, then `at WHERE`, then `try HINT`, each on its own line; safe to show.
@@ -24,7 +27,7 @@ class MeshkitError(Exception):
         hint: what to do about it, an imperative without the leading "try".
     """
 
-    exit_code = 2
+    exit_code = USER_ERROR
 
     def __init__(self, message: str, *, at: str | None = None, hint: str | None = None):
         self.message = printable(redact(message))
@@ -56,10 +59,10 @@ class ProgramError(MeshkitError):
 class ConditionError(MeshkitError):
     """A condition the user asked us to check does not hold."""
 
-    exit_code = 3
+    exit_code = CONDITION
 
 
 class RunError(MeshkitError):
     """A run failed for a reason that a restart may mend."""
 
-    exit_code = 4
+    exit_code = RUN_FAILED

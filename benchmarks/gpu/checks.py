@@ -106,12 +106,11 @@ QUICK: dict[str, Callable[[], str]] = {
 def programs() -> Iterator[tuple[str, Experiment, bool]]:
     """What is rehearsed and trained on one H100, and whether it shall fit."""
     for m in MEASUREMENTS:
-        options = dict(m.options)
         if m.function == "verbs:rehearse":
-            path = ROOT / f"configs/experiments/{options['experiment']}.toml"
-            yield m.name, load(path, options["settings"]), True
+            path = ROOT / f"configs/experiments/{m.options['experiment']}.toml"
+            yield m.name, load(path, m.options["settings"]), True
         elif m.name.startswith("train_"):
-            yield m.name, load(LLAMA_1B, options.get("settings", ())), True
+            yield m.name, load(LLAMA_1B, m.options.get("settings", ())), True
     yield "llama3_8b of 16", experiment_of("llama3_8b of 16", toy=False), True
     yield "out_of_memory", load(LLAMA_1B, TOO_LARGE), False
 

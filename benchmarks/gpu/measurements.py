@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ class Measurement:
     expected_s: float  # on an H100 with 16 cores, compiles included
     question: str
     function: str  # module:function of benchmarks.gpu, called with (folder, toy, **options)
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def limit_s(self) -> float:
@@ -30,7 +30,7 @@ class Measurement:
         module, _, name = self.function.partition(":")
         function: Callable[..., Iterator[dict[str, Any]]]
         function = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
-        return function(folder, toy, **dict(self.options))
+        return function(folder, toy, **self.options)
 
 
 def _rehearsal(name: str, piece: int, expected_s: float, question: str, *settings: str) -> Measurement:
@@ -41,7 +41,7 @@ def _rehearsal(name: str, piece: int, expected_s: float, question: str, *setting
         expected_s,
         question,
         "verbs:rehearse",
-        (("experiment", experiment.split("-")[0]), ("settings", settings)),
+        {"experiment": experiment.split("-")[0], "settings": settings},
     )
 
 
@@ -73,7 +73,7 @@ MEASUREMENTS = (
         110,
         "The same training in fp8",
         "verbs:train",
-        (("settings", ("train.precision=fp8",)),),
+        {"settings": ("train.precision=fp8",)},
     ),
     Measurement("small_kernels", 2, 35, "Casts, amax, norms, gathers, embedding gradient, AdamW", "kernels:small"),
     Measurement("contention", 3, 70, "Matmuls and copies beside 0 to 24 held multiprocessors", "contention:measure"),
@@ -83,7 +83,7 @@ MEASUREMENTS = (
         110,
         "Scheduling by predicted prices, beside XLA's own",
         "verbs:train",
-        (("settings", ("train.pgle=predicted",)),),
+        {"settings": ("train.pgle=predicted",)},
     ),
     Measurement("xla_options", 3, 155, "XLA's options on two programs, each on and off", "options:measure"),
     Measurement(
@@ -92,7 +92,7 @@ MEASUREMENTS = (
         30,
         "cuDNN attention at 32k",
         "kernels:attention",
-        (("lengths", (32_768,)),),
+        {"lengths": (32_768,)},
     ),
     Measurement("kill_and_resume", 3, 80, "kill -9 in training, and the same losses bit for bit", "verbs:resume"),
     Measurement("preemption", 3, 40, "SIGTERM: a checkpoint and exit code 75", "verbs:preempt"),

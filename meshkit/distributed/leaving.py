@@ -10,7 +10,7 @@ import sys
 
 from meshkit.console import say
 from meshkit.distributed.environment import Gang, read_gang
-from meshkit.errors import ConfigError, RunError
+from meshkit.errors import DONE, PREEMPTED, ConfigError, RunError
 
 
 def leave_gang(code: int) -> None:
@@ -18,7 +18,7 @@ def leave_gang(code: int) -> None:
 
     Python's own way out waits for the others at jax's last barrier, and they wait for this process in a collective.
     """
-    if code in (0, 75) or _gang_of_several() is None:  # with these, all processes end together
+    if code in (DONE, PREEMPTED) or _gang_of_several() is None:  # with these, all processes end together
         return
     sys.stdout.flush()
     sys.stderr.flush()

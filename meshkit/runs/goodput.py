@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal, Self, get_args
 
 from meshkit.config.bounded import read_regular
+from meshkit.errors import PREEMPTED, USER_ERROR
 from meshkit.runs.phases import Phases
 
 _FOLDER = "goodput"
@@ -222,8 +223,8 @@ def _outcome(error: BaseException | None) -> AttemptOutcome:
         return "done"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    code = getattr(error, "exit_code", None)  # of an error of meshkit's: 75 preempted, 2 what the user gave is wrong
-    return "preempted" if code == 75 else "refused" if code == 2 else "failed"
+    code = getattr(error, "exit_code", None)  # of an error of meshkit's
+    return "preempted" if code == PREEMPTED else "refused" if code == USER_ERROR else "failed"
 
 
 def _read(path: Path) -> RunAttempt | None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from meshkit.distributed.environment import OUT
 from meshkit.distributed.join import join_gang
 from meshkit.distributed.leaving import leave_gang, say_lost_process
-from meshkit.errors import MeshkitError
+from meshkit.errors import BUG, MeshkitError
 from meshkit.runs.metrics import MetricsLog
 from meshkit.runs.phases import Phase, Phases
 
@@ -92,4 +92,4 @@ def _leave(kind: type[BaseException], error: BaseException, traceback: Traceback
     lost = say_lost_process(error) if isinstance(error, Exception) else 0
     if not lost:
         sys.__excepthook__(kind, error, traceback)
-    leave_gang(lost or (error.exit_code if isinstance(error, MeshkitError) else 1))
+    leave_gang(lost or (error.exit_code if isinstance(error, MeshkitError) else BUG))

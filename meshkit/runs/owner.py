@@ -109,7 +109,7 @@ class RunOwner:
         if self._claim is not None:
             self._thread.join(timeout=_BEAT_S)
             with suppress(OSError):  # taken over
-                os.rename(self._claim, self._claim.with_name(f"{self.token}.released.json"))
+                _give_back(self._claim)
 
     def check(self) -> None:
         """Stops unless the folder is still this owner's; asks the file system.
@@ -182,9 +182,9 @@ def take_run(
         owners.mkdir(parents=True, exist_ok=True)
         claim = _acquire(owners, _me(attempt), say)
         try:
-            return RunOwner(_identity(folder, known_run), int(claim.name.partition(".")[0]), claim)
+            return RunOwner(_identity(folder, known_run), int(claim.stem), claim)
         except BaseException:
-            os.rename(claim, claim.with_name(f"{claim.name.partition('.')[0]}.released.json"))
+            _give_back(claim)
             raise
     except OSError as error:
         passing = error.errno in _PASSING
@@ -251,6 +251,10 @@ def _make(owners: Path, token: int, me: Mapping[str, Any]) -> Path | None:
         if other.token < token:
             other.path.unlink(missing_ok=True)
     return claim
+
+
+def _give_back(claim: Path) -> None:
+    os.rename(claim, claim.with_suffix(".released.json"))
 
 
 def _claims(owners: Path) -> list[_Claim]:

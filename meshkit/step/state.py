@@ -226,8 +226,9 @@ def lay_out(
 
     def of_moments(kind: str | None):
         def one(leaf, s, param):
-            spec = kept_spec(spec_axes(s.spec, len(param.shape)), param.shape, leaf.shape)
-            s = s if leaf.shape == param.shape else NamedSharding(mesh, partition_spec(spec))
+            if leaf.shape != param.shape:
+                spec = kept_spec(spec_axes(s.spec, len(param.shape)), param.shape, leaf.shape)
+                s = NamedSharding(mesh, partition_spec(spec))
             return s if kind is None else s.with_memory_kind(kind)
 
         try:

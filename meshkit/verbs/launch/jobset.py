@@ -24,10 +24,9 @@ import yaml
 
 from meshkit.distributed.environment import ATTEMPT, COORDINATOR, FIRST_PORT, MTLS, NUM_PROCESSES, PROCESS_ID, SECRET
 from meshkit.distributed.mtls import FILES
-from meshkit.errors import ConfigError, RunError
+from meshkit.errors import CONDITION, INTERRUPTED, PREEMPTED, USER_ERROR, ConfigError, RunError
 from meshkit.verbs.launch.certificates import make_certificates
 from meshkit.verbs.launch.job import SAVE_S, Job, submit
-from meshkit.verbs.launch.processes import CONDITION, INTERRUPTED, PREEMPTED, USER_ERROR
 
 _API_VERSION = "jobset.x-k8s.io/v1alpha2"
 _WORKERS, _CONTAINER = "workers", "main"

@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from meshkit.errors import ConfigError
+from meshkit.errors import BUG, CONDITION, DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, USER_ERROR, ConfigError
 
 _POLL_S, _START_S = 0.02, 60.0
 _REAPER = str(Path(__file__).with_name("reaper.py"))
 
-DONE, BUG, USER_ERROR, CONDITION, RUN_FAILED, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
 # Nothing that a restart changes: the experiment is wrong, a condition is not met, a person stopped it.
 FINAL = (DONE, USER_ERROR, CONDITION, INTERRUPTED)
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import IO
 
 from meshkit.config.bounded import integer
-from meshkit.errors import ConfigError, RunError
+from meshkit.errors import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, ConfigError, RunError
 from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
-from meshkit.verbs.launch.processes import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, Ending, LocalGang, Member
+from meshkit.verbs.launch.processes import Ending, LocalGang, Member
 from meshkit.verbs.launch.watchdog import Limits, Watchdog
 
 _POLL_S, _LOCK_POLL_S, _SHOWN_LINES = 0.02, 0.5, 15
@@ -334,11 +334,11 @@ def _stopped(attempt: AttemptEnd) -> int:
     codes = {ending.code for ending in attempt.endings}
     if PREEMPTED in codes:  # a checkpoint is whole, or nobody says so
         return PREEMPTED
-    if codes == {0}:
+    if codes == {DONE}:
         return DONE
     if attempt.received is not None and attempt.before_steps:  # nothing was made since the last checkpoint
         return PREEMPTED
-    bad = next(ending for ending in attempt.endings if ending.code != 0)
+    bad = next(ending for ending in attempt.endings if ending.code != DONE)
     raise RunError(
         f"told to stop by SIGTERM, but a process did not save and end: {bad}.",
         hint="the same command, which resumes from the last checkpoint; a longer --grace if saving takes longer",

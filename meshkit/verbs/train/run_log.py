@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.user_code import describe_error
+from meshkit.errors import PREEMPTED
 from meshkit.report.schema import Report
 from meshkit.runs.metrics import MetricsLog
 from meshkit.runs.sinks import open_sinks
@@ -158,7 +159,7 @@ class RunLog(MetricsLog):
 
 def _is_a_failure(error: BaseException | None) -> bool:
     """Whether an exception is more than a signal that the run has honoured (KeyboardInterrupt, Preempted)."""
-    return isinstance(error, Exception) and getattr(error, "exit_code", None) != 75
+    return isinstance(error, Exception) and getattr(error, "exit_code", None) != PREEMPTED
 
 
 def metrics_of(report: Report) -> dict[int, dict[str, float]]:

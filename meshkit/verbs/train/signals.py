@@ -24,17 +24,16 @@ from jax.experimental import multihost_utils
 
 from meshkit.distributed.agreement import jax_runtime
 from meshkit.distributed.environment import read_gang
-from meshkit.errors import RunError
+from meshkit.errors import INTERRUPTED, PREEMPTED, RunError
 from meshkit.runs.phases import PULSE_VARIABLE
 
 _SERVICE = "jax_enable_preemption_service"
-_INTERRUPTED = 130
 
 
 class Preempted(RunError):
     """The run got SIGTERM and has saved what there was to save; the same command resumes it."""
 
-    exit_code = 75
+    exit_code = PREEMPTED
 
 
 class StopRequest:
@@ -141,7 +140,7 @@ class StopRequest:
                     name = signal.Signals(number).name
                     print(f"meshkit: stopped by {name} before the first step: nothing to save.", file=sys.stderr)
                     sys.stderr.flush()
-                os._exit(Preempted.exit_code if number == signal.SIGTERM else _INTERRUPTED)
+                os._exit(PREEMPTED if number == signal.SIGTERM else INTERRUPTED)
 
 
 def _start_preemption_service() -> None:
