@@ -47,8 +47,12 @@ from meshkit.verbs.plan.planner import absent_step
 
 LOG_FILE = "logs/rehearsal.log"
 COMMAND = ("-P", "-m", "meshkit.verbs.rehearse.rehearsal_gpu")  # beyond the interpreter
-# In a CUDA graph a trace names no instruction; and XLA would wait a day for the kernels that others of the job time.
-FLAGS = (COMMAND_BUFFERS_FLAG, "--xla_gpu_shard_autotuning=false")
+FLAGS = (
+    COMMAND_BUFFERS_FLAG,  # in a CUDA graph a trace names no instruction
+    "--xla_gpu_shard_autotuning=false",  # else XLA waits a day for the kernels that others of the job would time
+    # Else a ragged all-to-all asks for its communicator before it runs, and a mocked NCCL has none.
+    "--xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl=false",
+)
 # Below this share of the kernels' seconds, what the trace does not name is not worth a warning.
 _NOTABLE = 0.01
 # What a trace is noted for that a rehearsal always is: of one process, whose collectives run no kernel.
