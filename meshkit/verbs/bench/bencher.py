@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meshkit.config import calibration
+from meshkit.config.exhausted import device_memory
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis
 from meshkit.console import stderr
@@ -78,7 +79,7 @@ def bench(
     Raises:
         ConfigError: the attached devices are not those of the experiment, no size is given, or the environment of a job
             of several processes is wrong.
-        RunError: the other processes cannot be reached.
+        RunError: the other processes cannot be reached, or a size does not fit the devices' memory.
     """
     if not jax.distributed.is_initialized() and join_gang()[1] > 1:
         prepare_platform(experiment.cluster)  # each process has its part of virtual CPU devices
@@ -86,8 +87,9 @@ def bench(
     mesh = _mesh(experiment)
     chosen = _sizes(sizes, mesh)
     run = _Bench(experiment, mesh, chosen, budget_s, case_budget_s, began)
-    run.execute(console or stderr())
-    measured = measure_rates(jax.local_devices(backend=mesh.devices.flat[0].platform)[0]) if rates else RatesPart()
+    with device_memory(experiment, hint="--sizes up to a smaller one; or whatever else holds the GPU's memory"):
+        run.execute(console or stderr())
+        measured = measure_rates(jax.local_devices(backend=mesh.devices.flat[0].platform)[0]) if rates else RatesPart()
     report = run.report(measured)
     if out is not None and jax.process_index() == 0:
         folder = Path(out)

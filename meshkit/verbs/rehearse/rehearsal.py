@@ -23,6 +23,7 @@ from meshkit.compile.program import compile_absent
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
+from meshkit.config.exhausted import is_of_memory, too_little_memory
 from meshkit.config.experiment import Experiment
 from meshkit.config.own_code import child_path
 from meshkit.discover.nvml import read_nvml
@@ -116,10 +117,11 @@ def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
         done = subprocess.run(command, env=environment, stdout=stderr, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        marks = ("RESOURCE_EXHAUSTED", "Error", "out of memory")
+        marks = ("RESOURCE_EXHAUSTED", "Error")
         said = next((line for line in reversed(lines) if any(m in line for m in marks)), (lines or ["nothing"])[-1])
-        hint = "`meshkit plan`, which says what makes it fit" if "RESOURCE_EXHAUSTED" in said else None
-        raise RunError(f"the rehearsal failed (exit code {done.returncode}): {said[:300]}", at=str(log), hint=hint)
+        if is_of_memory(said):
+            raise too_little_memory(experiment, said, at=str(log))
+        raise RunError(f"the rehearsal failed (exit code {done.returncode}): {said[:300]}", at=str(log))
 
 
 def gpu_environment(experiment: Experiment, environment: Mapping[str, str]) -> dict[str, str]:

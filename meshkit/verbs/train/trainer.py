@@ -28,6 +28,7 @@ from rich.console import Console
 from meshkit.compile.attached import CompiledStep, compile_step
 from meshkit.compile.compile_cache import compile_cache
 from meshkit.config.document import TomlDocument
+from meshkit.config.exhausted import device_memory
 from meshkit.config.experiment import Experiment
 from meshkit.console import stderr
 from meshkit.distributed.agreement import Agreement
@@ -120,14 +121,14 @@ def train(
     Raises:
         ConfigError: the folder belongs to another model or to a job that runs, or the experiment does not fit the
             attached devices.
-        RunError: a checkpoint could not be written, or replicas of the state differ.
+        RunError: a checkpoint could not be written, replicas of the state differ, or it does not fit a device's memory.
         Preempted: SIGTERM came; a checkpoint is saved.
         KeyboardInterrupt: SIGINT came; a checkpoint is saved if the experiment writes any.
     """
     started = time.perf_counter()
     folder = Path(out)
     console = console or stderr()
-    with Phases() as phases, StopRequest() as stop, ExitStack() as around:
+    with device_memory(experiment), Phases() as phases, StopRequest() as stop, ExitStack() as around:
         changes = check_experiment_file(experiment, folder)
         join_gang()  # of the processes that the environment names, if it names any
         note = lambda text: console.print(f"note: {text}", style="yellow", markup=False)

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from meshkit.config import calibration
 from meshkit.config.experiment import load
-from meshkit.errors import ConfigError
-from meshkit.verbs.bench import collectives
+from meshkit.errors import ConfigError, RunError
+from meshkit.verbs.bench import bencher, collectives
 from meshkit.verbs.bench.bench_report import BenchReport
 from meshkit.verbs.bench.bench_views import render
 from meshkit.verbs.bench.bencher import bench, fit_line
@@ -253,6 +253,15 @@ def test_a_spent_budget_leaves_out_sizes_and_says_so():
     assert not report.rows
     assert report.residual_median is None
     assert any(w.code == "budget" and "1.00 KiB" in w.message for w in report.warnings)
+
+
+def test_a_size_that_does_not_fit_says_so(monkeypatch):
+    def exhaust(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 64.00GiB.")
+
+    monkeypatch.setattr(bencher, "measure", exhaust)
+    with pytest.raises(RunError, match=r"asked for 64\.0 GiB at once[\s\S]*try --sizes"):
+        bench(load(EXPERIMENT), None, sizes=[1024], rates=False, console=Console(quiet=True))
 
 
 def test_no_size_is_an_error():

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import chex
 import pytest
+from jax.errors import JaxRuntimeError
 from rich.console import Console
 
+from meshkit.cli import main
+from meshkit.compile.attached import CompiledStep
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.runs.metrics import read_metrics
@@ -114,3 +117,43 @@ def test_a_folder_of_another_model_is_refused(corpus, tmp_path):
     run(corpus, tmp_path, "train.steps=1")
     with pytest.raises(ConfigError, match=r"this run has model.mlp = 64, but the experiment now says 128"):
         run(corpus, tmp_path, "train.steps=1", "model.mlp=128")
+
+
+class _Lost:
+    """Of a step that failed on the device: as jax has it, who reads it hears why."""
+
+    def is_ready(self):
+        return True
+
+    def __array__(self, *_, **__):
+        raise JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 389.77GiB with allocator GPU_0_bfc on device 0. "
+            "[executable_name='jit_train_step'] [tf-allocator-allocation-error='']"
+        )
+
+    block_until_ready = __float__ = __array__
+
+
+@pytest.mark.parametrize("where", ["metrics", "evaluation", "capture", "checkpoint"])
+def test_a_step_that_does_not_fit_ends_with_a_remedy_wherever_jax_says_so(corpus, tmp_path, monkeypatch, capsys, where):
+    def step(state, batch):
+        return state, {"loss": _Lost() if where == "metrics" else 1.0}
+
+    def lost(*_):
+        return _Lost().block_until_ready()
+
+    monkeypatch.setattr(trainer, "compile_step", lambda *_: CompiledStep(step, {}, 0.0))
+    monkeypatch.setattr(trainer._Run, "_capture", lambda _: None)
+    if where == "evaluation":
+        monkeypatch.setattr(trainer._Run, "_evaluate", lost)
+    if where == "capture":
+        monkeypatch.setattr(trainer._Run, "_capture", lost)
+    if where == "checkpoint":
+        monkeypatch.setattr(trainer.CheckpointStore, "save", lost)
+    sets = [*TINY, f"data.source={corpus}", "train.steps=2", "train.evaluate_every=1", "checkpoint.every=1"]
+    options = [word for value in sets for word in ("--set", value)]
+    assert main(["train", str(EXPERIMENT), *options, "--out", str(tmp_path / "run")]) == 4
+    said = capsys.readouterr().err
+    assert "too little memory for jit_train_step, which asked for 390 GiB at once" in said
+    assert "\n  try `meshkit plan" in said
+    assert "Traceback" not in said
