@@ -1,7 +1,7 @@
 """A device without enough memory, said in terms of the experiment.
 
-Devices run behind the program: the error of a step surfaces where something waits for its values (metrics, a checkpoint,
-a capture), so whole runs stand inside `device_memory`, not single calls.
+Devices run behind the program: the error of a step surfaces where something waits for its values (metrics, a
+checkpoint, a capture), so whole runs stand inside `device_memory`, not single calls.
 """
 
 from __future__ import annotations

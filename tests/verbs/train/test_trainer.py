@@ -127,8 +127,8 @@ class _Lost:
 
     def __array__(self, *_, **__):
         raise JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 389.77GiB with allocator GPU_0_bfc on device 0. "
-            "[executable_name='jit_train_step'] [tf-allocator-allocation-error='']"
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 389.77GiB with allocator GPU_0_bfc on device 0."
+            " [executable_name='jit_train_step'] [tf-allocator-allocation-error='']"
         )
 
     block_until_ready = __float__ = __array__
