@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.profiler import ProfileData
 
 from benchmarks.gpu.sampling import Sampler
 
 _REPEATS = 8  # inside one program, so that a launch's time does not show
+_TRACED = 10  # calls whose kernels a profiler sees
+# cuBLAS alone is asked: XLA would make and time dozens of kernels of its own for each shape, 8 s, to take cuBLAS's
+_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 _FP8 = jnp.float8_e4m3fn
 # rows x inner x columns of matmuls that the shipped models make on one GPU, 8,192 tokens at a time
 SHAPES = {
@@ -34,11 +39,11 @@ SHAPES = {
 
 
 def matmuls(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """FLOP/s of a large square for 25 s in each precision (burst and sustained), then of each shape for 1 s."""
+    """FLOP/s of a large square for 20 s in each precision (burst and sustained), then of each shape for 1 s."""
     for name in ("bf16", "fp8"):
-        n, seconds = (128, 0.1) if toy else (8192, 25.0)
+        n, seconds = (128, 0.1) if toy else (8192, 20.0)
         with Sampler() as sampler:
-            burst, sustained = times(_multiply, _operands(name, (n, n, n)), seconds)
+            burst, sustained = times(_multiply, _operands(name, (n, n, n)), seconds, _CUBLAS)
         yield {
             f"{name} {n} cubed burst_flops_per_s": 2 * n**3 / burst,
             f"{name} {n} cubed sustained_flops_per_s": 2 * n**3 / sustained,
@@ -46,7 +51,7 @@ def matmuls(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
         }
         for label, shape in list(SHAPES.items())[: 2 if toy else None]:
             m, k, n_ = (size // 64 for size in shape) if toy else shape
-            _, seconds_each = times(_multiply, _operands(name, (m, k, n_)), 0.05 if toy else 1.0)
+            _, seconds_each = times(_multiply, _operands(name, (m, k, n_)), 0.05 if toy else 1.0, _CUBLAS)
             yield {f"{name} {label} flops_per_s": 2 * m * k * n_ / seconds_each}
 
 
@@ -63,24 +68,26 @@ def attention(folder: Path, toy: bool, lengths: Sequence[int] = (4096, 8192)) ->
         attend = functools.partial(
             jax.nn.dot_product_attention, is_causal=True, implementation="xla" if toy else "cudnn"
         )
-        _, forward_s = times(functools.partial(_apply, attend), (q, k, v), 0.05 if toy else 5.0)
+        forward = times(functools.partial(_apply, attend), (q, k, v), 0.05 if toy else 5.0)
         gradient = jax.grad(functools.partial(_summed, attend))
-        _, both_s = times(gradient, (q, k, v), 0.05 if toy else 8.0)
+        both = times(gradient, (q, k, v), 0.05 if toy else 8.0)
         flops = 2 * batch * heads * length**2 * size  # two matmuls, half of each masked
-        yield {
-            f"{length} tokens": batch * length,
-            f"{length} forward_s": forward_s,
-            f"{length} forward_flops_per_s": flops / forward_s,
-            f"{length} forward and backward_s": both_s,
-            f"{length} backward_flops_per_s": 2.5 * flops / max(both_s - forward_s, forward_s / 10),
-        }
+        yield {f"{length} tokens": batch * length}
+        # nothing but attention soon meets the GPU's limit of power, which a step's attention does not
+        for burst, forward_s, both_s in zip((" burst", ""), forward, both):
+            yield {
+                f"{length}{burst} forward_s": forward_s,
+                f"{length}{burst} forward_flops_per_s": flops / forward_s,
+                f"{length}{burst} forward and backward_s": both_s,
+                f"{length}{burst} backward_flops_per_s": 2.5 * flops / max(both_s - forward_s, forward_s / 10),
+            }
 
 
 def copies(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """Bytes read and written a second by x + 1, by size."""
+    """Bytes read and written a second by x + 1, by size; what fits the L2 cache stays in it."""
     for size in (2**16, 2**20) if toy else (2**20, 2**23, 2**26, 2**29, 2**32):
         x = jax.random.normal(jax.random.key(0), (size // 4,), jnp.float32)
-        _, seconds = times(lambda x: x + 1, x, 0.05 if toy else 1.0)
+        seconds = kernels_s(lambda x: x + 1, x, 0.05 if toy else 1.0)
         yield {f"{size} bytes_per_s": 2 * size / seconds}
 
 
@@ -126,7 +133,7 @@ def small(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
         "adamw": (update, (weights, state), 7 * 4 * parameters),
     }
     for name, (work, operands, moved) in cases.items():
-        _, seconds = times(work, operands, 0.05 if toy else 1.5)
+        seconds = kernels_s(work, operands, 0.05 if toy else 1.5)
         yield {f"{name} s": seconds, f"{name} bytes_per_s": moved / seconds}
 
 
@@ -150,13 +157,34 @@ def _summed(function: Callable, operands: Any) -> jax.Array:
     return function(*operands).astype(jnp.float32).sum()
 
 
-def times(work: Callable, operands: Any, seconds: float) -> tuple[float, float]:
+def kernels_s(work: Callable, operands: Any, seconds: float) -> float:
+    """Seconds of the kernels of one call by a profiler's trace, after so many seconds of calls.
+
+    What a call costs beside them (its launch, 15 to 40 us of a loop around it) is not theirs. Where no kernel is
+    traced, as on a CPU, the clock's.
+    """
+    program = jax.jit(work)
+    _, clocked = timed(program, operands, seconds, calls=1)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(_TRACED):
+                jax.block_until_ready(program(operands))
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        planes = [p for p in ProfileData.from_file(str(file)).planes if p.name.startswith("/device:GPU")]
+        streams = [line for plane in planes for line in plane.lines if line.name.startswith("Stream")]
+        traced_ns = sum(event.duration_ns for line in streams for event in line.events)
+    return traced_ns / 1e9 / _TRACED or clocked
+
+
+def times(
+    work: Callable, operands: Any, seconds: float, options: Mapping[str, Any] | None = None
+) -> tuple[float, float]:
     """Seconds of one call: in the first tenth of a second (burst), and the median over the second half (sustained)."""
-    return timed(compiled(work, operands), operands, seconds)
+    return timed(compiled(work, operands, options), operands, seconds)
 
 
-def compiled(work: Callable, operands: Any) -> Callable:
-    """A program that does the work several times; XLA has chosen its kernels, and it has run once."""
+def compiled(work: Callable, operands: Any, options: Mapping[str, Any] | None = None) -> Callable:
+    """A program that does the work several times, compiled with these options of XLA; it has run once."""
 
     def repeated(operands: Any) -> Any:
         def again(_: Any, carry: Any) -> Any:
@@ -165,18 +193,18 @@ def compiled(work: Callable, operands: Any) -> Callable:
 
         return lax.fori_loop(0, _REPEATS - 1, again, (operands, work(operands)))[1]
 
-    program = jax.jit(repeated)
+    program = jax.jit(repeated, compiler_options=dict(options or {}))
     jax.block_until_ready(program(operands))
     return program
 
 
-def timed(program: Callable, operands: Any, seconds: float) -> tuple[float, float]:
-    """`times` of a compiled program, run for so many seconds."""
+def timed(program: Callable, operands: Any, seconds: float, calls: int = _REPEATS) -> tuple[float, float]:
+    """`times` of a compiled program that does the work `calls` times, run for so many seconds."""
     ends: list[float] = []
     began = time.perf_counter()
     while len(ends) < 4 or ends[-1] < seconds:
         jax.block_until_ready(program(operands))
         ends.append(time.perf_counter() - began)
-    each = [(end - start) / _REPEATS for start, end in zip([0.0, *ends], ends)]
+    each = [(end - start) / calls for start, end in zip([0.0, *ends], ends)]
     first = [t for t, end in zip(each, ends) if end < 0.1] or each[:1]
     return statistics.median(first), statistics.median(each[len(each) // 2 :])

@@ -275,9 +275,9 @@ def _matmuls(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card
 
 def _attention(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
     for key, measured in values.items():
-        if not (found := re.fullmatch(r"(\d+) (forward|backward)_flops_per_s", key)):
+        if not (found := re.fullmatch(r"(\d+)( burst)? (forward|backward)_flops_per_s", key)):
             continue
-        length, backward, tokens = int(found[1]), found[2] == "backward", values[f"{found[1]} tokens"]
+        length, backward, tokens = int(found[1]), found[3] == "backward", values[f"{found[1]} tokens"]
         cost = Cost(
             attention_flops=(2.5 if backward else 1.0) * 2 * tokens * _HEADS * length * _HEAD_DIM,
             attention_backward=backward,
@@ -288,7 +288,8 @@ def _attention(m: Measurement, folder: Path, values: Mapping[str, Any], card: Ca
             attention_causal=True,
         )
         work = _work(cost, card)
-        yield Row(f"{length} {found[2]}", work and cost.attention_flops / work.alone_s, measured, "FLOP/s")
+        what = key.removesuffix("_flops_per_s")
+        yield Row(what, work and cost.attention_flops / work.alone_s, measured, "FLOP/s")
 
 
 def _copies(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
