@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.gpu.contention import nvcc
 from benchmarks.gpu.measurements import MEASUREMENTS
 from benchmarks.gpu.options import CASES, experiment_of, flags, refused
-from benchmarks.gpu.verbs import DETERMINISTIC, LLAMA_1B, ROOT, TOO_LARGE
+from benchmarks.gpu.verbs import DETERMINISTIC, LLAMA_1B, TOO_LARGE
 from meshkit.config.experiment import Experiment, load
 from meshkit.errors import MeshkitError
 
@@ -107,8 +107,7 @@ def programs() -> Iterator[tuple[str, Experiment, bool]]:
     """What is rehearsed and trained on one H100, and whether it shall fit."""
     for m in MEASUREMENTS:
         if m.function == "verbs:rehearse":
-            path = ROOT / f"configs/experiments/{m.options['experiment']}.toml"
-            yield m.name, load(path, m.options["settings"]), True
+            yield m.name, load(m.options["experiment"], m.options["settings"]), True
         elif m.name.startswith("train_"):
             yield m.name, load(LLAMA_1B, m.options.get("settings", ())), True
     yield "llama3_8b of 16", experiment_of("llama3_8b of 16", toy=False), True

@@ -18,8 +18,9 @@ from typing import Any
 from benchmarks.gpu.sampling import Sampler
 
 ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = ROOT / "configs/experiments"
 LLAMA_1B = ROOT / "benchmarks/gpu/experiments/llama_1b.toml"
-DEBUG = ROOT / "configs/experiments/llama_debug_cpu.toml"
+DEBUG = EXPERIMENTS / "llama_debug_cpu.toml"
 # Llama 1B with this fits no GPU that is known, by its plan.
 TOO_LARGE = ("model.layers=2", "train.remat=none", "train.global_batch=64")
 # Else XLA times kernels anew in each process, and two runs may take different ones.
@@ -74,14 +75,14 @@ def trace(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
     yield {"trace bytes": sum(p.stat().st_size for p in files), "trace files": len(files)}
 
 
-def rehearse(folder: Path, toy: bool, experiment: str, settings: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rehearse(folder: Path, toy: bool, experiment: Path, settings: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One process's program of a large job, NCCL mocked: its kernels, its peak, its collectives."""
     if toy:
         yield _toy_rehearsal(folder)
         return
-    file, sets = ROOT / f"configs/experiments/{experiment}.toml", _sets(f"cluster.gpu={gpu_here()}", *settings)
+    sets = _sets(f"cluster.gpu={gpu_here()}", *settings)
     with Sampler() as sampler:
-        arguments = ("rehearse", file, *sets, "--steps", 4, "--out", folder / "run", "--json")
+        arguments = ("rehearse", experiment, *sets, "--steps", 4, "--out", folder / "run", "--json")
         text = meshkit(*arguments, log=folder / "verbs.log").stdout
     (folder / MEASURED).write_text(text, encoding="utf-8")
     report = json.loads(text)
