@@ -27,6 +27,19 @@ _BY_OPCODE = (
     ("random numbers", {"rng-bit-generator", "rng", "rng-get-and-update-state"}),
     ("reduction", {"reduce", "reduce-window", "select-and-scatter"}),
 )
+OTHER_KERNELS = "other kernels"
+_LIBRARY_KINDS = (  # by what stands in the name of a library's kernel, or of the custom call that runs it
+    ("attention", "fmha|flash|attention|sdpa|cudnn::fusion"),
+    ("convolution", "conv(?!ert)"),
+    ("matmul", "gemm|matmul|cublas|dot|nvjet"),
+    ("sort", "sort|topk"),
+)
+_KERNEL_KINDS = (  # of kernels that XLA compiles: `input_reduce_fusion_3`, `wrapped_transpose`
+    ("reduction", "reduce"),
+    ("gather and scatter", "gather|scatter"),
+    ("data movement", "^mem(?:cpy|set)|copy|slice|broadcast|concatenate|transpose|^(?:loop|wrapped)_(?:pad|iota)"),
+    ("elementwise", "fusion|^wrapped_"),
+)
 _NOT_USERS = re.compile(  # `training` and `xla` are in programs that earlier versions captured
     r"^<|(?:^|/)bin/[^/]*$|/site-packages/|/dist-packages/|/lib/python\d"
     r"|(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|lint|parallel|sharding|step|training|verbs|weights|xla)/)"
@@ -136,20 +149,15 @@ def _kind(body: Iterable[Attributes]) -> str:
 def kind_of_kernel(name: str) -> str:
     """What a kernel does by its name, where its instruction is not known."""
     kind = _custom_kind(name)
-    return "other kernels" if kind == "custom call" else kind
+    return _first(_KERNEL_KINDS, name, OTHER_KERNELS) if kind == "custom call" else kind
 
 
 def _custom_kind(target: str) -> str:
-    lowered = target.lower()
-    for kind, words in (
-        ("attention", ("fmha", "flash", "attention")),
-        ("convolution", ("conv",)),
-        ("matmul", ("gemm", "matmul", "cublas", "dot")),
-        ("sort", ("sort", "topk")),
-    ):
-        if any(word in lowered for word in words):
-            return kind
-    return "custom call"
+    return _first(_LIBRARY_KINDS, target, "custom call")
+
+
+def _first(kinds: Iterable[tuple[str, str]], name: str, otherwise: str) -> str:
+    return next((kind for kind, words in kinds if re.search(words, name, re.IGNORECASE)), otherwise)
 
 
 def _fused(at: Attributes) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from meshkit.config.cluster import Cluster
-from meshkit.hlo.instructions import InstructionInfo, kind_of_kernel
+from meshkit.hlo.instructions import OTHER_KERNELS, InstructionInfo, kind_of_kernel
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.network import wire_factor
 from meshkit.report.schema import CommunicationPart, KernelClassPart, KernelPart, KernelsPart, OpPart
@@ -211,9 +211,9 @@ def kernels_part(
     if not op_names:
         return None
     known = [instructions.get(name) for name in op_names]
-    kind_of = [
-        info.kind if info else UNMAPPED if instructions else kind_of_kernel(n) for n, info in zip(op_names, known)
-    ]
+    unknown = {OTHER_KERNELS: UNMAPPED} if instructions else {}
+    by_name = {name: kind_of_kernel(name) for name, info in zip(op_names, known) if info is None}
+    kind_of = [info.kind if info else unknown.get(by_name[n], by_name[n]) for n, info in zip(op_names, known)]
     kinds = list(dict.fromkeys(kind_of))
     kind_of_op = np.array([kinds.index(kind) for kind in kind_of], np.intp)
     time_s, busy_s, count = (

@@ -26,6 +26,7 @@ from meshkit.hlo.module import Program, load_module, read_program
 from meshkit.hlo.schedule import Schedule
 from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.trace.checks import Note, some
+from meshkit.trace.graphs import graph_nodes
 from meshkit.trace.operations import TracedProgram, TraceFile
 from meshkit.trace.reader import Trace, read_trace
 
@@ -368,6 +369,7 @@ def traced_program(module: Any, read: Program, device_ids: Sequence[int]) -> Tra
     if read.schedule is not None:
         communicating = {i.name for body in read.schedule.computations.values() for i in body if i.collective}
         expected = {name: n for name, n in read.schedule.known_runs().items() if name in communicating}
+    kernels = (i for body in (read.schedule.computations.values() if read.schedule else ()) for i in body)
     ids = np.asarray(device_ids)
     return TracedProgram(
         module.name,
@@ -376,6 +378,8 @@ def traced_program(module: Any, read: Program, device_ids: Sequence[int]) -> Tra
         fused=fused,
         groups={name: ids[partitions] for name, partitions in read.participants.items()},
         expected=expected,
+        graph_nodes=graph_nodes(module, read.schedule),
+        kernels={i.name for i in kernels if i.kind == "kernel" and not (i.cost and i.cost.host_bytes)},
     )
 
 

@@ -9,7 +9,7 @@ one of a communication library's; never because of the stream it ran on.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,8 @@ _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)$")
 _DROPPED = re.compile(
     r"(?<![0-9])([0-9]{1,15})[^.;\n]{0,80}\bdropped\b|\bdropped\b[^0-9]{0,80}([0-9]{1,15})", re.IGNORECASE
 )
-_GPU_STATS = ("hlo_op", "hlo_module", "memcpy_details", "cuda_graph_id", "run_id", "program_id")
+_GRAPH_STATS = ("correlation_id", "cuda_graph_node_id")  # launch and node
+_GPU_STATS = ("hlo_op", "hlo_module", "memcpy_details", "cuda_graph_id", *_GRAPH_STATS, "run_id", "program_id")
 _HARDWARE = ("device_vendor", "compute_cap_major", "compute_cap_minor", "memory_size")
 _CPU_STATS = ("hlo_op", "hlo_module", "run_id", "program_id", "device_ordinal", "_pt", "_p", "_ct", "_c")
 _PS_PER_NS = 1000
@@ -60,6 +61,7 @@ class DeviceOperations:
     end_ps: np.ndarray
     label: np.ndarray  # indices into `Operations.labels`
     run: np.ndarray  # the runtime's id of the execution; -1 where the trace has none
+    nodes: np.ndarray | None = None  # [n, 2] launch and node of a CUDA graph, -1 outside of one; None where none ran
 
 
 @dataclass
@@ -178,7 +180,11 @@ class _Reader:
         order = np.argsort(start, kind="stable")
         if device in self.found.devices:
             raise TraceError(f"the trace has two planes of device {device}.")
-        self.found.devices[device] = DeviceOperations(start[order], end[order], label[order], run[order])
+        launch, node = (events.stats.get(name) for name in _GRAPH_STATS)
+        nodes = None
+        if launch is not None and node is not None and (node != NO_VALUE).any():
+            nodes = np.stack([np.where(node == NO_VALUE, -1, column)[order] for column in (launch, node)], axis=1)
+        self.found.devices[device] = DeviceOperations(start[order], end[order], label[order], run[order], nodes)
 
     def _labels(self, plane: Plane, events: Events) -> np.ndarray:
         """[n] index of each event's label."""
@@ -295,10 +301,29 @@ KINDS = (
 )  # what `kind_of_collective` tells apart
 _COPIES = ("memcpy", "memset", "__amd_rocclr_copy", "__amd_rocclr_fill")  # how their names begin
 _FROM_HOST = re.compile(r"h(?:ost)?_?(?:to|2)_?d", re.IGNORECASE)  # MemcpyH2D, CopyHostToDevice
+_OVER_HOST = re.compile(rf"{_FROM_HOST.pattern}|d(?:evice)?_?(?:to|2)_?h", re.IGNORECASE)
 _CONTAINER_OP = re.compile(r"^(?:while|conditional|call)(?:\.\d+)*$")
 # a matmul and a collective in one kernel's name: gemm_all_reduce, AllGatherMatmul, ...
 _MATMUL = re.compile(r"gemm|matmul", re.IGNORECASE)
 _COLLECTIVE = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class GraphNode:
+    """An instruction as a graph shows it."""
+
+    name: str  # as traces without graphs name it
+    kernel: str  # the name of its kernel, if XLA compiles one for it
+    work: Hashable  # equal for instructions that may share a kernel
+    library: str  # what a library does for it: `matmul`, `attention`, `sort`, ...; "" where XLA compiles its kernel
+    collective: str  # what it communicates; "" if it does not
+    copies: bool  # whether it may be a plain copy
+    fills: bool  # whether it may be a plain memset
+
+    @property
+    def several(self) -> bool:
+        """Whether it may be more than one kernel."""
+        return bool(self.library or self.collective)
 
 
 @dataclass(frozen=True)
@@ -314,6 +339,8 @@ class TracedProgram:
     expected: Mapping[str, int] = field(default_factory=dict)
     """Instruction name -> how often one execution runs it, where the program says."""
     program_id: int | None = None  # the runtime's, where several programs bear the name; None if that is not known
+    graph_nodes: Sequence[GraphNode] = ()  # its instructions in their order, where the program says
+    kernels: Set[str] = frozenset()  # of them those that compute on the GPU itself, what they copy included
     found: bool = False  # nobody said how often the program ran, or whether the trace begins and ends between steps
     once: Set[str] = frozenset()  # of a found program: its instructions that run once an execution, where known
     kinds: Mapping[str, Collective] = field(default_factory=dict)
@@ -368,7 +395,7 @@ class Classifier:
             input=np.array([label.copy and bool(_FROM_HOST.search(label.name)) for label in labels], bool),
             of_program=own,
             foreign=~own & np.array([bool(label.module) for label in labels], bool),
-            lost=np.array([label.graph and not label.op for label in labels], bool),
+            lost=np.array([label.graph and not (label.op or label.copy) for label in labels], bool),
         )
         for i, label in enumerate(labels):
             key = (label.name, label.op, label.copy, bool(classes.of_program[i]))
@@ -395,6 +422,11 @@ def kind_of_collective(label: Label) -> str:
     return next((kind for kind, word in _KERNEL_KINDS if word in name), "")
 
 
+def is_communication(kernel: str) -> bool:
+    """Whether a kernel is one of a communication library's by its name."""
+    return bool(_COMMUNICATION_KERNEL.search(kernel))
+
+
 def is_container(label: Label) -> bool:
     """Whether an operation is a loop, a call or a conditional by its name: its time is that of what is inside."""
     return bool(_CONTAINER_OP.match(label.op))
@@ -407,6 +439,7 @@ def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, 
     collective = program.collectives.get(label.op) if of_program else None
     if (of_program and label.op in program.fused) or _is_fused(label.name):
         return FUSED, collective
-    if collective is not None or _COMMUNICATION_OP.match(label.op) or _COMMUNICATION_KERNEL.search(label.name):
+    if collective is not None or _COMMUNICATION_OP.match(label.op) or is_communication(label.name):
         return COMMUNICATION, collective or program.kinds.get(kind_of_collective(label))
-    return (COPY if label.copy else COMPUTE), None
+    inside = of_program and label.op in program.kernels and not _OVER_HOST.search(label.name)
+    return (COPY if label.copy and not inside else COMPUTE), None

@@ -21,6 +21,7 @@ import numpy as np
 from meshkit.errors import TraceError
 from meshkit.timeline import DeviceStep, KernelTotals, Sweep, Timeline, exposed_spans, exposed_waits, sweep
 from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, Facts, Note, notes_of
+from meshkit.trace.graphs import name_graph_kernels
 from meshkit.trace.operations import (
     COMMUNICATION,
     COMPUTE,
@@ -110,6 +111,7 @@ class _Reader:
     def read(self, file: TraceFile) -> None:
         """Adds one file; nothing of one that cannot be read."""
         operations = read_operations(file)
+        name_graph_kernels(operations, self.program)
         facts, labels = self.facts, operations.labels
         own = self.program.owns(labels)
         if not own.any():
@@ -178,7 +180,8 @@ class _Reader:
         self.facts.fused_s += float(seconds[fused].sum())
         self.facts.own_s += float(seconds[communicates & ~classes.foreign[label]].sum())
         self.facts.compute_s += float(seconds[computes].sum())
-        self.facts.mapped_compute_s += float(seconds[computes & classes.of_program[label]].sum())
+        mapped = computes & classes.of_program[label] & ~classes.lost[label]
+        self.facts.mapped_compute_s += float(seconds[mapped].sum())
         return step
 
     def _add(self, step: DeviceStep, run: int, own: np.ndarray, starts_at_s: float) -> None:

@@ -1,0 +1,205 @@
+"""Kernels inside CUDA graphs get their instructions back: in traces of an H100, and in small ones."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from meshkit.hlo.instructions import kind_of_kernel
+from meshkit.report.rows import UNMAPPED, kernels_part
+from meshkit.timeline import sweep
+from meshkit.trace.captured import open_capture, read_captured
+from meshkit.trace.operations import GraphNode
+from meshkit.trace.reader import read_trace
+from meshkit.verbs.profile.profiler import measure_run
+from tests.trace.h100 import run_folder
+from tests.trace.trace_files import collective, program, write_trace
+
+
+def raw_events(run):
+    """(start ps, end ps, name, stats) of what ran on the GPU, in time, read by jax."""
+    found = []
+    for plane in ProfileData.from_file(str(next(run.rglob("*.xplane.pb")))).planes:
+        if plane.name.startswith("/device:GPU"):
+            for event in (e for line in plane.lines for e in line.events):
+                start, length = round(event.start_ns * 1000), round(event.duration_ns * 1000)
+                found.append((start, start + length, event.name, dict(event.stats)))
+    return sorted(found, key=lambda event: event[0])
+
+
+def union_ps(spans, window):
+    """Covered picoseconds of a window, as integers."""
+    total, reach = 0, window[0]
+    for start, end in sorted((max(s, window[0]), min(e, window[1])) for s, e in spans):
+        if end > reach:
+            total += end - max(start, reach)
+            reach = end
+    return total
+
+
+def in_ps(seconds):
+    return round(seconds * 1e12)
+
+
+@pytest.mark.filterwarnings("ignore:builtin type")
+def test_a_plain_sweep_of_an_h100s_trace_gives_the_same_picoseconds(tmp_path):
+    run = run_folder(tmp_path, "h100_debug")
+    events = raw_events(run)
+    first = [start for start, _, _, stats in events if stats.get("hlo_op") == "command_buffer_1"]
+    launches = [a for i, a in enumerate(first) if i == 0 or a - first[i - 1] > 1_000_000_000]
+    window = (launches[0], launches[1])
+
+    def spans(wanted):
+        return [(start, end) for start, end, name, stats in events if wanted(name, stats.get("hlo_op"))]
+
+    def copies(name, op):  # slices of stacked arrays in the loops' bodies, and what crosses the host link
+        return name.lower().startswith("memcpy") and op in ("command_buffer_21", "command_buffer_115", None)
+
+    compute_ps = union_ps(spans(lambda name, op: not copies(name, op)), window)
+    busy_ps = union_ps(spans(lambda name, op: True), window)
+    step = measure_run(run).report.step
+    assert len(events) == 599
+    assert (in_ps(step.time_s), in_ps(step.compute_s)) == (window[1] - window[0], compute_ps)
+    assert (in_ps(step.other_s), in_ps(step.idle_s)) == (busy_ps - compute_ps, window[1] - window[0] - busy_ps)
+    assert (in_ps(step.time_s), compute_ps, busy_ps) == (3_153_003_000, 465_934_000, 552_042_000)
+
+
+@pytest.mark.parametrize("name", ["h100_debug", "h100_llama_1b"])
+def test_every_kernel_of_a_graph_gets_its_instruction(tmp_path, name):
+    captured = open_capture(run_folder(tmp_path, name))
+    trace = read_captured(captured)
+    assert (trace.facts.kernels_mapped_share, trace.facts.graph_s, trace.notes) == (1.0, 0.0, ())
+    # what the program says of how often each runs: an instruction that was mistaken for another would show
+    runs, nodes = captured.schedule.known_runs(), {n.name: n for n in captured.program.graph_nodes}
+    seen = dict(zip(trace.timeline.op_names, trace.kernels.count.tolist()))
+    compiled = {op: n for op, n in seen.items() if n and not nodes[op].library and not nodes[op].copies}
+    assert len(compiled) > 80
+    assert compiled == {op: runs[op] for op in compiled}
+    assert {op for op in captured.program.kernels if runs.get(op)} == {op for op, n in seen.items() if n}
+
+
+@pytest.mark.filterwarnings("ignore:builtin type")
+def test_classes_of_a_real_training_are_those_of_its_kernels_names(tmp_path):
+    run = run_folder(tmp_path, "h100_llama_1b")
+    report = measure_run(run).report
+    kinds = {c.kind: c for c in report.kernels.classes}
+    assert set(kinds) == {"matmul", "attention", "elementwise", "reduction", "data movement", "gather and scatter"}
+    assert sum(c.time_s for c in kinds.values()) == pytest.approx(report.step.compute_s, rel=1e-12)
+    events = raw_events(run)
+    opens = [start for start, _, name, _ in events if name == "wrapped_convert"]
+    named, memsets = Counter(), 0
+    for start, end, name, _ in events:
+        if opens[0] <= start < opens[-1]:
+            named[kind_of_kernel(name)] += end - start
+            memsets += end - start if name.startswith("Memset") else 0
+    for kind in ("matmul", "attention"):  # with the memsets of their workspaces, a thousandth
+        busy_ps = in_ps(kinds[kind].busy_s * report.window.steps)
+        assert named[kind] < busy_ps < named[kind] + memsets < 1.01 * busy_ps
+    attention = {op.name: op for op in kinds["attention"].ops}
+    assert {name.rstrip(".0123456789") for name in attention} == {
+        "dot_product_attention_fwd",
+        "dot_product_attention_bwd",
+    }
+    assert all(op.line.startswith("models/attention.py:") for op in attention.values())
+
+
+def graph_events(kernels, *, launches=3, buffer="command_buffer_3", step_us=100):
+    """Launches of one graph, a kernel every 10 us, each after a kernel of its own."""
+    stats = {"hlo_op": buffer, "hlo_module": "jit_f", "cuda_graph_id": 4}
+    for launch in range(launches):
+        t = launch * step_us
+        yield ("fusion", t, t + 5, {"hlo_op": "fusion", "hlo_module": "jit_f"})
+        for i, kernel in enumerate(kernels):
+            node = {"cuda_graph_node_id": (4 << 32) + i, "correlation_id": launch + 1}
+            yield (kernel, t + 10 * i + 5, t + 10 * i + 15, stats | node)
+
+
+def node(name, work=None, *, library="", collective="", copies=False):
+    kernel = "" if library or collective else name.replace(".", "_")
+    return GraphNode(name, kernel, work or name, library, collective, copies=copies, fills=False)
+
+
+GATHERS = [collective(f"all-gather-start.{i}", "all-gather", axis) for i, axis in enumerate(("data", "model"))]
+NODES = (
+    *(node("fusion"), node("loop_add_fusion.1", "add"), node("all-gather-start.0", collective="all-gather")),
+    *(node("loop_add_fusion.2", "add"), node("custom-call.7", library="matmul")),
+    *(node("all-gather-start.1", collective="all-gather"), node("custom-call.8", library="matmul")),
+)
+
+
+def read(tmp_path, kernels, **known):
+    file = write_trace(tmp_path / "x", "/device:GPU:0", list(graph_events(kernels)))
+    return read_trace([file], program(*GATHERS, graph_nodes=NODES, **known))
+
+
+def test_collectives_and_library_kernels_of_a_graph_are_known_by_their_order(tmp_path):
+    gather = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    kernels = ["loop_add_fusion_1", gather, "loop_add_fusion_1", "Memset 0", "nvjet_sm90_a", gather, "nvjet_sm90_a"]
+    trace = read(tmp_path, kernels, expected={c.name: 1 for c in GATHERS})
+    seen = dict(zip(trace.timeline.op_names, trace.kernels.count.tolist()))
+    assert {op: n for op, n in seen.items() if n} == {
+        "fusion": 1, "loop_add_fusion.1": 1, "loop_add_fusion.2": 1, "custom-call.7": 1, "custom-call.8": 1,
+    }  # fmt: skip
+    assert sweep(trace.timeline.steps[0], 2).count.tolist() == [1, 1, 0]
+    assert (trace.facts.mapped_share, trace.facts.believes_axes, trace.notes) == (1.0, True, ())
+
+
+def test_collectives_that_are_more_than_the_programs_withhold_the_axes(tmp_path):
+    trace = read(tmp_path, ["ncclDevKernel_AllGather_RING_LL"] * 2 + ["ncclDevKernel_AllReduce_Sum_bf16_RING_LL"])
+    assert sweep(trace.timeline.steps[0], 2).count.tolist() == [1, 1, 1]
+    assert not trace.facts.believes_axes
+    assert "command_buffers" in [n.code for n in trace.notes]
+
+
+def test_a_kernel_without_an_instruction_has_the_class_of_its_name(tmp_path):
+    kernels = ["loop_add_fusion_1", "loop_subtract_fusion_9", "some_kernel"]
+    trace = read(tmp_path, kernels)
+    assert trace.facts.graph_s == pytest.approx(2 * 2 * 10e-6)  # of two steps
+    part = kernels_part(trace.timeline.op_names, trace.kernels, dict.fromkeys(["fusion"]))
+    assert {op.name for c in part.classes for op in c.ops if c.kind == UNMAPPED} == {"some_kernel"}
+    by_name = kernels_part(trace.timeline.op_names, trace.kernels, {})
+    assert {c.kind for c in by_name.classes} == {"elementwise", "other kernels"}
+
+
+def test_nodes_that_cannot_be_told_apart_are_known_by_name_alone(tmp_path):
+    events = [(name, a, b, {k: v for k, v in stats.items() if k != "cuda_graph_node_id"})
+              for name, a, b, stats in graph_events(["loop_add_fusion_2", "nvjet_sm90_a"])]  # fmt: skip
+    trace = read_trace([write_trace(tmp_path / "x", "/device:GPU:0", events)], program(graph_nodes=NODES))
+    assert set(trace.timeline.op_names) == {"fusion", "loop_add_fusion.2", "nvjet_sm90_a"}
+
+
+def test_a_copy_on_the_device_that_an_instruction_is_computes(tmp_path):
+    known = {"hlo_module": "jit_f", "memcpy_details": "x"}
+    events = [
+        ("fusion", 0, 10, {"hlo_op": "fusion", "hlo_module": "jit_f"}),
+        ("MemcpyD2D", 10, 30, known | {"hlo_op": "copy.3"}),
+        ("MemcpyD2D", 30, 60, known | {"hlo_op": "slice-start"}),
+        ("MemcpyD2H", 60, 100, known | {"hlo_op": "copy.3"}),
+    ]
+    trace = read_trace([write_trace(tmp_path / "x", "/device:GPU:0", events)], program(kernels={"copy.3"}))
+    total = sweep(trace.timeline.steps[0], 0).total
+    assert (total.compute_s, total.other_s) == pytest.approx((30e-6, 70e-6))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("loop_convert_fusion_12", "elementwise"),
+        ("nvjet_sm90_tst_128x160_64x5_2x1_v_bz_NNT", "matmul"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void*)", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("sm80_xmma_conv_fprop_f16", "convolution"),
+        ("input_reduce_fusion_3", "reduction"),
+        ("memcpy32_post", "data movement"),
+        ("void foo<int>()", "other kernels"),
+    ],
+)
+def test_the_name_of_a_kernel_tells_its_kind(kernel, kind):
+    assert kind_of_kernel(kernel) == kind
+
+
+def test_an_order_too_long_to_compare_falls_back_to_names(monkeypatch, tmp_path):
+    monkeypatch.setattr("meshkit.trace.graphs._MOST_CELLS", 1)
+    trace = read(tmp_path, ["loop_add_fusion_1", "loop_add_fusion_1"])
+    assert np.array(trace.kernels.count)[list(trace.timeline.op_names).index("loop_add_fusion.1")] == 2
