@@ -28,6 +28,8 @@ _PUBLIC = {
     "compare": "meshkit.report.compare",
     "constrain": "meshkit.sharding.constrain",
     "describe_devices": "meshkit.sharding.mesh",
+    "explain": "meshkit.verbs.explain.explainer",
+    "lint": "meshkit.linting.examine",
     "load_experiment": "meshkit.config.experiment",
     "init_distributed": "meshkit.runs.own_loop",
     "make_train_step": "meshkit.step.train_step",
@@ -44,7 +46,7 @@ _PUBLIC = {
     "sharding_scope": "meshkit.sharding.constrain",
     "shardings": "meshkit.sharding.resolve",
 }
-_RENAMED = {"load_experiment": "load"}
+_RENAMED = {"explain": "explain_step", "lint": "lint_step", "load_experiment": "load"}
 
 if TYPE_CHECKING:
     from meshkit.config.cluster import Cluster
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from meshkit.config.mesh import MeshSpec
     from meshkit.config.rules import ShardingRules
     from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
+    from meshkit.linting.examine import lint_step as lint
     from meshkit.parallel.pipeline import pipeline
     from meshkit.predict.network import collective_time_s
     from meshkit.report.compare import compare
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     from meshkit.step.ready import sharded_step
     from meshkit.step.train_step import make_train_step
     from meshkit.timeline import overlap
+    from meshkit.verbs.explain.explainer import explain_step as explain
     from meshkit.verbs.plan.planner import plan
     from meshkit.verbs.profile.profiler import profile
 
@@ -83,7 +87,9 @@ __all__ = [
     "compare",
     "constrain",
     "describe_devices",
+    "explain",
     "init_distributed",
+    "lint",
     "load_experiment",
     "make_train_step",
     "overlap",

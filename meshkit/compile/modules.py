@@ -13,6 +13,37 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+
+from meshkit.errors import ConfigError
+from meshkit.sharding.mesh import AnyMesh, DescribedMesh
+
+
+def traceable(
+    step: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, absent: DescribedMesh
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step over arrays, and its arguments as abstract ones whose NamedShardings are on the described mesh.
+
+    On `mesh` itself where that has explicit axes: types name the very mesh.
+
+    Raises:
+        ConfigError: the arguments are no tuple.
+    """
+    if not isinstance(args, tuple | list):
+        raise ConfigError(f"args must be a tuple of arguments, not {type(args).__name__}.", hint="args=(x,)")
+    step, args = over_arrays(step, args)
+    target = mesh if AxisType.Explicit in mesh.axis_types else absent
+
+    def one(leaf: Any) -> Any:
+        if not _is_array(leaf):
+            return leaf
+        given = getattr(leaf, "sharding", None)
+        sharding = None
+        if isinstance(given, NamedSharding):
+            sharding = NamedSharding(target, given.spec, memory_kind=given.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return step, jax.tree.map(one, args)
 
 
 def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -12,16 +12,31 @@ from typing import Any
 _NOTEBOOK_WIDTH = 100
 
 
-class Readable:
-    """What a report shows of itself."""
+class Shown:
+    """What prints as the command line shows it."""
 
     def __str__(self) -> str:
         """The tables that the command line prints."""
-        return _rendered(self)
+        return self._rendered()
 
     def _repr_html_(self) -> str:
         """The same for a notebook."""
-        return _rendered(self, width=_NOTEBOOK_WIDTH, html=True)
+        return self._rendered(width=_NOTEBOOK_WIDTH, html=True)
+
+    def _rendered(self, *, width: int = 80, html: bool = False) -> str:
+        console = importlib.import_module("meshkit.console")
+        return console.rendered(self._shown(), width=width, html=html)
+
+    def _shown(self) -> Any:
+        """What the terminal shows of it, for rich."""
+        raise NotImplementedError
+
+
+class Readable(Shown):
+    """What a report shows of itself."""
+
+    def _shown(self) -> Any:
+        return _view("terminal").render(self)
 
     def write_html(self, path: str | Path, *, title: str | None = None) -> Path:
         """Writes the page, which opens offline, and returns the file.
@@ -55,12 +70,6 @@ def _flat(part: dict[str, Any]) -> dict[str, Any]:
 
 def _is_table(value: Any) -> bool:
     return isinstance(value, dict)
-
-
-def _rendered(report: Any, *, width: int = 80, html: bool = False) -> str:
-    """What the terminal's view of a report says."""
-    console = importlib.import_module("meshkit.console")
-    return console.rendered(_view("terminal").render(report), width=width, html=html)
 
 
 def _view(name: str) -> Any:

@@ -139,6 +139,24 @@ def build_mesh(
     return jax.sharding.Mesh(ordered, spec.axis_names, axis_types=types)
 
 
+def described(mesh: AnyMesh, cluster: Cluster) -> DescribedMesh:
+    """The mesh with the cluster's described GPUs in its places; of attached devices only the shape counts.
+
+    Raises:
+        ConfigError: it has more or fewer devices than the cluster.
+    """
+    if mesh.devices.size != cluster.num_gpus:
+        raise ConfigError(
+            f"the mesh has {mesh.devices.size} devices, but cluster '{cluster.name}' has {cluster.num_gpus} GPUs.",
+            hint="build_mesh(spec, cluster, devices=describe_devices(cluster))",
+        )
+    if isinstance(mesh, DescribedMesh):
+        return mesh
+    devices = np.empty(cluster.num_gpus, dtype=object)
+    devices[:] = describe_devices(cluster)
+    return DescribedMesh(devices.reshape(mesh.devices.shape), mesh.axis_names, mesh.axis_types)
+
+
 def _axis_types(names: Sequence[str], given: AxisType | Mapping[str, AxisType]) -> tuple[AxisType, ...]:
     """The type of every axis."""
     if isinstance(given, AxisType):

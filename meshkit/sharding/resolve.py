@@ -92,15 +92,15 @@ def _on(tree: Any, layout: Any) -> Any:
         if isinstance(leaf, nnx.Variable):
             return leaf.replace(one(leaf.get_raw_value(), sharding.get_raw_value()))
         if isinstance(leaf, meta.AxisMetadata):
-            return leaf.replace_boxed(one(_array_of(leaf), sharding))
+            return leaf.replace_boxed(one(array_of(leaf), sharding))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if hasattr(leaf, "shape") else leaf
 
-    return jax.tree.map(one, tree, layout, is_leaf=_is_named)
+    return jax.tree.map(one, tree, layout, is_leaf=is_named)
 
 
 def _shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, kind: str, *, stacklevel: int) -> Any:
     rules.check(mesh.axis_names)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
     placed = _place_all(leaves, mesh, rules, kind)
     warn_misspelt(
         {n for p in placed if p and p.rule == "logical" for n in p.logical_axes or () if n is not None},
@@ -118,7 +118,7 @@ def _shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, kind: str, *, sta
 def placements(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "parameters") -> list[Placed]:
     """Every array of the tree with its path, names and mesh axes, in tree order. Raises as `shardings` does."""
     rules.check(mesh.axis_names)
-    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
     return [p for p in _place_all(leaves, mesh, rules, kind) if p is not None]
 
 
@@ -176,7 +176,8 @@ def path_name(path: tuple) -> str:
     return "/".join(parts)
 
 
-def _is_named(leaf: Any) -> bool:
+def is_named(leaf: Any) -> bool:
+    """Whether a leaf is a variable or a box, which may name the dims of what is in it."""
     return isinstance(leaf, nnx.Variable | meta.AxisMetadata)
 
 
@@ -189,7 +190,8 @@ def _names_of(leaf: Any) -> tuple[str | None, ...] | None:
     return tuple(names) if isinstance(leaf, meta.AxisMetadata) and names is not None else None
 
 
-def _array_of(leaf: Any) -> Any:
+def array_of(leaf: Any) -> Any:
+    """The array in a variable or a box; anything else as it is."""
     if isinstance(leaf, nnx.Variable):
         return leaf.get_raw_value()
     return leaf.unbox(apply_constraint=False) if isinstance(leaf, meta.Partitioned) else _unboxed(leaf)
@@ -203,7 +205,7 @@ def _place_all(
     leaves: Sequence[tuple[tuple, Any]], mesh: AnyMesh, rules: ShardingRules, kind: str
 ) -> list[Placed | None]:
     """Where the rules put every leaf; None for one that is no array."""
-    shapes = [(path_name(path).split("/"), tuple(getattr(_array_of(leaf), "shape", ()))) for path, leaf in leaves]
+    shapes = [(path_name(path).split("/"), tuple(getattr(array_of(leaf), "shape", ()))) for path, leaf in leaves]
 
     def whole_of(path: str, rank: int) -> tuple[int, ...]:
         """The shape of the parameter that a statistic is about: of the array whose path ends like its path the most."""
@@ -222,7 +224,7 @@ def _common_end(first: Sequence[str], second: Sequence[str]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _is_statistic(key_path: tuple, leaf: Any, kind: str) -> bool:
+def is_statistic(key_path: tuple, leaf: Any, kind: str = "parameters") -> bool:
     """Whether a leaf is of an optimizer's state, whose arrays need not have the shapes of the parameters."""
     fields = [key.name for key in key_path if isinstance(key, GetAttrKey)]  # of optax's named tuples, of a TrainState
     return kind == "optimizer" or isinstance(leaf, nnx.OptState) or (bool(fields) and fields[-1] != "params")
@@ -236,12 +238,12 @@ def _place(
     kind: str,
     whole_of: Callable[[str, int], tuple[int, ...]],
 ) -> Placed | None:
-    array, path = _array_of(leaf), path_name(key_path)
+    array, path = array_of(leaf), path_name(key_path)
     if not hasattr(array, "shape"):
         return None
     names, shape = _names_of(leaf), tuple(array.shape)
     spec, rule = _spec_of(path, names, array, mesh, rules, kind)
-    if _is_statistic(key_path, leaf, kind):
+    if is_statistic(key_path, leaf, kind):
         if len(spec) > len(shape):
             whole = whole_of(path, len(spec))
             spec = kept_spec(spec, whole, shape) if whole else ((),) * len(shape)

@@ -1,6 +1,6 @@
 """What each mesh axis is for, and what a strategy may communicate: one term per reason, each with its closed form.
 
-    rules, placements, [train] -> Strategy -> terms(axes) -> the contract that `lint.contract` holds a program against
+    rules, placements, [train] -> Strategy -> terms(axes) -> the contract that `linting.contract` holds programs to
 
 A term says which collective over which mesh axes it explains, how many elements one of them may move (those of a weight
 or of an activation, cut as declared), and how many bytes a step all of them together. Elements, not bytes, decide: a

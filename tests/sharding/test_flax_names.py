@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
-from meshkit.lint.placements import Subject, lint
+from meshkit.linting.placements import Subject, lint
 from meshkit.sharding.constrain import record_activations
 from meshkit.sharding.resolve import placements
 

@@ -16,20 +16,25 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshkit.compile.preflight import check_compiler
+from meshkit.config.cluster import Cluster
 from meshkit.config.emit import to_toml
 from meshkit.config.experiment import Experiment
+from meshkit.config.mesh import MeshSpec
+from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
-from meshkit.lint.contract import SCALARS, Explained
-from meshkit.lint.examine import examine
-from meshkit.lint.findings import SEVERITY_COLOURS, Finding, finding_lines
-from meshkit.lint.placements import Subject
+from meshkit.linting.contract import SCALARS, Explained
+from meshkit.linting.examine import Examined, examine, examine_step
+from meshkit.linting.findings import SEVERITY_COLOURS, Finding, finding_lines
+from meshkit.linting.placements import Subject
+from meshkit.report.readable import Shown
 from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part
 from meshkit.report.views.table import Cell, Table, number_columns, text_columns
 from meshkit.sharding.constrain import Activation
+from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import Placed
 from meshkit.units import format_bytes
-from meshkit.verbs.plan.planner import Plan, absent_step, plan_experiment
+from meshkit.verbs.plan.planner import Plan, absent_step, make_plan, plan_experiment
 from meshkit.verbs.plan.proposer import propose
 
 
@@ -68,7 +73,7 @@ class PlacementPart(Part):
     communication_proposed_s: float
 
 
-class Explanation(Part):
+class Explanation(Shown, Part):
     """The object that `meshkit explain --json` prints; `collectives` and `placement` are null if nothing compiled."""
 
     schema_: Literal["meshkit.explain/1"] = Field(default="meshkit.explain/1", alias="schema")
@@ -90,6 +95,9 @@ class Explanation(Part):
         """Findings that `--strict` does not pass."""
         return tuple(f for f in self.findings if f.severity != "note")
 
+    def _shown(self) -> RenderableType:
+        return render(self)
+
 
 def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
     """Resolves the experiment's rules against its model, lints them, and checks the compiled step's collectives.
@@ -102,42 +110,81 @@ def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
         ConfigError: rules that do not fit the model or the mesh.
         ProgramError: XLA refuses the step.
     """
-    note = why_not_compiled(experiment) if compile else "--no-compile"
+    cluster = experiment.cluster
+    note = why_not_compiled(cluster) if compile else "--no-compile"
     made = None
     if note is None:
         made = plan_experiment(experiment)
-        facts, examined, lint = made.facts, made.examined, made.lint
+        facts, examined = made.facts, made.examined
         assert examined is not None
-        assert lint is not None
     else:
         program = absent_step(experiment)
         facts, examined = program.facts, examine(experiment, program, program.mesh)
-        lint = examined.lint()
-    assert facts.parameters_bytes is not None
-    assert facts.optimizer_bytes is not None
+    held = facts.parameters_bytes or 0, facts.optimizer_bytes or 0
+    return _explanation(experiment.name, examined, cluster, made=made, note=note, held=held)
+
+
+def explain_step(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    mesh: AnyMesh,
+    cluster: Cluster,
+    rules: ShardingRules,
+    compile: bool = True,
+) -> Explanation:
+    """Where every parameter and activation of a step of anybody's goes, what looks wrong, and why it communicates.
+
+    Parameters are the `nnx.Param`s of modules and what lies under `params` in the arguments; where there are none of
+    these, the arrays of floats in the first argument. An activation shows where the step constrains it.
+
+    Args:
+        step, args, mesh, cluster: as `mk.plan` takes them.
+        rules: that the arguments were placed by.
+        compile: whether to hold the compiled step's collectives against the rules, where it can be compiled.
+
+    Raises:
+        ConfigError: rules that do not fit the arrays or the mesh.
+        ProgramError: XLA refuses the step.
+    """
+    examined = examine_step(step, args, mesh=mesh, cluster=cluster, rules=rules)
+    note = why_not_compiled(cluster) if compile else "compile=False"
+    made = None
+    if note is None:
+        made = make_plan(step, args, mesh=mesh, cluster=cluster, examined=examined)
+    held = examined.parameters_bytes, examined.optimizer_bytes
+    name = getattr(step, "__name__", None) or type(step).__name__
+    return _explanation(name, examined, cluster, made=made, note=note, held=held)
+
+
+def _explanation(
+    name: str, examined: Examined, cluster: Cluster, *, made: Plan | None, note: str | None, held: tuple[int, int]
+) -> Explanation:
+    """What was examined, with the collectives where the step was planned; `held`: bytes of parameters and optimizer."""
+    subject = examined.subject
+    lint = (made.lint if made else None) or examined.lint()
     return Explanation(
-        experiment=experiment.name,
-        mesh=tuple(row.model_dump() for row in mesh_part(experiment.mesh.placement(experiment.cluster))),
-        rules=experiment.rules.to_dict(),
-        parameters=tuple(_placed(p, examined.subject, p.path, p.rule) for p in examined.subject.parameters),
+        experiment=name,
+        mesh=tuple(row.model_dump() for row in mesh_part(subject.spec.placement(cluster))),
+        rules=subject.rules.to_dict(),
+        parameters=tuple(_placed(p, subject, p.path, p.rule) for p in subject.parameters),
         activations=tuple(
-            _placed(a, examined.subject, " ".join(x or "-" for x in a.logical_axes), "logical")
-            for a in examined.subject.activations
+            _placed(a, subject, " ".join(x or "-" for x in a.logical_axes), "logical") for a in subject.activations
         ),
-        parameters_bytes_per_gpu=facts.parameters_bytes,
-        optimizer_bytes_per_gpu=facts.optimizer_bytes,
+        parameters_bytes_per_gpu=held[0],
+        optimizer_bytes_per_gpu=held[1],
         findings=tuple(lint.findings),
         allowed=tuple(lint.allowed),
         collectives=None if lint.collectives is None else tuple(map(_collective, lint.collectives)),
         collectives_note=None if note is None else f"collectives were not checked: {note}",
-        placement=_placement(made, experiment) if made is not None else None,
+        placement=None if made is None else _placement(made, subject.spec, cluster),
     )
 
 
-def why_not_compiled(experiment: Experiment) -> str | None:
-    """Why the step of an experiment cannot be compiled here; None if it can."""
-    if experiment.cluster.is_cpu:
-        return f"cluster '{experiment.cluster.name}' has no GPUs"
+def why_not_compiled(cluster: Cluster) -> str | None:
+    """Why no step for a cluster can be compiled here; None if it can."""
+    if cluster.is_cpu:
+        return f"cluster '{cluster.name}' has no GPUs"
     try:
         check_compiler()
     except ConfigError as e:
@@ -155,9 +202,9 @@ def _collective(row: Explained) -> CollectivePart:
     return CollectivePart.of(row, sources=tuple(source for source in ranked if source)[:5])
 
 
-def _placement(made: Plan, experiment: Experiment) -> PlacementPart:
+def _placement(made: Plan, mesh: MeshSpec, cluster: Cluster) -> PlacementPart:
     """The best assignment of the mesh's axes to links, by what the planned step moves."""
-    best = propose(made.report, experiment.mesh, experiment.cluster)
+    best = propose(made.report, mesh, cluster)
     seconds = {"communication_now_s": best.seconds_now, "communication_proposed_s": best.seconds_proposed}
     return PlacementPart.of(best, **seconds)
 

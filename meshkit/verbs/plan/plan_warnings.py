@@ -11,7 +11,7 @@ from meshkit.compile.derived import LIMIT, NO_LIMIT
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.schedule import Schedule
-from meshkit.lint.findings import Finding
+from meshkit.linting.findings import Finding
 from meshkit.predict.coverage import (
     REMATERIALIZED,
     flop_note,

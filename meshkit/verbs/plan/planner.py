@@ -11,27 +11,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, NamedSharding
 
 from meshkit.compile.derived import choices_for
 from meshkit.compile.live import CARRIED, FORWARD, OTHER
 from meshkit.compile.lowering import on_own_stack
-from meshkit.compile.modules import over_arrays
+from meshkit.compile.modules import traceable
 from meshkit.compile.options import PLAIN, CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.cluster import Cluster
 from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
-from meshkit.lint.contract import rematerialization_findings
-from meshkit.lint.examine import Examined, Lint, examine
+from meshkit.linting.contract import rematerialization_findings
+from meshkit.linting.examine import Examined, Lint, examine
 from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.memory import reserved_memory
 from meshkit.predict.simulate import simulate
 from meshkit.report.schema import CompilePart, MemoryPart, Report
 from meshkit.report.summarize import Machines, program_part, summarize_simulation
-from meshkit.sharding.mesh import AnyMesh, DescribedMesh, build_mesh, describe_devices, use_no_accelerator
+from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, described, use_no_accelerator
 from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.timeline import Timeline
 from meshkit.verbs.plan.plan_warnings import plan_warnings
@@ -132,13 +130,10 @@ def make_plan(
 ) -> Plan:
     """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step."""
     check_has_gpus(cluster)
-    if not isinstance(args, tuple | list):
-        raise ConfigError(f"args must be a tuple of arguments, not {type(args).__name__}.", hint="args=(x,)")
     use_no_accelerator()
-    absent = _described(mesh, cluster)
-    step, args = over_arrays(step, args)
-    traced_on = mesh if AxisType.Explicit in mesh.axis_types else absent  # of explicit axes types name the very mesh
-    compiled = compile_absent(step, _on_mesh(args, traced_on), mesh=absent, cluster=cluster, choices=choices)
+    absent = described(mesh, cluster)
+    step, args = traceable(step, args, mesh, absent)
+    compiled = compile_absent(step, args, mesh=absent, cluster=cluster, choices=choices)
     module, schedule = compiled.hlo, compiled.schedule
     simulation = simulate(schedule, cluster, assumptions=assumptions_for(compiled.options))
     memory = memory_part(compiled, module, schedule, cluster, memory_fraction=choices.memory_fraction, facts=facts)
@@ -237,32 +232,3 @@ def check_has_gpus(cluster: Cluster, verb: str = "plan") -> None:
             f"cluster '{cluster.name}' has no GPUs, and {verb} predicts GPUs.",
             hint="--set cluster=dgx_h100 (or any shipped cluster), with --set mesh... to match it",
         )
-
-
-def _described(mesh: DescribedMesh | jax.sharding.Mesh, cluster: Cluster) -> DescribedMesh:
-    """The mesh with the cluster's described GPUs in its places; of attached devices only the shape counts."""
-    if mesh.devices.size != cluster.num_gpus:
-        raise ConfigError(
-            f"the mesh has {mesh.devices.size} devices, but cluster '{cluster.name}' has {cluster.num_gpus} GPUs.",
-            hint="build_mesh(spec, cluster, devices=describe_devices(cluster))",
-        )
-    if isinstance(mesh, DescribedMesh):
-        return mesh
-    devices = np.empty(cluster.num_gpus, dtype=object)
-    devices[:] = describe_devices(cluster)
-    return DescribedMesh(devices.reshape(mesh.devices.shape), mesh.axis_names, mesh.axis_types)
-
-
-def _on_mesh(args: Sequence[Any], mesh: AnyMesh) -> tuple[Any, ...]:
-    """Arrays as ShapeDtypeStructs, their NamedShardings moved to this mesh; other leaves as they are."""
-
-    def one(leaf: Any) -> Any:
-        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            return leaf
-        given = getattr(leaf, "sharding", None)
-        sharding = None
-        if isinstance(given, NamedSharding):
-            sharding = NamedSharding(mesh, given.spec, memory_kind=given.memory_kind)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return tuple(jax.tree.map(one, tuple(args)))

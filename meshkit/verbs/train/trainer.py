@@ -35,7 +35,7 @@ from meshkit.distributed.agreement import Agreement
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import is_first_process, join_gang
 from meshkit.errors import ConfigError, RunError
-from meshkit.lint.examine import announce_findings
+from meshkit.linting.examine import announce_findings
 from meshkit.predict.kernels import compute_peak_flops
 from meshkit.runs.goodput import Goodput, GoodputLog, read_goodput
 from meshkit.runs.metrics import finite, read_metrics

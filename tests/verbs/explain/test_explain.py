@@ -13,7 +13,7 @@ from rich.console import Console
 from meshkit import cli
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.lint.examine import announce_findings
+from meshkit.linting.examine import announce_findings
 from meshkit.sharding import build_mesh, describe_devices
 from meshkit.step import train_step
 from meshkit.step.train_step import make_train_step

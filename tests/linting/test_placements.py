@@ -7,8 +7,8 @@ import pytest
 
 import meshkit as mk
 from meshkit.config.sections import AllowTable
-from meshkit.lint.findings import Finding, apply_allow_list
-from meshkit.lint.placements import Subject, in_sums, lint
+from meshkit.linting.findings import Finding, apply_allow_list
+from meshkit.linting.placements import Subject, in_sums, lint
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import Placed
 

@@ -12,7 +12,13 @@ import meshkit as mk
 from meshkit.compile.program import Rematerialization, compile_absent, read_rematerializations
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.hlo.schedule import Collective
-from meshkit.lint.contract import SCALARS, WITHIN, collective_findings, explain_collectives, rematerialization_findings
+from meshkit.linting.contract import (
+    SCALARS,
+    WITHIN,
+    collective_findings,
+    explain_collectives,
+    rematerialization_findings,
+)
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import Placed
 from meshkit.sharding.strategy import AxisRoles, Strategy, make_weights

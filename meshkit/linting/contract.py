@@ -14,7 +14,7 @@ from meshkit.compile.program import CompiledProgram
 from meshkit.hlo.module import Schedule
 from meshkit.hlo.schedule import Collective
 from meshkit.hlo.shapes import dtype_bits
-from meshkit.lint.findings import Finding
+from meshkit.linting.findings import Finding
 from meshkit.sharding.strategy import SCALAR_BYTES, Axes, Payload, Strategy
 from meshkit.units import format_bytes
 

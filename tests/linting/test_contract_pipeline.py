@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from meshkit.lint.contract import collective_findings, explain_collectives
+from meshkit.linting.contract import collective_findings, explain_collectives
 from meshkit.sharding.strategy import StageRuns
-from tests.lint import test_contract as contract
+from tests.linting import test_contract as contract
 
 TICKS, STAGES, MICROBATCHES = 10, 3, 8  # M + S - 1; a layer each
 ROWS = "bf16[2,960,64]"  # of a microbatch on one GPU: 16 sequences over data 2 x fsdp 4

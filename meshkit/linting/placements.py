@@ -1,7 +1,7 @@
 """The lint of placements: what is legal and probably not meant.
 
 It reads where the rules put parameters and activations. What only the compiled program can show is found by
-`meshkit.lint.contract`, in the same form.
+`meshkit.linting.contract`, in the same form.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import AutoRule, ShardingRules, path_matches
-from meshkit.lint.findings import Finding, sort_findings
+from meshkit.linting.findings import Finding, sort_findings
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import Placed
 from meshkit.sharding.strategy import AxisRoles

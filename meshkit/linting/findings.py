@@ -29,6 +29,11 @@ class Finding(Part):
     allowed: bool = False  # whether the experiment's allow list silences it
     reason: str | None = None  # why it is allowed
 
+    def __str__(self) -> str:
+        """One line."""
+        what = f"{self.severity} {self.code} at {self.path}: {self.message}"
+        return what + (f"; try {self.hint}" if self.hint else "")
+
 
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Errors, warnings, notes; otherwise in the order given."""
