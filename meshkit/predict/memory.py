@@ -10,7 +10,7 @@ rest. The compiler sees the first part alone. The numbers behind the others, wit
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,9 @@ from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import custom_call_target, opcode
 from meshkit.hlo.module import Schedule
 from meshkit.hlo.schedule import Collective
-from meshkit.hlo.shapes import shape_of
+from meshkit.hlo.shapes import Shape, shape_of
 
+_ATTENTION_BACKWARD = re.compile(r"fmha.*Backward")
 _POINT_TO_POINT = ("all-to-all", "ragged-all-to-all", "collective-permute")
 
 
@@ -101,13 +102,27 @@ def _communicators(used: Iterable[Collective]) -> list[list[Collective]]:
 
 
 def _cudnn_workspace(module: Any) -> int:
-    """The largest workspace of a fused attention: its backward pass sums the queries' gradient in fp32."""
-    largest = 0
-    for computation in module.computations():
-        for i in computation.instructions():
-            if opcode(i) == "custom-call" and "fmha" in (target := custom_call_target(i.to_string())):
-                if "Backward" not in target:
-                    continue
-                queries = shape_of(i.operands()[0])
-                largest = max(largest, reserved()["cudnn_workspace_bytes_per_query_element"] * math.prod(queries.dims))
-    return largest
+    """The largest workspace of a fused attention's backward pass, the only one that has a large one."""
+    found = [
+        cudnn_workspace_bytes(*shape_of(i).parts[:2])
+        for computation in module.computations()
+        for i in computation.instructions()
+        if opcode(i) == "custom-call" and _ATTENTION_BACKWARD.search(custom_call_target(i.to_string()))
+    ]
+    return max(found, default=0)
+
+
+def cudnn_workspace_bytes(queries: Shape, keys: Shape) -> int:
+    """Workspace of a fused attention's backward pass, by the shapes of dQ and dK: batch, heads, length, size of a head.
+
+    The gradient of the queries and a number of each of their rows in fp32; where query heads share keys, dK and dV of
+    every query head.
+    """
+    numbers = reserved()
+    batch, heads, length, head_dim = queries.dims
+    rows = batch * heads * length
+    total = numbers["cudnn_workspace_bytes"] + rows * numbers["cudnn_workspace_bytes_per_query_row"]
+    total += rows * head_dim * numbers["cudnn_workspace_bytes_per_query_element"]
+    if heads != keys.dims[1]:
+        total += 2 * keys.bytes // keys.dims[1] * heads
+    return total

@@ -12,7 +12,8 @@ from meshkit.config.mesh import Placement
 from meshkit.hlo.module import Instruction, Schedule, parse_hlo
 from meshkit.hlo.proto import ModuleAttributes
 from meshkit.hlo.schedule import Collective
-from meshkit.predict.memory import nccl_bytes, reserved_memory
+from meshkit.hlo.shapes import Shape
+from meshkit.predict.memory import cudnn_workspace_bytes, nccl_bytes, reserved_memory
 from meshkit.step.facts import StepFacts
 from meshkit.verbs.plan import remedies
 from meshkit.verbs.plan.bounds import Bounds
@@ -79,6 +80,22 @@ def test_buffers_of_a_communicator_are_counted_by_connection(members, cluster, e
 def test_an_all_to_all_of_8_h100_takes_what_was_measured():
     """4.34 - 1.06 GB on each GPU (nccl#1685); the count leaves out what NCCL has beside connections, a seventh."""
     assert nccl_bytes([collective("all-to-all")], HOST) == pytest.approx(4.34e9 - 1.06e9, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "workspace"),
+    [  # of programs that XLA compiled on an H100 (jaxlib 0.11.2, cuDNN 9.19): dQ, dK and the workspace beside them
+        ((16, 8, 128, 16), (16, 4, 128, 16), 2_162_944),
+        ((8, 32, 4096, 64), (8, 8, 4096, 64), 541_065_472),
+        ((1, 32, 8192, 128), (1, 8, 8192, 128), 269_484_288),
+        ((4, 8, 8192, 128), (4, 2, 8192, 128), 269_484_288),
+        ((1, 64, 8192, 128), (1, 8, 8192, 128), 538_968_320),
+        ((1, 4, 131072, 128), (1, 1, 131072, 128), 538_968_320),
+        ((1, 8, 1024, 128), (1, 8, 1024, 128), 256 + 8 * 1024 * (4 * 128 + 4)),  # nobody shares keys
+    ],
+)
+def test_attentions_workspace_is_what_cudnn_asked_for(queries, keys, workspace):
+    assert cudnn_workspace_bytes(Shape("bf16", queries), Shape("bf16", keys)) == workspace
 
 
 def test_collectives_over_the_same_groups_share_a_communicator():
