@@ -40,6 +40,7 @@ _KERNEL_KINDS = (  # of kernels that XLA compiles: `input_reduce_fusion_3`, `wra
     ("data movement", "^mem(?:cpy|set)|copy|slice|broadcast|concatenate|transpose|^(?:loop|wrapped)_(?:pad|iota)"),
     ("elementwise", "fusion|^wrapped_"),
 )
+_WORKSPACE = re.compile(r"\((.+),[su]8\[\d+\]\)")
 _NOT_USERS = re.compile(  # `training` and `xla` are in programs that earlier versions captured
     r"^<|(?:^|/)bin/[^/]*$|/site-packages/|/dist-packages/|/lib/python\d"
     r"|(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|lint|parallel|sharding|step|training|verbs|weights|xla)/)"
@@ -80,7 +81,7 @@ def read_instructions(module: Any, *, also: Iterable[str] = ()) -> dict[str, Ins
         for i in computation.instructions():
             at = attributes.of(i.name)
             kind = kinds.get(_fused(at) or "") or _kind([at])
-            shape = str(shape_of(i)).replace(" ", "")
+            shape = _result(str(shape_of(i)).replace(" ", ""), at)
             base = f"{kind}|{shape}|{_plain_path(at.source)}"
             seen[base] += 1
             found[i.name] = InstructionInfo(kind, f"{base}|{seen[base]}", at.source, lines.of(at.metadata))
@@ -163,6 +164,14 @@ def _first(kinds: Iterable[tuple[str, str]], name: str, otherwise: str) -> str:
 def _fused(at: Attributes) -> str | None:
     """The computation that a fusion runs."""
     return at.called[0] if at.opcode == "fusion" and at.called else None
+
+
+def _result(shape: str, at: Attributes) -> str:
+    """The shape of what an instruction computes: a library call's without its workspace, of whatever size."""
+    found = _WORKSPACE.fullmatch(shape) if at.target else None
+    if found is None:
+        return shape
+    return f"({found[1]})" if found[1].count("[") > 1 else found[1]
 
 
 def _plain_path(source: str) -> str:

@@ -437,7 +437,8 @@ def _idle(case: _Case) -> Iterator[FindingPart]:
     listed = " and ".join(f"{format_seconds(s)} {name}" for s, name in most)
     hint = "reading the loss less often, logging and checkpoints off the path of the step (dispatch runs ahead)"
     if inside_s > between_s:
-        hint = "CUDA graphs (--xla_gpu_enable_command_buffer not empty), fewer and larger kernels, a less busy host"
+        graphs = "" if case.known.trace.facts.graphs else "CUDA graphs (--xla_gpu_enable_command_buffer not empty), "
+        hint = f"{graphs}fewer and larger kernels, a less busy host"
     yield _finding(
         case,
         "host_bound",
@@ -451,14 +452,19 @@ def _idle(case: _Case) -> Iterator[FindingPart]:
 
 def _copies(case: _Case) -> Iterator[FindingPart]:
     """Memory is copied while nothing computes."""
-    seconds = case.step.other_s or 0.0
+    seconds, facts = case.step.other_s or 0.0, case.known.trace.facts
+    own = facts.own_copies_s > 0.5 * facts.copies_s
+    hint = "what moves between host and device each step (offloading, input, checkpoints), ahead of its use"
+    if own:
+        hint = "what a loop over layers puts into stacked arrays and takes out again: a remat policy that saves less"
     yield _finding(
         case,
         "exposed_copies",
         seconds,
-        f"Memory is copied for {format_seconds(seconds)} a step with nothing running beside it.",
+        f"Memory is copied {'on the GPU ' if own else ''}for {format_seconds(seconds)} a step with nothing running "
+        "beside it.",
         evidence=("step.other_s",),
-        hint="what moves between host and device each step (offloading, input, checkpoints), ahead of its use",
+        hint=hint,
         step_s=case.time_s - seconds,
     )
 
@@ -547,7 +553,8 @@ def _verdict(case: _Case, findings: Sequence[FindingPart]) -> str:
     totals = {"exposed communication": step.exposed_s or 0.0, "idle": step.idle_s or 0.0}
     bad = [f for f in findings if f.severity == "warning"]
     if not bad:
-        parts = {"compute": step.compute_s or 0.0} | totals
+        copies = {"memory copies": step.other_s or 0.0} if (step.other_s or 0.0) > 0.01 * time_s else {}
+        parts = {"compute": step.compute_s or 0.0} | totals | copies
         said = ", ".join(f"{format_percent(s / time_s)} {name}" for name, s in parts.items())
         return f"Nothing stands out in a step of {format_seconds(time_s)}: {said}."
     parts_of: dict[str, list[FindingPart]] = {}

@@ -232,6 +232,12 @@ def read_captured(captured: Captured, rows: np.ndarray | None = None) -> Trace:
 def notes_of_capture(captured: Captured) -> Iterator[Note]:
     """What is known to be missing before a trace is opened."""
     expected, missing, broken = captured.expected, captured.missing, captured.broken
+    if 0 < captured.record.num_steps < 3:  # the last is never whole
+        yield Note(
+            "one_step",
+            "One whole step is in the trace, the first that ran in it, and the first is often the slowest: capture "
+            "four ([profile] steps) for a mean.",
+        )
     if missing:
         yield Note(
             "missing_processes",

@@ -38,6 +38,9 @@ class Facts:
     dropped: int | None = None  # operations lost by the profiler; None where it does not say
     discarded: int = 0  # operations with impossible times
     graph_s: float = 0.0  # inside CUDA graphs without a name
+    graphs: bool = False  # kernels ran inside CUDA graphs
+    copies_s: float = 0.0
+    own_copies_s: float = 0.0  # of it on the GPU itself, by instructions of the program
     fused_s: float = 0.0  # in kernels that compute and communicate at once
     compute_s: float = 0.0
     mapped_compute_s: float = 0.0  # in kernels that compute and whose instruction is known

@@ -368,6 +368,7 @@ class Classes:
     collective: np.ndarray  # index into the timeline's collectives; -1 for none, or for one that maps to no instruction
     op: np.ndarray  # index into the timeline's op names, of what computes; else -1
     input: np.ndarray  # whether it copies from the host
+    own_copy: np.ndarray  # whether it copies on the GPU, for an instruction of the program
     of_program: np.ndarray  # whether it is an operation of the program
     foreign: np.ndarray  # whether it is one of another program
     lost: np.ndarray  # ran in a CUDA graph without a name
@@ -393,6 +394,7 @@ class Classifier:
             collective=np.full(n, -1, np.int32),
             op=np.full(n, -1, np.int32),
             input=np.array([label.copy and bool(_FROM_HOST.search(label.name)) for label in labels], bool),
+            own_copy=own & np.array([label.copy and not _OVER_HOST.search(label.name) for label in labels], bool),
             of_program=own,
             foreign=~own & np.array([bool(label.module) for label in labels], bool),
             lost=np.array([label.graph and not (label.op or label.copy) for label in labels], bool),

@@ -120,6 +120,7 @@ class _Reader:
         facts.discarded += operations.discarded
         facts.messages += operations.messages
         facts.cpu = operations.cpu
+        facts.graphs |= any(label.graph for label in labels)
         facts.hardware = facts.hardware or operations.hardware
         if operations.dropped is not None:
             facts.dropped = (facts.dropped or 0) + operations.dropped
@@ -177,6 +178,8 @@ class _Reader:
         )
         seconds = spans[:, 1] - spans[:, 0]
         self.facts.graph_s += float(seconds[classes.lost[label]].sum())
+        self.facts.copies_s += float(seconds[kind == COPY].sum())
+        self.facts.own_copies_s += float(seconds[(kind == COPY) & classes.own_copy[label]].sum())
         self.facts.fused_s += float(seconds[fused].sum())
         self.facts.own_s += float(seconds[communicates & ~classes.foreign[label]].sum())
         self.facts.compute_s += float(seconds[computes].sum())

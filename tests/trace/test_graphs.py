@@ -1,15 +1,15 @@
 """Kernels inside CUDA graphs get their instructions back: in traces of an H100, and in small ones."""
 
+import json
 from collections import Counter
 
 import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from meshkit.hlo.instructions import kind_of_kernel
+from meshkit.hlo.instructions import kind_of_kernel, read_instructions
 from meshkit.report.rows import UNMAPPED, kernels_part
 from meshkit.timeline import sweep
-from meshkit.trace.captured import open_capture, read_captured
 from meshkit.trace.operations import GraphNode
 from meshkit.trace.reader import read_trace
 from meshkit.verbs.profile.profiler import measure_run
@@ -42,9 +42,16 @@ def in_ps(seconds):
     return round(seconds * 1e12)
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Run folder and measurement of each trace that is kept."""
+    folders = {name: run_folder(tmp_path_factory.mktemp(name), name) for name in ("h100_debug", "h100_llama_1b")}
+    return {name: (folder, measure_run(folder)) for name, folder in folders.items()}
+
+
 @pytest.mark.filterwarnings("ignore:builtin type")
-def test_a_plain_sweep_of_an_h100s_trace_gives_the_same_picoseconds(tmp_path):
-    run = run_folder(tmp_path, "h100_debug")
+def test_a_plain_sweep_of_an_h100s_trace_gives_the_same_picoseconds(runs):
+    run, measured = runs["h100_debug"]
     events = raw_events(run)
     first = [start for start, _, _, stats in events if stats.get("hlo_op") == "command_buffer_1"]
     launches = [a for i, a in enumerate(first) if i == 0 or a - first[i - 1] > 1_000_000_000]
@@ -58,7 +65,7 @@ def test_a_plain_sweep_of_an_h100s_trace_gives_the_same_picoseconds(tmp_path):
 
     compute_ps = union_ps(spans(lambda name, op: not copies(name, op)), window)
     busy_ps = union_ps(spans(lambda name, op: True), window)
-    step = measure_run(run).report.step
+    step = measured.report.step
     assert len(events) == 599
     assert (in_ps(step.time_s), in_ps(step.compute_s)) == (window[1] - window[0], compute_ps)
     assert (in_ps(step.other_s), in_ps(step.idle_s)) == (busy_ps - compute_ps, window[1] - window[0] - busy_ps)
@@ -66,9 +73,8 @@ def test_a_plain_sweep_of_an_h100s_trace_gives_the_same_picoseconds(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["h100_debug", "h100_llama_1b"])
-def test_every_kernel_of_a_graph_gets_its_instruction(tmp_path, name):
-    captured = open_capture(run_folder(tmp_path, name))
-    trace = read_captured(captured)
+def test_every_kernel_of_a_graph_gets_its_instruction(runs, name):
+    captured, trace = runs[name][1].captured, runs[name][1].trace
     assert (trace.facts.kernels_mapped_share, trace.facts.graph_s, trace.notes) == (1.0, 0.0, ())
     # what the program says of how often each runs: an instruction that was mistaken for another would show
     runs, nodes = captured.schedule.known_runs(), {n.name: n for n in captured.program.graph_nodes}
@@ -80,9 +86,8 @@ def test_every_kernel_of_a_graph_gets_its_instruction(tmp_path, name):
 
 
 @pytest.mark.filterwarnings("ignore:builtin type")
-def test_classes_of_a_real_training_are_those_of_its_kernels_names(tmp_path):
-    run = run_folder(tmp_path, "h100_llama_1b")
-    report = measure_run(run).report
+def test_classes_of_a_real_training_are_those_of_its_kernels_names(runs):
+    run, report = runs["h100_llama_1b"][0], runs["h100_llama_1b"][1].report
     kinds = {c.kind: c for c in report.kernels.classes}
     assert set(kinds) == {"matmul", "attention", "elementwise", "reduction", "data movement", "gather and scatter"}
     assert sum(c.time_s for c in kinds.values()) == pytest.approx(report.step.compute_s, rel=1e-12)
@@ -102,6 +107,36 @@ def test_classes_of_a_real_training_are_those_of_its_kernels_names(tmp_path):
         "dot_product_attention_bwd",
     }
     assert all(op.line.startswith("models/attention.py:") for op in attention.values())
+
+
+def test_a_library_calls_key_has_no_workspace(runs):
+    known = read_instructions(runs["h100_llama_1b"][1].captured.module)
+    assert known["custom-call.6"].key.startswith("matmul|bf16[32768,8192]|")
+    assert known["dot_product_attention_fwd.0"].key.startswith("attention|(bf16[8,32,4096,64],f32[8,32,4096])|")
+
+
+def test_what_is_said_of_a_trace_with_graphs(runs):
+    debug, llama = (measured.report for _, measured in runs.values())
+    found = {f.code: f for f in (*debug.findings, *llama.findings)}
+    assert "graphs" not in found["host_bound"].hint  # they ran
+    assert "on the GPU" in found["exposed_copies"].message
+    assert "remat" in found["exposed_copies"].hint
+    assert [w.code for w in debug.warnings] == ["one_step"]
+    assert llama.warnings == ()
+    assert any(f.code == "recomputation" for f in llama.findings)
+
+
+@pytest.mark.parametrize(
+    ("before_s", "added_s"),
+    [((), None), ((0.19,), None), ((0.19, 0.003, 0.005, 0.003), 0.00422315349999991 - 0.003), ((1,) * 5, 0.0)],
+)
+def test_what_a_capture_adds_is_told_from_steps_after_the_first(tmp_path, before_s, added_s):
+    run = run_folder(tmp_path, "h100_debug")
+    file, first = run / "trace/capture-p0.json", len(before_s) + 1
+    file.write_text(file.read_text().replace('"first_step": 3', f'"first_step": {first}'))
+    lines = [json.dumps({"step": i, "step_time_s": s}) for i, s in enumerate((*before_s, 0.05, 0.05), 1)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert measure_run(run).report.quality.overhead_s == pytest.approx(added_s)
 
 
 def graph_events(kernels, *, launches=3, buffer="command_buffer_3", step_us=100):

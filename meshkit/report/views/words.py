@@ -297,7 +297,7 @@ def quality_text(report: Report) -> str:
     parts = [
         f"{q.events:,} operations" if q.events is not None else "",
         f"{format_percent(q.mapped_share)} of communication mapped" if q.mapped_share is not None else "",
-        f"{format_percent(q.kernels_mapped_share)} of compute" if q.kernels_mapped_share is not None else "",
+        f"{format_percent(q.kernels_mapped_share)} of compute mapped" if q.kernels_mapped_share is not None else "",
         f"{q.clocks} clocks within {format_seconds(q.clock_residual_s)}" if q.clock_residual_s is not None else "",
         f"capture added {format_seconds(q.overhead_s)} a step" if q.overhead_s is not None else "",
         f"{q.dropped_events:,} events lost" if q.dropped_events else "",

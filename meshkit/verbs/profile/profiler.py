@@ -8,6 +8,7 @@ trace + compiled program + mesh   (meshkit.trace.capture wrote them)
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from meshkit.report.quality import (
     withhold_axes,
 )
 from meshkit.report.rows import group_rows
-from meshkit.report.schema import MemoryPart, ProgramPart, Report, StragglersPart
+from meshkit.report.schema import HistoryPart, MemoryPart, ProgramPart, Report, StragglersPart
 from meshkit.report.summarize import Machines, captured_program, summarize
 from meshkit.report.verdict import Known, judged
 from meshkit.step.facts import NO_FACTS, StepFacts
@@ -46,6 +47,8 @@ from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_
 from meshkit.trace.loose import open_loose
 from meshkit.trace.measured import PGLE_FILE, measured_costs, write_calibration, write_pgle
 from meshkit.trace.reader import Trace, read_trace
+
+_FEWEST_UNTRACED = 3  # steps, to say what one takes without a trace
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,10 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
             ]
         ),
     )
-    overhead_s = _overhead_s(captured)
+    history = read_history(Path(run))
+    untraced_s = _untraced_s(captured.records, history)
+    traced = [r.cost.traced_step_s for r in captured.records if r.cost and r.cost.traced_step_s]
+    overhead_s = max(0.0, max(traced) - untraced_s) if traced and untraced_s else None
     parts = {
         "memory": _memory(captured.records, captured.cluster),
         "program": captured_program(record, captured.schedule),
@@ -239,7 +245,6 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
         "feedback": feedback_part(record.options),
     }
     report = _with_bandwidths(withhold_axes(report.model_copy(update=parts), trace))
-    cost = max((r.cost for r in captured.records if r.cost), key=lambda c: c.untraced_step_s or 0.0, default=None)
     known = Known(
         trace,
         captured.program,
@@ -247,10 +252,10 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
         instructions,
         captured.cluster,
         record.options,
-        untraced_step_s=cost.untraced_step_s if cost else None,
+        untraced_step_s=untraced_s,
         steps_per_execution=each,
     )
-    report = judged(report, known, read_history(Path(run)))
+    report = judged(report, known, history)
     return Measurement(report, trace.timeline, captured, trace)
 
 
@@ -351,11 +356,14 @@ def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> Memory
     )
 
 
-def _overhead_s(captured: Captured) -> float | None:
-    """What a step took longer with the trace than without: of the process that lost the most."""
-    costs = [r.cost for r in captured.records if r.cost is not None]
-    found = [c.traced_step_s - c.untraced_step_s for c in costs if c.traced_step_s and c.untraced_step_s]
-    return max(found) if found else None
+def _untraced_s(records: Sequence[CaptureRecord], history: HistoryPart | None) -> float | None:
+    """A step of the same run before the trace began: the median of those after the first, which warms up; None of fewer
+    than three. Without a history what the slowest process counted itself."""
+    if history is None or "step_time_s" not in history.values:
+        return max((r.cost.untraced_step_s for r in records if r.cost and r.cost.untraced_step_s), default=None)
+    each = zip(history.steps, history.values["step_time_s"])
+    before = [s for step, s in each if 1 < step < records[0].first_step and s is not None]
+    return statistics.median(before) if len(before) >= _FEWEST_UNTRACED else None
 
 
 def waited_for(trace: Trace, hosts: Mapping[int, str], steps_per_execution: int = 1) -> StragglersPart | None:
