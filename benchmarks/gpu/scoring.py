@@ -25,6 +25,7 @@ from meshkit.hlo.costs import Cost, Matmul
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.kernels import KernelWork, kernel_work, memory_bytes_per_s
 from meshkit.predict.pricing import LEAST_MEMORY, Load, arithmetic_left
+from meshkit.report.history import read_history, untraced_step_s
 from meshkit.report.schema import Report, read_report
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 
@@ -213,13 +214,18 @@ def _result(folder: Path, name: str) -> dict[str, Any] | None:
 
 def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
     """A step that ran, trained or rehearsed, beside its plan."""
-    rehearsed = m.function == "verbs:rehearse"
-    measured = read_report(folder / MEASURED) if (folder / MEASURED).exists() else None
+    rehearsed, trained = m.function == "verbs:rehearse", m.function == "verbs:train"
+    measured = _measured(folder, rehearsed)
     planned = _plan(folder) if card.gpu else None
     step, seen = (planned.step if planned else None), (measured.step if measured else None)
-    time_s = values.get("step_time_s", seen and seen.time_s)
+    clock_s, own_s = (
+        values.get("step_time_s"),
+        seen and seen.time_s,
+    )  # the first of all steps, reading the trace among them
+    time_s = _untraced_s(folder) or (clock_s or own_s if trained else own_s or clock_s)
     yield Row("step", step and step.time_s, time_s, "s", within=0.10)
     yield Row("its compute", step and step.compute_s, seen and seen.compute_s, "s", within=0.10)
+    yield Row("its memory copies", step and step.other_s, seen and seen.other_s, "s")
     yield Row("its idle time", step and step.idle_s, seen and seen.idle_s, "s")
     goal = 0.45 if m.name == "train_llama_1b" and card.gpu else None
     yield Row("mfu_causal", step and step.mfu_causal, seen and seen.mfu_causal, "share", at_least=goal)
@@ -234,6 +240,24 @@ def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
     if rehearsed:
         both = [{(c.axes, c.collective): c.payload_bytes for c in r.communication} for r in (planned, measured)]
         yield Row("the plan's collectives", True, both[0] == both[1])
+
+
+def _measured(folder: Path, rehearsed: bool) -> Report | None:
+    """The report of what ran: of a training from its trace, so that it is read as traces are today."""
+    from meshkit.verbs.profile.profiler import measure_run
+
+    if not rehearsed and (folder / "run/trace").is_dir():
+        return measure_run(folder / "run").report
+    return read_report(folder / MEASURED) if (folder / MEASURED).exists() else None
+
+
+def _untraced_s(folder: Path) -> float | None:
+    """A training's step by its own clock, before the trace began; None where too few ran."""
+    capture = folder / "run/trace/capture-p0.json"
+    if not capture.exists():
+        return None
+    first = json.loads(capture.read_text(encoding="utf-8"))["first_step"]
+    return untraced_step_s(read_history(folder / "run"), first)
 
 
 def _plan(folder: Path) -> Report | None:

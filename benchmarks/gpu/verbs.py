@@ -70,7 +70,8 @@ def train(folder: Path, toy: bool, settings: Sequence[str] = ()) -> Iterator[dic
 
 def trace(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
     """A training of the debug Llama, with its trace: small enough to keep."""
-    yield from _trained(folder, DEBUG, _debug(toy, *_TRACED))
+    traced = _TRACED if toy else ("train.steps=40", "profile.steps=[30,33]")
+    yield from _trained(folder, DEBUG, _debug(toy, *traced))
     files = list((folder / "run").rglob("*.xplane.pb"))
     yield {"trace bytes": sum(p.stat().st_size for p in files), "trace files": len(files)}
 

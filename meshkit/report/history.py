@@ -42,6 +42,7 @@ PHASES = {
 }
 _MAX_POINTS = 300  # about one per pixel column of a small chart
 _WARM_UP = 0.05  # share of the steps that the trend leaves out: caches fill, clocks rise
+_FEWEST_UNTRACED = 3  # steps, to say what one takes without a trace
 _FEWEST = 9  # steps for a trend: three in each third
 _NOTABLE, _FEWEST_TO_WARN = 0.1, 30  # below, a busy neighbour or one slow step makes a trend
 
@@ -62,6 +63,15 @@ def history_of(records: Sequence[Mapping[str, Any]]) -> HistoryPart | None:
         values={c: tuple(_number(r.get(c)) for r in shown) for c in present},
         trend={c: _trend([_number(r.get(c)) for r in records]) for c in present},
     )
+
+
+def untraced_step_s(history: HistoryPart | None, first_traced: int) -> float | None:
+    """The median step before a trace began, but for the first, which warms up; None of fewer than three."""
+    if history is None:
+        return None
+    each = zip(history.steps, history.values.get("step_time_s", ()))
+    before = [s for step, s in each if 1 < step < first_traced and s is not None]
+    return statistics.median(before) if len(before) >= _FEWEST_UNTRACED else None
 
 
 def trend_warnings(history: HistoryPart | None) -> list[Warning_]:

@@ -15,6 +15,7 @@ from meshkit.errors import ConfigError
 from meshkit.hlo.costs import Cost, Matmul
 from meshkit.predict.kernels import kernel_work, measured_rates, memory_bytes_per_s
 from meshkit.report.schema import KernelClassPart, KernelsPart, MemoryPart, Report, StepPart, WindowPart
+from tests.trace.h100 import run_folder
 
 H100 = catalog.gpu("h100_sxm")
 SQUARE = Matmul("bf16", 1, 8192, 8192, 8192)
@@ -166,6 +167,19 @@ def test_a_run_on_cpu_devices_is_scored_with_nothing_predicted_and_goes_onto_no_
     assert found.measured_on.gpu == "cpu"
     with pytest.raises(ConfigError, match="toy run"):
         scoring.score(tmp_path, tmp_path / "page.md")
+
+
+def test_a_training_is_read_from_its_trace_and_its_clock(tmp_path):
+    write(tmp_path, "card", MADE["card"])
+    write(tmp_path, "train_llama_1b", {"step_time_s": 0.7})  # of the steps with the trace, too
+    kinds = {"matmul": 0.344, "attention": 0.0727}
+    report("plan", 0.516, 0.514, 0.5, 65_000_000_000, **kinds).write(tmp_path / "train_llama_1b/plan.json")
+    run = run_folder(tmp_path / "train_llama_1b", "h100_llama_1b").rename(tmp_path / "train_llama_1b/run")
+    clock = [{"step": i, "step_time_s": 0.55 if i < 18 else 0.7} for i in range(1, 26)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in clock))
+    found = lines(scoring.score(tmp_path), "train_llama_1b")
+    assert found["step"] == ("1.066", "yes (within 10%)")
+    assert (found["matmul kernels"][0], found["attention kernels"][0]) == ("0.902", "1.579")
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ trace + compiled program + mesh   (meshkit.trace.capture wrote them)
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.report.compare import plan_warnings
 from meshkit.report.folder import write_folder
-from meshkit.report.history import read_history
+from meshkit.report.history import read_history, untraced_step_s
 from meshkit.report.quality import (
     bandwidth_notes,
     feedback_part,
@@ -47,8 +46,6 @@ from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_
 from meshkit.trace.loose import open_loose
 from meshkit.trace.measured import PGLE_FILE, measured_costs, write_calibration, write_pgle
 from meshkit.trace.reader import Trace, read_trace
-
-_FEWEST_UNTRACED = 3  # steps, to say what one takes without a trace
 
 
 @dataclass(frozen=True)
@@ -357,13 +354,10 @@ def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> Memory
 
 
 def _untraced_s(records: Sequence[CaptureRecord], history: HistoryPart | None) -> float | None:
-    """A step of the same run before the trace began: the median of those after the first, which warms up; None of fewer
-    than three. Without a history what the slowest process counted itself."""
-    if history is None or "step_time_s" not in history.values:
-        return max((r.cost.untraced_step_s for r in records if r.cost and r.cost.untraced_step_s), default=None)
-    each = zip(history.steps, history.values["step_time_s"])
-    before = [s for step, s in each if 1 < step < records[0].first_step and s is not None]
-    return statistics.median(before) if len(before) >= _FEWEST_UNTRACED else None
+    """A step of the same run before the trace began; without a history what the slowest process counted itself."""
+    if history is not None and "step_time_s" in history.values:
+        return untraced_step_s(history, records[0].first_step)
+    return max((r.cost.untraced_step_s for r in records if r.cost and r.cost.untraced_step_s), default=None)
 
 
 def waited_for(trace: Trace, hosts: Mapping[int, str], steps_per_execution: int = 1) -> StragglersPart | None:
