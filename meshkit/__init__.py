@@ -21,6 +21,7 @@ _PUBLIC = {
     "ProgramError": "meshkit.errors",
     "Report": "meshkit.report.schema",
     "ShardingRules": "meshkit.config.rules",
+    "SubmititExecutor": "meshkit.verbs.plan.workers",
     "TraceError": "meshkit.errors",
     "abstract": "meshkit.sharding.resolve",
     "build_mesh": "meshkit.sharding.mesh",
@@ -45,6 +46,7 @@ _PUBLIC = {
     "sharded_step": "meshkit.step.ready",
     "sharding_scope": "meshkit.sharding.constrain",
     "shardings": "meshkit.sharding.resolve",
+    "tune": "meshkit.verbs.tune.steps",
 }
 _RENAMED = {"explain": "explain_step", "lint": "lint_step", "load_experiment": "load"}
 
@@ -69,7 +71,9 @@ if TYPE_CHECKING:
     from meshkit.timeline import overlap
     from meshkit.verbs.explain.explainer import explain_step as explain
     from meshkit.verbs.plan.planner import plan
+    from meshkit.verbs.plan.workers import SubmititExecutor
     from meshkit.verbs.profile.profiler import profile
+    from meshkit.verbs.tune.steps import tune
 
 __all__ = [
     "Cluster",
@@ -80,6 +84,7 @@ __all__ = [
     "ProgramError",
     "Report",
     "ShardingRules",
+    "SubmititExecutor",
     "TraceError",
     "abstract",
     "build_mesh",
@@ -104,6 +109,7 @@ __all__ = [
     "sharded_step",
     "sharding_scope",
     "shardings",
+    "tune",
 ]
 
 

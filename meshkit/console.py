@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,24 @@ def stderr() -> Console:
 def status(text: str) -> Any:
     """A spinner with text while the block runs; nothing where there is no terminal."""
     return stderr().status(Text(text))
+
+
+def notebook_line() -> Callable[[str], None]:
+    """Shows a text in the notebook that runs this, each in the place of the one before; nothing anywhere else."""
+    ipython = sys.modules.get("IPython")
+    if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
+        return lambda text: None
+    handle: Any = None
+
+    def show(text: str) -> None:
+        nonlocal handle
+        shown = {"text/plain": printable(text)}
+        if handle is None:
+            handle = ipython.display.display(shown, raw=True, display_id=True)
+        else:
+            handle.update(shown, raw=True)
+
+    return show
 
 
 def rendered(renderable: RenderableType, *, width: int = 80, html: bool = False) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 _NOTEBOOK_WIDTH = 100
 
 
-class Shown:
+class Printed:
     """What prints as the command line shows it."""
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class Shown:
         raise NotImplementedError
 
 
-class Readable(Shown):
+class Readable(Printed):
     """What a report shows of itself."""
 
     def _shown(self) -> Any:

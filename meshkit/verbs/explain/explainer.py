@@ -26,7 +26,7 @@ from meshkit.linting.contract import SCALARS, Explained
 from meshkit.linting.examine import Examined, examine, examine_step
 from meshkit.linting.findings import SEVERITY_COLOURS, Finding, finding_lines
 from meshkit.linting.placements import Subject
-from meshkit.report.readable import Shown
+from meshkit.report.readable import Printed
 from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part
 from meshkit.report.views.table import Cell, Table, number_columns, text_columns
@@ -73,7 +73,7 @@ class PlacementPart(Part):
     communication_proposed_s: float
 
 
-class Explanation(Shown, Part):
+class Explanation(Printed, Part):
     """The object that `meshkit explain --json` prints; `collectives` and `placement` are null if nothing compiled."""
 
     schema_: Literal["meshkit.explain/1"] = Field(default="meshkit.explain/1", alias="schema")

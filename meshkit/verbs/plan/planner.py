@@ -6,6 +6,7 @@ step -> (export, child process) -> scheduled HLO -> Schedule -> simulated Timeli
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from meshkit.compile.modules import traceable
 from meshkit.compile.options import PLAIN, CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.cluster import Cluster
+from meshkit.console import notebook_line
 from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
@@ -86,7 +88,11 @@ def plan(
     """
     facts = StepFacts(model_flops=model_flops, tokens=tokens)
     choices = CompileChoices(options=options or {}, memory_fraction=memory_fraction)
-    return make_plan(step, args, mesh=mesh, cluster=cluster, facts=facts, choices=choices).report
+    show, start = notebook_line(), time.perf_counter()
+    show(f"compiling for cluster '{cluster.name}'")
+    report = make_plan(step, args, mesh=mesh, cluster=cluster, facts=facts, choices=choices).report
+    show(f"planned in {time.perf_counter() - start:.0f} s")
+    return report
 
 
 def plan_experiment(experiment: Experiment) -> Plan:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshkit.config.cluster import Cluster
 from meshkit.config.emit import inline
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis, MeshSpec
@@ -219,7 +220,7 @@ def make_space(
     return Space(
         base=base,
         preset=preset,
-        meshes=tuple(_meshes(experiment, names)),
+        meshes=tuple(meshes_over(experiment.cluster, names, experiment.mesh.axis_names)),
         accumulates=tuple(sorted({train.accumulate, *accumulates})),
         remats=tuple(dict.fromkeys((train.remat, *remats))),
         options=((), *_option_sets(experiment)),
@@ -289,12 +290,11 @@ def _axis_names(
     return tuple(chosen)
 
 
-def _meshes(experiment: Experiment, names: Sequence[str]) -> Iterator[MeshSpec]:
+def meshes_over(cluster: Cluster, names: Sequence[str], present: Sequence[str]) -> Iterator[MeshSpec]:
     """Every way to share the GPUs of a domain, and the domains, among the axes.
 
-    An axis of one GPU is left out unless the file has it, whose rules may name it.
+    An axis of one GPU is left out unless it is present already: rules may name it.
     """
-    cluster, present = experiment.cluster, experiment.mesh.axis_names
     for inside in factorizations(cluster.gpus_used_per_domain, len(names)):
         for across in factorizations(cluster.num_nvlink_domains, len(names)):
             axes = [MeshAxis(*axis) for axis in zip(names, inside, across)]

@@ -2,9 +2,10 @@
 
 XLA can die of a program, and a machine can run out of memory: then the variant is lost, and a new process goes on.
 
-A process reads one request a line on stdin, `{"experiment": PATH, "overrides": [...], "settings": [...]}`, and answers
-each with one line on stdout, an Outcome. Whatever else would be printed goes to stderr. It ends with stdin, or its
-parent.
+A process reads one request a line on stdin, `{"experiment": PATH, "overrides": [...], "settings": [...]}`, or of a step
+of somebody's `{"build": "pkg.mod:fn", "cluster": {...}, "mesh": {...}, "choices": {...}, "settings": [...]}`, and
+answers each with one line on stdout, an Outcome. Whatever else would be printed goes to stderr. It ends with stdin, or
+its parent. A user's executor gets the same lines as texts.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Executor, Future
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -29,6 +32,8 @@ from meshkit.errors import MeshkitError
 from meshkit.verbs.plan.outcome import Outcome, outcome_of
 
 COMMAND = ("-P", "-m", "meshkit.verbs.plan.workers")  # beyond the interpreter
+
+_IN_FLIGHT = 32  # requests at a time to an executor that does not say how many workers it has
 
 Settings = tuple[str, ...]
 
@@ -42,16 +47,14 @@ class Workers:
     """A pool of planning processes.
 
     Args:
-        experiment, overrides: the file, and what is laid over it below the settings of every variant.
+        request: what all variants have in common.
         jobs: how many processes; None: one for each CPU.
         log: a file for what they say on stderr; None throws it away.
     """
 
-    def __init__(
-        self, experiment: str | Path, overrides: Sequence[str], jobs: int | None = None, log: Path | None = None
-    ):
+    def __init__(self, request: Mapping[str, Any], jobs: int | None = None, log: Path | None = None):
         self.jobs = jobs or default_jobs()
-        self._request = {"experiment": str(experiment), "overrides": list(overrides)}
+        self._request = request
         self._requests: queue.SimpleQueue[Settings | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._log = log.open("ab") if log else None
@@ -146,12 +149,108 @@ def _end(process: subprocess.Popen) -> int:
     return code
 
 
+class ExecutorWorkers(Workers):
+    """A pool of somebody else's: any `concurrent.futures.Executor`, which gets a text and gives one back.
+
+    Args:
+        request: what all variants have in common.
+        executor: of this machine, or of a cluster whose processes have meshkit and see the same files.
+    """
+
+    def __init__(self, request: Mapping[str, Any], executor: Executor):
+        self.jobs = getattr(executor, "_max_workers", None) or _IN_FLIGHT
+        self._request, self._executor = request, executor
+        self._answers = queue.SimpleQueue()
+        self._futures: set[Future] = set()
+
+    def submit(self, settings: Settings) -> None:
+        """Asks the executor."""
+        future = self._executor.submit(answer, json.dumps({**self._request, "settings": settings}))
+        self._futures.add(future)
+        future.add_done_callback(lambda done: self._take(done, settings))
+
+    def _take(self, done: Future, settings: Settings) -> None:
+        self._futures.discard(done)
+        try:
+            outcome = Outcome.model_validate_json(done.result())
+        except (Exception, CancelledError) as e:
+            outcome = Outcome(settings=settings, status="error", error=f"the executor failed: {type(e).__name__}: {e}")
+        self._answers.put(outcome)
+
+    def close(self) -> None:
+        """Takes back what has not begun; the executor is the user's."""
+        for future in list(self._futures):
+            future.cancel()
+
+
+class SubmititExecutor(Executor):
+    """SLURM by the package `submitit`: each request is a job of its own.
+
+    What submitit pickles is the name of a function of meshkit and the text of the request.
+
+    Args:
+        executor: `submitit.AutoExecutor(folder=...)`, with its parameters (partition, time, CPUs, memory) set.
+        jobs: in the queue at a time.
+        poll_s: seconds between two looks at the queue.
+    """
+
+    def __init__(self, executor: Any, *, jobs: int = _IN_FLIGHT, poll_s: float = 5.0):
+        self._executor, self._max_workers, self._poll_s = executor, jobs, poll_s
+        self._jobs: dict[Future, Any] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        """Queues a job."""
+        future: Future = Future()
+        job = self._executor.submit(fn, *args, **kwargs)
+        with self._lock:
+            self._jobs[future] = job
+            if len(self._jobs) == 1:
+                threading.Thread(target=self._watch, daemon=True).start()
+        return future
+
+    def _watch(self) -> None:
+        """Hands over what is done, and cancels what is no longer wanted, until nothing is left."""
+        while True:
+            with self._lock:
+                over = {future: job for future, job in self._jobs.items() if future.cancelled() or job.done()}
+                for future in over:
+                    del self._jobs[future]
+                left = bool(self._jobs)
+            for future, job in over.items():
+                _hand_over(job, future)
+            if not left:
+                return
+            time.sleep(self._poll_s)
+
+
+def _hand_over(job: Any, future: Future) -> None:
+    """What became of a job of submitit's; one that nobody waits for is ended."""
+    if not future.set_running_or_notify_cancel():
+        job.cancel()
+        return
+    try:
+        future.set_result(job.result())
+    except Exception as e:
+        future.set_exception(e)
+
+
 @contextlib.contextmanager
 def open_workers(
-    experiment: str | Path, overrides: Sequence[str], jobs: int | None = None, log: Path | None = None
+    experiment: str | Path, overrides: Sequence[str], jobs: int | Executor | None = None, log: Path | None = None
 ) -> Iterator[Workers]:
-    """Workers that are ended with the block."""
-    workers = Workers(experiment, overrides, jobs, log)
+    """Workers for an experiment that are ended with the block; on an executor where `jobs` is one."""
+    path = Path(experiment).absolute() if Path(experiment).exists() else experiment
+    with opened({"experiment": str(path), "overrides": list(overrides)}, jobs, log) as workers:
+        yield workers
+
+
+@contextlib.contextmanager
+def opened(
+    request: Mapping[str, Any], jobs: int | Executor | None = None, log: Path | None = None
+) -> Iterator[Workers]:
+    """Workers for a request that are ended with the block."""
+    workers = ExecutorWorkers(request, jobs) if isinstance(jobs, Executor) else Workers(request, jobs, log)
     try:
         yield workers
     finally:
@@ -165,10 +264,19 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
-        request = json.loads(line)
-        outcome = plan_variant(request["experiment"], request["overrides"], tuple(request["settings"]))
-        answers.write(outcome.model_dump_json() + "\n")
+        answers.write(answer(line) + "\n")
         answers.flush()
+
+
+def answer(request: str) -> str:
+    """The outcome, as JSON, of a request of one variant."""
+    wanted = json.loads(request)
+    settings = tuple(wanted["settings"])
+    if "build" in wanted:
+        from meshkit.verbs.plan.built import BuiltStep, plan_named
+
+        return plan_named(wanted["build"], BuiltStep.of(wanted), settings).model_dump_json()
+    return plan_variant(wanted["experiment"], wanted["overrides"], settings).model_dump_json()
 
 
 def plan_variant(experiment: str, overrides: Sequence[str], settings: Settings) -> Outcome:

@@ -5,12 +5,14 @@ outcomes of the experiment as it is and of the winner -> differences -> sentence
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
+from meshkit.report.readable import Printed
 from meshkit.report.schema import Part
 from meshkit.report.views.words import axes_text
 from meshkit.units import format_bytes, format_percent, format_seconds
@@ -42,7 +44,7 @@ class DifferencePart(Part):
     saved_s: float
 
 
-class TuneReport(Part):
+class TuneReport(Printed, Part):
     """What a search found.
 
     Attributes:
@@ -63,7 +65,7 @@ class TuneReport(Part):
     experiment: str
     gpu: str
     num_gpus: int
-    global_batch: int
+    global_batch: int | None = None  # None of a step that is no experiment's
     objective: str = "time"
     base: Outcome
     winner: Outcome | None
@@ -79,6 +81,9 @@ class TuneReport(Part):
     left: int
     wall_s: float
     jobs: int
+
+    def _shown(self) -> Any:
+        return importlib.import_module("meshkit.verbs.tune.tune_views").render(self)  # which imports this module
 
 
 @dataclass(frozen=True)

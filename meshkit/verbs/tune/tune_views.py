@@ -54,7 +54,9 @@ def write_tune_html(report: TuneReport, path: str | Path) -> Path:
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
     """
-    sub = f"{report.num_gpus} x {report.gpu} · global batch {report.global_batch}"
+    sub = f"{report.num_gpus} x {report.gpu}" + (
+        f" · global batch {report.global_batch}" if report.global_batch else ""
+    )
     page = Page(f"{report.experiment}: {report.compiled} variants", sub)
     note = (
         "Each point is a compiled variant, its form says on how many GPUs. The line joins those that no other of the "
@@ -96,6 +98,8 @@ def what_text(outcome: Outcome) -> str:
             words.append(f"{key.removeprefix('pipeline.')} {value.strip(chr(34))}")
         elif key.startswith("xla."):
             words.append(f"{key.removeprefix('xla.xla_').removeprefix('gpu_')} {value.strip(chr(34))}")
+        elif "." not in key:  # a choice of somebody's own
+            words.append(f"{key} {value.strip(chr(34))}")
     return ", ".join(words)
 
 
@@ -136,7 +140,8 @@ def _cells(outcome: Outcome) -> tuple[Cell, ...]:
 
 
 def _headline(report: TuneReport) -> RenderableType:
-    title = f"{report.experiment} on {report.num_gpus} x {report.gpu}, global batch {report.global_batch}"
+    title = f"{report.experiment} on {report.num_gpus} x {report.gpu}"
+    title += f", global batch {report.global_batch}" if report.global_batch else ""
     lines = [Text(title, "bold underline")]
     winner = report.winner
     if winner is not None and not report.winner_is_base:

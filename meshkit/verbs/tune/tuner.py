@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def tune(
     *,
     out: Path | None = None,
     budget: int = 64,
-    jobs: int | None = None,
+    jobs: int | Executor | None = None,
     axes: Sequence[str] | None = None,
     sizes: Sizes = OWN_SIZE,
     progress: SearchProgress = SILENT,
@@ -66,7 +67,7 @@ def tune(
         overrides: `key=value`, laid over it.
         out: a folder that exists.
         budget: variants to compile at most, those of earlier calls with the same `out` among them.
-        jobs: planning processes at a time; None: one for each CPU.
+        jobs: planning processes at a time, or an executor that plans; None: one process for each CPU.
         axes: names of mesh axes that may have a size; None: those that the rules know.
         sizes: of the cluster to look at, and what decides between them.
         progress: hears how it goes.
@@ -184,10 +185,10 @@ def _at_size(path: str, overrides: Sequence[str], own: Experiment, hosts: int) -
     return replace(loaded, train=loaded.train.model_copy(update={"global_batch": batch}))
 
 
-def _check(experiment: Experiment, budget: int, jobs: int | None, objective: str) -> None:
+def _check(experiment: Experiment, budget: int, jobs: int | Executor | None, objective: str) -> None:
     """Stops at an experiment, a budget or an objective that no search can have."""
     check_has_gpus(experiment.cluster, "tune")
-    if budget < 1 or (jobs is not None and jobs < 1):
+    if budget < 1 or (isinstance(jobs, int) and jobs < 1):
         raise ConfigError("a search compiles one variant at least, in one process at least.", hint="--candidates 64")
     if objective not in OBJECTIVES:
         raise ConfigError(f"'{objective}' is no objective.", at="--objective", hint=" or ".join(OBJECTIVES))

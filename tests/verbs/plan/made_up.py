@@ -10,7 +10,7 @@ class MadeUpWorkers(pool.Workers):
     def install(self, monkeypatch):
         """In the place of the next pools' processes."""
 
-        def open_pool(_experiment, _overrides, jobs=None, _log=None):
+        def open_pool(_request, jobs=None, _log=None):
             self.jobs = jobs or 2
             return self
 
