@@ -456,7 +456,7 @@ def _copies(case: _Case) -> Iterator[FindingPart]:
     own = facts.own_copies_s > 0.5 * facts.copies_s
     hint = "what moves between host and device each step (offloading, input, checkpoints), ahead of its use"
     if own:
-        hint = "what a loop over layers puts into stacked arrays and takes out again: a remat policy that saves less"
+        hint = "what a loop over layers takes out of stacked arrays and puts into them: weights, what train.remat saves"
     yield _finding(
         case,
         "exposed_copies",

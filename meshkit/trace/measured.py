@@ -115,7 +115,10 @@ def write_calibration(path: str | Path, captured: Captured, trace: Trace) -> Pat
     if cluster is None:
         return None
     fits = tuple(_fits(trace))
-    rates = _sustained(_samples(trace, captured.schedule, cluster)) if captured.schedule else Rates()
+    rates, schedule = Rates(), captured.schedule
+    if schedule is not None:
+        runs, times = kernel_runs(trace, schedule), kernel_seconds(trace, schedule)
+        rates = _sustained(_samples(schedule, times, cluster, runs))
     if not fits and rates == Rates():
         return None
     measured_on = MeasuredOn(
@@ -137,21 +140,7 @@ def rates_of(schedule: Schedule, times: Mapping[str, float], cluster: Cluster) -
     memory. A class without a kernel has none.
     """
 
-    def samples() -> Iterator[_Sample]:
-        for i in (i for body in schedule.computations.values() for i in body):
-            cost, seconds = i.cost, times.get(i.name)
-            if cost is None or i.kind != "kernel" or seconds is None:
-                continue
-            if cost.attention_flops:
-                flops = cost.attention_flops / attention_share(cost, cluster.gpu)  # as the model multiplies it back
-                yield "attention", "backward" if cost.attention_backward else "forward", flops, seconds
-            elif len(cost.matmul_flops) == 1:
-                ((dtype, flops),) = cost.matmul_flops.items()
-                yield "matmul", precision_of(cluster.gpu, dtype), flops / matmul_share(cost, cluster.gpu), seconds
-            elif not cost.matmul_flops and cost.bytes_accessed:
-                yield "memory", "", cost.bytes_accessed, seconds
-
-    return _sustained(samples())
+    return _sustained(_samples(schedule, times, cluster))
 
 
 # (`matmul`, `attention` or `memory`; precision, direction or nothing; FLOP or bytes; seconds) of a kernel
@@ -176,21 +165,30 @@ def _sustained(samples: Iterable[_Sample]) -> Rates:
     )
 
 
-def _samples(trace: Trace, schedule: Schedule, cluster: Cluster) -> Iterator[_Sample]:
-    """All kernels of a trace that are large enough to sustain any rate."""
-    costs = {i.name: i.cost for body in schedule.computations.values() for i in body if i.cost is not None}
-    busy_of = dict(zip(trace.timeline.op_names, trace.kernels.busy_s.tolist()))
-    for name, runs in kernel_runs(trace, schedule).items():
-        cost, busy = costs.get(name), busy_of[name]
-        if cost is None or not busy:
+def _samples(
+    schedule: Schedule, times: Mapping[str, float], cluster: Cluster, runs: Mapping[str, float] | None = None
+) -> Iterator[_Sample]:
+    """Each kernel once; with `runs`, as often as it ran, and those alone that are large enough to sustain any rate."""
+    gpu = cluster.gpu
+    for i in (i for body in schedule.computations.values() for i in body):
+        cost, seconds = i.cost, times.get(i.name)
+        if cost is None or i.kind != "kernel" or not seconds or cost.host_bytes:
             continue
+        count, large = (1.0, 0.0) if runs is None else (runs[i.name], 1.0)
         flops = sum(cost.matmul_flops.values())
-        if cost.attention_flops >= _LEAST_FLOPS and not flops:
-            yield "attention", "backward" if cost.attention_backward else "forward", runs * cost.attention_flops, busy
-        elif flops >= _LEAST_FLOPS and len(cost.matmul_flops) == 1:
-            yield "matmul", precision_of(cluster.gpu, next(iter(cost.matmul_flops))), runs * flops, busy
-        elif not flops and not cost.attention_flops and not cost.host_bytes and cost.bytes_accessed >= _LEAST_BYTES:
-            yield "memory", "", runs * cost.bytes_accessed, busy
+        if cost.attention_flops:
+            kind, name = "attention", "backward" if cost.attention_backward else "forward"
+            work = cost.attention_flops / attention_share(cost, gpu)  # as the model multiplies it back
+            enough = cost.attention_flops >= large * _LEAST_FLOPS and not (large and flops)
+        elif len(cost.matmul_flops) == 1:
+            kind, name = "matmul", precision_of(gpu, next(iter(cost.matmul_flops)))
+            work = flops / matmul_share(cost, gpu)
+            enough = flops >= large * _LEAST_FLOPS
+        else:
+            kind, name, work = "memory", "", cost.bytes_accessed
+            enough = not cost.matmul_flops and cost.bytes_accessed > large * _LEAST_BYTES
+        if enough:
+            yield kind, name, count * work, count * seconds
 
 
 def _collective_times(trace: Trace) -> list[tuple[Collective, float, float]]:

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
+from meshkit.config import calibration
 from meshkit.hlo.instructions import kind_of_kernel, read_instructions
+from meshkit.predict.kernels import kernel_work
 from meshkit.report.rows import UNMAPPED, kernels_part
 from meshkit.timeline import sweep
+from meshkit.trace.measured import kernel_runs, kernel_seconds, write_calibration
 from meshkit.trace.operations import GraphNode
 from meshkit.trace.reader import read_trace
 from meshkit.verbs.profile.profiler import measure_run
@@ -113,6 +116,20 @@ def test_a_library_calls_key_has_no_workspace(runs):
     known = read_instructions(runs["h100_llama_1b"][1].captured.module)
     assert known["custom-call.6"].key.startswith("matmul|bf16[32768,8192]|")
     assert known["dot_product_attention_fwd.0"].key.startswith("attention|(bf16[8,32,4096,64],f32[8,32,4096])|")
+
+
+def test_rates_of_a_real_training_give_its_kernels_their_seconds_again(runs, tmp_path):
+    captured, trace = runs["h100_llama_1b"][1].captured, runs["h100_llama_1b"][1].trace
+    rates = calibration.load(write_calibration(tmp_path / "calibration.toml", captured, trace)).rates
+    times, counts = kernel_seconds(trace, captured.schedule), kernel_runs(trace, captured.schedule)
+    for backward, took_s in ((False, 45.3e-3), (True, 69.5e-3)):  # cuDNN's, of heads of 64, for 16 layers
+        priced = measured = 0.0
+        for i in (i for body in captured.schedule.computations.values() for i in body):
+            if i.cost and i.cost.attention_flops and i.cost.attention_backward is backward:
+                priced += counts[i.name] * kernel_work(i.cost, captured.cluster.gpu, rates).arithmetic_s
+                measured += counts[i.name] * times[i.name]
+        assert measured == pytest.approx(took_s, rel=2e-3)
+        assert priced == pytest.approx(measured, rel=1e-6)
 
 
 def test_what_is_said_of_a_trace_with_graphs(runs):
