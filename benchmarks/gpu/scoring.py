@@ -230,7 +230,11 @@ def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
     goal = 0.45 if m.name == "train_llama_1b" and card.gpu else None
     yield Row("mfu_causal", step and step.mfu_causal, seen and seen.mfu_causal, "share", at_least=goal)
     peaks = [report.memory.peak_bytes if report else None for report in (planned, measured)]
-    yield Row("peak of memory", peaks[0], peaks[1], "bytes", within=0.05)
+    releases = [report.program.jaxlib for report in (planned, measured) if report]
+    other = f", planned by jaxlib {releases[0]}, run by {releases[1]}" if len(set(releases)) > 1 else ""
+    yield Row(f"peak of memory{other}", peaks[0], peaks[1], "bytes", within=0.05)
+    if measured and measured.memory.program_bytes:
+        yield Row(f"XLA's count of its memory{other}", peaks[0], measured.memory.program_bytes, "bytes")
     yield Row("compile", None, values.get("compile_s"), "s")
     if not (planned and measured and planned.kernels and measured.kernels):
         return
@@ -238,8 +242,9 @@ def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
     for c in planned.kernels.classes:
         yield Row(f"{c.kind} kernels", c.time_s, kinds.get(c.kind), "s", within=0.15 if rehearsed else None)
     if rehearsed:
-        both = [{(c.axes, c.collective): c.payload_bytes for c in r.communication} for r in (planned, measured)]
-        yield Row("the plan's collectives", True, both[0] == both[1])
+        rows = [r.communication for r in (planned, measured)]
+        moved = [{(c.axes, c.collective, c.dtype, c.payload_bytes) for c in each} for each in rows]
+        yield Row("the plan's collectives", True, moved[0] == moved[1])  # bytes: how many carry them is the combiner's
 
 
 def _measured(folder: Path, rehearsed: bool) -> Report | None:

@@ -14,7 +14,15 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.hlo.costs import Cost, Matmul
 from meshkit.predict.kernels import kernel_work, measured_rates, memory_bytes_per_s
-from meshkit.report.schema import KernelClassPart, KernelsPart, MemoryPart, Report, StepPart, WindowPart
+from meshkit.report.schema import (
+    CommunicationPart,
+    KernelClassPart,
+    KernelsPart,
+    MemoryPart,
+    Report,
+    StepPart,
+    WindowPart,
+)
 from tests.trace.h100 import run_folder
 
 H100 = catalog.gpu("h100_sxm")
@@ -52,12 +60,18 @@ MADE = {
 
 def report(source, step_s, compute_s, mfu_causal, peak_bytes, **kinds):
     classes = tuple(KernelClassPart(kind=kind, count=1, time_s=seconds) for kind, seconds in kinds.items())
+    gathered = [("bf16", 2.0**30), ("mixed", 2.0**20)]  # the slower first: of a trace it may be the other
+    communication = tuple(
+        CommunicationPart(axes=("fsdp",), collective="all-gather", dtype=dtype, count=2, payload_bytes=size)
+        for dtype, size in (gathered if source == "plan" else reversed(gathered))
+    )
     return Report(
         source=source,
         window=WindowPart(steps=1, devices=1),
         step=StepPart(time_s=step_s, compute_s=compute_s, mfu_causal=mfu_causal),
         memory=MemoryPart(peak_bytes=peak_bytes),
         kernels=KernelsPart(classes=classes),
+        communication=communication,
     )
 
 
