@@ -202,12 +202,14 @@ class MemoryPart(Part):
     """Memory of the fullest GPU, against what the client may take.
 
     `reserved_bytes` is what the compiler does not count: `context_bytes` and `nccl_bytes` outside of the pool,
-    `cudnn_workspace_bytes` and `fragmentation_bytes` inside of it. `remedies` is null where nobody looked for any.
+    `cudnn_workspace_bytes` and `fragmentation_bytes` inside of it. `remedies` is null where nobody looked for any. Of a
+    program that ran, `peak_bytes` is the allocator's since the process began, `program_bytes` XLA's count for it.
     """
 
     capacity_bytes: int | None = None
     pool_bytes: int | None = None
     peak_bytes: int | None = None
+    program_bytes: int | None = None
     reserved_bytes: int | None = None
     margin_bytes: int | None = None
     fits: bool | None = None

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from meshkit.compile.options import options_hash
+from meshkit.compile.options import bytes_at_once, memory_of, options_hash
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
@@ -84,6 +84,7 @@ class Capture:
         if self.last < self.first:
             raise ConfigError(f"[profile] steps = [{self.first}, {self.last}] ends before it starts.")
         self._step, self._module = step, _compiled_module(step.program)
+        self._before = _memory(step.mesh.local_devices).peak_bytes
         self._processes = None if processes is None else tuple(sorted(set(processes)))
         self._done = 0
         self._start_s = self._began = 0.0
@@ -168,7 +169,7 @@ class Capture:
             partitioner="shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
             options_hash=options_hash(step.options) if step.options else None,
             work=step.facts,
-            memory=_memory(mesh.local_devices),
+            memory=_memory(mesh.local_devices, self._before, _program_bytes(step.program)),
             captured_processes=self._processes,
             domains=tuple(placement.domains.tolist()) if placement else None,
             links=links,
@@ -274,10 +275,21 @@ def _ordinal(device: Any) -> int:
     return device.id if device.local_hardware_id is None else device.local_hardware_id
 
 
-def _memory(devices: Any) -> CapturedMemory:
-    """The allocator of the fullest of some devices."""
+def _memory(devices: Any, before_bytes: int | None = None, program_bytes: int | None = None) -> CapturedMemory:
+    """The allocator of the fullest of some devices; none of CPU devices, which count nothing."""
     found = [stats for d in devices if (stats := d.memory_stats())]
     if not found:
         return CapturedMemory()
     fullest = max(found, key=lambda stats: stats.get("peak_bytes_in_use", 0))
-    return CapturedMemory(pool_bytes=fullest.get("bytes_limit"), peak_bytes=fullest.get("peak_bytes_in_use"))
+    return CapturedMemory(
+        pool_bytes=fullest.get("bytes_limit"),
+        peak_bytes=fullest.get("peak_bytes_in_use"),
+        before_bytes=before_bytes,
+        program_bytes=program_bytes,
+    )
+
+
+def _program_bytes(program: Any) -> int | None:
+    """What XLA counts for a compiled program; None where it does not say."""
+    found = memory_of(program) if hasattr(program, "memory_analysis") else None
+    return bytes_at_once(found) if found else None

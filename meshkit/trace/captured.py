@@ -29,6 +29,7 @@ from meshkit.trace.checks import Note, some
 from meshkit.trace.graphs import graph_nodes
 from meshkit.trace.operations import TracedProgram, TraceFile
 from meshkit.trace.reader import Trace, read_trace
+from meshkit.units import format_bytes
 
 TRACE_FOLDER = "trace"  # of a run folder
 _CONTAINERS = {"while", "conditional", "call"}
@@ -73,10 +74,17 @@ class CapturedDevice(_Record):
 
 
 class CapturedMemory(_Record):
-    """Allocator of the fullest local device: what it may take, and the most it had taken."""
+    """Allocator of the fullest local device, whose peak is of the whole process and cannot be set back."""
 
-    pool_bytes: int | None = None
-    peak_bytes: int | None = None
+    pool_bytes: int | None = None  # what it may take
+    peak_bytes: int | None = None  # the most it had taken
+    before_bytes: int | None = None  # that peak before the first step: compiling tries kernels out, the state is made
+    program_bytes: int | None = None  # what XLA counts for the program that was compiled here
+
+    @property
+    def before_steps(self) -> bool:
+        """Whether the peak is not of the steps."""
+        return self.peak_bytes is not None and self.peak_bytes == self.before_bytes
 
 
 class CapturedTrace(_Record):
@@ -253,6 +261,14 @@ def notes_of_capture(captured: Captured) -> Iterator[Note]:
             "process_subset",
             f"{len(expected)} of {captured.record.processes} processes captured, as [profile] processes asks: the "
             "means are of their devices, and waiting is unknown in groups with others.",
+        )
+    memory = captured.record.memory
+    if memory.before_steps:
+        counted = f"; XLA counts {format_bytes(memory.program_bytes)} for the step" if memory.program_bytes else ""
+        yield Note(
+            "peak_before_steps",
+            f"The allocator's peak, {format_bytes(memory.peak_bytes)}, was reached before the first step, where XLA "
+            f"tries kernels out and the state is made{counted}.",
         )
 
 

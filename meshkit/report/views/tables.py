@@ -183,6 +183,7 @@ def kernels_table(shown: Shown) -> Table:
 
 _MEMORY: Labelled = (
     ("peak", "peak_bytes", format_bytes),
+    ("XLA's count", "program_bytes", format_bytes),
     ("parameters", "parameters_bytes", format_bytes),
     ("optimizer state", "optimizer_bytes", format_bytes),
     ("gradients", "gradients_bytes", format_bytes),

@@ -348,6 +348,7 @@ def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> Memory
         capacity_bytes=cluster.gpu.memory_bytes if cluster else None,
         pool_bytes=pool,
         peak_bytes=peak,
+        program_bytes=fullest.program_bytes,
         margin_bytes=pool - peak if pool is not None and peak is not None else None,
         fits=True,
     )

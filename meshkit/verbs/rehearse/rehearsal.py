@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshkit.compile.derived import choices_for
-from meshkit.compile.program import compile_absent
+from meshkit.compile.preflight import version_of
+from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
@@ -40,7 +41,7 @@ from meshkit.report.summarize import Machines, captured_program, summarize_simul
 from meshkit.sharding.mesh import DescribedMesh
 from meshkit.step.facts import training_steps
 from meshkit.timeline import Timeline
-from meshkit.trace.captured import Captured, notes_of_capture, open_capture, read_captured
+from meshkit.trace.captured import Captured, CaptureRecord, notes_of_capture, open_capture, read_captured
 from meshkit.trace.checks import COMMAND_BUFFERS_FLAG
 from meshkit.trace.measured import MeasuredKernels, kernel_seconds, rates_of
 from meshkit.units import format_bytes, format_percent
@@ -175,7 +176,7 @@ def measure(experiment: Experiment, folder: Path) -> Rehearsed:
             *_other_gpu(captured, cluster),
             *_not_measured(experiment, reserved),
             *_unnamed(price),
-            _collectives_warning(experiment, schedule),
+            *_against_plan(experiment, captured, schedule),
             *noted(notes),
         ],
     )
@@ -216,6 +217,7 @@ def _memory(experiment: Experiment, captured: Captured, reserved: Reserved) -> M
         capacity_bytes=capacity,
         pool_bytes=pool,
         peak_bytes=peak,
+        program_bytes=captured.record.memory.program_bytes,
         reserved_bytes=reserved.outside_pool,
         context_bytes=reserved.context,
         nccl_bytes=reserved.nccl,
@@ -274,21 +276,44 @@ def _unnamed(price: MeasuredKernels) -> list[Warning_]:
     return [Warning_(code="rehearsal_unnamed", message=message, seconds=missing)]
 
 
-def _collectives_warning(experiment: Experiment, schedule: Schedule) -> Warning_:
-    """Whether the rehearsed program communicates what the planned one does."""
+def _against_plan(experiment: Experiment, captured: Captured, schedule: Schedule) -> Iterator[Warning_]:
+    """Whether the rehearsed program communicates what the planned one does, and how much memory each takes."""
     try:
-        planned = _communicated(planned_schedule(experiment))
+        planned = planned_program(experiment)
     except MeshkitError as e:
         message = f"the rehearsed program could not be held against the planned one: {e.message}"
-        return Warning_(code="rehearsal_unchecked", message=message)
-    rehearsed = _communicated(schedule)
-    if planned == rehearsed:
-        message = f"the rehearsed program communicates exactly what the planned one does: {sum(planned.values())} times"
-        return Warning_(code="rehearsal_collectives", message=message)
-    words = [f"{count} fewer {_words(key)}" for key, count in (planned - rehearsed).most_common(3)]
-    words += [f"{count} more {_words(key)}" for key, count in (rehearsed - planned).most_common(3)]
-    message = f"the rehearsed program communicates something else than the planned one: {'; '.join(words)}"
-    return Warning_(code="rehearsal_collectives_differ", message=message)
+        yield Warning_(code="rehearsal_unchecked", message=message)
+        return
+    why = _differences(planned, captured.record)
+    expected, found = _communicated(planned.schedule), _communicated(schedule)
+    if expected == found:
+        message = f"the rehearsed program communicates exactly what the planned one does: {sum(found.values())} times"
+        yield Warning_(code="rehearsal_collectives", message=message)
+    else:
+        words = [f"{count} fewer {_words(key)}" for key, count in (expected - found).most_common(3)]
+        words += [f"{count} more {_words(key)}" for key, count in (found - expected).most_common(3)]
+        message = f"the rehearsed program communicates something else than the planned one ({why}): {'; '.join(words)}"
+        yield Warning_(code="rehearsal_collectives_differ", message=message)
+    memory, peak = captured.record.memory, captured.record.memory.peak_bytes
+    if peak is not None:
+        counted = f", XLA's count of the program on the GPU {format_bytes(memory.program_bytes)}"
+        message = (
+            f"the allocator's peak is {format_bytes(peak)}{counted if memory.program_bytes else ''}; the plan's is "
+            f"{format_bytes(planned.peak_bytes)} ({peak / planned.peak_bytes - 1:+.1%}; {why}): kernels that the GPU's "
+            "autotuner chooses change the order of a step, and so what is alive at its peak"
+        )
+        yield Warning_(code="rehearsal_memory", message=message)
+
+
+def _differences(planned: CompiledProgram, record: CaptureRecord) -> str:
+    """What of the compilation differs between the plan that is made here and what a GPU's machine compiled."""
+    here, theirs, chosen = version_of("jaxlib"), record.jaxlib, record.options or {}
+    found = [f"compiled by jaxlib {theirs}, and the plan's by {here}"] if theirs != here else []
+    if record.options is not None:
+        names = sorted({*planned.options, *chosen})
+        other = [name for name in names if planned.options.get(name) != chosen.get(name)]
+        found += [f"{name} is {chosen.get(name)}, and the plan's {planned.options.get(name)}" for name in other[:3]]
+    return "; ".join(found) or "of one compiler and the same options"
 
 
 def _communicated(schedule: Schedule) -> Counter:
@@ -306,10 +331,10 @@ def _words(key: tuple[str, tuple[str, ...], str, int]) -> str:
     return f"{collective} {dtype} over {' + '.join(axes) or 'no axis'} of {format_bytes(payload)}"
 
 
-def planned_schedule(experiment: Experiment) -> Schedule:
-    """The schedule of the experiment's own step, compiled for GPUs that are not there, as plan does it."""
+def planned_program(experiment: Experiment) -> CompiledProgram:
+    """The experiment's own step, compiled for GPUs that are not there, as plan does it."""
     program = absent_step(experiment)
     assert isinstance(program.mesh, DescribedMesh)
     args = (program.abstract_state, program.abstract_batch)
     choices = choices_for(experiment, program, program.mesh)
-    return compile_absent(program.step, args, mesh=program.mesh, cluster=experiment.cluster, choices=choices).schedule
+    return compile_absent(program.step, args, mesh=program.mesh, cluster=experiment.cluster, choices=choices)

@@ -120,7 +120,7 @@ def kernels_of(schedule):
     return found
 
 
-def write_capture(folder, experiment, module, serialized, kernels, *, pipeline=None, kind=None):
+def write_capture(folder, experiment, module, serialized, kernels, *, pipeline=None, kind=None, **other):
     """The files that a rehearsal leaves: one GPU, STEPS steps, kernels back to back, no collective."""
     trace = folder / "trace"
     session = trace / "plugins" / "profile" / "p0"
@@ -150,6 +150,7 @@ def write_capture(folder, experiment, module, serialized, kernels, *, pipeline=N
         "captured_processes": [0],
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
+        **other,
     }  # fmt: skip
     (trace / "capture-p0.json").write_text(json.dumps(record))
 
@@ -196,13 +197,16 @@ def test_measured_kernels_and_modelled_collectives_make_one_step(planned, tmp_pa
     codes = {w.code for w in report.warnings}
     assert {"rehearsal_values", "rehearsal_contention", "rehearsal_nccl_memory", "rehearsal_collectives"} <= codes
     assert "rehearsal_collectives_differ" not in codes
+    assert "peak_before_steps" not in codes
+    assert any("of one compiler and the same options" in w.message for w in report.warnings)
     assert not {"missing_processes", "process_subset", "collective_counts"} & codes
 
 
 @pytest.fixture
 def as_planned(planned, monkeypatch):
     """The planned program is the one that was captured: one compile less."""
-    monkeypatch.setattr(rehearsal, "planned_schedule", lambda _: planned[3])
+    program = SimpleNamespace(schedule=planned[3], options={}, peak_bytes=2**30)
+    monkeypatch.setattr(rehearsal, "planned_program", lambda _: program)
 
 
 @pytest.mark.deviceless
@@ -302,13 +306,24 @@ def test_kernels_that_the_trace_lacks_are_priced_and_named(planned, tmp_path, mo
 @pytest.mark.deviceless
 def test_another_mesh_and_another_program_are_named(planned, tmp_path, monkeypatch):
     experiment, module, serialized, schedule = planned
-    write_capture(tmp_path, experiment, module, serialized, kernels_of(schedule))
+    record = {
+        "memory": {"peak_bytes": 2**30, "before_bytes": 2**30, "program_bytes": 960 * 2**20},
+        "options": {"xla_a": 1},
+    }
+    write_capture(tmp_path, experiment, module, serialized, kernels_of(schedule), **record)
     with pytest.raises(TraceError, match=r"the capture is of a mesh \{'data': 2, 'fsdp': 8\}"):
         rehearsal.measure(load(TINY, (ON_16[0], "mesh={ data = { infiniband = 2, nvlink = 2 }, fsdp = 4 }")), tmp_path)
     wider = {name: tuple(_twice_as_wide(i) for i in body) for name, body in schedule.computations.items()}
-    monkeypatch.setattr(rehearsal, "planned_schedule", lambda _: replace(schedule, computations=wider))
+    program = SimpleNamespace(schedule=replace(schedule, computations=wider), options={"xla_a": 2}, peak_bytes=2**31)
+    monkeypatch.setattr(rehearsal, "planned_program", lambda _: program)
+    monkeypatch.setattr(rehearsal, "version_of", lambda _: "0.99")
     found = {w.code: w.message for w in rehearsal.measure(experiment, tmp_path).report.warnings}
+    why = f"(compiled by jaxlib {metadata.version('jaxlib')}, and the plan's by 0.99; xla_a is 1, and the plan's 2)"
+    assert why in found["rehearsal_collectives_differ"]
     assert re.search(r"\d+ (fewer|more) all-gather bf16 over fsdp of", found["rehearsal_collectives_differ"])
+    assert "peak is 1.00 GiB, XLA's count of the program on the GPU 960 MiB" in found["rehearsal_memory"]
+    assert "the plan's is 2.00 GiB (-50.0%; compiled by jaxlib" in found["rehearsal_memory"]
+    assert "peak, 1.00 GiB, was reached before the first step" in found["peak_before_steps"]
 
 
 def _twice_as_wide(i):
