@@ -50,7 +50,7 @@ class PipelineReport(ScheduleCost):
         return self.useful[found[-1]] if found else 1.0
 
 
-def useful_flops(schedule: Schedule, pipeline: PipelineReport) -> float:
+def useful_flops(schedule: Schedule, pipeline: PipelineReport | None = None) -> float:
     """Matmul and attention FLOP of one GPU and step, recompute included, masked work of a pipeline left out."""
 
     def count(name: str) -> float:
@@ -58,7 +58,7 @@ def useful_flops(schedule: Schedule, pipeline: PipelineReport) -> float:
         for i in schedule.computations[name]:
             if i.cost:
                 flops = sum(i.cost.matmul_flops.values()) + i.cost.attention_flops
-                total += flops * pipeline.useful_share(i.source)
+                total += flops * (pipeline.useful_share(i.source) if pipeline else 1.0)
             if i.bodies:
                 total += max(count(body) for body in i.bodies) * (1 if i.trip_count is None else i.trip_count)
         return total

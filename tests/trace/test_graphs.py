@@ -132,6 +132,14 @@ def test_rates_of_a_real_training_give_its_kernels_their_seconds_again(runs, tmp
         assert priced == pytest.approx(measured, rel=1e-6)
 
 
+def test_hfu_of_a_real_training_is_what_its_layers_and_its_head_multiply(runs):
+    step = runs["h100_llama_1b"][1].report.step
+    width, tokens, length, layers = 2048, 8 * 4096, 4096, 16
+    weights = layers * (2 * width**2 + 2 * width * 512 + 3 * width * 8192) + width * 128_256
+    attention = layers * 4.5 * 4 * tokens * length / 2 * width  # causal; forward, forward again, backward 2.5
+    assert step.hfu * step.time_s * 989.4e12 == pytest.approx(6 * weights * tokens + attention, rel=1e-3)
+
+
 def test_what_is_said_of_a_trace_with_graphs(runs):
     debug, llama = (measured.report for _, measured in runs.values())
     found = {f.code: f for f in (*debug.findings, *llama.findings)}

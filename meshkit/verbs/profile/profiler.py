@@ -23,6 +23,8 @@ from meshkit.config.mesh import MeshSpec
 from meshkit.console import run_folder
 from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
+from meshkit.hlo.pipeline_report import useful_flops
+from meshkit.hlo.schedule import Schedule
 from meshkit.report.compare import plan_warnings
 from meshkit.report.folder import write_folder
 from meshkit.report.history import read_history, untraced_step_s
@@ -46,6 +48,8 @@ from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_
 from meshkit.trace.loose import open_loose
 from meshkit.trace.measured import PGLE_FILE, measured_costs, write_calibration, write_pgle
 from meshkit.trace.reader import Trace, read_trace
+
+_UNCOUNTED = {"unknown trip count", "conditional", "opaque custom call"}  # notes of a schedule that hides FLOP
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,7 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
         trace.steps,
         source="profile",
         machines=Machines(captured.placement, captured.cluster, seen, len(captured.expected)),
-        facts=record.work,
+        facts=_executed(record.work, captured.schedule),
         instructions=instructions,
         swept=trace,
         warnings=noted(
@@ -352,6 +356,14 @@ def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> Memory
         margin_bytes=pool - peak if pool is not None and peak is not None else None,
         fits=True,
     )
+
+
+def _executed(facts: StepFacts, schedule: Schedule | None) -> StepFacts:
+    """The facts of a step with the FLOP of its compiled program, where that says how often each loop runs."""
+    if schedule is None or facts.hardware_flops_per_gpu is not None or schedule.notes.keys() & _UNCOUNTED:
+        return facts
+    flops = useful_flops(schedule, facts.pipeline) / facts.steps_per_call
+    return facts.model_copy(update={"hardware_flops_per_gpu": flops or None})
 
 
 def _untraced_s(records: Sequence[CaptureRecord], history: HistoryPart | None) -> float | None:
