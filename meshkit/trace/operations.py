@@ -9,7 +9,7 @@ one of a communication library's; never because of the stream it ran on.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from meshkit.errors import TraceError
 from meshkit.hlo.schedule import Collective
-from meshkit.trace.xspace import NO_VALUE, Events, Line, Plane, XSpace, read_xspace
+from meshkit.trace.xspace import NO_VALUE, Events, Line, Plane, XSpace, concatenated, read_xspace
 
 _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)$")
 # Bounded: a message is as long as somebody likes.
@@ -29,6 +29,7 @@ _GPU_STATS = ("hlo_op", "hlo_module", "memcpy_details", "cuda_graph_id", *_GRAPH
 _HARDWARE = ("device_vendor", "compute_cap_major", "compute_cap_minor", "memory_size")
 _CPU_STATS = ("hlo_op", "hlo_module", "run_id", "program_id", "device_ordinal", "_pt", "_p", "_ct", "_c")
 _PS_PER_NS = 1000
+_BLOCK = 1 << 17  # events of which all columns are in memory at a time
 _LONGEST_TRACE_NS = 86_400 * 10**9  # a day; a time further from the start is no time of this trace
 
 
@@ -130,12 +131,8 @@ class _Reader:
     def gpu_plane(self, space: XSpace, plane: Plane, device: int) -> None:
         """Raw files hold stream lines only; lines such as "XLA Ops" are derived by viewers, and would count twice."""
         lines = [line for line in plane.lines if line.name.startswith("Stream #")]
-        parts = [(self._since_ns(line), space.events(plane, line, _GPU_STATS)) for line in lines]
-        events, start = _joined(parts, _GPU_STATS)
-        if not len(start):
-            return
-        run = np.where(events.stats["run_id"] == NO_VALUE, -1, events.stats["run_id"])
-        self._add(plane, device, start, start + events.duration_ps, events, run)
+        blocks = self._blocks(space, plane, lines, _GPU_STATS)
+        self._add(device, [self._columns(plane, e, start, start + e.duration_ps) for e, start in blocks])
 
     def cpu_plane(self, space: XSpace, plane: Plane, devices: Mapping[int, int]) -> None:
         """XLA:CPU's thunks, whatever thread they ran on.
@@ -143,21 +140,36 @@ class _Reader:
         The event of a thunk that hands its work to a thread pool ends at the hand-over; the `end: ` marker that
         carries its id says when the work was done.
         """
-        parts = [(self._since_ns(line), space.events(plane, line, _CPU_STATS)) for line in plane.lines]
-        events, start = _joined(parts, _CPU_STATS)
-        if not len(start):
-            return
         is_end = np.array(list(plane.event_names.ids(beginning="end: ")), np.int64)
+        parts = []
+        for events, start in self._blocks(space, plane, plane.lines, _CPU_STATS):
+            rows = np.flatnonzero((events.stats["hlo_op"] != NO_VALUE) | np.isin(events.metadata, is_end))
+            parts.append((events.rows(rows), start[rows]))
+        events, start = _joined(parts, _CPU_STATS)
         marker = np.isin(events.metadata, is_end)
         end = _done(events, start, marker)
-        ordinal = events.stats["device_ordinal"]
-        mine = (events.stats["hlo_op"] != NO_VALUE) & ~marker
+        ordinal, mine = events.stats["device_ordinal"], ~marker
         for number in np.unique(ordinal[mine]).tolist():
             if number in devices:
                 rows = np.flatnonzero(mine & (ordinal == number))
-                run = events.stats["run_id"][rows]
-                run = np.where(run == NO_VALUE, -1, run)
-                self._add(plane, devices[number], start[rows], end[rows], events.rows(rows), run)
+                self._add(devices[number], [self._columns(plane, events.rows(rows), start[rows], end[rows])])
+
+    def _blocks(
+        self, space: XSpace, plane: Plane, lines: Sequence[Line], wanted: Sequence[str]
+    ) -> Iterator[tuple[Events, np.ndarray]]:
+        """The events of some lines with when each starts, in ps; so many together that little memory is taken."""
+        parts, count = [], 0
+        limit = 2 * _LONGEST_TRACE_NS * _PS_PER_NS  # of what 64 bits hold; times beyond are discarded later
+        for line in lines:
+            since = self._since_ns(line) * _PS_PER_NS
+            for events in space.events(plane, line, wanted):
+                parts.append((events, np.clip(events.offset_ps, -limit, limit) + since))
+                count += len(events.metadata)
+                if count >= _BLOCK:
+                    yield _joined(parts, wanted)
+                    count = 0
+        if parts:
+            yield _joined(parts, wanted)
 
     def _since_ns(self, line: Line) -> int:
         """Time of a line since the profile began; some writers count from the epoch."""
@@ -166,25 +178,35 @@ class _Reader:
             since -= self.found.clock_ns
         return min(max(since, -_LONGEST_TRACE_NS), 2 * _LONGEST_TRACE_NS)
 
-    def _add(self, plane: Plane, device: int, start, end, events: Events, run) -> None:
-        """Keeps the operations of one device whose times are possible, sorted by start."""
+    def _columns(self, plane: Plane, events: Events, start, end) -> tuple[np.ndarray, ...]:
+        """What is kept of those whose times are possible: start, end, label, run, and launch and node of a graph."""
         limit = self.duration_ns * _PS_PER_NS
         good = (end >= start) & (start >= -limit) & (end <= limit)
         if not good.all():
             self.found.discarded += int((~good).sum())
             rows = np.flatnonzero(good)
-            start, end, events, run = start[rows], end[rows], events.rows(rows), run[rows]
-        if not len(start):
+            start, end, events = start[rows], end[rows], events.rows(rows)
+        run = events.stats["run_id"]
+        none = np.broadcast_to(np.int64(NO_VALUE), len(start))
+        label = self._labels(plane, events) if len(start) else start
+        launch, node = (events.stats.get(name, none) for name in _GRAPH_STATS)
+        nodes = (np.where(node == NO_VALUE, -1, column) for column in (launch, node))
+        return start, end, label, np.where(run == NO_VALUE, -1, run), *nodes
+
+    def _add(self, device: int, parts: list[tuple[np.ndarray, ...]]) -> None:
+        """Keeps the operations of one device, sorted by start."""
+        columns = concatenated(parts, 6)
+        if not len(columns[0]):
             return
-        label = self._labels(plane, events)
-        order = np.argsort(start, kind="stable")
         if device in self.found.devices:
             raise TraceError(f"the trace has two planes of device {device}.")
-        launch, node = (events.stats.get(name) for name in _GRAPH_STATS)
-        nodes = None
-        if launch is not None and node is not None and (node != NO_VALUE).any():
-            nodes = np.stack([np.where(node == NO_VALUE, -1, column)[order] for column in (launch, node)], axis=1)
-        self.found.devices[device] = DeviceOperations(start[order], end[order], label[order], run[order], nodes)
+        if (columns[0][1:] < columns[0][:-1]).any():
+            order = np.argsort(columns[0], kind="stable")
+            for i, column in enumerate(columns):
+                columns[i] = column if column.strides == (0,) else column[order]
+        *columns, launch, node = columns
+        nodes = np.stack([launch, node], axis=1) if (node != -1).any() else None
+        self.found.devices[device] = DeviceOperations(*columns, nodes)
 
     def _labels(self, plane: Plane, events: Events) -> np.ndarray:
         """[n] index of each event's label."""
@@ -212,11 +234,9 @@ class _Reader:
         return index[inverse]
 
 
-def _joined(parts: list[tuple[int, Events]], wanted: Sequence[str]) -> tuple[Events, np.ndarray]:
-    """The events of several lines, which are taken out of the list, and when each starts, in ps."""
-    limit = 2 * _LONGEST_TRACE_NS * _PS_PER_NS  # of what 64 bits hold; times beyond are discarded later
-    start = [np.clip(e.offset_ps, -limit, limit) + ns * _PS_PER_NS for ns, e in parts]
-    events = [e for _, e in parts]
+def _joined(parts: list[tuple[Events, np.ndarray]], wanted: Sequence[str]) -> tuple[Events, np.ndarray]:
+    """Some parts, which are taken out of the list, as one: events and when each starts."""
+    events, start = ([part[i] for part in parts] for i in range(2))
     parts.clear()
     return Events.joined(events, wanted), np.concatenate(start or [np.zeros(0, np.int64)])
 

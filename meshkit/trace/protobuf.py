@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +42,22 @@ def span_of(value: object) -> tuple[int, int]:
     return value
 
 
+def _memory(size: int) -> mmap.mmap:
+    """Room for so many bytes and some zeros behind them, of which pages can be given back one by one."""
+    memory = mmap.mmap(-1, size + _PAD, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # halves the time to fill it
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 @dataclass(frozen=True)
 class Buffer:
     """A file in memory."""
 
     path: Path
     size: int  # bytes of the file
+    memory: mmap.mmap  # where they are
     data: memoryview  # the bytes, to walk through
     bytes: np.ndarray  # the same and some padding, to gather from
     words: np.ndarray  # [size + 25] the eight bytes from every position on, little-endian; a view
@@ -64,23 +76,29 @@ class Buffer:
             except ValueError as e:
                 raise WireError(str(e)) from None
         with open_regular(path) as f:
-            size = os.fstat(f.fileno()).st_size
-            data = np.empty(size + _PAD, np.uint8)  # numpy asks for huge pages, which halves the time to fill them
-            size = f.readinto(data[:size].data)
-        return cls._padded(path, data, size)
+            memory = _memory(os.fstat(f.fileno()).st_size)
+            with memoryview(memory) as room:
+                size = f.readinto(room[: len(room) - _PAD])
+        return cls._over(path, memory, size)
 
     @classmethod
     def of(cls, path: Path, content: bytes) -> Buffer:
         """What was read of a file already."""
-        data = np.empty(len(content) + _PAD, np.uint8)
-        data[: len(content)] = np.frombuffer(content, np.uint8)
-        return cls._padded(path, data, len(content))
+        memory = _memory(len(content))
+        memory[: len(content)] = content
+        return cls._over(path, memory, len(content))
 
     @classmethod
-    def _padded(cls, path: Path, data: np.ndarray, size: int) -> Buffer:
-        data[size:] = 0
+    def _over(cls, path: Path, memory: mmap.mmap, size: int) -> Buffer:
+        data = np.frombuffer(memory, np.uint8)
         words = np.ndarray(shape=(size + _PAD - 7,), dtype="<u8", buffer=data.data, strides=(1,))
-        return cls(path, size, data.data, data, words)
+        return cls(path, size, memory, data.data, data, words)
+
+    def forget(self, start: int, end: int) -> None:
+        """Gives back the memory of bytes that nobody reads again; they are zeros from now on."""
+        first, last = -(-start // mmap.PAGESIZE), end // mmap.PAGESIZE
+        if last > first and hasattr(self.memory, "madvise"):
+            self.memory.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
     def varint(self, at: int, end: int) -> tuple[int, int]:
         """A number, and where it ends.

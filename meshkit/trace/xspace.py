@@ -29,6 +29,7 @@ _METADATA_STAT = 5  # of an entry's value
 _PROGRAM = re.compile(r"^(.*)\((-?\d+)\)$")  # `jit_f(12)`: module and the runtime's id of the program
 _EVENT_TAG = _LINE_EVENT << 3 | 2
 _CHUNK = 1 << 14  # events decoded at a time: the temporaries stay in the cache, and memory is bounded
+_WINDOW_BYTES = 1 << 21  # and walked through: more than most chunks have
 NO_VALUE = np.iinfo(np.int64).min  # of a stat that an event does not have
 _NOTHING = np.zeros(0, np.int64)
 _MOST_PLANES, _MOST_LINES = 10_000, 100_000  # of a file, of a plane: each takes more memory than an event of a file
@@ -132,25 +133,30 @@ class Events:
 
     @classmethod
     def joined(cls, parts: list[Events], wanted: Sequence[str]) -> Events:
-        """All events of some parts, one part after the other; `wanted` are the stats that each part has.
-
-        Takes the parts out of the list, a column at a time: never are all of them in memory twice.
-        """
-        if len(parts) == 1:
-            return parts.pop()
-        columns = [[p.metadata, p.offset_ps, p.duration_ps, *(p.stats[name] for name in wanted)] for p in parts]
+        """All events of some parts, which are taken out of the list; `wanted` are the stats that each part has."""
+        columns = [(p.metadata, p.offset_ps, p.duration_ps, *(p.stats[name] for name in wanted)) for p in parts]
         parts.clear()
-        found = []
-        for i in range(3 + len(wanted)):
-            pieces = [column[i] for column in columns]
-            for column in columns:
-                column[i] = _NOTHING
-            if pieces and all((piece == NO_VALUE).all() for piece in pieces):  # a stat that no event has takes no room
-                found.append(np.broadcast_to(np.int64(NO_VALUE), sum(map(len, pieces))))
-            else:
-                found.append(np.concatenate([_NOTHING, *pieces]))
-        metadata, offset_ps, duration_ps, *stats = found
+        metadata, offset_ps, duration_ps, *stats = concatenated(columns, 3 + len(wanted))
         return cls(metadata, offset_ps, duration_ps, dict(zip(wanted, stats)))
+
+
+def concatenated(parts: list[tuple[np.ndarray, ...]], count: int) -> list[np.ndarray]:
+    """So many columns, one part after the other; of one value everywhere, they take no room.
+
+    Takes the parts out of the list, a column at a time: never are all of them in memory twice.
+    """
+    columns = [list(part) for part in parts]
+    parts.clear()
+    found = []
+    for i in range(count):
+        pieces = [column[i] for column in columns if len(column[i])] or [_NOTHING]
+        for column in columns:
+            column[i] = _NOTHING
+        if len(pieces[0]) and all((piece == pieces[0][0]).all() for piece in pieces):
+            found.append(np.broadcast_to(pieces[0][0], sum(map(len, pieces))))
+        else:
+            found.append(np.concatenate(pieces) if len(pieces) > 1 else pieces[0])
+    return found
 
 
 @dataclass
@@ -161,20 +167,20 @@ class XSpace:
     planes: list[Plane] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
 
-    def events(self, plane: Plane, line: Line, wanted: Sequence[str]) -> Events:
-        """The events of a line of this file, decoded now, with the stats of some names.
+    def events(self, plane: Plane, line: Line, wanted: Sequence[str]) -> Iterator[Events]:
+        """The events of a line of this file in pieces, with the stats of some names; a line can be read once.
 
         Raises:
             TraceError: the line is damaged.
         """
         slots = {id_: wanted.index(name) for id_, name in plane.stat_names.ids(of=wanted).items()}
         try:
-            spans = _event_spans(self.buffer, *line.span)
-            parts = [_Decoder(self.buffer, plane, slots, wanted).decode(begin, end) for begin, end in spans]
+            for begin, end in _event_spans(self.buffer, *line.span):
+                yield _Decoder(self.buffer, plane, slots, wanted).decode(begin, end)
+                self.buffer.forget(line.span[0], int(end[-1]))
         except WireError as e:
             where = f"line '{line.name}' of plane '{plane.name}'"
             raise TraceError(f"{where} is damaged: {e}.", at=str(self.buffer.path)) from None
-        return Events.joined(parts, wanted)
 
     def programs(self) -> dict[tuple[str, int], bytes]:
         """(module, the runtime's id) -> serialized `HloProto` of the programs that the profiler has put in the file.
@@ -336,9 +342,10 @@ def _read_stat(buffer: Buffer, start: int, end: int) -> tuple[int, int, int | fl
 
 def _event_spans(buffer: Buffer, start: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Begin and end of the events of a line, a chunk at a time."""
-    data, tag = bytes(buffer.data[start:end]), _EVENT_TAG  # bytes are indexed in half the time of a memoryview
-    i, size = 0, end - start
-    while i < size:
+    tag = _EVENT_TAG
+    while start < end:
+        size = min(end - start, _WINDOW_BYTES)
+        data, i = bytes(buffer.data[start : start + size]), 0  # bytes are indexed in half the time of a memoryview
         begins: list[int] = []
         append = begins.append
         try:
@@ -353,14 +360,15 @@ def _event_spans(buffer: Buffer, start: int, end: int) -> Iterator[tuple[np.ndar
                     i += n
                 else:
                     i = buffer.skip(start + i, end) - start
-        except IndexError:  # the line is over
-            if i < size:
+        except IndexError:  # the line or the window is over
+            if i < size == end - start:
                 raise Malformed("an event reaches beyond its line") from None
-        if i > size:
+        if i > end - start:
             raise Malformed("an event reaches beyond its line")
         if begins:
             begin = np.array(begins, np.int64) + start
             yield begin, begin + _lengths(buffer.bytes, begin)
+        start += i
 
 
 def _lengths(data: np.ndarray, begin: np.ndarray) -> np.ndarray:
