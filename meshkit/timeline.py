@@ -211,7 +211,9 @@ class KernelTotals:
         """The totals of one device step."""
         seconds = np.diff(np.clip(step.compute, *step.window), axis=1).ravel()
         busy_s, count = (np.bincount(step.compute_op, weights=w, minlength=num_ops) for w in (seconds, None))
-        return cls(shares_by_op(step, num_ops), busy_s, count)
+        time_s = shares_by_op(step, num_ops)
+        same = np.array_equal(time_s, busy_s)  # one stream: kept once, as there is one of these for every step
+        return cls(busy_s if same else time_s, busy_s, count.astype(np.int32))
 
     @classmethod
     def sum(cls, parts: Iterable[KernelTotals]) -> KernelTotals:

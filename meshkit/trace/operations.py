@@ -236,7 +236,7 @@ class _Reader:
 
 def _joined(parts: list[tuple[Events, np.ndarray]], wanted: Sequence[str]) -> tuple[Events, np.ndarray]:
     """Some parts, which are taken out of the list, as one: events and when each starts."""
-    events, start = ([part[i] for part in parts] for i in range(2))
+    events, start = [e for e, _ in parts], [s for _, s in parts]
     parts.clear()
     return Events.joined(events, wanted), np.concatenate(start or [np.zeros(0, np.int64)])
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 
@@ -39,7 +40,7 @@ from meshkit.trace.skew import Instances, Skew, measure_skew
 _MOST_FOUND = 10_000  # executions in a trace that numbers none; real ones have some tens
 _KEPT_SPANS = 4_000_000  # of all steps together, for drawing: 100 MB
 _NO_SPANS = np.zeros((0, 2))
-_NO_INDEX = np.zeros(0, np.intp)
+_NO_INDEX = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -131,27 +132,30 @@ class _Reader:
         clock_s = self.instances.begin(file.process, operations.clock_ns)
         for device in sorted(file.devices.values()):
             if device in operations.devices:
-                self._device(device, operations.devices[device], classes, once, clock_s)
+                self._device(device, operations.devices.pop(device), classes, once, clock_s)
             else:
                 facts.missing_devices.append(device)
 
     def _device(self, device: int, ops: DeviceOperations, classes: Classes, once: np.ndarray, clock_s: float) -> None:
         """Cuts the operations of one device into its executions of the program, and sweeps each."""
-        mine = np.flatnonzero(classes.of_program[ops.label])
-        if not len(mine):
+        mine = classes.of_program[ops.label]
+        if not mine.any():
             self.facts.missing_devices.append(device)
             return
-        start, run = ops.start_ps[mine], ops.run[mine]
+        start, end, label, run = (  # nothing is copied where all are
+            column if mine.all() else column[mine] for column in (ops.start_ps, ops.end_ps, ops.label, ops.run)
+        )
         if self.program.found and (run == -1).all():
-            windows = found_windows(start, ops.end_ps[mine], ops.label[mine], once)
+            windows = found_windows(start, end, label, once)
         else:
-            windows = step_windows(start, ops.end_ps[mine], ops.label[mine], run, self.num_steps)
+            windows = step_windows(start, end, label, run, self.num_steps)
         runs = runs_in_order(start, run)
+        del mine, start, end, label, run
         if self.num_steps and len(windows) != max(1, self.num_steps - 1):
             self.facts.odd_executions[device] = len(windows) + 1
-        reach = np.maximum.accumulate(ops.end_ps)
+        first = np.searchsorted(np.maximum.accumulate(ops.end_ps), [w0 for w0, _ in windows], "right")
         for i, (w0, w1) in enumerate(windows):
-            inside = slice(np.searchsorted(reach, w0, "right"), np.searchsorted(ops.start_ps, w1, "left"))
+            inside = slice(first[i], np.searchsorted(ops.start_ps, w1, "left"))
             step = self._step(device, i, (w0, w1), ops, inside, classes)
             own = ops.start_ps[inside][np.isin(classes.kind[ops.label[inside]], (COMMUNICATION, FUSED))] >= w0
             self._add(step, int(runs[i]) if len(runs) else -1, own, clock_s + w0 * 1e-12)
@@ -170,9 +174,9 @@ class _Reader:
             step=number,
             window=(0.0, (window[1] - window[0]) * 1e-12),
             compute=spans[computes],
-            compute_op=classes.op[label[computes]].astype(np.intp),
+            compute_op=classes.op[label[computes]],
             communication=spans[communicates],
-            collective=classes.collective[label[communicates]].astype(np.intp),
+            collective=classes.collective[label[communicates]],
             copies=spans[kind == COPY],
             input_end_s=float(fed.max()) if len(fed) else None,
         )
@@ -191,11 +195,12 @@ class _Reader:
         """Sweeps a device step and keeps what the steps together need; its spans only while there is room."""
         swept = sweep(step, len(self.collectives), self.rows)
         self.instances.add(step, own, starts_at_s)
-        self.exposed.append(exposed_spans(step) + starts_at_s)
+        if self.program.groups:  # else nobody asks for them
+            self.exposed.append(exposed_spans(step) + starts_at_s)
         self._count_communication(step)
         key = step.step if run == -1 else run
-        known = [self.kernels[key]] if key in self.kernels else []
-        self.kernels[key] = KernelTotals.sum([*known, KernelTotals.of(step, len(self.classifier.op_names))])
+        kernels = KernelTotals.of(step, len(self.classifier.op_names))
+        self.kernels[key] = KernelTotals.sum([self.kernels[key], kernels]) if key in self.kernels else kernels
         spans = len(step.compute) + len(step.communication) + len(step.copies)
         self.kept_spans -= spans
         if self.kept_spans < 0 and self.steps:
@@ -325,7 +330,9 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
         start, end, op: as of `step_windows`.
         once: of each id of an operation, whether one execution runs it once.
     """
-    ids, which, count = np.unique(op, return_inverse=True, return_counts=True)
+    every = np.bincount(op, minlength=len(once))
+    ids = np.flatnonzero(every)
+    count = every[ids]
     chosen = np.ones(len(ids), bool)
     if once[ids].any():
         values, votes = np.unique(count[once[ids]], return_counts=True)
@@ -334,8 +341,8 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
         repeated = (c for c in np.unique(count[count > 1]).tolist() if (count % c == 0).mean() >= 0.25)
         number = next(repeated, 1)
         chosen = (count % number == 0) if number > 1 else chosen
-    rows = np.flatnonzero(chosen[which])
-    windows = step_windows(start[rows], end[rows], op[rows], np.full(len(rows), -1))
+    rows = slice(None) if chosen.all() else np.isin(op, ids[chosen])
+    windows = step_windows(start[rows], end[rows], op[rows], np.broadcast_to(-1, len(op[rows])))
     return windows if 1 < len(windows) <= _MOST_FOUND else [(float(start[0]), float(end.max()))]
 
 
@@ -365,13 +372,16 @@ def _starts_by_count(start: np.ndarray, op: np.ndarray, num_steps: int | None) -
     left out.
     """
     # by op, in time; numpy sorts 16-bit numbers by radix, in one pass
+    count = np.bincount(op)
+    begin = np.cumsum(count) - count
+    begin, count = begin[count > 0], count[count > 0]
     order = np.argsort(op.astype(np.uint16) if len(op) and op.max() < 2**16 else op, kind="stable")
-    _, begin, count = np.unique(op[order], return_index=True, return_counts=True)
     steps = _number_of_runs(count, num_steps)
     regular = count % steps == 0
-    every = count[regular] // steps
-    occurrence = begin[regular, None] + every[:, None] * np.arange(steps)
-    return np.sort(start[order][occurrence].min(axis=0))
+    begin, every = begin[regular], count[regular] // steps
+    if steps < len(begin):
+        return np.sort([start[order[begin + every * i]].min() for i in range(steps)])
+    return np.sort(reduce(np.minimum, (start[order[b + e * np.arange(steps)]] for b, e in zip(begin, every))))
 
 
 def _number_of_runs(count: np.ndarray, num_steps: int | None) -> int:

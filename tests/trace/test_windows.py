@@ -47,3 +47,10 @@ def test_more_executions_than_any_trace_has_are_one():
     windows = found_windows(start, start + 1, op, np.zeros(2, bool))
     assert windows == [(0.0, 30_000.0)]
     assert len(found_windows(start[:1000], start[:1000] + 1, op[:1000], np.zeros(2, bool))) == 499
+
+
+def test_many_kinds_of_operations_in_few_executions_and_few_in_many():
+    many = [(o, 10_000 * k + 3 * o) for k in range(3) for o in range(50)]
+    assert windows(many) == [(0, 10_000), (10_000, 20_000)]
+    few = [(o, 100 * k + 10 * o) for k in range(50) for o in range(3)]
+    assert windows(few) == [(100 * k, 100 * k + 100) for k in range(49)]

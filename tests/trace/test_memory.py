@@ -1,0 +1,59 @@
+"""What reading a trace takes in memory, and that what it reads does not depend on how much is read at a time."""
+
+import tracemalloc
+
+import numpy as np
+
+from benchmarks import trace_speed
+from meshkit.trace import operations, xspace
+from meshkit.trace.operations import TracedProgram, TraceFile
+from meshkit.trace.reader import read_trace
+
+
+def made(path, *, devices=1, layers=100, steps=5):
+    """A trace with the stats that the CUDA collector gives a kernel, and how many kernels it has."""
+    kernels = trace_speed.trace_kernels(steps, layers)
+    path.write_bytes(trace_speed.xspace(kernels, devices))
+    return TraceFile(path, {i: i for i in range(devices)}), len(kernels) * devices
+
+
+def test_reading_takes_less_than_the_trace_beside_it(tmp_path, monkeypatch):
+    """The file's own bytes are outside of what is counted here."""
+    file, events = made(tmp_path / "x.xplane.pb", layers=20, steps=100)
+    monkeypatch.setattr(operations, "_BLOCK", 1 << 11)
+    monkeypatch.setattr(xspace, "_CHUNK", 1 << 10)
+    monkeypatch.setattr(xspace, "_WINDOW_BYTES", 1 << 17)
+    read_trace([file], TracedProgram(trace_speed.MODULE), num_steps=100)  # imports
+    tracemalloc.start()
+    found = read_trace([file], TracedProgram(trace_speed.MODULE), num_steps=100)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.facts.events == events
+    assert peak < 0.9 * file.path.stat().st_size
+
+
+def test_the_memory_of_a_line_is_given_back_as_it_is_read(tmp_path):
+    file, events = made(tmp_path / "x.xplane.pb")
+    space = xspace.read_xspace(file.path)
+    plane, buffer = space.planes[0], space.buffer
+    names = plane.event_names.ids(beginning="loop").values()
+    assert sum(len(e.metadata) for line in plane.lines for e in space.events(plane, line, ())) == events
+    assert np.count_nonzero(buffer.bytes[: buffer.size]) < 0.1 * buffer.size
+    assert plane.event_names.ids(beginning="loop").values() == names
+
+
+def test_pieces_of_any_size_say_the_same(tmp_path, monkeypatch):
+    file, _ = made(tmp_path / "x.xplane.pb", devices=2, layers=20)
+    whole = operations.read_operations(file)
+    for block, chunk, window in ((64, 16, 700), (1000, 333, 1 << 12)):
+        monkeypatch.setattr(operations, "_BLOCK", block)
+        monkeypatch.setattr(xspace, "_CHUNK", chunk)
+        monkeypatch.setattr(xspace, "_WINDOW_BYTES", window)
+        pieces = operations.read_operations(file)
+        assert pieces.events == whole.events
+        for device, ops in whole.devices.items():
+            same = pieces.devices[device]
+            assert (same.start_ps == ops.start_ps).all()
+            assert (same.end_ps == ops.end_ps).all()
+            assert (same.run == ops.run).all()
+            assert [pieces.labels[i] for i in same.label] == [whole.labels[i] for i in ops.label]
