@@ -204,9 +204,9 @@ class _Reader:
             order = np.argsort(columns[0], kind="stable")
             for i, column in enumerate(columns):
                 columns[i] = column if column.strides == (0,) else column[order]
-        *columns, launch, node = columns
+        start, end, label, run, launch, node = columns
         nodes = np.stack([launch, node], axis=1) if (node != -1).any() else None
-        self.found.devices[device] = DeviceOperations(*columns, nodes)
+        self.found.devices[device] = DeviceOperations(start, end, label, run, nodes)
 
     def _labels(self, plane: Plane, events: Events) -> np.ndarray:
         """[n] index of each event's label."""

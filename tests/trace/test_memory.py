@@ -33,13 +33,13 @@ def test_reading_takes_less_than_the_trace_beside_it(tmp_path, monkeypatch):
 
 
 def test_the_memory_of_a_line_is_given_back_as_it_is_read(tmp_path):
-    file, events = made(tmp_path / "x.xplane.pb")
+    file, events = made(tmp_path / "x.xplane.pb", layers=20, steps=50)
     space = xspace.read_xspace(file.path)
     plane, buffer = space.planes[0], space.buffer
-    names = plane.event_names.ids(beginning="loop").values()
+    names = plane.event_names.ids(beginning="loop")
     assert sum(len(e.metadata) for line in plane.lines for e in space.events(plane, line, ())) == events
     assert np.count_nonzero(buffer.bytes[: buffer.size]) < 0.1 * buffer.size
-    assert plane.event_names.ids(beginning="loop").values() == names
+    assert plane.event_names.ids(beginning="loop") == names != {}
 
 
 def test_pieces_of_any_size_say_the_same(tmp_path, monkeypatch):
