@@ -8,14 +8,19 @@ DIR holds gemm_aiconfigurator.csv.gz and sdpa_cudnn_frontend.csv, attention_fwd_
 ai-dynamo/aiconfigurator@095f58a51 and NVIDIA/cudnn-frontend@3929da2, Apache-2.0 and MIT). A cell of matmul_shapes.csv
 is the geometric mean of the libraries' wrappers that it names, each one row of the raw file; nothing is smoothed.
 
-Printed: what a long run sustains, which the catalog has as `achieved.matmul`; what shapes that the table leaves out say
-of the interpolation; what a GPU's table says of another one's.
+Printed: what a long run sustains and what a burst reaches, which the catalog has as `achieved.matmul` and
+`achieved.burst`; the cast in fp8's rows; what shapes that the table leaves out say of the interpolation; what a GPU's
+table says of another one's.
+
+**The cast.** An fp8 row times a linear layer that is given bf16: it casts its [m, k] operand first. That takes the same
+for any n, so it is what rows of one [m, k] take where n meets zero, less what bf16's rows (which cast nothing) take
+there. It is taken out of every fp8 row: a compiled program has its casts as kernels of their own.
 
 **Burst and long run.** Rows without power are a few calls each: kernels of less than a millisecond end before the power
-controller acts, those of tens of milliseconds are a run at the cap. A kernel in a training step takes the smaller of
-what its shape reaches in a burst and what the cap leaves (predict/matmuls.py). The cap is the median over wrappers of
-rows that take 10 ms or more, or that stand at 95 % of their power limit, with no dim below 2048. vLLM 0.24's rows
-are left out of it: their rate rises with the work where every other source's falls, which random operands do not do.
+controller acts, those of tens of milliseconds are a run at the cap. The cap is the median over wrappers of rows that
+take 10 ms or more, or that stand at 95 % of their power limit, with no dim below 2048; a burst the ninth decile of
+those of 0.3 to 3 ms. What of this a training step sees is in predict/matmuls.py. vLLM 0.24's rows are left out: their
+rate rises with the work where every other source's falls, which random operands do not do.
 """
 
 from __future__ import annotations
@@ -30,7 +35,10 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from meshkit.config import catalog
 from meshkit.hlo.costs import Matmul
@@ -47,6 +55,8 @@ OLDER = "1.3.0rc17"
 ROWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 COLUMNS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)
 AT_CAP = 0.95
+BURST_S = (0.3e-3, 3e-3)
+CAST_COLUMNS = (512, 4096)  # what tells a cast: beyond, the product takes nearly all of the time
 OUT = Path(__file__).resolve().parents[1] / "meshkit" / "config"
 
 Shape = tuple[int, int, int]
@@ -60,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="print the errors of the shipped tables, write nothing")
     options = parser.parse_args(arguments)
     try:
-        rates, caps = read_matmuls(options.data / "gemm_aiconfigurator.csv.gz")
+        rates, caps, casts = read_matmuls(options.data / "gemm_aiconfigurator.csv.gz")
         charts = read_attention(options.data)
     except OSError as error:
         print(f"kernel_rates: {error}", file=sys.stderr)
@@ -68,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.check:
         (OUT / "matmul_shapes.csv").write_text(matmul_table(rates), encoding="utf-8")
         (OUT / "attention_rates.csv").write_text(attention_table(charts), encoding="utf-8")
-    print_caps(caps)
+    print_caps(caps, rates)
+    print_casts(casts)
     print_errors(rates)
     return 0
 
@@ -79,25 +90,91 @@ def _lines(path: Path) -> Iterator[dict[str, str]]:
     yield from csv.DictReader(io.StringIO(text))
 
 
-def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[str, list[float]]]]:
-    """(rates of cuBLAS by shape, rates at the cap by wrapper) by GPU and precision."""
-    rates: Rates = defaultdict(lambda: defaultdict(dict))
-    caps: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+@dataclass(frozen=True)
+class Row:
+    """One row of the raw file, of cuBLAS."""
+
+    key: tuple[str, str]  # GPU, precision
+    name: str  # of the wrapper
+    shape: Shape
+    seconds: float
+    power: float | None  # over its limit
+    plain: bool  # whether the rate serves the table, not the cap alone
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """What serves of the raw file."""
     for row in _lines(path):
         bf16 = row["dtype"] == "bfloat16"
         if row["dtype"] not in PRECISIONS or not (bf16 or row["kernel_source"] == "torch_flow"):
             continue
-        key = (GPUS[row["system"]], PRECISIONS[row["dtype"]])
-        shape = (int(row["m"]), int(row["n"]), int(row["k"]))
-        tflops, seconds = float(row["tflops"]), float(row["latency_ms"]) * 1e-3
-        name = f"{row['framework']} {row['version']}"
-        powered = bool(row["power"])
-        if row["kernel_source"] in WRAPPERS and row["version"] != OLDER:
-            rates[key][shape][name] = tflops
-        capped = float(row["power"]) >= AT_CAP * float(row["power_limit"]) if powered else seconds >= LONG_S
-        if capped and min(shape) >= LARGE and (powered or row["kernel_source"] in WRAPPERS):
-            caps[key][name + (" at its power limit" if powered else "")].append(tflops)
-    return rates, caps
+        plain = row["kernel_source"] in WRAPPERS and row["version"] != OLDER
+        power = float(row["power"]) / float(row["power_limit"]) if row["power"] else None
+        if plain or power is not None:
+            yield Row(
+                (GPUS[row["system"]], PRECISIONS[row["dtype"]]),
+                f"{row['framework']} {row['version']}",
+                (int(row["m"]), int(row["n"]), int(row["k"])),
+                2e-12 * int(row["m"]) * int(row["n"]) * int(row["k"]) / float(row["tflops"]),
+                power,
+                plain,
+            )
+
+
+Casts = Mapping[str, Mapping[int, float]]  # GPU -> log2 of an operand's elements -> seconds of its cast
+
+
+def casts_of(rows: Iterable[Row]) -> Casts:
+    """What fp8 rows of one [m, k] take for no columns at all, less what bf16's do: the median by size of [m, k]."""
+    points: dict[tuple[str, str, int, int], list[tuple[int, float]]] = defaultdict(list)
+    for r in rows:
+        m, n, k = r.shape
+        if r.plain and CAST_COLUMNS[0] <= n <= CAST_COLUMNS[1]:
+            points[(*r.key, m, k)].append((n, r.seconds))
+    sizes: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for (gpu, precision, m, k), found in points.items():
+        if len({n for n, _ in found}) >= 4:
+            sizes[gpu, precision, (m * k).bit_length() - 1].append(_intercept(found) / (m * k))
+    casts: dict[str, dict[int, float]] = defaultdict(dict)
+    for (gpu, precision, size), each in sorted(sizes.items()):
+        if precision == "fp8":
+            launch = statistics.median(sizes[gpu, "bf16", size])
+            casts[gpu][size] = (statistics.median(each) - max(0.0, launch)) * 2**size
+    return casts
+
+
+def cast_s(elements: int, casts: Mapping[int, float]) -> float:
+    """Seconds of casting so many elements, between the sizes that were seen; beyond the largest in proportion."""
+    seconds = np.interp(math.log2(elements), sorted(casts), [math.log(casts[size]) for size in sorted(casts)])
+    return math.exp(seconds) * max(1.0, elements / 2 ** max(casts))
+
+
+def _intercept(points: Sequence[tuple[int, float]]) -> float:
+    """Of the line through points (x, y) that is closest to them in relative terms."""
+    weights = [1 / y**2 for _, y in points]
+    mean_x, mean_y = (statistics.fmean([p[i] for p in points], weights) for i in (0, 1))
+    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points))
+    return mean_y - mean_x * slope / sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points))
+
+
+def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[str, list[float]]], Casts]:
+    """(rates of cuBLAS by shape, rates at the cap by wrapper, casts) by GPU and precision."""
+    rates: Rates = defaultdict(lambda: defaultdict(dict))
+    caps: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    rows = list(read_rows(path))
+    casts = casts_of(rows)
+    for r in rows:
+        m, n, k = r.shape
+        seconds = r.seconds - (cast_s(m * k, casts[r.key[0]]) if r.key[1] == "fp8" else 0.0)
+        tflops = 2e-12 * m * n * k / seconds
+        if not 0 < tflops < catalog.gpu(r.key[0]).peak_flops[r.key[1]] / 1e12:
+            continue  # nearly all of it a cast
+        if r.plain:
+            rates[r.key][r.shape][r.name] = tflops
+        capped = r.power >= AT_CAP if r.power is not None else seconds >= LONG_S
+        if capped and min(r.shape) >= LARGE:
+            caps[r.key][r.name + (" at its power limit" if r.power is not None else "")].append(tflops)
+    return rates, caps, casts
 
 
 def matmul_table(rates: Rates) -> str:
@@ -113,7 +190,8 @@ def matmul_table(rates: Rates) -> str:
     comment = (
         "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k.\n"
         "# Written by `python -m benchmarks.kernel_rates` from gemm_perf of ai-dynamo/aiconfigurator@095f58a51,\n"
-        "# Apache-2.0, read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names.\n"
+        "# Apache-2.0, read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names;\n"
+        "# of fp8 without the cast of the [m, k] operand that the raw rows include.\n"
     )
     return _csv_text(comment, ["gpu", "precision", "library", "m", "n", *COLUMNS], rows)
 
@@ -169,15 +247,35 @@ def attention_table(charts: Charts) -> str:
     return _csv_text(comment, ["gpu", "library", "pass", "mask", "length", "share"], rows)
 
 
-def print_caps(caps: Mapping[tuple[str, str], Mapping[str, list[float]]]) -> None:
-    """What each GPU sustains, by wrapper, and the median of them."""
-    print("| GPU | precision | TFLOP/s in a long run | share of the peak | by wrapper |\n|---|---|---|---|---|")
+def print_caps(caps: Mapping[tuple[str, str], Mapping[str, list[float]]], rates: Rates) -> None:
+    """What each GPU sustains, by wrapper, and the median of them; what it reaches in a burst."""
+    print("| GPU | precision | TFLOP/s in a long run | share of the peak | by wrapper | burst | share of the peak |")
+    print("|---|---|---|---|---|---|---|")
     for (key, precision), found in sorted(caps.items()):
         medians = {name: statistics.median(values) for name, values in found.items() if len(values) >= 10}
         cap = statistics.median(medians.values())
         each = ", ".join(f"{name} {value:.0f}" for name, value in sorted(medians.items()))
         peak = catalog.gpu(key).peak_flops[precision] / 1e12
-        print(f"| {key} | {precision} | {cap:.0f} | {cap / peak:.3f} | {each} |")
+        burst = burst_of(rates[key, precision])
+        print(f"| {key} | {precision} | {cap:.0f} | {cap / peak:.3f} | {each} | {burst:.0f} | {burst / peak:.3f} |")
+
+
+def burst_of(table: Mapping[Shape, Mapping[str, float]]) -> float:
+    """TFLOP/s that one in ten large shapes of short kernels exceeds, the median over wrappers."""
+    by_wrapper: dict[str, list[float]] = defaultdict(list)
+    for (m, n, k), found in table.items():
+        for name, tflops in found.items():
+            if min(m, n, k) >= LARGE and BURST_S[0] <= 2e-12 * m * n * k / tflops <= BURST_S[1]:
+                by_wrapper[name].append(tflops)
+    return statistics.median(statistics.quantiles(values, n=10)[-1] for values in by_wrapper.values())
+
+
+def print_casts(casts: Casts) -> None:
+    """Picoseconds of casting an element, by the elements of the operand."""
+    sizes = (22, 24, 26, 28, 30)
+    print(f"\n| GPU | {' | '.join(f'2^{size}' for size in sizes)} |\n|---|{'---|' * len(sizes)}")
+    for gpu, found in casts.items():
+        print(f"| {gpu} | {' | '.join(f'{found[size] / 2**size * 1e12:.2f}' for size in sizes)} |")
 
 
 def print_errors(rates: Rates) -> None:

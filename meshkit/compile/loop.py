@@ -21,8 +21,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.sections import PGLE_OPTION, PREDICTED
 from meshkit.hlo.module import Schedule
 from meshkit.predict.assumptions import Assumptions, assumptions_for
-from meshkit.predict.pricing import Pricer
-from meshkit.predict.simulate import simulate
+from meshkit.predict.simulate import simulate, step_pricer
 from meshkit.units import format_bytes
 
 # Of the memory that a step may take, what XLA does not count in it (cuDNN's workspace, gaps between blocks): a program
@@ -41,7 +40,7 @@ def profile_text(costs: Mapping[str, float]) -> str:
 
 def predicted_costs(schedule: Schedule, cluster: Cluster, assumptions: Assumptions) -> dict[str, float]:
     """Seconds of one run of every instruction that takes any, each as if nothing else ran."""
-    pricer, found = Pricer(cluster, assumptions), {}
+    pricer, found = step_pricer(schedule, cluster, assumptions), {}
     for body in schedule.computations.values():
         for i in body:
             if i.collective is not None:

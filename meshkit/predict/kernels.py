@@ -20,7 +20,7 @@ from meshkit.config.calibration import Rates
 from meshkit.config.cluster import Cluster, Gpu
 from meshkit.hlo.costs import Cost
 from meshkit.predict.assumptions import Assumptions
-from meshkit.predict.matmuls import shape_share, sustained_flops_per_s
+from meshkit.predict.matmuls import full_clock, shape_share, step_gain, sustained_flops_per_s
 from meshkit.units import format_count, format_rate
 
 # Precisions of `[train]` -> element types that their matmuls have.
@@ -76,6 +76,7 @@ def kernel_work(
     *,
     host_bytes_per_s: float | None = None,
     assumptions: Assumptions = _ALL,
+    busy: float = 1.0,
 ) -> KernelWork:
     """What a kernel that does this work needs of a GPU.
 
@@ -85,9 +86,10 @@ def kernel_work(
         rates: measured ones, see `measured_rates`.
         host_bytes_per_s: sustained, between the GPU and its host's memory; default the peak of its slot.
         assumptions: what to take into account.
+        busy: share of the step's time in which tensor cores work; 1 in a long run of nothing else.
     """
-    matmul = _matmul_s(cost, gpu, rates, assumptions)
-    attention = cost.attention_flops / _attention_flops_per_s(cost, gpu, rates, assumptions)
+    matmul = _matmul_s(cost, gpu, rates, assumptions, busy)
+    attention = cost.attention_flops / _attention_flops_per_s(cost, gpu, rates, assumptions, busy)
     memory = cost.bytes_accessed / memory_bytes_per_s(gpu, rates)
     host = cost.host_bytes / (host_bytes_per_s or gpu.pcie_bytes_per_s) if cost.host_bytes else 0.0
     return KernelWork(matmul + attention, memory, host)
@@ -130,42 +132,47 @@ def _is_of(found: calibration.Calibration, cluster: Cluster) -> bool:
     return found.measured_on is None or found.measured_on.gpu in (cluster.gpu.key, cluster.gpu.name)
 
 
-def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions) -> float:
+def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy: float) -> float:
     """Seconds of all matmuls; FLOP that have no shape (convolutions) run as fast as a large one."""
     seconds, shaped = 0.0, dict.fromkeys(cost.matmul_flops, 0.0)
     for matmul in cost.matmuls if assumptions.shapes else ():
-        rate = _matmul_flops_per_s(gpu, matmul.dtype, rates, assumptions)
+        rate = _matmul_flops_per_s(gpu, matmul.dtype, rates, assumptions, busy)
         share = shape_share(matmul, gpu, precision_of(gpu, matmul.dtype), _kind(assumptions))
         seconds += matmul.flops / (rate * share)
         shaped[matmul.dtype] = shaped.get(matmul.dtype, 0.0) + matmul.flops
     for dtype, flops in cost.matmul_flops.items():
-        seconds += max(0.0, flops - shaped[dtype]) / _matmul_flops_per_s(gpu, dtype, rates, assumptions)
+        rate = _matmul_flops_per_s(gpu, dtype, rates, assumptions, busy)
+        seconds += max(0.0, flops - shaped[dtype]) / rate
     return seconds
 
 
-def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumptions) -> float:
+def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumptions, busy: float = 1.0) -> float:
     """Sustained rate of a large matmul."""
     precision = precision_of(gpu, dtype)
     large = sustained_flops_per_s(gpu, precision, _kind(assumptions))
-    return min(gpu.peak_flops[precision], rates.matmul_flops_per_s.get(precision, large))
+    gain = step_gain(gpu, precision, busy) if assumptions.sustained else 1.0
+    return min(gpu.peak_flops[precision], rates.matmul_flops_per_s.get(precision, large) * gain)
 
 
 def _kind(assumptions: Assumptions) -> str:
     return "matmul" if assumptions.sustained else "burst"
 
 
-def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions) -> float:
+def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy: float = 1.0) -> float:
     """Sustained rate of fused attention: by length and mask, less where there are too few queries to fill the GPU.
 
     A backward pass does less well than a forward pass.
     """
     peak = peak_flops(gpu, "bf16")
     if not assumptions.attention:
-        return _matmul_flops_per_s(gpu, "bf16", rates, assumptions)
-    sustained = peak * gpu.achieved["attention"]
-    sustained *= gpu.achieved.get("attention_backward", 1.0) if cost.attention_backward else 1.0
-    measured = rates.attention_flops_per_s.get("backward" if cost.attention_backward else "forward", sustained)
-    return min(peak, measured * attention_share(cost, gpu))
+        return _matmul_flops_per_s(gpu, "bf16", rates, assumptions, busy)
+    rate = peak * gpu.achieved["attention"]  # at the full clock
+    rate *= gpu.achieved.get("attention_backward", 1.0) if cost.attention_backward else 1.0
+    long_run = rates.attention_flops_per_s.get(
+        "backward" if cost.attention_backward else "forward", rate / full_clock(gpu, "bf16")
+    )
+    rate = long_run * step_gain(gpu, "bf16", busy) if assumptions.sustained else rate
+    return min(peak, rate * attention_share(cost, gpu))
 
 
 def matmul_share(cost: Cost, gpu: Gpu) -> float:

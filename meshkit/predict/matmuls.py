@@ -1,8 +1,11 @@
 """What a matmul's shape leaves of the best rate on a GPU, from measured tables.
 
 `config/matmul_shapes.csv` has cuBLAS's rates of some 5,000 shapes on seven GPUs, in bursts; between them rates are
-log-linear. A kernel of a long run takes the smaller of that and of what the power cap leaves (`achieved.matmul` of the
-catalog): a shape that fills half of a GPU does not draw the power that would throttle it.
+log-linear. In a long run of nothing else a kernel takes the smaller of that and of what the power cap leaves
+(`achieved.matmul` of the catalog): a shape that fills half of a GPU does not draw the power that would throttle it.
+
+In a step the cap binds the mean: what waits for memory draws less, and the clock rises until tensor cores take what it
+leaves. `step_gain` is how much faster they are then than in a long run of nothing else.
 
 Where that table does not reach (dims below 512, many small products, TF32), the rate of its nearest shape is scaled as
 `config/matmul_rates.csv` has it, 375 shapes of powers of two that OpenXLA measured on an H100 and on a B200. There many
@@ -70,6 +73,22 @@ def sustained_flops_per_s(gpu: Gpu, precision: str, kind: str = "matmul") -> flo
     """Rate of a large matmul by the catalog: `matmul` of a long run, `burst` of a short one."""
     share = gpu.achieved.get(f"{kind}_{precision}", gpu.achieved.get(kind, gpu.achieved["matmul"]))
     return gpu.peak_flops.get(precision, gpu.peak_flops["fp32"]) * share
+
+
+def step_gain(gpu: Gpu, precision: str, busy: float) -> float:
+    """Rate of tensor cores in a step over that in a long run of nothing else, up to that at the full clock.
+
+    Args:
+        gpu: where it runs.
+        precision: as the catalog calls it.
+        busy: share of the step's time in which they work, in matmuls or in attention.
+    """
+    return max(1.0, min(full_clock(gpu, precision), max(busy, 0.01) ** (-1 / catalog.kernels()["power_exponent"])))
+
+
+def full_clock(gpu: Gpu, precision: str) -> float:
+    """Rate of tensor cores at the full clock over that of a long run."""
+    return sustained_flops_per_s(gpu, precision, "burst") / sustained_flops_per_s(gpu, precision)
 
 
 def table_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str, table_of: str | None = None) -> float:

@@ -63,6 +63,7 @@ class Pricer:
         assumptions: what to take into account.
         seconds: durations that are known, of a kernel alone, a collective or a copy; None prices by model.
         gpus: of the whole job; default the cluster's.
+        busy: share of the step's time in which tensor cores work, see `matmuls.step_gain`.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Pricer:
         seconds: Callable[[Instruction], float] | None = None,
         *,
         gpus: int | None = None,
+        busy: float = 1.0,
     ):
         self._cluster, self._assumptions, self._seconds = cluster, assumptions, seconds
+        self._busy = busy
         self._rates = measured_rates(cluster)
         self._slowest = 1.0
         if assumptions.slowest and not cluster.is_cpu:
@@ -94,6 +97,7 @@ class Pricer:
             self._rates,
             host_bytes_per_s=host_bytes_per_s(self._cluster),
             assumptions=self._assumptions,
+            busy=self._busy,
         )
         return KernelWork(found.arithmetic_s * self._slowest, found.memory_s, found.host_s)
 

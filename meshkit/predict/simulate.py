@@ -26,6 +26,7 @@ from meshkit.timeline import Collective, DeviceStep, Timeline
 
 # Iterations that are simulated one by one for what is in flight during them; beyond, it slows nothing.
 _MOST_SINGLE = 256
+_ROUNDS = 2  # of tensor cores' share of a step and their rates
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,11 @@ def simulate(
         gpus: of the whole job, which wait for each other; default the cluster's.
     """
     chosen = assumptions or (Assumptions() if seconds is None else Assumptions(contention=False, slowest=False))
-    pricer = Pricer(cluster, chosen, seconds, gpus=gpus)
+    pricer = (
+        step_pricer(schedule, cluster, chosen, gpus=gpus)
+        if seconds is None
+        else Pricer(cluster, chosen, seconds, gpus=gpus)
+    )
     run = _Simulator(schedule, pricer, chosen)
     segment = run.computation(schedule.entry)
     free = _Simulator(schedule, pricer, chosen, network=False).computation(schedule.entry)
@@ -92,6 +97,19 @@ def simulate(
     )
 
 
+def step_pricer(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, *, gpus: int | None = None) -> Pricer:
+    """Prices of a program's instructions, its tensor cores at the clock that the program leaves them.
+
+    Their share of the time, without communication, is where the rates that it gives lead to it again.
+    """
+    pricer = Pricer(cluster, assumptions, gpus=gpus)
+    for _ in range(_ROUNDS if assumptions.sustained and not cluster.is_cpu else 0):
+        step = _Simulator(schedule, pricer, assumptions, network=False).computation(schedule.entry)
+        busy = step.tensor_s / step.duration_s if step.duration_s else 1.0
+        pricer = Pricer(cluster, assumptions, gpus=gpus, busy=busy)
+    return pricer
+
+
 @dataclass
 class _Segment:
     """The simulated run of one computation, from time 0: rows (start_s, end_s) and a label per row, by lane."""
@@ -99,6 +117,7 @@ class _Segment:
     duration_s: float = 0.0
     host_bytes: float = 0.0
     contention_s: float = 0.0
+    tensor_s: float = 0.0
     flops: Counter = field(default_factory=Counter)
     noted_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of control flow of which not everything is known, by name."""
@@ -124,6 +143,7 @@ class _Segment:
             self.noted_s[name] += seconds * times
         self.host_bytes += inner.host_bytes * times
         self.contention_s += inner.contention_s * times
+        self.tensor_s += inner.tensor_s * times
 
     def spans(self, lane: str) -> np.ndarray:
         """[n, 2] spans of a lane."""
@@ -238,6 +258,7 @@ class _Simulator:
         streams.now = end
         if i.cost:
             out.host_bytes += i.cost.host_bytes
+            out.tensor_s += end - start if i.cost.matmul_flops or i.cost.attention_flops else 0.0
             out.flops.update(dict(i.cost.matmul_flops))
             out.flops.update({"bf16": i.cost.attention_flops} if i.cost.attention_flops else {})
 

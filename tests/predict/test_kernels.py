@@ -9,12 +9,13 @@ from meshkit.hlo.costs import Cost, Matmul
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.kernels import attention_share, calibration_note, kernel_work, measured_rates
+from meshkit.predict.matmuls import step_gain
 from meshkit.predict.simulate import simulate
 
 H100 = mk.Cluster.load("dgx_h100").gpu
 BF16, TF32 = (H100.peak_flops[p] * H100.achieved["matmul"] for p in ("bf16", "tf32"))
 FP8 = H100.peak_flops["fp8"] * H100.achieved["matmul_fp8"]
-ATTENTION = H100.peak_flops["bf16"] * H100.achieved["attention"]
+ATTENTION = H100.peak_flops["bf16"] * H100.achieved["attention"] * H100.achieved["matmul"] / H100.achieved["burst"]
 MEMORY = H100.memory_bytes_per_s * H100.achieved["memory"]
 
 
@@ -56,7 +57,8 @@ def test_host_memory_is_reached_as_fast_as_the_link_of_all_gpus_at_once_sustains
 def test_half_the_matmul_rate_is_twice_the_time_of_what_is_bound_by_it(tmp_path):
     cluster = calibrated(tmp_path, Rates(matmul_flops_per_s={"bf16": BF16 / 2}))
     plain = mk.Cluster.load("dgx_h100")
-    assert seconds_of(Cost({"bf16": 1e12}), cluster) == pytest.approx(2 * seconds_of(Cost({"bf16": 1e12}), plain))
+    twice = 2 * seconds_of(Cost({"bf16": 1e12}), plain)
+    assert seconds_of(Cost({"bf16": 1e12}), cluster) == pytest.approx(twice, rel=1e-3)  # but for the launch
     for untouched in (
         Cost({"f32": 1e12}),
         Cost({"f8e5m2": 1e12}),
@@ -117,8 +119,9 @@ def attention(length, heads=64, causal=True, backward=False, sequences=1, head_d
                 attention_length=length, attention_head_dim=head_dim, attention_causal=causal)  # fmt: skip
 
 
-def attention_flops_per_s(cost, gpu=H100):
-    return cost.attention_flops / kernel_work(cost, gpu).alone_s
+def attention_flops_per_s(cost, gpu=H100, busy=0.0):
+    """At the full clock, as benchmarks of single kernels are."""
+    return cost.attention_flops / kernel_work(cost, gpu, busy=busy).alone_s
 
 
 @pytest.mark.parametrize(
@@ -159,6 +162,28 @@ def test_attention_of_few_heads_on_an_a100_as_measured_by_others(heads, forward,
         whole = attention_flops_per_s(attention(4096, 64, backward=back), a100)
         assert found / whole == pytest.approx(measured / of_64, rel=0.2)
     assert attention_flops_per_s(attention(4096, 64), a100) / 312e12 == pytest.approx(0.594, rel=0.07)
+
+
+@pytest.mark.parametrize(
+    ("length", "backward", "tflops"),
+    [(4096, False, 487), (4096, True, 414), (8192, False, 529), (8192, True, 484)],
+)
+def test_attention_alone_on_a_hot_card_is_as_slow_as_measured(length, backward, tflops):
+    """One H100, cuDNN 9.19, seconds of 32 heads of nothing else; no constant is taken from it. Without a cap the same
+    numbers are 1.11 to 1.25 of these."""
+    cost = attention(length, 32, backward=backward, sequences=16384 // length)
+    assert attention_flops_per_s(cost, busy=1.0) == pytest.approx(tflops * 1e12, rel=0.12)
+    assert attention_flops_per_s(cost) > 1.1 * tflops * 1e12
+
+
+def test_tensor_cores_that_rest_are_faster_when_they_work():
+    """A step of Llama 1B on one H100: they work for 0.564 of it in matmuls and for 0.209 in attention, at 1.146 times
+    the rate of a long run; trained in fp8 for 0.375 and 0.209, at 1.271 times the rate."""
+    assert step_gain(H100, "bf16", 1.0) == 1.0
+    assert step_gain(H100, "bf16", 0.773) == pytest.approx(1.146, rel=0.01)
+    assert step_gain(H100, "fp8", 0.584) == pytest.approx(1.271, rel=0.02)
+    assert step_gain(H100, "bf16", 0.0) == pytest.approx(H100.achieved["burst"] / H100.achieved["matmul"])
+    assert step_gain(catalog.gpu("a100_80gb"), "bf16", 0.5) == 1.0  # no clock to gain
 
 
 def test_each_assumption_has_its_own_effect():

@@ -21,9 +21,9 @@ def rate(m, n, k, gpu, precision):
 
 @pytest.mark.parametrize(
     ("gpu", "precision", "shape", "tflops"),
-    [  # rows of gemm_perf.parquet; of bf16 the geometric mean of two wrappers of cuBLAS
+    [  # rows of gemm_perf.parquet; of bf16 the geometric mean of two wrappers of cuBLAS, of fp8 without the cast
         (H100, "bf16", (4096, 4096, 4096), 779.3),
-        (H100, "fp8", (8192, 8192, 1024), 927.4),
+        (H100, "fp8", (8192, 8192, 1024), 1103.9),
         (A100, "bf16", (2048, 4096, 1024), 193.0),
         (B200, "bf16", (4096, 4096, 1024), 1409),
     ],
@@ -53,13 +53,20 @@ def test_every_table_says_which_library_it_is_of():
 @pytest.mark.parametrize(
     ("gpu", "precision", "shape", "tflops"),
     [  # rows of gemm_perf.parquet that the shipped table leaves out
-        (H100, "bf16", (3072, 7168, 5120), 749.8), (H100, "fp8", (2560, 5120, 10240), 1025.8),
+        (H100, "bf16", (3072, 7168, 5120), 749.8), (H100, "fp8", (2560, 5120, 10240), 1419.1),
         (A100, "bf16", (4096, 7168, 5120), 260.1), (B200, "bf16", (3072, 7168, 5120), 1578.8),
-        (B200, "fp8", (2560, 5120, 10240), 2068.8),
+        (B200, "fp8", (2560, 5120, 10240), 3080.6),
     ],
 )  # fmt: skip
 def test_shapes_between_those_of_the_table(gpu, precision, shape, tflops):
-    assert rate(*shape, gpu=gpu, precision=precision) == pytest.approx(tflops, rel=0.06)
+    assert rate(*shape, gpu=gpu, precision=precision) == pytest.approx(tflops, rel=0.08)
+
+
+def test_fp8_rows_have_no_cast_in_them():
+    """As kernels of a step of Llama 1B trained in fp8 on one H100 (at 1.25 times the rate of a long run): with the
+    casts that the raw rows include they would be 534, 779 and 725."""
+    for shape, in_step in (((32768, 2048, 512), 1083), ((32768, 2048, 8192), 1574), ((32768, 2048, 2048), 1548)):
+        assert rate(*shape, H100, "fp8") * 1.1 == pytest.approx(in_step, rel=0.15)
 
 
 def test_a_dim_costs_as_much_as_the_next_multiple_of_a_tile():

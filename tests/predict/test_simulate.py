@@ -199,8 +199,8 @@ def test_only_arithmetic_is_slower_on_the_slowest_gpu_and_a_part_of_a_job_waits_
 
     matmul, copy = Cost({"bf16": 1e12}), Cost(bytes_accessed=1e9)
     alike = {"assumptions": Assumptions(slowest=False)}
-    assert seconds(matmul) == pytest.approx(slowest_of(8) * seconds(matmul, **alike))
-    assert seconds(matmul, gpus=1024) == pytest.approx(slowest_of(1024) * seconds(matmul, **alike))
+    assert seconds(matmul) == pytest.approx(slowest_of(8) * seconds(matmul, **alike), rel=1e-3)
+    assert seconds(matmul, gpus=1024) == pytest.approx(slowest_of(1024) * seconds(matmul, **alike), rel=1e-3)
     assert seconds(copy) == seconds(copy, gpus=1024)
 
 
@@ -211,7 +211,7 @@ def test_a_cluster_says_how_much_its_gpus_differ():
         return span[0, 1] - span[0, 0]
 
     alike = seconds(gpu_spread=0.0)
-    assert seconds() == pytest.approx(slowest_of(8) * alike)
+    assert seconds() == pytest.approx(slowest_of(8) * alike, rel=1e-3)
     assert seconds(gpu_spread=0.05) == pytest.approx(alike / (1 - 1.434 * 0.05), rel=1e-3)
 
 
