@@ -316,7 +316,7 @@ class QualityPart(Part):
         mapped_share: share of the communication's busy seconds whose instruction is known.
         axis_mapped_share: share of them that also lies on mesh axes.
         kernels_mapped_share: share of the kernels' busy seconds whose instruction is known.
-        graph_s: seconds a step inside CUDA graphs, where the trace names no instruction.
+        graph_s: seconds a step of kernels inside CUDA graphs whose instruction is not known.
         fused_s: seconds a step in kernels that compute and communicate at once.
         axes_withheld: whether rows by axis were left out because too much maps to nothing.
         missing_processes: whose trace is not there.

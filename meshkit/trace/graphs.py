@@ -130,8 +130,9 @@ def _named(
     """
     launch, node = ops.nodes[rows].T if ops.nodes is not None else np.full((2, len(rows)), -1)
     label = ops.label[rows]
-    _, first, kind = np.unique(np.stack([node, label]), axis=1, return_index=True, return_inverse=True)
-    kind, label_of = kind.ravel(), [labels[i] for i in label[first].tolist()]
+    number = np.unique(node, return_inverse=True)[1]
+    _, first, kind = np.unique(number * len(labels) + label, return_index=True, return_inverse=True)
+    label_of = [labels[i] for i in label[first].tolist()]
     graphs: dict[tuple[str, int], int] = {}
     of_kind = [(each.op, n >> 32) for each, n in zip(label_of, node[first].tolist())]
     for i in np.argsort(first).tolist():

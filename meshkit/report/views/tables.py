@@ -229,7 +229,7 @@ _QUALITY: Labelled = (
     ("communication whose instruction is known", "mapped_share", format_percent),
     ("communication on mesh axes", "axis_mapped_share", format_percent),
     ("kernels whose instruction is known", "kernels_mapped_share", format_percent),
-    ("inside CUDA graphs, a step", "graph_s", format_seconds),
+    ("in CUDA graphs without an instruction, a step", "graph_s", format_seconds),
     ("kernels that compute and communicate, a step", "fused_s", format_seconds),
     ("rows by axis withheld", "axes_withheld", lambda v: "yes" if v else "no"),
     ("executions at the edges left out", "partial_steps", _count),

@@ -237,7 +237,9 @@ def measure_run(run: str | Path, *, only_process: int | None = None) -> Measurem
     history = read_history(Path(run))
     untraced_s = _untraced_s(captured.records, history)
     traced = [r.cost.traced_step_s for r in captured.records if r.cost and r.cost.traced_step_s]
-    overhead_s = max(0.0, max(traced) - untraced_s) if traced and untraced_s else None
+    overhead_s = None
+    if traced and untraced_s and report.step.time_s:  # as the host saw it: with starting, and waiting for the last step
+        overhead_s = max(0.0, min(max(traced), report.step.time_s) - untraced_s)
     parts = {
         "memory": _memory(captured.records, captured.cluster),
         "program": captured_program(record, captured.schedule),
