@@ -391,7 +391,7 @@ class Classes:
     own_copy: np.ndarray  # whether it copies on the GPU, for an instruction of the program
     of_program: np.ndarray  # whether it is an operation of the program
     foreign: np.ndarray  # whether it is one of another program
-    lost: np.ndarray  # ran in a CUDA graph without a name
+    lost: np.ndarray  # ran in a CUDA graph, and its instruction is not known where that of others is
 
 
 class Classifier:
@@ -409,6 +409,7 @@ class Classifier:
     def classify(self, labels: Sequence[Label]) -> Classes:
         """The classes of the labels of one file."""
         n, own = len(labels), self._program.owns(labels)
+        named = bool(self._program.kinds)  # nothing but names is known, in graphs and out of them
         classes = Classes(
             kind=np.zeros(n, np.int8),
             collective=np.full(n, -1, np.int32),
@@ -417,7 +418,7 @@ class Classifier:
             own_copy=own & np.array([label.copy and not _OVER_HOST.search(label.name) for label in labels], bool),
             of_program=own,
             foreign=~own & np.array([bool(label.module) for label in labels], bool),
-            lost=np.array([label.graph and not (label.op or label.copy) for label in labels], bool),
+            lost=np.array([label.graph and not (named or label.op or label.copy) for label in labels], bool),
         )
         for i, label in enumerate(labels):
             key = (label.name, label.op, label.copy, bool(classes.of_program[i]))

@@ -15,7 +15,7 @@ from meshkit.timeline import sweep
 from meshkit.trace.measured import kernel_runs, kernel_seconds, write_calibration
 from meshkit.trace.operations import GraphNode
 from meshkit.trace.reader import read_trace
-from meshkit.verbs.profile.profiler import measure_run
+from meshkit.verbs.profile.profiler import measure_run, profile_traces
 from tests.trace.h100 import run_folder
 from tests.trace.trace_files import collective, program, write_trace
 
@@ -138,6 +138,20 @@ def test_hfu_of_a_real_training_is_what_its_layers_and_its_head_multiply(runs):
     weights = layers * (2 * width**2 + 2 * width * 512 + 3 * width * 8192) + width * 128_256
     attention = layers * 4.5 * 4 * tokens * length / 2 * width  # causal; forward, forward again, backward 2.5
     assert step.hfu * step.time_s * 989.4e12 == pytest.approx(6 * weights * tokens + attention, rel=1e-3)
+
+
+def test_a_bare_trace_has_classes_by_name_and_beside_its_program_instructions(runs, tmp_path):
+    trace = tmp_path / "vm.xplane.pb"
+    trace.write_bytes(next(runs["h100_llama_1b"][0].rglob("*.xplane.pb")).read_bytes())
+    bare = profile_traces(trace)
+    (tmp_path / "p.hlo.pb.gz").write_bytes((runs["h100_llama_1b"][0] / "trace/program-p0.hlo.pb.gz").read_bytes())
+    beside, whole = profile_traces(trace), runs["h100_llama_1b"][1].report
+    assert [w.code for w in bare.warnings] == ["steps_found", "no_program"]
+    assert [w.code for w in beside.warnings] == ["steps_found"]
+    assert beside.kernels == whole.kernels
+    by_name, known = ({c.kind: c.time_s for c in r.kernels.classes} for r in (bare, whole))
+    assert by_name.keys() == known.keys()
+    assert by_name["matmul"] == pytest.approx(known["matmul"], rel=0.002)  # without the memsets of workspaces
 
 
 def test_what_is_said_of_a_trace_with_graphs(runs):
