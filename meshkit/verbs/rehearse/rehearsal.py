@@ -299,8 +299,8 @@ def _against_plan(experiment: Experiment, captured: Captured, schedule: Schedule
         counted = f", XLA's count of the program on the GPU {format_bytes(memory.program_bytes)}"
         message = (
             f"the allocator's peak is {format_bytes(peak)}{counted if memory.program_bytes else ''}; the plan's is "
-            f"{format_bytes(planned.peak_bytes)} ({peak / planned.peak_bytes - 1:+.1%}; {why}): kernels that the GPU's "
-            "autotuner chooses change the order of a step, and so what is alive at its peak"
+            f"{format_bytes(planned.peak_bytes)} ({peak / planned.peak_bytes - 1:+.1%}; {why}): another "
+            "compiler, and kernels that only a GPU's autotuner chooses, order a step and what is alive in it otherwise"
         )
         yield Warning_(code="rehearsal_memory", message=message)
 
