@@ -10,7 +10,8 @@
 The number is the fencing token: a file of a number can be made once, the highest has the folder, and the others are
 removed before anything else is. So a writer that was taken for dead finds its file gone, and writes no more. On this
 machine a process is dead when the system says so; of another one, when it has given no sign for a lease. Times are
-those of the file system, which has one clock for all.
+those of the file system, which has one clock for all. A launcher gives the sign of life for its processes too, since a
+library may keep their interpreter for longer than a lease.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -192,6 +193,33 @@ def take_run(
             (RunError, "the same command, once the storage answers") if passing else (ConfigError, "another --out")
         )
         raise wrong(f"the run folder cannot be used: {error.strerror or error}.", at=str(folder), hint=hint) from None
+
+
+@contextmanager
+def renewing(folder: Path, launch: str) -> Iterator[None]:
+    """Within it, an owner of a run folder that is a live process of a launch on this machine is never silent.
+
+    Args:
+        folder: it need not be there yet.
+        launch: what `LAUNCH_VARIABLE` is for its processes.
+    """
+
+    def beat() -> None:
+        me = _me(0)
+        while not ends.wait(_BEAT_S):
+            with suppress(OSError):  # storage that is away comes back; or given back, or taken over just now
+                newest = _newest(folder / OWNER_FOLDER)
+                if newest is None or newest.record.get("launch") != launch:
+                    continue
+                if newest.is_here(me) and not newest.is_gone(me):
+                    os.utime(newest.path)
+
+    ends = threading.Event()
+    threading.Thread(target=beat, name="meshkit-lease", daemon=True).start()
+    try:
+        yield
+    finally:
+        ends.set()
 
 
 def is_owned(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from typing import IO
 
 from meshkit.config.bounded import integer
 from meshkit.errors import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, ConfigError, RunError
-from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S
+from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
 from meshkit.runs.phases import PULSE_VARIABLE, Pulse
 from meshkit.verbs.launch.processes import Ending, LocalGang, Member
 from meshkit.verbs.launch.watchdog import Limits, Watchdog
@@ -115,7 +115,7 @@ class Supervisor:
         """
         first = next_attempt(self._logs)
         best, fruitless = last_step(self._folder), 0
-        with self._note_signals():
+        with self._note_signals(), renewing(self._folder, self._launch):
             for number in range(first, first + self._policy.max_restarts + 1):
                 attempt = self._attempt(number)
                 if attempt.received is not None or attempt.failed is None:

@@ -7,6 +7,7 @@ the other child's limits irrelevant.
 
 import os
 import re
+import subprocess
 import sys
 import textwrap
 from contextlib import closing
@@ -16,6 +17,7 @@ from typing import cast
 import pytest
 
 from meshkit.errors import ConfigError, RunError
+from meshkit.runs import owner
 from meshkit.runs.phases import PHASES, Phases, Pulse
 from meshkit.verbs.launch.processes import LocalGang
 from meshkit.verbs.launch.supervisor import Policy, Supervisor
@@ -198,3 +200,41 @@ def test_what_is_no_limit_is_refused(text):
     with pytest.raises(ConfigError, match="is no limit") as error:
         read_limits([text])
     assert error.value.at == "--stall-timeout"
+
+
+_HOLDS = """
+from pathlib import Path
+from meshkit.runs.owner import take_run
+if rank == 0:
+    with take_run(Path({folder!r})) as held:
+        Path({folder!r}, "holds").touch()
+        ctypes.PyDLL(None).sleep(6)  # with the interpreter: no thread of this process runs
+        held.check()
+"""
+_ELSEWHERE = """
+import sys, time
+from pathlib import Path
+from meshkit.errors import ConfigError
+from meshkit.runs import owner
+folder, me = Path({folder!r}), owner._me(0) | {{"host": "elsewhere", "boot": "another"}}
+owner._me, owner.LEASE_S = (lambda attempt: me), 2.0
+while not (folder / "holds").exists(): time.sleep(0.05)
+time.sleep(2.5)
+try:
+    owner.take_run(folder)
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc")
+def test_a_process_whose_interpreter_is_kept_for_longer_than_its_lease_keeps_the_folder(tmp_path, monkeypatch):
+    """Another host looks while no thread of the process runs; its launcher gives the sign of life."""
+    monkeypatch.setattr(owner, "_BEAT_S", 0.3)
+    code, holds = (text.format(folder=str(tmp_path)) for text in (_ELSEWHERE, _HOLDS))
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as elsewhere:
+        supervisor, shown = run(tmp_path, holds, Limits())
+        assert supervisor.run() == 0, shown
+        said = elsewhere.communicate(timeout=30)[1]
+    assert "another job has this run folder: process" in said
+    assert [path.name for path in (tmp_path / "owner").iterdir()] == ["1.released.json"]
