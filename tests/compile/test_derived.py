@@ -43,6 +43,12 @@ def test_a_loop_gathers_the_weights_of_a_layer_in_the_compute_precision():
     assert traffic == LoopTraffic(("fsdp",), 2 * LAYER_8B, gpus_per_domain=8, domains=2)
 
 
+def test_matmuls_in_fp8_are_those_of_cublas():
+    for precision, expected in (("fp8", [False]), ("bf16", [])):
+        options = derive_options(*made(*FSDP, f"train.precision={precision}"))
+        assert [o.value for o in options if o.name == "xla_gpu_enable_triton_gemm"] == expected
+
+
 def test_what_tensor_parallelism_cuts_stays_cut():
     """Half of every matrix over tensor = 2; the two norms (2 x 4096) are whole."""
     traffic = loop_traffic(*made("model.layers=2"))
