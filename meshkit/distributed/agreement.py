@@ -7,7 +7,8 @@ background thread while the devices train. Every wait has a limit, and says whic
 
 Without certificates that service takes the word of whoever reaches its port. So, where the processes share a key
 (`sign_with`), what they say is signed by it, and stands under names that follow from it: nobody else can write there
-before they do, nor write anything that they believe.
+before they do, nor write anything that they believe. A word that somebody removes is said again, for as long as its
+process waits for the answer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hmac
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from meshkit.distributed.roll_call import named
@@ -24,6 +26,7 @@ from meshkit.errors import ConfigError, RunError
 
 # Process 0 has the whole limit to hear all others; they wait for its answer a little longer than that.
 _ANSWER_S = 60.0
+_AGAIN_S = 10.0  # a process says its word again while it waits for the answer
 _SIGNATURE = hashlib.sha256().digest_size * 2
 
 _key: bytes | None = None
@@ -70,7 +73,8 @@ class Agreement:
         client = jax_runtime().client
         if self.rank != 0:
             _set(client, said, self.rank, mine)
-            decided = _get(client, answer, 0, timeout_s + _ANSWER_S)
+            again = lambda: _set(client, said, self.rank, mine)
+            decided = _get(client, answer, 0, timeout_s + _ANSWER_S, again)
         else:
             decided = self._decide(client, said, mine, decide, timeout_s)
             _set(client, answer, 0, decided)
@@ -115,18 +119,25 @@ def _set(client: Any, topic: str, rank: int, word: Any) -> None:
     client.key_value_set(_name(topic, rank), _sign(topic, rank, text) + text, allow_overwrite=True)
 
 
-def _get(client: Any, topic: str, rank: int, timeout_s: float) -> Any:
-    """What a process says, once it has.
+def _get(client: Any, topic: str, rank: int, timeout_s: float, again: Callable[[], None] | None = None) -> Any:
+    """What a process says, once it has; `again` is called now and then meanwhile.
 
     Raises:
         Forged: it is none of its words.
         RunError: it says nothing in time.
     """
-    try:
-        text = client.blocking_key_value_get(_name(topic, rank), round(timeout_s * 1000))
-    except Exception as error:  # jaxlib raises one class for a limit that passed and for a service that is gone
-        why = str(error).splitlines()[0]
-        raise RunError(f"process {rank} gives no answer within {timeout_s:.0f} s: {why}") from None
+    ends, text = time.monotonic() + timeout_s, None
+    while text is None:
+        began = time.monotonic()
+        wait_s = max(0.001, min(ends - began, _AGAIN_S if again else timeout_s))
+        try:
+            text = client.blocking_key_value_get(_name(topic, rank), round(wait_s * 1000))
+        except Exception as error:  # jaxlib raises one class for a limit that passed and for a service that is gone
+            passed, why = time.monotonic() - began > 0.9 * wait_s, str(error).splitlines()[0]
+            if again is None or not passed or time.monotonic() >= ends:
+                raise RunError(f"process {rank} gives no answer within {timeout_s:.0f} s: {why}") from None
+            with suppress(Exception):  # of a service that is gone: the next look says so
+                again()
     length = _SIGNATURE if _key is not None else 0
     signature, text = text[:length], text[length:]
     try:

@@ -185,3 +185,53 @@ def test_a_word_of_another_attempt_or_topic_is_none(reach):
         reach.service.values = {name: said}
         answers = reach([1], 2, lambda every: None, topic=topic, timeout_s=3600.0)
         assert "has written in the place of process 0" in str(answers[1])
+
+
+class Remover(Service):
+    """Where a stranger removes the first words that stand under some name."""
+
+    def __init__(self, times, whose):
+        super().__init__()
+        self.times, self.whose = times, whose
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        if self.whose in value and self.times > 0:
+            self.times -= 1
+            return
+        super().key_value_set(key, value, allow_overwrite)
+
+
+def test_a_word_that_a_stranger_removes_is_said_again(reach, key, monkeypatch):
+    monkeypatch.setattr(agreement, "_AGAIN_S", 0.2)
+    agreement.sign_with(key)
+    service = Remover(3, '"rank": 1')
+    monkeypatch.setattr(
+        agreement, "jax_runtime", lambda: SimpleNamespace(client=service, process_id=0, num_processes=1)
+    )
+    began = time.monotonic()
+    answers = reach(range(3), 3, lambda every: [each["rank"] for each in every], timeout_s=3600.0)
+    assert time.monotonic() - began < 30
+    assert answers == {rank: [0, 1, 2] for rank in range(3)}
+
+
+def test_an_answer_that_a_stranger_removes_costs_the_limit_and_is_named(reach, monkeypatch):
+    monkeypatch.setattr(agreement, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(agreement, "_ANSWER_S", 0.5)
+    service = Remover(100, '"answer"')
+    monkeypatch.setattr(
+        agreement, "jax_runtime", lambda: SimpleNamespace(client=service, process_id=0, num_processes=1)
+    )
+    answers = reach(range(2), 2, lambda every: "done", timeout_s=1.0)
+    assert answers[0] == "done"
+    assert "process 0 gives no answer within 2 s: DEADLINE_EXCEEDED" in str(answers[1])
+
+
+def test_a_service_that_is_gone_is_not_waited_for(reach, monkeypatch):
+    def gone(key, timeout_ms):
+        raise ValueError("UNAVAILABLE: failed to connect")
+
+    monkeypatch.setattr(reach.service, "blocking_key_value_get", gone)
+    began = time.monotonic()
+    answers = reach([1], 2, lambda every: None, timeout_s=3600.0)
+    assert time.monotonic() - began < 5
+    assert "UNAVAILABLE" in str(answers[1])

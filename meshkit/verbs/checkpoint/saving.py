@@ -128,7 +128,11 @@ class Saving:
             self._copied.set()
             _wait_for_all(futures or ())
             shards = into / f"ocdbt.process_{self._agreement.rank}"  # nobody else writes there, also not the merge
-            return {"files": fingerprints(self._partial, _files(shards), sync=True)}
+            files = fingerprints(self._partial, _files(shards), sync=True)
+            if self._agreement.size > 1 and (took_s := time.monotonic() - self._began) > self._limit_s:
+                # the others wait no longer, so it is none for anybody
+                raise OSError(f"its part took {took_s:.0f} s to write, but a save may take {self._limit_s:.0f} s")
+            return {"files": files}
         except BaseException as problem:
             return {"error": explain(problem)}
         finally:

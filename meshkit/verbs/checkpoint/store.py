@@ -54,7 +54,8 @@ from meshkit.verbs.checkpoint.unreadable import PAUSES_S, describe_failure, expl
 
 _stores = itertools.count()  # made in the same order by every process
 # For all processes to write and hash their part, or to read and hash it: storage that is slow, not one that is gone.
-_WRITE_S = _READ_S = 3600.0
+_READ_S = 3600.0
+_LEAST_WRITE_S, _SLOWEST_BYTES_PER_S = 600.0, 20e6  # of all processes together
 _ABANDON_S = 5.0  # to let a save of several processes end after one of them has failed
 _SAID_AFTER_S = 1.0  # of waiting for an earlier save
 
@@ -148,7 +149,7 @@ class CheckpointStore:
             number,
             record,
             self._agreement,
-            limit_s=_WRITE_S,
+            limit_s=write_limit_s(sum(leaf.nbytes for leaf in jax.tree.leaves(state))),
             superseded=[s for s in self._steps if s not in kept],
             owner=self._owner,
         )
@@ -387,6 +388,11 @@ class CheckpointStore:
         """Prints on process 0 alone what every process has come to know."""
         if self._agreement.rank == 0:
             self._say(line)
+
+
+def write_limit_s(state_bytes: int) -> float:
+    """How long the processes of a job may take for a checkpoint: as storage of 20 MB/s, from 10 min to an hour."""
+    return min(max(_LEAST_WRITE_S, state_bytes / _SLOWEST_BYTES_PER_S), _READ_S)
 
 
 def open_store(

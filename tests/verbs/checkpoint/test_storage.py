@@ -20,6 +20,7 @@ from meshkit.config.sections import CheckpointTable
 from meshkit.errors import ConfigError
 from meshkit.runs.metrics import read_metrics
 from meshkit.verbs.checkpoint import saving
+from meshkit.verbs.checkpoint import store as store_module
 from meshkit.verbs.checkpoint.store import CheckpointStore
 from meshkit.verbs.train import trainer
 
@@ -197,3 +198,23 @@ def test_a_save_ends_when_the_last_array_does():
     with pytest.raises(OSError, match="full"):
         saving._wait_for_all([Future(1), Future(2, OSError("full")), Future(3, OSError("later")), Future(4)])
     assert done == [1, 2, 3, 4]
+
+
+def test_a_part_that_takes_longer_than_a_save_may_is_none_for_anybody(tmp_path, monkeypatch):
+    """The others have given up by then; that one of two is slow is what this process says of itself."""
+    said = []
+    store = CheckpointStore(tmp_path / "checkpoints", CheckpointTable(), say=said.append)
+    save(store, 10)
+    line = store._agreement
+    monkeypatch.setattr(line, "size", 2)
+    monkeypatch.setattr(line, "reach", lambda topic, mine, decide, timeout_s: decide([mine, {"files": {}}]))
+    monkeypatch.setattr(store_module, "write_limit_s", lambda state_bytes: 0.001)
+    save(store, 20)
+    assert "checkpoint 20 could not be saved; the newest is 10: process 0: its part took 0 s to write" in said[0]
+    assert "a save may take 0 s" in said[0]
+    assert [p.name for p in store.folder.iterdir()] == ["10"]
+
+
+@pytest.mark.parametrize(("state_bytes", "limit_s"), [(0, 600), (12e9, 600), (30e9, 1500), (1e12, 3600)])
+def test_the_limit_of_a_save_goes_by_its_bytes(state_bytes, limit_s):
+    assert store_module.write_limit_s(state_bytes) == limit_s
