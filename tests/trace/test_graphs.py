@@ -11,6 +11,8 @@ from meshkit.config import calibration
 from meshkit.hlo.instructions import kind_of_kernel, read_instructions
 from meshkit.predict.kernels import kernel_work
 from meshkit.report.rows import UNMAPPED, kernels_part
+from meshkit.report.views.html import write_html
+from meshkit.report.views.words import training_text
 from meshkit.timeline import sweep
 from meshkit.trace.measured import kernel_runs, kernel_seconds, write_calibration
 from meshkit.trace.operations import GraphNode
@@ -132,11 +134,12 @@ def test_rates_of_a_real_training_give_its_kernels_their_seconds_again(runs, tmp
         assert priced == pytest.approx(measured, rel=1e-6)
 
 
-def test_hfu_of_a_real_training_is_what_its_layers_and_its_head_multiply(runs):
+def test_hfu_of_a_real_training_is_what_its_layers_and_its_head_multiply(runs, tmp_path):
     step = runs["h100_llama_1b"][1].report.step
     width, tokens, length, layers = 2048, 8 * 4096, 4096, 16
     weights = layers * (2 * width**2 + 2 * width * 512 + 3 * width * 8192) + width * 128_256
     attention = layers * 4.5 * 4 * tokens * length / 2 * width  # causal; forward, forward again, backward 2.5
+    assert "MFU (HFU 51.8 %)" in write_html(runs["h100_llama_1b"][1].report, tmp_path / "x.html").read_text()
     assert step.hfu * step.time_s * 989.4e12 == pytest.approx(6 * weights * tokens + attention, rel=1e-3)
 
 
@@ -163,6 +166,7 @@ def test_what_is_said_of_a_trace_with_graphs(runs):
     assert [w.code for w in debug.warnings] == ["one_step"]
     assert llama.warnings == ()
     assert any(f.code == "recomputation" for f in llama.findings)
+    assert training_text(llama) == "13.8 s for 25 steps: less than 0.01 GPU hours"
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,8 @@ def _cards(shown: Sequence[Shown]) -> str:
         card("of communication overlapped", *map(_overlapped, reports), names=names),
     ]
     if "mfu" in known:
-        hfu = reports[0].step.hfu
-        box_label = "MFU" if hfu is None else f"MFU (HFU {format_percent(hfu)})"
-        boxes.append(box(box_label, "step.mfu", format_percent))
+        hfus = " and ".join(format_percent(r.step.hfu) for r in reports if r.step.hfu is not None)
+        boxes.append(box(f"MFU (HFU {hfus})" if hfus else "MFU", "step.mfu", format_percent))
     if "tokens_per_s_per_gpu" in known:
         boxes.append(box("tokens/s per GPU", "step.tokens_per_s_per_gpu", format_count))
     if "peak_bytes" in known:

@@ -229,7 +229,9 @@ def training_text(report: Report) -> str:
     length = f"{hours / 24:.1f} days" if hours >= 48 else format_seconds(hours * 3600)
     length = f"{hours / _HOURS_A_YEAR:.1f} years" if hours >= 2 * _HOURS_A_YEAR else length
     cost = "" if t.cost is None else f", cost {format_count(t.cost).strip()}"
-    return f"{length} for {t.steps or 0:,} steps: {format_count(t.gpu_hours).strip()} GPU hours{cost}"
+    short = t.gpu_hours is not None and 0 < t.gpu_hours < 0.01
+    gpu_hours = "less than 0.01" if short else format_count(t.gpu_hours).strip()
+    return f"{length} for {t.steps or 0:,} steps: {gpu_hours} GPU hours{cost}"
 
 
 def link_text(row: CommunicationPart | Collective) -> str:
