@@ -8,7 +8,7 @@ GPU_WHEELS := annotated-types array-record cffi cloudpickle cryptography flatbuf
 GPU_MACHINE := 'jax[cuda13]==$(OLDEST)' flax optax orbax-checkpoint chex numpy typer nvidia-ml-py jaxtyping
 H100S := --set cluster='{name="dgx_h100",hosts=2}'
 
-.PHONY: setup demo test test-slow test-oldest wheel-check corruption attack kill-matrix soak gpu-wheels gpu-rehearsal check docs clean
+.PHONY: setup demo test test-slow test-oldest wheel-check corruption attack kill-matrix soak gpu-wheels gpu-rehearsal check notebook docs clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -110,6 +110,11 @@ check: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
 	.venv/bin/lint-imports --no-cache
+
+# The notebook of docs, run again in a kernel, its outputs in place.
+notebook: setup
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[notebook]'
+	@MESHKIT_WRITE_NOTEBOOK=1 $(PY) -m pytest -q -m slow tests/test_notebook.py
 
 docs: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'

@@ -106,7 +106,9 @@ def notebook_line() -> Callable[[str], None]:
 def rendered(renderable: RenderableType, *, width: int = 80, html: bool = False) -> str:
     """What a terminal of that width would show, as plain text or as HTML with its colours."""
     file = io.StringIO()
-    console = _Printable(file=file, width=width, markup=False, record=html, force_terminal=False)
+    console = _Printable(
+        file=file, width=width, markup=False, record=html, force_terminal=False, force_jupyter=False
+    )  # a kernel would be shown it at once
     console.print(renderable)
     if not html:
         return file.getvalue().rstrip("\n")

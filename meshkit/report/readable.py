@@ -23,6 +23,10 @@ class Printed:
         """The same for a notebook."""
         return self._rendered(width=_NOTEBOOK_WIDTH, html=True)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """The same for a shell of IPython."""
+        printer.text(self._rendered())
+
     def _rendered(self, *, width: int = 80, html: bool = False) -> str:
         console = importlib.import_module("meshkit.console")
         return console.rendered(self._shown(), width=width, html=html)
