@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from rich.console import Console
 
 from meshkit.compile.lowering import lowering_for
@@ -201,6 +201,7 @@ def examine_step(
         rules=rules,
         spec=MeshSpec(tuple(axes)),
         others=others,
+        deferred=frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit),
         state_bytes=sum(map(_local_bytes, found.of_state)),
         pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * CompileChoices().memory_fraction),
     )

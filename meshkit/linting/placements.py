@@ -39,7 +39,7 @@ class Subject:
     spec: MeshSpec  # the mesh resolved on its cluster
     others: Sequence[Placed] = ()
     """The model's other arrays (batch statistics and the like): overrides may be about them."""
-    deferred: frozenset[str] = frozenset()  # axes of the batch that the step cuts itself, outside of the model
+    deferred: frozenset[str] = frozenset()  # axes of the batch that the step, or types, cut already
     state_bytes: int = 0  # of parameters, optimizer state and whatever else a step carries, on one GPU
     pool_bytes: int | None = None  # what a program may take of a GPU's memory; None where there are no GPUs
     written: Mapping[str, Any] | None = field(default=None, repr=False)

@@ -5,6 +5,7 @@ Needs a checkout of https://github.com/google/flax, named by MESHKIT_FLAX_REPO.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ CHECKOUT = os.environ.get("MESHKIT_FLAX_REPO")
 # 53 times over, which multiplies rounding errors: its bound is 200 times what was measured.
 LARGEST = {"lm1b_transformer": 1.7e-5, "imagenet_resnet50": 1e-3}
 
+ROOT = SCRIPTS.parents[1]
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
@@ -40,3 +42,40 @@ def test_the_sharded_model_equals_the_whole_one_in_an_eighth_of_the_memory(name,
     before, after = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:bytes before|after\n)", result.stdout))
     assert after < before / 7
     assert float(re.findall(r"largest difference (\S+)", result.stdout)[0]) < largest
+
+
+def row_of(name, checkout):
+    """A row of the table of ten, made in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.third_party", checkout, "--only", name]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(row):
+    _, lines, loss, difference, measured, planned, _ = row
+    assert int(lines) <= 15
+    assert float(loss) > 0
+    assert float(difference) < 1e-4
+    assert measured.startswith("3 steps, ")
+    assert "all-" in planned
+
+
+@pytest.mark.deviceless
+def test_a_model_with_flaxs_own_names_and_constraints_is_sharded_trained_profiled_and_planned():
+    check(row_of("logical", "-"))
+
+
+def test_the_table_of_ten_is_whole():
+    rows = (SCRIPTS / "models.md").read_text().splitlines()[-10:]
+    for row in rows:
+        check(row.strip("| ").split(" | "))
+    assert len({row.split(" | ")[0] for row in rows}) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHECKOUT, reason="needs a checkout of the Flax repository: MESHKIT_FLAX_REPO=PATH")
+@pytest.mark.parametrize("name", ["gemma", "mnist", "scan", "own_step", "lm1b", "wmt", "imagenet", "explicit"])
+def test_a_model_of_others_is_sharded_trained_profiled_and_planned(name):
+    check(row_of(name, str(CHECKOUT)))
