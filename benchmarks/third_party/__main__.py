@@ -1,4 +1,4 @@
-"""Ten models of others, unedited: sharded, trained, profiled and planned.
+"""Ten models that meshkit does not know: sharded, trained, profiled and planned.
 
 `python -m benchmarks.third_party FLAX_CHECKOUT` prints the table and writes it to models.md beside this file;
 `--only NAME` runs one in this process and prints its row.

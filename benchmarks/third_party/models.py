@@ -1,7 +1,7 @@
-"""Ten models of others, unedited, as `python -m benchmarks.third_party` shards, trains, profiles and plans them.
+"""Ten models that meshkit does not know, as `python -m benchmarks.third_party` shards, trains, profiles and plans them.
 
-Each function imports or takes one out of a checkout of Flax (two are of flax's guides, one is Keras's) and says what
-meshkit must know: a loss, rules, a batch.
+Seven are imported or taken out of a checkout of Flax, one is Keras's, two are written here in the idiom of a guide.
+Each function says what meshkit must know: a loss, rules, a batch.
 """
 
 # ruff: noqa: I001
@@ -199,7 +199,7 @@ def imagenet(flax: Path) -> Foreign:
 
 
 def logical(flax: Path) -> Foreign:
-    """As flax's guides write it: logical names, constraints of its own, scan over remat."""
+    """Written here as flax's guide writes it: logical names, constraints of its own, scan over remat."""
 
     class Layer(nn.Module):
         @nn.compact
@@ -218,20 +218,20 @@ def logical(flax: Path) -> Foreign:
 
     model, x = Stack(), jax.random.normal(KEY, (64, 128))
     loss = lambda variables, x: jnp.mean((model.apply(variables, x) - 1) ** 2)
-    found = _tree(loss, lambda: model.init(KEY, x), (x,), "logical names, scan, remat (linen), flax's guides")
+    found = _tree(loss, lambda: model.init(KEY, x), (x,), "logical names, scan, remat (linen), as flax's guide has it")
     names = {"embed": "fsdp", "mlp": "tensor", "batch": "fsdp", "hidden": "tensor"}
     return with_changes(found, rules=mk.ShardingRules(names), axes=(("fsdp", 4), ("tensor", 2)))
 
 
 def explicit(flax: Path) -> Foreign:
-    """Shardings in the types of arrays, as meshes of jax.make_mesh have them."""
+    """Written here: shardings in the types of arrays, as meshes of jax.make_mesh have them."""
     init = lambda: {"up": jax.random.normal(KEY, (64, 256)) / 8, "down": jax.random.normal(KEY, (256, 64)) / 16}
 
     def loss(params, x):
         hidden = jax.nn.relu(jnp.dot(x, params["up"], out_sharding=_like(x)))
         return jnp.mean((jnp.dot(hidden, params["down"], out_sharding=_like(x)) - x) ** 2)
 
-    found = _tree(loss, init, (jax.random.normal(KEY, (64, 64)),), "explicit sharding (jax), jax's guide")
+    found = _tree(loss, init, (jax.random.normal(KEY, (64, 64)),), "explicit sharding (jax), as jax's guide has it")
     return with_changes(found, explicit=True)
 
 

@@ -189,11 +189,13 @@ class RemedyPart(Part):
         settings: what to give to `--set`.
         what: in words.
         time_s: predicted, of the step with it.
+        cost_s: by how much that is longer than the step as it is would take if there were room; less than 0: shorter.
     """
 
     settings: tuple[str, ...]
     what: str
     time_s: float | None = None
+    cost_s: float | None = None
     peak_bytes: int | None = None
     margin_bytes: int | None = None
 

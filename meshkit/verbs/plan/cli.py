@@ -104,7 +104,7 @@ def _with_remedies(report: Any, experiment: Path, set_: list[str], jobs: int | N
 
     compiled: list[Any] = []
     with status(f"the step does not fit: compiling up to {TRIES} changes with which it may"):
-        found = find_remedies(experiment, set_, jobs=jobs, done=compiled.append)
+        found = find_remedies(experiment, set_, step_s=report.step.time_s, jobs=jobs, done=compiled.append)
     if not found:
         say(f"none of {len(compiled)} changes that were compiled makes the step fit; `meshkit tune` looks further.")
     return report.model_copy(update={"memory": report.memory.model_copy(update={"remedies": found})})

@@ -18,7 +18,7 @@ from meshkit.config.emit import inline
 from meshkit.config.experiment import Experiment, load
 from meshkit.errors import ConfigError
 from meshkit.report.schema import RemedyPart, Report
-from meshkit.units import format_bytes, format_seconds
+from meshkit.units import format_bytes, format_percent, format_seconds
 from meshkit.verbs.plan.bounds import Bounds, pool_bytes
 from meshkit.verbs.plan.outcome import Outcome
 from meshkit.verbs.plan.space import make_space
@@ -45,6 +45,7 @@ def find_remedies(
     path: str | Path,
     overrides: Sequence[str],
     *,
+    step_s: float | None = None,
     jobs: int | None = None,
     tries: int = TRIES,
     done: Callable[[Outcome], None] = lambda _: None,
@@ -53,6 +54,7 @@ def find_remedies(
 
     Args:
         path, overrides: the experiment.
+        step_s: what its step would take if it fit, to say what each change costs.
         jobs: planning processes at a time; None: one for each CPU.
         tries: compiles at most.
         done: hears every outcome.
@@ -91,7 +93,7 @@ def find_remedies(
     found = [
         (c, o) for i, (c, o) in enumerate(found) if not any(set(b.settings) < set(c.settings) for b, _ in found[:i])
     ]
-    return tuple(_part(change, outcome) for change, outcome in found[:WANTED])
+    return tuple(_part(change, outcome, step_s) for change, outcome in found[:WANTED])
 
 
 def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
@@ -207,22 +209,30 @@ def remedies_table(report: Report) -> Table:
     """The changes with which a step fits, and the step that each predicts."""
     table = Table(title="what makes it fit", title_style="bold", title_justify="left", box=None, pad_edge=False)
     table.add_column("change", overflow="fold", ratio=1)
-    for name in ("step", "peak", "to spare"):
+    for name in ("step", "cost", "peak", "to spare"):
         table.add_column(name, justify="right", no_wrap=True)
     for remedy in report.memory.remedies or ():
         what = f"{remedy.what}: {' '.join(remedy.settings)}"
-        table.add_row(
-            what, format_seconds(remedy.time_s), format_bytes(remedy.peak_bytes), format_bytes(remedy.margin_bytes)
-        )
+        memory = format_bytes(remedy.peak_bytes), format_bytes(remedy.margin_bytes)
+        table.add_row(what, format_seconds(remedy.time_s), _cost_text(remedy), *memory)
     return table
 
 
-def _part(change: Change, outcome: Outcome) -> RemedyPart:
+def _cost_text(remedy: RemedyPart) -> str:
+    """`+12.3 %`: what a change adds to the step that does not fit."""
+    if remedy.cost_s is None or not remedy.time_s:
+        return "-"
+    share = format_percent(remedy.cost_s / (remedy.time_s - remedy.cost_s))
+    return share if share.startswith("-") else f"+{share}"
+
+
+def _part(change: Change, outcome: Outcome, step_s: float | None) -> RemedyPart:
     """A change that fits, with what its compile has shown, for the report."""
     return RemedyPart(
         settings=change.settings,
         what=change.what,
         time_s=outcome.time_s,
+        cost_s=None if step_s is None or outcome.time_s is None else outcome.time_s - step_s,
         peak_bytes=outcome.peak_bytes,
         margin_bytes=outcome.margin_bytes,
     )

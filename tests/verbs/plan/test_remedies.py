@@ -7,7 +7,7 @@ import pytest
 from meshkit.config.experiment import load
 from meshkit.verbs.plan.bounds import Bounds
 from meshkit.verbs.plan.outcome import Outcome
-from meshkit.verbs.plan.remedies import changes, find_remedies
+from meshkit.verbs.plan.remedies import _cost_text, changes, find_remedies
 
 STAGES = "configs/experiments/llama_pipeline_cpu.toml"
 # Sequences so long and microbatches so few that activations, not the state, are what does not fit.
@@ -78,8 +78,10 @@ def test_two_changes_are_not_shown_where_one_of_them_is_enough(seconds, shown, m
     answers = Answers(seconds)
     monkeypatch.setattr("meshkit.verbs.plan.remedies.open_workers", answers)
     monkeypatch.setattr("meshkit.verbs.plan.remedies._may_fit", lambda *_: True)
-    found = find_remedies("llama3_8b", ON_64, tries=60)
+    found = find_remedies("llama3_8b", ON_64, step_s=1.6, tries=60)
     assert [remedy.settings for remedy in found] == shown
+    assert [remedy.cost_s for remedy in found] == [pytest.approx(seconds[settings] - 1.6) for settings in shown]
+    assert f"+{100 * (seconds[shown[0]] / 1.6 - 1):.1f} %" in _cost_text(found[0])
     alone = [i for i, settings in enumerate(answers.asked) if len(settings) == 1]
     assert (HOST, FULL) not in answers.asked or answers.asked.index((HOST, FULL)) > max(alone)
 
