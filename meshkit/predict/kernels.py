@@ -59,7 +59,7 @@ def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
 class KernelWork:
     """What one kernel needs of each part of a GPU, as seconds of that part alone; they run at the same time."""
 
-    arithmetic_s: float = 0.0  # of tensor cores
+    arithmetic_s: float = 0.0  # of tensor cores, and of making their operands first
     memory_s: float = 0.0  # of device memory
     host_s: float = 0.0  # of the link to the host
 
@@ -90,9 +90,10 @@ def kernel_work(
     """
     matmul = _matmul_s(cost, gpu, rates, assumptions, busy)
     attention = cost.attention_flops / _attention_flops_per_s(cost, gpu, rates, assumptions, busy)
-    memory = cost.bytes_accessed / memory_bytes_per_s(gpu, rates)
+    memory = max(cost.bytes_accessed / memory_bytes_per_s(gpu, rates), _starting_s(cost, gpu))
     host = cost.host_bytes / (host_bytes_per_s or gpu.pcie_bytes_per_s) if cost.host_bytes else 0.0
-    return KernelWork(matmul + attention, memory, host)
+    made = (cost.joined_bytes + (cost.turned_bytes if _turns_fp8(gpu) else 0.0)) / memory_bytes_per_s(gpu, rates)
+    return KernelWork(matmul + attention + made, memory, host)
 
 
 def measured_rates(cluster: Cluster) -> Rates:
@@ -193,11 +194,25 @@ def attention_share(cost: Cost, gpu: Gpu) -> float:
     k = catalog.kernels()
     lengths, chart = _attention_chart(gpu.key, cost.attention_backward, cost.attention_causal)
     by_length = float(np.interp(math.log(cost.attention_length), lengths, chart))
+    by_length *= _head_share(cost.attention_head_dim, gpu)
     blocks = cost.attention_queries / k["attention_queries_per_block"]
     charted = k["attention_blocks"] / (k["attention_blocks"] + catalog.gpu("h100_sxm").sms)
     return by_length * blocks / (blocks + gpu.sms) / charted if blocks else by_length
 
 
+def _head_share(head_dim: int, gpu: Gpu) -> float:
+    """Rate of attention over that with heads of 128, which the charts are of.
+
+    A score costs two multiply-adds for each element of a head, and an exponential whatever that is. Larger heads hide
+    it; on Ampere and before, whose tensor cores are slower beside it, so do smaller ones.
+    """
+    if not 0 < head_dim < _CHARTED_HEAD or (gpu.compute_capability or (0, 0)) < (9, 0):
+        return 1.0
+    beside = (1.0 / catalog.kernels()["attention_head_64"] - 1.0) / (_CHARTED_HEAD / 64 - 1.0)
+    return 1.0 / (1.0 + beside * (_CHARTED_HEAD / head_dim - 1.0))
+
+
+_CHARTED_HEAD = 128
 _CHARTED = {"a100_40gb": "a100_80gb", "h100_sxm": "h200", "h100_pcie": "h200", "gh200": "h200", "b200": "gb200",
             "b300": "gb300"}  # fmt: skip
 
@@ -224,6 +239,21 @@ def _attention_chart(key: str, backward: bool, causal: bool) -> tuple[np.ndarray
         chart = {length: rate * scale for length, rate in chart.items() if length < first}
         chart |= {length: rate / found["causal"][4096] for length, rate in measured.items()}
     return np.log(sorted(chart)), np.array([chart[length] for length in sorted(chart)])
+
+
+def _turns_fp8(gpu: Gpu) -> bool:
+    """Whether cuBLAS multiplies fp8 only with the inner dim along memory: its manual excepts B200 and its kin."""
+    return (gpu.compute_capability or (0, 0))[0] != 10
+
+
+def _starting_s(cost: Cost, gpu: Gpu) -> float:
+    """Seconds in which a GPU starts the kernel's blocks: what fills arrays, or moves narrow elements, is no faster.
+
+    Known of Hopper alone.
+    """
+    if gpu.compute_capability != (9, 0):
+        return 0.0
+    return cost.blocks * catalog.kernels()["block_clocks"] / (gpu.sms * gpu.clock_hz)
 
 
 def memory_bytes_per_s(gpu: Gpu, rates: Rates = _NOT_MEASURED) -> float:

@@ -1,11 +1,11 @@
 """Schedule x cluster -> Timeline: when each instruction would run.
 
 One GPU stands for all (SPMD). Kernels run on one stream in schedule order; asynchronous collectives on another, in
-order of their starts; asynchronous copies on a third, and those over the host link on a fourth. A `done` waits for its
-start. While a collective runs, kernels are slower (pricing.py). XLA lets no start outlive its loop body
-(what it pipelines over iterations starts and ends in the one before, and travels in the loop's state), so the
-iterations of a loop are alike: one is simulated and repeated, after those during which a collective from before the
-loop is still in flight.
+order of their starts; asynchronous copies over the host link on a third. Copies on the device are kernels that fill the
+GPU, and take their turn among the others, asynchronous or not. A `done` waits for its start. While a collective runs,
+kernels are slower (pricing.py). XLA lets no start outlive its loop body (what it pipelines over iterations starts and
+ends in the one before, and travels in the loop's state), so the iterations of a loop are alike: one is simulated and
+repeated, after those during which a collective from before the loop is still in flight.
 """
 
 from __future__ import annotations
@@ -170,9 +170,7 @@ class _Streams:
 
     now: float = 0.0  # the compute stream
     network: dict[str, float] = field(default_factory=lambda: {"": 0.0})  # when the stream of each link is free again
-    copy: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
-    """When those of asynchronous copies are: on the device, and over the host link. XLA spreads them over four streams
-    in turn; which of them share one is not in the module, and they are taken as apart."""
+    host: float = 0.0  # when that of copies over the host link is
     flying: list[tuple[float, float, Load]] = field(default_factory=list)
     """(start_s, end_s, what it leaves) of collectives that may still run."""
     pending: dict[str, float] = field(default_factory=dict)  # name of a start -> when it is done
@@ -207,7 +205,7 @@ class _Simulator:
         if name not in self._done:
             out, streams = _Segment(), _Streams()
             self._follow(self._schedule.computations[name], out, streams)
-            out.duration_s = max(streams.now, *streams.copy.values(), *streams.network.values())
+            out.duration_s = max(streams.now, streams.host, *streams.network.values())
             self._done[name] = out
         return self._done[name]
 
@@ -242,7 +240,7 @@ class _Simulator:
         streams.now += inner.duration_s * times
         if times:
             streams.network = {link: max(free, streams.now) for link, free in streams.network.items()}
-            streams.copy = {over_host: max(free, streams.now) for over_host, free in streams.copy.items()}
+            streams.host = max(streams.host, streams.now)
         if i.kind != "while" or i.trip_count is None:
             out.noted_s[i.name] += streams.now - began
 
@@ -299,10 +297,15 @@ class _Simulator:
             streams.now = end
 
     def _copy(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
-        """An asynchronous copy, on the stream of its direction."""
-        over_host = bool(i.cost and i.cost.host_bytes)
-        start = max(streams.now, streams.copy[over_host])
-        end = start + self._pricer.work(i).alone_s
-        streams.copy[over_host] = streams.pending[i.name] = end
-        out.host_bytes += i.cost.host_bytes if i.cost else 0.0
+        """An asynchronous copy: over the host link beside the kernels, on the device among them."""
+        work = self._pricer.work(i)
+        if i.cost and i.cost.host_bytes:
+            start = max(streams.now, streams.host)
+            end = streams.host = start + work.alone_s
+            out.host_bytes += i.cost.host_bytes
+        else:
+            start = streams.now + self._gap
+            end = streams.now = self._until(work, start, streams)
+            out.contention_s += end - start - work.alone_s
+        streams.pending[i.name] = end
         out.add("copy", start, end, 0)

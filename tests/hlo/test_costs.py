@@ -64,6 +64,28 @@ def test_a_complex_multiply_add_is_four_of_its_parts(costs):
     assert costs["complex"].matmul_flops == {"f32": 4 * 2 * 32 * 32 * 16}
 
 
+def test_a_look_up_reads_its_rows_or_a_sector_an_element_where_memory_lies_along_the_table(costs):
+    rows, indices = 64 * 128 * 2, 64 * 4
+    assert costs["looked_up"].bytes_accessed == 2 * rows + indices
+    assert costs["picked_out"].bytes_accessed == 32 * 64 * 128 + rows + indices
+
+
+def test_a_scatter_reads_and_writes_the_rows_that_it_adds_to_and_not_its_table(costs):
+    assert costs["scattered"].bytes_accessed == 64 * 128 * (2 + 2 * 4) + 64 * 4
+
+
+def test_a_loop_starts_a_block_for_512_elements_of_its_largest_result(costs):
+    assert costs["filled"].blocks == 1024 * 512 / 512
+    assert costs["filled"].bytes_accessed == 1024 * 512 * 2 + 512 * 512 * 4
+    assert costs["scattered"].blocks == 0.0
+
+
+def test_a_fused_matmul_joins_its_operands_for_cublas_and_turns_those_in_fp8(costs):
+    assert (costs["joined"].joined_bytes, costs["joined"].launches) == (2 * 64 * 48 * 2, 2)
+    assert costs["turned"].turned_bytes == 2 * 64 * 32
+    assert costs["joined"].turned_bytes == costs["turned"].joined_bytes == costs["complex"].joined_bytes == 0.0
+
+
 @pytest.mark.parametrize(
     ("pattern", "piece"),
     [

@@ -124,12 +124,21 @@ def test_a_sort_is_as_many_launches_as_it_has_passes():
     assert step.window[1] == pytest.approx(1.0 + 21 * GAP)
 
 
-def test_copies_run_beside_compute():
-    copy = Instruction("copy", "dynamic-slice", "start", cost=Cost(bytes_accessed=1.0))
+@pytest.mark.parametrize(
+    ("cost", "copied", "step_s", "other_s"),
+    [
+        # An H100's trace of a training step had 0.07 of 22.7 ms of such copies under other kernels.
+        (Cost(bytes_accessed=1.0), [GAP, GAP + 0.3], 2 * GAP + 1.3, 0.3),
+        (Cost(host_bytes=1.0), [0.0, 0.3], GAP + 1.0, GAP),
+    ],
+    ids=["on the device", "over the host link"],
+)
+def test_only_a_copy_over_the_host_link_runs_beside_compute(cost, copied, step_s, other_s):
+    copy = Instruction("copy", "dynamic-slice", "start", cost=cost)
     _, step, swept = run([copy, kernel(), done("copy")])
-    assert step.copies.tolist() == [[0.0, 0.3]]
-    assert step.window[1] == pytest.approx(GAP + 1.0)
-    assert swept.other_s == pytest.approx(GAP)
+    assert step.copies[0].tolist() == pytest.approx(copied)
+    assert step.window[1] == pytest.approx(step_s)
+    assert swept.other_s == pytest.approx(other_s)
 
 
 H100 = mk.Cluster.load("dgx_h100").gpu
