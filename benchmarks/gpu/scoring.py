@@ -16,6 +16,7 @@ from benchmarks.gpu.kernels import SHAPES
 from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
 from benchmarks.gpu.options import OWN
 from benchmarks.gpu.verbs import LLAMA_1B, MEASURED
+from meshkit.compile.preflight import version_of
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Gpu
@@ -153,7 +154,7 @@ def _card(folder: Path) -> Card:
 
 
 def _measured_on(card: Card) -> MeasuredOn:
-    versions = dict(part.split()[:2] for part in card.said.get("versions", "").split(", ") if " " in part)
+    versions = _versions(card)
     return MeasuredOn(
         gpu=card.key or "cpu",
         scale_up="none",
@@ -164,12 +165,19 @@ def _measured_on(card: Card) -> MeasuredOn:
     )
 
 
+def _versions(card: Card) -> dict[str, str]:
+    return dict(part.split()[:2] for part in card.said.get("versions", "").split(", ") if " " in part)
+
+
 def _header(card: Card) -> list[str]:
     said = card.said
     wrong = [f"- {name}: {what}" for name, what in said.get("checks", {}).items() if not what.startswith("ok")]
     machine = f"Measured on {said.get('nvidia_smi')}, {said.get('date')}, with {said.get('versions')}."
     if card.gpu is None:
         machine = f"Measured on no GPU of the catalog ({said.get('nvidia_smi')}): nothing is predicted of it."
+    here, there = version_of("jaxlib"), _versions(card).get("jaxlib")
+    if there not in (None, here):
+        wrong.append(f"- Steps are planned with jaxlib {here}: another XLA makes other kernels of them than {there}.")
     return [machine, "", *wrong, *([""] if wrong else [])]
 
 

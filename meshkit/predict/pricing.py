@@ -3,7 +3,8 @@
 NCCL's kernels hold multiprocessors until they are done, and every byte that arrives passes device memory several times.
 cuBLAS's kernels on Hopper start one block per multiprocessor: with some of them taken, the rest of the blocks form a
 second wave, and the matmul takes up to twice as long. How much is measured where there are measurements (catalog,
-`contended`); elsewhere a kernel loses the multiprocessors that the collective holds.
+`contended`); elsewhere a kernel loses the multiprocessors that the collective holds. An H100 with cuBLAS 13.1 lost no
+more than those either, beside blocks that stream memory; what published runs say against it is in how-plan-works.md.
 """
 
 from __future__ import annotations
