@@ -13,11 +13,13 @@ import os
 import re
 import stat
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from meshkit.errors import ConfigError, TraceError
 
 LARGEST_FILE_BYTES = 4 * 2**20
+_PIECE_BYTES = 33 * 2**20
 _SHORT_INTEGER = re.compile(r"[0-9]{1,12}", re.ASCII)
 DEEPEST_KEY = 32
 _KEY_PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
@@ -138,16 +140,26 @@ def gunzip(data: bytes, most_bytes: int) -> bytes:
     Raises:
         ValueError: it is damaged or incomplete, or has more than `most_bytes`; no more than that is ever unpacked.
     """
+    return b"".join(unpacked(io.BytesIO(data), most_bytes))
+
+
+def unpacked(packed: io.BufferedReader | io.BytesIO, most_bytes: int) -> Iterator[bytes]:
+    """`gunzip` in pieces, each so large that its memory goes back to the system with it.
+
+    Raises:
+        ValueError: as of `gunzip`.
+    """
+    left = most_bytes + 1
     try:
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            content = file.read(most_bytes + 1)
+        with gzip.GzipFile(fileobj=packed) as file:
+            while piece := file.read(min(left, _PIECE_BYTES)):
+                if (left := left - len(piece)) == 0:
+                    raise ValueError(f"it unpacks to more than {most_bytes / 2**20:g} MiB")
+                yield piece
     except EOFError:
         raise ValueError("it ends before its content does") from None
     except (OSError, zlib.error) as error:
         raise ValueError(f"it is no gzip data: {error}") from None
-    if len(content) > most_bytes:
-        raise ValueError(f"it unpacks to more than {most_bytes / 2**20:g} MiB")
-    return content
 
 
 def inside(folder: Path, name: str) -> Path | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshkit.config.bounded import gunzip, open_regular, read_regular
+from meshkit.config.bounded import open_regular, unpacked
 
 _LARGEST_UNPACKED_BYTES = 8 * 2**30
 _PAD = 32  # bytes behind the data: a damaged event may point a little beyond its end
@@ -72,7 +72,8 @@ class Buffer:
         """
         if path.suffix == ".gz":
             try:
-                return cls.of(path, gunzip(read_regular(path, _LARGEST_UNPACKED_BYTES), _LARGEST_UNPACKED_BYTES))
+                with open_regular(path) as packed:
+                    return cls.of(path, list(unpacked(packed, _LARGEST_UNPACKED_BYTES)))
             except ValueError as e:
                 raise WireError(str(e)) from None
         with open_regular(path) as f:
@@ -82,11 +83,16 @@ class Buffer:
         return cls._over(path, memory, size)
 
     @classmethod
-    def of(cls, path: Path, content: bytes) -> Buffer:
-        """What was read of a file already."""
-        memory = _memory(len(content))
-        memory[: len(content)] = content
-        return cls._over(path, memory, len(content))
+    def of(cls, path: Path, pieces: list[bytes]) -> Buffer:
+        """What was read of a file already, in pieces, which are taken out of the list."""
+        size, at = sum(map(len, pieces)), 0
+        memory = _memory(size)
+        pieces.reverse()
+        while pieces:
+            piece = pieces.pop()
+            memory[at : at + len(piece)] = piece
+            at += len(piece)
+        return cls._over(path, memory, size)
 
     @classmethod
     def _over(cls, path: Path, memory: mmap.mmap, size: int) -> Buffer:

@@ -1,10 +1,12 @@
 """What reading a trace takes in memory, and that what it reads does not depend on how much is read at a time."""
 
+import gzip
 import tracemalloc
 
 import numpy as np
 
 from benchmarks import trace_speed
+from meshkit.config import bounded
 from meshkit.trace import operations, xspace
 from meshkit.trace.operations import TracedProgram, TraceFile
 from meshkit.trace.reader import read_trace
@@ -57,3 +59,14 @@ def test_pieces_of_any_size_say_the_same(tmp_path, monkeypatch):
             assert (same.end_ps == ops.end_ps).all()
             assert (same.run == ops.run).all()
             assert [pieces.labels[i] for i in same.label] == [whole.labels[i] for i in ops.label]
+
+
+def test_a_packed_trace_is_unpacked_piece_by_piece(tmp_path, monkeypatch):
+    file, _ = made(tmp_path / "x.xplane.pb", layers=5)
+    packed = tmp_path / "x.xplane.pb.gz"
+    packed.write_bytes(gzip.compress(file.path.read_bytes()))
+    for piece in (1000, 1 << 25):
+        monkeypatch.setattr(bounded, "_PIECE_BYTES", piece)
+        buffer = xspace.read_xspace(packed).buffer
+        assert bytes(buffer.data[: buffer.size]) == file.path.read_bytes()
+        assert not buffer.bytes[buffer.size :].any()
