@@ -141,8 +141,8 @@ def test_attention_is_as_fast_as_cudnn_was_measured(gpu, sequences, length, caus
 @pytest.mark.parametrize(
     ("heads", "backward", "tflops", "rel"),
     [
-        ((32, 64), False, 387, 0.03),  # Llama 1B on an H100, cuDNN 9.19: what the share is from
-        ((32, 64), True, 316, 0.03),
+        ((32, 64), False, 431, 0.02),  # Llama 1B on an H100, cuDNN 9.19, at its full clock: what the share is from
+        ((32, 64), True, 352, 0.02),
         ((32, 128), False, 619, 5e-3),  # and larger heads are as they were
         ((32, 256), False, 619, 5e-3),
     ],
