@@ -191,7 +191,8 @@ class _Reader:
         label = self._labels(plane, events) if len(start) else start
         launch, node = (events.stats.get(name, none) for name in _GRAPH_STATS)
         nodes = (np.where(node == NO_VALUE, -1, column) for column in (launch, node))
-        return start, end, label, np.where(run == NO_VALUE, -1, run), *nodes
+        part = (start, end, label, np.where(run == NO_VALUE, -1, run), *nodes)
+        return tuple(concatenated([part], len(part)))  # where none has a run or a node, these take no room
 
     def _add(self, device: int, parts: list[tuple[np.ndarray, ...]]) -> None:
         """Keeps the operations of one device, sorted by start."""
