@@ -20,6 +20,6 @@ def test_the_foreign_model_is_the_guides():
 def test_the_minutes_are_the_sum_of_the_seconds():
     text = PAGE.read_text(encoding="utf-8")
     seconds = [float(s) for s in re.findall(r"\| ([\d.]+) \|", text)]
-    first, total = map(float, re.findall(r"([\d.]+) (?:minutes|to that)", text))
+    first, foreign = map(float, re.findall(r"([\d.]+) (?:minutes|to that)", text))
     assert abs(sum(seconds[:5]) / 60 - first) < 0.06
-    assert abs(sum(seconds) / 60 - total) < 0.06
+    assert abs((sum(seconds[:3]) + seconds[-1]) / 60 - foreign) < 0.06
