@@ -226,10 +226,8 @@ def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
     measured = _measured(folder, rehearsed)
     planned = _plan(folder) if card.gpu else None
     step, seen = (planned.step if planned else None), (measured.step if measured else None)
-    clock_s, own_s = (
-        values.get("step_time_s"),
-        seen and seen.time_s,
-    )  # the first of all steps, reading the trace among them
+    # of all steps, the first and those in which the trace is read among them; and the trace's own
+    clock_s, own_s = values.get("step_time_s"), seen and seen.time_s
     time_s = _untraced_s(folder) or (clock_s or own_s if trained else own_s or clock_s)
     yield Row("step", step and step.time_s, time_s, "s", within=0.10)
     yield Row("its compute", step and step.compute_s, seen and seen.compute_s, "s", within=0.10)

@@ -518,7 +518,7 @@ def _low_rate(case: _Case) -> Iterator[FindingPart]:
         case,
         "low_rate_kernels",
         seconds,
-        f"{len(slow)} kernels run at less than half of the rate that their work has on a {cluster.gpu.key}, for "
+        f"{len(slow)} kernels run at less than half of the rate that their work has on {cluster.gpu.name}, for "
         f"{format_seconds(seconds)} a step; {worst}{where} takes {times:.1f} x as long.",
         evidence=("kernels",),
         hint="shapes that tile (multiples of 128), the precision of the operands, the GPU's clock and power limit",
