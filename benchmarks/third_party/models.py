@@ -8,8 +8,10 @@ Each function says what meshkit must know: a loss, rules, a batch.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace as with_changes
 from pathlib import Path
@@ -63,20 +65,31 @@ def _tree(loss: Callable[..., Any], init: Callable[[], Any], batch: tuple[Any, .
     return Foreign(what, both, loss, batch, adam)
 
 
+_IMPORTS = """
+import dataclasses
+import typing as tp
+from functools import partial
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+"""
+
+
 def _taken(file: Path, *names: str) -> dict[str, Any]:
     """Definitions of a script as they stand there, without what it imports besides or runs."""
-    import dataclasses
-    import functools
-    import typing
-
     tree = ast.parse(file.read_text(encoding="utf-8"))
     found = [n for n in tree.body if getattr(n, "name", None) in names
              or (isinstance(n, ast.Assign) and getattr(n.targets[0], "id", None) in names)]  # fmt: skip
-    known = {"nnx": nnx, "jax": jax, "jnp": jnp, "tp": typing, "dataclasses": dataclasses, "optax": optax}
-    scope = known | {"partial": functools.partial, "__name__": "taken"}
-    sys.modules["taken"] = type(sys)("taken")  # where dataclasses look for annotations
-    exec(compile(ast.Module(found, []), str(file), "exec"), scope)
-    return scope
+    with tempfile.TemporaryDirectory() as folder:
+        module = Path(folder) / "taken.py"
+        module.write_text(f"{_IMPORTS}\n{ast.unparse(ast.Module(found, []))}\n", encoding="utf-8")
+        spec = importlib.util.spec_from_file_location("taken", module)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules["taken"] = taken = importlib.util.module_from_spec(spec)  # where dataclasses look for annotations
+        spec.loader.exec_module(taken)
+    return vars(taken)
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -131,9 +131,11 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
     return Examined(subject, strategy, experiment.lint.allow)
 
 
-def _activations(step: Callable[..., Any], args: Sequence[Any], target: AbstractContextManager) -> list[Activation]:
-    """What a step constrains, each once. It is traced anew: what jax remembers of it has asked for nothing."""
-    with target, record_activations() as record, set_xla_metadata(meshkit_trace=uuid.uuid4().hex):
+def _activations(step: Callable[..., Any], args: Sequence[Any], *around: AbstractContextManager) -> list[Activation]:
+    """What a step constrains, each once."""
+    with ExitStack() as stack, record_activations() as record:
+        for context in around:
+            stack.enter_context(context)
         jax.eval_shape(step, *args)
     return list(dict.fromkeys(record))
 
@@ -190,7 +192,9 @@ def examine_step(
     absent = described(mesh, cluster)
     pure, arrays = traceable(step, args, mesh, absent)
     found = _arguments(args)
-    activations = _activations(pure, arrays, nullcontext() if cluster.is_cpu else lowering_for(cluster))
+    # traced anew: what jax remembers of a step, from a plan of it say, has asked for nothing
+    anew = set_xla_metadata(meshkit_trace=uuid.uuid4().hex)
+    activations = _activations(pure, arrays, nullcontext() if cluster.is_cpu else lowering_for(cluster), anew)
     placed = placements_by_state(found.parameters, absent, rules)
     others = placements(found.others, absent, rules)
     across = absent.placement(cluster).domains_along()

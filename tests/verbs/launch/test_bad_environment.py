@@ -78,7 +78,7 @@ def test_what_one_process_sees_for_itself(environment, says, monkeypatch, capsys
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setattr("meshkit.distributed.join.wait_for_name", None)  # it does not get so far
-    monkeypatch.setattr("meshkit.sharding.mesh.prepare_platform", lambda _: None)
+    monkeypatch.setattr("meshkit.sharding.mesh.prepare_platform", lambda *_, **__: None)
     monkeypatch.setattr("meshkit.distributed.join.keep_stdout", lambda: None)
     monkeypatch.setattr("meshkit.cli.leave_gang", lambda code: None)
     for name in set(os.environ) - set(bare()):
