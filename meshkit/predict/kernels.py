@@ -170,7 +170,7 @@ def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assu
     rate = peak * gpu.achieved["attention"]  # at the full clock
     rate *= gpu.achieved.get("attention_backward", 1.0) if cost.attention_backward else 1.0
     way = "backward" if cost.attention_backward else "forward"
-    full = full_clock(gpu, "bf16") ** catalog.kernels()[f"attention_power_{way}"]
+    full: float = full_clock(gpu, "bf16") ** catalog.kernels()[f"attention_power_{way}"]
     long_run = rates.attention_flops_per_s.get(way, rate / full)
     rate = long_run * step_gain(full, busy) if assumptions.sustained else rate
     return min(peak, rate * attention_share(cost, gpu))
