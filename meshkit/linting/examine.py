@@ -111,12 +111,9 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
         written=document.table.get("rules", {}) if document is not None else None,
     )
     train = experiment.train
-    strategy = Strategy(
-        sizes=subject.sizes,
-        roles=subject.roles,
-        weights=make_weights(placed, subject.roles),
-        statistics=make_weights(dict.fromkeys(STATES, others), subject.roles),
-        activations=activations,
+    strategy = _strategy(
+        subject,
+        placed,
         tokens=train.global_batch * max(1, train.sequence_length),
         accumulate=train.accumulate,
         steps_per_call=program.steps_per_call,
@@ -129,6 +126,18 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
         stages=_stages(experiment, program),
     )
     return Examined(subject, strategy, experiment.lint.allow)
+
+
+def _strategy(subject: Subject, placed: Mapping[str, Any], **more: Any) -> Strategy:
+    """What a step of such placements may communicate; `more` are further fields of it."""
+    return Strategy(
+        sizes=subject.sizes,
+        roles=subject.roles,
+        weights=make_weights(placed, subject.roles),
+        statistics=make_weights(dict.fromkeys(STATES, subject.others), subject.roles),
+        activations=subject.activations,
+        **more,
+    )
 
 
 def _activations(step: Callable[..., Any], args: Sequence[Any], *around: AbstractContextManager) -> list[Activation]:
@@ -209,12 +218,9 @@ def examine_step(
         state_bytes=sum(map(_local_bytes, found.of_state)),
         pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * CompileChoices().memory_fraction),
     )
-    strategy = Strategy(
-        sizes=subject.sizes,
-        roles=subject.roles,
-        weights=make_weights(placed, subject.roles),
-        statistics=make_weights(dict.fromkeys(STATES, others), subject.roles),
-        activations=activations,
+    strategy = _strategy(
+        subject,
+        placed,
         tokens=found.tokens,
     )
     return Examined(

@@ -242,7 +242,10 @@ def _attention_chart(key: str, backward: bool, causal: bool) -> tuple[np.ndarray
 
 
 def _turns_fp8(gpu: Gpu) -> bool:
-    """Whether cuBLAS multiplies fp8 only with the inner dim along memory: its manual excepts B200 and its kin."""
+    """Whether cuBLAS multiplies fp8 only with the inner dim along memory (`cublasLtMatmul`: A transposed, B not).
+
+    B200 and its kin take any layout (NVIDIA/TransformerEngine, `nvte_is_non_tn_fp8_gemm_supported`).
+    """
     return (gpu.compute_capability or (0, 0))[0] != 10
 
 

@@ -59,7 +59,8 @@ def test_every_table_says_which_library_it_is_of():
     ],
 )  # fmt: skip
 def test_shapes_between_those_of_the_table(gpu, precision, shape, tflops):
-    assert rate(*shape, gpu=gpu, precision=precision) == pytest.approx(tflops, rel=0.08)
+    uncertain = {"bf16": 0.06, "fp8": 0.08}[precision]  # the casts taken out of fp8's rows are known to 4 % of a rate
+    assert rate(*shape, gpu=gpu, precision=precision) == pytest.approx(tflops, rel=uncertain)
 
 
 def test_fp8_rows_have_no_cast_in_them():
