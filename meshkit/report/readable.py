@@ -6,6 +6,7 @@ The views draw reports, so a report finds them by name, when it is looked at.
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ class Printed:
         console = importlib.import_module("meshkit.console")
         return console.rendered(self._shown(), width=width, html=html)
 
+    @abstractmethod
     def _shown(self) -> Any:
         """What the terminal shows of it, for rich."""
-        raise NotImplementedError
 
 
 class Readable(Printed):
