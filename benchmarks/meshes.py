@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshkit.config.emit import inline
 from meshkit.config.experiment import Experiment, load
+from meshkit.config.toml_text import inline
 from meshkit.units import GIB, format_percent, format_seconds
 from meshkit.verbs.plan.planner import plan_experiment
 

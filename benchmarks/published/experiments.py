@@ -14,7 +14,7 @@ from benchmarks.published.frameworks import Framework, find_framework
 from benchmarks.published.machines import Machines, find_machines
 from benchmarks.published.rows import Row
 from benchmarks.published.shapes import Notes, Shape, find_shape
-from meshkit.config.emit import to_toml
+from meshkit.config.toml_text import to_toml
 
 _DOMAIN_KEYS = ("gpu", "hosts", "gpus_per_host", "nvlink_domain_size")
 LAYERS = 4  # of the program of a pipeline stage; its loops are stretched to the row's own number afterwards

@@ -43,7 +43,7 @@ from meshkit.compile.scratch import scratch_folder, start_in, sweep
 from meshkit.config.bounded import integer
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
-from meshkit.config.own_code import child_path
+from meshkit.config.user_code import child_path
 from meshkit.errors import ConfigError, ProgramError
 from meshkit.hlo.module import Schedule, load_module, read_schedule
 from meshkit.hlo.proto import clean_path

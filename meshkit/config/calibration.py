@@ -23,7 +23,7 @@ from pydantic_core import core_schema
 
 from meshkit.config.bounded import write_file
 from meshkit.config.document import TomlDocument
-from meshkit.config.emit import to_toml
+from meshkit.config.toml_text import to_toml
 from meshkit.config.validate import SpecError, TomlTable, check_plain, did_you_mean, kind, validate
 from meshkit.errors import ConfigError
 

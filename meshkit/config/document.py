@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.config.bounded import DEEPEST_KEY, find_deep_key, open_regular, short
-from meshkit.config.locate import find_duplicate, locate, split_key
+from meshkit.config.toml_text import find_duplicate, locate, split_key
 from meshkit.config.validate import FUNCTION_PATTERN, Key, SpecError, did_you_mean, dotted, kind
 from meshkit.errors import ConfigError
 

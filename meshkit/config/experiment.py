@@ -1,25 +1,31 @@
 """Experiment: one file that says what machines, mesh, rules and model; every verb starts from it.
 
 `load()` reads the TOML, lays the overrides over it, validates every table, resolves the mesh on the cluster and checks
-what can be checked without jax. An error names file, line and key, and what to try.
+what can be checked without jax: what fits no mesh, no rules, no other section. An error names file, line and key, and
+what to try.
+
+`[pipeline]` says enough to be rules: its axis cuts the layers of every stacked parameter, and with
+`head = "vocab_parallel"` the vocabulary as well, outside of the axes that cut it anyway. Nothing else may be cut by it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshkit.config import catalog, checks
+from meshkit.config import catalog
 from meshkit.config.cluster import Cluster, load_table, shipped_clusters
-from meshkit.config.document import TomlDocument, as_table
-from meshkit.config.emit import to_toml
-from meshkit.config.locate import split_key
+from meshkit.config.document import Override, TomlDocument, as_table
 from meshkit.config.mesh import MeshSpec
+from meshkit.config.places import check_files, find_experiment
 from meshkit.config.rules import PRESETS, ShardingRules, preset_rules
 from meshkit.config.sections import (
+    PGLE_OPTION,
+    PREDICTED,
     CheckpointTable,
     ClusterTable,
     CompressionTable,
@@ -34,12 +40,17 @@ from meshkit.config.sections import (
     RematMix,
     TrainTable,
 )
-from meshkit.config.shipped import find_experiment
-from meshkit.config.site import check_files
-from meshkit.config.validate import SpecError, TomlTable, check_plain, validate
+from meshkit.config.toml_text import split_key, to_toml
+from meshkit.config.validate import Key, SpecError, TomlTable, check_plain, did_you_mean, dotted, validate
 from meshkit.errors import ConfigError
+from meshkit.redaction import has_credentials, is_secret_name
 
 __all__ = ["Experiment", "experiment_json_schema", "load"]
+
+# Keys of [optimizer] that say something of AdamW alone.
+ADAMW_KEYS = ("weight_decay", "dtype", "b1", "b2", "eps")
+# schedule -> the one that is the same with virtual stages
+_WITH_CHUNKS = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ class Experiment:
             "mesh": self.mesh.to_dict(),
             "rules": self.rules.to_dict(),
             "train": _plain(self.train),
-            "optimizer": {k: v for k, v in _plain(self.optimizer).items() if not own or k not in checks.ADAMW_KEYS},
+            "optimizer": {k: v for k, v in _plain(self.optimizer).items() if not own or k not in ADAMW_KEYS},
             **{key: _plain(getattr(self, key)) for key in ("data", "checkpoint", "profile")},
             **{key: _plain(section) for key, section in axes.items() if section.axis},
             "lint": {"allow": [_plain(item) for item in self.lint.allow] or None},
@@ -121,9 +132,9 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experim
     document = TomlDocument.read(find_experiment(path))
     try:
         check_plain(document.table)
-        checks.check_secrets(document.table)
+        check_secrets(document.table)
         document = document.with_overrides(overrides)
-        checks.check_secrets(document.table, document.overrides)
+        check_secrets(document.table, document.overrides)
         check_files(document.table)
         return _build(document)
     except SpecError as error:
@@ -137,7 +148,7 @@ def _build(document: TomlDocument) -> Experiment:
     cluster = load_table(as_table(checked.cluster), folder=document.path.parent)
     mesh = MeshSpec.parse(checked.mesh).resolve(cluster)
     rules = _build_rules(checked, mesh, document)
-    checks.check_sections(checked, mesh, rules)
+    check_sections(checked, mesh, rules)
     return Experiment(
         name=checked.name or document.path.stem,
         cluster=cluster,
@@ -165,7 +176,7 @@ def _build_rules(checked: ExperimentTable, mesh: MeshSpec, document: TomlDocumen
     preset = preset_rules(table.preset, mesh.axis_names) if table.preset is not None else {}
     logical = preset.get("logical", {})
     known = checked.pipeline and checked.pipeline.axis in mesh.axis_names  # else refused later, by its own key
-    staged = checks.pipeline_rules(checked.pipeline, {**logical, **table.logical}) if known else {}
+    staged = pipeline_rules(checked.pipeline, {**logical, **table.logical}) if known else {}
     rules = ShardingRules(
         {**logical, **table.logical, **staged},
         overrides=[(override.path, override.spec) for override in table.override],
@@ -221,3 +232,256 @@ def _cluster_schema() -> dict[str, Any]:
     properties["file"] = {"type": "string", "description": "a cluster file that the other keys override"}
     table["anyOf"] = [{"required": ["name"]}, {"required": ["file"]}, {"required": table.pop("required")}]
     return {"oneOf": [{"type": "string", "examples": list(shipped_clusters())}, table]}
+
+
+def check_secrets(table: Mapping[str, Any], overrides: Sequence[Override] = ()) -> None:
+    """Stops at a URL with a password, and at a text under a key of `[model]` whose name says that it is secret.
+
+    Args:
+        table: of the experiment.
+        overrides: what was laid over it: by now a URL may look like a path there.
+
+    Raises:
+        SpecError: which key, without its value.
+    """
+    pending: list[tuple[Key, Any]] = [((), table), *((o.key, o.raw) for o in overrides)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, Mapping):
+            pending.extend(((*path, str(key)), item) for key, item in value.items())
+        elif isinstance(value, list):
+            pending.extend(((*path, str(index)), item) for index, item in enumerate(value))
+        elif isinstance(value, str):
+            named = path[:1] == ("model",) and is_secret_name(path[-1])
+            if named or has_credentials(value):
+                what = "is named like a secret" if named else "is a URL with a password"
+                raise SpecError(
+                    f"{dotted(path)} {what}, and an experiment file is copied into every run folder.",
+                    key=path,
+                    hint="an environment variable, which the model's own code reads",
+                )
+
+
+def pipeline_rules(table: PipelineTable | None, logical: Mapping[str, Any]) -> dict[str, Any]:
+    """The rules that a pipeline adds to those of `[rules.logical]`, or puts in their place.
+
+    Raises:
+        ConfigError: `layers` is cut over something else, or the head's vocabulary over the pipeline without being
+            meant to.
+    """
+    if table is None:
+        return {}
+    rules = ShardingRules(logical).mapping("parameters")
+    axis, layers, vocab = table.axis, rules.get("layers", ()), rules.get("vocab", ())
+    if layers not in ((), (axis,)):
+        raise SpecError(
+            f"the rules cut the layers over {' x '.join(layers)}, but the pipeline over '{axis}'.",
+            key=("rules", "logical", "layers"),
+            value=list(layers),
+            hint=f'layers = "{axis}", or no rule for it',
+        )
+    added: dict[str, Any] = {"layers": [axis]}
+    if table.head == "vocab_parallel":
+        added["vocab"] = [axis, *(a for a in vocab if a != axis)]
+    elif axis in vocab:
+        raise SpecError(
+            f"the rules cut the vocabulary over the pipeline's axis '{axis}', but its head is replicated.",
+            key=("rules", "logical", "vocab"),
+            value=list(vocab),
+            hint='pipeline.head = "vocab_parallel", or a rule without that axis',
+        )
+    return added
+
+
+def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules) -> None:
+    """Refuses what no model could make right.
+
+    Args:
+        table: the file's sections.
+        mesh: resolved.
+        rules: of the experiment, `pipeline_rules` included.
+
+    Raises:
+        SpecError: which key, and what would do.
+    """
+    sizes = mesh.sizes
+    cut = rules.mapping("activations")
+    _check_captured_steps(table)
+    _check_xla_options(table.xla)
+    _check_optimizer(table.optimizer)
+    for section in ("local_sgd", "compression"):
+        if (found := getattr(table, section)) is not None:
+            _check_replica_axis(section, found.axis, sizes, cut.get("act_batch", ()))
+    _check_rounds(table)
+    if table.train.pgle == PREDICTED and PGLE_OPTION in table.xla:
+        message = f'train.pgle = "{PREDICTED}" asks for predicted latencies, and xla.{PGLE_OPTION} names measured ones.'
+        hint = "the measured ones alone: without train.pgle"
+        raise SpecError(message, key=("train", "pgle"), value=PREDICTED, hint=hint)
+    if table.pipeline is not None:
+        _check_pipeline(table, table.pipeline, rules, sizes)
+    micro_batches = {"accumulate": table.train.accumulate}
+    if table.pipeline is not None:
+        micro_batches["microbatches"] = table.pipeline.microbatches
+    for logical, key, pieces in (
+        ("act_batch", "global_batch", micro_batches),
+        ("act_length", "sequence_length", {}),
+        ("act_residual_length", "sequence_length", {}),
+    ):
+        ways = {axis: sizes[axis] for axis in cut.get(logical, ())} | {k: n for k, n in pieces.items() if n > 1}
+        _check_division(key, getattr(table.train, key), ways)
+
+
+def _check_optimizer(table: OptimizerTable) -> None:
+    """Keys of AdamW without another class, options with one."""
+    if table.class_path is None and table.options is not None:
+        message = "optimizer.options are of an optimizer that optimizer.class names, and there is none."
+        raise SpecError(message, key=("optimizer", "options"), hint='optimizer.class = "optax:lion"')
+    said = next((key for key in ADAMW_KEYS if key in table.model_fields_set), None)
+    if table.class_path is not None and said is not None:
+        message = f"optimizer.{said} is of AdamW, and optimizer.class names {table.class_path}."
+        hint = f"what it takes, in [optimizer.options]; optimizer.{said} left out"
+        raise SpecError(message, key=("optimizer", said), hint=hint)
+
+
+def _check_captured_steps(table: ExperimentTable) -> None:
+    """Refuses steps that training does not have."""
+    if table.profile.steps is None:
+        return
+    (first, last), key = table.profile.steps, ("profile", "steps")
+    value, steps = [first, last], table.train.steps
+    if first < 1:
+        raise SpecError("profile.steps counts from 1.", key=key, value=value, hint=f"steps = [1, {max(1, last)}]")
+    if first > last or last > steps:
+        problem = "ends before it begins" if first > last else f"goes beyond the {steps} steps of [train]"
+        hint = f"steps = [{min(first, last, steps)}, {min(max(first, last), steps)}]"
+        raise SpecError(f"profile.steps {problem}.", key=key, value=value, hint=hint)
+
+
+def _check_xla_options(options: Mapping[str, Any]) -> None:
+    """Refuses names that are no option of XLA, and values that no option has."""
+    for name, value in options.items():
+        if not name.startswith("xla_"):
+            hint = f"xla_{name.removeprefix('--').removeprefix('xla_')}"
+            raise SpecError(f"'{name}' is no XLA option.", key=("xla", name), value=value, hint=hint)
+        if not isinstance(value, bool | int | float | str):
+            message = f"xla.{name} must be a string, a number, true or false."
+            raise SpecError(message, key=("xla", name), value=value, hint="one plain value")
+
+
+def _check_replica_axis(section: str, axis: str, known: Mapping[str, int], batch: Sequence[str]) -> None:
+    """Refuses an axis that the mesh does not have, or that does not cut the batch."""
+    key = (section, "axis")
+    if axis not in known:
+        message = f"{section}.axis names mesh axis '{axis}', but the mesh has {', '.join(known)}."
+        raise SpecError(message, key=key, value=axis, hint=did_you_mean(axis, known))
+    if axis not in batch:
+        message = f"{section}.axis = '{axis}' does not cut the batch (act_batch: {', '.join(batch) or 'replicated'})."
+        raise SpecError(message, key=key, value=axis, hint="an axis of act_batch")
+
+
+def _check_rounds(table: ExperimentTable) -> None:
+    """With local SGD everything happens between rounds: what counts steps must count whole ones."""
+    if table.local_sgd is None:
+        return
+    every = table.local_sgd.every
+    if table.compression is not None:
+        message = "local_sgd exchanges parameters once a round, and no gradients that compression could compress."
+        raise SpecError(message, key=("compression", "axis"), hint="one of the two sections")
+    if table.optimizer.memory == "host":
+        message = "local_sgd needs the optimizer's state on the GPU all through a round."
+        raise SpecError(message, key=("optimizer", "memory"), value="host", hint='memory = "device"')
+    counts = {
+        ("train", "steps"): table.train.steps,
+        ("train", "evaluate_every"): table.train.evaluate_every,
+        ("train", "replica_check_every"): table.train.replica_check_every,
+        ("checkpoint", "every"): table.checkpoint.every,
+    }
+    for key, value in counts.items():
+        if value % every:
+            nearest = max(1, round(value / every)) * every
+            message = f"{'.'.join(key)} = {value} is no multiple of the {every} steps of a round (local_sgd.every)."
+            raise SpecError(message, key=key, value=value, hint=f"{key[1]} = {nearest}")
+    first, last = table.profile.steps or (1, every)
+    if (first - 1) % every or last % every:
+        message = f"profile.steps = {[first, last]} does not hold whole rounds of {every} steps (local_sgd.every)."
+        hint = f"steps = [{(first - 1) // every * every + 1}, {-(-last // every) * every}]"
+        raise SpecError(message, key=("profile", "steps"), hint=hint)
+
+
+def _check_division(key: str, value: int, ways: Mapping[str, int]) -> None:
+    """The dim that `[train]` sizes must divide over the mesh axes that shard it, and the batch over micro-batches."""
+    product = math.prod(ways.values())
+    if value % product:
+        parts = " x ".join(f"{name} {size}" for name, size in ways.items())
+        lower, upper = value // product * product, -(-value // product) * product
+        hint = f"{key} = {upper}" + (f" or {lower}" if lower else "")
+        message = f"train.{key} = {value} does not divide by {product} ({parts})."
+        raise SpecError(message, key=("train", key), value=value, hint=hint)
+
+
+def _check_pipeline(
+    table: ExperimentTable, pipeline: PipelineTable, rules: ShardingRules, sizes: Mapping[str, int]
+) -> None:
+    """Refuses an axis that is not there, or that something else uses; sizes that a schedule cannot have; and what
+    exchanges gradients or weights in another way."""
+    axis, count, accumulate = pipeline.axis or "", pipeline.microbatches, table.train.accumulate
+    if axis not in sizes:
+        message = f"pipeline.axis names mesh axis '{axis}', but the mesh has {', '.join(sizes)}."
+        raise SpecError(message, key=("pipeline", "axis"), value=axis, hint=did_you_mean(axis, sizes))
+    _check_pipeline_rules(axis, rules)
+    _check_schedule(pipeline, sizes[axis])
+    if accumulate > 1:
+        message = f"a pipeline adds up its {count} microbatches itself: train.accumulate must be 1."
+        hint = f"train.accumulate = 1 and pipeline.microbatches = {count * accumulate}"
+        raise SpecError(message, key=("train", "accumulate"), value=accumulate, hint=hint)
+    for section in ("local_sgd", "compression"):
+        if (other := getattr(table, section)) is not None:
+            message = f"a pipeline reduces its gradients itself, once a step, so [{section}] has nothing to work on."
+            raise SpecError(message, key=(section, "axis"), value=other.axis, hint="one of the two sections")
+
+
+def _check_pipeline_rules(axis: str, rules: ShardingRules) -> None:
+    """Refuses rules that cut something else over the pipeline's axis, and accumulators that no pipeline cuts."""
+    for table in ("logical", "compute", "gradients", "optimizer"):
+        for logical, axes in (getattr(rules, table) or {}).items():
+            if axis in axes and logical not in ("layers", "vocab"):
+                raise SpecError(
+                    f"the pipeline's axis '{axis}' holds different layers, so it cannot cut {logical} as well.",
+                    key=("rules", table, logical),
+                    value=list(axes),
+                    hint=f"{logical} without '{axis}'",
+                )
+    batch = rules.mapping("activations").get("act_batch", ())
+    for logical, axes in (rules.gradients or {}).items():
+        cut = [a for a in axes if a in batch]
+        if cut:
+            raise SpecError(
+                f"a pipeline reduces gradients over {', '.join(cut)} once a step, so their accumulators are whole: "
+                f"rules.gradients cannot cut {logical} over it.",
+                key=("rules", "gradients", logical),
+                value=list(axes),
+                hint="no rule for it: parameters, moments and reduced gradients are cut all the same",
+            )
+
+
+def _check_schedule(pipeline: PipelineTable, stages: int) -> None:
+    """Refuses virtual stages that the schedule does not have, or that the microbatches do not fill."""
+    chunks, microbatches = pipeline.virtual_stages, pipeline.microbatches
+    if chunks == 1:
+        return
+    if pipeline.schedule in _WITH_CHUNKS:
+        raise SpecError(
+            f"schedule '{pipeline.schedule}' has one virtual stage on each stage, not {chunks}.",
+            key=("pipeline", "schedule"),
+            value=pipeline.schedule,
+            hint=f'schedule = "{_WITH_CHUNKS[pipeline.schedule]}", or virtual_stages = 1',
+        )
+    if microbatches % stages:
+        below, above = microbatches // stages * stages, -(-microbatches // stages) * stages
+        raise SpecError(
+            f"{microbatches} microbatches are not a multiple of the {stages} stages, which {chunks} virtual stages "
+            "need.",
+            key=("pipeline", "microbatches"),
+            value=microbatches,
+            hint=f"microbatches = {below} or {above}" if below else f"microbatches = {above}",
+        )

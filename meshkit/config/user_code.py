@@ -1,29 +1,46 @@
-"""The user's own code, named by import path: found, and what it raises said in terms of the experiment."""
+"""The user's own code, named by import path: found, and what it raises said in terms of the experiment.
+
+    "pkg.mod", folders -> find_folder -> its folder -> check_writers, serve -> importlib imports pkg from there
+
+Each module comes from the one folder that holds it. A folder on `sys.path` answers whoever asks, with whatever lies in
+it: jax looks for plugins in `jax_plugins`, packages for their entry points. Here a folder answers for the module that
+an experiment names, and for what the code that came from there imports itself; everybody else is told that nothing is
+there.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
+import inspect
 import os
+import site
+import stat
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import SOURCE_SUFFIXES, ModuleSpec, PathFinder, all_suffixes
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 from meshkit.config.experiment import Experiment
-from meshkit.config.own_code import check_writers, defined_in, find_folder, is_of_python, serve
-from meshkit.config.shipped import MODELS, is_shipped_name, shipped_folder
-from meshkit.config.site import is_under, listed, read_site
+from meshkit.config.places import MODELS, is_shipped_name, is_under, listed, read_site, shipped_folder
+from meshkit.console import say
 from meshkit.errors import ConfigError, MeshkitError
 from meshkit.redaction import redact
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _LONGEST_MESSAGE = 300
+_IMPORTING = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
+_OF_PYTHON = {*sys.stdlib_module_names, *sys.builtin_module_names, "__main__", "__mp_main__", "test"}
+_MOST_WRAPPERS = 100
+_warned: set[str] = set()
 
 
 @contextmanager
@@ -70,7 +87,7 @@ def load_object(
     """What `"pkg.mod:Name"` names: of an installed package, or of the first of the experiment's folders that holds it.
 
     The models that meshkit ships come last. Python's own modules are refused before anything is imported. Where the
-    site declares roots of models (`meshkit.config.site`), every module on the way lies in one of them or is a shipped
+    site declares roots of models (`meshkit.config.places`), every module on the way lies in one of them or is a shipped
     model, and only they are searched beside what Python finds anyway. `also` names packages on which meshkit rests
     itself, which are as allowed as it is where they are installed.
 
@@ -164,3 +181,204 @@ def raised_by_user(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     refuses = bool(frames) and (frames[-1].line or "").lstrip().startswith("raise ")
     return _user_line(error) if refuses else None
+
+
+def is_of_python(module_name: str) -> bool:
+    """Whether a module is Python's own: its standard library, or built in."""
+    return module_name.partition(".")[0] in _OF_PYTHON
+
+
+def defined_in(found: Any) -> str | None:
+    """The module whose Python code runs when something is called; None for what is no code of a module.
+
+    Looks through partials, decorators and methods: what is called in the end counts.
+    """
+    inner = found
+    for _ in range(_MOST_WRAPPERS):
+        if isinstance(inner, functools.partial):
+            inner = inner.func
+        elif inspect.ismethod(inner):
+            inner = inner.__func__
+        elif not inspect.isclass(inner) and hasattr(inner, "__wrapped__"):
+            inner = inner.__wrapped__
+        else:
+            break
+    if inspect.isbuiltin(inner) or not callable(inner):
+        return None
+    return inner.__module__ if inspect.isclass(inner) or inspect.isfunction(inner) else type(inner).__module__
+
+
+def find_folder(module_name: str, folders: Iterable[Path]) -> Path | None:
+    """The first of the folders that holds a module; None where Python itself finds it, or none of them does.
+
+    What is installed comes first, so that no folder beside an experiment can stand for a package of its name.
+    """
+    top, folders = module_name.partition(".")[0], list(folders)
+    spec = _installed(top)
+    if spec is not None and any(_holds(Path(folder), module_name) for folder in _parents(spec)):
+        return None
+    if folder := next((folder for folder in folders if _holds(folder, module_name)), None):
+        return folder
+    if spec is not None and spec.loader is not None:
+        return None
+    return next((folder for folder in folders if _holds(folder, top) or (folder / top).is_dir()), None)
+
+
+def find_source(module_name: str, folders: Iterable[Path]) -> Path | None:
+    """The Python file of a module that `find_folder` would find; nothing is imported."""
+    folders = list(folders)
+    found = find_folder(module_name, folders)
+    held = [found] if found is not None else [Path(p) for p in _parents(_installed(module_name.partition(".")[0]))]
+    files = (file for folder in held for file in _files(folder, module_name, SOURCE_SUFFIXES))
+    return next((file for file in files if file.is_file()), None)
+
+
+def check_writers(module_name: str, folder: Path | None, at: str | None) -> None:
+    """Stops where anybody may change a module, or put one beside it; says where a group may.
+
+    Args:
+        module_name: the module.
+        folder: that holds it, looked at unless pip installed it; None for one that Python finds.
+        at: where the module is named.
+
+    Raises:
+        ConfigError: its file, a package around it, or the folder that holds it is writable by everybody.
+    """
+    if os.name != "posix":
+        return
+    if folder is None:
+        spec = _installed(module_name.partition(".")[0])
+        folder = next(map(Path, _parents(spec)), None) if spec else None
+    if folder is None or any(folder.is_relative_to(packages) for packages in _package_folders()):
+        return
+    parts = module_name.split(".")
+    inside = [folder.joinpath(*parts[:i]) for i in range(len(parts) + 1)]
+    for path in [*inside, *(inside[-1].with_name(parts[-1] + suffix) for suffix in all_suffixes())]:
+        try:
+            found = path.stat()
+        except OSError:  # a package or a file: one of the two is not there
+            continue
+        if found.st_mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"module '{module_name}' is not loaded: everybody may write {path} (mode "
+                f"{stat.S_IMODE(found.st_mode):04o}).",
+                at=at,
+                hint=f"chmod o-w {path}, once you know what is in it; or a folder that only you can write",
+            )
+        if found.st_mode & stat.S_IWGRP and not _is_private(found.st_uid, found.st_gid) and str(path) not in _warned:
+            _warned.add(str(path))
+            say(f"meshkit: a group may write {path}, from which the module '{module_name}' is loaded; chmod g-w {path}")
+
+
+def serve(module_name: str, folder: Path, at: str | None) -> None:
+    """Lets importlib find a module in a folder, and what the code from there imports.
+
+    Raises:
+        ConfigError: another module of that name is loaded already.
+    """
+    top = module_name.partition(".")[0]
+    loaded = sys.modules.get(top)
+    other = next(iter(_parents(loaded.__spec__)), None) if loaded is not None and loaded.__spec__ else None
+    if other is not None and os.path.realpath(other) != os.path.realpath(folder):
+        raise ConfigError(
+            f"module '{top}' in {folder} cannot be loaded: another one of that name is, from {other}.",
+            at=at,
+            hint="another name for one of the two",
+        )
+    importlib.invalidate_caches()
+    _FINDER.served[top] = folder
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+def child_path() -> str:
+    """PYTHONPATH of a process that shall import what this one does; its command has `-P`, so that nothing comes before.
+
+    No folder of an experiment is in it: a process that loads an experiment finds the code as this one did.
+    """
+    return os.pathsep.join(os.path.abspath(path) for path in sys.path)
+
+
+class _Finder:
+    """Finds top-level modules in the folders that hold the user's code, for that code alone."""
+
+    def __init__(self):
+        self.served: dict[str, Path] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a named module, or of one that lies beside a named one whose code imports it."""
+        if path is not None or is_of_python(name):  # a package finds its modules itself
+            return None
+        folder = self.served.get(name)
+        if folder is None:
+            folder = self.served.get(_importer())
+            found = None if folder is None else _installed(name)
+            if folder is None or (found is not None and found.loader is not None):
+                return None
+        spec = PathFinder.find_spec(name, [str(folder)])
+        if spec is not None:
+            self.served[name] = folder
+            if spec.loader is None:  # a folder without __init__.py: it alone, not all of its name on sys.path
+                spec.submodule_search_locations = [str(folder / name)]
+        return spec
+
+
+_FINDER: Any = _Finder()
+
+
+def _importer() -> str:
+    """The top-level name of the module whose code is importing; empty if there is none."""
+    frame: FrameType | None = sys._getframe(2)  # whoever asked the finder
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        top = name.partition(".")[0]
+        if top not in _IMPORTING:
+            return top
+        frame = frame.f_back
+    return ""
+
+
+def _installed(top: str) -> ModuleSpec | None:
+    """What Python finds under a top-level name without any folder of an experiment; nothing is imported."""
+    for finder in sys.meta_path:
+        if finder is not _FINDER and (spec := finder.find_spec(top, None)) is not None:
+            return spec
+    return None
+
+
+def _parents(spec: ModuleSpec | None) -> list[str]:
+    """The folders that hold a top-level module, by its spec: several for a package without __init__.py."""
+    if spec is None:
+        return []
+    places = list(spec.submodule_search_locations or ()) or ([spec.origin] if spec.has_location and spec.origin else [])
+    return [os.path.dirname(place) for place in places]
+
+
+def _holds(folder: Path, module_name: str) -> bool:
+    """Whether a folder has the file of a module."""
+    return any(os.path.isfile(file) for file in _files(folder, module_name, all_suffixes()))
+
+
+def _files(folder: Path, module_name: str, suffixes: Iterable[str]) -> list[Path]:
+    """The files that a module of a folder may be."""
+    base, suffixes = folder.joinpath(*module_name.split(".")), list(suffixes)
+    return [base.with_name(base.name + suffix) for suffix in suffixes] + [base / f"__init__{s}" for s in suffixes]
+
+
+def _package_folders() -> list[str]:
+    """Where pip installs, whose permissions are those of the installation."""
+    return [*site.getsitepackages(), site.getusersitepackages()]
+
+
+def _is_private(uid: int, gid: int) -> bool:
+    """Whether a group is the one that a user has alone, as many systems give every user."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and not set(group.gr_mem) - {user.pw_name}

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-from meshkit.config.emit import dotted, inline
+from meshkit.config.toml_text import dotted, inline
 from meshkit.errors import ConfigError
 
 Key = tuple[str, ...]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshkit.config.emit import inline, to_toml
+from meshkit.config.toml_text import inline, to_toml
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 scalars = st.one_of(

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshkit.config.emit import inline, key_text, string_text
-from meshkit.config.locate import entries, find_duplicate, locate, split_key
+from meshkit.config.toml_text import entries, find_duplicate, inline, key_text, locate, split_key, string_text
 
 keys = st.one_of(
     st.text("abcXYZ019-_", min_size=1, max_size=4),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from meshkit.config import site
+from meshkit.config import places
 from meshkit.config.experiment import load
-from meshkit.config.site import is_under, read_site
+from meshkit.config.places import is_under, read_site
 from meshkit.config.user_code import load_object
 from meshkit.errors import ConfigError
 
@@ -19,7 +19,7 @@ EXPERIMENT = ROOT / "configs" / "experiments" / "llama_debug_cpu.toml"
 @pytest.fixture(autouse=True)
 def own_site(tmp_path, monkeypatch):
     """No site file but the test's, no variables, and what is imported here is forgotten."""
-    monkeypatch.setattr(site, "SITE_FILE", tmp_path / "site.toml")
+    monkeypatch.setattr(places, "SITE_FILE", tmp_path / "site.toml")
     monkeypatch.delenv("MESHKIT_MODEL_ROOTS", raising=False)
     monkeypatch.delenv("MESHKIT_FILE_ROOTS", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -39,7 +39,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a site's file belongs
 
 
 def test_nothing_declared_allows_everything():
-    assert read_site() == site.Site(None, None)
+    assert read_site() == places.Site(None, None)
     assert load_object("meshkit.units:format_bytes")(0) == "0 B"
 
 
@@ -111,7 +111,7 @@ def test_the_variable_only_narrows_the_site(own_site, tmp_path, monkeypatch):
     for name in ("a/b", "c"):
         (tmp_path / name).mkdir(parents=True)
     declare(own_site, f'model_roots = ["{tmp_path}/a"]\nfile_roots = ["{tmp_path}/c"]\n')
-    assert read_site() == site.Site((tmp_path / "a",), (tmp_path / "c",))
+    assert read_site() == places.Site((tmp_path / "a",), (tmp_path / "c",))
     monkeypatch.setenv("MESHKIT_MODEL_ROOTS", f"{tmp_path}/a/b")
     assert read_site().model_roots == (tmp_path / "a" / "b",)
     for wider in (tmp_path / "c", tmp_path, tmp_path / "a" / ".." / "c"):
@@ -149,7 +149,7 @@ def test_a_site_file_that_others_can_change_is_refused(own_site):
 def test_the_file_in_the_documentation_is_one(own_site):
     page = (ROOT / "docs" / "concepts" / "security.md").read_text(encoding="utf-8")
     declare(own_site, page.split("```toml\n")[1].split("```")[0])
-    assert read_site() == site.Site((Path("/opt/models"),), (Path("/data"), Path("/scratch")))
+    assert read_site() == places.Site((Path("/opt/models"),), (Path("/data"), Path("/scratch")))
 
 
 def test_an_experiment_names_files_in_declared_roots_only(tmp_path, monkeypatch):

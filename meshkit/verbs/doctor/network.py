@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshkit.config.own_code import child_path
+from meshkit.config.user_code import child_path
 from meshkit.distributed.environment import FIRST_PORT, NUM_PORTS, Gang, read_gang, split_address
 from meshkit.distributed.join import bind_address, certificates_of
 from meshkit.distributed.roll_call import Attendance, call_roll, wait_for_name

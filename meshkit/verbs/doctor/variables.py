@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshkit.config.own_code import child_path
+from meshkit.config.user_code import child_path
 from meshkit.distributed.environment import MEMORY_FRACTIONS, read_gang
 from meshkit.errors import MeshkitError
 from meshkit.verbs.doctor.diagnosis import Result, error, failed, ok, warning

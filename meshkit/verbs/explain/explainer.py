@@ -17,10 +17,10 @@ from rich.text import Text
 
 from meshkit.compile.preflight import check_compiler
 from meshkit.config.cluster import Cluster
-from meshkit.config.emit import to_toml
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import ShardingRules
+from meshkit.config.toml_text import to_toml
 from meshkit.errors import ConfigError
 from meshkit.linting.contract import SCALARS, Explained
 from meshkit.linting.examine import Examined, examine, examine_step

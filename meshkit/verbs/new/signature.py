@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshkit.config.own_code import find_source
-from meshkit.config.shipped import is_shipped_name, shipped_folder
+from meshkit.config.places import is_shipped_name, shipped_folder
+from meshkit.config.user_code import find_source
 
 _GIVEN = ("self", "rngs", "parent", "name")  # by meshkit, or by linen
 

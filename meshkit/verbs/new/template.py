@@ -13,10 +13,10 @@ from pydantic.fields import FieldInfo
 
 from meshkit.config.cluster import Cluster, shipped_clusters
 from meshkit.config.document import STDLIB_SOURCE
-from meshkit.config.emit import inline, string_text
+from meshkit.config.places import example_of
 from meshkit.config.rules import PRESETS, ShardingRules
 from meshkit.config.sections import ExperimentTable
-from meshkit.config.shipped import example_of
+from meshkit.config.toml_text import inline, string_text
 from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
 from meshkit.verbs.new.signature import read_signature

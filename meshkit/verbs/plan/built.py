@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding
 
 from meshkit.compile.options import PLAIN
 from meshkit.config.cluster import Cluster
-from meshkit.config.emit import inline
 from meshkit.config.mesh import MeshSpec
+from meshkit.config.toml_text import inline
 from meshkit.errors import MeshkitError
 from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.units import format_bytes

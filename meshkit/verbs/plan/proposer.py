@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.emit import inline
 from meshkit.config.mesh import MeshAxis, MeshSpec
+from meshkit.config.toml_text import inline
 from meshkit.errors import ConfigError
 from meshkit.predict.network import collective_time_s
 from meshkit.report.schema import Report

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from meshkit.config.emit import inline
 from meshkit.config.experiment import Experiment, load
+from meshkit.config.toml_text import inline
 from meshkit.errors import ConfigError
 from meshkit.report.schema import RemedyPart, Report
 from meshkit.units import format_bytes, format_percent, format_seconds

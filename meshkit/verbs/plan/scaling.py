@@ -14,9 +14,9 @@ from typing import Literal
 from pydantic import Field
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.emit import inline
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.mesh import MeshAxis
+from meshkit.config.toml_text import inline
 from meshkit.errors import ConfigError
 from meshkit.report.schema import Part
 from meshkit.verbs.plan.outcome import Outcome

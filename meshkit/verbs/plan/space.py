@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.emit import inline
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.rules import PRESETS, preset_rules
 from meshkit.config.sections import PGLE_OPTION, PREDICTED, RematMix
+from meshkit.config.toml_text import inline
 from meshkit.errors import ConfigError
 
 # Presets that cut parameters over `fsdp` (or nothing) and tensors over `tensor`: "all" says the same with more axes.

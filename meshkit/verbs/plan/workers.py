@@ -27,7 +27,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshkit.compile.scratch import die_with_parent, scratch_folder, start_in
-from meshkit.config.own_code import child_path
+from meshkit.config.user_code import child_path
 from meshkit.errors import MeshkitError
 from meshkit.verbs.plan.outcome import Outcome, outcome_of
 
@@ -281,8 +281,8 @@ def answer(request: str) -> str:
 
 def plan_variant(experiment: str, overrides: Sequence[str], settings: Settings) -> Outcome:
     """The outcome of an experiment file with overrides and settings laid over it; an error is an outcome, too."""
-    from meshkit.config.emit import inline
     from meshkit.config.experiment import load
+    from meshkit.config.toml_text import inline
     from meshkit.verbs.plan.planner import plan_experiment
 
     start = time.perf_counter()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from meshkit.config.cluster import Cluster, shipped_clusters
-from meshkit.config.emit import to_toml
+from meshkit.config.toml_text import to_toml
 from meshkit.discover import LiveProbe, Topology, discover, read_recorded, to_cluster
 from meshkit.discover import check as check_topology
 from meshkit.discover import record as record_bundle

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from meshkit.config.emit import inline
+from meshkit.config.toml_text import inline
 from meshkit.units import format_bytes
 from meshkit.verbs.topo.topo import GpuPart, NicPart, PciePart, TopoReport
 

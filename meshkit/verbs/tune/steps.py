@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.emit import inline
 from meshkit.config.mesh import MeshSpec
+from meshkit.config.toml_text import inline
 from meshkit.console import notebook_line
 from meshkit.errors import ConfigError, RunError
 from meshkit.units import format_seconds

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.emit import inline
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.mesh import MeshAxis
+from meshkit.config.toml_text import inline
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.plan.bounds import Bounds
 from meshkit.verbs.plan.outcome import Outcome
