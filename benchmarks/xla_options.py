@@ -1,6 +1,6 @@
 """What the XLA options that follow from a step are predicted to save: `python -m benchmarks.xla_options`.
 
-Plans each experiment with XLA's own choice, with the pipelining that `meshkit.compile.derived` asks for, with double
+Plans each experiment with XLA's own choice, with the pipelining that `meshkit.compile.choices` asks for, with double
 buffering on top, and with the combine thresholds; prints a Markdown table. The options are forced, also where meshkit
 does not set them of itself; the last column says whether it does. The last row has what meshkit sets, scheduled by
 plan's own prices (`train.pgle = "predicted"`). Nothing of it is measured on a GPU.
@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-from meshkit.compile.derived import derive_options, loop_traffic, options_for
+from meshkit.compile.choices import derive_options, loop_traffic, options_for
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.sections import PREDICTED
 from meshkit.errors import MeshkitError

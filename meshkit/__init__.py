@@ -133,8 +133,9 @@ def __dir__() -> list[str]:
 _MOVED = {
     "meshkit.parallel.balance": "meshkit.parallel.layout",
     "meshkit.parallel.pipeline.sums": "meshkit.parallel.pipeline.manual",
+    "meshkit.step.stages": "meshkit.step.pipelined",
     "meshkit.training.layout": "meshkit.weights.layout",
-    "meshkit.training.stages": "meshkit.step.stages",
+    "meshkit.training.stages": "meshkit.step.pipelined",
     "meshkit.training.weights": "meshkit.weights.files",
 }
 

@@ -16,7 +16,7 @@ import pytest
 from meshkit.cli import main
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.step.sources import open_data
+from meshkit.step.data import open_data
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENT = ROOT / "configs" / "experiments" / "llama_debug_cpu.toml"

@@ -17,7 +17,7 @@ from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.kernels import adapted, kernels_of
 from benchmarks.published.programs import Program, get_program
 from benchmarks.published.rows import measured_step_time_s, read_rows
-from meshkit.compile.loop import predicted_costs
+from meshkit.compile.choices import predicted_costs
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.schedule import Schedule
 from meshkit.predict.assumptions import Assumptions

@@ -13,8 +13,7 @@ from typing import Any
 
 import jax
 
-from meshkit.compile.derived import choices_for
-from meshkit.compile.loop import compile_to_fit
+from meshkit.compile.choices import choices_for, compile_to_fit
 from meshkit.compile.options import (
     CompileChoices,
     Option,
@@ -48,7 +47,7 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class _Executable:
-    """One compile of the step for GPUs; see `loop.CompileAttempt`."""
+    """One compile of the step for GPUs; see `CompileAttempt`."""
 
     program: Any
     chosen: Sequence[Option]

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.compile.preflight import version_of
-from meshkit.compile.private import private_folder, write_whole
 from meshkit.compile.scratch import scratch_folder
-from meshkit.compile.store import DamagedEntry, Store, cache_root, max_bytes
+from meshkit.compile.store import DamagedEntry, Store, cache_root, max_bytes, private_folder, write_whole
 from meshkit.errors import ConfigError
 
 _MAGIC = b"meshkit program 1\n"
@@ -42,7 +41,7 @@ _DISTRIBUTIONS = (
     "nvidia-nvjitlink",
     "nvidia-nvvm",
 )
-_COMPILER = ("compile/child.py", "compile/live.py", "compile/options.py", "hlo/proto.py")
+_COMPILER = ("compile/child.py", "compile/options.py", "hlo/proto.py")
 # Variables by which jax, XLA and its plugins change what they compile.
 _VARIABLES = ("JAX_", "XLA_", "TF_", "MOSAIC_", "TRITON_", "CUDA_", "MESHKIT_XLA_")
 
@@ -135,6 +134,11 @@ def store(folder: Path, key: str, made: KeptProgram) -> None:
 
 def _store(folder: Path) -> Store:
     return Store(folder, max_bytes(), _MAGIC)
+
+
+def profile_text(costs: Mapping[str, float]) -> str:
+    """Seconds of instructions as the text form of `tensorflow.profiler.ProfiledInstructionsProto`."""
+    return "".join(f'costs {{ name: "{name}" cost_us: {s * 1e6:.6g} }}\n' for name, s in sorted(costs.items()))
 
 
 @contextlib.contextmanager

@@ -30,8 +30,16 @@ import jax
 from jax._src import compilation_cache, compiler
 from jax._src.compilation_cache_interface import CacheInterface
 
-from meshkit.compile.private import HeldFolder, NotPrivate, hold_private, seal_key
-from meshkit.compile.store import DamagedEntry, Store, cache_root, max_bytes
+from meshkit.compile.store import (
+    DamagedEntry,
+    HeldFolder,
+    NotPrivate,
+    Store,
+    cache_root,
+    hold_private,
+    max_bytes,
+    seal_key,
+)
 from meshkit.errors import ConfigError
 
 _SETTINGS = {

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 
 from meshkit.compile import cache
-from meshkit.compile.loop import compile_to_fit
+from meshkit.compile.choices import compile_to_fit
 from meshkit.compile.lowering import export_for_cuda, target_config, topology_name
 from meshkit.compile.options import (
     PLAIN,

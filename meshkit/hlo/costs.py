@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshkit.hlo.shapes import Shape, dtype_bits, shape_of
+from meshkit.hlo.instructions import Shape, dtype_bits, shape_of
 
 SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element"}

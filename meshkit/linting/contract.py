@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshkit.compile.program import CompiledProgram
+from meshkit.hlo.instructions import dtype_bits
 from meshkit.hlo.module import Schedule
 from meshkit.hlo.schedule import Collective
-from meshkit.hlo.shapes import dtype_bits
 from meshkit.linting.findings import Finding
 from meshkit.sharding.strategy import SCALAR_BYTES, Axes, Payload, Strategy
 from meshkit.units import format_bytes

@@ -20,8 +20,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 from rich.console import Console
 
-from meshkit.compile.lowering import lowering_for
-from meshkit.compile.modules import traceable
+from meshkit.compile.lowering import lowering_for, traceable
 from meshkit.compile.options import CompileChoices
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster

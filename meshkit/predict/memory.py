@@ -18,9 +18,9 @@ from typing import Any
 from meshkit.config.catalog import reserved
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import custom_call_target, opcode
+from meshkit.hlo.instructions import Shape, shape_of
 from meshkit.hlo.module import Schedule
 from meshkit.hlo.schedule import Collective
-from meshkit.hlo.shapes import Shape, shape_of
 
 _ATTENTION_BACKWARD = re.compile(r"fmha.*Backward")
 _POINT_TO_POINT = ("all-to-all", "ragged-all-to-all", "collective-permute")

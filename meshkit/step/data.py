@@ -1,5 +1,9 @@
 """Examples -> sharded device batches, a function of the step number alone.
 
+    text, JSONL -> tokens (bytes, or the ids of `data.tokenizer`) -> windows
+    token files -> memory-mapped windows, or rows
+    "pkg.mod:fn" -> examples by index; or a stream, which is replayed wherever a run resumes
+
     examples (random access) -> shuffled, endless index -> rows of this process -> device batches, prefetched
     a stream -> replayed up to the step -> the same
 
@@ -10,26 +14,384 @@ step, resumes the data exactly, on any number of machines.
 from __future__ import annotations
 
 import itertools
+import json
+import sysconfig
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from meshkit.config.bounded import short
 from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
-from meshkit.config.user_code import describe_error
-from meshkit.errors import MeshkitError, RunError
+from meshkit.config.user_code import describe_error, load_function, user_code
+from meshkit.errors import ConfigError, MeshkitError, RunError
 from meshkit.sharding.constrain import partition_spec
 from meshkit.sharding.mesh import AnyMesh
-from meshkit.step.sources import Examples, Stream, abstract_example
 
 _PREFETCHED_BATCHES = 2
+STDLIB = "python-stdlib"  # the source code of the running Python's own library: real text that every machine has
+_TOKEN_DTYPES = {".bin": "<u2", ".u8": "u1", ".u16": "<u2", ".u32": "<u4"}
+_TEXT_SUFFIXES = (".txt", ".jsonl")
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
+_CHUNK_TOKENS = 1 << 24
+_MOST_CHUNKS = 64  # a corpus of more than a billion tokens is sampled, evenly
+_MOST_ID = 2**31 - 1
+
+
+class Examples(Protocol):
+    """Random access to examples, each a dict of arrays with fixed shapes; what `"pkg.mod:fn"` returns."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Training examples that are the rows of an array of ids: row i predicts its tokens 1 ... T from those before."""
+
+    ids: np.ndarray  # [rows, T + 1], possibly memory-mapped
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        row = np.asarray(self.ids[index], np.int32)
+        return {"tokens": row[:-1], "targets": row[1:], "weights": np.ones(len(row) - 1, np.float32)}
+
+
+def windows(tokens: np.ndarray, length: int) -> np.ndarray:
+    """A sequence of tokens as rows of `length` + 1, each from the last token of the one before: a view."""
+    if len(tokens) <= length:
+        return tokens[:0].reshape(0, length + 1)
+    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Some of the examples, by index."""
+
+    examples: Examples
+    indices: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        return self.examples[int(self.indices[index])]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Examples that come one after the other, in the same order whenever they are made with the same seed."""
+
+    make: Callable[[int], Iterable[Mapping[str, Any]]]  # of a seed
+    seed: int
+
+    def after(self, count: int) -> Iterator[Mapping[str, Any]]:
+        """The examples behind the first `count`, which are made once more and left out; a stream that ends is made anew
+        with the next seed.
+
+        Raises:
+            RunError: it ends before its first example.
+        """
+        return itertools.islice(self._endless(), count, None)
+
+    def _endless(self) -> Iterator[Mapping[str, Any]]:
+        for epoch in itertools.count():
+            example = None
+            for example in self.make(self.seed + epoch):
+                yield example
+            if example is None:
+                raise RunError(f"the stream of examples is empty with seed {self.seed + epoch}.")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Both splits of a source, and what is known about it."""
+
+    train: Split | Stream
+    validation: Examples
+    unigram_entropy_nats: float | None
+    """Entropy of the token frequencies: the loss of the best model without context. None where there are no tokens."""
+
+
+def open_data(experiment: Experiment) -> Data:
+    """The experiment's data.
+
+    Every k-th window or example (k = 1 / `validation_fraction`) is held out, so that both splits see all of the text.
+    Of a stream nothing is.
+
+    Raises:
+        ConfigError: nothing there, too few tokens for one window in each split, or nothing to evaluate on.
+    """
+    fraction, length, entropy = experiment.data.validation_fraction, experiment.train.sequence_length, None
+    every = max(2, round(1 / fraction)) if fraction > 0 else 0
+    if is_token_source(experiment.data.source):
+        tokens = open_tokens(experiment)
+        examples = Rows(tokens if tokens.ndim == 2 else windows(tokens, length))
+        if len(examples) < max(1, every):
+            unit, hint = ("rows", "more rows") if tokens.ndim == 2 else ("tokens", "a shorter train.sequence_length")
+            raise experiment.error(
+                "data.source",
+                f"the source has {len(tokens)} {unit}, too few for {max(1, every)} examples of {length} tokens.",
+                hint=f"{hint}, or data.validation_fraction = 0" if every else hint,
+            )
+        entropy = unigram_entropy_nats(tokens)
+    else:
+        examples = _load_examples(experiment)
+    if isinstance(examples, Stream):
+        data = Data(examples, Rows(np.zeros((0, length + 1), np.int32)), None)
+        at, hint = "train.evaluate_every", "train.evaluate_every = 0, or a source with __len__ and __getitem__"
+        message = f"{experiment.data.source} is a stream, of which nothing can be held out to evaluate on."
+    else:
+        indices = np.arange(len(examples))
+        held_out = indices % every == every - 1 if every else np.zeros(len(indices), bool)
+        data = Data(Split(examples, indices[~held_out]), Split(examples, indices[held_out]), entropy)
+        at, hint = "data.validation_fraction", "a larger share or more examples, or train.evaluate_every = 0"
+        message = f"nothing is held out to evaluate on: {fraction:g} of {len(examples)} examples."
+    if experiment.train.evaluate_every and not len(data.validation):
+        raise experiment.error(at, message, hint=hint)
+    return data
+
+
+def is_token_source(source: str) -> bool:
+    """Whether a source is tokens (the standard library, a folder, a file), not `"pkg.mod:fn"`."""
+    return source == STDLIB or ":" not in source or Path(source).exists()
+
+
+def open_tokens(experiment: Experiment) -> np.ndarray:
+    """The tokens of the experiment's source: of text its bytes as uint8, or what `data.tokenizer` makes of it as int32;
+    of a token file the memory-mapped array.
+
+    A token file is `.npy` (also [rows, T + 1] ids), or raw little-endian integers: `.u8`, `.u16` (also `.bin`), `.u32`.
+
+    Raises:
+        ConfigError: no such file, an empty folder, a file of another kind, or a tokenizer that gives no ids.
+    """
+    source = experiment.data.source
+    if source == STDLIB:
+        return _text_tokens(experiment, (path.read_bytes() for path in stdlib_files()))
+    path = Path(source)
+    if path.is_dir():
+        hidden = lambda p: any(part.startswith(".") for part in p.relative_to(path).parts)
+        files = (p for p in sorted(path.rglob("*")) if p.is_file() and not hidden(p))
+        tokens = _text_tokens(experiment, (p.read_bytes() for p in files))
+        if not len(tokens):
+            raise experiment.error("data.source", f"the folder {path} has no text files.")
+        return tokens
+    if not path.is_file():
+        raise experiment.error("data.source", f"there is no file or folder {path}.", hint=f'"{STDLIB}"')
+    if path.suffix in _TEXT_SUFFIXES:
+        documents = _json_documents(experiment, path) if path.suffix == ".jsonl" else [path.read_bytes()]
+        return _text_tokens(experiment, documents)
+    if experiment.data.tokenizer is not None:
+        raise experiment.error(
+            "data.tokenizer", f"a tokenizer reads text, and {path} is a file of tokens.", hint="data.tokenizer = none"
+        )
+    if path.suffix == ".npy":
+        return _mapped_array(experiment, path)
+    if path.suffix not in _TOKEN_DTYPES:
+        known = ", ".join((".npy", *_TOKEN_DTYPES, *_TEXT_SUFFIXES))
+        raise experiment.error("data.source", f"{path} is not a token file.", hint=f"a folder, or one of {known}")
+    dtype = np.dtype(_TOKEN_DTYPES[path.suffix])
+    if not path.stat().st_size or path.stat().st_size % dtype.itemsize:
+        raise experiment.error("data.source", f"{path} has {path.stat().st_size} bytes, not whole {dtype} tokens.")
+    return np.memmap(path, dtype, mode="r")
+
+
+def _mapped_array(experiment: Experiment, path: Path) -> np.ndarray:
+    """The ids of a `.npy` file: one row that is cut into windows, or a row of T + 1 for each example."""
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError) as error:
+        raise experiment.error("data.source", f"{path} cannot be read as .npy: {error}.") from error
+    if tokens.ndim not in (1, 2) or not np.issubdtype(tokens.dtype, np.integer):
+        raise experiment.error("data.source", f"{path} holds {tokens.dtype}{list(tokens.shape)}, not rows of ids.")
+    if tokens.ndim == 2 and tokens.shape[1] != experiment.train.sequence_length + 1:
+        raise experiment.error(
+            "data.source",
+            f"{path} has rows of {tokens.shape[1]} ids; an example of {experiment.train.sequence_length} tokens takes "
+            "one more, the last target.",
+            hint=f"train.sequence_length = {tokens.shape[1] - 1}",
+        )
+    return tokens
+
+
+def stdlib_files() -> list[Path]:
+    """Source files of the standard library, without its tests, in the order of their paths inside it."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = (p.relative_to(root) for p in root.rglob("*.py"))
+    return [root / p for p in sorted(files, key=Path.as_posix) if not _SKIPPED_FOLDERS.intersection(p.parts)]
+
+
+def _json_documents(experiment: Experiment, path: Path) -> Iterator[bytes]:
+    """The text of each line's object, and a line break behind it."""
+    key = experiment.data.text_field or "text"
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                raise experiment.error("data.source", f"line {number} of {path} is no JSON.") from None
+            text = record.get(key) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                items = record.items() if isinstance(record, dict) else ()
+                known = [short(name, 20) for name, value in items if isinstance(value, str)]
+                raise experiment.error(
+                    "data.source",
+                    f"line {number} of {path} has no text under '{key}'.",
+                    hint=f'data.text_field = "{known[0]}"' if known else 'lines such as {"text": "..."}',
+                )
+            yield text.encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _text_tokens(experiment: Experiment, documents: Iterable[bytes]) -> np.ndarray:
+    """All documents one after the other; those that hold a NUL byte are no text and are left out."""
+    texts = (text for text in documents if b"\0" not in text)
+    name = experiment.data.tokenizer
+    if name is None:
+        return np.frombuffer(b"".join(texts), np.uint8)
+    tokenize = load_function(experiment, "data.tokenizer", name)
+    pieces = []
+    for text in texts:
+        with user_code(experiment, "data.tokenizer", name, hint="it is called with a str and returns its ids"):
+            ids = np.asarray(tokenize(text.decode("utf-8", "replace")))
+        if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > _MOST_ID)):
+            raise experiment.error(
+                "data.tokenizer",
+                f"{name} gave {ids.dtype}{list(ids.shape)}, not a row of ids from 0.",
+                hint="a list of ints, such as tokenizer.encode(text)",
+            )
+        pieces.append(ids.astype(np.int32))
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+
+
+def unigram_entropy_nats(tokens: np.ndarray, limit: int = 1 << 26) -> float:
+    """-sum p log p of the token frequencies, over at most the first `limit` tokens."""
+    first = tokens.ravel(order="K")[:limit]
+    few = first.dtype.kind == "u" and first.dtype.itemsize <= 2
+    counts = np.bincount(first) if few else np.unique(first, return_counts=True)[1]
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def check_tokens(experiment: Experiment, data: Data, model: Any) -> None:
+    """Compares the token ids of the data with the (abstract) model's vocab, if it says it: `config.vocab` or `vocab`.
+
+    Raises:
+        ConfigError: an id that the model has no row for; look-ups would clamp it in silence.
+    """
+    vocab = getattr(getattr(model, "config", model), "vocab", None)
+    rows = data.train.examples if isinstance(data.train, Split) else None
+    if not isinstance(rows, Rows) or not isinstance(vocab, int):
+        return
+    if rows.ids.dtype.kind == "u" and np.iinfo(rows.ids.dtype).max < vocab:
+        return
+    smallest, largest = _token_range(rows.ids)
+    if smallest < 0 or largest >= vocab:
+        wrong = smallest if smallest < 0 else largest
+        raise experiment.error(
+            "data.source",
+            f"the data has token id {wrong}, but the vocab of {experiment.model.class_path} is {vocab}.",
+            hint=f"model.vocab = {largest + 1}" if smallest >= 0 else "a token file of ids from 0",
+        )
+
+
+def _token_range(rows: np.ndarray) -> tuple[int, int]:
+    """Smallest and largest id, chunk by chunk, so that a memory-mapped corpus never has to fit."""
+    each = max(1, _CHUNK_TOKENS // rows.shape[1])
+    count = min(_MOST_CHUNKS, -(-len(rows) // each))
+    last = max(0, len(rows) - each)
+    starts = [round(last * k / max(1, count - 1)) for k in range(count)]
+    chunks = [rows[start : start + each] for start in starts]
+    return min(int(c.min()) for c in chunks), max(int(c.max()) for c in chunks)
+
+
+def abstract_example(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of one example of `[data] source`. Opens no corpus, so a plan needs no data.
+
+    Raises:
+        ConfigError: the user's own source raises, or gives no examples.
+    """
+    length = experiment.train.sequence_length
+    if is_token_source(experiment.data.source):
+        row = jax.ShapeDtypeStruct((length,), np.int32)
+        return {"tokens": row, "targets": row, "weights": row.update(dtype=np.float32)}
+    examples = _load_examples(experiment)
+    example = _first(experiment, examples) if isinstance(examples, Stream) else _read_example(experiment, examples, 0)
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in example.items()}
+
+
+def _load_examples(experiment: Experiment) -> Examples | Stream:
+    """What `data.source = "pkg.mod:fn"` returns when called with `seed=` and `experiment=`; first and last are read.
+
+    A sequence has `__len__` and `__getitem__`; anything else that can be iterated is a stream.
+    """
+    at, name = experiment.where("data.source"), experiment.data.source
+    make = load_function(experiment, "data.source", name)
+    with user_code(
+        experiment, "data.source", name, hint=f"the line it names; {name} is called with seed and experiment"
+    ):
+        examples: Any = make(seed=experiment.data.seed, experiment=experiment)
+    if not hasattr(examples, "__getitem__") or not hasattr(examples, "__len__"):
+        if hasattr(examples, "__iter__"):
+            stream = Stream(lambda seed: make(seed=seed, experiment=experiment), experiment.data.seed)
+            _first(experiment, stream)
+            return stream
+        given = type(examples).__name__
+        raise ConfigError(
+            f"{name} gave a {given}: it must return a sequence with __len__ and __getitem__, or an iterable.", at=at
+        )
+    with user_code(experiment, "data.source", name):
+        count = len(examples)
+    if not count:
+        raise ConfigError(f"{name} gave no examples: it must return a non-empty sequence.", at=at)
+    first, last = ({k: v.shape for k, v in _read_example(experiment, examples, i).items()} for i in (0, count - 1))
+    if first != last:
+        raise ConfigError(f"the first example of {name} has {first}, the last one {last}.", at=at)
+    return examples
+
+
+def _first(experiment: Experiment, stream: Stream) -> dict[str, np.ndarray]:
+    """The first example of a stream. Raises ConfigError where it has none."""
+    name = experiment.data.source
+    with user_code(experiment, "data.source", name):
+        example = next(iter(stream.make(stream.seed)), None)
+    if example is None:
+        raise experiment.error("data.source", f"{name} gave no examples: the iterable is empty.")
+    return _arrays(experiment, f"the first example of {name}", example)
+
+
+def _read_example(experiment: Experiment, examples: Examples, index: int) -> dict[str, np.ndarray]:
+    """One example as arrays. Raises ConfigError where it is no dict of numbers."""
+    name = f"example {index} of {experiment.data.source}"
+    with user_code(experiment, "data.source", name):
+        example = examples[index]
+    return _arrays(experiment, name, example)
+
+
+def _arrays(experiment: Experiment, name: str, example: Any) -> dict[str, np.ndarray]:
+    """An example's values as arrays. Raises ConfigError where it is no dict of numbers."""
+    if not isinstance(example, Mapping) or not example or not all(isinstance(key, str) for key in example):
+        given = type(example).__name__ if not isinstance(example, Mapping) else f"dict with keys {list(example)}"
+        raise experiment.error("data.source", f"{name} is a {given}, not a dict of named arrays.")
+    with user_code(experiment, "data.source", name):
+        arrays = {key: np.asarray(value) for key, value in example.items()}
+    for key, value in arrays.items():
+        if value.dtype.kind not in "biuf" and not jax.numpy.issubdtype(value.dtype, jax.numpy.number):
+            raise experiment.error("data.source", f"'{key}' in {name} is {value.dtype}, not an array of numbers.")
+    return arrays
 
 
 def abstract_batch(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> dict[str, jax.ShapeDtypeStruct]:

@@ -36,8 +36,8 @@ from meshkit.sharding import shardings
 from meshkit.sharding.constrain import partition_spec, spec_axes
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import kept_spec
+from meshkit.step.data import abstract_example
 from meshkit.step.loss import find_loss
-from meshkit.step.sources import abstract_example
 
 LAYERS = "layers"  # a model's attribute, and the key of its parameters, that a pipeline cuts into stages
 HOST_MEMORY = "pinned_host"  # as jax calls memory of the host that the GPU reaches by itself

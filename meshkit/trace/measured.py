@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshkit.compile.loop import profile_text
+from meshkit.compile.cache import profile_text
 from meshkit.config import calibration
 from meshkit.config.bounded import write_file
 from meshkit.config.calibration import Calibration, Fit, MeasuredOn, Rates

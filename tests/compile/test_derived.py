@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import meshkit as mk
-from meshkit.compile.derived import (
+from meshkit.compile.choices import (
     LoopTraffic,
     derive_options,
     half_bandwidth_bytes,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 import meshkit as mk
-from meshkit.compile.loop import ROUNDS, compile_to_fit, predicted_costs, without_path
+from meshkit.compile.choices import ROUNDS, compile_to_fit, predicted_costs, without_path
 from meshkit.compile.options import CompileChoices, Option
 from meshkit.config.experiment import load
 from meshkit.config.sections import PGLE_OPTION, PREDICTED

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshkit.compile.attached import compile_step
-from meshkit.compile.loop import ROUNDS
+from meshkit.compile.choices import ROUNDS
 from meshkit.config.experiment import load
 from meshkit.config.sections import PGLE_OPTION
 from meshkit.hlo.module import load_module

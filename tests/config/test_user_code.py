@@ -15,8 +15,7 @@ from meshkit.config.experiment import load
 from meshkit.config.sections import ModelTable
 from meshkit.errors import ConfigError, RunError
 from meshkit.sharding import build_mesh
-from meshkit.step.data import Batches, abstract_batch
-from meshkit.step.sources import check_tokens, open_data
+from meshkit.step.data import Batches, abstract_batch, check_tokens, open_data
 from meshkit.step.state import describe_model
 from meshkit.step.train_step import make_train_step
 

@@ -6,8 +6,8 @@ import pytest
 
 from meshkit.config.mesh import Placement
 from meshkit.hlo.costs import _CALL_BATCH, _CALL_CONTRACTED, _SCORES, sort_passes
+from meshkit.hlo.instructions import Shape
 from meshkit.hlo.module import parse_hlo, read_schedule
-from meshkit.hlo.shapes import Shape
 
 FILE = Path(__file__).parent.parent / "data" / "hlo" / "costs.hlo"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshkit.hlo.shapes import Shape, parse_shape
+from meshkit.hlo.instructions import Shape, parse_shape
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_objects_and_text_agree_on_a_compiled_module():
     import jax
     import jax.numpy as jnp
 
-    from meshkit.hlo.shapes import shape_of
+    from meshkit.hlo.instructions import shape_of
 
     compiled = jax.jit(lambda x: jax.lax.scan(lambda c, y: (c @ y, c.sum()), x, jnp.ones((3, 8, 8)))).lower(
         jnp.ones((8, 8))

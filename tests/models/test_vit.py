@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.sharding import build_mesh
-from meshkit.step.sources import open_data
+from meshkit.step.data import open_data
 from meshkit.step.train_step import make_train_step
 from models.vit import PRESETS, ViT, classification_loss
 

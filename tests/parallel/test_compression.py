@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.parallel.compression import BLOCK, SMALLEST_BYTES, WIRES, Exchange, wire_elements, zero_residuals
-from meshkit.step.gradients import MicroBatches, reduce_replicas
+from meshkit.step.loss import MicroBatches, reduce_replicas
 
 SPECS = {"kernel": PartitionSpec("fsdp", None), "scale": PartitionSpec(None)}
 SHAPES = {"kernel": (24, 70), "scale": (6,)}  # 24 / 2 x 70 = 840 elements a shard: no multiple of 2 or 4 blocks

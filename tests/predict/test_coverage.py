@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import meshkit as mk
-from meshkit.compile.derived import LIMIT
+from meshkit.compile.choices import LIMIT
 from meshkit.compile.options import Option
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost

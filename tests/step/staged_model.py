@@ -1,4 +1,4 @@
-"""A model of nobody in particular with the methods that a pipeline needs, and dropout; see meshkit.step.stages."""
+"""A model of nobody in particular with the methods that a pipeline needs, and dropout; see meshkit.step.pipelined."""
 
 from __future__ import annotations
 

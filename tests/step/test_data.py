@@ -13,8 +13,16 @@ import pytest
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, RunError
 from meshkit.sharding import build_mesh
-from meshkit.step.data import Batches, abstract_batch
-from meshkit.step.sources import Rows, open_data, open_tokens, stdlib_files, unigram_entropy_nats, windows
+from meshkit.step.data import (
+    Batches,
+    Rows,
+    abstract_batch,
+    open_data,
+    open_tokens,
+    stdlib_files,
+    unigram_entropy_nats,
+    windows,
+)
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 

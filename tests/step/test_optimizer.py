@@ -10,8 +10,8 @@ from flax import nnx
 
 from meshkit.config.sections import OptimizerTable
 from meshkit.step.loss import cross_entropy
-from meshkit.step.optimizer import make_adamw, make_schedule
 from meshkit.step.program import count_model_flops
+from meshkit.step.train_step import make_adamw, make_schedule
 from models.llama import Llama
 
 

@@ -10,7 +10,7 @@ import pytest
 import meshkit as mk
 from meshkit.cli import main
 from meshkit.config.experiment import load
-from meshkit.step.optimizer import make_optimizer
+from meshkit.step.train_step import make_optimizer
 
 OWN = """
 import optax

@@ -34,8 +34,8 @@ from meshkit.distributed.agreement import Agreement
 from meshkit.errors import ConfigError, RunError, TraceError
 from meshkit.runs.owner import RunOwner, is_owned
 from meshkit.sharding.resolve import path_name
+from meshkit.step.data import Data, Stream
 from meshkit.step.pipelined import Arrangement
-from meshkit.step.sources import Data, Stream
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.manifest import (
     MANIFEST,

@@ -68,8 +68,8 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
     from flax import nnx
 
     from meshkit.sharding.mesh import use_no_accelerator
-    from meshkit.step.optimizer import make_optimizer
     from meshkit.step.state import describe_model
+    from meshkit.step.train_step import make_optimizer
 
     use_no_accelerator()  # the model without its arrays needs no GPU, and a GPU's memory is not ours to take
     try:

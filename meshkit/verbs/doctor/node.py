@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshkit.compile.preflight import check_compiler, version_of
-from meshkit.compile.private import private_folder
-from meshkit.compile.store import cache_root
+from meshkit.compile.store import cache_root, private_folder
 from meshkit.config.places import listed, read_site
 from meshkit.discover.machine import discover
 from meshkit.discover.probe import Probe

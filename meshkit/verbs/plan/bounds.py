@@ -27,10 +27,9 @@ from meshkit.config.sections import RematMix
 from meshkit.errors import ConfigError
 from meshkit.predict.kernels import compute_peak_flops, memory_bytes_per_s
 from meshkit.sharding.resolve import Placed, placements
-from meshkit.step.gradients import deferred_axes
-from meshkit.step.pipelined import arrange_description, find_stack
+from meshkit.step.loss import deferred_axes
+from meshkit.step.pipelined import arrange_description, check_model, find_stack
 from meshkit.step.program import count_model_flops
-from meshkit.step.stages import check_model
 from meshkit.step.state import ModelDescription, describe_model
 from meshkit.verbs.plan.proposer import CollectivePrices, group_shape
 

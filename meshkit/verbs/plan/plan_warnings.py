@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshkit.compile.derived import LIMIT, NO_LIMIT
+from meshkit.compile.choices import LIMIT, NO_LIMIT
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.schedule import Schedule

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from meshkit.compile.derived import choices_for
-from meshkit.compile.live import CARRIED, FORWARD, OTHER
-from meshkit.compile.lowering import on_own_stack
-from meshkit.compile.modules import traceable
+from meshkit.compile.child import CARRIED, FORWARD, OTHER
+from meshkit.compile.choices import choices_for
+from meshkit.compile.lowering import on_own_stack, traceable
 from meshkit.compile.options import PLAIN, CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.cluster import Cluster

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshkit.compile.derived import choices_for
+from meshkit.compile.choices import choices_for
 from meshkit.compile.preflight import version_of
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config import calibration, catalog

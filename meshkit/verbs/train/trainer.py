@@ -43,9 +43,8 @@ from meshkit.runs.owner import RunOwner, take_run
 from meshkit.runs.phases import Phases
 from meshkit.runs.sinks import check_sinks
 from meshkit.sharding import build_mesh
-from meshkit.step.data import Batches
+from meshkit.step.data import Batches, Data, Stream, check_tokens, open_data
 from meshkit.step.facts import StepFacts
-from meshkit.step.sources import Data, Stream, check_tokens, open_data
 from meshkit.step.state import TrainState
 from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from meshkit.compile.live import live_bytes
+from meshkit.compile.child import live_bytes
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.config.mesh import Placement
+from meshkit.hlo.instructions import Shape
 from meshkit.hlo.module import Instruction, Schedule, parse_hlo
 from meshkit.hlo.proto import ModuleAttributes
 from meshkit.hlo.schedule import Collective
-from meshkit.hlo.shapes import Shape
 from meshkit.predict.memory import cudnn_workspace_bytes, nccl_bytes, reserved_memory
 from meshkit.step.facts import StepFacts
 from meshkit.verbs.plan import remedies

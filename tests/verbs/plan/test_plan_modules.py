@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
-from meshkit.compile.modules import over_arrays
+from meshkit.compile.lowering import over_arrays
 from meshkit.verbs.plan.planner import make_plan
 
 RULES = mk.ShardingRules({}, auto={"axis": "fsdp", "min_bytes": 0})

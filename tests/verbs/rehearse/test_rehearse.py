@@ -15,7 +15,7 @@ from jax.profiler import ProfileData
 
 from meshkit.cli import main
 from meshkit.compile.attached import compile_step
-from meshkit.compile.derived import derive_options
+from meshkit.compile.choices import derive_options
 from meshkit.compile.options import CompileChoices, chosen_options
 from meshkit.compile.program import compile_absent
 from meshkit.config import calibration
