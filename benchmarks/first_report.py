@@ -1,15 +1,18 @@
-"""Minutes from an empty folder to the first report, for somebody who has the wheel alone.
+"""What a stranger waits for: seconds and megabytes of every command, from the wheel alone and from a clone.
 
 `python -m benchmarks.first_report` builds the wheel, downloads it with what `[plan]` needs, installs that in a new
-environment, and works in an empty folder with an empty HOME: an experiment of its own, then the guide's program about a
-model of somebody else's. Writes first_report.md beside this file.
+environment, and works in an empty folder with an empty HOME: README's commands, then the guide's program about a model
+of somebody else's. `python -m benchmarks.first_report --clone` clones this repository's HEAD and runs README's two
+commands there. Either writes its section of first_report.md beside this file.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -17,7 +20,18 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PAGE = Path(__file__).with_suffix(".md")
 GUIDE = ROOT / "docs" / "guides" / "use-in-your-flax-model.md"
+QUIET = ["-qq", "--disable-pip-version-check"]
+HEADINGS = {"wheel": "## From the wheel, in an empty folder", "clone": "## From a clone"}
+# What a command printed that a reader would look for.
+SAID = (
+    r"nothing looks wrong",
+    r"^step +[\d.]+ [mu]?s(?: .*)?$",
+    r"loss [\d.]+ nats per token",
+    r"\d+ passed.*",
+    r"^wrote .*",
+)
 
 
 def guides_program() -> str:
@@ -27,64 +41,128 @@ def guides_program() -> str:
     return 'import meshkit as mk\n\nmk.prepare_platform(mk.Cluster.load("cpu8"))\n' + program[1]
 
 
-def main() -> None:
-    """Runs each command once, and prints its seconds."""
-    rows: list[tuple[str, float, str]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        home, empty, wheels = (Path(folder, name) for name in ("home", "empty", "wheels"))
-        for made in (home, empty, wheels):
-            made.mkdir()
-        (empty / "theirs.py").write_text(guides_program(), encoding="utf-8")
-        bin_ = Path(folder, "venv", "bin")
-        path = f"{bin_}{os.pathsep}{os.environ['PATH']}"
-        pip_settings = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "LANG"))}
+def readmes_commands() -> list[str]:
+    """What README says works in an empty folder."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"^(meshkit .*?) +#", text.split("in an empty folder", 1)[1].split("\n## ")[0], re.MULTILINE)
 
-        def run(what: str, command: list[str], note: str = "") -> None:
-            start = time.perf_counter()
-            environment = {"HOME": str(home), "PATH": path, **pip_settings}
-            done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=False)
-            seconds = time.perf_counter() - start
-            if done.returncode:
-                sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-            rows.append((what, seconds, note))
-            print(f"{seconds:6.1f} s  {what}", flush=True)
 
-        quiet = ["-qq", "--disable-pip-version-check"]
-        build = [sys.executable, "-m", "pip", "wheel", *quiet, "--no-deps", "-w", str(wheels), str(ROOT)]
-        subprocess.run(build, check=True)
-        (wheel,) = wheels.iterdir()
-        wanted = ["-c", str(ROOT / "constraints.txt"), f"{wheel}[plan]"]
-        run(
-            "`pip download 'meshkit[plan]'`",
-            [sys.executable, "-m", "pip", "download", *quiet, "-d", str(wheels), *wanted],
+def said(output: str) -> str:
+    """The part of an output that answers, or nothing."""
+    for pattern in SAID:
+        if found := re.findall(pattern, output, re.MULTILINE):
+            return " ".join(found[-1].split())
+    return ""
+
+
+def megabytes(folder: Path) -> str:
+    """What lies in a folder of downloads."""
+    files = list(folder.iterdir())
+    return f"{sum(file.stat().st_size for file in files) / 1e6:.0f} MB in {len(files)} files"
+
+
+class Log:
+    """Commands in a fresh HOME, each with its seconds, and what it said."""
+
+    def __init__(self, home: Path, folder: Path, path: str) -> None:
+        self.folder, self.rows = folder, list[tuple[str, float, float, str]]()
+        kept = {key: value for key, value in os.environ.items() if key.startswith(("PIP_", "LANG"))}
+        self.environment = {"HOME": str(home), "PATH": path, **kept}
+
+    def run(self, shown: str, command: list[str], note: str = "") -> None:
+        """Runs it once; a failure ends the record."""
+        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
         )
-        megabytes = sum(file.stat().st_size for file in wheels.iterdir()) / 1e6
-        rows[-1] = (*rows[-1][:2], f"{megabytes:.0f} MB in {len(list(wheels.iterdir()))} wheels")
-        run("`python -m venv`", [sys.executable, "-m", "venv", str(bin_.parent)])
-        offline = ["--no-index", "--find-links", str(wheels)]
-        run(
-            "`pip install`, from those files", [str(bin_ / "python"), "-m", "pip", "install", *quiet, *offline, *wanted]
-        )
-        run("`meshkit new --out mine.toml`", ["meshkit", "new", "--out", "mine.toml"])
-        plan = ["meshkit", "plan", "mine.toml", "--set", "cluster=dgx_h100", "--out", "runs/plan"]
-        run(f"`{' '.join(plan)}`", plan, "the first report")
-        train = ["meshkit", "train", "mine.toml", "--set", "train.steps=20", "--out", "runs/mine"]
-        for command in (["meshkit", "explain", "mine.toml"], train, ["meshkit", "profile", "runs/mine"]):
-            run(f"`{' '.join(command)}`", command)
-        run(
-            "the guide's program, `python theirs.py`", [str(bin_ / "python"), "theirs.py"], "a model of somebody else's"
-        )
-    first = sum(seconds for _, seconds, _ in rows[:5])
-    foreign = sum(seconds for _, seconds, _ in (*rows[:3], rows[-1]))
-    text = "\n".join(f"| {what} | {seconds:.1f} | {note} |" for what, seconds, note in rows)
-    said = (
-        f"{first / 60:.1f} minutes to the first report, {foreign / 60:.1f} to that of a foreign model by the guide. "
-        f"Python {platform.python_version()}, {os.cpu_count()} CPUs, {time.strftime('%Y-%m-%d')}; "
-        "a download takes what the network does."
+        seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        self.rows.append((f"`{shown}`", seconds, cpu_s, note or said(done.stdout + done.stderr)))
+        print(f"{seconds:7.1f} s  {shown}  {self.rows[-1][3]}", flush=True)
+
+    def note(self, note: str) -> None:
+        """Says something of the last command."""
+        self.rows[-1] = (*self.rows[-1][:3], note)
+
+
+def from_the_wheel(folder: Path) -> str:
+    """The table of the wheel alone."""
+    home, empty, wheels = (folder / name for name in ("home", "empty", "wheels"))
+    for made in (home, empty, wheels):
+        made.mkdir()
+    (empty / "theirs.py").write_text(guides_program(), encoding="utf-8")
+    bin_ = folder / "venv" / "bin"
+    log = Log(home, empty, f"{bin_}{os.pathsep}{os.environ['PATH']}")
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run([*pip, "wheel", *QUIET, "--no-deps", "-w", str(wheels), str(ROOT)], check=True)
+    (wheel,) = wheels.iterdir()
+    wanted = ["-c", str(ROOT / "constraints.txt"), f"{wheel}[plan]"]
+    log.run("pip download 'meshkit[plan]'", [*pip, "download", *QUIET, "-d", str(wheels), *wanted])
+    log.note(megabytes(wheels))
+    log.run("python -m venv", [sys.executable, "-m", "venv", str(bin_.parent)])
+    offline = ["--no-index", "--find-links", str(wheels)]
+    install = [str(bin_ / "python"), "-m", "pip", "install", *QUIET, *offline, *wanted]
+    log.run("pip install 'meshkit[plan]'", install, "from those files")
+    for command in (*readmes_commands(), "meshkit profile runs/mine"):
+        log.run(command, [word.strip("'") for word in command.split()])
+    log.run("python theirs.py", ["python", "theirs.py"], "the guide's program about a model of somebody else's")
+    at = next(i for i, row in enumerate(log.rows) if row[0].startswith("`meshkit plan"))
+    first = sum(row[1] for row in log.rows[: at + 1])
+    foreign = sum(row[1] for row in (*log.rows[:3], log.rows[-1]))
+    return (
+        f"{table(log)}\n\n{first / 60:.1f} minutes to the first report (the first plan), {foreign / 60:.1f} to that of "
+        f"a foreign model by the guide.\n{machine()}"
     )
-    head = "# Minutes to the first report\n\n`python -m benchmarks.first_report`\n\n| what | s | |\n|---|---|---|"
-    Path(__file__).with_suffix(".md").write_text(f"{head}\n{text}\n\n{said}\n", encoding="utf-8")
-    print(said)
+
+
+def from_a_clone(folder: Path) -> str:
+    """The table of README's two commands in a fresh clone."""
+    home, wheels, clone = (folder / name for name in ("home", "wheels", "meshkit"))
+    home.mkdir()
+    log = Log(home, folder, os.environ["PATH"])
+    log.run("git clone", ["git", "clone", "-q", "--no-local", str(ROOT), str(clone)])
+    log.note(f"{sum(f.stat().st_size for f in (clone / '.git').rglob('*') if f.is_file()) / 1e6:.0f} MB")
+    log.folder = clone
+    download = ["download", *QUIET, "--no-cache-dir", "-c", "constraints.txt", "-d", str(wheels), ".[plan,dev]"]
+    log.run("pip download '.[plan,dev]'", [sys.executable, "-m", "pip", *download])
+    log.note(f"{megabytes(wheels)}: what `make` downloads")
+    log.run("make setup", ["make", "setup"], "a new environment; downloads again")
+    log.run("make demo", ["make", "demo"])
+    log.note("trained, profiled, planned twice")
+    log.run("make test", ["make", "test"])
+    return f"{table(log)}\n\n{machine()}"
+
+
+def table(log: Log) -> str:
+    """The rows as a table of Markdown."""
+    rows = (f"| {shown} | {wall:.1f} | {cpu:.1f} | {note} |" for shown, wall, cpu, note in log.rows)
+    return "\n".join(["| command | wall, s | CPU, s | |", "|---|---|---|---|", *rows])
+
+
+def machine() -> str:
+    """Where and when."""
+    return (
+        f"Python {platform.python_version()}, {os.cpu_count()} CPUs, load {os.getloadavg()[2]:.1f} with others', "
+        f"{time.strftime('%Y-%m-%d')}; a download takes what the network does."
+    )
+
+
+def main() -> None:
+    """Runs the commands of one section, and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clone", action="store_true", help="README's two commands in a fresh clone")
+    part, make = ("clone", from_a_clone) if parser.parse_args().clone else ("wheel", from_the_wheel)
+    with tempfile.TemporaryDirectory() as folder:
+        made = make(Path(folder))
+    old = PAGE.read_text(encoding="utf-8")
+    kept = {name: re.search(rf"{heading}\n\n(.*?)(?=\n## |\Z)", old, re.DOTALL) for name, heading in HEADINGS.items()}
+    texts = {name: found[1].strip() if found else "" for name, found in kept.items()}
+    command = f"`python -m benchmarks.first_report{' --clone' if part == 'clone' else ''}`"
+    texts[part] = f"{command}, with an empty HOME:\n\n{made}"
+    sections = [f"{heading}\n\n{texts[name]}\n" for name, heading in HEADINGS.items() if texts[name]]
+    PAGE.write_text("\n".join(["# What a stranger waits for\n", *sections]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def test_the_notebook_shows_its_report():
     assert "Traceback" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.deviceless
 def test_a_kernel_runs_it():
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

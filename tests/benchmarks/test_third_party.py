@@ -67,6 +67,12 @@ def test_a_model_with_flaxs_own_names_and_constraints_is_sharded_trained_profile
     check(row_of("logical", "-"))
 
 
+@pytest.mark.deviceless
+def test_a_model_of_keras_is_sharded_trained_profiled_and_planned():
+    pytest.importorskip("keras")
+    check(row_of("keras", "-"))
+
+
 def test_the_table_of_ten_is_whole():
     rows = (SCRIPTS / "models.md").read_text().splitlines()[-10:]
     for row in rows:
