@@ -68,7 +68,7 @@ def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explaine
     return sorted(rows.values(), key=lambda r: -r.payload_bytes)
 
 
-def collective_findings(rows: Sequence[Explained]) -> list[Finding]:
+def collective_findings(rows: Sequence[Explained], *, of_file: bool = True) -> list[Finding]:
     """Findings about collectives without a reason, and about reasons that do not allow for so many bytes."""
     found = []
     for row in rows:
@@ -89,7 +89,7 @@ def collective_findings(rows: Sequence[Explained]) -> list[Finding]:
                 severity="warning",
                 path=f"collective/{row.collective}/{axes}",
                 message=message,
-                hint=_hint(row),
+                hint=_hint(row, of_file),
             )
         )
     return found
@@ -157,9 +157,12 @@ def _guess(part: Payload, c: Collective, axes: Axes, s: Strategy) -> str:
     return "XLA moves shards between two layouts"
 
 
-def _hint(row: Explained) -> str:
+def _hint(row: Explained, of_file: bool) -> str:
     if row.explanation is not None:
-        return "see what repeats it: `remat`, `accumulate`, or a layer that is run twice"
+        own = "micro-batches (say `accumulate`)"
+        return f"see what repeats it: `remat`, {'`accumulate`' if of_file else own}, or a layer that is run twice"
+    if not of_file:
+        return "constrain the array where it is made"
     path = f"collective/{row.collective}/{'+'.join(row.axes)}"
     return (
         "constrain the array where it is made; or, if it is meant, "

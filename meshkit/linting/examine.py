@@ -84,7 +84,12 @@ class Examined:
     def lint_compiled(self, compiled: CompiledProgram) -> Lint:
         """Findings of the same, and of the compiled step's collectives."""
         rows = explain_collectives(compiled.schedule, self.strategy)
-        found = [*lint(self.subject), *self.more, *collective_findings(rows), *rematerialization_findings(compiled)]
+        found = [
+            *lint(self.subject),
+            *self.more,
+            *collective_findings(rows, of_file=self.subject.of_file),
+            *rematerialization_findings(compiled),
+        ]
         kept, allowed = apply_allow_list(found, self.allow)
         return Lint(in_sums(kept, self.subject), allowed, rows)
 
@@ -194,9 +199,18 @@ def lint_step(
 
 
 def examine_step(
-    step: Callable[..., Any], args: Sequence[Any], *, mesh: AnyMesh, cluster: Cluster, rules: ShardingRules
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    mesh: AnyMesh,
+    cluster: Cluster,
+    rules: ShardingRules,
+    accumulate: int = 1,
 ) -> Examined:
-    """As `examine`, of any step that can be planned."""
+    """As `examine`, of any step that can be planned; it computes in the widest type of its parameters and activations.
+
+    What it keeps and gathers is bounded in that type, what it reduces in fp32.
+    """
     absent = described(mesh, cluster)
     pure, arrays = traceable(step, args, mesh, absent)
     found = _arguments(args)
@@ -216,12 +230,10 @@ def examine_step(
         deferred=frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit),
         state_bytes=sum(map(_local_bytes, found.of_state)),
         pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * CompileChoices().memory_fraction),
+        of_file=False,
     )
-    strategy = _strategy(
-        subject,
-        placed,
-        tokens=found.tokens,
-    )
+    widest = max((jnp.dtype(a.dtype).itemsize for a in (*subject.parameters, *activations)), default=4)
+    strategy = _strategy(subject, placed, tokens=found.tokens, accumulate=accumulate, compute_bytes=widest)
     return Examined(
         subject,
         strategy,

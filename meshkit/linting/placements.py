@@ -44,6 +44,7 @@ class Subject:
     pool_bytes: int | None = None  # what a program may take of a GPU's memory; None where there are no GPUs
     written: Mapping[str, Any] | None = field(default=None, repr=False)
     """The `[rules]` table of the file, which says what of `rules` a preset gave; None if nothing."""
+    of_file: bool = True  # of an experiment's, so that hints name its tables; else those of `ShardingRules`
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -126,7 +127,8 @@ def in_sums(findings: Sequence[Finding], s: Subject) -> list[Finding]:
             "message": f"{len(many)} of {total} parameters have no dim names and no rule is about them, so every GPU "
             f"holds all of them ({format_bytes(sum(p.bytes for p in bare))}; the largest is {bare[0].path} "
             f"{list(bare[0].shape)}, {format_bytes(bare[0].bytes)})",
-            "hint": f'[rules.auto] with axis = "{axis}", which cuts the largest dim of each that it divides',
+            "hint": (f'[rules.auto] with axis = "{axis}"' if s.of_file else f'auto={{"axis": "{axis}"}} of the rules')
+            + ", which cuts the largest dim of each that it divides",
         }
     )
     return sort_findings([one, *(f for f in findings if f.code != "unmatched_parameter")])
@@ -340,6 +342,8 @@ def _override_hint(s: Subject, p: Placed) -> str | None:
     if best is None:
         return None
     spec = [(*axes, best[0]) if d == best[1] else axes for d, axes in enumerate(p.spec)]
+    if not s.of_file:
+        return f'overrides=[("{p.path}", {tuple(list(axes) or None for axes in spec)})] of the rules'
     return f'override = [{{ path = "{p.path}", spec = [{", ".join(_plain(axes) for axes in spec)}] }}] below [rules]'
 
 

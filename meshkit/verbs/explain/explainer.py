@@ -89,6 +89,7 @@ class Explanation(Printed, Part):
     collectives: tuple[CollectivePart, ...] | None
     collectives_note: str | None
     placement: PlacementPart | None
+    of_file: bool = Field(default=True, exclude=True)
 
     @property
     def failing(self) -> tuple[Finding, ...]:
@@ -131,6 +132,7 @@ def explain_step(
     mesh: AnyMesh,
     cluster: Cluster,
     rules: ShardingRules,
+    accumulate: int = 1,
     compile: bool = True,
 ) -> Explanation:
     """Where every parameter and activation of a step of anybody's goes, what looks wrong, and why it communicates.
@@ -141,13 +143,14 @@ def explain_step(
     Args:
         step, args, mesh, cluster: as `mk.plan` takes them.
         rules: that the arguments were placed by.
+        accumulate: micro-batches of the step, each of which may gather weights and reduce gradients.
         compile: whether to hold the compiled step's collectives against the rules, where it can be compiled.
 
     Raises:
         ConfigError: rules that do not fit the arrays or the mesh.
         ProgramError: XLA refuses the step.
     """
-    examined = examine_step(step, args, mesh=mesh, cluster=cluster, rules=rules)
+    examined = examine_step(step, args, mesh=mesh, cluster=cluster, rules=rules, accumulate=accumulate)
     note = why_not_compiled(cluster) if compile else "compile=False"
     made = None
     if note is None:
@@ -178,6 +181,7 @@ def _explanation(
         collectives=None if lint.collectives is None else tuple(map(_collective, lint.collectives)),
         collectives_note=None if note is None else f"collectives were not checked: {note}",
         placement=None if made is None else _placement(made, subject.spec, cluster),
+        of_file=subject.of_file,
     )
 
 
@@ -225,7 +229,7 @@ def render(explanation: Explanation) -> RenderableType:
     if explanation.collectives is not None:
         parts += ["", _collectives_table(explanation.collectives)]
     if explanation.placement is not None:
-        parts += ["", *_placement_lines(explanation.placement)]
+        parts += ["", *_placement_lines(explanation.placement, explanation.of_file)]
     if explanation.collectives_note is not None:
         parts += ["", Text(explanation.collectives_note, "dim")]
     return Group(*parts)
@@ -251,10 +255,11 @@ def _held(explanation: Explanation) -> str:
     return f"one GPU holds {format_bytes(parameters)} of parameters and {format_bytes(optimizer)} of optimizer state"
 
 
-def _placement_lines(placement: PlacementPart) -> Iterator[RenderableType]:
+def _placement_lines(placement: PlacementPart, of_file: bool) -> Iterator[RenderableType]:
     """The answer, and why."""
     yield Text(f"placement on links: {'better with' if placement.settings else 'best as it is'}")
-    yield from (Text(f"  --set '{s}'") for s in placement.settings)
+    option = "  --set '{}'" if of_file else "  {}"
+    yield from (Text(option.format(s)) for s in placement.settings)
     yield Padding(Text(placement.reason), (0, 0, 0, 2))
 
 

@@ -65,7 +65,7 @@ class TuneReport(Printed, Part):
     experiment: str
     gpu: str
     num_gpus: int
-    global_batch: int | None = None  # None of a step that is no experiment's
+    global_batch: int | None = None  # None of what a function builds, whose settings are a mesh and its arguments
     objective: str = "time"
     base: Outcome
     winner: Outcome | None

@@ -37,7 +37,7 @@ def render(report: TuneReport) -> RenderableType:
     parts: list[RenderableType] = [_headline(report)]
     if report.winner is not None and not report.winner_is_base:
         parts += [heading("why it wins"), *listed(report.why), heading("the winner")]
-        parts += [Text(f"--set '{setting}'") for setting in report.winner.settings]
+        parts += [Text(line) for line in _how(report)]
     else:
         parts += listed(report.why)
     parts += [heading("variants"), _counts(report)]
@@ -101,6 +101,15 @@ def what_text(outcome: Outcome) -> str:
         elif "." not in key:  # a choice of somebody's own
             words.append(f"{key} {value.strip(chr(34))}")
     return ", ".join(words)
+
+
+def _how(report: TuneReport) -> list[str]:
+    """What to write to have the winner: options of the command line, or what a function that builds a step takes."""
+    settings = report.winner.settings if report.winner is not None else ()
+    if report.global_batch is not None:
+        return [f"--set '{setting}'" for setting in settings]
+    changed = [item for setting in settings for item in tomllib.loads(setting).items()]
+    return [f"{key} = " + (f"MeshSpec.parse({value!r})" if key == "mesh" else repr(value)) for key, value in changed]
 
 
 def _remat_text(value: str) -> str:
@@ -231,16 +240,16 @@ def _cards(report: TuneReport) -> str:
         boxes.append(card(f"a step: {mesh_text(report.winner)}", format_seconds(report.winner.time_s), css="good"))
         boxes.append(card("MFU", format_percent(report.winner.mfu)))
         boxes.append(card(f"of {format_bytes(report.winner.pool_bytes)}", format_bytes(report.winner.peak_bytes)))
-    boxes.append(card("as the experiment is", format_seconds(report.base.time_s)))
+    boxes.append(card("as it is", format_seconds(report.base.time_s)))
     boxes.append(card(f"variants, {report.compiled} of them compiled", f"{report.space:,}"))
     return cards(boxes)
 
 
 def _why(report: TuneReport) -> str:
     items = "".join(f"<li>{escape(text)}</li>" for text in report.why)
-    settings = " ".join(f"--set '{s}'" for s in report.winner.settings) if report.winner else ""
+    settings = " ".join(_how(report))
     shown = f"<p><code>{escape(settings)}</code></p>" if settings else ""
-    return section("Why it wins", "Against the experiment as it is.", f"<ul>{items}</ul>{shown}")
+    return section("Why it wins", "Against the step as it is.", f"<ul>{items}</ul>{shown}")
 
 
 def _differences(report: TuneReport) -> str:

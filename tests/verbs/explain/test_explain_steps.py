@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
+from meshkit.linting.examine import examine_step
 
 SPEC = mk.MeshSpec.parse({"data": 2, "fsdp": 4})
 RULES = mk.ShardingRules({"act_batch": ["data", "fsdp"]}, auto={"axis": "fsdp", "min_bytes": 1024})
@@ -70,8 +71,21 @@ def test_what_is_wrong_with_an_own_loop_is_said(target):
     codes = found(step, (mk.abstract(lambda: {"w": jnp.ones((64, 64))}, mesh, rules), X), target, rules)
     assert set(codes) == {"unconstrained_activations"}
     assert "XLA chooses" in found(step, ({"w": jnp.ones((64, 64))}, X), target, rules)["placed_otherwise"].message
+    many = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(9)}
+    (sums,) = [f for f in mk.lint(lambda p, x: x, (many, X), rules=rules, **target) if f.code == "unmatched_parameter"]
+    assert sums.message.startswith("9 of 9 parameters have no dim names")
+    assert sums.hint.startswith('auto={"axis": "fsdp"} of the rules')  # not the table of a file that there is not
     none = mk.ShardingRules({"act_batch": "data"})
     assert found(step, (whole, X), target, none)["idle_axis"].path == "fsdp"
+
+
+def test_bytes_are_bounded_in_the_types_of_the_state_and_by_its_micro_batches(target):
+    mesh = target["mesh"]
+    for dtype, accumulate, gathered in ((jnp.bfloat16, 1, 3 * 2), (jnp.float32, 1, 3 * 4), (jnp.bfloat16, 4, 12 * 2)):
+        params = mk.abstract(lambda d=dtype: {"w": jnp.ones((2, 64, 64), d)}, mesh, RULES)
+        seen = examine_step(lambda p, x: x @ p["w"][0], (params, X), rules=RULES, accumulate=accumulate, **target)
+        bounds = [t.bound_bytes for t in seen.strategy.terms(frozenset({"fsdp"})) if t.words.startswith("weights")]
+        assert bounds == [2 * 64 * 64 * gathered]
 
 
 def test_a_state_of_linen_and_a_cluster_of_cpus(target):

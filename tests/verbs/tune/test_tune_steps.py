@@ -59,6 +59,12 @@ def test_an_executor_gets_texts_and_the_search_goes_towards_the_best():
     assert report.compiled == 12  # those of an odd size cost nothing of the budget
     assert report.left > 0
     assert "remat full" in str(report)
+    how = str(report).split("the winner\n")[1].splitlines()[:2]  # what to give to `small`: it has no `--set`
+    assert [line.strip() for line in how] == [
+        "mesh = MeshSpec.parse({'fsdp': {'nvlink': 2, 'infiniband': 2}, 'tensor': 4})",
+        "remat = 'full'",
+    ]
+    assert "--set" not in str(report)
     assert report._repr_html_().startswith("<pre")
 
 
