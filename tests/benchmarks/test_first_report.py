@@ -31,9 +31,3 @@ def test_the_minutes_are_the_sum_of_the_seconds():
     at = next(i for i, command in enumerate(commands) if command.startswith("meshkit plan"))
     assert abs(sum(seconds[: at + 1]) / 60 - first) < 0.06
     assert abs((sum(seconds[:3]) + seconds[-1]) / 60 - foreign) < 0.06
-
-
-def test_both_commands_of_a_clone_are_in_the_record():
-    clone = PAGE.read_text(encoding="utf-8").split("## From a clone")[1]
-    assert "| `make demo` |" in clone
-    assert re.search(r"\| `make test` \|.* \d+ passed", clone)
