@@ -300,13 +300,14 @@ def target_config(gpu: Gpu) -> str:
 def topology_name(cluster: Cluster) -> str:
     """`partitions x hosts x GPUs` of a cluster, as PJRT's compile-only GPU topology spells it.
 
-    Its product is the number of devices; how it splits into hosts is what XLA's own latency model sees.
+    A partition is what NVLink joins: on GPUs XLA makes one of each host, or of each rack (topology_util.cc). By it
+    XLA's scheduler takes a group for one inside a domain, which its table of collectives has, or over the network.
     """
     used = cluster.gpus_used_per_domain
     hosts = max(1, -(-used // cluster.gpus_per_host))
     if used % hosts:
-        return f"1x{cluster.num_nvlink_domains}x{used}"
-    return f"1x{cluster.num_nvlink_domains * hosts}x{used // hosts}"
+        hosts = 1
+    return f"{cluster.num_nvlink_domains}x{hosts}x{used // hosts}"
 
 
 def traced_flops(jaxpr: Any) -> float | None:

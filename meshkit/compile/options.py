@@ -58,7 +58,7 @@ OPTIONS = (
     Option(
         "xla_gpu_experimental_use_collective_kernels",
         "",
-        "a scalar all-reduce over 64 GPUs aborts the compiler when it becomes a Triton kernel",
+        "a scalar all-reduce over 64 GPUs of a rack aborts the compiler when it becomes a Triton kernel",
         since="0.11",
     ),
     Option(

@@ -66,9 +66,9 @@ def test_no_program_is_compiled_for_a_cpu():
 
 @pytest.mark.parametrize(
     ("cluster", "hosts", "expected"),
-    [("dgx_h100", 2, "1x2x8"), ("gb200_nvl72", 18, "1x18x4"), ("dgx_a100", 1, "1x1x8")],
+    [("dgx_h100", 2, "2x1x8"), ("gb200_nvl72", 36, "2x18x4"), ("dgx_a100", 1, "1x1x8")],
 )
-def test_topology_splits_into_hosts(cluster, hosts, expected):
+def test_topology_splits_into_domains_and_hosts(cluster, hosts, expected):
     assert topology_name(mk.Cluster.load(cluster, hosts=hosts)) == expected
 
 

@@ -171,14 +171,14 @@ def test_every_layer_counts_once_however_xla_cuts_the_loop(layers, xla):
 
 @pytest.mark.skipif(BEFORE_0_12, reason="jaxlib 0.11 does not die of it")
 def test_an_abort_of_xla_kills_its_own_process_and_says_what_to_try(monkeypatch):
-    """Without meshkit's option jaxlib 0.12 aborts on a scalar all-reduce over 64 GPUs."""
+    """Without meshkit's option jaxlib 0.12 aborts on a scalar all-reduce over 64 GPUs that NVLink joins."""
     monkeypatch.setattr(options, "OPTIONS", ())
     with pytest.raises(mk.ProgramError, match=r"XLA's compiler died \(.*size mismatch.*\n  try .*collective_kernels"):
         compiled(
             lambda x: x.sum(),
             [((64, 8), jnp.float32)],
-            hosts=8,
-            mesh={"data": {"nvlink": 8, "infiniband": 8}},
+            cluster=mk.Cluster.load("gb200_nvl72", gpus_used_per_domain=64),
+            mesh={"data": 64},
         )
 
 
