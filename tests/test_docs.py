@@ -21,6 +21,7 @@ import pytest
 import typer
 
 import meshkit as mk
+from benchmarks import links
 from meshkit.cli import app
 from meshkit.config import catalog
 from meshkit.config import sections as tables
@@ -174,6 +175,37 @@ def test_the_numbers_page_repeats_the_catalog():
         assert float(memory) == pytest.approx(gpu.memory_bytes_per_s / 1e9, abs=0.5)
         assert float(nvlink) == pytest.approx(gpu.nvlink_bytes_per_s / 1e9, abs=0.5)
         assert float(pcie) == pytest.approx(gpu.pcie_bytes_per_s / 1e9, abs=0.05)
+
+
+def numbers(row):
+    """The numbers of a table's row, each with its unit."""
+    return [(float(n), unit) for n, unit in re.findall(r"([\d.]+) (\S+B/s|[GM]iB|[mu]?s)\b", " ".join(row))]
+
+
+@pytest.mark.parametrize(
+    ("heading", "rows"), [("What that costs", links.links), ("## What each parallelism moves", links.parallelisms)]
+)
+def test_the_tables_of_links_are_what_their_command_prints(heading, rows):
+    text = read("concepts/links.md").split(f"\n{heading}", 1)[1].split("\n\n")
+    table = next(part for part in text if part.startswith("| "))
+    shown = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+    for row, made in zip(shown, rows(), strict=True):
+        assert row[0] == made[0]
+        for (number, unit), (now, of) in zip(numbers(row), numbers(made), strict=True):
+            assert unit == of
+            assert number == pytest.approx(now, rel=0.05), "python -m benchmarks.links prints other numbers"
+
+
+def test_a_question_is_answered_in_the_words_that_the_first_page_shows():
+    rows = cells("index.md", "## Questions")
+    assert len(rows) == 7
+    for question, words in rows:
+        title, page = re.fullmatch(r"\[(.*)\]\((.*)\)", question).groups()
+        text = " ".join(read(page).split())
+        assert text.startswith(f"# {title}") or page == "guides/use-in-your-flax-model.md"
+        assert words in text, page
+    minutes = re.search(r"([\d.]+) to that of a foreign model", (ROOT / "benchmarks" / "first_report.md").read_text())
+    assert f"it takes {minutes[1]} minutes" in words
 
 
 def test_every_page_is_in_the_navigation():
