@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshkit.hlo.instructions import Shape, dtype_bits, shape_of
 
@@ -22,7 +22,7 @@ _NO_TF32 = re.compile(r'operand_precision=\{highest|"operand_precision":\s*\["HI
 _GEMM = re.compile(r"__cublas\$(?!triangular)|__cudnn\$.*[Gg]emm")
 # A complex multiply-add is four of its parts.
 _PARTS_OF = {"c64": "f32", "c128": "f64"}
-_SORTED = re.compile(r"dimensions=\{(\d+)\}")
+_ALONG = re.compile(r"dimensions=\{(\d+)\}")
 _CALL_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\[\]]*)\]')
 _CALL_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\[\]]*)\]')
 _DOT_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -53,7 +53,8 @@ STREAMING_CALLS = frozenset({"__gpu$TopK", "cu_threefry2x32_ffi"})
 # of each of a block's 1024 threads, as far as its 48 KiB of static shared memory hold them.
 _TILE_ELEMENTS = 4 * 1024
 _SECTOR_BYTES = 32  # the least that a GPU's memory is asked for
-_BLOCK_ELEMENTS = 4 * 128  # that a block of a loop fusion makes: four for each of its threads
+_BLOCK_THREADS = 128
+_BLOCK_ELEMENTS = 4 * _BLOCK_THREADS  # that a block of a loop fusion makes: four for each of its threads
 _SHARED_BYTES = 48 * 1024
 
 
@@ -93,6 +94,9 @@ class Cost:
     turned_bytes: float = 0.0  # and to transpose those in fp8, where cuBLAS multiplies no others
     launches: int = 1  # kernels that it is
     blocks: float = 0.0  # blocks of threads that it starts, of a loop fusion; 0 where unknown
+    sectors: float = 0.0  # of memory that a look-up across rows asks for
+    transposed: float = 0.0  # elements that a kernel of its own transposes
+    compared: tuple[int, int, float] = (0, 0, 0.0)  # of a sort: steps in tiles, elements of a tile, and of all
 
 
 def opcode(instruction: Any) -> str:
@@ -126,8 +130,9 @@ class CostModel:
         if op == "copy":
             return self.copy(instruction)
         flops, matmuls = _matmul_work(instruction)
-        passes, again = _sort_of(instruction)
-        return Cost(flops, bytes_accessed=_plain_bytes(instruction, op) + again, matmuls=matmuls, launches=passes)
+        sort = _sort_of(instruction)
+        moved = _plain_bytes(instruction, op) + sort.again_bytes
+        return Cost(flops, bytes_accessed=moved, matmuls=matmuls, launches=sort.passes, compared=sort.compared)
 
     def copy(self, instruction: Any) -> Cost:
         """Work of a copy: on the device read and write, to or from host memory (space 5) once over the host link."""
@@ -156,17 +161,21 @@ class CostModel:
         loop = _LOOP in instruction.to_string()
         attention = next((c for c in inner if c.attention_flops), Cost())
         sorts = [_sort_of(i) for i in body if opcode(i) == "sort"]
+        sort = max(sorts, default=_Sort())
         return replace(
             attention,
             matmul_flops=flops,
             attention_flops=sum(c.attention_flops for c in inner),
-            bytes_accessed=moved + sum(again for _, again in sorts),
+            bytes_accessed=moved + sort.again_bytes,
             matmuls=matmuls,
             priced_by="bytes" if any(c.priced_by == "bytes" for c in inner) else "roofline",
             joined_bytes=joined,
             turned_bytes=turned,
-            launches=sum(passes for passes, _ in sorts) or (2 if joined else 1),
-            blocks=max(map(_elements, _roots(body))) / _BLOCK_ELEMENTS if loop else 0.0,
+            launches=sort.passes if sorts else (2 if joined else 1),
+            blocks=max(map(_elements, _roots(body))) / _BLOCK_ELEMENTS if loop else _joining_blocks(body),
+            sectors=sum(map(_sectors, body)),
+            transposed=0.0 if loop else float(max((_elements(i) for i in body if opcode(i) == "transpose"), default=0)),
+            compared=sort.compared,
         )
 
     def _matmuls_in(self, name: str) -> tuple[Counter, tuple[Matmul, ...]]:
@@ -222,18 +231,29 @@ def _matmul_work(instruction: Any) -> tuple[dict[str, float], tuple[Matmul, ...]
     return {matmul.dtype: matmul.flops}, (matmul,)
 
 
-def _sort_of(instruction: Any) -> tuple[int, float]:
-    """Kernels of a sort, and the bytes that all but the first read and write again; (1, 0) of anything else."""
+class _Sort(NamedTuple):
+    """Kernels of a sort, the bytes that all but the first read and write again, and its comparisons in tiles."""
+
+    passes: int = 1
+    again_bytes: float = 0.0
+    compared: tuple[int, int, float] = (0, 0, 0.0)
+
+
+def _sort_of(instruction: Any) -> _Sort:
+    """What an instruction sorts; one kernel of anything else."""
     if opcode(instruction) != "sort":
-        return 1, 0.0
+        return _Sort()
     operands = [shape_of(o) for o in instruction.operands()]
-    dim = _SORTED.search(instruction.to_string())
-    passes = sort_passes(operands, int(dim[1]) if dim else 0)
-    return passes, 2.0 * (passes - 1) * sum(s.bytes for s in operands)
+    dim = _ALONG.search(instruction.to_string())
+    passes, steps, tile = sort_passes(operands, int(dim[1]) if dim else 0)
+    compared = (steps, tile, float(math.prod(operands[0].dims)))
+    return _Sort(passes, 2.0 * (passes - 1) * sum(s.bytes for s in operands), compared)
 
 
-def sort_passes(operands: Sequence[Shape], dim: int) -> int:
-    """Kernels of a sort along `dim` of these arrays, which move together: each one round trip of device memory.
+def sort_passes(operands: Sequence[Shape], dim: int) -> tuple[int, int, int]:
+    """(kernels, comparing steps of a tile in all of them, elements of a tile) of a sort along `dim` of these arrays.
+
+    The arrays move together, and each kernel is a round trip of device memory.
 
     XLA:GPU sorts bitonically (meshkit keeps CUB's radix sort off, see `compile.options`). Comparisons within a tile, as
     large as a block's shared memory and threads allow, share a kernel; every wider one is a kernel of its own.
@@ -243,8 +263,9 @@ def sort_passes(operands: Sequence[Shape], dim: int) -> int:
     stages = (operands[0].dims[dim] - 1).bit_length()
     element_bytes = sum(dtype_bits(s.dtype) for s in operands) / 8
     tile = int(min(_TILE_ELEMENTS, _SHARED_BYTES / max(1.0, element_bytes), 2**stages))
-    wide = stages - (tile.bit_length() - 1)
-    return 1 + wide * (wide + 3) // 2
+    inside = tile.bit_length() - 1
+    wide = stages - inside
+    return 1 + wide * (wide + 3) // 2, inside * (inside + 1) // 2 + wide * inside, 2**inside
 
 
 def _dims(pattern: re.Pattern[str], text: str) -> list[int]:
@@ -322,7 +343,7 @@ def _parameter_bytes(parameter: Any) -> float:
     while stack:
         value = stack.pop()
         for user in value.users():
-            if opcode(user) in _VIEWS:
+            if opcode(user) in _VIEWS or (opcode(user) == "dynamic-update-slice" and _is_read_on(user, value)):
                 stack.append(user)
             else:
                 uses.append((user, value))
@@ -338,13 +359,38 @@ def _parameter_bytes(parameter: Any) -> float:
     return total if uses else float(shape_of(parameter).bytes)
 
 
+def _is_read_on(update: Any, array: Any) -> bool:
+    """Whether what an update in place makes of an array is read by something else, so that all of the array is."""
+    return update.operands()[0].name == array.name and any(opcode(u) != "tuple" for u in update.users())
+
+
 def _gathered_bytes(gather: Any, table: Any) -> float:
-    """Bytes that a look-up reads: its rows; where neighbours in memory are of other rows, a sector an element."""
-    found = shape_of(gather)
-    indexed, layout = _dims(_START_INDEX, gather.to_string()), _LAYOUT.search(table.to_string())
-    if layout is None or int(layout[1]) not in indexed:
-        return float(found.bytes)
-    return float(min(_SECTOR_BYTES * math.prod(found.dims), shape_of(table).bytes))
+    """Bytes that a look-up reads of memory: its rows; across rows the sectors that it meets, at random, each once."""
+    sectors, table_bytes = _sectors(gather), shape_of(table).bytes
+    if not sectors:
+        return float(shape_of(gather).bytes)
+    return -table_bytes * math.expm1(-_SECTOR_BYTES * sectors / table_bytes)
+
+
+def _sectors(gather: Any) -> float:
+    """Sectors that a look-up asks for where neighbours in memory are of other rows: one for each element."""
+    if opcode(gather) != "gather":
+        return 0.0
+    indexed, layout = _dims(_START_INDEX, gather.to_string()), _LAYOUT.search(gather.operands()[0].to_string())
+    across = layout is not None and int(layout[1]) in indexed
+    return float(math.prod(shape_of(gather).dims)) if across else 0.0
+
+
+def _joining_blocks(body: list[Any]) -> float:
+    """Blocks of a fusion that joins arrays: of its largest, four elements a thread along memory, else one."""
+    blocks = 0.0
+    for joined in map(_viewed, _roots(body)):
+        if opcode(joined) == "concatenate":
+            (dim, *_), layout = _dims(_ALONG, joined.to_string()), _LAYOUT.search(joined.to_string())
+            along = layout is not None and int(layout[1]) == dim
+            largest = max(math.prod(shape_of(o).dims) for o in joined.operands())
+            blocks = max(blocks, largest / (_BLOCK_ELEMENTS if along else _BLOCK_THREADS))
+    return blocks
 
 
 def _joined_bytes(dot: Any) -> float:

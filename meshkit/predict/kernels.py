@@ -90,9 +90,11 @@ def kernel_work(
     """
     matmul = _matmul_s(cost, gpu, rates, assumptions, busy)
     attention = cost.attention_flops / _attention_flops_per_s(cost, gpu, rates, assumptions, busy)
-    memory = max(cost.bytes_accessed / memory_bytes_per_s(gpu, rates), _starting_s(cost, gpu))
+    memory = max(cost.bytes_accessed / memory_bytes_per_s(gpu, rates), _handling_s(cost, gpu))
     host = cost.host_bytes / (host_bytes_per_s or gpu.pcie_bytes_per_s) if cost.host_bytes else 0.0
-    made = (cost.joined_bytes + (cost.turned_bytes if _turns_fp8(gpu) else 0.0)) / memory_bytes_per_s(gpu, rates)
+    made = cost.joined_bytes / memory_bytes_per_s(gpu, rates)
+    if _turns_fp8(gpu):  # an element is a byte, which is read and written
+        made += _clocks_s(catalog.kernels()["transpose_clocks"] * cost.turned_bytes / 2, gpu)
     return KernelWork(matmul + attention + made, memory, host)
 
 
@@ -249,14 +251,25 @@ def _turns_fp8(gpu: Gpu) -> bool:
     return (gpu.compute_capability or (0, 0))[0] != 10
 
 
-def _starting_s(cost: Cost, gpu: Gpu) -> float:
-    """Seconds in which a GPU starts the kernel's blocks: what fills arrays, or moves narrow elements, is no faster.
+def _handling_s(cost: Cost, gpu: Gpu) -> float:
+    """Seconds in which multiprocessors take what a kernel hands them, however fast memory is.
 
-    Known of Hopper alone.
+    A look-up's sectors, which come from the L2 cache where rows share them; elements of a transposition, through shared
+    memory; a sort's steps, tile by tile; blocks of threads to start, which is known of Hopper alone: what fills
+    arrays, or moves narrow elements, or joins unequal arrays.
     """
-    if gpu.compute_capability != (9, 0):
-        return 0.0
-    return cost.blocks * catalog.kernels()["block_clocks"] / (gpu.sms * gpu.clock_hz)
+    k = catalog.kernels()
+    steps, tile, elements = cost.compared
+    clocks = k["sector_clocks"] * cost.sectors + k["transpose_clocks"] * cost.transposed
+    clocks += k["compare_clocks"] * steps * max(tile * gpu.sms, elements)
+    if gpu.compute_capability == (9, 0):
+        clocks = max(clocks, k["block_clocks"] * cost.blocks)
+    return _clocks_s(clocks, gpu)
+
+
+def _clocks_s(clocks: float, gpu: Gpu) -> float:
+    """Seconds of so many clocks of one multiprocessor, shared by all."""
+    return clocks / (gpu.sms * gpu.clock_hz) if clocks else 0.0
 
 
 def memory_bytes_per_s(gpu: Gpu, rates: Rates = _NOT_MEASURED) -> float:

@@ -1,5 +1,6 @@
 """What single instructions cost, counted by hand."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -23,18 +24,18 @@ def costs(schedule):
 
 
 @pytest.mark.parametrize(
-    ("length", "bits", "passes"),
+    ("length", "bits", "passes", "steps", "tile"),
     [
-        (1, 32, 1),
-        (4096, 32, 1),  # all of it is one tile
-        (4097, 32, 3),  # one wide comparison, the rest of the stage, after the tiles
-        (65536, 32, 15),  # 4 stages beyond the tile: (1 + 1) + (2 + 1) + (3 + 1) + (4 + 1), after the tiles
-        (65536, 128, 21),  # 48 KiB hold 3072 of 16 bytes, so a tile is 2048: 5 stages beyond it
+        (1, 32, 1, 0, 1),
+        (4096, 32, 1, 78, 4096),  # all of it is one tile: 1 + 2 + ... + 12 steps
+        (4097, 32, 3, 90, 4096),  # one wide comparison, the rest of the stage, after the tiles
+        (65536, 32, 15, 126, 4096),  # 4 stages beyond the tile: (1 + 1) + (2 + 1) + (3 + 1) + (4 + 1), after the tiles
+        (65536, 128, 21, 121, 2048),  # 48 KiB hold 3072 of 16 bytes, so a tile is 2048: 5 stages beyond it
     ],
 )
-def test_a_sort_passes_over_its_arrays_for_each_comparison_that_no_tile_holds(length, bits, passes):
+def test_a_sort_passes_over_its_arrays_for_each_comparison_that_no_tile_holds(length, bits, passes, steps, tile):
     dtype = {32: "f32", 128: "c128"}[bits]
-    assert sort_passes([Shape(dtype, (8, length))], 1) == passes
+    assert sort_passes([Shape(dtype, (8, length))], 1) == (passes, steps, tile)
 
 
 def test_each_pass_of_a_sort_is_a_launch_and_reads_and_writes_everything(costs):
@@ -43,6 +44,7 @@ def test_each_pass_of_a_sort_is_a_launch_and_reads_and_writes_everything(costs):
     for name in ("sorted", "plain"):
         assert costs[name].launches == 15
         assert costs[name].bytes_accessed == pytest.approx(15 * 2 * both)
+        assert costs[name].compared == (126, 4096, 65536)
 
 
 def test_what_is_opaque_is_so_inside_a_fusion_too(costs, schedule):
@@ -67,7 +69,9 @@ def test_a_complex_multiply_add_is_four_of_its_parts(costs):
 def test_a_look_up_reads_its_rows_or_a_sector_an_element_where_memory_lies_along_the_table(costs):
     rows, indices = 64 * 128 * 2, 64 * 4
     assert costs["looked_up"].bytes_accessed == 2 * rows + indices
-    assert costs["picked_out"].bytes_accessed == 32 * 64 * 128 + rows + indices
+    table, met = 4096 * 128 * 2, 32 * 64 * 128  # a quarter of the table's sectors, of which some are met twice
+    assert costs["picked_out"].bytes_accessed == pytest.approx(table * (1 - math.exp(-met / table)) + rows + indices)
+    assert (costs["picked_out"].sectors, costs["looked_up"].sectors) == (64 * 128, 0)
 
 
 def test_a_scatter_reads_and_writes_the_rows_that_it_adds_to_and_not_its_table(costs):
@@ -78,6 +82,22 @@ def test_a_loop_starts_a_block_for_512_elements_of_its_largest_result(costs):
     assert costs["filled"].blocks == 1024 * 512 / 512
     assert costs["filled"].bytes_accessed == 1024 * 512 * 2 + 512 * 512 * 4
     assert costs["scattered"].blocks == 0.0
+
+
+def test_what_joins_arrays_starts_blocks_of_its_largest_and_makes_four_elements_a_thread_along_memory_alone(costs):
+    assert costs["put_apart"].blocks == 512 * 4 * 128 / 128
+    assert costs["put_along"].blocks == 512 * 64 / 512
+
+
+def test_a_transposition_counts_its_elements(costs):
+    assert costs["transposed"].transposed == 64 * 256
+    assert {costs[name].transposed for name in ("put_apart", "filled", "turned")} == {0}
+
+
+def test_an_array_that_is_updated_in_place_and_read_on_is_read(costs):
+    """The sum of squares of a stack of gradients, into which the last ones are put on the way."""
+    assert costs["normed"].bytes_accessed == (32 + 1) * 128 * 4 + 4 + 4
+    assert costs["stacked"].bytes_accessed == 2 * 128 * 4 + 4
 
 
 def test_a_fused_matmul_joins_its_operands_for_cublas_and_turns_those_in_fp8(costs):

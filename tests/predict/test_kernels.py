@@ -172,13 +172,35 @@ def test_a_fill_takes_as_long_as_its_blocks_take_to_start():
 
 
 @pytest.mark.parametrize(
-    ("gpu", "made", "counts"),
-    [("h100_sxm", "joined_bytes", 1), ("h100_sxm", "turned_bytes", 1), ("b200", "turned_bytes", 0)],
+    ("gpu", "made", "seconds"),
+    [
+        ("h100_sxm", "joined_bytes", 1e9 / MEMORY),
+        ("h100_sxm", "turned_bytes", 0.5e9 * 0.255 / (132 * 1.98e9)),
+        ("b200", "turned_bytes", 0.0),
+    ],
 )
-def test_operands_are_made_before_a_matmul_begins(gpu, made, counts):
+def test_operands_are_made_before_a_matmul_begins(gpu, made, seconds):
     found = catalog.gpu(gpu)
     alone, with_it = (kernel_work(Cost({"bf16": 1e12}, **kinds), found).alone_s for kinds in ({}, {made: 1e9}))
-    assert with_it == pytest.approx(alone + counts * 1e9 / (found.memory_bytes_per_s * found.achieved["memory"]))
+    assert with_it == pytest.approx(alone + seconds)
+
+
+@pytest.mark.parametrize(
+    ("cost", "microseconds"),
+    [
+        (Cost(bytes_accessed=1.08e9, sectors=131072 * 4096 / 4), 1085.0),  # 8B, tensor 4: tokens of a quarter table
+        (Cost(bytes_accessed=7.4e8, sectors=8192 * 4096), 261.0),  # 8B, fsdp 16
+        (Cost(bytes_accessed=1.48e9, sectors=8192 * 8192), 527.0),  # 70B
+        (Cost(bytes_accessed=2.0 * 8192 * 32768, transposed=8192 * 32768), 260.0),  # fp8 activations of Llama 1B
+        (Cost(bytes_accessed=2.0 * 2048 * 32768, transposed=2048 * 32768), 68.5),
+        (Cost(bytes_accessed=2.0 * 4096 * 14336 * 4, transposed=4096 * 14336), 166.0),  # fp32: memory decides
+        (Cost(bytes_accessed=4.03e8, blocks=131072 * 4), 318.0),  # heads of 4, 1 and 1, put together
+        (Cost(bytes_accessed=5.6e5, compared=(90, 4096, 8192)), 39.6),  # the mean of 35.6 and 43.6, by payload
+    ],
+)
+def test_kernels_that_memory_does_not_decide_take_what_an_h100_took(cost, microseconds):
+    """One card, 2026-11-22, kernel by kernel of programs of `benchmarks/gpu`."""
+    assert kernel_work(cost, H100).alone_s * 1e6 == pytest.approx(microseconds, rel=0.09)
 
 
 def test_below_the_measured_lengths_attention_falls_as_in_flashattention_3s_charts():
