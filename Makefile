@@ -8,7 +8,7 @@ GPU_WHEELS := annotated-types array-record cffi cloudpickle cryptography flatbuf
 GPU_MACHINE := 'jax[cuda13]==$(OLDEST)' flax optax orbax-checkpoint chex numpy typer nvidia-ml-py jaxtyping
 H100S := --set cluster='{name="dgx_h100",hosts=2}'
 
-.PHONY: setup demo test test-slow test-oldest wheel-check corruption attack kill-matrix soak gpu-wheels gpu-rehearsal check notebook docs clean
+.PHONY: setup demo test test-slow test-oldest test-sinks wheel-check corruption attack kill-matrix soak gpu-wheels gpu-rehearsal check notebook docs clean
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -37,6 +37,12 @@ test: setup
 
 test-slow: setup
 	$(PY) -m pytest -m slow
+
+# The sinks that the guide shows, with the packages that they are for, which write offline. Downloads them.
+test-sinks: setup
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --upgrade --target build/sinks \
+	  wandb tensorboard mlflow-skinny sqlalchemy alembic
+	PYTHONPATH=build/sinks $(PY) -m pytest -q tests/runs/test_copied_sinks.py tests/runs/test_sinks.py
 
 # What a user has: the wheel alone in a new environment, an empty folder, an empty HOME. Downloads what `[plan]` needs.
 WHEEL := build/wheel-check

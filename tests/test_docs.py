@@ -208,6 +208,15 @@ def test_a_question_is_answered_in_the_words_that_the_first_page_shows():
     assert f"it takes {minutes[1]} minutes" in words
 
 
+def test_an_idiom_of_flax_has_its_sentence_and_its_test():
+    guide = " ".join(read("guides/use-in-your-flax-model.md").split())
+    table = (ROOT / "tests" / "README.md").read_text(encoding="utf-8").split("| idiom |")[1].split("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        _, words, file = (cell.strip() for cell in row.strip("|").split("|"))
+        assert words in guide or words.startswith("("), words
+        assert (ROOT / file.strip("`")).is_file()
+
+
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     assert sorted(listed) == PAGES
