@@ -1,18 +1,20 @@
-"""Whether a schedule made for predicted latencies is better where they are wrong: `python -m benchmarks.latencies`.
+"""Whether schedules by predicted latencies are better, also where those are wrong: `python -m benchmarks.latencies`.
 
 Plans each experiment with XLA's own latencies and with `train.pgle = "predicted"`, then simulates both programs on
-clusters whose GPUs compute at other rates than those that the latencies were made of; prints a Markdown table.
+clusters whose GPUs compute at other rates than those that the latencies were made of; prints a Markdown table. With
+`--ways` it plans by each value of `train.pgle` instead, and counts the collectives that have moved.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import load
-from meshkit.config.sections import PREDICTED
+from meshkit.config.experiment import Experiment, load
+from meshkit.config.sections import PREDICTED, TABLE
 from meshkit.predict.simulate import simulate
 from meshkit.verbs.plan.planner import Plan, plan_experiment
 
@@ -35,13 +37,50 @@ def step_s(plan: Plan, cluster: Cluster) -> float:
     return step.window[1] - step.window[0]
 
 
+def flights(plan: Plan) -> dict[str, frozenset[str]]:
+    """Collective -> the kernels that stand between its start and its end."""
+    found = {}
+    for body in plan.schedule.computations.values():
+        begun = {i.name: n for n, i in enumerate(body) if i.collective}
+        for n, i in enumerate(body):
+            if (first := begun.get(i.starts or "")) is not None:
+                found[body[first].name] = frozenset(k.name for k in body[first:n] if k.kind == "kernel")
+    return found
+
+
+def moved(own: Plan, told: Plan) -> tuple[int, int]:
+    """Collectives that fly over other kernels than in XLA's own schedule, and how many there are."""
+    before, after = flights(own), flights(told)
+    common = before.keys() & after.keys()
+    return sum(before[name] != after[name] for name in common), len(common)
+
+
+def ways(experiment: Experiment) -> Iterator[str]:
+    """A line for each value of `train.pgle`."""
+    own: Plan | None = None
+    for way in ("off", TABLE, PREDICTED):
+        train = experiment.train.model_copy(update={"pgle": way})
+        plan = plan_experiment(dataclasses.replace(experiment, train=train))
+        own, step = own or plan, plan.report.step
+        at = "{} of {}".format(*moved(own, plan))
+        yield f"| {experiment.name} | {way} | {at} | {step.exposed_s or 0:.4g} | {step.time_s or 0:.5g} |"
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES, help="experiments of configs/experiments")
+    parser.add_argument("--ways", action="store_true", help="by each value of train.pgle")
+    asked = parser.parse_args()
+    if asked.ways:
+        print("| experiment | train.pgle | collectives moved | exposed, s | step, s |\n|---|---|---|---|---|")
+        for name in asked.names:
+            for line in ways(load(EXPERIMENTS / f"{name}.toml")):
+                print(line, flush=True)
+        return
     print("| experiment | compute rates, of those predicted | XLA's own latencies, s | predicted, s | |")
     print("|---|---|---|---|---|")
-    for name in parser.parse_args().names:
+    for name in asked.names:
         experiment = load(EXPERIMENTS / f"{name}.toml")
         train = experiment.train.model_copy(update={"pgle": PREDICTED})
         own, told = (plan_experiment(e) for e in (experiment, dataclasses.replace(experiment, train=train)))

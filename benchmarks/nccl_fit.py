@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.nccl_rows import PCIE, Row
+from benchmarks.nccl_rows import PCIE, RACKS, Row
 from meshkit.predict.network import fitted_values, nccl_constants
 
 CLASSES = (("8 KiB to 1 MiB", 2**13, 2**20), ("1 to 16 MiB", 2**20, 2**24), ("from 16 MiB", 2**24, 2**63))
@@ -96,6 +96,24 @@ def by_place(rows: Sequence[Row], errors: np.ndarray) -> Iterator[str]:
             numbers = over_systems([rows[i] for i in kept], errors[kept]) if kept else ()
             cells.append("{:.1%}, {:.1%} ({})".format(*numbers) if numbers else "")
         yield f"| {where} | " + " | ".join(cells) + " |"
+
+
+def by_kind(rows: Sequence[Row], errors: np.ndarray) -> Iterator[str]:
+    """A table in Markdown: the same numbers by size where sizes decide, and by place where links do."""
+    large, inside = [size_class(row) == len(CLASSES) - 1 for row in rows], [row.domains == 1 for row in rows]
+    racks = [row.place == RACKS for row in rows]
+    kinds = {
+        "from 16 MiB, one host or one NVLink domain": [a and b for a, b in zip(large, inside, strict=True)],
+        "1 to 16 MiB": [size_class(row) == 1 for row in rows],
+        "8 KiB to 1 MiB": [size_class(row) == 0 for row in rows],
+        "from 16 MiB, between hosts": [a and row.place == "between hosts" for a, row in zip(large, rows, strict=True)],
+        "GB200, GB300: several hosts, all sizes": racks,
+    }
+    yield "| class | median, 90th percentile (systems) |\n|---|---|"
+    for name, member in kinds.items():
+        if kept := [i for i, one in enumerate(member) if one and rows[i].place != PCIE]:
+            found = over_systems([rows[i] for i in kept], errors[kept])
+            yield f"| {name} | {found[0]:.1%}, {found[1]:.1%} ({found[2]}) |"
 
 
 def misses(rows: Sequence[Row], values: Mapping[str, float] | None = None) -> np.ndarray:

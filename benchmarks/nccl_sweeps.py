@@ -22,7 +22,7 @@ import numpy as np
 
 import meshkit
 from benchmarks.nccl_figure import draw
-from benchmarks.nccl_fit import CLASSES, by_hand_lines, by_place, constant_lines, leave_one_out, misses
+from benchmarks.nccl_fit import CLASSES, by_hand_lines, by_kind, by_place, constant_lines, leave_one_out, misses
 from benchmarks.nccl_rows import Measured, Row, read_rows
 from meshkit.config.cluster import Cluster
 from meshkit.errors import ConfigError, MeshkitError
@@ -66,7 +66,9 @@ def score_lines(found: Sequence[Measured]) -> Iterator[str]:
     yield from by_place(rows, misses(rows))
     if len({row.system for row in rows}) >= _LEAST_SYSTEMS:
         yield from ["", "The same, each system left out of the fit in turn", ""]
-        yield from by_place(*leave_one_out(rows))
+        left_out = leave_one_out(rows)
+        yield from by_place(*left_out)
+        yield from ["", "And over all places", "", *by_kind(*left_out)]
         yield from ["", "What is fitted", "", *constant_lines(rows), "", "Set by hand", "", *by_hand_lines()]
     yield from ["", "By collective", ""]
     key = ("source", "collective", "where")

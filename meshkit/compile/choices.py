@@ -11,11 +11,13 @@ of a larger message costs more than it saves.
 
 XLA's latency hiding scheduler decides where a collective starts by how long it thinks that things take, and knows
 neither the links of a cluster nor what its kernels sustain. A measured profile tells it (`meshkit profile` writes one);
-predicted prices do so before the first run. What is made of them is simulated, and taken where it is faster.
+predicted prices do so before the first run. What is made of them is simulated, and taken where it is faster. With
+`train.pgle = "table"` XLA has prices of collectives alone (perf_table.py), and compiles once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +26,10 @@ from typing import Any, Protocol, cast
 
 from meshkit.compile.cache import profile_text, text_file
 from meshkit.compile.options import CompileChoices, Option, chosen_options
+from meshkit.compile.perf_table import table_text, unread
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
-from meshkit.config.sections import PGLE_OPTION, PREDICTED
+from meshkit.config.sections import PGLE_OPTION, PREDICTED, TABLE, TABLE_OPTION
 from meshkit.hlo.groups import domains_spanned
 from meshkit.hlo.module import Schedule
 from meshkit.predict.assumptions import Assumptions, assumptions_for
@@ -62,6 +65,7 @@ _SPARE = 0.02
 # Further ones go back and forth.
 ROUNDS = 2
 _WHY = "train.pgle: XLA's own latencies know neither the links of this cluster nor what its kernels sustain"
+_WHY_TABLE = "train.pgle: XLA's own table of collectives was measured on other hosts, launch and all"
 
 
 @dataclass(frozen=True)
@@ -255,12 +259,20 @@ def compile_to_fit[T: CompileAttempt](
     Returns:
         The fastest that fits, the first where none does; and those that it was chosen from.
     """
-    made = [_fitting(make, cluster, choices, choices.derived)]
+    derived = list(choices.derived)
+    with contextlib.ExitStack() as stack:
+        if choices.pgle == TABLE:
+            path = stack.enter_context(text_file(agree(TABLE, table_text(cluster))))
+            derived.append(Option(TABLE_OPTION, str(path), _WHY_TABLE))
+        made = [_fitting(make, cluster, choices, derived)]
     (first,) = made
 
     def fits(one: T) -> bool:
         return one.peak_bytes <= _pool_bytes(cluster, choices)
 
+    if choices.pgle == TABLE:
+        said = unread(cluster, first.schedule)
+        return replace(cast(Any, first), chosen=without_path(first.chosen), log=(*said, *first.log)), made
     if choices.pgle != PREDICTED or not fits(first):  # no order of its instructions makes room for them
         return first, made
     names = {o.name for o in choices.derived}
@@ -318,4 +330,4 @@ def _pool_bytes(cluster: Cluster, choices: CompileChoices) -> float:
 
 def without_path(options: Sequence[Option]) -> tuple[Option, ...]:
     """Options as a report has them: that the latencies are predicted, not where their file lay."""
-    return tuple(replace(o, value=PREDICTED) if o.name == PGLE_OPTION and o.why == _WHY else o for o in options)
+    return tuple(replace(o, value=PREDICTED) if o.why in (_WHY, _WHY_TABLE) else o for o in options)

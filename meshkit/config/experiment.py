@@ -26,6 +26,8 @@ from meshkit.config.rules import PRESETS, ShardingRules, preset_rules
 from meshkit.config.sections import (
     PGLE_OPTION,
     PREDICTED,
+    TABLE,
+    TABLE_OPTION,
     CheckpointTable,
     ClusterTable,
     CompressionTable,
@@ -313,10 +315,11 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
         if (found := getattr(table, section)) is not None:
             _check_replica_axis(section, found.axis, sizes, cut.get("act_batch", ()))
     _check_rounds(table)
-    if table.train.pgle == PREDICTED and PGLE_OPTION in table.xla:
-        message = f'train.pgle = "{PREDICTED}" asks for predicted latencies, and xla.{PGLE_OPTION} names measured ones.'
+    pgle = table.train.pgle
+    if (named := {PREDICTED: PGLE_OPTION, TABLE: TABLE_OPTION}.get(pgle)) in table.xla:
+        message = f'train.pgle = "{pgle}" asks for predicted latencies, and xla.{named} names measured ones.'
         hint = "the measured ones alone: without train.pgle"
-        raise SpecError(message, key=("train", "pgle"), value=PREDICTED, hint=hint)
+        raise SpecError(message, key=("train", "pgle"), value=pgle, hint=hint)
     if table.pipeline is not None:
         _check_pipeline(table, table.pipeline, rules, sizes)
     micro_batches = {"accumulate": table.train.accumulate}

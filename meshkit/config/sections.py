@@ -16,9 +16,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Wit
 from meshkit.config.rules import from_pairs
 from meshkit.config.validate import FUNCTION_PATTERN, NAME_PATTERN, TomlTable, kind, show
 
-# The XLA option that names a profile to schedule by, and what `train.pgle` says instead of one.
+# The XLA options that name a profile or a table of collectives to schedule by; what `train.pgle` says instead of them.
 PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
-PREDICTED = "predicted"
+TABLE_OPTION = "xla_gpu_experimental_collective_perf_table_path"
+PREDICTED, TABLE = "predicted", "table"
 
 
 @dataclass(frozen=True)
@@ -248,10 +249,11 @@ class TrainTable(TomlTable):
         "or { keep = [names], offload = [names] }, those that wait in host memory",
     )
     memory_fraction: Fraction = Field(default=0.92, description="of GPU memory that the client may take")
-    pgle: Literal["off", "predicted"] = Field(
+    pgle: Literal["off", "table", "predicted"] = Field(
         default="off",
-        description="what XLA schedules GPUs by: its own latencies, or those that plan predicts for this cluster "
-        "(profile-guided latency estimation without a profile; three compiles)",
+        description="what XLA schedules GPUs by: its own latencies; those with plan's prices of collectives inside a "
+        "domain in place of its table; or those that plan predicts for this cluster (profile-guided latency estimation "
+        "without a profile; three compiles)",
     )
     loss: Function | None = Field(
         default=None, description="pkg.mod:fn, (model, batch, rng) -> (loss_sum, weight, metrics); default next token"

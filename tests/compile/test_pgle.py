@@ -1,8 +1,10 @@
-"""`train.pgle = "predicted"`: plan and train ask XLA again with plan's prices, and take the faster program."""
+"""`train.pgle`: XLA has plan's prices: of every instruction, with which it is asked again, or a table."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from meshkit.compile import program as compiler
 from meshkit.compile.attached import compile_step
 from meshkit.compile.choices import ROUNDS
+from meshkit.compile.perf_table import device_key, table_text, unread
+from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
-from meshkit.config.sections import PGLE_OPTION
+from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
+from meshkit.errors import ConfigError
 from meshkit.hlo.module import load_module
+from meshkit.predict.network import collective_time_s
 from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.train_step import make_train_step
 from meshkit.verbs.plan.planner import plan_experiment
@@ -91,3 +98,79 @@ def test_train_asks_xla_again_with_the_same_prices(plans):
     assert all(f'name: "{name}"' in gpus.told[0] for name in collectives)
     assert made.options == plain[0]  # no program is faster than the first, which is taken then
     json.dumps(dict(made.options))
+
+
+ENTRY = re.compile(
+    r'opcode: "(.+?)".* dimensions: (\d+) .*(?:num_devices_per_group: (\d+)|source_target).*per_sec: (\d+)'
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("dgx_h100", "sm_90"), ("dgx_b200", "sm_100_B200"), ("gb300_nvl72", "sm_103")]
+)
+def test_the_table_has_the_models_prices(name, key):
+    cluster = Cluster.load(name)
+    text = table_text(cluster)
+    assert device_key(cluster) == key
+    assert text.startswith(f'entries {{\n key: "{key}"')
+    found = [ENTRY.search(line) for line in text.splitlines() if "opcode" in line]
+    assert all(found)
+    sizes: dict[tuple[str, int], list[int]] = {}
+    for collective, elements, group, rate in (match.groups() for match in found if match):
+        n = int(group or 2)
+        payload = int(elements) * 4 * (n if collective == "reduce-scatter" else 1)
+        sizes.setdefault((collective, n), []).append(payload)
+        seconds = collective_time_s(collective, payload_bytes=payload, gpus_per_domain=n, cluster=cluster)
+        assert payload / int(rate) == pytest.approx(seconds, rel=1e-3)
+    gpus = cluster.gpus_used_per_domain
+    assert {n for collective, n in sizes if collective == "all-to-all"} == {
+        n for n in range(2, gpus + 1) if gpus % n == 0
+    }
+    for found_sizes in sizes.values():  # the nearest is never further than half a step of a quarter octave
+        once = sorted(set(found_sizes))
+        assert once[0] <= 4 * gpus
+        assert once[-1] < 2**31
+        assert all(after <= max(1.25 * size, size + 4 * gpus) for size, after in itertools.pairwise(once))
+
+
+def test_xla_prices_collectives_by_the_table(monkeypatch):
+    """Its scheduler says what it takes a collective for."""
+    logs, environment, run = [], compiler._child_environment, compiler._run_child
+    loud = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "sol_latency_estimator=10"}
+    monkeypatch.setattr(compiler, "_child_environment", lambda: environment() | loud)
+    monkeypatch.setattr(compiler, "_run_child", lambda *a: logs.append(run(*a)) or logs[-1])
+    monkeypatch.setenv("MESHKIT_CACHE", "off")
+    plan = plan_experiment(
+        load(TINY, ('cluster="dgx_h100"', "model.embed=1024", "model.mlp=4096", 'train.pgle="table"'))
+    )
+    said = {float(us) * 1e-6 for us in re.findall(r"Computed collective time for \S+: ([\d.]+) us", logs[0])}
+    cluster = Cluster.load("dgx_h100")
+    prices = {
+        collective_time_s(c.collective, payload_bytes=c.payload_bytes, gpus_per_domain=8, cluster=cluster)
+        for body in plan.schedule.computations.values()
+        for c in (i.collective for i in body)
+        if c is not None
+    }
+    assert said
+    for seconds in said:
+        assert min(abs(seconds / price - 1) for price in prices) < 0.1
+    assert {o.name: o.value for o in plan.report.program.options}[TABLE_OPTION] == "predicted"
+    assert ".pbtxt" not in plan.report.to_json()
+
+
+def test_a_table_that_xla_does_not_read_is_said(plans):
+    schedule = plans[0].schedule
+    assert unread(Cluster.load("dgx_h100"), schedule) == ()
+    assert "Hopper and Blackwell alone, not for NVIDIA A100" in unread(Cluster.load("dgx_a100"), schedule)[0]
+    (body,) = (b for name, b in schedule.computations.items() if name == schedule.entry)
+    ragged = replace(
+        next(i for i in body if i.collective),
+        collective=replace(next(i.collective for i in body if i.collective), collective="ragged-all-to-all"),
+    )
+    other = replace(schedule, computations={schedule.entry: (*body, ragged)})
+    assert "in a program with ragged-all-to-all" in unread(Cluster.load("dgx_h100"), other)[0]
+
+
+def test_a_table_of_ones_own_and_that_of_prices_are_one_too_many():
+    with pytest.raises(ConfigError, match="asks for predicted latencies, and"):
+        load(TINY, ('train.pgle="table"', f'xla.{TABLE_OPTION}="mine.pbtxt"'))
