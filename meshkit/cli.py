@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -61,6 +60,8 @@ for _verb, _example in _EXAMPLES.items():
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from importlib import metadata  # takes longer than all else here
+
         output(", ".join(f"{name} {metadata.version(name)}" for name in ("meshkit", "jax", "jaxlib")))
         raise typer.Exit()
 

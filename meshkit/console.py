@@ -5,19 +5,21 @@ All that meshkit prints goes through here: terminal escapes in a name from a fil
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from meshkit.errors import ConfigError
 from meshkit.redaction import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+    from rich.text import Text
 
 _LONGEST_TEXT = 2**13  # of a table's cell or a paragraph; documents are printed as they are
 
@@ -42,26 +44,35 @@ def width() -> int | None:
     return None if sys.stdout.isatty() else 80
 
 
-class _Printable(Console):
-    """A console whose only escapes are its own, and that cuts a name of pages, which it would wrap for ever."""
+@functools.cache
+def _console_type() -> type[Console]:
+    """The console of all that is printed; rich takes as long to import as the rest of the command line."""
+    from rich.console import Console
+    from rich.segment import Segment
+    from rich.text import Text
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        if isinstance(renderable, Text) and len(renderable) > _LONGEST_TEXT:
-            renderable = Text(_cut(renderable.plain))
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+    class Printable(Console):
+        """A console whose only escapes are its own, and that cuts a name of pages, which it would wrap for ever."""
 
-    def print(self, *objects: Any, **options: Any) -> None:
-        """Prints; no line of a file or a pipe ends in blanks."""
-        if self.is_terminal or self.record:
-            super().print(*objects, **options)
-            return
-        with self.capture() as captured:
-            super().print(*objects, **options)
-        self.file.write("\n".join(line.rstrip(" ") for line in captured.get().split("\n")))
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            if isinstance(renderable, Text) and len(renderable) > _LONGEST_TEXT:
+                renderable = Text(_cut(renderable.plain))
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(_cut(text), **options)
+        def print(self, *objects: Any, **options: Any) -> None:
+            """Prints; no line of a file or a pipe ends in blanks."""
+            if self.is_terminal or self.record:
+                super().print(*objects, **options)
+                return
+            with self.capture() as captured:
+                super().print(*objects, **options)
+            self.file.write("\n".join(line.rstrip(" ") for line in captured.get().split("\n")))
+
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(_cut(text), **options)
+
+    return Printable
 
 
 def _cut(text: str) -> str:
@@ -72,16 +83,18 @@ def _cut(text: str) -> str:
 
 def stdout() -> Console:
     """A console for what a verb is asked for. Text is no markup: a name from a file may look like it."""
-    return _Printable(width=width(), markup=False)
+    return _console_type()(width=width(), markup=False)
 
 
 def stderr() -> Console:
     """A console for progress and tables that must stay off stdout."""
-    return _Printable(stderr=True, width=None if sys.stderr.isatty() else 80, markup=False)
+    return _console_type()(stderr=True, width=None if sys.stderr.isatty() else 80, markup=False)
 
 
 def status(text: str) -> Any:
     """A spinner with text while the block runs; nothing where there is no terminal."""
+    from rich.text import Text
+
     return stderr().status(Text(text))
 
 
@@ -106,7 +119,7 @@ def notebook_line() -> Callable[[str], None]:
 def rendered(renderable: RenderableType, *, width: int = 80, html: bool = False) -> str:
     """What a terminal of that width would show, as plain text or as HTML with its colours."""
     file = io.StringIO()
-    console = _Printable(
+    console = _console_type()(
         file=file, width=width, markup=False, record=html, force_terminal=False, force_jupyter=False
     )  # a kernel would be shown it at once
     console.print(renderable)

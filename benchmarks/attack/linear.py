@@ -209,7 +209,7 @@ def _hlo(folder: Path) -> Reader:
 
 def _safetensors(folder: Path) -> Reader:
     from meshkit.errors import MeshkitError
-    from meshkit.weights.folder import open_file
+    from meshkit.weights.files import open_file
 
     file = folder / "model.safetensors"
     one = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}

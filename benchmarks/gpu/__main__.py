@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
-from meshkit.discover.nvml import read_nvml
+from meshkit.discover.probe import read_nvml
 
 RESULT, VALUES, LOG, PACKED = "result.json", "values.json", "log.txt", "piece{}.tar.gz"
 MOST_BYTES = 15_000_000  # of a piece's archive

@@ -12,8 +12,7 @@ from typing import Literal
 from meshkit.config.bounded import decode, read_bounded
 from meshkit.discover.bundle import record, replay
 from meshkit.discover.describe import Mismatch, check, to_cluster
-from meshkit.discover.identity import domain_identities, identity_record, local_identities
-from meshkit.discover.machine import discover
+from meshkit.discover.machine import discover, domain_identities, identity_record, local_identities
 from meshkit.discover.nccl_xml import parse_topology
 from meshkit.discover.nvidia_smi import from_matrix, parse_matrices
 from meshkit.discover.probe import FixtureProbe, LiveProbe, Probe

@@ -20,8 +20,7 @@ from typing import Any
 
 from meshkit.config.bounded import LARGEST_FILE_BYTES, decode, gunzip, read_bounded, short
 from meshkit.discover.machine import discover
-from meshkit.discover.nvml import BUNDLE_HINT
-from meshkit.discover.probe import FixtureProbe, Probe, RecordingProbe
+from meshkit.discover.probe import BUNDLE_HINT, FixtureProbe, Probe, RecordingProbe
 from meshkit.discover.topology import Topology, merge
 from meshkit.errors import ConfigError, TraceError
 

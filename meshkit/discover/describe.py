@@ -9,8 +9,7 @@ from typing import Any
 
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
-from meshkit.discover.identify import gpu_by_name
-from meshkit.discover.topology import NEAR, FoundGpu, FoundNic, Topology
+from meshkit.discover.topology import NEAR, FoundGpu, FoundNic, Topology, gpu_by_name
 from meshkit.errors import ConfigError
 
 _GIGABIT = 1e9

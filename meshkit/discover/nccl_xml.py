@@ -14,8 +14,16 @@ from xml.parsers import expat
 
 from meshkit.config import catalog
 from meshkit.config.bounded import integer, short
-from meshkit.discover.identify import (
+from meshkit.discover.topology import (
+    Connection,
+    Domain,
+    FoundGpu,
+    FoundNic,
     Match,
+    NvLink,
+    PcieLink,
+    Rdma,
+    Topology,
     apply_platform,
     assume_gpu,
     gpu_by_name,
@@ -27,7 +35,6 @@ from meshkit.discover.identify import (
     stand_in_notes,
     with_domains,
 )
-from meshkit.discover.topology import Connection, Domain, FoundGpu, FoundNic, NvLink, PcieLink, Rdma, Topology
 from meshkit.errors import TraceError
 
 _BUS = re.compile(r"[0-9a-f]{1,8}:[0-9a-f]{1,2}:[0-9a-f]{1,2}(\.[0-7])?", re.IGNORECASE | re.ASCII)

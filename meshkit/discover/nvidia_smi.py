@@ -12,10 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshkit.config.bounded import integer, short
-from meshkit.discover.identify import Match, assume_gpu, gpu_by_name, gpus_by_nvlinks, stand_in_notes, with_domains
-from meshkit.discover.nvml import Snapshot, check_snapshot, short_bus
-from meshkit.discover.probe import Probe
-from meshkit.discover.topology import Connection, FoundGpu, FoundNic, Topology
+from meshkit.discover.probe import Probe, Snapshot, check_snapshot, short_bus
+from meshkit.discover.topology import (
+    Connection,
+    FoundGpu,
+    FoundNic,
+    Match,
+    Topology,
+    assume_gpu,
+    gpu_by_name,
+    gpus_by_nvlinks,
+    stand_in_notes,
+    with_domains,
+)
 from meshkit.errors import TraceError
 
 _FIELDS = (

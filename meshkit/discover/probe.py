@@ -1,23 +1,244 @@
 """Probe: the four questions that discovery asks a machine, and who answers them.
 
 A live machine, a recorded bundle and a test fixture answer alike, so that every line of discovery runs without a GPU.
+`read_nvml` asks the driver through pynvml (distribution nvidia-ml-py); `Snapshot` is the form in which its answers are
+recorded, replayed and checked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from meshkit.config.bounded import LARGEST_FILE_BYTES
-from meshkit.discover.nvml import read_nvml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from meshkit.config.bounded import LARGEST_FILE_BYTES, short
+from meshkit.discover.topology import NvLink, PcieLink, Small, Text
+from meshkit.errors import TraceError
 
 _LARGEST_SYSFS_BYTES = 65_536
 _COMMAND_TIMEOUT_S = 30.0
 _ENGLISH = {"LC_ALL": "C", "LANG": "C"}  # what commands print must not depend on the user's language
+_SWITCH, _GPU, _IBM = 2, 0, 1  # NVML_NVLINK_DEVICE_TYPE_*
+_P2P_NVLINK, _P2P_PCI = 2, 4  # NVML_P2P_CAPS_INDEX_*
+_ANCESTORS = {10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # NVML_TOPOLOGY_*, as `topo -m` names them
+BUNDLE_HINT = "a bundle of `meshkit topo record`"
+_FABRIC_STATES = {0: "not_supported", 1: "not_started", 2: "in_progress", 3: "completed"}
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class FabricState(_Plain):
+    """nvmlDeviceGetGpuFabricInfoV: which NVLink domain a GPU registered with; the uuid is zero inside a single host."""
+
+    state: Literal["not_supported", "not_started", "in_progress", "completed"]
+    cluster_uuid: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    clique_id: Annotated[int, Field(ge=0, le=2**32)]
+    status: Annotated[int, Field(ge=0, le=2**32)] = 0
+    health_mask: Annotated[int, Field(ge=0, le=2**32)] = 0
+
+    @property
+    def identity(self) -> str | None:
+        """`clusterUuid.cliqueId`, the identity of an NVLink domain; None where NVLink ends at the host."""
+        return f"{self.cluster_uuid}.{self.clique_id}" if self.cluster_uuid.strip("0") else None
+
+
+class Peer(_Plain):
+    """What lies between this GPU and another of the machine."""
+
+    index: Small
+    nvlink: bool | None = None
+    pci: bool | None = None
+    ancestor: Literal["PIX", "PXB", "PHB", "NODE", "SYS"] | None = None
+
+
+class GpuState(_Plain):
+    """One GPU."""
+
+    index: Small
+    name: Text
+    bus: Text
+    uuid: Text | None = None
+    memory_bytes: Annotated[int, Field(ge=0, le=2**50)] | None = None
+    compute_capability: tuple[Small, Small] | None = None
+    performance_state: Small | None = None
+    pcie: PcieLink = PcieLink()
+    nvlinks: Annotated[tuple[NvLink, ...], Field(max_length=64)] = ()
+    fabric: FabricState | None = None
+    peers: Annotated[tuple[Peer, ...], Field(max_length=64)] = ()
+
+
+class Snapshot(_Plain):
+    """All GPUs of a machine."""
+
+    driver: Text | None = None
+    gpus: Annotated[tuple[GpuState, ...], Field(max_length=64)] = ()
+
+
+def check_snapshot(value: Any, *, at: str) -> Snapshot:
+    """Recorded answers of NVML as a Snapshot.
+
+    Raises:
+        TraceError: they are damaged.
+    """
+    try:
+        snapshot = Snapshot.model_validate(value)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"])) or "the whole"
+        what = f"the recorded NVML answers are damaged: {short(where)}: {short(problem['msg'])}."
+        raise TraceError(what, at=at, hint=BUNDLE_HINT) from None
+    indices = [gpu.index for gpu in snapshot.gpus]
+    if len(set(indices)) < len(indices):
+        raise TraceError("the recorded NVML answers name a GPU twice.", at=at, hint=BUNDLE_HINT)
+    return snapshot
+
+
+def has_driver() -> bool:
+    """Whether NVIDIA's driver answers on this machine."""
+    with contextlib.suppress(_NoDriverError), _session():
+        return True
+    return False
+
+
+def read_nvml() -> Mapping[str, Any] | str:
+    """What the driver answers, as plain data; or why there is no answer, in a few words."""
+    try:
+        with _session() as nvml:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+            gpus = [_read_gpu(nvml, i, handle, handles) for i, handle in enumerate(handles)]
+            return {"driver": _ask(nvml, "nvmlSystemGetDriverVersion"), "gpus": gpus}
+    except _NoDriverError as error:
+        return str(error)
+
+
+class _NoDriverError(Exception):
+    """Nobody answers; says why, in a few words."""
+
+
+@contextlib.contextmanager
+def _session() -> Iterator[Any]:
+    """NVML, while it is initialized.
+
+    Raises:
+        _NoDriverError: there is none, or it stops to answer.
+    """
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise _NoDriverError("the NVML binding is not installed (pip install nvidia-ml-py)") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise _NoDriverError(f"no NVIDIA driver ({error})") from None
+    try:
+        yield pynvml
+    except pynvml.NVMLError as error:
+        raise _NoDriverError(f"the NVIDIA driver does not answer ({error})") from None
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
+    """An answer of NVML; None where this GPU, driver or binding does not know the question."""
+    try:
+        answer = getattr(nvml, question)(*arguments)
+    except (nvml.NVMLError, AttributeError):  # AttributeError: a binding from before the question
+        return None
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+
+def _read_gpu(nvml: Any, index: int, handle: Any, handles: list) -> dict[str, Any]:
+    ask = functools.partial(_ask, nvml)
+    memory = ask("nvmlDeviceGetMemoryInfo", handle)
+    return {
+        "index": index,
+        "name": ask("nvmlDeviceGetName", handle) or "unknown",
+        "bus": _bus(nvml.nvmlDeviceGetPciInfo(handle)),
+        "uuid": ask("nvmlDeviceGetUUID", handle),
+        "memory_bytes": memory.total if memory is not None else None,
+        "compute_capability": ask("nvmlDeviceGetCudaComputeCapability", handle),
+        "performance_state": ask("nvmlDeviceGetPerformanceState", handle),
+        "pcie": {
+            "generation": ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+            "width": ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+            "max_generation": ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+            "max_width": ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
+        },
+        "nvlinks": _read_nvlinks(nvml, handle),
+        "fabric": _read_fabric(nvml, handle),
+        "peers": [_read_peer(nvml, handle, other, i) for i, other in enumerate(handles) if i != index],
+    }
+
+
+def _read_nvlinks(nvml: Any, handle: Any) -> list[dict[str, Any]]:
+    links = []
+    for number in range(nvml.NVML_NVLINK_MAX_LINKS):
+        state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, number)
+        if state is None:  # this GPU has no link of that number
+            continue
+        link: dict[str, Any] = {"active": bool(state)}
+        if state:
+            kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
+            remote = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
+            link |= {
+                "version": _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, number),
+                "remote": {_SWITCH: "switch", _GPU: "gpu", _IBM: "cpu"}.get(kind),
+                "remote_bus": _bus(remote),
+            }
+        links.append(link)
+    return links
+
+
+def _read_fabric(nvml: Any, handle: Any) -> dict[str, Any] | None:
+    structure = getattr(nvml, "c_nvmlGpuFabricInfo_v3_t", None) or getattr(nvml, "c_nvmlGpuFabricInfoV_t", None)
+    if structure is None:  # a binding from before multi-host NVLink
+        return None
+    for kind in dict.fromkeys((structure, getattr(nvml, "c_nvmlGpuFabricInfo_v2_t", structure))):
+        info = kind()
+        if _ask(nvml, "nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info)) is None:
+            continue  # a driver that knows an older form of the structure, or none
+        return {
+            "state": _FABRIC_STATES.get(int(info.state), "not_supported"),
+            "cluster_uuid": bytes(info.clusterUuid).hex(),
+            "clique_id": int(info.cliqueId),
+            "status": int(info.status),
+            "health_mask": int(info.healthMask),
+        }
+    return None
+
+
+def _read_peer(nvml: Any, handle: Any, other: Any, index: int) -> dict[str, Any]:
+    nvlink, pci = (_ask(nvml, "nvmlDeviceGetP2PStatus", handle, other, kind) for kind in (_P2P_NVLINK, _P2P_PCI))
+    ancestor = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handle, other)
+    return {
+        "index": index,
+        "nvlink": None if nvlink is None else nvlink == 0,
+        "pci": None if pci is None else pci == 0,
+        "ancestor": _ANCESTORS.get(ancestor),
+    }
+
+
+def _bus(pci: Any) -> str | None:
+    """The PCI address in an answer of NVML; None where it has none."""
+    bus = getattr(pci, "busId", None)
+    return short_bus(bus.decode() if isinstance(bus, bytes) else bus) if bus else None
+
+
+def short_bus(bus: str) -> str:
+    """A PCI address as Linux writes it: four digits of domain, lower case (NVML writes eight)."""
+    domain, _, rest = bus.strip().lower().partition(":")
+    return f"{domain[-4:]}:{rest}" if rest else domain
 
 
 class Probe(Protocol):

@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass
 
 from meshkit.config.bounded import short
-from meshkit.discover.identify import platform
-from meshkit.discover.topology import Domain, FoundGpu, Topology
+from meshkit.discover.topology import Domain, FoundGpu, Topology, platform
 from meshkit.errors import TraceError
 
 _BLOCK = re.compile(r"- switch: (\S+)", re.ASCII)

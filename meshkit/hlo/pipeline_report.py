@@ -10,14 +10,16 @@ pipeline in their op_name path (`PipelineReport.useful`), the innermost of which
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from meshkit.hlo.schedule import Schedule
+if TYPE_CHECKING:
+    from meshkit.hlo.schedule import Schedule
 
 
 class ScheduleCost(BaseModel):
-    """A schedule's cost in closed form; the formulas are in `meshkit.parallel.pipeline.report`."""
+    """A schedule's cost in closed form; the formulas are in `meshkit.parallel.pipeline.schedules`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 

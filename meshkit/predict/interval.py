@@ -12,11 +12,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
 from meshkit.config import catalog
-from meshkit.config.cluster import Gpu
+
+if TYPE_CHECKING:
+    from meshkit.config.cluster import Gpu
 
 _LEAST_GROUPS, _LEAST_SOURCES = 20, 3  # of a stratum that counts as calibrated
 _ENDS = (("q25", "q75"), ("q10", "q90"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshkit.config.cluster import Cluster
 from meshkit.config.sections import PGLE_OPTION, PREDICTED
-from meshkit.discover.identify import gpu_by_name
+from meshkit.discover.topology import gpu_by_name
 from meshkit.errors import TraceError
 from meshkit.report.schema import (
     CommunicationPart,

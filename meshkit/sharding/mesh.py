@@ -22,7 +22,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.config.validate import did_you_mean
 from meshkit.discover import LiveProbe, domain_identities, identity_record, local_identities
-from meshkit.discover.nvml import has_driver
+from meshkit.discover.probe import has_driver
 from meshkit.distributed.agreement import Agreement, jax_runtime
 from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.errors import ConfigError

@@ -8,10 +8,10 @@ import pytest
 
 from meshkit.config.cluster import Cluster
 from meshkit.discover import FixtureProbe, LiveProbe, check, discover, merge, to_cluster
-from meshkit.discover.identify import gpu_by_name, gpu_name_by_pci, names, pcie_generation
 from meshkit.discover.machine import read_nics, read_rdma
 from meshkit.discover.nvidia_smi import FABRIC_QUERY, GPU_QUERY, NVLINK_QUERY
-from meshkit.discover.nvml import read_nvml
+from meshkit.discover.probe import read_nvml
+from meshkit.discover.topology import gpu_by_name, gpu_name_by_pci, names, pcie_generation
 from meshkit.errors import ConfigError
 
 

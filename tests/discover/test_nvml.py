@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshkit.discover import FixtureProbe, discover
-from meshkit.discover.nvml import check_snapshot, has_driver, read_nvml
+from meshkit.discover.probe import check_snapshot, has_driver, read_nvml
 
 
 class NVMLError(Exception):

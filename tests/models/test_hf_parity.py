@@ -12,8 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshkit.weights.files import read_weights
-from meshkit.weights.folder import open_file
+from meshkit.weights.files import open_file, read_weights
 from models import hf
 from models.llama import Llama
 from models.moe import Moe

@@ -15,7 +15,7 @@ from meshkit.predict.coverage import executed_flops, flop_note, kernel_seconds_b
 from meshkit.predict.simulate import simulate
 from meshkit.report.schema import MemoryPart
 from meshkit.step.facts import StepFacts
-from meshkit.verbs.plan.plan_warnings import plan_warnings
+from meshkit.verbs.plan.planner import plan_warnings
 
 
 def program(*kernels, source="", **bodies):

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 import meshkit as mk
 from meshkit.errors import ConfigError, RunError
 from meshkit.weights import files as weights
-from meshkit.weights.files import read_weights, write_weights
-from meshkit.weights.folder import open_file
+from meshkit.weights.files import open_file, read_weights, write_weights
 from meshkit.weights.layout import Layout, Row
 from models import hf
 from tests.weights.weight_files import (

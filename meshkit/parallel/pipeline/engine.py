@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError
 from meshkit.hlo.pipeline_report import PipelineReport
-from meshkit.parallel.pipeline.functions import Functions
 from meshkit.parallel.pipeline.lockstep import Lockstep
 from meshkit.parallel.pipeline.loop import loop_gradients, loop_sums
 from meshkit.parallel.pipeline.manual import ManualAxes
@@ -30,7 +29,7 @@ from meshkit.parallel.pipeline.report import make_report
 from meshkit.parallel.pipeline.residuals import Residuals, find_policy
 from meshkit.parallel.pipeline.schedules import Tables, check_sizes, make_tables
 from meshkit.parallel.pipeline.stack import Stack
-from meshkit.parallel.pipeline.worker import Sums, Worker
+from meshkit.parallel.pipeline.worker import Functions, Sums, Worker
 from meshkit.sharding.constrain import current_scope, sharding_scope, spec_axes
 from meshkit.sharding.mesh import AnyMesh
 

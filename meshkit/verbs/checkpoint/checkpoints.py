@@ -15,9 +15,16 @@ from etils import epath
 from meshkit.config.experiment import Experiment
 from meshkit.errors import ConfigError, TraceError
 from meshkit.sharding.mesh import use_no_accelerator
-from meshkit.verbs.checkpoint.manifest import find_break, find_corruption, read_manifest, step_folder
+from meshkit.verbs.checkpoint.manifest import (
+    describe_failure,
+    find_break,
+    find_corruption,
+    read_manifest,
+    retried,
+    step_folder,
+    unreadable_error,
+)
 from meshkit.verbs.checkpoint.saving import STATE
-from meshkit.verbs.checkpoint.unreadable import describe_failure, retried, unreadable_error
 from meshkit.weights.files import write_weights
 from meshkit.weights.pretrained import layout_of
 

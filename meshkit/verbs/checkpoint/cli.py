@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from meshkit.console import say, stderr
 from meshkit.errors import ConditionError, ConfigError
@@ -36,7 +35,7 @@ def list_(run: RunFolder) -> None:
 def verify(run: RunFolder, step: StepOption = None) -> None:
     """Read every file and compare it with the manifest. Exit code 3 if a checkpoint is corrupt."""
     from meshkit.verbs.checkpoint.checkpoints import find
-    from meshkit.verbs.checkpoint.unreadable import unreadable_error
+    from meshkit.verbs.checkpoint.manifest import unreadable_error
 
     found = [s for s in find(run, contents=True) if step in (None, s.step)]
     if not found:
@@ -86,6 +85,8 @@ def export(
 
 
 def _show(found: list) -> None:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for name in ("step", "size", "arrays"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -29,8 +29,14 @@ from meshkit.distributed.agreement import Agreement
 from meshkit.errors import ConfigError
 from meshkit.runs.owner import RunOwner
 from meshkit.step.state import TrainState
-from meshkit.verbs.checkpoint.manifest import fingerprints, previous_of, remove_step, sync_folder, write_manifest
-from meshkit.verbs.checkpoint.unreadable import explain
+from meshkit.verbs.checkpoint.manifest import (
+    explain,
+    fingerprints,
+    previous_of,
+    remove_step,
+    sync_folder,
+    write_manifest,
+)
 
 STATE = "state"
 _REMOVE_S, _QUIET_S = 5.0, 0.5  # what is left, or made again, after that goes with the next save, or at the end

@@ -39,7 +39,10 @@ from meshkit.step.pipelined import Arrangement
 from meshkit.step.state import TrainState
 from meshkit.verbs.checkpoint.manifest import (
     MANIFEST,
+    PAUSES_S,
     Manifest,
+    describe_failure,
+    explain,
     find_break,
     find_corruption,
     kept_steps,
@@ -47,10 +50,10 @@ from meshkit.verbs.checkpoint.manifest import (
     remove_unfinished,
     set_aside,
     steps_aside,
+    unreadable_error,
     whole_steps,
 )
 from meshkit.verbs.checkpoint.saving import STATE, Saving, remove_failed, silence_orbax
-from meshkit.verbs.checkpoint.unreadable import PAUSES_S, describe_failure, explain, unreadable_error
 
 _stores = itertools.count()  # made in the same order by every process
 # For all processes to write and hash their part, or to read and hash it: storage that is slow, not one that is gone.

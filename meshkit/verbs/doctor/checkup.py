@@ -14,8 +14,15 @@ from meshkit.errors import MeshkitError
 from meshkit.units import format_bytes
 from meshkit.verbs.doctor.diagnosis import Diagnosis, Result, failed, ok
 from meshkit.verbs.doctor.network import check_gang, check_network
-from meshkit.verbs.doctor.node import check_disk, check_hardware, check_limits, check_packages, check_site
-from meshkit.verbs.doctor.variables import check_variables, check_xla_flags
+from meshkit.verbs.doctor.node import (
+    check_disk,
+    check_hardware,
+    check_limits,
+    check_packages,
+    check_site,
+    check_variables,
+    check_xla_flags,
+)
 
 
 def examine(

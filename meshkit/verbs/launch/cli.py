@@ -106,7 +106,7 @@ def local(
     says how far it is by `mk.progress`; one that does not is watched by its exit code.
     """
     from meshkit.config.experiment import load
-    from meshkit.discover.nvml import has_driver
+    from meshkit.discover.probe import has_driver
     from meshkit.verbs.launch.job import Job, command_name, job_name
     from meshkit.verbs.launch.local import LocalPart, check_part
     from meshkit.verbs.launch.supervisor import Policy

@@ -27,7 +27,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.exhausted import is_of_memory, too_little_memory
 from meshkit.config.experiment import Experiment
 from meshkit.config.user_code import child_path
-from meshkit.discover.nvml import read_nvml
+from meshkit.discover.probe import read_nvml
 from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.hlo.instructions import read_instructions

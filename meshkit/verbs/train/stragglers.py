@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshkit.discover import LiveProbe
-from meshkit.discover.identity import visible_gpus
+from meshkit.discover.machine import visible_gpus
 from meshkit.distributed.agreement import Agreement
 from meshkit.errors import MeshkitError
 from meshkit.units import format_percent, format_seconds

@@ -24,11 +24,10 @@ from meshkit.config.toml_text import inline
 from meshkit.console import notebook_line
 from meshkit.errors import ConfigError, RunError
 from meshkit.units import format_seconds
-from meshkit.verbs.plan.built import Build, BuiltStep, plan_built
 from meshkit.verbs.plan.outcome import Outcome
 from meshkit.verbs.plan.planner import check_has_gpus
 from meshkit.verbs.plan.space import meshes_over
-from meshkit.verbs.plan.workers import Settings, Workers, opened
+from meshkit.verbs.plan.workers import Build, BuiltStep, Settings, Workers, opened, plan_built
 from meshkit.verbs.tune.tune_report import SearchProgress, TuneReport, differences, pareto, why
 from meshkit.verbs.tune.tuner import tune as tune_experiment
 

@@ -9,7 +9,7 @@ import pytest
 
 from meshkit.cli import main
 from meshkit.verbs.checkpoint.manifest import read_manifest, set_aside
-from meshkit.weights.folder import open_folder
+from meshkit.weights.files import open_folder
 
 SETS = [
     *("model.layers=2", "model.embed=32", "model.mlp=48", "model.heads=4", "model.kv_heads=4", "model.head_dim=8"),

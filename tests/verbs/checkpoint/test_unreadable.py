@@ -17,7 +17,7 @@ from benchmarks.corruption.campaign import BEFORE, DAMAGED, abstract, random_sta
 from meshkit.cli import main
 from meshkit.config.sections import CheckpointTable
 from meshkit.errors import ConfigError, MeshkitError, RunError
-from meshkit.verbs.checkpoint import manifest, store, unreadable
+from meshkit.verbs.checkpoint import manifest, store
 from meshkit.verbs.checkpoint.manifest import MANIFEST
 from meshkit.verbs.checkpoint.store import CheckpointStore
 
@@ -45,7 +45,7 @@ def run(saved):
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch):
-    monkeypatch.setattr(unreadable, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(manifest, "PAUSES_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr(store, "PAUSES_S", (0.0, 0.0, 0.0))
 
 
@@ -175,7 +175,7 @@ def test_verify_tells_what_may_not_be_read_from_what_is_corrupt(run, mode, code,
 
 @pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)], ids=["pipe", "dir", "loop"])
 def test_what_is_no_file_is_damage_and_not_waited_for(run, put, monkeypatch):
-    monkeypatch.setattr(unreadable.time, "sleep", lambda _: pytest.fail("it was read again"))
+    monkeypatch.setattr(manifest.time, "sleep", lambda _: pytest.fail("it was read again"))
     path = run / "checkpoints" / str(DAMAGED) / MANIFEST
     path.unlink()
     put(path)
@@ -187,4 +187,4 @@ def test_one_process_that_cannot_read_stops_all_of_them():
     every = [{"corruption": None, "seal": "a"}, {"failure": failure}, {"corruption": None, "seal": "a"}]
     assert store._decide(every) == (None, {"reason": "Stale file handle, found by process 1", "forbidden": False})
     assert store._decide([*every, {"corruption": "b is missing"}])[0] == "b is missing, found by process 3"
-    assert isinstance(unreadable.unreadable_error("it", failure, "x"), MeshkitError)
+    assert isinstance(manifest.unreadable_error("it", failure, "x"), MeshkitError)

@@ -15,8 +15,14 @@ from meshkit.errors import ConfigError
 from meshkit.verbs.doctor import node as machine
 from meshkit.verbs.doctor.checkup import check_experiment
 from meshkit.verbs.doctor.diagnosis import Diagnosis
-from meshkit.verbs.doctor.node import check_disk, check_hardware, check_limits, check_packages
-from meshkit.verbs.doctor.variables import check_variables, check_xla_flags
+from meshkit.verbs.doctor.node import (
+    check_disk,
+    check_hardware,
+    check_limits,
+    check_packages,
+    check_variables,
+    check_xla_flags,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -15,7 +15,7 @@ from etils import epath
 
 from meshkit.cli import main
 from meshkit.runs.metrics import read_metrics
-from meshkit.weights.folder import open_folder
+from meshkit.weights.files import open_folder
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENT = "configs/experiments/llama_debug_cpu.toml"
