@@ -339,6 +339,11 @@ class ProfileTable(TomlTable):
         default=None,
         description="which processes capture: a number of them, evenly over the job, or a list; default all",
     )
+    every: Natural = Field(
+        default=0,
+        description="steps between captures of one step by all processes, read at once, which name the process that "
+        "the others wait for; 0 = never",
+    )
 
 
 class LocalSgdTable(TomlTable):

@@ -111,7 +111,7 @@ class Capture:
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
         began = time.perf_counter()
         clean(self.folder)
-        _start_trace(self.folder, programs=False)  # recorded apart, in a form that can be read without the trace
+        start_trace(self.folder, programs=False)  # recorded apart, in a form that can be read without the trace
         self.active, self._done = True, 0
         self._began = time.perf_counter()
         self._start_s = self._began - began
@@ -158,7 +158,7 @@ class Capture:
             host=socket.gethostname(),
             platform=mesh.devices.flat[0].platform,
             device_kind=next((d.device_kind for d in mesh.local_devices), None),
-            devices=tuple(CapturedDevice(id=d.id, ordinal=_ordinal(d)) for d in mesh.local_devices),
+            devices=trace_devices(mesh),
             mesh=devices,
             mesh_spec=step.mesh_spec.to_dict() if step.mesh_spec else None,
             cluster=step.cluster.to_dict() if step.cluster else None,
@@ -198,7 +198,7 @@ def traced_block(folder: Path, *, processes: Sequence[int] | None = None) -> Ite
         return
     clean(folder)
     jax.block_until_ready(jax.live_arrays())
-    _start_trace(folder, programs=True)
+    start_trace(folder, programs=True)
     try:
         yield
         jax.block_until_ready(jax.live_arrays())
@@ -209,7 +209,7 @@ def traced_block(folder: Path, *, processes: Sequence[int] | None = None) -> Ite
     jax.profiler.stop_trace()
 
 
-def _start_trace(folder: Path, *, programs: bool) -> None:
+def start_trace(folder: Path, *, programs: bool) -> None:
     """Starts the profiler, in a session of this process."""
     folder.mkdir(parents=True, exist_ok=True)
     options = jax.profiler.ProfileOptions()
@@ -266,6 +266,20 @@ def _compiled_module(program: Any) -> Any:
             hint="jitted.lower(*args).compile(), and calling what that returns",
         ) from None
     return modules[0]
+
+
+def serialized_module(program: Any) -> bytes:
+    """A compiled program as its `HloModuleProto`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return _compiled_module(program).as_serialized_hlo_module_proto()
+
+
+def trace_devices(mesh: jax.sharding.Mesh) -> tuple[CapturedDevice, ...]:
+    """This process's devices, as its traces number them."""
+    return tuple(CapturedDevice(id=d.id, ordinal=_ordinal(d)) for d in mesh.local_devices)
 
 
 def _ordinal(device: Any) -> int:

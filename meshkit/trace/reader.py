@@ -20,6 +20,7 @@ from functools import reduce
 import numpy as np
 
 from meshkit.errors import TraceError
+from meshkit.hlo.schedule import Collective
 from meshkit.timeline import DeviceStep, KernelTotals, Sweep, Timeline, exposed_spans, exposed_waits, sweep
 from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, Facts, Note, notes_of
 from meshkit.trace.graphs import name_graph_kernels
@@ -91,6 +92,28 @@ def read_trace(
     if errors and len(errors) == len(files):
         raise errors[0]
     return reader.trace(first_step)
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """The communication of one execution, as the devices of one process saw it."""
+
+    collectives: tuple[Collective, ...]
+    steps: list[DeviceStep]  # of each device
+    sweeps: list[Sweep]
+    exposed: list[np.ndarray]  # [n, 2] of each: when a collective runs and nothing computes
+    instances: Instances  # on the same clock
+
+
+def read_instances(file: TraceFile, program: TracedProgram) -> OneStep:
+    """The communication of the one execution of a program that a trace holds.
+
+    Raises:
+        TraceError: it cannot be read, or holds none.
+    """
+    reader = _Reader(program, None, 1, 0)
+    reader.read(file)
+    return OneStep(reader.collectives, reader.steps, reader.sweeps, reader.exposed, reader.instances)
 
 
 class _Reader:

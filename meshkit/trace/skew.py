@@ -132,10 +132,82 @@ def measure_skew(
         numbers: [entries] which execution each is.
         keep: [entries] which take part.
     """
-    entry, collective, occurrence, start, end, inside = instances.columns()
-    if not len(entry) or not groups:
+    waits = instance_waits(instances, collectives, groups, [step.device for step in steps], numbers, keep)
+    if waits is None:
         return Skew()
-    device = np.array([step.device for step in steps])[entry]
+    judged, permutes = waits.judged, waits.permutes
+    known = ~np.isnan(waits.free_s)
+    if not known.any():
+        return Skew(clocks=waits.clocks)
+    inside, duration = instances.columns()[5], waits.duration_s
+    share = np.divide(inside, duration, out=np.zeros_like(inside), where=duration > 0)
+    return Skew(
+        method=waits.method,
+        clocks=waits.clocks,
+        instances=judged.count + sum(len(set(peers.tolist())) for _, peers in permutes),
+        median_wait_s=waits.median_s,
+        wait_clock_free_s=float(waits.free_s[known].sum()),
+        wait_clocked_s=float(waits.clocked_s[known].sum()),
+        stragglers=stragglers(
+            judged.instance, *(of[judged.row] for of in (waits.device, waits.process, waits.wait_s, waits.early))
+        ),
+        transfers=instances.by_step(np.where(known, (duration - waits.wait_s) * share, np.nan)),
+    )
+
+
+@dataclass(frozen=True)
+class InstanceWaits:
+    """What each row of the instance table waited; NaN where it is in no whole instance."""
+
+    judged: _Judged
+    permutes: list[tuple[np.ndarray, np.ndarray]]  # rows of each collective-permute, and the set of neighbours
+    device: np.ndarray
+    process: np.ndarray
+    duration_s: np.ndarray
+    free_s: np.ndarray  # clock-free
+    clocked_s: np.ndarray
+    start_s: np.ndarray  # on the aligned clocks
+    clocks: Clocks | None
+
+    @property
+    def median_s(self) -> float:
+        """Of the rows that waited, clock-free."""
+        waits = self.free_s[self.free_s > 0]
+        return float(np.median(waits)) if len(waits) else 0.0
+
+    @property
+    def method(self) -> str:
+        """Aligned clocks can tell who came last, or are wrong by too little of a collective to matter."""
+        durations = self.duration_s[~np.isnan(self.free_s)]
+        usual_s = float(np.median(durations)) if len(durations) else 0.0
+        most = max(_MOST_RESIDUAL * self.median_s, _LEAST_RESIDUAL * usual_s)
+        residual_s = self.clocks.residual_s if self.clocks else 0.0
+        return "clocked" if residual_s is not None and residual_s <= most else "clock_free"
+
+    @property
+    def wait_s(self) -> np.ndarray:
+        """[n] by that method."""
+        return self.clocked_s if self.method == "clocked" else self.free_s
+
+    @property
+    def early(self) -> np.ndarray:
+        """[n] the larger, the earlier a row's device came."""
+        return -self.start_s if self.method == "clocked" else self.duration_s
+
+
+def instance_waits(
+    instances: Instances,
+    collectives: Sequence[Collective],
+    groups: Mapping[str, np.ndarray],
+    devices: Sequence[int],
+    numbers: np.ndarray,
+    keep: np.ndarray,
+) -> InstanceWaits | None:
+    """What every device waited in every instance; None where there is none. `devices` are those of the device steps."""
+    entry, collective, occurrence, start, end, _ = instances.columns()
+    if not len(entry) or not groups:
+        return None
+    device = np.asarray(devices)[entry]
     usable = (occurrence >= 0) & keep[entry]
     judged, permutes = _group(collectives, groups, collective, device, numbers[entry], occurrence, usable)
     free, clocked = np.full(len(entry), np.nan), np.full(len(entry), np.nan)
@@ -154,28 +226,7 @@ def measure_skew(
         mine, which = rows[own], peers[own]
         free[mine] = np.maximum(0.0, duration[mine] - shortest[which])
         clocked[mine] = np.clip(last[which] - start[mine], 0.0, duration[mine])
-    known = ~np.isnan(free)
-    if not known.any():
-        return Skew(clocks=clocks)
-    waits = free[known & (free > 0)]
-    median = float(np.median(waits)) if len(waits) else 0.0
-    # aligned clocks can tell who came last, or are wrong by too little of a collective to matter
-    most = max(_MOST_RESIDUAL * median, _LEAST_RESIDUAL * float(np.median(duration[known])))
-    good = clocks is None or (clocks.residual_s is not None and clocks.residual_s <= most)
-    method = "clocked" if good else "clock_free"
-    wait = clocked if method == "clocked" else free
-    share = np.divide(inside, duration, out=np.zeros_like(inside), where=duration > 0)
-    early = duration if method == "clock_free" else -start
-    return Skew(
-        method=method,
-        clocks=clocks,
-        instances=judged.count + sum(len(set(peers.tolist())) for _, peers in permutes),
-        median_wait_s=median,
-        wait_clock_free_s=float(free[known].sum()),
-        wait_clocked_s=float(clocked[known].sum()),
-        stragglers=stragglers(judged.instance, *(of[judged.row] for of in (device, process, wait, early))),
-        transfers=instances.by_step(np.where(known, (duration - wait) * share, np.nan)),
-    )
+    return InstanceWaits(judged, permutes, device, process, duration, free, clocked, start, clocks)
 
 
 def _occurrence(collective: np.ndarray, start: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""Who keeps the others waiting while a job trains: no trace, but what every process says of its own steps.
+"""Who keeps the others waiting while a job trains: what every process says of its own steps, without a trace.
 
     seconds of data and host of each step -> medians of a window -> process 0 compares -> one line, and the sinks
 
 Processes in lockstep all take equally long for a step, whoever is late: the others wait for it in a collective. So the
 step time says nothing. The late one is known by what it does itself, outside of the devices, longer than the others, or
-by the clock of its GPU. The exchange runs in a thread of its own, and no step waits for it.
+by the clock of its GPU; or by a captured step (`live.py`). The exchange runs in a thread, and no step waits for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshkit.distributed.agreement import Agreement
 from meshkit.errors import MeshkitError
 from meshkit.units import format_percent, format_seconds
 
-_LEAST = 0.05  # share of the step that the others must lose, and of the clock that a GPU must lack
+LEAST_SHARE = 0.05  # share of the step that the others must lose, and of the clock that a GPU must lack
 _AGAIN = 1.5  # a straggler is named again where it costs so many times what it did
 _ANSWER_S = 60.0
 _PARTS = {"data_wait_s": "for its data", "host_s": "on its host, outside of the step"}
@@ -53,15 +53,21 @@ class Stragglers:
     def __init__(self, every: int, say: Callable[[str], None], clock_mhz: Callable[[], float | None] = lambda: None):
         self._line = Agreement("stragglers")
         self._every = every if self._line.size > 1 else 0
-        self._say, self._clock_mhz = say, clock_mhz
+        self._say, self.clock_mhz = say, clock_mhz
         self._steps: list[Mapping[str, float]] = []
         self._window, self._thread = 0, None
         self._named: dict[int, float] = {}  # process -> share when it was named
         self._news: dict[str, float] = {}
-        self.cpu_s = 0.0  # that the exchanges took
+        self._noted = 0  # steps
+        self.cpu_s = 0.0  # of this process, for all that names stragglers
+
+    def spend(self, cpu_s: float) -> None:
+        """Counts seconds of a CPU."""
+        self.cpu_s += cpu_s
 
     def note(self, step: Mapping[str, float]) -> None:
         """Takes the seconds of one step, with the names of metrics.jsonl; the window's last starts a comparison."""
+        self._noted += 1
         if not self._every:
             return
         self._steps.append(step)
@@ -75,7 +81,11 @@ class Stragglers:
         self._thread.start()
 
     def news(self) -> dict[str, float]:
-        """What the record of the next step gets: `straggler` (its process) and `straggler_share`, once a window."""
+        """What the record of the next step gets, once after a comparison.
+
+        `straggler` (its process) and `straggler_share` if there is one; `straggler_cpu_s`, what naming them takes: CPU
+        seconds a step, since the run began, of the process where it is most.
+        """
         news, self._news = self._news, {}
         return news
 
@@ -86,21 +96,24 @@ class Stragglers:
 
     def _compare(self, window: int, mine: dict[str, Any]) -> None:
         began = time.thread_time()
-        said = mine | {"host": socket.gethostname(), "clock_mhz": self._clock_mhz()}
-        found: list[LateProcess] = []
+        said = mine | {"host": socket.gethostname(), "clock_mhz": self.clock_mhz(), "cpu_s": self.cpu_s}
 
         def decide(every: list[Any]) -> None:
-            found.extend(judge(every))
+            self.tell(judge(every), max(s["cpu_s"] for s in every))
 
         with contextlib.suppress(MeshkitError):  # the next window, or nobody: training goes on
             self._line.reach(str(window), said, decide, timeout_s=_ANSWER_S)
+        self.spend(time.thread_time() - began)
+
+    def tell(self, found: Sequence[LateProcess], cpu_s: float) -> None:
+        """Says who is late, the worst first, and what finding it took of CPUs so far; process 0 does."""
         for late in found:
             if late.share >= _AGAIN * self._named.get(late.process, 0.0):
-                self._named[late.process] = max(late.share, _LEAST)
+                self._named[late.process] = max(late.share, LEAST_SHARE)
                 self._say(f"warning: {late.message}")
+        self._news |= {"straggler_cpu_s": cpu_s / max(1, self._noted)}
         if found:
-            self._news = {"straggler": found[0].process, "straggler_share": found[0].share}
-        self.cpu_s += time.thread_time() - began
+            self._news |= {"straggler": found[0].process, "straggler_share": found[0].share}
 
 
 def judge(said: Sequence[Mapping[str, Any]]) -> list[LateProcess]:
@@ -111,23 +124,29 @@ def judge(said: Sequence[Mapping[str, Any]]) -> list[LateProcess]:
     """
     step_s = statistics.median(s["step_time_s"] for s in said)
     usual = {part: statistics.median(s[part] for s in said) for part in _PARTS}
-    clocks = [s["clock_mhz"] for s in said if s["clock_mhz"]]
-    usual_mhz = statistics.median(clocks) if len(clocks) == len(said) else None
     found = []
     for process, s in enumerate(said):
         where = f"process {process} on {s['host']}"
-        slow = usual_mhz is not None and s["clock_mhz"] < (1 - _LEAST) * usual_mhz
-        clock = f"its GPU at {s['clock_mhz']:,.0f} MHz, the others at {usual_mhz:,.0f}" if slow else ""
+        clock = slow_clock(said, process)
         excess = {part: s[part] - usual[part] for part in _PARTS}
         late_s = sum(excess.values())
-        if step_s > 0 and late_s > _LEAST * step_s:
+        if step_s > 0 and late_s > LEAST_SHARE * step_s:
             part = max(excess, key=lambda name: excess[name])
             message = f"{where} takes {format_seconds(late_s)} longer than the others {_PARTS[part]}: they wait "
             message += f"{format_percent(late_s / step_s)} of each step" + (f"; {clock}" if clock else "")
             found.append(LateProcess(process, s["host"], late_s / step_s, message))
-        elif slow:
+        elif clock:
             found.append(LateProcess(process, s["host"], 0.0, f"{where} may keep the others waiting: {clock}"))
     return sorted(found, key=lambda late: -late.share)
+
+
+def slow_clock(said: Sequence[Mapping[str, Any]], process: int) -> str:
+    """A clause on the clock of a process's GPU where it is slower than the others'; empty where not, or unknown."""
+    clocks = [s["clock_mhz"] for s in said if s["clock_mhz"]]
+    usual_mhz, mhz = statistics.median(clocks or [0.0]), said[process]["clock_mhz"]
+    if len(clocks) < len(said) or mhz >= (1 - LEAST_SHARE) * usual_mhz:
+        return ""
+    return f"its GPU at {mhz:,.0f} MHz, the others at {usual_mhz:,.0f}"
 
 
 def slowest_clock_mhz() -> float | None:

@@ -50,6 +50,7 @@ from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
 from meshkit.trace.captured import TRACE_FOLDER
 from meshkit.verbs.checkpoint.store import CheckpointStore, open_store, run_of_checkpoints
+from meshkit.verbs.train.live import StepCaptures
 from meshkit.verbs.train.replicas import ReplicaCheck
 from meshkit.verbs.train.run_log import RunLog, StepProgress
 from meshkit.verbs.train.signals import Preempted, StopRequest
@@ -189,6 +190,7 @@ class _Run:
     store: CheckpointStore = field(init=False)
     log: RunLog = field(init=False)
     stragglers: Stragglers = field(init=False)
+    live: StepCaptures = field(init=False)
     resumed_step: int = 0
     step_times_s: list[float] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
@@ -219,12 +221,15 @@ class _Run:
             self._greet(saved)
             self.log = RunLog(self.experiment, self.folder, self.resumed_step, say)
             self.stragglers = Stragglers(self.experiment.train.straggler_every, say, slowest_clock_mhz)
+            every, first = self.experiment.profile.every, self.resumed_step + 1
+            self.live = StepCaptures(every, self._captured_step, self.stragglers, say, first_step=first)
             self.stop.arm()
             try:
                 self._loop(state)
                 self.store.wait()  # the last state is on disk, or the run has failed
             finally:
                 self.phases.enter("end")
+                self.live.close()
                 self.log.close()
         finally:
             self.phases.enter("save")  # what is still being written keeps the process from ending
@@ -237,7 +242,7 @@ class _Run:
         if isinstance(self.data.train, Stream) and self.resumed_step:
             seen = self.resumed_step * train.global_batch
             self.progress.say(f"{self.experiment.data.source} is a stream: its first {seen:,} examples are made again")
-        capture = self._capture()
+        capture, live_next = self._capture(), False
         replicas = ReplicaCheck(cast(jax.sharding.Mesh, self.program.mesh), self.program.abstract_state)
         self.clock = time.perf_counter()
         pending: tuple[int, Mapping[str, jax.Array]] | None = None
@@ -246,6 +251,11 @@ class _Run:
                 capture.untraced_step_s = statistics.median(self.step_times_s) if self.step_times_s else None
                 self.phases.enter("trace")
                 capture.before(step, state)
+                self.phases.enter("step")
+                self.clock = time.perf_counter()
+            if live_now := live_next:
+                self.phases.enter("trace")
+                self.live.start(state)
                 self.phases.enter("step")
                 self.clock = time.perf_counter()
             self.owner.watch()
@@ -257,7 +267,9 @@ class _Run:
             evaluates = self._is_due(train.evaluate_every, step)
             checks = self._is_due(train.replica_check_every, step)
             saves = self._is_due(every, step) or (every > 0 and step == train.steps)
+            live_next = self._is_live(capture, step + self.program.steps_per_call)
             traces = capture is not None and step in (capture.first - self.program.steps_per_call, capture.last)
+            traces |= live_now or live_next
             stops = self.stop.agreed(step - self.program.steps_per_call + 1, step)
             # Metrics of a step are read while the next one runs, so that devices never wait for the host. Virtual CPU
             # devices do: two programs in flight would fight for the same cores.
@@ -265,6 +277,8 @@ class _Run:
                 self._record(*pending, state if evaluates else None)
                 pending = None
             self.store.check()
+            if self.live.active:
+                self.live.stop(step, (state, metrics))
             if capture and capture.active:
                 self.phases.enter("trace")
                 capture.after(step, (state, metrics))
@@ -366,11 +380,9 @@ class _Run:
         self.phases.enter("step")
         return {"evaluation_loss": self.evaluation_loss, "evaluation_s": time.perf_counter() - began}
 
-    def _capture(self) -> Capture | None:
-        steps = self.experiment.profile.steps
-        if steps is None or steps[1] <= self.resumed_step:
-            return None
-        step = CapturedStep(
+    @property
+    def _captured_step(self) -> CapturedStep:
+        return CapturedStep(
             self.compiled.program,
             cast(jax.sharding.Mesh, self.program.mesh),
             self.experiment.cluster,
@@ -378,9 +390,21 @@ class _Run:
             self.facts,
             self.compiled.options,
         )
+
+    def _is_live(self, capture: Capture | None, step: int) -> bool:
+        """Whether a call that ends with a step is captured live: one profiler runs at a time."""
+        per_call = self.program.steps_per_call
+        if capture is not None and capture.first <= step < capture.last + per_call:
+            return False
+        return self.live.is_due(step - per_call + 1, step)
+
+    def _capture(self) -> Capture | None:
+        steps = self.experiment.profile.steps
+        if steps is None or steps[1] <= self.resumed_step:
+            return None
         return Capture(
             self.folder / TRACE_FOLDER,
-            step,
+            self._captured_step,
             steps=(max(steps[0], self.resumed_step + 1) + self.program.steps_per_call - 1, steps[1]),
             processes=chosen_processes(self.experiment.profile.processes, jax.process_count()),
         )

@@ -27,6 +27,7 @@ SETS = [
     *("train.global_batch=8", "train.sequence_length=32", "train.precision=fp32", "train.evaluate_every=0"),
     *("optimizer.eps=1.0", "optimizer.learning_rate=0.1", "optimizer.warmup_steps=0", "optimizer.schedule=constant"),
     *("checkpoint.every=3", "checkpoint.keep=9", "profile.steps=", "mesh.fsdp=", "train.steps=6"),
+    "profile.every=2",
     "train.loss=tests.verbs.train.ordered_loss:loss",
 ]
 FOUR_BY_TWO = ["mesh.data={nvlink=2, infiniband=2}", "mesh.tensor=2"]
@@ -82,6 +83,12 @@ def compare(a, b):
     assert [r["examples"] for r in first] == [r["examples"] for r in second]
     np.testing.assert_allclose([r["loss"] for r in first], [r["loss"] for r in second], rtol=TOLERANCE)
     assert first[-1]["loss"] < first[0]["loss"]  # it learns: the steps do something
+
+
+def test_a_step_that_two_processes_capture_is_read_while_they_train(runs):
+    """The first captured one of them: on a debug model reading takes more than the steps that are left are worth."""
+    (seconds,) = [r["straggler_cpu_s"] for r in read_metrics(runs / "two" / "metrics.jsonl") if "straggler_cpu_s" in r]
+    assert seconds > 0
 
 
 def test_two_processes_train_as_one(runs):

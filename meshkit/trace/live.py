@@ -1,0 +1,170 @@
+"""Who is waited for in a captured step, while the job goes on: `python -m meshkit.trace.live PARENT`, a process number.
+
+    a process's own trace -> its collectives: when each device came and left -> a table of some kilobytes
+    the tables of all processes -> clocks aligned by the ends of collectives -> waits -> who causes them
+
+A training process has one such process beside it, at the lowest priority, so that no step waits for a trace to be read.
+It reads one request a line on stdin, the first of them what `_Watcher` takes, and answers each with one line on stdout.
+It ends with stdin, or its parent.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import resource
+import signal
+import statistics
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshkit.compile.scratch import die_with_parent
+from meshkit.config.mesh import Placement
+from meshkit.errors import TraceError
+from meshkit.hlo.module import load_module, read_program
+from meshkit.timeline import DeviceStep, exposed_waits
+from meshkit.trace.captured import traced_program
+from meshkit.trace.operations import TraceFile
+from meshkit.trace.reader import read_instances
+from meshkit.trace.skew import Instances, instance_waits, stragglers
+
+_MOST_ROWS = 4096  # of a table: of more, every second, fourth, ... collective of the program is left out
+_EVER = 1e9  # seconds: longer than any step
+
+
+class _Watcher:
+    """Reads traces of one program.
+
+    Args:
+        program: file with the compiled program.
+        axes, shape, device_ids: of the mesh it was compiled for.
+        devices: ordinal in this process's traces -> global device id.
+    """
+
+    def __init__(
+        self, program: str, axes: Sequence[str], shape: Sequence[int], device_ids: Sequence[int], devices: Any
+    ):
+        module = load_module(Path(program).read_bytes())
+        read = read_program(module, Placement.from_shape(axes, shape))
+        self.program = traced_program(module, read, device_ids)
+        self.devices = {int(ordinal): device for ordinal, device in devices.items()}
+
+    def table(self, trace: str) -> dict[str, Any]:
+        """What the devices of this process did in the step that a trace holds."""
+        (file,) = Path(trace).rglob("*.xplane.pb")
+        found = read_instances(TraceFile(file, self.devices), self.program)
+        entry, collective, _, start, end, _ = found.instances.columns()
+        shares = [  # of each span what is exposed, were all of it waiting
+            exposed_waits(spans, np.zeros(len(spans)), np.arange(len(spans)), exposed)
+            for spans, exposed in zip(_by_entry(entry, np.stack([start, end], 1), len(found.steps)), found.exposed)
+        ]
+        exposed_s = np.concatenate(shares) if shares else np.zeros(0)
+        every = 1
+        while (kept := (collective >= 0) & (collective % every == 0)).sum() > _MOST_ROWS and every < len(collective):
+            every *= 2
+        columns = (entry, collective, start, end, exposed_s)
+        return {
+            "clock_ns": found.instances.clock_ns[0],
+            "devices": [step.device for step in found.steps],
+            "step_s": float(np.mean([s.total.window_s for s in found.sweeps])),
+            "compute_s": float(np.mean([s.total.compute_s for s in found.sweeps])),
+            "names": [c.name for c in found.collectives],
+            "rows": [_packed(column[kept]) for column in columns],
+        }
+
+    def judge(self, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The processes that others wait for, by number, the most seconds first.
+
+        Of each `share` (of the step, that each of the others waits for it in the open: a mean), `of_all` (what it
+        causes of all waiting), `others` (processes that share a collective with it), and `longer` (its devices'
+        compute over the median process's, less one).
+        """
+        collectives = self.program.distinct_collectives
+        index = {c.name: i for i, c in enumerate(collectives)}
+        instances, devices, exposed = Instances(), [], []
+        for process, table in enumerate(tables):
+            since_s = instances.begin(process, table["clock_ns"])
+            entry, collective, start, end, exposed_s = map(_unpacked, table["rows"])
+            own = np.array([index[name] for name in table["names"]], np.int64)[collective.astype(np.int64)]
+            for i, device in enumerate(table["devices"]):
+                mine = entry == i
+                none, no_ops = np.zeros((0, 2)), np.zeros(0, np.int32)
+                spans = np.stack([start[mine], end[mine]], axis=1)
+                step = DeviceStep(device, 0, (-_EVER, _EVER), none, no_ops, spans, own[mine], none)
+                instances.add(step, np.ones(len(spans), bool), since_s)
+                devices.append(device)
+                exposed.append(exposed_s[mine])
+        n = len(devices)
+        waits = instance_waits(
+            instances, collectives, self.program.groups, devices, np.zeros(n, np.int64), np.ones(n, bool)
+        )
+        if waits is None or not waits.judged.count:
+            return []
+        row, number = waits.judged.row, waits.judged.instance
+        process = waits.process[row]
+        open_s = np.minimum(waits.wait_s, np.concatenate(exposed))[row]  # compute that runs beside a wait costs nothing
+        found = stragglers(number, process, process, open_s, waits.early[row])
+        step_s = float(np.median([t["step_s"] for t in tables]))
+        compute_s = [t["compute_s"] for t in tables]
+        usual_s, all_s = statistics.median_low(compute_s), sum(f.caused_wait_s for f in found)
+        return [
+            {
+                "process": f.process,
+                "share": f.delay_s / step_s,
+                "of_all": f.caused_wait_s / all_s,
+                "others": len(set(process[np.isin(number, number[process == f.process])].tolist())) - 1,
+                "longer": compute_s[f.process] / usual_s - 1 if usual_s else 0.0,
+            }
+            for f in found
+            if f.caused_wait_s > 0
+        ]
+
+
+def _by_entry(entry: np.ndarray, rows: np.ndarray, entries: int) -> list[np.ndarray]:
+    """Rows, which are in the order of their entries, of each."""
+    return np.split(rows, np.searchsorted(entry, np.arange(1, entries)))
+
+
+def _packed(column: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(column.astype("<f8").tobytes())).decode()
+
+
+def _unpacked(text: str) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<f8")
+
+
+def main() -> None:
+    """Answers requests until there are no more."""
+    die_with_parent()
+    os.nice(19)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent hears them, and decides
+        signal.signal(number, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    watcher = None
+    for line in sys.stdin:
+        request, answer = json.loads(line), {}
+        try:
+            if watcher is None:
+                watcher = _Watcher(**request)
+            elif "trace" in request:
+                answer = watcher.table(request["trace"])
+            else:
+                answer = {"late": watcher.judge(request["judge"])}
+        except TraceError as error:
+            answer = {"error": error.message}
+        except Exception as error:  # whatever it is, training goes on, and one line says what
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        answers.write(json.dumps(answer | {"cpu_s": used.ru_utime + used.ru_stime}) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
