@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +43,11 @@ _KERNEL_KINDS = (  # of kernels that XLA compiles: `input_reduce_fusion_3`, `wra
     ("elementwise", "fusion|^wrapped_"),
 )
 _WORKSPACE = re.compile(r"\((.+),[su]8\[\d+\]\)")
-_NOT_USERS = re.compile(  # `training` and `xla` are in programs that earlier versions captured
-    r"^<|(?:^|/)bin/[^/]*$|/site-packages/|/dist-packages/|/lib/python\d"
-    r"|(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|lint|parallel|sharding|step|training|verbs|weights|xla)/)"
+_OURS = re.compile(  # `lint`, `training` and `xla` are in programs that earlier versions captured
+    r"(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|lint|linting|parallel|sharding|step|trace|training|verbs|weights|xla)/)"
 )
+_NOT_USERS = re.compile(rf"^<|(?:^|/)bin/[^/]*$|/site-packages/|/dist-packages/|/lib/python\d|{_OURS.pattern}")
+_CELL = re.compile(r"(?:^|/)ipykernel_\d+/\d+\.py$")  # of a kernel that runs a notebook, one file a cell
 _SHIPPED = "/meshkit/_shipped/models/"  # what a wheel brings along is a model's code all the same
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=\s]*)\]")
 _RESULT = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = ")
@@ -144,7 +145,8 @@ class InstructionInfo:
     source: str  # op_name path of the model code that caused it; "" if unknown
     line: str | None
     """`models/layers.py:90 from models/llama.py:123`: the innermost line of that code that is no library's, and the
-    line of another file that led there; None if unknown."""
+    line of another file that led there; of an instruction without any, such as the gather of a parameter, that of
+    what takes its result; None if unknown."""
 
 
 def read_instructions(module: Any, *, also: Iterable[str] = ()) -> dict[str, InstructionInfo]:
@@ -159,6 +161,7 @@ def read_instructions(module: Any, *, also: Iterable[str] = ()) -> dict[str, Ins
     bodies = {name: [attributes.of(i) for i in attributes.order(name)] for name in attributes.computations}
     kinds = {name: _kind(body) for name, body in bodies.items()}
     inside = {_fused(at) for body in bodies.values() for at in body}
+    line_of = {name: line for body in bodies.values() for name, line in _lines(body, lines)}
     seen: Counter[str] = Counter()
     found = {}
     for computation in module.computations():
@@ -170,14 +173,26 @@ def read_instructions(module: Any, *, also: Iterable[str] = ()) -> dict[str, Ins
             shape = _result(str(shape_of(i)).replace(" ", ""), at)
             base = f"{kind}|{shape}|{_plain_path(at.source)}"
             seen[base] += 1
-            found[i.name] = InstructionInfo(kind, f"{base}|{seen[base]}", at.source, lines.of(at.metadata))
+            found[i.name] = InstructionInfo(kind, f"{base}|{seen[base]}", at.source, line_of[i.name])
     missing = set(also) - found.keys()
     for at in (at for body in bodies.values() for at in body) if missing else ():
         if at.name in missing:
             kind = _kind([at])
-            found[at.name] = InstructionInfo(kind, f"{kind}||{_plain_path(at.source)}|inside", at.source,
-                                             lines.of(at.metadata))  # fmt: skip
+            key = f"{kind}||{_plain_path(at.source)}|inside"
+            found[at.name] = InstructionInfo(kind, key, at.source, line_of[at.name])
     return found
+
+
+def _lines(body: Sequence[Attributes], lines: SourceLines) -> Iterator[tuple[str, str | None]]:
+    """The instructions of a computation, in order, with their lines; see `InstructionInfo.line`."""
+    of_user: dict[int, str] = {}  # id -> the line of the first that takes its result
+    found = []
+    for at in reversed(body):
+        line = lines.of(at.metadata) or of_user.get(at.id)
+        found.append((at.name, line))
+        if line:
+            of_user |= dict.fromkeys(at.operands, line)
+    return reversed(found)
 
 
 class SourceLines:
@@ -195,20 +210,21 @@ class SourceLines:
     def of(self, metadata: Fields) -> str | None:
         """Lines of an instruction, each file with its last folder; see `InstructionInfo.line`."""
         if plain := text(metadata, 3):  # programs of earlier compilers
-            return f"{_short(plain)}:{integer(metadata, 4)}"
+            return None if _OURS.search(plain) else f"{_short(plain)}:{integer(metadata, 4)}"
         return self._user_line(integer(metadata, 15))
 
     def _user_line(self, frame: int) -> str | None:
-        """The innermost line in user code, and the line of the next file that led there; else the innermost of all."""
+        """The innermost line in user code, and the line of the next file that led there; else a library's innermost."""
         innermost, own = None, []
         for name, line in self._from_inside(frame):
-            innermost = innermost or f"{_short(name)}:{line}"
             users = _SHIPPED in name or not _NOT_USERS.search(name)
+            if innermost is None:
+                innermost = "" if _OURS.search(name) else f"{_short(name)}:{line}"
             if users and all(name != other for other, _ in own):
                 own.append((name, line))
             if len(own) == 2:
                 break
-        return " from ".join(f"{_short(name)}:{line}" for name, line in own) or innermost
+        return " from ".join(f"{_short(name)}:{line}" for name, line in own) or innermost or None
 
     def _from_inside(self, frame: int) -> Iterator[tuple[str, int]]:
         """(file, line) of a frame and of those that called it."""
@@ -266,4 +282,6 @@ def _plain_path(source: str) -> str:
 
 
 def _short(path: str) -> str:
+    if _CELL.search(path):
+        return "notebook"
     return "/".join(path.rsplit("/", 2)[-2:])

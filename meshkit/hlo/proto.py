@@ -126,6 +126,16 @@ class Attributes:
     fields: Fields
 
     @property
+    def id(self) -> int:
+        """What `operands` of others name it by."""
+        return integer(self.fields, 35)
+
+    @property
+    def operands(self) -> list[int]:
+        """Ids of instructions of the same computation."""
+        return ints(self.fields, 36)
+
+    @property
     def source(self) -> str:
         """The op_name path of the model code that caused it; "" if XLA kept none."""
         return clean_path(text(self.metadata, 2))

@@ -15,12 +15,13 @@ FILES = (
     "/home/me/meshkit/meshkit/sharding/constrain.py",
     "/venv/lib/python3.12/site-packages/optax/_src/update.py",
     "/home/me/meshkit/models/layers.py",
+    "/venv/lib/python3.12/site-packages/meshkit/compile/child.py",
 )
-LOCATIONS = ((1, 10), (2, 20), (3, 30), (4, 40), (5, 50), (5, 60))  # file, line
-PARENTS = (0, 1, 2, 1, 3, 5)
+LOCATIONS = ((1, 10), (2, 20), (3, 30), (4, 40), (5, 50), (5, 60), (6, 70))  # file, line
+PARENTS = (0, 1, 2, 1, 3, 5, 1)
 
 
-def lines(parents=PARENTS, locations=range(1, 7), files=FILES):
+def lines(parents=PARENTS, locations=range(1, 8), files=FILES):
     """The message of these frames: tables of files (1), locations (3: file 1, line 3) and frames (4: location 1, 2)."""
     index: Fields = {
         1: [name.encode() for name in files],
@@ -35,11 +36,14 @@ def lines(parents=PARENTS, locations=range(1, 7), files=FILES):
     [
         ({15: [2]}, "models/llama.py:20"),
         ({15: [3]}, "models/llama.py:20"),  # called by the user's line
-        ({15: [4]}, "_src/update.py:40"),  # nobody's line: the innermost
+        ({15: [4]}, "_src/update.py:40"),  # nobody's line: a library's innermost
+        ({15: [7]}, None),  # meshkit's own is no cause
+        ({3: [b"/x/meshkit/compile/child.py"], 4: [3]}, None),
         ({15: [6]}, "models/layers.py:60 from models/llama.py:20"),
         ({15: [9]}, None),
         ({}, None),
         ({3: [b"/x/y/z.py"], 4: [3]}, "y/z.py:3"),
+        ({3: [b"/tmp/ipykernel_12/345.py"], 4: [3]}, "notebook:3"),
     ],
 )
 def test_lines_of_frames(metadata, line):
@@ -77,6 +81,18 @@ def test_kinds_of_a_real_program(found):
     assert kinds <= {
         "matmul", "sort", "gather and scatter", "reduction", "elementwise", "data movement", "custom call",
     }  # fmt: skip
+
+
+def test_what_has_no_line_names_that_of_its_user():
+    """The gather of a parameter is XLA's: the call that brought the parameter is in its frames, if anything is."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut, whole = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in (("fsdp",), ()))
+    step = jax.jit(model, in_shardings=(whole, cut), out_shardings=whole)
+    compiled = step.lower(jnp.ones((64, 32)), jnp.ones((32, 128))).compile()
+    found = read_instructions(compiled.runtime_executable().hlo_modules()[0])
+    gathered = [info.line for name, info in found.items() if name.startswith("all-gather")]
+    _, first = inspect.getsourcelines(model)
+    assert set(gathered) == {f"hlo/test_instructions.py:{first + 2}"}
 
 
 def test_a_matmul_names_its_line(found):
