@@ -25,8 +25,7 @@ from typing import Any
 import jax
 
 from meshkit.compile.scratch import scratch_folder, start_in
-from meshkit.config.own_code import child_path
-from meshkit.config.user_code import describe_error
+from meshkit.config.user_code import child_path, describe_error
 from meshkit.distributed.agreement import Agreement
 from meshkit.errors import MeshkitError, TraceError
 from meshkit.trace.capture import CapturedStep, serialized_module, start_trace, trace_devices
