@@ -8,21 +8,17 @@ solves that linear problem without its rows, and then the model itself is asked 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.nccl_rows import PCIE, RACKS, Row
 from meshkit.predict.network import fitted_values, nccl_constants
+from meshkit.predict.refit import Sensitivity
 
 CLASSES = (("8 KiB to 1 MiB", 2**13, 2**20), ("1 to 16 MiB", 2**20, 2**24), ("from 16 MiB", 2**24, 2**63))
 # Sources whose script times one call of torch.distributed after the other, launch and all (all_reduce_bench.py):
 # scored, and in no fit.
 TIMED_BY_TORCH = ("stas00",)
-_NUDGE = 1.02
-_REACH = 0.7  # a refit moves a constant by a factor of two at most
-_STIFF = 0.02  # what holds a constant that few rows speak of where it is
-_ROUNDS = 25
 
 
 def size_class(row: Row) -> int | None:
@@ -30,59 +26,30 @@ def size_class(row: Row) -> int | None:
     return next((i for i, (_, low, high) in enumerate(CLASSES) if low <= row.payload_bytes < high), None)
 
 
-@dataclass(frozen=True)
-class Sensitivity:
-    """Rows in log space, linear around the shipped constants."""
-
-    rows: list[Row]
-    names: list[str]
-    misfit: np.ndarray  # log(predicted / measured)
-    slopes: np.ndarray  # of it by log(constant)
-    weights: np.ndarray
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], values: Mapping[str, float] | None = None) -> Sensitivity:
-        """Of rows from 8 KiB that are not over PCIe inside a host."""
-        kept = [row for row in rows if size_class(row) is not None and row.place != PCIE]
-        start = {**fitted_values(), **(values or {})}
-        measured = np.log([row.measured_s for row in kept])
-
-        def predicted(constants: Mapping[str, float]) -> np.ndarray:
-            return np.log([row.predicted_s(constants) for row in kept])
-
-        here = predicted(start)
-        slopes = [(predicted(start | {name: start[name] * _NUDGE}) - here) / np.log(_NUDGE) for name in start]
-        groups: dict[tuple[str, int | None], int] = {}
-        for row in kept:
-            key = row.system, size_class(row)
-            groups[key] = groups.get(key, 0) + 1
-        weights = np.array([1 / groups[row.system, size_class(row)] for row in kept])
-        weights[[any(f"[{name}]" in row.system for name in TIMED_BY_TORCH) for row in kept]] = 0.0
-        return cls(kept, list(start), here - measured, np.array(slopes).T, weights)
-
-    def refit(self, used: np.ndarray) -> dict[str, float]:
-        """By how much each constant should be multiplied, for the rows that are used."""
-        slopes, misfit, weights = self.slopes[used], self.misfit[used], self.weights[used]
-        step = np.zeros(len(self.names))
-        total = weights.sum()
-        for _ in range(_ROUNDS):
-            pull = weights / np.maximum(np.abs(misfit + slopes @ step), 0.01) / total
-            normal = (slopes * pull[:, None]).T @ slopes + _STIFF * np.eye(len(step))
-            step = np.clip(np.linalg.solve(normal, -(slopes * pull[:, None]).T @ misfit), -_REACH, _REACH)
-        return dict(zip(self.names, np.exp(step).tolist(), strict=True))
+def sensitivity(rows: Sequence[Row]) -> tuple[list[Row], Sensitivity]:
+    """Rows from 8 KiB that are not over PCIe inside a host, around the shipped constants."""
+    kept = [row for row in rows if size_class(row) is not None and row.place != PCIE]
+    found = Sensitivity.of(
+        lambda constants: [row.predicted_s(constants) for row in kept],
+        [row.measured_s for row in kept],
+        fitted_values(),
+        [(row.system, size_class(row)) for row in kept],
+    )
+    found.weights[[any(f"[{name}]" in row.system for name in TIMED_BY_TORCH) for row in kept]] = 0.0
+    return kept, found
 
 
 def leave_one_out(rows: Sequence[Row], *, key: str = "system") -> tuple[list[Row], np.ndarray]:
     """The rows, and their signed relative errors with constants refitted without the rows of their system."""
-    found = Sensitivity.of(rows)
-    groups = np.array([getattr(row, key) for row in found.rows])
+    kept, found = sensitivity(rows)
+    groups = np.array([getattr(row, key) for row in kept])
     shipped, errors = fitted_values(), np.zeros(len(groups))
     for group in dict.fromkeys(groups):
         factors = found.refit(groups != group)
         values = {name: shipped[name] * factor for name, factor in factors.items()}
         for i in np.flatnonzero(groups == group):
-            errors[i] = found.rows[i].predicted_s(values) / found.rows[i].measured_s - 1
-    return found.rows, errors
+            errors[i] = kept[i].predicted_s(values) / kept[i].measured_s - 1
+    return kept, errors
 
 
 def by_place(rows: Sequence[Row], errors: np.ndarray) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Calibration: what `meshkit bench` measured on real devices, as the TOML file a cluster may name.
 
-Bench writes it, `cluster.calibration` names it. The kernel model takes its rates, and the network model asks it for the
-fit of one group of GPUs:
+Bench writes it, `cluster.calibration` names it. The kernel model takes its rates, the network model its constants or,
+where it has none (of CPUs, or from a trace), the fit of one group of GPUs:
 
     seconds = latency_s + wire_bytes / bytes_per_s
 
@@ -33,7 +33,7 @@ CollectiveName = Literal[
     "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "reduce-scatter"
 ]
 COLLECTIVES: tuple[str, ...] = get_args(CollectiveName)
-_TOP_KEYS = ("schema", "measured_on", "rates", "fit")
+_TOP_KEYS = ("schema", "measured_on", "rates", "network", "fit")
 _Whole = Annotated[int, Field(gt=0, le=2**31)]
 _Positive = Annotated[float, Field(gt=0)]
 _NotNegative = Annotated[float, Field(ge=0)]
@@ -76,6 +76,15 @@ class Rates(TomlTable):
     attention_flops_per_s: dict[Annotated[str, _one_of("forward", "backward")], _Positive] = {}
 
 
+class NetworkConstants(TomlTable):
+    """Constants of the network model (`[fitted]` of nccl.toml), and rates of links relative to the catalog's."""
+
+    constants: dict[str, _Positive]
+    points: _Whole  # how many collectives they are fitted to
+    error_before: _NotNegative  # median of |predicted / measured - 1|, with the shipped ones
+    error_after: _NotNegative  # and with these
+
+
 class MeasuredOn(TomlTable):
     """The machine and the software of a calibration."""
 
@@ -95,6 +104,8 @@ class Calibration:
     fits: tuple[Fit, ...]
     measured_on: MeasuredOn | None = None
     rates: Rates = field(default_factory=Rates)
+    network: NetworkConstants | None = None
+    """Where it is there, collectives are priced by the network model with it, not by `fits`."""
 
     def find(self, link: str, collective: str, gpus_per_domain: int, domains: int) -> Fit | None:
         """The fit of this group shape; else that of the nearest group size on the same link; None if there is none.
@@ -149,6 +160,8 @@ def write(path: str | os.PathLike[str], calibration: Calibration) -> Path:
         table["measured_on"] = calibration.measured_on.model_dump()
     if rates := {key: value for key, value in calibration.rates.model_dump().items() if value}:
         table["rates"] = rates
+    if calibration.network is not None:
+        table["network"] = calibration.network.model_dump()
     table["fit"] = [fit.model_dump() for fit in calibration.fits]
     target = Path(path)
     try:
@@ -161,7 +174,8 @@ def write(path: str | os.PathLike[str], calibration: Calibration) -> Path:
 
 _HEADER = """\
 # Measured by `meshkit bench`. Name it in a cluster file: calibration = "calibration.toml".
-# seconds = latency_s + wire_bytes / bytes_per_s, with wire_bytes per GPU as nccl-tests counts bus bandwidth.
+# seconds = latency_s + wire_bytes / bytes_per_s, with wire_bytes per GPU as nccl-tests counts bus bandwidth. Where
+# [network] has constants of the network model, plans go by those: they hold for groups that were not measured, too.
 """
 
 
@@ -177,11 +191,12 @@ def _build(table: Mapping[str, Any]) -> Calibration:
         if key not in _TOP_KEYS:
             hint = did_you_mean(key, _TOP_KEYS, what="one of its keys")
             raise SpecError(f"unknown key '{key}' in the calibration file.", key=(key,), value=table[key], hint=hint)
-    measured_on = table.get("measured_on")
+    measured_on, network = table.get("measured_on"), table.get("network")
     return Calibration(
         fits=_fits(table.get("fit", [])),
         measured_on=None if measured_on is None else validate(MeasuredOn, measured_on, within=("measured_on",)),
         rates=validate(Rates, table.get("rates", {}), within=("rates",)),
+        network=None if network is None else validate(NetworkConstants, network, within=("network",)),
     )
 
 

@@ -121,7 +121,8 @@ def calibration_note(cluster: Cluster) -> str | None:
     found = calibration.load_cached(cluster.calibration)
     machine = found.measured_on
     where = f", measured on {machine.devices} x {machine.gpu} on {machine.date[:10]}" if machine else ""
-    used = [f"{len(found.fits)} fits of collectives"] if found.fits else []
+    used = [f"{len(found.fits)} fits of collectives"] if found.fits and not found.network else []
+    used += [f"{len(found.network.constants)} constants of the network model"] if found.network else []
     rates = measured_rates(cluster)
     used += [f"{name} matmuls at {format_count(x)}FLOP/s" for name, x in rates.matmul_flops_per_s.items()]
     used += [f"attention {name} at {format_count(x)}FLOP/s" for name, x in rates.attention_flops_per_s.items()]

@@ -6,7 +6,7 @@ import functools
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any
 
@@ -16,6 +16,8 @@ from meshkit.errors import ConfigError
 FABRICS = ("flat", "rail", "leaf")
 _LEAF_PORTS = 32  # of a 64-port switch, those that lead down
 _OLDEST = (2, 18)
+# What a calibration may have beside the fitted constants: of the rate that the model takes of a link and of a port.
+RATES = ("nvlink_rate", "network_rate")
 
 
 @functools.cache
@@ -44,6 +46,19 @@ def fitted_for(generation: str, values: Mapping[str, float]) -> dict[str, float]
     every = {**fitted_values(), **values}
     parts = ((*name.partition("."), value) for name, value in every.items())
     return {name: value for name, _, suffix, value in parts if suffix in ("", generation)}
+
+
+def with_constants(wires: Wires, values: Mapping[str, float]) -> Wires:
+    """The same links with other constants of `[fitted]`, and with other rates than the catalog's (RATES)."""
+    inside, outside = (values.get(name, 1.0) for name in RATES)
+    return replace(
+        wires,
+        fitted=fitted_for(wires.generation, {name: value for name, value in values.items() if name not in RATES}),
+        inside_bytes_per_s=wires.inside_bytes_per_s * inside,
+        peer_bytes_per_s=wires.peer_bytes_per_s * inside,
+        outside_bytes_per_s=wires.outside_bytes_per_s * outside,
+        port_bytes_per_s=wires.port_bytes_per_s * outside,
+    )
 
 
 def version_of(text: str) -> tuple[int, ...]:

@@ -7,16 +7,25 @@ form of algorithms.py over the links of links.py. The numbers are in nccl.toml, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TypedDict, Unpack
 
 from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
 from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
-from meshkit.predict.algorithms import FORCED, Algorithm, fastest, forced, options, wire_factor
-from meshkit.predict.links import FABRICS, Wires, busy_share, by_hand, fitted_for, fitted_values, nccl_constants
-from meshkit.predict.tuner import PROTOCOLS, RING_TURNS
+from meshkit.predict.algorithms import CHOSEN, FORCED, Algorithm, fastest, forced, options, wire_factor
+from meshkit.predict.links import (
+    FABRICS,
+    RATES,
+    Wires,
+    busy_share,
+    by_hand,
+    fitted_for,
+    fitted_values,
+    nccl_constants,
+    with_constants,
+)
+from meshkit.predict.tuner import PROTOCOLS, RING_TURNS, expected
 
 __all__ = [
     "RING_TURNS",
@@ -113,14 +122,17 @@ def collective_time_s(
         raise ConfigError(f"{concurrent_groups} concurrent groups make no sense.", hint="1 or more")
     if n == 1:
         return 0.0
-    if cluster.calibration is not None and algorithm is None and not fitted:
+    known = None if cluster.calibration is None or fitted else calibration.load_cached(cluster.calibration)
+    if known is not None and known.network is None and algorithm is None:
         sharing = max(1.0, busy_share(cluster, gpus_per_domain, concurrent_groups))
-        measured = _calibrated_s(cluster.calibration, collective, payload_bytes * sharing, gpus_per_domain, domains)
+        measured = _calibrated_s(known, collective, payload_bytes * sharing, gpus_per_domain, domains)
         if measured is not None:
             return measured
     wires = _wires(cluster, gpus_per_domain, domains, concurrent_groups, how)
     if fitted:
-        wires = replace(wires, fitted=fitted_for(wires.generation, fitted))
+        wires = _recalibrated(wires, fitted)
+    elif known is not None and known.network is not None:
+        wires = _own_wires(wires, known)
     launch = by_hand("xla_launch_s") if how.get("launch", "xla") == "xla" else 0.0
     if algorithm is None:
         return launch + fastest(collective, payload_bytes, wires).time_s
@@ -163,13 +175,43 @@ def _wires(cluster: Cluster, g: int, k: int, concurrent_groups: int | None, how:
     return _known_wires[key][1]
 
 
-def _calibrated_s(path: str, collective: str, payload: float, g: int, k: int) -> float | None:
+def _recalibrated(wires: Wires, values: Mapping[str, float]) -> Wires:
+    """Links with constants of one's own: NCCL chooses by what it takes them for, as before."""
+    for collective in CHOSEN:
+        expected(collective, wires)
+    return with_constants(wires, values)
+
+
+_own: dict[tuple[int, int], tuple[Wires, calibration.Calibration, Wires]] = {}
+
+
+def _own_wires(wires: Wires, known: calibration.Calibration) -> Wires:
+    """The links as `meshkit bench` found them, made once.
+
+    Raises:
+        ConfigError: the calibration has a constant that the model has not.
+    """
+    key = id(wires), id(known)
+    if key not in _own:
+        assert known.network is not None
+        values = known.network.constants
+        names = {*fitted_for(wires.generation, {}), *RATES}
+        if other := next((name for name in values if name not in names), None):
+            message = f"network.constants has '{other}', which is no constant of the network model."
+            raise ConfigError(message, hint=did_you_mean(other, sorted(names)))
+        if len(_own) >= _MOST_KNOWN:
+            _own.clear()
+        _own[key] = wires, known, _recalibrated(wires, values)
+    return _own[key][2]
+
+
+def _calibrated_s(known: calibration.Calibration, collective: str, payload: float, g: int, k: int) -> float | None:
     """Seconds by a fit of `meshkit bench`; None where it measured nothing alike.
 
     Latency grows with the steps of a ring: of this group, over those of the group that was measured.
     """
     collective = collective.removeprefix("ragged-")
-    fit = calibration.load_cached(path).find("infiniband" if k > 1 else "nvlink", collective, g, k)
+    fit = known.find("infiniband" if k > 1 else "nvlink", collective, g, k)
     if fit is None:
         return None
     n, measured_n = g * k, fit.gpus_per_domain * fit.domains

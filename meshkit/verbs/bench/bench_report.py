@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshkit.config.calibration import COLLECTIVES, Calibration, Fit, MeasuredOn, Rates
+from meshkit.config.calibration import COLLECTIVES, Calibration, Fit, MeasuredOn, NetworkConstants, Rates
 from meshkit.report.schema import ClusterPart, LinkName, MeshAxisPart, Part
 
 SCHEMA = "meshkit.bench/1"
@@ -79,6 +79,23 @@ class BenchFit(Part):
         return self.latency_s + wire_bytes / self.bytes_per_s
 
 
+class ConstantPart(Part):
+    """A constant of the network model, or a link's rate relative to the catalog's."""
+
+    name: str
+    value: float
+    shipped: float
+
+
+class NetworkPart(Part):
+    """What the network model's constants are here; errors are medians of |predicted / measured - 1|."""
+
+    constants: tuple[ConstantPart, ...]
+    points: int
+    error_before: float
+    error_after: float
+
+
 class RatesPart(Part):
     """Sustained rates of one device; see `meshkit.config.calibration.Rates`."""
 
@@ -105,6 +122,7 @@ class BenchReport(Part):
     rows: tuple[BenchRow, ...]
     fits: tuple[BenchFit, ...]
     rates: RatesPart
+    network: NetworkPart | None = None
     wrong: int
     residual_median: float | None
     residual_p90: float | None
@@ -131,4 +149,10 @@ class BenchReport(Part):
             jax=self.devices.jax,
             jaxlib=self.devices.jaxlib,
         )
-        return Calibration(fits, machine, Rates(**self.rates.model_dump()))
+        network = self.network and NetworkConstants(
+            constants={one.name: one.value for one in self.network.constants},
+            points=self.network.points,
+            error_before=self.network.error_before,
+            error_after=self.network.error_after,
+        )
+        return Calibration(fits, machine, Rates(**self.rates.model_dump()), network)

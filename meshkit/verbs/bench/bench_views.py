@@ -29,7 +29,7 @@ from meshkit.report.views.table import (
 )
 from meshkit.report.views.words import mesh_text
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
-from meshkit.verbs.bench.bench_report import BenchFit, BenchReport, BenchRow
+from meshkit.verbs.bench.bench_report import BenchFit, BenchReport, BenchRow, NetworkPart
 
 _COLLECTIVE = Column("collective", words=True, width=47)
 _COLUMNS = (
@@ -49,6 +49,7 @@ _FIT_COLUMNS = (
     Column("median error", short="error", width=7),
 )
 _GOOD_FIT = 0.3
+_MOVED = 0.02  # of itself, for a constant to be shown
 # beyond the colours of the mesh axes, so that each of ten collectives has its own
 _COLORS = (*AXIS_COLORS, "#3f7cac", "#d1495b", "#6c757d")
 _POINTS_OF_A_LINE = 60
@@ -64,6 +65,11 @@ def render(report: BenchReport, *, title: str | None = None, rows: bool = True) 
         table = Table(_COLUMNS, [_row_cells(row) for row in group], styles)
         parts += [Padding(_group_title(group[0]), (1, 0, 0, 0)), table.terminal(gap=1, header="dim")]
     parts += [heading("fitted latency and bandwidth"), _fits(report.fits), Text(summary(report))]
+    if report.network is not None:
+        parts += [
+            heading("constants of the network model"),
+            *(Text(f"  {line}") for line in network_lines(report.network)),
+        ]
     if rates := _rates(report):
         parts += [heading("sustained rates of one device"), *(Text(f"  {work}: {rate}") for work, rate in rates)]
     if report.warnings:
@@ -82,7 +88,7 @@ def write_bench_html(report: BenchReport, path: str | Path, *, title: str | None
     page.add(_cards(report), warning_panel([w.message for w in report.warnings]))
     for index, axes in enumerate(dict.fromkeys(row.axes for row in report.rows if row.axes)):
         page.add(_axis_section(report, axes, f"axis-{index}", page))
-    page.add(_copy_section(report, page), _rates_section(report))
+    page.add(_copy_section(report, page), _network_section(report), _rates_section(report))
     page.add(f"<footer>meshkit.bench/1 · {escape(summary(report))}</footer>")
     return page.write(path)
 
@@ -143,6 +149,14 @@ def _rates(report: BenchReport) -> list[tuple[str, str]]:
     if rates.memory_bytes_per_s is not None:
         lines.append(("memory, read and written", format_rate(rates.memory_bytes_per_s)))
     return lines
+
+
+def network_lines(network: NetworkPart) -> list[str]:
+    """What the network model's constants are here: its error before and after, and the constants that moved."""
+    before, after = format_percent(network.error_before), format_percent(network.error_after)
+    lines = [f"{network.points} collectives: off by {before} at the median as shipped, by {after} with these"]
+    moved = [one for one in network.constants if abs(one.value / one.shipped - 1) > _MOVED]
+    return [*lines, *(f"{one.name}: {one.value:.3g} (shipped: {one.shipped:.3g})" for one in moved)]
 
 
 def machine(report: BenchReport) -> str:
@@ -295,6 +309,15 @@ def _rates_section(report: BenchReport) -> str:
         return ""
     note = "One device alone, on random data, long enough to reach its sustained clock."
     return section("Sustained rates", note, Table([*text_columns("work"), *number_columns("rate")], rows).html())
+
+
+def _network_section(report: BenchReport) -> str:
+    if report.network is None:
+        return ""
+    note, *_ = network_lines(report.network)
+    rows = [(one.name, f"{one.value:.3g}", f"{one.shipped:.3g}") for one in report.network.constants]
+    columns = [*text_columns("constant"), *number_columns("here", "shipped")]
+    return section("Constants of the network model", f"{note}.", Table(columns, rows).html())
 
 
 def _all_rows(rows: Sequence[BenchRow]) -> str:

@@ -2,6 +2,8 @@
 
     experiment -> mesh -> [ size x axis x collective: verify, time ] -> fit -> BenchReport, calibration.toml
 
+On GPUs the network model's constants are fitted too, by the procedure that the shipped ones come from (refit.py).
+
 In a job of several processes (the environment of `meshkit.distributed.join`, or jax.distributed initialized) all of
 them call `bench`, and the first writes.
 """
@@ -22,17 +24,28 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meshkit.config import calibration
+from meshkit.config.cluster import Cluster
 from meshkit.config.exhausted import device_memory
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis
 from meshkit.console import stderr
 from meshkit.distributed.join import join_gang
 from meshkit.errors import ConfigError
+from meshkit.predict.refit import network_constants, shipped_constants
 from meshkit.report.schema import LinkName
 from meshkit.report.summarize import cluster_part, mesh_part
 from meshkit.sharding import build_mesh, prepare_platform
 from meshkit.units import KIB, format_bytes, format_percent, format_seconds
-from meshkit.verbs.bench.bench_report import BenchFit, BenchReport, BenchRow, BenchWarning, DevicesPart, RatesPart
+from meshkit.verbs.bench.bench_report import (
+    BenchFit,
+    BenchReport,
+    BenchRow,
+    BenchWarning,
+    ConstantPart,
+    DevicesPart,
+    NetworkPart,
+    RatesPart,
+)
 from meshkit.verbs.bench.bench_views import write_bench_html
 from meshkit.verbs.bench.collectives import COPY_KIND, kinds
 from meshkit.verbs.bench.measure import (
@@ -242,6 +255,7 @@ class _Bench:
             rows=tuple(rows),
             fits=tuple(fits),
             rates=rates,
+            network=network_part(rows, self.experiment.cluster) if device.platform != "cpu" else None,
             wrong=wrong,
             residual_median=median,
             residual_p90=p90,
@@ -251,6 +265,16 @@ class _Bench:
 
     def _warn(self, code: str, message: str) -> None:
         self.warnings.append(BenchWarning(code=code, message=message))
+
+
+def network_part(rows: Sequence[BenchRow], cluster: Cluster) -> NetworkPart | None:
+    """The network model's constants by what was measured; None where that is too little."""
+    found = network_constants([row for row in rows if row.axes and row.emulated is None], cluster)
+    if found is None:
+        return None
+    shipped = shipped_constants(cluster)
+    constants = tuple(ConstantPart(name=n, value=v, shipped=shipped[n]) for n, v in found.constants.items())
+    return NetworkPart(constants=constants, **found.model_dump(exclude={"constants"}))
 
 
 def fit_rows(rows: Sequence[BenchRow]) -> tuple[list[BenchFit], list[BenchRow]]:

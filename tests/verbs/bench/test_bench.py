@@ -16,12 +16,14 @@ import pytest
 from rich.console import Console
 
 from meshkit.config import calibration
+from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, RunError
+from meshkit.predict.network import collective_time_s
 from meshkit.verbs.bench import bencher, collectives
 from meshkit.verbs.bench.bench_report import BenchReport
-from meshkit.verbs.bench.bench_views import render
-from meshkit.verbs.bench.bencher import bench, fit_line
+from meshkit.verbs.bench.bench_views import render, write_bench_html
+from meshkit.verbs.bench.bencher import bench, fit_line, network_part
 from meshkit.verbs.bench.collectives import COPY_KIND, Kind, kinds
 from meshkit.verbs.bench.measure import largest_size_bytes, make_case, measure
 
@@ -217,13 +219,43 @@ def test_its_calibration_leaves_out_what_xla_does_not_have(measured):
 
 
 def test_a_cluster_file_can_name_its_calibration(measured):
-    from meshkit.predict.network import collective_time_s
-
     report, out = measured
     cluster = load(EXPERIMENT, [f"cluster={{name='cpu8', calibration='{out}/calibration.toml'}}"]).cluster
     (fitted,) = [f for f in report.fits if f.collective == "all-gather" and f.gpus_per_domain == 4]
     seconds = collective_time_s("all-gather", payload_bytes=2**20, gpus_per_domain=4, cluster=cluster)
     assert seconds == pytest.approx(fitted.latency_s + 3 / 4 * 2**20 / fitted.bytes_per_s)
+
+
+def test_what_gpus_say_of_the_network_model(measured, tmp_path):
+    """Rows as an H100's: the constants stand in the report, on the page, and in the calibration."""
+    report, _ = measured
+    assert report.network is None  # no NCCL between CPUs
+    cluster = Cluster.load("dgx_h100")
+    (template, *_) = (row for row in report.rows if row.collective == "all-reduce")
+    made = [
+        template.model_copy(
+            update={
+                "collective": kind,
+                "gpus_per_domain": 8,
+                "size_bytes": size,
+                "time_s": 1.2 * collective_time_s(kind, payload_bytes=size, gpus_per_domain=8, cluster=cluster),
+            }
+        )
+        for kind in ("all-reduce", "all-gather")
+        for size in (2**n for n in range(12, 31, 2))
+    ]
+    network = network_part([*made, *(row for row in report.rows if row.emulated)], cluster)
+    assert network is not None
+    assert network.points == len(made)
+    assert network.error_after < network.error_before
+    told = report.model_copy(update={"network": network})
+    kept = told.calibration().network
+    assert kept is not None
+    assert kept.constants == {one.name: one.value for one in network.constants}
+    out = io.StringIO()
+    Console(width=80, file=out).print(render(told))
+    assert f"{network.points} collectives: off by" in out.getvalue()
+    assert "nvlink_rate" in write_bench_html(told, tmp_path / "bench.html").read_text()
 
 
 def test_the_terminal_has_eighty_columns(measured):
