@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from meshkit.hlo.proto import Attributes, Fields, attributes_of, integer, messages, text, texts
@@ -42,6 +43,7 @@ _KERNEL_KINDS = (  # of kernels that XLA compiles: `input_reduce_fusion_3`, `wra
     ("data movement", "^mem(?:cpy|set)|copy|slice|broadcast|concatenate|transpose|^(?:loop|wrapped)_(?:pad|iota)"),
     ("elementwise", "fusion|^wrapped_"),
 )
+_DIGITS = re.compile(r"\d+")  # what tells names of one kind apart
 _WORKSPACE = re.compile(r"\((.+),[su]8\[\d+\]\)")
 _OURS = re.compile(  # `lint`, `training` and `xla` are in programs that earlier versions captured
     r"(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|lint|linting|parallel|sharding|step|trace|training|verbs|weights|xla)/)"
@@ -251,8 +253,13 @@ def _kind(body: Iterable[Attributes]) -> str:
 
 def kind_of_kernel(name: str) -> str:
     """What a kernel does by its name, where its instruction is not known."""
-    kind = _custom_kind(name)
-    return _first(_KERNEL_KINDS, name, OTHER_KERNELS) if kind == "custom call" else kind
+    return _kind_of_stem(_DIGITS.sub("0", name))
+
+
+@lru_cache(maxsize=10_000)
+def _kind_of_stem(stem: str) -> str:
+    kind = _custom_kind(stem)
+    return _first(_KERNEL_KINDS, stem, OTHER_KERNELS) if kind == "custom call" else kind
 
 
 def _custom_kind(target: str) -> str:

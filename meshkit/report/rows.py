@@ -236,16 +236,18 @@ def _kernel_ops(
     op_names: Sequence[str], known: Sequence[InstructionInfo | None], members: np.ndarray, busy_s, count
 ) -> tuple[KernelPart, ...]:
     """The instructions of one kind with the most busy seconds; what has the same name is one."""
-    by_name: dict[str, list[int]] = {}
-    for i in members:
-        by_name.setdefault(op_names[int(i)], []).append(int(i))
+    chosen: list[int] = members.tolist()
+    first = {op_names[i]: i for i in reversed(chosen)}
+    number = {name: n for n, name in enumerate(first)}
+    index = [number[op_names[i]] for i in chosen]
+    seconds, runs = (np.bincount(index, weights=values[members]).tolist() for values in (busy_s, count))
+    most = sorted(((-seconds[n], name, runs[n]) for name, n in number.items() if runs[n]))[:_MAX_KERNELS]
     parts = []
-    for name, indices in by_name.items():
-        info = known[indices[0]]
+    for busy, name, total in most:
+        info = known[first[name]]
         source = (info.source or None) if info else None
-        total = _whole(float(count[indices].sum()))
-        parts.append(KernelPart.of(info, name=name, source=source, count=total, busy_s=float(busy_s[indices].sum())))
-    return tuple(sorted((p for p in parts if p.count), key=lambda p: (-(p.busy_s or 0), p.name))[:_MAX_KERNELS])
+        parts.append(KernelPart.of(info, name=name, source=source, count=_whole(total), busy_s=-busy))
+    return tuple(parts)
 
 
 def _whole(x: float) -> int | float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -220,7 +221,7 @@ class _Reader:
         inverse, first = _distinct(columns)
         index = np.empty(len(first), np.int32)
         rows = [column[first].tolist() for column in columns]
-        ops, modules = ({id_: plane.text(id_) for id_ in set(column)} for column in rows[:2])
+        ops, modules = (dict(zip(ids, map(plane.text, ids))) for ids in map(set, rows[:2]))
         names = {id_: plane.event_names.get(id_) for id_ in set(rows[2])}
         for i, (op, module, metadata, flag, program) in enumerate(zip(*rows)):
             key = (names[metadata], ops[op], modules[module], flag, program)
@@ -433,6 +434,7 @@ class Classifier:
         return classes
 
 
+@lru_cache(maxsize=10_000)
 def _is_fused(name: str) -> bool:
     """Whether a kernel's name says that it computes and communicates at once."""
     return bool(_MATMUL.search(name) and _COLLECTIVE.search(name))
@@ -446,6 +448,7 @@ def kind_of_collective(label: Label) -> str:
     return next((kind for kind, word in _KERNEL_KINDS if word in name), "")
 
 
+@lru_cache(maxsize=10_000)
 def is_communication(kernel: str) -> bool:
     """Whether a kernel is one of a communication library's by its name."""
     return bool(_COMMUNICATION_KERNEL.search(kernel))

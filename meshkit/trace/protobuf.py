@@ -17,6 +17,7 @@ import numpy as np
 from meshkit.config.bounded import open_regular, unpacked
 
 _LARGEST_UNPACKED_BYTES = 8 * 2**30
+_MOST_TOGETHER_BYTES = 1 << 20  # of strings that are decoded at once
 _PAD = 32  # bytes behind the data: a damaged event may point a little beyond its end
 _CONTINUES = np.uint64(0x8080808080808080)
 _PAYLOAD = np.uint64(0x7F7F7F7F7F7F7F7F)
@@ -49,6 +50,19 @@ def _memory(size: int) -> mmap.mmap:
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def assembled(word: np.ndarray) -> np.ndarray:
+    """[n] the number that begins each word of eight bytes: its seven-bit groups up to a byte without the top bit.
+
+    The groups are pushed together in three steps, pairs first.
+    """
+    stop = ~word & _CONTINUES
+    value = word & (stop ^ (stop - np.uint64(1))) & _PAYLOAD  # no stop: every byte
+    value = (value & np.uint64(0x007F007F007F007F)) | ((value & np.uint64(0x7F007F007F007F00)) >> np.uint64(1))
+    value = (value & np.uint64(0x00003FFF00003FFF)) | ((value & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2))
+    value = (value & np.uint64(0x000000000FFFFFFF)) | ((value & np.uint64(0x0FFFFFFF00000000)) >> np.uint64(4))
+    return value.view(np.int64)
 
 
 @dataclass(frozen=True)
@@ -173,24 +187,33 @@ class Buffer:
         """A string."""
         return str(self.data[start:end], "utf-8", "replace")
 
+    def texts(self, start: np.ndarray, end: np.ndarray) -> list[str]:
+        """[n] strings, given in their order in the file: many are decoded at once, and then cut apart."""
+        found: list[str] = []
+        for i in range(0, len(start), 1024):
+            begins, ends = start[i : i + 1024], end[i : i + 1024]
+            first, last = int(begins[0]), int(ends[-1])
+            if last - first > _MOST_TOGETHER_BYTES:
+                found += [self.text(a, b) for a, b in zip(begins.tolist(), ends.tolist())]
+                continue
+            every = str(self.data[first:last], "latin-1")  # a letter is a byte, whatever it means
+            cut = [every[a:b] for a, b in zip((begins - first).tolist(), (ends - first).tolist())]
+            found += [t if t.isascii() else t.encode("latin-1").decode("utf-8", "replace") for t in cut]
+        return found
+
     def varints(self, at: np.ndarray, *, wide: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """[n] numbers that begin at each position, and how many bytes each takes.
 
-        Eight bytes are looked at together: the first byte without its top bit ends the number; the seven-bit groups
-        are then pushed together in three steps, pairs first. A number of more than eight bytes has length 0, unless
-        `wide`, which decodes all ten (the length is then not to be used).
+        A number of more than eight bytes has length 0, unless `wide`, which decodes all ten (the length is then not to
+        be used).
         """
         word = self.words[at]
         stop = ~word & _CONTINUES
-        lowest = stop & (~stop + np.uint64(1))
-        value = word & (lowest | (lowest - np.uint64(1))) & _PAYLOAD  # no stop: every byte
-        value = (value & np.uint64(0x007F007F007F007F)) | ((value & np.uint64(0x7F007F007F007F00)) >> np.uint64(1))
-        value = (value & np.uint64(0x00003FFF00003FFF)) | ((value & np.uint64(0x3FFF00003FFF0000)) >> np.uint64(2))
-        value = (value & np.uint64(0x000000000FFFFFFF)) | ((value & np.uint64(0x0FFFFFFF00000000)) >> np.uint64(4))
-        length = np.where(stop == 0, 0, (np.bitwise_count(lowest - np.uint64(1)) + 1) >> 3).astype(np.int64)
+        length = np.where(stop == 0, 0, (np.bitwise_count(stop ^ (stop - np.uint64(1))) >> 3)).astype(np.int64)
+        value = assembled(word)
         if wide and (long := stop == 0).any():
-            value[long] |= self._ninth_and_tenth(at[long])
-        return value.view(np.int64), length
+            value[long] |= self._ninth_and_tenth(at[long]).view(np.int64)
+        return value, length
 
     def _ninth_and_tenth(self, at: np.ndarray) -> np.ndarray:
         """The bits of a number beyond its first eight bytes."""

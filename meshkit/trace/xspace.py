@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from meshkit.errors import TraceError
-from meshkit.trace.protobuf import Buffer, Malformed, WireError, span_of
+from meshkit.trace.protobuf import Buffer, Malformed, WireError, assembled, span_of
 
 _SPACE_PLANE, _SPACE_ERROR, _SPACE_WARNING, _SPACE_HOST = 1, 2, 3, 4
 _PLANE_NAME, _PLANE_LINE, _PLANE_EVENT_METADATA, _PLANE_STAT_METADATA, _PLANE_STAT = 2, 3, 4, 5, 6
@@ -30,6 +30,9 @@ _PROGRAM = re.compile(r"^(.*)\((-?\d+)\)$")  # `jit_f(12)`: module and the runti
 _EVENT_TAG = _LINE_EVENT << 3 | 2
 _CHUNK = 1 << 14  # events decoded at a time: the temporaries stay in the cache, and memory is bounded
 _WINDOW_BYTES = 1 << 21  # and walked through: more than most chunks have
+# How an event begins: its length, id and time. A stat in it begins in another way.
+_EVENT = re.compile(rb"\x22(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])\x08[\x80-\xff]{0,3}[\x00-\x7f]\x10")
+_STRETCH_BYTES, _LANE_BYTES, _FEWEST_LANES = 1 << 23, 1 << 13, 32  # of a line that is entered at many places
 NO_VALUE = np.iinfo(np.int64).min  # of a stat that an event does not have
 _NOTHING = np.zeros(0, np.int64)
 _MOST_PLANES, _MOST_LINES = 10_000, 100_000  # of a file, of a plane: each takes more memory than an event of a file
@@ -45,7 +48,7 @@ class Line:
 
 
 class Names:
-    """What ids stand for: a metadata map of a plane, whose names are decoded when they are asked for.
+    """What ids stand for: a metadata map of a plane.
 
     Args:
         buffer: the file.
@@ -53,38 +56,26 @@ class Names:
     """
 
     def __init__(self, buffer: Buffer, spans: Sequence[tuple[int, int]]):
-        self._buffer = buffer
-        self._at: dict[int, tuple[int, int]] = {}
-        self._known: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+        self._found: dict[tuple[Sequence[str], str], dict[int, str]] = {}
         if not spans:
             return
         begin, end = np.array(spans, np.int64).T
         key, start, length, plain = _entries(buffer, begin, end)
-        self._at = dict(zip(key[plain].tolist(), zip(start[plain].tolist(), length[plain].tolist())))
+        self._names = dict(zip(key[plain].tolist(), buffer.texts(start[plain], (start + length)[plain])))
         for i in np.flatnonzero(~plain).tolist():
-            self._known.update([_read_named(buffer, *spans[i])])
+            self._names.update([_read_named(buffer, *spans[i])])
 
     def get(self, id_: int) -> str:
         """The name of an id; empty for one that the plane does not name."""
-        if id_ not in self._known:
-            if id_ not in self._at:
-                return ""
-            start, length = self._at[id_]
-            self._known[id_] = self._buffer.text(start, start + length)
-        return self._known[id_]
+        return self._names.get(id_, "")
 
     def ids(self, *, of: Sequence[str] = (), beginning: str = "") -> dict[int, str]:
-        """Ids of some names, or of all that begin in a way, without decoding the others."""
-        lengths = {len(name.encode()) for name in of}
-        head = beginning.encode()
-        data = self._buffer.data
-        found = {
-            id_: self.get(id_)
-            for id_, (start, length) in self._at.items()
-            if (length in lengths or (head and data[start : start + len(head)] == head))
-        }
-        found |= self._known
-        return {i: n for i, n in found.items() if n in of or (beginning and n.startswith(beginning))}
+        """Ids of some names, or of all that begin in a way."""
+        if (of, beginning) not in self._found:
+            some = {i: n for i, n in self._names.items() if n in of or (beginning and n.startswith(beginning))}
+            self._found[of, beginning] = some
+        return self._found[of, beginning]
 
 
 @dataclass
@@ -342,33 +333,71 @@ def _read_stat(buffer: Buffer, start: int, end: int) -> tuple[int, int, int | fl
 
 def _event_spans(buffer: Buffer, start: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Begin and end of the events of a line, a chunk at a time."""
-    tag = _EVENT_TAG
     while start < end:
-        size = min(end - start, _WINDOW_BYTES)
-        data, i = bytes(buffer.data[start : start + size]), 0  # bytes are indexed in half the time of a memoryview
-        begins: list[int] = []
-        append = begins.append
-        try:
-            for _ in range(_CHUNK):  # the one loop over events: nothing in it that numpy can do afterwards
-                if data[i] == tag:
-                    n = data[i + 1]
-                    i += 2
-                    if n > 0x7F:
-                        n, i = buffer.varint(start + i - 1, end)
-                        i -= start
-                    append(i)
-                    i += n
-                else:
-                    i = buffer.skip(start + i, end) - start
-        except IndexError:  # the line or the window is over
-            if i < size == end - start:
-                raise Malformed("an event reaches beyond its line") from None
-        if i > end - start:
-            raise Malformed("an event reaches beyond its line")
-        if begins:
-            begin = np.array(begins, np.int64) + start
+        if buffer.data[start] != _EVENT_TAG:
+            start = buffer.skip(start, end)
+            continue
+        begins, after = _side_by_side(buffer, start, end)
+        if not len(begins):
+            begins, after = _one_by_one(buffer, start, end)
+        for i in range(0, len(begins), _CHUNK):
+            begin = begins[i : i + _CHUNK]
             yield begin, begin + _lengths(buffer.bytes, begin)
-        start += i
+        start = after
+
+
+def _side_by_side(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
+    """Begins of some events from `start` on, and where the next is; none where this way finds none.
+
+    A line is entered at many places that look like an event; from each the events are followed to the next place. What
+    stands before the first place that was not met is right, since its chain of lengths began at `start`.
+    """
+    end = min(end, start + _STRETCH_BYTES)
+    places = (_EVENT.search(buffer.data, at, min(at + 512, end)) for at in range(start + _LANE_BYTES, end, _LANE_BYTES))
+    lanes = np.array([start, *(found.start() for found in places if found)], np.int64)
+    if len(lanes) < _FEWEST_LANES:
+        return _NOTHING, start
+    data, at, goal, hops = buffer.bytes, lanes[:-1], lanes[1:], []
+    while True:
+        length, more = data[at + 1].astype(np.int64), data[at + 2].astype(np.int64)
+        long = length > 0x7F
+        moves = (at < goal) & (data[at] == _EVENT_TAG) & ~(long & (more > 0x7F))
+        if not moves.any():
+            break
+        begin = at + 2 + long
+        hops.append(np.where(moves, begin, -1))
+        at = np.where(moves, np.minimum(begin + np.where(long, length & 0x7F | more << 7, length), end), at)
+    missed = np.flatnonzero(at != goal)
+    met = int(missed[0]) if len(missed) else len(goal)
+    begins = np.stack(hops, axis=1)[:met].ravel() if hops else _NOTHING
+    return begins[begins >= 0], int(lanes[met])
+
+
+def _one_by_one(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
+    """Begins of some events from `start` on, and where what follows them is."""
+    tag = _EVENT_TAG
+    size = min(end - start, _WINDOW_BYTES)
+    data, i = bytes(buffer.data[start : start + size]), 0  # bytes are indexed in half the time of a memoryview
+    begins: list[int] = []
+    append = begins.append
+    try:
+        for _ in range(_CHUNK):
+            if data[i] == tag:
+                n = data[i + 1]
+                i += 2
+                if n > 0x7F:
+                    n, i = buffer.varint(start + i - 1, end)
+                    i -= start
+                append(i)
+                i += n
+            else:
+                i = buffer.skip(start + i, end) - start
+    except IndexError:  # the line or the window is over
+        if i < size == end - start:
+            raise Malformed("an event reaches beyond its line") from None
+    if i > end - start:
+        raise Malformed("an event reaches beyond its line")
+    return np.array(begins, np.int64) + start, start + i
 
 
 def _lengths(data: np.ndarray, begin: np.ndarray) -> np.ndarray:
@@ -431,40 +460,44 @@ class _Decoder:
         at, end = at[event], end[event]
         while len(event):
             word = self.buffer.words[at]
+            low = word.astype(np.uint32)
             # tag of a stat, its length below 128, tag of its metadata id
-            plain = (word & 0xFF80FF) == (_EVENT_STAT << 3 | 2) | (_STAT_METADATA << 3) << 16
+            plain = (low & 0xFF80FF) == (_EVENT_STAT << 3 | 2) | (_STAT_METADATA << 3) << 16
             if not plain.all():
                 self.odd[event[~plain]] = True
-                event, at, end, word = event[plain], at[plain], end[plain], word[plain]
-            low = word.astype(np.uint32)
-            id_, id_length = low >> 24, 1
+                event, at, end, word, low = event[plain], at[plain], end[plain], word[plain], low[plain]
+            id_, value, rest = low >> 24, at + 4, word >> np.uint64(32)
             if (id_ > 0x7F).any():
-                id_, id_length = self.buffer.varints(at + 3)
-                id_ = np.minimum(id_.view(np.uint64), len(self.slot_of) - 1).view(np.int64)
-            slot = self.slot_of[id_]
-            value = at + (3 + id_length)
-            at = at + (2 + ((low >> 8) & 0x7F))
+                id_, length = self.buffer.varints(at + 3)
+                id_ = np.minimum(id_.view(np.uint64), len(self.slot_of) - 1)
+                value = at + 3 + length
+                rest = self.buffer.words[value]
+            alike = len(id_) > 0 and (id_ == id_[0]).all()
+            slot = np.broadcast_to(self.slot_of[id_[0]], len(id_)) if alike else self.slot_of[id_.astype(np.intp)]
             wanted = slot >= 0
+            after = at + (2 + ((low >> 8) & 0x7F))
             if wanted.all():
-                self._values(event, slot, value, at)
+                self._values(event, slot, value, after, rest)
             elif wanted.any():
-                self._values(event[wanted], slot[wanted], value[wanted], at[wanted])
+                self._values(event[wanted], slot[wanted], value[wanted], after[wanted], rest[wanted])
+            at = after
             more = at < end
             if not more.all():
                 if (at > end).any():
                     raise Malformed("a stat reaches beyond its event")
                 event, at, end = event[more], at[more], end[more]
 
-    def _values(self, event: np.ndarray, slot: np.ndarray, at: np.ndarray, end: np.ndarray) -> None:
-        """Whole numbers and references; other values are decoded one by one."""
-        tag = self.buffer.bytes[at]
+    def _values(self, event: np.ndarray, slot: np.ndarray, at: np.ndarray, end: np.ndarray, rest: np.ndarray) -> None:
+        """Whole numbers and references, whose first bytes are in `rest`; other values are decoded one by one."""
+        tag, number = rest & 0xFF, (rest >> 8) & 0xFFFFFF
         whole = ((tag == 3 << 3) | (tag == 4 << 3) | (tag == _STAT_REF << 3)) & (at < end)
-        value, _ = self.buffer.varints(at + 1, wide=True)
+        short = (~number & 0x808080).all()  # up to three bytes, as nearly all are
+        value = assembled(number) if short else self.buffer.varints(at + 1, wide=True)[0]
         if not whole.all():
             self.odd[event[~whole]] = True
             event, slot, value = event[whole], slot[whole], value[whole]
-        if len(slot) and (slot == slot[0]).all():
-            self.values[slot[0], event] = value
+        if len(event) == self.values.shape[1] and slot.strides == (0,):
+            self.values[slot[0]] = value
         else:
             self.values[slot, event] = value
 

@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ from jax.profiler import ProfileData
 
 from meshkit.errors import TraceError
 from meshkit.trace.operations import _DROPPED, TraceFile, _is_fused, read_operations
-from meshkit.trace.xspace import NO_VALUE, Events, read_xspace
+from meshkit.trace.protobuf import Buffer, WireError
+from meshkit.trace.xspace import NO_VALUE, Events, _event_spans, _side_by_side, read_xspace
 from tests.trace.trace_files import clock_text, plane_text, write_planes
 
 DATA = Path(__file__).parent.parent / "data"
@@ -108,6 +110,52 @@ def test_fields_in_any_order_read_right(tmp_path):
     assert assert_reads_as_the_runtime_does(path) == 1
     (label,) = read_operations(TraceFile(path, {0: 0})).labels
     assert (label.name, label.op) == ("kernel", "dot.1")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_line_that_is_entered_at_many_places_has_the_same_events(tmp_path, seed):
+    rng, count = random.Random(seed), 4_000
+    stat = message(4, number(1, 5) + message(6, bytes(70)))
+    plain = [number(1, 1) + number(2, 10**9 + i) + number(3, 10**i) + stat * (i % 3) for i in range(10)]
+    lookalike = plain[0] + message(4, number(1, 5) + message(6, b'"\x7f\x08\x01\x10' * 20))
+    others = [
+        message(15, bytes(40)),
+        number(14, 300),
+        message(4, b""),
+        message(4, plain[0] + message(15, bytes(2**15))),
+    ]
+    fields = [message(4, rng.choice(plain)) for _ in range(count)]
+    for at in rng.sample(range(count), seed * 20):
+        fields[at] = rng.choice([*others, message(4, lookalike)])
+    path = tmp_path / "x"
+    path.write_bytes(message(2, b"Stream #1") + b"".join(fields))
+    buffer = Buffer.read(path)
+    assert spans_of(buffer) == walked(buffer)
+    if seed == 0:
+        assert len(_side_by_side(buffer, 11, buffer.size)[0]) > 3_900
+    for _ in range(15):  # damaged: an error, or what a walk field by field finds
+        buffer.memory[rng.randrange(buffer.size)] = rng.randrange(256)
+        found = spans_of(buffer)
+        assert found == walked(buffer)
+        if found is None:
+            buffer = Buffer.read(path)
+
+
+def spans_of(buffer):
+    """Begin and end of each event of a line; None for one that is damaged."""
+    with suppress(WireError):
+        return np.concatenate([np.stack(spans, axis=1) for spans in _event_spans(buffer, 0, buffer.size)]).tolist()
+
+
+def walked(buffer):
+    """The same, one field after the other."""
+    at, found = 0, []
+    with suppress(WireError):
+        while at < buffer.size:
+            after = buffer.skip(at, buffer.size)
+            found += [list(value) for number, value in buffer.fields(at, after) if buffer.data[at] == 0x22]
+            at = after
+        return found
 
 
 def test_what_the_profiler_says_about_itself_is_kept(tmp_path):
