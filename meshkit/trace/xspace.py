@@ -2,9 +2,9 @@
 
     file -> planes -> lines, names, stats;  a line's events -> columns, when they are asked for
 
-Field numbers are those of tsl/profiler/protobuf/xplane.proto. A trace has millions of events, and Python touches each
-only once, to find where it begins; fields and stats are decoded for many events at once. Events whose fields stand in
-an order that no writer uses are decoded one by one, so that any valid file reads right.
+Field numbers are those of tsl/profiler/protobuf/xplane.proto. A trace has millions of events: where they begin is found
+from many places of a line at once, and their fields and stats are decoded side by side. Events whose fields stand in an
+order that no writer uses are decoded one by one, so that any valid file reads right.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK = 1 << 14  # events decoded at a time: the temporaries stay in the cache,
 _WINDOW_BYTES = 1 << 21  # and walked through: more than most chunks have
 # How an event begins: its length, id and time. A stat in it begins in another way.
 _EVENT = re.compile(rb"\x22(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])\x08[\x80-\xff]{0,3}[\x00-\x7f]\x10")
-_STRETCH_BYTES, _LANE_BYTES, _FEWEST_LANES = 1 << 23, 1 << 13, 32  # of a line that is entered at many places
+_STRETCH_BYTES, _LANE_BYTES, _FEWEST_LANES = 1 << 21, 1 << 12, 32  # of a line that is entered at many places
 NO_VALUE = np.iinfo(np.int64).min  # of a stat that an event does not have
 _NOTHING = np.zeros(0, np.int64)
 _MOST_PLANES, _MOST_LINES = 10_000, 100_000  # of a file, of a plane: each takes more memory than an event of a file
