@@ -149,9 +149,9 @@ def _clear_errors(mesh: DescribedMesh) -> Iterator[None]:
         if not any(mark in str(e) for mark in _NEEDS_GPU):
             raise
         raise ProgramError(
-            "the program calls back into Python (jax.debug.print, io_callback, pure_callback), which cannot be "
-            "compiled for GPUs that are not there.",
-            hint="the step without its callbacks",
+            "the program calls back into Python (jax.debug.print, io_callback, pure_callback; custom_partitioning, as "
+            "in jax.nn.scaled_dot_general), which cannot be compiled for GPUs that are not there.",
+            hint="the step without its callbacks; in fp8 with one scale a tensor, where it is in MXFP8 or NVFP4",
         ) from e
 
 
