@@ -128,6 +128,7 @@ def _write_from_any_process(
 
 
 def _open(say: Callable[[str], None]) -> CompileCache | None:
+    """The cache in a folder that nobody else can enter; None, and why, where there is none."""
     root = cache_root()
     if root is None:
         return None

@@ -361,6 +361,7 @@ def _count(jaxpr: Any, manual: frozenset[str] = frozenset()) -> float:
 
 
 def _of_equation(equation: Any, manual: frozenset[str]) -> float:
+    """FLOP of one equation of a jaxpr, those of its inner jaxprs included; `_Uncountable` where it does not say."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _of_dot(equation)

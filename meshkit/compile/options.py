@@ -1,6 +1,6 @@
 """The XLA options that meshkit sets, as data, for plan and for train on GPUs alike.
 
-    OPTIONS (crashes and defaults) + derived.py (of one program) + [xla] (the user's, which win) -> compiler_options
+    OPTIONS (crashes and defaults) + choices.py (of one program) + [xla] (the user's, which win) -> compiler_options
 
 Each has a reason and the jaxlib releases it is for. What XLA does not know it refuses with an exception (as XLA_FLAGS
 it would abort): an option of meshkit's own is then left out and named, one of the user's is an error that names the
@@ -74,7 +74,7 @@ class CompileChoices:
     """How a step is compiled, beyond the options of every program."""
 
     options: Mapping[str, object] = field(default_factory=dict)  # that the step and the user ask for; they win
-    derived: Sequence[Option] = ()  # that follow from weights, rules and links, see derived.py
+    derived: Sequence[Option] = ()  # that follow from weights, rules and links, see choices.py
     memory_fraction: float = 0.92  # share of the GPU's memory that the client may take
     pgle: str = "off"  # `train.pgle`
 
@@ -116,7 +116,7 @@ def chosen_options(
     Args:
         gpu: to compile for.
         user: by name; their reason is `[xla]`.
-        derived: of the program, see derived.py.
+        derived: of the program, see choices.py.
         jaxlib: release; default the installed one.
     """
     release = jaxlib or version_of("jaxlib") or ""

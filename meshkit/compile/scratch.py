@@ -108,6 +108,7 @@ def sweep() -> None:
 
 
 def _make() -> Path:
+    """A locked folder; again where another process swept it before it was locked."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         try:

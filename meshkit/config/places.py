@@ -142,19 +142,18 @@ class Site:
     file_roots: tuple[Path, ...] | None = None
 
 
-def read_site(environment: Mapping[str, str] | None = None) -> Site:
+def read_site() -> Site:
     """The site's file, narrowed by the variables.
 
     Raises:
         ConfigError: the file can be changed by others, or says something else; a root is not absolute, or a variable
             names one that the file does not allow.
     """
-    env = os.environ if environment is None else environment
     declared = _read_file(SITE_FILE)
     found: dict[str, tuple[Path, ...] | None] = {}
     for key, variable in _VARIABLES.items():
         allowed = declared.get(key)
-        wanted = _roots(env[variable].split(os.pathsep), variable) if env.get(variable) else None
+        wanted = _roots(os.environ[variable].split(os.pathsep), variable) if os.environ.get(variable) else None
         if wanted is not None and allowed is not None:
             for root in wanted:
                 if not is_under(root, allowed):

@@ -150,6 +150,7 @@ def check(found: Topology, cluster: Cluster) -> tuple[Mismatch, ...]:
 
 
 def _check_gpus(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
+    """Hosts that have more or fewer GPUs than declared, or others."""
     hosts: list[list[FoundGpu]] = [[] for _ in range(found.hosts)]
     for gpu in found.gpus:
         hosts[gpu.host].append(gpu)
@@ -168,6 +169,7 @@ def _check_gpus(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
 
 
 def _check_nvlink(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
+    """GPUs outside of the domain, links that are down, domains of another size."""
     if cluster.scale_up != "nvlink":
         return
     if found.scale_up == "pcie":
@@ -191,6 +193,7 @@ def _check_nvlink(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
 
 
 def _check_pcie(found: Topology) -> Iterator[Mismatch]:
+    """Devices on fewer lanes or at a lower generation than they and their slot can do; idle GPUs clock down."""
     for device in (*found.gpus, *found.nics):
         slot, it = device.pcie, "but it and its slot can do"
         if slot.width and slot.max_width and slot.width < slot.max_width:
@@ -203,6 +206,7 @@ def _check_pcie(found: Topology) -> Iterator[Mismatch]:
 
 
 def _check_nics(found: Topology, cluster: Cluster) -> Iterator[Mismatch]:
+    """Ports that are down, missing or slow, and GPUDirect RDMA that cannot work."""
     for nic in found.nics:
         if nic.active is False:
             yield Mismatch("nic_down", nic.id, f"port {nic.id} is {nic.state or 'down'}.")

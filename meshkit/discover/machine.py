@@ -96,6 +96,7 @@ def discover(probe: Probe, *, network: bool = True) -> Topology:
 
 
 def _gpu(gpu: GpuState, probe: Probe, matrix: Matrix | None) -> FoundGpu:
+    """A GPU as found, with why the NVLink fabric has not taken it, if so."""
     match = gpu_by_name(gpu.name)
     numa = integer(_first_line(probe, f"{_PCI}/{gpu.bus}/numa_node"))
     if numa is None and matrix is not None:
@@ -211,6 +212,7 @@ def read_nics(probe: Probe) -> tuple[tuple[FoundNic, ...], tuple[str, ...]]:
 
 
 def _read_port(probe: Probe, device: str, port: str, name: str) -> FoundNic:
+    """One port of an RDMA device, from what the kernel says of it in sysfs."""
     folder, slot = f"{_INFINIBAND}/{device}/ports/{port}", f"{_INFINIBAND}/{device}/device"
     rate = _RATE.match(_first_line(probe, f"{folder}/rate"))
     state = _STATE.match(_first_line(probe, f"{folder}/state"))

@@ -159,6 +159,7 @@ def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
 
 
 def _read_gpu(nvml: Any, index: int, handle: Any, handles: list) -> dict[str, Any]:
+    """What a snapshot holds of one GPU; None for what its driver does not answer."""
     ask = functools.partial(_ask, nvml)
     memory = ask("nvmlDeviceGetMemoryInfo", handle)
     return {
@@ -182,6 +183,7 @@ def _read_gpu(nvml: Any, index: int, handle: Any, handles: list) -> dict[str, An
 
 
 def _read_nvlinks(nvml: Any, handle: Any) -> list[dict[str, Any]]:
+    """Every NVLink that the GPU has, and what is at its other end."""
     links = []
     for number in range(nvml.NVML_NVLINK_MAX_LINKS):
         state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, number)
@@ -201,6 +203,7 @@ def _read_nvlinks(nvml: Any, handle: Any) -> list[dict[str, Any]]:
 
 
 def _read_fabric(nvml: Any, handle: Any) -> dict[str, Any] | None:
+    """The domain of a multi-host NVLink fabric, in the newest form that binding and driver share."""
     structure = getattr(nvml, "c_nvmlGpuFabricInfo_v3_t", None) or getattr(nvml, "c_nvmlGpuFabricInfoV_t", None)
     if structure is None:  # a binding from before multi-host NVLink
         return None

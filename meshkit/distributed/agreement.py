@@ -91,6 +91,7 @@ class Agreement:
     def _decide(
         self, client: Any, said: str, mine: Any, decide: Callable[[list[Any]], Any], timeout_s: float
     ) -> dict[str, Any]:
+        """What process 0 answers: its decision on what all have said, or what is wrong, so that nobody waits."""
         ends, every, missing, problem = time.monotonic() + timeout_s, [mine], [], ""
         for rank in range(1, self.size):
             left_s = max(0.001, ends - time.monotonic())

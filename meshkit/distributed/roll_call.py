@@ -206,6 +206,7 @@ class _Progress:
 
 
 def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts, log: Log) -> Attendance:
+    """What process 0 does: hears every other one, until all are there or the time is over."""
     roll = _Roll(gang, in_the_open=contexts[0] is None and gang.secret is None)
     progress, rival = _Progress(log, timeout_s), _Rival(gang, contexts[1])
     try:

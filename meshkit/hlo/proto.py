@@ -65,10 +65,10 @@ def ints(fields: Fields, number: int) -> list[int]:
     return [x for value in fields.get(number, ()) for x in ([value] if isinstance(value, int) else _unpack(value))]
 
 
-def integer(fields: Fields, number: int, default: int = 0) -> int:
-    """An integer field; the default where the message leaves it out."""
+def integer(fields: Fields, number: int) -> int:
+    """An integer field; 0 where the message leaves it out."""
     values = ints(fields, number)
-    return values[-1] if values else default
+    return values[-1] if values else 0
 
 
 def messages(fields: Fields, number: int) -> list[Fields]:

@@ -99,6 +99,7 @@ def _on(tree: Any, layout: Any) -> Any:
 
 
 def _shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, kind: str, *, stacklevel: int) -> Any:
+    """The tree with a NamedSharding for each leaf; warns of names that look misspelt."""
     rules.check(mesh.axis_names)
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
     placed = _place_all(leaves, mesh, rules, kind)
@@ -238,6 +239,7 @@ def _place(
     kind: str,
     whole_of: Callable[[str, int], tuple[int, ...]],
 ) -> Placed | None:
+    """Where one array lies; None of what is no array. Stops where GPUs do not divide a dim."""
     array, path = array_of(leaf), path_name(key_path)
     if not hasattr(array, "shape"):
         return None

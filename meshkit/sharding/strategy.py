@@ -187,6 +187,7 @@ class Strategy:
     # -- weights and gradients
 
     def _gathers(self, over: Axes) -> Iterator[Term]:
+        """Weights that are stored in pieces and used whole: once a step, in both passes, or after the optimizer."""
         of = [w for w in self.weights if over <= w.everywhere - w.stays - self._pipeline]
         if not of:
             return
@@ -204,6 +205,7 @@ class Strategy:
         yield Term(words, frozenset({ALL_GATHER, PERMUTE}), lambda p: p.is_float and p.elements in counts, bound)
 
     def _reductions(self, over: Axes) -> Iterator[Term]:
+        """Gradients summed over axes that cut the batch or its length, as often as the step reduces them."""
         summed = self.roles.batch | self.roles.length | self.roles.residual | self.roles.expert | self._pipeline
         if not over <= summed or (self.local_sgd and over == {self.local_sgd}):
             return
@@ -259,6 +261,7 @@ class Strategy:
     # -- activations
 
     def _tensor(self, over: Axes) -> Iterator[Term]:
+        """Matmuls that an axis cuts: sums of their outputs, and what sequence parallelism moves around them."""
         whole = self._largest(over, lambda a: over.isdisjoint(a.axes))
         limit = max(whole, self._largest(over, lambda a: bool(over & a.axes)))
         kernels = max(1, sum(w.stack * self._runs(w) for w in self.weights if over & w.everywhere))
@@ -295,6 +298,7 @@ class Strategy:
             )
 
     def _between_stages(self, over: Axes) -> Iterator[Term]:
+        """What a pipeline passes on, and what all stages share of embedding and head."""
         assert self.stages is not None
         names, axis, inside = _names(over), self.stages.axis, over - {self.stages.axis}
         rows = self._largest(self._within_stages, lambda a: "act_embed" in a.logical_axes)
@@ -313,6 +317,7 @@ class Strategy:
                    lambda p: p.is_float and p.elements <= rows * self._combined(p), shared)  # fmt: skip
 
     def _context(self, over: Axes) -> Iterator[Term]:
+        """Attention over a cut sequence: keys gathered, blocks in a ring, or heads exchanged for positions."""
         keys = self._largest(over, lambda a: "act_kv_heads" in a.logical_axes)
         queries = max(keys, self._largest(over, lambda a: "act_heads" in a.logical_axes))
         rows = max(queries, self._largest(over, lambda a: "act_embed" in a.logical_axes))

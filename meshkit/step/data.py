@@ -277,9 +277,9 @@ def _text_tokens(experiment: Experiment, documents: Iterable[bytes]) -> np.ndarr
     return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
 
 
-def unigram_entropy_nats(tokens: np.ndarray, limit: int = 1 << 26) -> float:
-    """-sum p log p of the token frequencies, over at most the first `limit` tokens."""
-    first = tokens.ravel(order="K")[:limit]
+def unigram_entropy_nats(tokens: np.ndarray) -> float:
+    """-sum p log p of the token frequencies, over at most the first 2**26 tokens."""
+    first = tokens.ravel(order="K")[: 1 << 26]
     few = first.dtype.kind == "u" and first.dtype.itemsize <= 2
     counts = np.bincount(first) if few else np.unique(first, return_counts=True)[1]
     p = counts[counts > 0] / counts.sum()

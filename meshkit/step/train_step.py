@@ -305,6 +305,7 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
 
 
 def _build_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> _Step:
+    """All that the step is made of: model, layout, loss, optimizer, and which axes are reduced over once a step."""
     described = model = describe_model(experiment)
     if experiment.train.remat != "none" and not model.takes_remat:
         name = experiment.model.class_path

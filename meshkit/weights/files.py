@@ -159,6 +159,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _open_shards(folder: Path, index: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors of all shards, where index and shards agree on every name."""
     at = str(folder / INDEX)
     shards = {}
     for name in sorted(set(index.values())):

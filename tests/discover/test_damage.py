@@ -95,29 +95,19 @@ def one_message(error):
     assert error.hint
 
 
-@pytest.mark.parametrize("name", XML)
-def test_damaged_xml(name):
-    text, words = XML[name]
+READERS = {
+    "topo.xml": (XML, lambda text, at: parse_topology(text.encode(), at=at)),
+    "topo.txt": (TEXT, parse_matrices),
+    "nvl72.yaml": (RACKS, from_rack),
+}
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, (cases, _) in READERS.items() for name in cases])
+def test_damaged_files(file, name):
+    cases, read = READERS[file]
+    text, words = cases[name]
     with pytest.raises(TraceError) as caught:
-        parse_topology(text.encode(), at="topo.xml")
-    assert words in caught.value.message
-    one_message(caught.value)
-
-
-@pytest.mark.parametrize("name", TEXT)
-def test_damaged_matrix(name):
-    text, words = TEXT[name]
-    with pytest.raises(TraceError) as caught:
-        parse_matrices(text, at="topo.txt")
-    assert words in caught.value.message
-    one_message(caught.value)
-
-
-@pytest.mark.parametrize("name", RACKS)
-def test_damaged_rack(name):
-    text, words = RACKS[name]
-    with pytest.raises(TraceError) as caught:
-        from_rack(text, at="nvl72.yaml")
+        read(text, at=file)
     assert words in caught.value.message
     one_message(caught.value)
 

@@ -193,6 +193,7 @@ def _clocks(attendance: Attendance) -> Result:
 
 
 def _all_reduce(env: Mapping[str, str], gang: Gang, timeout_s: float) -> Result:
+    """The sum over all devices of the job, in a child process, since what hangs must be ended."""
     child = {**env, "MESHKIT_DOCTOR_TIMEOUT": str(timeout_s), "PYTHONPATH": child_path()}
     try:
         done = subprocess.run(

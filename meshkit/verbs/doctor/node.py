@@ -308,6 +308,7 @@ def _nccl_files(env: Mapping[str, str]) -> dict[str, tuple[str, Path]]:
 
 
 def _nccl(env: Mapping[str, str]) -> list[Result]:
+    """Variables of NCCL, and files it reads, that cost bandwidth or name what is not there."""
     found, files = [], {name: pair for name, pair in _nccl_files(env).items() if name not in env}
     env = {**{name: value for name, (value, _) in files.items()}, **env}
     left = [name for name in _DEBUG_NCCL if name in env]

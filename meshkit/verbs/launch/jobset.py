@@ -162,6 +162,7 @@ def _pod_failure_policy() -> dict[str, Any]:
 
 
 def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
+    """The pod of one host, alone on it: container, mounts, resources, time to save."""
     mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes = [{"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": site.shared_memory}}]
     for claim, path in site.claims.items():

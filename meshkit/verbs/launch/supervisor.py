@@ -137,6 +137,7 @@ class Supervisor:
         raise AssertionError("the last attempt returns or raises")
 
     def _attempt(self, number: int) -> AttemptEnd:
+        """One attempt from its start to its end, with nothing of it left running."""
         logs = self._logs / f"attempt{number}"
         environments = self._environments(number)
         with ExitStack() as stack:
