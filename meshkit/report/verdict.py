@@ -30,7 +30,7 @@ from meshkit.trace.operations import TracedProgram
 from meshkit.trace.reader import Trace
 from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
-_LEAST, _WARNS = 0.005, 0.05  # shares of the step from which a cause is named, and is a warning
+LEAST, _WARNS = 0.005, 0.05  # shares of the step from which a cause is named, and is a warning
 _COMMUNICATION_WARNS = 0.1  # the same, of exposed communication of which nothing is wrong but that it is exposed
 _OUTLIER = 1.5  # x the median step
 _SLOW = 1.5  # x the model's seconds, of a collective; its error is below that where it was tested
@@ -74,15 +74,17 @@ def judged(report: Report, known: Known, history: HistoryPart | None = None) -> 
     """The report with its findings and its verdict."""
     if not report.step.time_s or not known.trace.sweeps:
         return report
-    case = _Case(report, known, history)
+    case = JudgedReport(report, known, history)
     every = [finding for cause in _CAUSES for finding in cause(case)]
-    worth = [f for f in every if (f.seconds or 0.0) >= _LEAST * case.time_s]
+    worth = [f for f in every if (f.seconds or 0.0) >= LEAST * case.time_s]
     findings = tuple(sorted(worth, key=lambda f: -(f.seconds or 0.0)))
     return report.model_copy(update={"findings": findings, "verdict": _verdict(case, findings)})
 
 
-class _Case:
+class JudgedReport:
     """A report as its causes look at it: of the usual steps."""
+
+    lost, waited = "exposed communication", "exposed_wait_s"  # what waiting is a part of, and where that stands
 
     def __init__(self, report: Report, known: Known, history: HistoryPart | None):
         self.known, self.history = known, history
@@ -209,7 +211,7 @@ class _Case:
 
 
 def _finding(
-    case: _Case, code: str, seconds: float, message: str, *, warns: float = _WARNS, **more: Any
+    case: JudgedReport, code: str, seconds: float, message: str, *, warns: float = _WARNS, **more: Any
 ) -> FindingPart:
     severity = "warning" if seconds >= warns * case.time_s else "note"
     message = message[0].upper() + message[1:]
@@ -217,7 +219,7 @@ def _finding(
     return FindingPart(code=code, severity=severity, message=message, seconds=seconds, **more)
 
 
-def _capture_overhead(case: _Case) -> Iterator[FindingPart]:
+def _capture_overhead(case: JudgedReport) -> Iterator[FindingPart]:
     """The profiler makes the step longer than it is without."""
     quality = case.report.quality
     added_s = quality.overhead_s if quality else None
@@ -240,7 +242,7 @@ def _capture_overhead(case: _Case) -> Iterator[FindingPart]:
     )
 
 
-def _outlier_steps(case: _Case) -> Iterator[FindingPart]:
+def _outlier_steps(case: JudgedReport) -> Iterator[FindingPart]:
     """A few steps make the mean."""
     if not case.outliers:
         return
@@ -260,7 +262,7 @@ def _outlier_steps(case: _Case) -> Iterator[FindingPart]:
     )
 
 
-def _waiting(case: _Case) -> Iterator[FindingPart]:
+def waiting(case: JudgedReport) -> Iterator[FindingPart]:
     """Devices wait for the last one of their group."""
     if not case.waits_s:
         yield from _uneven_compute(case)
@@ -268,8 +270,8 @@ def _waiting(case: _Case) -> Iterator[FindingPart]:
     devices = case.report.stragglers.devices if case.report.stragglers else ()
     caused = sum(d.caused_wait_s or 0.0 for d in devices)
     share = case.waits_s / case.step.exposed_s if case.step.exposed_s else 0.0
-    message = f"{format_percent(share)} of the exposed communication, {format_seconds(case.waits_s)} a step, is waiting"
-    evidence = [f"communication.{i}.exposed_wait_s" for i, row in enumerate(case.rows) if row.exposed_wait_s]
+    message = f"{format_percent(share)} of the {case.lost}, {format_seconds(case.waits_s)} a step, is waiting"
+    evidence = [f"communication.{i}.{case.waited}" for i, row in enumerate(case.rows) if row.exposed_wait_s]
     if devices and caused and (devices[0].caused_wait_s or 0.0) > 1.5 * caused / len(devices):
         worst = devices[0]
         why, hint = _why_late(case, worst.device)
@@ -284,7 +286,7 @@ def _waiting(case: _Case) -> Iterator[FindingPart]:
     yield _finding(case, "waiting_for_peers", case.waits_s, message, evidence=tuple(evidence), hint=hint, step_s=evenly)
 
 
-def _why_late(case: _Case, device: int) -> tuple[str, str]:
+def _why_late(case: JudgedReport, device: int) -> tuple[str, str]:
     """What a device that others wait for does longer than they do, as a clause; and what to try."""
     longer = case.uneven.get(device, 1.0)
     if longer > _UNEVEN:
@@ -292,12 +294,12 @@ def _why_late(case: _Case, device: int) -> tuple[str, str]:
         return f", which computes {format_percent(longer - 1)} longer than the median", hint
     idle = case.per_device("idle_s")
     more_s = idle[device] - statistics.median_low(idle.values()) if device in idle else 0.0
-    if more_s > _LEAST * case.time_s:
+    if more_s > LEAST * case.time_s:
         return f", which idles {format_seconds(more_s)} more: its host is late", "what its host does beside the job"
     return "", "its share of the work (padding, experts, stages), or what its host does"
 
 
-def _uneven_compute(case: _Case) -> Iterator[FindingPart]:
+def _uneven_compute(case: JudgedReport) -> Iterator[FindingPart]:
     """A device computes longer, and the others communicate longer by as much: groups, and so waits, are not known."""
     if not case.late_s:
         return
@@ -314,7 +316,7 @@ def _uneven_compute(case: _Case) -> Iterator[FindingPart]:
     )
 
 
-def _slow_link(case: _Case) -> Iterator[FindingPart]:
+def slow_link(case: JudgedReport) -> Iterator[FindingPart]:
     """A collective moves its data more slowly than the model of its links says."""
     for i, (seconds, _, _) in case.shares.items():
         row = case.rows[i]
@@ -328,7 +330,7 @@ def _slow_link(case: _Case) -> Iterator[FindingPart]:
             case,
             "slow_link",
             seconds,
-            f"{_named(row)} runs at {format_rate(rate)}{where}, where the network model has {format_rate(should)}: "
+            f"{named(row)} runs at {format_rate(rate)}{where}, where the network model has {format_rate(should)}: "
             f"{format_seconds(seconds)} a step.",
             evidence=(f"communication.{i}.bus_bandwidth_bytes_per_s", f"communication.{i}.transfer_s"),
             hint="NCCL_DEBUG=INFO for the transport (P2P, GPUDirect, every NIC), and `meshkit bench` of the axis",
@@ -336,7 +338,7 @@ def _slow_link(case: _Case) -> Iterator[FindingPart]:
         )
 
 
-def _small_collectives(case: _Case) -> Iterator[FindingPart]:
+def small_collectives(case: JudgedReport) -> Iterator[FindingPart]:
     """Many small messages that would be faster as one."""
     for i, (_, seconds, _) in case.shares.items():
         row = case.rows[i]
@@ -349,7 +351,7 @@ def _small_collectives(case: _Case) -> Iterator[FindingPart]:
             case,
             "small_collectives",
             seconds,
-            f"{row.count:g} times a step {_named(row)} moves {mean} on average: combined they would take "
+            f"{row.count:g} times a step {named(row)} moves {mean} on average: combined they would take "
             f"{format_seconds(row.transfer_s * left)}, not {format_seconds(row.transfer_s)}.",
             evidence=(f"communication.{i}.count", f"communication.{i}.payload_bytes", f"communication.{i}.transfer_s"),
             hint=f"[xla] {option} = {2**28}" if option else "one message for all of them",
@@ -357,7 +359,7 @@ def _small_collectives(case: _Case) -> Iterator[FindingPart]:
         )
 
 
-def _exposed(case: _Case) -> Iterator[FindingPart]:
+def _exposed(case: JudgedReport) -> Iterator[FindingPart]:
     """Data is moved while nothing computes: because XLA runs it so, or for reasons that the trace does not tell."""
     blocking, adjacent = _schedules(case.known.schedule)
     gpu, off = not case.known.trace.facts.cpu, (case.known.options or {}).get(_ASYNC_OFF)
@@ -372,11 +374,11 @@ def _exposed(case: _Case) -> Iterator[FindingPart]:
         shared = {code: rest * s / total if total else 0.0 for code, s in of.items()}
         shared["exposed_communication"] = rest - sum(shared.values())
         evidence = (f"communication.{i}.exposed_s",)
-        hidden = case.with_(Mended(hidden=case.members(row))) if rest >= _LEAST * case.time_s and row.ops else None
+        hidden = case.with_(Mended(hidden=case.members(row))) if rest >= LEAST * case.time_s and row.ops else None
         for code, seconds in shared.items():
-            if seconds < _LEAST * case.time_s:
+            if seconds < LEAST * case.time_s:
                 continue
-            what = f"{_named(row)}{_source(row)} is exposed for {format_seconds(seconds)} a step"
+            what = f"{named(row)}{_source(row)} is exposed for {format_seconds(seconds)} a step"
             message, hint, warns = _reason(code, what, off, row)
             yield _finding(case, code, seconds, message, warns=warns, evidence=evidence, hint=hint, step_s=hidden)
 
@@ -415,7 +417,7 @@ def _schedules(schedule: Schedule | None) -> tuple[set[str], set[str]]:
     return blocking, adjacent
 
 
-def _idle(case: _Case) -> Iterator[FindingPart]:
+def _idle(case: JudgedReport) -> Iterator[FindingPart]:
     """The device has nothing to do."""
     step = case.step
     input_s, between_s, inside_s = step.idle_input_s or 0.0, step.idle_between_s or 0.0, step.idle_inside_s or 0.0
@@ -450,7 +452,7 @@ def _idle(case: _Case) -> Iterator[FindingPart]:
     )
 
 
-def _copies(case: _Case) -> Iterator[FindingPart]:
+def _copies(case: JudgedReport) -> Iterator[FindingPart]:
     """Memory is copied while nothing computes."""
     seconds, facts = case.step.other_s or 0.0, case.known.trace.facts
     own = facts.own_copies_s > 0.5 * facts.copies_s
@@ -469,7 +471,7 @@ def _copies(case: _Case) -> Iterator[FindingPart]:
     )
 
 
-def _recomputation(case: _Case) -> Iterator[FindingPart]:
+def _recomputation(case: JudgedReport) -> Iterator[FindingPart]:
     """The backward pass computes the forward again."""
     trace, each = case.known.trace, case.known.steps_per_execution
     seconds, known = 0.0, case.known.instructions
@@ -491,7 +493,7 @@ def _recomputation(case: _Case) -> Iterator[FindingPart]:
     )
 
 
-def _low_rate(case: _Case) -> Iterator[FindingPart]:
+def _low_rate(case: JudgedReport) -> Iterator[FindingPart]:
     """Kernels that take far longer than their work does at the rates of the GPU."""
     cluster, schedule, trace = case.known.cluster, case.known.schedule, case.known.trace
     if cluster is None or cluster.is_cpu or schedule is None:
@@ -527,17 +529,18 @@ def _low_rate(case: _Case) -> Iterator[FindingPart]:
 
 
 _CAUSES = (
-    _capture_overhead, _outlier_steps, _waiting, _slow_link, _small_collectives, _exposed, _idle, _copies,
+    _capture_overhead, _outlier_steps, waiting, slow_link, small_collectives, _exposed, _idle, _copies,
     _recomputation, _low_rate,
 )  # fmt: skip
 
 
-def _named(row: CommunicationPart) -> str:
+def named(row: CommunicationPart) -> str:
     """`the all-reduce bf16 over tensor`."""
     what = " ".join(part for part in (row.collective or "communication", row.dtype) if part)
     over = f" over {' + '.join(row.axes)}" if row.axes else ""
     groups = f" over {row.replica_groups}" if row.replica_groups and not row.axes else ""
-    return f"the {what}{over}{groups}"
+    sized = f" among {row.group_size} GPUs" if row.group_size and not over and not groups else ""
+    return f"the {what}{over}{groups}{sized}"
 
 
 def _source(row: CommunicationPart) -> str:
@@ -547,7 +550,7 @@ def _source(row: CommunicationPart) -> str:
     return f" ({where})" if where else ""
 
 
-def _verdict(case: _Case, findings: Sequence[FindingPart]) -> str:
+def _verdict(case: JudgedReport, findings: Sequence[FindingPart]) -> str:
     """A few sentences: where the step goes, what costs most, and the step without it."""
     step, time_s = case.step, case.time_s
     totals = {"exposed communication": step.exposed_s or 0.0, "idle": step.idle_s or 0.0}

@@ -35,8 +35,23 @@ def _operation(name: str, number: int, size: int, time_us: int, **more) -> dict:
     }
 
 
-def write(folder: Path, version: str = "v4.3", *, dropped: int = 0, gpus_per_process: int = 1) -> list[Path]:
-    """A job of 2 x 4 GPUs: all-reduces inside hosts, for which GPU 2 of each is late, and reduce-scatters across."""
+ONE = (1, MESSAGE // 2, 50)
+
+
+def write(
+    folder: Path,
+    version: str = "v4.3",
+    *,
+    dropped: int = 0,
+    gpus_per_process: int = 1,
+    late: tuple[int, ...] = (LATE, LATE + GPUS),
+    scatters: tuple[int, int, int] = ONE,
+) -> list[Path]:
+    """A job of 2 x 4 GPUs: all-reduces inside hosts, for which some GPUs are late, and reduce-scatters across.
+
+    `scatters`: how many a step, of how many bytes kept, and their microseconds.
+    """
+    each, kept, time_us = scatters
     folder.mkdir()
     for host in range(HOSTS):
         for first in range(0, GPUS, gpus_per_process):
@@ -44,10 +59,9 @@ def write(folder: Path, version: str = "v4.3", *, dropped: int = 0, gpus_per_pro
             pid = 99 + host * GPUS + first  # 99 sorts behind 100 as text
             metadata = {"inspector_output_format_version": version, "hostname": f"n{host}", "pid": pid}
             for gpu in range(first, first + gpus_per_process):
-                inside = [
-                    _operation("AllReduce", n, MESSAGE, 100 + (0 if gpu == LATE else WAIT_US)) for n in range(2 * STEPS)
-                ]
-                across = [_operation("ReduceScatter", n, MESSAGE // 2, 50) for n in range(STEPS)]
+                waits = host in (i // GPUS for i in late) and host * GPUS + gpu not in late
+                inside = [_operation("AllReduce", n, MESSAGE, 100 + waits * WAIT_US) for n in range(2 * STEPS)]
+                across = [_operation("ReduceScatter", n, kept, time_us) for n in range(each * STEPS)]
                 for header, operations in (
                     (_header(f"0xa{host}", gpu, GPUS, 1), inside),
                     (_header(f"0xb{gpu}", host, HOSTS, HOSTS), across),
@@ -104,9 +118,72 @@ def test_steps_and_the_late_gpu(tmp_path: Path) -> None:
     assert all(d.caused_wait_s == 0 for d in report.stragglers.devices[2:])
 
 
+def steps_of(files: list[Path], time_s: float) -> list[Path]:
+    """The files, with a metrics.jsonl of steps of this length beside their folder."""
+    records = [{"step": i, "step_time_s": time_s} for i in range(STEPS)]
+    (files[0].parent.parent / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return files
+
+
+MESH = MeshSpec.parse({"data": {"infiniband": 2}, "tensor": 4})
+AT_MOST = "Communication takes at most {} % of the step of {}: what of it compute covers is unknown. "
+
+
+@pytest.mark.parametrize("version", FORMATS)
+def test_the_verdict_names_the_late_rank_in_every_format(tmp_path: Path, version: str) -> None:
+    report = profile_inspector(steps_of(write(tmp_path / "seen", version, late=(6,)), 1.25e-3))
+    # (2 x (100 us + 30 us x 3/4 of half of the hosts) + 50 us) of 1.25 ms
+    assert report.verdict == (
+        AT_MOST.format("21.8", "1.25 ms") + "81.7 % of it is the all-reduce among 4 GPUs. Nothing stands out in it."
+    )
+    (finding,) = report.findings
+    assert (finding.code, finding.severity, finding.step_s) == ("waiting_for_peers", "note", None)
+    assert finding.seconds == pytest.approx(2 * WAIT_US * 3 / 8 * 1e-6)
+    assert "100.0 % of it for GPU 6 (process 6 on n1)" in finding.message
+    shorter = profile_inspector(steps_of(find_inspector_files(tmp_path / "seen"), 4e-4))
+    assert shorter.findings[0].severity == "warning"
+    assert shorter.verdict
+    assert shorter.verdict.endswith(shorter.findings[0].message)
+
+
+def test_the_verdict_of_steps_that_nobody_knows(tmp_path: Path) -> None:
+    report = profile_inspector(write(tmp_path / "seen", dropped=5))
+    assert report.verdict
+    assert report.verdict.startswith(
+        "Communication took 1.48 ms of a GPU's time (80 operations that were dropped not counted): the step is unknown"
+    )
+    assert " a step" not in report.findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("scatters", "code", "told"),
+    [
+        (
+            (1, 2**24, 2000),
+            "slow_link",
+            "the reduce-scatter over data runs at 8.39 GB/s on infiniband_ndr, where the network",
+        ),
+        (
+            (40, 2**14, 12),
+            "small_collectives",
+            "40 times a step the reduce-scatter over data moves 32.0 KiB on average",
+        ),
+        (ONE, None, "Nothing stands out in it."),
+    ],
+)
+def test_links_and_small_messages(tmp_path: Path, cluster: Cluster, scatters, code, told) -> None:
+    files = steps_of(write(tmp_path / "seen", late=(), scatters=scatters), 3e-3)
+    report = profile_inspector(files, mesh=MESH, cluster=cluster)
+    assert [f.code for f in report.findings] == ([code] if code else [])
+    assert report.verdict
+    assert told in report.verdict.replace("The reduce", "the reduce")
+    assert all(f.evidence and f.hint and f.step_s is None for f in report.findings)
+    # without places no link is known; many small messages are seen beside the best rate of the others
+    assert [f.code for f in profile_inspector(files).findings] == ([code] if code == "small_collectives" else [])
+
+
 def test_axes_and_links_by_the_shape_of_communicators(tmp_path: Path, cluster: Cluster) -> None:
-    mesh = MeshSpec.parse({"data": {"infiniband": 2}, "tensor": 4})
-    report = profile_inspector(write(tmp_path / "seen", gpus_per_process=4), mesh=mesh, cluster=cluster)
+    report = profile_inspector(write(tmp_path / "seen", gpus_per_process=4), mesh=MESH, cluster=cluster)
     inside, across = report.communication
     assert (inside.axes, inside.link, inside.wire_bytes_infiniband) == (("tensor",), "nvlink", 0)
     assert (across.axes, across.link, across.gpus_per_domain) == (("data",), "infiniband", 1)
@@ -121,7 +198,7 @@ def test_axes_and_links_by_the_shape_of_communicators(tmp_path: Path, cluster: C
     assert together
     assert together.axes == ("fsdp", "tensor")
     with pytest.raises(ConfigError, match="told apart"):
-        profile_inspector(find_inspector_files(tmp_path / "seen"), mesh=mesh)
+        profile_inspector(find_inspector_files(tmp_path / "seen"), mesh=MESH)
 
 
 def test_what_is_lost_is_said(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from meshkit.hlo.schedule import Collective
 from meshkit.predict.network import wire_factor
 from meshkit.report.folder import write_folder
 from meshkit.report.history import METRICS_FILE
+from meshkit.report.inspected import judged_by_communication
 from meshkit.report.quality import noted, stragglers_part
 from meshkit.report.rows import infiniband_share, peak_bus_bandwidth_bytes_per_s
 from meshkit.report.schema import (
@@ -79,6 +80,7 @@ def profile_inspector(
         stragglers=stragglers_part(found.skew, hosts, {}, steps) if found.skew.stragglers else None,
         warnings=tuple(noted(notes)),
     )
+    report = judged_by_communication(report, cluster)
     if out is None:
         return report
     return write_folder(report, run_folder(Path(out)), predicted=predicted, title=files[0].parent.name)
