@@ -2,8 +2,8 @@
 
 `python -m benchmarks.first_report` builds the wheel, downloads it with what `[plan]` needs, installs that in a new
 environment, and works in an empty folder with an empty HOME: README's commands, then the guide's program about a model
-of somebody else's. `python -m benchmarks.first_report --clone` clones this repository's HEAD and runs README's `make demo`
-there, `--test` its `make test` too, which takes a quarter of an hour. Either writes its section of first_report.md.
+of somebody else's. `python -m benchmarks.first_report --clone` clones this repository's HEAD and runs README's
+`make demo` there, `--test` its `make test` too, a quarter of an hour. Either writes its section of first_report.md.
 """
 
 from __future__ import annotations
