@@ -30,6 +30,14 @@ def test_the_plan_shown_is_the_plan_printed(page, capsys):
     assert [line for line in lines if line not in printed] == []
 
 
+def test_the_explanation_shown_is_the_one_printed(capsys):
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text()
+    shown = next(b for b in re.findall(r"```text\n(.*?)```", tutorial, re.DOTALL) if "nothing looks wrong" in b)
+    assert main(["explain", str(ROOT / "configs/experiments/llama_debug_cpu.toml")]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in shown.splitlines() if line != "..." and line not in printed] == []
+
+
 @pytest.mark.deviceless
 def test_the_library_example_runs(capsys):
     (code,) = blocks("python")
