@@ -23,11 +23,17 @@ from meshkit.config.cluster import Gpu
 from meshkit.config.experiment import Experiment, load
 from meshkit.errors import ConfigError, MeshkitError
 from meshkit.hlo.costs import Cost, Matmul
-from meshkit.predict.assumptions import Assumptions
+from meshkit.hlo.instructions import read_instructions
+from meshkit.hlo.module import Schedule
+from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.kernels import KernelWork, kernel_work, memory_bytes_per_s
 from meshkit.predict.pricing import LEAST_MEMORY, Load, arithmetic_left
+from meshkit.predict.simulate import simulate
 from meshkit.report.history import read_history, untraced_step_s
 from meshkit.report.schema import Report, read_report
+from meshkit.report.summarize import Machines, summarize_simulation
+from meshkit.step.facts import StepFacts
+from meshkit.trace.captured import open_program
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 
 SCORE, PLAN = "score.md", "plan.json"
@@ -120,24 +126,43 @@ def rates_of(folder: Path) -> Rates:
 
 def predicted_report(experiment: Experiment) -> Report:
     """The plan of what one GPU runs alone: no collective beside its kernels, no slower GPU to wait for."""
-    from meshkit.hlo.instructions import read_instructions
-    from meshkit.predict.assumptions import assumptions_for
-    from meshkit.predict.simulate import simulate
-    from meshkit.report.summarize import Machines, summarize_simulation
     from meshkit.verbs.plan.planner import plan_experiment
 
-    plan, cluster = plan_experiment(experiment), experiment.cluster
-    alone = replace(assumptions_for(plan.compiled.options), contention=False, slowest=False)
-    found = summarize_simulation(
-        simulate(plan.schedule, cluster, assumptions=alone),
-        plan.schedule,
-        source="plan",
-        machines=Machines(plan.compiled.placement, cluster, processes_seen=0, processes_expected=cluster.hosts),
-        facts=plan.facts,
-        instructions=read_instructions(plan.compiled.hlo),
-        warnings=(),
+    plan = plan_experiment(experiment)
+    machines = Machines(
+        plan.compiled.placement, experiment.cluster, processes_seen=0, processes_expected=experiment.cluster.hosts
     )
+    found = _alone(plan.schedule, plan.compiled.hlo, plan.compiled.options, machines, plan.facts)
     return found.model_copy(update={"memory": plan.report.memory, "program": plan.report.program})
+
+
+def _ran(folder: Path) -> Report | None:
+    """What the model says of the very program that was rehearsed; None where it did not come back.
+
+    At the full clock where collectives were mocked: gathered weights were what buffers held, and drew less power.
+    """
+    if not (folder / "run/trace").is_dir():
+        return None
+    captured = open_program(folder / "run")
+    if captured.cluster is None or captured.schedule is None:
+        return None
+    mocked = any(i.collective for i, _ in captured.schedule.walk())
+    machines = Machines(captured.placement, captured.cluster, processes_expected=captured.cluster.num_gpus)
+    work, options = captured.record.work, captured.record.options or {}
+    return _alone(captured.schedule, captured.module, options, machines, work, full_clock=mocked)
+
+
+def _alone(
+    schedule: Schedule, module: Any, options: Mapping[str, object], machines: Machines, facts: StepFacts, **more: bool
+) -> Report:
+    """A simulated step without contention and without slower GPUs."""
+    alone = replace(assumptions_for(options), contention=False, slowest=False, **more)
+    assert machines.cluster is not None
+    simulation = simulate(schedule, machines.cluster, assumptions=alone)
+    known = read_instructions(module)
+    return summarize_simulation(
+        simulation, schedule, source="plan", machines=machines, facts=facts, instructions=known, warnings=()
+    )
 
 
 def _card(folder: Path) -> Card:
@@ -225,7 +250,12 @@ def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
     rehearsed, trained = m.function == "verbs:rehearse", m.function == "verbs:train"
     measured = _measured(folder, rehearsed)
     planned = _plan(folder) if card.gpu else None
-    step, seen = (planned.step if planned else None), (measured.step if measured else None)
+    ran = _ran(folder) if rehearsed and card.gpu else None
+    if ran and planned and measured:
+        yield Row("step, as planned", planned.step.time_s, measured.step.time_s, "s")
+        yield Row("its exposed communication, as planned", planned.step.exposed_s, measured.step.exposed_s, "s")
+    priced = ran or planned
+    step, seen = (priced.step if priced else None), (measured.step if measured else None)
     # of all steps, the first and those in which the trace is read among them; and the trace's own
     clock_s, own_s = values.get("step_time_s"), seen and seen.time_s
     time_s = _untraced_s(folder) or (clock_s or own_s if trained else own_s or clock_s)
@@ -242,10 +272,10 @@ def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
     if measured and measured.memory.program_bytes:
         yield Row(f"XLA's count of its memory{other}", peaks[0], measured.memory.program_bytes, "bytes")
     yield Row("compile", None, values.get("compile_s"), "s")
-    if not (planned and measured and planned.kernels and measured.kernels):
+    if not (planned and priced and measured and priced.kernels and measured.kernels):
         return
     kinds = {c.kind: c.time_s for c in measured.kernels.classes}
-    for c in planned.kernels.classes:
+    for c in priced.kernels.classes:
         yield Row(f"{c.kind} kernels", c.time_s, kinds.get(c.kind), "s", within=0.15 if rehearsed else None)
     if rehearsed:
         rows = [r.communication for r in (planned, measured)]

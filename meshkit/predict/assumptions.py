@@ -21,6 +21,8 @@ class Assumptions:
 
     shapes: bool = True  # matmuls are as fast as their shape allows; False: all as fast as a large one
     sustained: bool = True  # at the rate that the power cap leaves; False: at that of a short burst
+    full_clock: bool = False
+    """Operands draw little power, as repeated values do, so that no cap binds: tensor cores run at the full clock."""
     attention: bool = True  # fused attention at its measured rates; False: as fast as a matmul
     contention: bool = True
     """A collective takes multiprocessors and memory bandwidth from what computes at the same time."""

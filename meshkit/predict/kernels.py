@@ -173,10 +173,14 @@ def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assu
     rate = peak * gpu.achieved["attention"]  # at the full clock
     rate *= gpu.achieved.get("attention_backward", 1.0) if cost.attention_backward else 1.0
     way = "backward" if cost.attention_backward else "forward"
-    full: float = full_clock(gpu, "bf16") ** catalog.kernels()[f"attention_power_{way}"]
-    long_run = rates.attention_flops_per_s.get(way, rate / full)
-    rate = long_run * step_gain(full, busy) if assumptions.sustained else rate
+    long_run = rates.attention_flops_per_s.get(way, rate / attention_full_clock(gpu, way))
+    rate = long_run * step_gain(attention_full_clock(gpu, way), busy) if assumptions.sustained else rate
     return min(peak, rate * attention_share(cost, gpu))
+
+
+def attention_full_clock(gpu: Gpu, way: str) -> float:
+    """Rate of a pass of attention (`forward` or `backward`) at the full clock over that of a long run."""
+    return full_clock(gpu, "bf16") ** catalog.kernels()[f"attention_power_{way}"]
 
 
 def matmul_share(cost: Cost, gpu: Gpu) -> float:

@@ -102,8 +102,8 @@ def step_pricer(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, 
 
     Their share of the time, without communication, is where the rates that it gives lead to it again.
     """
-    pricer = Pricer(cluster, assumptions, gpus=gpus)
-    for _ in range(_ROUNDS if assumptions.sustained and not cluster.is_cpu else 0):
+    pricer = Pricer(cluster, assumptions, gpus=gpus, busy=0.0 if assumptions.full_clock else 1.0)
+    for _ in range(0 if cluster.is_cpu or assumptions.full_clock or not assumptions.sustained else _ROUNDS):
         step = _Simulator(schedule, pricer, assumptions, network=False).computation(schedule.entry)
         busy = step.tensor_s / step.duration_s if step.duration_s else 1.0
         pricer = Pricer(cluster, assumptions, gpus=gpus, busy=busy)

@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -192,6 +192,28 @@ def open_capture(run: str | Path, *, only_process: int | None = None) -> Capture
     Raises:
         TraceError: there is none, its files contradict each other, or none of its traces can be used.
     """
+    captured = open_program(run, only_process=only_process)
+    errors: dict[int, TraceError] = {}
+    for each in captured.records:
+        try:
+            _check_trace(captured.folder, each)
+        except TraceError as error:
+            errors[each.process] = error
+    if len(errors) == len(captured.records):
+        raise next(iter(errors.values()))
+    return replace(captured, broken={process: error.message for process, error in errors.items()})
+
+
+def open_program(run: str | Path, *, only_process: int | None = None) -> Captured:
+    """The program and the sidecars of a capture, whose traces may be elsewhere.
+
+    Args:
+        run: the folder.
+        only_process: whose part is read; None all.
+
+    Raises:
+        TraceError: there is none, or its files contradict each other.
+    """
     folder = _trace_folder(Path(run))
     records = read_records(folder)
     if only_process is not None:
@@ -202,18 +224,8 @@ def open_capture(run: str | Path, *, only_process: int | None = None) -> Capture
     placement = record.mesh.placement(cluster, spec)
     module = _read_module(folder, record)
     read = read_program(module, placement)
-    broken: dict[int, str] = {}
-    errors: list[TraceError] = []
-    for each in records:
-        try:
-            _check_trace(folder, each)
-        except TraceError as error:
-            errors.append(error)
-            broken[each.process] = error.message
-    if len(broken) == len(records):
-        raise errors[0]
     program = traced_program(module, read, record.mesh.device_ids)
-    return Captured(folder, tuple(records), cluster, placement, module, read.schedule, program, broken)
+    return Captured(folder, tuple(records), cluster, placement, module, read.schedule, program, {})
 
 
 def read_captured(captured: Captured, rows: np.ndarray | None = None) -> Trace:

@@ -32,9 +32,9 @@ from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
-from meshkit.predict.assumptions import assumptions_for
+from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.memory import Reserved, reserved_memory
-from meshkit.predict.simulate import simulate
+from meshkit.predict.simulate import simulate, step_pricer
 from meshkit.report.quality import noted
 from meshkit.report.schema import MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, captured_program, summarize_simulation
@@ -43,8 +43,8 @@ from meshkit.step.facts import training_steps
 from meshkit.timeline import Timeline
 from meshkit.trace.captured import Captured, CaptureRecord, notes_of_capture, open_capture, read_captured
 from meshkit.trace.checks import COMMAND_BUFFERS_FLAG
-from meshkit.trace.measured import MeasuredKernels, kernel_seconds, rates_of
-from meshkit.units import format_bytes, format_percent
+from meshkit.trace.measured import MeasuredKernels, kernel_seconds, rates_of, tensor_share
+from meshkit.units import format_bytes, format_percent, format_seconds
 from meshkit.verbs.plan.planner import absent_step
 
 LOG_FILE = "logs/rehearsal.log"
@@ -162,7 +162,8 @@ def measure(experiment: Experiment, folder: Path) -> Rehearsed:
     assumptions = replace(assumptions_for(experiment.xla), contention=False, slowest=False)
     simulation = simulate(schedule, cluster, seconds=price, assumptions=assumptions)
     reserved = reserved_memory(captured.module, schedule, cluster, 0)
-    rates = rates_of(schedule, times, cluster)
+    mocked = any(i.collective for i, _ in schedule.walk())
+    rates = rates_of(schedule, times, cluster, busy=0.0 if mocked else tensor_share(trace, schedule))
     file = calibration.write(folder / CALIBRATION_FILE, _calibration(rates, captured, cluster))
     notes = [n for n in (*notes_of_capture(captured), *trace.notes) if n.code not in _EXPECTED]
     report = summarize_simulation(
@@ -175,6 +176,7 @@ def measure(experiment: Experiment, folder: Path) -> Rehearsed:
         warnings=[
             *_other_gpu(captured, cluster),
             *_not_measured(experiment, reserved),
+            *([_clock(schedule, times, cluster)] if mocked else []),
             *_unnamed(price),
             *_against_plan(experiment, captured, schedule),
             *noted(notes),
@@ -249,9 +251,6 @@ def _not_measured(experiment: Experiment, reserved: Reserved) -> Iterator[Warnin
     """What a reader must not take for measured."""
     messages = {
         "rehearsal": "measured: kernels of one GPU and its allocator's peak; from the network model: every collective",
-        "rehearsal_values": "mocked collectives move nothing: what they would have brought is what the buffers held. "
-        "Losses mean nothing, and matmuls of gathered weights draw less power than a training's, so that the clock is "
-        "higher: on one H100 1,875 to 1,965 MHz, where a training had 1,710",
         "rehearsal_contention": "no collective ran beside the kernels, so they are faster than where NCCL takes "
         "multiprocessors and memory bandwidth; stragglers are none",
         "rehearsal_nccl_memory": f"NCCL allocated nothing; {format_bytes(reserved.nccl)} for {reserved.communicators} "
@@ -264,6 +263,26 @@ def _not_measured(experiment: Experiment, reserved: Reserved) -> Iterator[Warnin
             "trained router's: their kernels count as balanced"
         )
     return (Warning_(code=code, message=message) for code, message in messages.items())
+
+
+def _clock(schedule: Schedule, times: Mapping[str, float], cluster: Cluster) -> Warning_:
+    """What a training's values add to matmuls and attention: they draw the power that a mocked step does not."""
+    free = Assumptions(contention=False, slowest=False, full_clock=True)
+    pricers = [step_pricer(schedule, cluster, each) for each in (free, replace(free, full_clock=False))]
+    measured, planned = 0.0, [0.0, 0.0]
+    for i, runs in schedule.walk():
+        if i.kind == "kernel" and i.cost and (i.cost.matmul_flops or i.cost.attention_flops) and i.name in times:
+            measured += runs * times[i.name]
+            planned = [s + runs * p.work(i).alone_s for s, p in zip(planned, pricers)]
+    longer = planned[1] / planned[0] - 1 if planned[0] else 0.0
+    message = (
+        "mocked collectives move nothing: what they would have brought is what the buffers held. Losses mean nothing, "
+        "and matmuls of gathered weights draw less power than a training's, so that the clock is higher: matmuls and "
+        f"attention took {format_seconds(measured)} a step, planned {format_seconds(planned[0])} at the full clock and "
+        f"{format_seconds(planned[1])} under the power cap; expect a training's {longer:.0%} longer, by "
+        f"{format_seconds(measured * longer)} a step"
+    )
+    return Warning_(code="rehearsal_values", message=message, seconds=measured * longer)
 
 
 def _unnamed(price: MeasuredKernels) -> list[Warning_]:
