@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from meshkit.console import output, say
-from meshkit.distributed.leaving import leave_gang, say_lost_process
+from meshkit.distributed.environment import leave_gang, say_lost_process
 from meshkit.errors import BUG, DONE, INTERRUPTED, USER_ERROR, MeshkitError
 from meshkit.redaction import redact_streams
 from meshkit.verbs.bench.cli import bench

@@ -1,17 +1,38 @@
-"""The training step compiled for the devices that are there.
+"""The training step compiled for the devices that are there, and its executables kept on disk.
 
-TrainProgram -> lowered -> XLA, with the options that plan uses -> what trainer runs and a capture records
+    TrainProgram -> lowered -> XLA, with the options that plan uses -> what trainer runs and a capture records
+    with compile_cache(say):   jax compiles -> <private folder>/<machine>/<key> -> the next attempt loads
+
+An entry is native code that the next run executes, so whoever can write the folder can run code as its owner. It must
+belong to the user, be closed to everybody else (0700), and lie where nobody else can put another one in its place;
+where it does not, nothing is read or kept. The folder that was checked is held open, and entries are looked up below
+its descriptor: a link that is turned after the check changes nothing. jax makes the keys (program, options, versions,
+devices). Beyond what jax does, a file is written whole or not at all, must belong to the user, and carries a seal that
+takes the secret in `seal.key` to make (`compile.store`): jax's own would leave half a file behind when it is killed,
+and warn of it at every start.
+
+The folder is `compiled` of `store.cache_root`. Below it is one for each kind of CPU: code for one may use instructions
+that another lacks.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
+import os
+import platform
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import compilation_cache, compiler
+from jax._src.compilation_cache_interface import CacheInterface
 
 from meshkit.compile.choices import choices_for, compile_to_fit
 from meshkit.compile.options import (
@@ -24,16 +45,34 @@ from meshkit.compile.options import (
     left_out_lines,
     memory_of,
 )
+from meshkit.compile.store import (
+    DamagedEntry,
+    HeldFolder,
+    NotPrivate,
+    Store,
+    cache_root,
+    hold_private,
+    max_bytes,
+    seal_key,
+)
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import Placement
 from meshkit.console import say
 from meshkit.distributed.agreement import Agreement
+from meshkit.errors import ConfigError
 from meshkit.hlo.module import Schedule, read_schedule
 from meshkit.step.train_step import TrainProgram
 
 # Processes begin to compile together, and differ by what their hosts are busy with.
 _AGREE_S = 1800.0
+_SETTINGS = {
+    # also the small programs around the step: a restart makes dozens
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    # the report names lines of source, which must be those of this program
+    "jax_compilation_cache_include_metadata_in_key": True,
+}
+_WRITE_ARGUMENTS = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]
 
 
 @dataclass(frozen=True)
@@ -109,3 +148,126 @@ def compile_for_gpus(lowered: Any, cluster: Cluster, placement: Placement, choic
 def _as_process_0(topic: str, mine: Any) -> Any:
     """What process 0 of the job says: programs that differ in the order of their collectives would wait for ever."""
     return Agreement("pgle").reach(topic, mine, lambda said: said[0], timeout_s=_AGREE_S)
+
+
+class CompileCache(CacheInterface):
+    """Executables in a private folder, by key; those used longest ago go when all exceed `most_bytes`."""
+
+    def __init__(self, folder: HeldFolder, most_bytes: int, key: bytes):
+        self._path, self.store = folder.path, Store(folder.path, most_bytes, held=folder, key=key)
+        self.hits = self.misses = 0  # look-ups so far
+
+    def get(self, key: str) -> bytes | None:
+        """The entry of a key; None where there is none, or it is not what was written."""
+        content = None
+        with suppress(DamagedEntry):
+            content = self.store.read(key)
+        self.hits += content is not None
+        self.misses += content is None
+        return content
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keeps an entry, whole or not at all. A full disk costs the entry."""
+        self.store.write(key, value)
+
+
+@contextmanager
+def compile_cache(say: Callable[[str], None]) -> Iterator[CompileCache | None]:
+    """Lets jax keep what it compiles inside, and find it again. After jax.distributed has started, where it does.
+
+    Args:
+        say: takes a sentence where nothing is kept although it would be.
+
+    Yields:
+        The cache; None where there is none, or the user has given jax one of their own.
+
+    Raises:
+        ConfigError: `MESHKIT_CACHE` or `JAX_COMPILATION_CACHE_DIR` names a folder that is not private.
+    """
+    if theirs := jax.config.jax_compilation_cache_dir:
+        checked = _check_theirs(theirs)
+        try:
+            jax.config.update("jax_compilation_cache_dir", checked)
+            yield None
+        finally:
+            jax.config.update("jax_compilation_cache_dir", theirs)
+        return
+    cache = _open(say)
+    if cache is None:
+        yield None
+        return
+    before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", *_SETTINGS)}
+    write: Any = getattr(compiler, "_cache_write", None)
+    try:
+        # the folder is also where XLA:GPU keeps what its autotuner found
+        for name, value in {"jax_compilation_cache_dir": str(cache._path), **_SETTINGS}.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        compilation_cache._cache, compilation_cache._cache_initialized = cache, True
+        as_expected = write is not None and list(inspect.signature(write).parameters) == _WRITE_ARGUMENTS
+        if as_expected and jax.default_backend() == "cpu":
+            compiler._cache_write = _write_from_any_process
+        yield cache
+    finally:
+        if write is not None:
+            compiler._cache_write = write
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def _write_from_any_process(
+    cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any
+) -> None:
+    """What jax does after a compile, in every process: on CPUs each has keys of its own, on GPUs all have the same."""
+    try:
+        compilation_cache.put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
+    except Exception as error:  # XLA cannot serialize it: it is compiled again next time
+        warnings.warn(f"{module_name} cannot be kept: {error}", stacklevel=2)
+
+
+def _open(say: Callable[[str], None]) -> CompileCache | None:
+    """The cache in a folder that nobody else can enter; None, and why, where there is none."""
+    root = cache_root()
+    if root is None:
+        return None
+    folder, named = root / "compiled", "MESHKIT_CACHE" in os.environ
+    try:
+        outer = hold_private(folder)
+        cache = CompileCache(hold_private(outer.path / _machine()), max_bytes(), seal_key(outer))
+        with suppress(OSError):
+            cache.store.trim()
+        return cache
+    except NotPrivate as error:
+        problem = error
+    if named:
+        raise ConfigError(
+            f"compiled programs cannot be kept in the folder that MESHKIT_CACHE names: {problem}.",
+            at=str(folder),
+            hint="a folder of your own (chmod 700), or MESHKIT_CACHE=off",
+        )
+    say(f"compiled programs are not kept, a restart compiles again: {folder}: {problem}; MESHKIT_CACHE names another")
+    return None
+
+
+def _check_theirs(folder: str) -> str:
+    """The user's own folder for jax, without links: jax looks entries up by its path, again and again."""
+    if "://" in folder:
+        return folder
+    try:
+        return str(hold_private(Path(folder)).path)
+    except NotPrivate as problem:
+        raise ConfigError(
+            f"jax's compilation cache holds code that would be run, and it is not private: {problem}.",
+            at=f"JAX_COMPILATION_CACHE_DIR={folder}",
+            hint="a folder of your own (chmod 700), or without that variable, for meshkit's",
+        ) from None
+
+
+def _machine() -> str:
+    """A name for this kind of CPU."""
+    described = [platform.machine(), platform.processor()]
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        described += [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
+    return hashlib.sha256("\n".join(described).encode()).hexdigest()[:16]

@@ -7,6 +7,10 @@ SLURM, OpenMPI, PMIx, Kubernetes and torchrun set variables of their own. They c
 something out, and where both say something, they agree or `read_gang` stops. Launchers nest: `mpirun` in a SLURM job
 starts one daemon a host with srun, and torchrun one process a host of either. The variables of an outer one then
 describe the daemons, so the innermost launcher that is there is the one that counts.
+
+A process that fails, or that another one has failed, leaves at once, so that nobody waits for it:
+
+    exception or exit code -> is it one of several? -> gone
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshkit.errors import ConfigError
+from meshkit.console import say
+from meshkit.errors import DONE, PREEMPTED, ConfigError, RunError
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "MESHKIT_COORDINATOR", "MESHKIT_NUM_PROCESSES", "MESHKIT_PROCESS_ID"
 LOCAL_DEVICE_IDS, ATTEMPT = "MESHKIT_LOCAL_DEVICE_IDS", "MESHKIT_ATTEMPT"
@@ -396,3 +402,42 @@ def _devices(env: Mapping[str, str], local_id: str, local_size: str) -> dict[str
         visible = len([part for part in env["CUDA_VISIBLE_DEVICES"].split(",") if part.strip()])
     ids = share_of_devices(_whole(_setting(env, local_id)), _whole(_setting(env, local_size)), visible)
     return {} if ids is None else {LOCAL_DEVICE_IDS: Setting(local_id, ",".join(map(str, ids)))}
+
+
+def leave_gang(code: int) -> None:
+    """Ends this process at once if it failed and is one of several; otherwise does nothing.
+
+    Python's own way out waits for the others at jax's last barrier, and they wait for this process in a collective.
+    """
+    if code in (DONE, PREEMPTED) or _gang_of_several() is None:  # with these, all processes end together
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def say_lost_process(error: Exception) -> int:
+    """Says that another process of the job is gone, where that is what jax's error means.
+
+    Returns:
+        The exit code 4, which a supervisor restarts; 0 where the error means something else, and nothing is said.
+    """
+    signs = ("Gloo", "NCCL", "coordination service", "heartbeat", "Connection reset", "Socket closed", "UNAVAILABLE")
+    gang = _gang_of_several()
+    if gang is None or type(error).__name__ != "JaxRuntimeError" or not any(sign in str(error) for sign in signs):
+        return 0
+    lost = RunError(
+        f"process {gang.process_id} of {gang.num_processes} has lost another one: {str(error).splitlines()[0]}",
+        hint="the logs of the others, one of which failed first; `meshkit launch` restarts them all",
+    )
+    say(f"meshkit: {lost.render()}")
+    return lost.exit_code
+
+
+def _gang_of_several() -> Gang | None:
+    """The job that this process is part of; None where it is alone, or cannot tell."""
+    try:
+        gang = read_gang()
+    except ConfigError:
+        return None
+    return gang if gang is not None and gang.num_processes > 1 else None

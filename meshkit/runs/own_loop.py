@@ -14,9 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from meshkit.distributed.environment import OUT
+from meshkit.distributed.environment import OUT, leave_gang, say_lost_process
 from meshkit.distributed.join import join_gang
-from meshkit.distributed.leaving import leave_gang, say_lost_process
 from meshkit.errors import BUG, MeshkitError
 from meshkit.runs.metrics import MetricsLog
 from meshkit.runs.phases import Phase, Phases

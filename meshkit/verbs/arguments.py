@@ -33,7 +33,6 @@ ExperimentArg = Annotated[
         autocompletion=complete_experiment,
     ),
 ]
-RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder with a trace.", show_default=False)]
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file; repeatable.")
 ]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax._src import compiler
 
-from meshkit.compile.compile_cache import CompileCache, compile_cache
+from meshkit.compile.attached import CompileCache, compile_cache
 from meshkit.compile.store import NotPrivate, hold_private, private_folder, seal_key
 from meshkit.errors import ConfigError
 
@@ -70,10 +70,10 @@ def test_jax_is_left_as_it_was(root):
 
 def test_the_function_of_jax_that_is_replaced_is_as_expected(root):
     """Else processes beyond the first would compile again on CPUs, silently."""
-    from meshkit.compile.compile_cache import _WRITE_ARGUMENTS
+    from meshkit.compile.attached import _WRITE_ARGUMENTS
 
     with compile_cache(print):
-        assert compiler._cache_write.__module__ == "meshkit.compile.compile_cache"
+        assert compiler._cache_write.__module__ == "meshkit.compile.attached"
     assert compiler._cache_write.__module__ == "jax._src.compiler"
     assert len(_WRITE_ARGUMENTS) == 5
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from jax.errors import JaxRuntimeError
 
-from meshkit.config.exhausted import device_memory
 from meshkit.config.experiment import load
+from meshkit.config.user_code import device_memory
 from meshkit.errors import ConfigError, RunError
 
 # as jaxlib 0.11.2 said it on an H100

@@ -25,9 +25,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
-from meshkit.config.exhausted import device_memory
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis
+from meshkit.config.user_code import device_memory
 from meshkit.console import stderr
 from meshkit.distributed.join import join_gang
 from meshkit.errors import ConfigError

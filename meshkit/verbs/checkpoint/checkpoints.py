@@ -25,8 +25,7 @@ from meshkit.verbs.checkpoint.manifest import (
     unreadable_error,
 )
 from meshkit.verbs.checkpoint.saving import STATE
-from meshkit.weights.files import write_weights
-from meshkit.weights.pretrained import layout_of
+from meshkit.weights.files import layout_of, write_weights
 
 _FOLDER = "checkpoints"
 

@@ -24,9 +24,8 @@ from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
-from meshkit.config.exhausted import is_of_memory, too_little_memory
 from meshkit.config.experiment import Experiment
-from meshkit.config.user_code import child_path
+from meshkit.config.user_code import child_path, is_of_memory, too_little_memory
 from meshkit.discover.probe import read_nvml
 from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError

@@ -25,11 +25,10 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from meshkit.compile.attached import CompiledStep, compile_step
-from meshkit.compile.compile_cache import compile_cache
+from meshkit.compile.attached import CompiledStep, compile_cache, compile_step
 from meshkit.config.document import TomlDocument
-from meshkit.config.exhausted import device_memory
 from meshkit.config.experiment import Experiment
+from meshkit.config.user_code import device_memory
 from meshkit.console import stderr
 from meshkit.distributed.agreement import Agreement
 from meshkit.distributed.environment import read_gang
@@ -55,7 +54,7 @@ from meshkit.verbs.train.replicas import ReplicaCheck
 from meshkit.verbs.train.run_log import RunLog, StepProgress
 from meshkit.verbs.train.signals import Preempted, StopRequest
 from meshkit.verbs.train.stragglers import Stragglers, slowest_clock_mhz
-from meshkit.weights.pretrained import first_state
+from meshkit.weights.files import first_state
 
 _EXPERIMENT_FILE = "experiment.toml"
 # What a run cannot change on the way: its arrays, its objective, and the order of its data.

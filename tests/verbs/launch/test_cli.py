@@ -9,8 +9,7 @@ import typer
 from jax.errors import JaxRuntimeError
 
 from meshkit.cli import main
-from meshkit.distributed import leaving
-from meshkit.distributed.leaving import leave_gang, say_lost_process
+from meshkit.distributed.environment import leave_gang, say_lost_process
 from meshkit.verbs.launch.cli import launch_app
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,7 +51,7 @@ def test_a_failed_process_of_several_does_not_wait_for_the_others(environment, c
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     left = []
-    monkeypatch.setattr(leaving.os, "_exit", left.append)
+    monkeypatch.setattr("os._exit", left.append)
     leave_gang(code)
     assert left == [code] * leaves
 
