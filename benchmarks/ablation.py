@@ -54,10 +54,11 @@ INGREDIENTS = (
     Ingredient("the power cap: matmuls at the rate of a burst", Assumptions(sustained=False)),
     Ingredient("attention's own rates: as fast as a matmul", Assumptions(attention=False)),
     Ingredient("contention: collectives take nothing from compute", Assumptions(contention=False)),
+    Ingredient("second waves: collectives take their multiprocessors", Assumptions(waves=False)),
     Ingredient("the slowest GPU: all alike", Assumptions(slowest=False)),
     Ingredient("overlap: every collective exposed", pick=lambda s: s.all_exposed_s),
     Ingredient("communication: every collective hidden, and free", pick=lambda s: s.all_overlapped_s),
-    Ingredient("one stream: one for each link", Assumptions(separate_links=True)),
+    Ingredient("one stream: two (xla_gpu_experimental_enable_collective_multi_streaming)", Assumptions(streams=2)),
     Ingredient("several hardware queues: one (CUDA_DEVICE_MAX_CONNECTIONS=1)", Assumptions(single_queue=True)),
     Ingredient(
         "all of these: peak rates of bursts, no contention, all GPUs alike",

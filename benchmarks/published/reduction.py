@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from benchmarks.published.experiments import Run
+from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.predict.kernels import memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
@@ -107,7 +108,7 @@ def _beside(seconds: float, count: int, window_s: float, cluster: Cluster) -> fl
     last = seconds if count > 1 else 0.0
     window_s *= (count - 1) / count if count > 1 else 1.0
     seconds *= count - 1 if count > 1 else 1
-    left = arithmetic_left(cluster.gpu, crosses=cluster.num_nvlink_domains > 1)
+    left = arithmetic_left(cluster.gpu, catalog.kernels()["nccl_channels"][cluster.num_nvlink_domains > 1])
     slowed = window_s + seconds * (1 - left) if seconds * left <= window_s else seconds
     return max(slowed, seconds) - window_s + last
 

@@ -34,14 +34,21 @@ def wire_factor(collective: str, n: int) -> float:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to run a collective: its latency, its time on the wire, and the handoff between two pieces of it."""
+    """One way to run a collective: its latency, its time on each link, and the handoff between two pieces of it."""
 
     name: str
     latency_s: float
-    wire_s: float
+    inside_s: float  # of the link inside a domain
+    outside_s: float  # of the GPU's way out of it
     handoff_s: float
     steps_s: float = 0.0  # latency that the wire may hide
     overlap: float = 1.0  # how much: steps and wire add up as this norm; 1 hides nothing
+    channels_s: float = 0.0  # that its channels need for the bytes, whatever the links could
+
+    @property
+    def wire_s(self) -> float:
+        """Time on the wire: of what is slowest."""
+        return max(self.inside_s, self.outside_s, self.channels_s)
 
     @property
     def time_s(self) -> float:
@@ -109,6 +116,26 @@ def forced(collective: str, algorithm: str, payload: float, wires: Wires) -> Alg
     return _taken(collective, found, payload, wires) if found else None
 
 
+def channels_of(name: str, collective: str, payload: float, wires: Wires) -> int:
+    """Channels of an algorithm: as many blocks, each of which has a multiprocessor to itself.
+
+    Rings and trees have what NCCL's log says, over hosts two for each port that they reach. A message to one peer
+    doubles its channels while each would carry too much; over hosts it has two.
+    """
+    constants, most = nccl_constants(), nccl_constants()["p2p"]["channels"]
+    inside, across = catalog.kernels()["nccl_channels"]
+    if name.startswith("nvls"):
+        return constants["nvls"]["channels"][wires.column]
+    if name not in ("send", "neighbours"):
+        return inside if wires.k == 1 else min(across, _channels(wires.ports))
+    peers = 1 if collective == "collective-permute" else wires.g * wires.k - 1
+    each = _first_channels(wires) if wires.k == 1 else constants["net"]["channels_per_gpu"]
+    if wires.k == 1:
+        while each < most and payload / peers / each > constants["p2p"]["channel_bytes"]:
+            each *= 2
+    return min(most, each * peers)
+
+
 def _priced(collective: str, choice: Expected, payload: float, wires: Wires) -> Algorithm:
     """The cost of a choice."""
     if choice.name == "nvls":
@@ -171,7 +198,8 @@ def _ring(collective: str, protocol: str, payload: float, wires: Wires) -> Algor
     return Algorithm(
         f"ring {protocol}",
         _base_s(protocol, wires) + _first_s(protocol, wires),
-        max(inside, outside),
+        inside,
+        outside,
         _handoff_s(wires, outside=outside > inside),
         steps_s=hops,
         overlap=wires.fitted.get("overlap", 1.0),
@@ -208,15 +236,15 @@ def _tree(protocol: str, payload: float, wires: Wires) -> Algorithm:
         outside /= wires.fitted["tree_net_share"]
     if protocol == "ll":
         inside = max(inside, 2 * payload / _ll_bytes_per_s(wires))
-    wire = max(inside, outside * wires.spine[0]) / tree_medium(protocol, payload)
-    return Algorithm(f"tree {protocol}", latency, wire, _handoff_s(wires, outside=outside > inside))
+    handoff, medium = _handoff_s(wires, outside=outside > inside), tree_medium(protocol, payload)
+    return Algorithm(f"tree {protocol}", latency, inside / medium, outside * wires.spine[0] / medium, handoff)
 
 
 def _pat(choice: Expected, payload: float, wires: Wires) -> Algorithm:
     """A binary tree of every GPU's part, one GPU a host: NCCL's latency, at the rate of a port."""
     wire = payload * wire_factor("all-gather", wires.k) / wires.outside_bytes_per_s * wires.spine[1]
     base = wires.fitted["kernel_s"] + _first_s("ll", wires) - nccl_constants()["base_latency_s"]["pat"]["simple"]
-    return Algorithm("pat", choice.latency_s + base, wire, _handoff_s(wires, outside=True))
+    return Algorithm("pat", choice.latency_s + base, 0.0, wire, _handoff_s(wires, outside=True))
 
 
 def _nvls_bytes_per_s(wires: Wires) -> float:
@@ -241,7 +269,7 @@ def _nvls(payload: float, wires: Wires) -> Algorithm:
     rate = _nvls_bytes_per_s(wires)
     piece = _piece_bytes(payload, wires, nccl_constants()["nvls"]["halved_below"])
     fill = wires.fitted["nvls_pieces"] * piece / rate * (1 - piece / payload) if payload else 0.0
-    return Algorithm("nvls", wires.fitted["kernel_s"] + wires.fitted["nvls_s"] + fill, payload / rate, 0.0)
+    return Algorithm("nvls", wires.fitted["kernel_s"] + wires.fitted["nvls_s"] + fill, payload / rate, 0.0, 0.0)
 
 
 def _nvls_tree(payload: float, wires: Wires) -> Algorithm:
@@ -256,7 +284,7 @@ def _nvls_tree(payload: float, wires: Wires) -> Algorithm:
     cap = _channels(wires.ports) * constants["tuner"][wires.column]["nvls_tree_channel"][min(k, 3) - 1]
     outside = max(outside * wires.spine[0], payload * wire_factor("all-reduce", g * k) / cap if g <= 8 else 0.0)
     handoff = constants["step_latency_s"]["net"]["ring"]["ll"] if outside > payload / rate else 0.0
-    return Algorithm("nvls tree", latency + fill, max(payload / rate, outside), handoff)
+    return Algorithm("nvls tree", latency + fill, payload / rate, outside, handoff)
 
 
 def _collnet(collective: str, payload: float, wires: Wires) -> Algorithm | None:
@@ -271,7 +299,7 @@ def _collnet(collective: str, payload: float, wires: Wires) -> Algorithm | None:
     part = 1.0 if collective == "all-reduce" else wire_factor(collective, wires.k)
     outside = payload * part / (g * wires.outside_bytes_per_s * share)
     inside = payload * wire_factor(collective, g) / wires.inside_bytes_per_s
-    return Algorithm("collnet", latency, max(inside, outside), _handoff_s(wires, outside=True))
+    return Algorithm("collnet", latency, inside, outside, _handoff_s(wires, outside=True))
 
 
 def _symmetric(collective: str, payload: float, wires: Wires) -> Algorithm | None:
@@ -281,14 +309,15 @@ def _symmetric(collective: str, payload: float, wires: Wires) -> Algorithm | Non
     rate = wires.inside_bytes_per_s * nccl_constants()["protocol"]["symmetric_link_share"]
     passes = 1 + 1 / wires.g if collective == "all-reduce" and wires.nvls else wire_factor(collective, wires.g)
     latency = wires.fitted["kernel_s"] + 2 * by_hand("symmetric_barrier_s")
-    return Algorithm("symmetric", latency, payload * passes / rate, _handoff_s(wires, outside=False))
+    return Algorithm("symmetric", latency, payload * passes / rate, 0.0, _handoff_s(wires, outside=False))
 
 
 def _one_shot(collective: str, payload: float, wires: Wires) -> Algorithm | None:
     """XLA's own all-reduce: every GPU reads the payload of all others."""
     if wires.k > 1 or collective != "all-reduce":
         return None
-    return Algorithm("one-shot", by_hand("one_shot_s"), payload * (wires.g - 1) / wires.inside_bytes_per_s, 0.0)
+    wire = payload * (wires.g - 1) / wires.inside_bytes_per_s
+    return Algorithm("one-shot", by_hand("one_shot_s"), wire, 0.0, 0.0)
 
 
 def _send_s(payload: float, wires: Wires) -> float:
@@ -317,20 +346,19 @@ def _all_to_all(payload: float, wires: Wires) -> Algorithm:
     beyond_host = part * max(0, g - wires.per_host) / (rate * wires.taper)
     outside = part * (n - g) / wires.outside_bytes_per_s * wires.spine[1]
     inside = max(inside, beyond_host)
-    return Algorithm("send", latency, max(inside, outside), _handoff_s(wires, outside=outside > inside))
+    return Algorithm("send", latency, inside, outside, _handoff_s(wires, outside=outside > inside))
 
 
 def _permute(payload: float, wires: Wires) -> Algorithm:
     """One message to one peer; inside a domain on as many channels as NCCL grants it, between hosts on its own rail."""
     latency = _send_s(payload, wires)
     if wires.k > 1:
-        return Algorithm("send", latency, payload / wires.outside_bytes_per_s, _handoff_s(wires, outside=True))
+        return Algorithm("send", latency, 0.0, payload / wires.outside_bytes_per_s, _handoff_s(wires, outside=True))
     taper = wires.taper if wires.g > wires.per_host else 1.0  # the slowest pair crosses hosts
     share = wires.fitted["p2p_share"] if wires.inside == "nvlink" else 1.0
     wire = payload / (wires.peer_bytes_per_s * taper * share)
-    if wires.inside == "nvlink":
-        wire = max(wire, _channels_s(payload, wires))
-    return Algorithm("send", latency, wire, _handoff_s(wires, outside=False))
+    channels_s = _channels_s(payload, wires) if wires.inside == "nvlink" else 0.0
+    return Algorithm("send", latency, wire, 0.0, _handoff_s(wires, outside=False), channels_s=channels_s)
 
 
 def _neighbours(payload: float, wires: Wires) -> Algorithm:
@@ -342,13 +370,17 @@ def _neighbours(payload: float, wires: Wires) -> Algorithm:
         return _permute(payload, wires)
     shared = wires.fitted["spine_flows"] if wires.k > by_hand("leaf_hosts") else 1.0
     wire = payload * shared / wires.port_bytes_per_s
-    return Algorithm("neighbours", _send_s(payload, wires), wire, _handoff_s(wires, outside=True))
+    return Algorithm("neighbours", _send_s(payload, wires), 0.0, wire, _handoff_s(wires, outside=True))
+
+
+def _first_channels(wires: Wires) -> int:
+    """Channels that a message to one peer of a domain starts on."""
+    return max(1, 1 << max(0, (nccl_constants()["p2p"]["channels"] // wires.ranks).bit_length() - 1))
 
 
 def _channels_s(payload: float, wires: Wires) -> float:
     """Seconds that the channels of one message need, as if they doubled without the dips that doubling makes."""
-    p2p = nccl_constants()["p2p"]
-    first = max(1, 1 << max(0, (p2p["channels"] // wires.ranks).bit_length() - 1))
+    p2p, first = nccl_constants()["p2p"], _first_channels(wires)
     full_first = min(payload / first, p2p["channel_bytes"])
     return max(full_first, payload / p2p["channels"]) / wires.fitted["p2p_channel_bytes_per_s"]
 
@@ -362,11 +394,13 @@ def _broadcast(payload: float, wires: Wires) -> Algorithm:
     return _chain(min(protocols, key=lambda p: _tuned_s(p, payload, wires)), payload, wires)
 
 
-def _chain_s(protocol: str, payload: float, wires: Wires) -> float:
-    """Seconds of a broadcast's payload on the slower link: a chain never turns around."""
+def _chain_s(protocol: str, payload: float, wires: Wires) -> tuple[float, float]:
+    """Seconds of a broadcast's payload on the link inside a domain and out of it: a chain never turns around."""
     share = nccl_constants()["protocol"]["ring_share"][protocol]
-    rate = min(wires.inside_bytes_per_s if wires.g > 1 else math.inf, wires.g * wires.outside_bytes_per_s) * share
-    return payload / (min(rate, _ll_bytes_per_s(wires)) if protocol == "ll" else rate)
+    rates = [wires.inside_bytes_per_s if wires.g > 1 else math.inf, wires.g * wires.outside_bytes_per_s]
+    most = _ll_bytes_per_s(wires) if protocol == "ll" else math.inf
+    inside, outside = (payload / min(rate * share, most) for rate in rates)
+    return inside, outside
 
 
 def _tuned_s(protocol: str, payload: float, wires: Wires) -> float:
@@ -378,7 +412,7 @@ def _tuned_s(protocol: str, payload: float, wires: Wires) -> float:
     row = constants["step_latency_s"][wires.inside if k == 1 else wires.outside]
     step = row["tree" if protocol == "simple" and k > 1 else "ring"][protocol]
     latency = constants["base_latency_s"]["ring"][protocol] + step * (1 if k == 1 else wires.g * k)
-    return latency + _chain_s(protocol, payload, wires)
+    return latency + max(_chain_s(protocol, payload, wires))
 
 
 def _chain(protocol: str, payload: float, wires: Wires) -> Algorithm:
@@ -401,4 +435,5 @@ def _chain(protocol: str, payload: float, wires: Wires) -> Algorithm:
     outside += copy + port if protocol == "simple" else max(copy, port)
     fill = constants["base_latency_s"]["ring"][protocol] + (wires.g * k - k) * inside + (k - 1) * outside
     rest = 1 - slot * slot_share / payload if payload else 0.0
-    return Algorithm(f"chain {protocol}", fill, rest * _chain_s(protocol, payload, wires), 0.0)
+    inside, outside = _chain_s(protocol, payload, wires)
+    return Algorithm(f"chain {protocol}", fill, rest * inside, rest * outside, 0.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from meshkit.config import catalog
 
-_IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_TWO_STREAMS = "xla_gpu_experimental_enable_collective_multi_streaming"
 _LEAST_RATE = 0.25  # a normal distribution has no end, a GPU that is in use does
 
 
@@ -27,18 +27,20 @@ class Assumptions:
     contention: bool = True
     """A collective takes multiprocessors and memory bandwidth from what computes at the same time."""
     slowest: bool = True  # all GPUs wait for the slowest of them, see `slowest_of`; False: all are alike
-    separate_links: bool = False
-    """Collectives inside an NVLink domain and between domains run on streams of their own, as XLA does it when
-    `xla_gpu_experimental_parallel_collective_overlap_limit` is above 1; False: one after the other, in order of their
-    starts."""
+    waves: bool = True
+    """Matmuls and attention lose to a collective what they were measured to lose, where they were (catalog,
+    `contended`): where blocks do not fit, all wait for a second wave. False: no more than its multiprocessors."""
+    streams: int = 1
+    """On which asynchronous collectives run, in turn. XLA has one, however many its scheduler lets be in flight, and
+    two with `xla_gpu_experimental_enable_collective_multi_streaming` (execution_stream_assignment.cc)."""
     single_queue: bool = False
     """One hardware queue feeds the GPU (`CUDA_DEVICE_MAX_CONNECTIONS=1`): a collective that must wait for another one
     holds up the kernels behind it."""
 
 
 def assumptions_for(options: Mapping[str, object]) -> Assumptions:
-    """The assumptions under a program's XLA options: `separate_links` where several collectives may be in flight."""
-    return Assumptions(separate_links=str(options.get(_IN_FLIGHT, "1")).strip() not in ("", "0", "1"))
+    """The assumptions under a program's XLA options: how many streams run collectives."""
+    return Assumptions(streams=2 if str(options.get(_TWO_STREAMS, "")).strip().lower() in ("1", "true") else 1)
 
 
 def slowest_of(gpus: int, spread: float | None = None) -> float:

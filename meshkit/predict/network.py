@@ -7,13 +7,14 @@ form of algorithms.py over the links of links.py. The numbers are in nccl.toml, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
 from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
-from meshkit.predict.algorithms import CHOSEN, FORCED, Algorithm, fastest, forced, options, wire_factor
+from meshkit.predict.algorithms import CHOSEN, FORCED, Algorithm, channels_of, fastest, forced, options, wire_factor
 from meshkit.predict.links import (
     FABRICS,
     RATES,
@@ -31,7 +32,9 @@ __all__ = [
     "RING_TURNS",
     "Algorithm",
     "Wires",
+    "Price",
     "checkpoint_time_s",
+    "collective_price",
     "collective_time_s",
     "fastest",
     "fitted_values",
@@ -108,6 +111,39 @@ def collective_time_s(
         ConfigError: an unknown collective, a group that makes no sense, an algorithm that cannot run it, or a
             calibration that cannot be read.
     """
+    return collective_price(
+        collective,
+        payload_bytes=payload_bytes,
+        gpus_per_domain=gpus_per_domain,
+        domains=domains,
+        cluster=cluster,
+        concurrent_groups=concurrent_groups,
+        **how,
+    ).seconds
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one collective takes of a GPU when it is alone."""
+
+    seconds: float
+    inside_s: float = 0.0  # of which the link inside a domain is busy
+    outside_s: float = 0.0  # and the GPU's way out of it
+    wire_s: float = 0.0  # during which it sends; the rest is latency
+    channels: int = 0  # blocks of its kernel
+
+
+def collective_price(
+    collective: str,
+    *,
+    payload_bytes: float,
+    gpus_per_domain: int,
+    domains: int = 1,
+    cluster: Cluster,
+    concurrent_groups: int | None = None,
+    **how: Unpack[How],
+) -> Price:
+    """What one collective takes, as `collective_time_s` has it."""
     if how:
         _check(how, domains)
     algorithm, fitted = how.get("algorithm"), how.get("fitted")
@@ -121,26 +157,27 @@ def collective_time_s(
     if concurrent_groups is not None and concurrent_groups < 1:
         raise ConfigError(f"{concurrent_groups} concurrent groups make no sense.", hint="1 or more")
     if n == 1:
-        return 0.0
+        return Price(0.0)
+    measured = None
     known = None if cluster.calibration is None or fitted else calibration.load_cached(cluster.calibration)
     if known is not None and known.network is None and algorithm is None:
         sharing = max(1.0, busy_share(cluster, gpus_per_domain, concurrent_groups))
         measured = _calibrated_s(known, collective, payload_bytes * sharing, gpus_per_domain, domains)
-        if measured is not None:
-            return measured
     wires = _wires(cluster, gpus_per_domain, domains, concurrent_groups, how)
     if fitted:
         wires = _recalibrated(wires, fitted)
     elif known is not None and known.network is not None:
         wires = _own_wires(wires, known)
-    launch = by_hand("xla_launch_s") if how.get("launch", "xla") == "xla" else 0.0
-    if algorithm is None:
-        return launch + fastest(collective, payload_bytes, wires).time_s
-    found = forced(collective, algorithm, payload_bytes, wires)
-    if found is None:
+    found = fastest(collective, payload_bytes, wires)
+    if algorithm is not None and (found := forced(collective, algorithm, payload_bytes, wires)) is None:
         where = "inside a domain" if domains == 1 else "between domains"
         raise ConfigError(f"algorithm not in the model: {algorithm} of {collective} {where}.")
-    return launch + found.time_s
+    launch = by_hand("xla_launch_s") if how.get("launch", "xla") == "xla" else 0.0
+    seconds = launch + found.time_s
+    # A calibration says how long; how much of it is the wire is the model's.
+    part = measured / seconds if measured is not None else 1.0
+    channels = channels_of(found.name, collective, payload_bytes, wires)
+    return Price(seconds * part, found.inside_s * part, found.outside_s * part, found.wire_s * part, channels)
 
 
 def checkpoint_time_s(state_bytes: float | None, cluster: Cluster) -> float | None:

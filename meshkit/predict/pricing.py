@@ -10,7 +10,6 @@ more than those either, beside blocks that stream memory; what published runs sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster, Gpu
@@ -18,42 +17,31 @@ from meshkit.hlo.module import Instruction
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.assumptions import Assumptions, slowest_of
 from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s
-from meshkit.predict.network import collective_time_s, wire_factor
+from meshkit.predict.network import Price, collective_price, wire_factor
+from meshkit.predict.traffic import LEAST_LEFT, NO_LOAD, Load, Transfer
 
 
-@dataclass(frozen=True)
-class Load:
-    """Shares that a collective in flight leaves to a kernel: of its arithmetic rate and of memory bandwidth."""
-
-    arithmetic: float = 1.0
-    memory: float = 1.0
-
-    def slowdown(self, work: KernelWork) -> float:
-        """Seconds of the kernel during the collective over its seconds alone."""
-        if work.alone_s <= 0.0:
-            return 1.0
-        return max(work.arithmetic_s / self.arithmetic, work.memory_s / self.memory, work.host_s) / work.alone_s
-
-
-NO_LOAD = Load()
-LEAST_MEMORY = 0.2  # a kernel always gets some of the memory's bandwidth: the controller is fair
-
-
-def arithmetic_left(gpu: Gpu, *, crosses: bool) -> float:
+def arithmetic_left(gpu: Gpu, channels: int, *, waves: bool = True) -> float:
     """Share of its arithmetic rate that a collective leaves to a kernel: as measured, else that of the other
-    multiprocessors. `crosses`: it runs over several domains, in fewer channels."""
-    channels = catalog.kernels()["nccl_channels"][crosses]
-    return gpu.achieved.get("contended", max(0.5, 1.0 - channels / gpu.sms))
+    multiprocessors.
+
+    Args:
+        gpu: that both run on.
+        channels: of the collective.
+        waves: False: no measurement counts.
+    """
+    measured = gpu.achieved.get("contended") if waves else None
+    return measured or max(LEAST_LEFT, 1.0 - channels / gpu.sms)
 
 
-def load_of(collective: Collective, seconds: float, gpu: Gpu, memory_bytes_per_s: float) -> Load:
-    """What a collective of so many seconds leaves of a GPU whose memory sustains `memory_bytes_per_s`."""
-    if seconds <= 0.0 or not gpu.compute_capability:
+def load_of(c: Collective, price: Price, gpu: Gpu, memory_bytes_per_s: float, *, waves: bool = True) -> Load:
+    """What a collective leaves of a GPU whose memory sustains `memory_bytes_per_s`; `waves`: see `Assumptions`."""
+    if price.seconds <= 0.0 or not gpu.compute_capability:
         return NO_LOAD
-    arithmetic = arithmetic_left(gpu, crosses=collective.group_size > collective.gpus_per_domain)
-    wire = collective.payload_bytes * wire_factor(collective.collective, collective.group_size)
-    taken = catalog.kernels()["nccl_memory_passes"] * wire / seconds / memory_bytes_per_s
-    return Load(arithmetic, max(LEAST_MEMORY, 1.0 - taken))
+    wire = c.payload_bytes * wire_factor(c.collective, c.group_size)
+    taken = catalog.kernels()["nccl_memory_passes"] * wire / price.seconds / memory_bytes_per_s
+    left = arithmetic_left(gpu, price.channels, waves=waves)
+    return Load(left, max(LEAST_LEFT, 1.0 - taken), adds=not (waves and "contended" in gpu.achieved))
 
 
 class Pricer:
@@ -82,7 +70,7 @@ class Pricer:
         self._slowest = 1.0
         if assumptions.slowest and not cluster.is_cpu:
             self._slowest = slowest_of(gpus or cluster.num_gpus, cluster.gpu_spread)
-        self._collectives: dict[tuple, float] = {}
+        self._collectives: dict[tuple, Transfer] = {}
 
     def work(self, i: Instruction) -> KernelWork:
         """What a kernel, or a copy on the device or to the host, needs of the GPU."""
@@ -102,28 +90,40 @@ class Pricer:
         )
         return KernelWork(found.arithmetic_s * self._slowest, found.memory_s, found.host_s)
 
-    def collective_s(self, i: Instruction) -> float:
-        """Seconds from the last arrival of a member to the end."""
+    def transfer(self, i: Instruction) -> Transfer:
+        """What a collective needs, from the last arrival of a member to the end, and leaves to the GPU's kernels."""
         c = i.collective
         assert c is not None
+        crosses = c.group_size > c.gpus_per_domain
         if self._seconds is not None:
-            return self._seconds(i)
+            known, busy = self._seconds(i), (0.0, 1.0) if crosses else (1.0, 0.0)
+            price = Price(known, known * busy[0], known * busy[1], known)
+            return self._transfer(c, price)
         key = (c.collective, c.payload_bytes, c.gpus_per_domain, c.group_size)
         if key not in self._collectives:
-            self._collectives[key] = collective_time_s(
+            price = collective_price(
                 c.collective,
                 payload_bytes=c.payload_bytes,
                 gpus_per_domain=c.gpus_per_domain,
                 domains=c.group_size // c.gpus_per_domain,
                 cluster=self._cluster,
             )
+            self._collectives[key] = self._transfer(c, price)
         return self._collectives[key]
 
-    def load(self, c: Collective, seconds: float) -> Load:
-        """What a collective of so many seconds leaves to the kernels of its GPU."""
+    def collective_s(self, i: Instruction) -> float:
+        """Seconds of a collective that is alone."""
+        return self.transfer(i).seconds
+
+    def _transfer(self, c: Collective, price: Price) -> Transfer:
+        return Transfer(price.seconds, price.inside_s, price.outside_s, price.wire_s, self._load(c, price))
+
+    def _load(self, c: Collective, price: Price) -> Load:
+        """What a collective leaves to the kernels of its GPU."""
         if not self._assumptions.contention:
             return NO_LOAD
-        return load_of(c, seconds, self._cluster.gpu, memory_bytes_per_s(self._cluster.gpu, self._rates))
+        gpu = self._cluster.gpu
+        return load_of(c, price, gpu, memory_bytes_per_s(gpu, self._rates), waves=self._assumptions.waves)
 
 
 def host_bytes_per_s(cluster: Cluster) -> float:

@@ -1,7 +1,8 @@
 """Schedule x cluster -> Timeline: when each instruction would run.
 
-One GPU stands for all (SPMD). Kernels run on one stream in schedule order; asynchronous collectives on another, in
-order of their starts; asynchronous copies over the host link on a third. Copies on the device are kernels that fill the
+One GPU stands for all (SPMD). Kernels and blocking collectives run on one stream in schedule order; asynchronous
+collectives on another, or on two, in order of their starts; those that run at once share links (traffic.py).
+Asynchronous copies over the host link have a third. Copies on the device are kernels that fill the
 GPU, and take their turn among the others, asynchronous or not. A `done` waits for its start. While a collective runs,
 kernels are slower (pricing.py). XLA lets no start outlive its loop body (what it pipelines over iterations starts and
 ends in the one before, and travels in the loop's state), so the iterations of a loop are alike: one is simulated and
@@ -19,9 +20,9 @@ import numpy as np
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions
-from meshkit.predict.kernels import KernelWork
 from meshkit.predict.links import by_hand
-from meshkit.predict.pricing import Load, Pricer, host_bytes_per_s
+from meshkit.predict.pricing import Pricer, host_bytes_per_s
+from meshkit.predict.traffic import Flow, InFlight, Transfer
 from meshkit.timeline import Collective, DeviceStep, Timeline
 
 # Iterations that are simulated one by one for what is in flight during them; beyond, it slows nothing.
@@ -164,16 +165,15 @@ class _Segment:
             self.lanes.setdefault(lane, []).append((np.array(spans), np.array(labels)))
 
 
-@dataclass
 class _Streams:
-    """Where each stream is, in seconds from the start of a computation."""
+    """Where each stream is, in seconds from the start of a computation, and the run that it writes."""
 
-    now: float = 0.0  # the compute stream
-    network: dict[str, float] = field(default_factory=lambda: {"": 0.0})  # when the stream of each link is free again
-    host: float = 0.0  # when that of copies over the host link is
-    flying: list[tuple[float, float, Load]] = field(default_factory=list)
-    """(start_s, end_s, what it leaves) of collectives that may still run."""
-    pending: dict[str, float] = field(default_factory=dict)  # name of a start -> when it is done
+    def __init__(self, out: _Segment):
+        self.out, self.now = out, 0.0  # of the compute stream
+        self.traffic = InFlight(lambda start, end, label: out.add("communication", start, end, label))
+        self.host = 0.0  # when the stream of copies over the host link is free again
+        self.flying: dict[str, Flow] = {}  # of collectives that no `done` has waited for, by the name of their start
+        self.copying: dict[str, float] = {}  # name of a copy's start -> when it is done
 
 
 class _Simulator:
@@ -199,57 +199,61 @@ class _Simulator:
         self.collectives: list[Collective] = []
         self.op_names: list[str] = []
         self._gap = by_hand("kernel_gap_s")
+        starts = (i for body in schedule.computations.values() for i in body if i.kind == "start" and i.collective)
+        self._stream = {i.name: n % max(1, assumptions.streams) for n, i in enumerate(starts)}
 
     def computation(self, name: str) -> _Segment:
         """The run of a computation from time 0, every stream drained at its end."""
         if name not in self._done:
-            out, streams = _Segment(), _Streams()
-            self._follow(self._schedule.computations[name], out, streams)
-            out.duration_s = max(streams.now, streams.host, *streams.network.values())
+            out = _Segment()
+            streams = _Streams(out)
+            self._follow(self._schedule.computations[name], streams)
+            out.duration_s = max(streams.now, streams.host, streams.traffic.drained())
             self._done[name] = out
         return self._done[name]
 
-    def _follow(self, instructions: tuple[Instruction, ...], out: _Segment, streams: _Streams) -> None:
+    def _follow(self, instructions: tuple[Instruction, ...], streams: _Streams) -> None:
         """Runs instructions in schedule order from where the streams are."""
         for i in instructions:
             if i.kind == "free" or i.kind == "host":
                 continue
             if i.bodies:
-                self._nested(i, out, streams)
+                self._nested(i, streams)
             elif i.kind == "done":
-                streams.now = max(streams.now, streams.pending.pop(i.starts or "", streams.now))
+                flow = streams.flying.pop(i.starts or "", None)
+                ended = streams.traffic.finished(flow) if flow else streams.copying.pop(i.starts or "", 0.0)
+                streams.now = max(streams.now, ended)
             elif i.collective is not None:
-                self._communicate(i, out, streams)
+                self._communicate(i, streams)
             elif i.kind == "start":
-                self._copy(i, out, streams)
+                self._copy(i, streams)
             else:
-                self._kernel(i, out, streams)
+                self._kernel(i, streams)
 
-    def _nested(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
+    def _nested(self, i: Instruction, streams: _Streams) -> None:
         """A loop, a branch or a call. A body is simulated once for all of its iterations, but for those that something
         started before is still in flight: it slows their kernels, and their collectives queue behind it."""
         name = max(i.bodies, key=lambda body: self.computation(body).duration_s)
         times, began = 1 if i.trip_count is None else i.trip_count, streams.now
         for _ in range(min(times, _MOST_SINGLE)):
-            if not any(end > streams.now for _, end, _ in streams.flying):
+            if not streams.traffic.busy(streams.now):
                 break
-            self._follow(self._schedule.computations[name], out, streams)
+            self._follow(self._schedule.computations[name], streams)
             times -= 1
         inner = self.computation(name)
-        out.repeat(inner, streams.now, times)
+        streams.out.repeat(inner, streams.now, times)
         streams.now += inner.duration_s * times
         if times:
-            streams.network = {link: max(free, streams.now) for link, free in streams.network.items()}
             streams.host = max(streams.host, streams.now)
         if i.kind != "while" or i.trip_count is None:
-            out.noted_s[i.name] += streams.now - began
+            streams.out.noted_s[i.name] += streams.now - began
 
-    def _kernel(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
+    def _kernel(self, i: Instruction, streams: _Streams) -> None:
         """A kernel on the compute stream, after the gap that its launch leaves."""
-        work = self._pricer.work(i)
+        work, out = self._pricer.work(i), streams.out
         start = streams.now + self._gap
         launches = self._gap * (i.cost.launches - 1) if i.cost else 0.0
-        end = self._until(work, start, streams) + launches
+        end = streams.traffic.run(work, start) + launches
         self.op_names.append(i.name)
         out.add("compute", start, end, len(self.op_names) - 1)
         out.contention_s += end - start - work.alone_s - launches
@@ -260,52 +264,31 @@ class _Simulator:
             out.flops.update(dict(i.cost.matmul_flops))
             out.flops.update({"bf16": i.cost.attention_flops} if i.cost.attention_flops else {})
 
-    def _until(self, work: KernelWork, start: float, streams: _Streams) -> float:
-        """When a kernel that starts now is done, slowed by what is in flight.
-
-        What is in flight is known: a collective that the schedule starts later waits for this kernel.
-        """
-        streams.flying = [f for f in streams.flying if f[1] > start]
-        now, left = start, 1.0
-        cuts = sorted({t for a, b, _ in streams.flying for t in (a, b) if t > start})
-        for cut in (*cuts, float("inf")):
-            loads = [load for a, b, load in streams.flying if a <= now < b]
-            seconds = work.alone_s * max((load.slowdown(work) for load in loads), default=1.0)
-            if seconds * left <= cut - now:
-                return now + seconds * left
-            left -= (cut - now) / seconds
-            now = cut
-        return now
-
-    def _communicate(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
-        """A collective on the stream of its link; what is asynchronous goes on while the next kernels run."""
+    def _communicate(self, i: Instruction, streams: _Streams) -> None:
+        """A collective: what is asynchronous goes on, on a stream of its own, while the next kernels run; what is not
+        runs among them, beside what is in flight."""
         assert i.collective is not None
-        link = i.collective.link if self._assumptions.separate_links else ""
-        free = streams.network.get(link, 0.0)
-        start = max(streams.now, free)
-        duration = self._pricer.collective_s(i) if self._network else 0.0
-        end = start + duration
         self.collectives.append(i.collective)
-        out.add("communication", start, end, len(self.collectives) - 1)
-        streams.network[link] = end
+        label = len(self.collectives) - 1
+        transfer = self._pricer.transfer(i) if self._network else Transfer(0.0)
         if i.kind == "start" and self._overlap:
-            streams.pending[i.name] = end
-            streams.flying.append((start, end, self._pricer.load(i.collective, duration)))
+            flow = streams.traffic.start(transfer, label, streams.now, self._stream[i.name])
+            streams.flying[i.name] = flow
             if self._assumptions.single_queue:
-                streams.now = start
+                streams.now = max(streams.now, streams.traffic.begun(flow))
         else:
-            streams.now = end
+            streams.now = streams.traffic.finished(streams.traffic.start(transfer, label, streams.now))
 
-    def _copy(self, i: Instruction, out: _Segment, streams: _Streams) -> None:
+    def _copy(self, i: Instruction, streams: _Streams) -> None:
         """An asynchronous copy: over the host link beside the kernels, on the device among them."""
-        work = self._pricer.work(i)
+        work, out = self._pricer.work(i), streams.out
         if i.cost and i.cost.host_bytes:
             start = max(streams.now, streams.host)
             end = streams.host = start + work.alone_s
             out.host_bytes += i.cost.host_bytes
         else:
             start = streams.now + self._gap
-            end = streams.now = self._until(work, start, streams)
+            end = streams.now = streams.traffic.run(work, start)
             out.contention_s += end - start - work.alone_s
-        streams.pending[i.name] = end
+        streams.copying[i.name] = end
         out.add("copy", start, end, 0)

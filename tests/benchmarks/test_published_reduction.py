@@ -32,7 +32,7 @@ def cluster_of(run: Run) -> Cluster:
 def test_the_last_bucket_is_beside_nothing():
     """10 buckets of 1 s under 20 s of backward: 9 of them in 18 s, which they slow, and the last one alone."""
     cluster = cluster_of(changed("internevo-7b-tp1-z8-1024"))
-    left = arithmetic_left(cluster.gpu, crosses=True)
+    left = arithmetic_left(cluster.gpu, 16)
     assert left == cluster.gpu.achieved["contended"]  # the law of a plan
     assert reduction._beside(1.0, 10, 20.0, cluster) == pytest.approx(9 * (1 - left) + 1)
     assert reduction._beside(1.0, 10, 5.0, cluster) == pytest.approx(9 - 4.5 + 1), "they outlast a short one"

@@ -7,39 +7,51 @@ import pytest
 from meshkit.config import catalog
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.kernels import KernelWork
-from meshkit.predict.pricing import NO_LOAD, load_of
+from meshkit.predict.network import Price
+from meshkit.predict.pricing import load_of
+from meshkit.predict.traffic import NO_LOAD, Load, together
 
 H100, B200 = catalog.gpu("h100_sxm"), catalog.gpu("b200")
 GATHER = Collective("g", "g", "all-gather", ("fsdp",), True, "nvlink", None, "bf16", 8, 1, 8, 8 * 10**9)
 HBM = 3e12
+GATHERED = Price(0.02, 0.02, 0.0, 0.02, channels=24)
 
 
 def test_a_matmul_on_hopper_falls_to_what_was_measured():
     """80 to 47 % of peak under an all-gather, NVIDIA forum 337991."""
-    load = load_of(GATHER, 0.02, H100, HBM)
+    load = load_of(GATHER, GATHERED, H100, HBM)
     assert 1 / load.slowdown(KernelWork(arithmetic_s=1.0, memory_s=0.1)) == pytest.approx(47 / 80, rel=2e-3)
 
 
 def test_without_a_measurement_it_loses_the_multiprocessors_of_the_collective():
-    inside = load_of(GATHER, 0.02, B200, HBM)
-    over_hosts = load_of(replace(GATHER, group_size=64), 0.02, B200, HBM)
-    assert inside.arithmetic == pytest.approx(1 - 24 / 148)
-    assert over_hosts.arithmetic == pytest.approx(1 - 16 / 148)
+    assert load_of(GATHER, GATHERED, B200, HBM).arithmetic == pytest.approx(1 - 24 / 148)
+    assert load_of(GATHER, replace(GATHERED, channels=2), B200, HBM).arithmetic == pytest.approx(1 - 2 / 148)
+    assert load_of(GATHER, GATHERED, H100, HBM, waves=False).arithmetic == pytest.approx(1 - 24 / 132)
+
+
+def test_several_at_once_take_their_multiprocessors_each_and_a_second_wave_once():
+    one, other = Load(0.9, 0.7), Load(0.8, 0.9)
+    both = together([(one, 1.0), (other, 0.5)])
+    assert (both.arithmetic, both.memory) == pytest.approx((0.7, 0.65))
+    waves = replace(one, arithmetic=0.6, adds=False)
+    assert together([(waves, 1.0), (waves, 1.0)]).arithmetic == pytest.approx(0.6)
+    assert together([(Load(0.3, 0.3), 1.0)] * 3) == Load(0.2, 0.2)
+    assert together([]) == NO_LOAD
 
 
 def test_a_kernel_bound_by_memory_loses_three_passes_of_the_bytes_that_arrive():
-    load = load_of(GATHER, 0.02, H100, HBM)
+    load = load_of(GATHER, GATHERED, H100, HBM)
     assert load.memory == pytest.approx(1 - 3 * (7e9 / 0.02) / HBM)
     assert load.slowdown(KernelWork(arithmetic_s=0.1, memory_s=1.0)) == pytest.approx(1 / load.memory)
 
 
 def test_only_what_is_short_of_a_resource_slows_down():
-    load = load_of(GATHER, 0.02, H100, HBM)
+    load = load_of(GATHER, GATHERED, H100, HBM)
     assert load.slowdown(KernelWork(host_s=1.0, memory_s=0.1)) == 1.0
     assert load.slowdown(KernelWork()) == 1.0
 
 
 def test_a_slow_network_leaves_memory_alone():
-    assert load_of(GATHER, 2.0, H100, HBM).memory > 0.99
-    assert load_of(GATHER, 0.0, H100, HBM) == NO_LOAD
-    assert load_of(GATHER, 1.0, catalog.gpu("cpu"), HBM) == NO_LOAD
+    assert load_of(GATHER, replace(GATHERED, seconds=2.0), H100, HBM).memory > 0.99
+    assert load_of(GATHER, Price(0.0), H100, HBM) == NO_LOAD
+    assert load_of(GATHER, GATHERED, catalog.gpu("cpu"), HBM) == NO_LOAD

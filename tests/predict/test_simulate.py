@@ -26,6 +26,11 @@ def kernel(name="matmul"):
     return Instruction(name, "fusion", "kernel", cost=Cost({"bf16": 1e12}))
 
 
+def over(name, group_size):
+    """A start of a group with 8 members in a domain."""
+    return replace(start(name), collective=replace(collective(name), group_size=group_size))
+
+
 def start(name="gather"):
     return Instruction(name, "all-gather", "start", collective=collective(name))
 
@@ -166,22 +171,48 @@ def test_a_kernel_before_the_start_is_not_slowed():
     assert result.contention_s == pytest.approx(0.0, abs=1e-12)
 
 
-def test_links_have_streams_of_their_own_only_where_xla_gives_them():
-    def over(name, link):
-        return replace(start(name), collective=replace(collective(name), link=link))
-
-    entry = [over("gather", "nvlink"), over("reduce", "infiniband"), kernel(), done("gather"), done("reduce")]
+def test_collectives_have_two_streams_only_where_xla_gives_them():
+    entry = [over("gather", 8), over("reduce", 64), kernel(), done("gather"), done("reduce")]
     free = Assumptions(contention=False, slowest=False)
     assert run(entry, free)[1].communication.tolist() == [[0.0, 0.6], [0.6, 1.1]]
-    assert run(entry, replace(free, separate_links=True))[1].communication.tolist() == [[0.0, 0.6], [0.0, 0.5]]
+    two = run(entry, replace(free, streams=2))[1]
+    assert two.communication.tolist() == [[0.0, 0.5], [0.0, 0.6]]
+    assert two.collective.tolist() == [1, 0]  # as they end
 
 
-@pytest.mark.parametrize(("limit", "apart"), [({}, False), (1, False), ("1", False), (4, True), ("2", True)])
-def test_the_options_of_a_program_say_whether_links_have_streams_of_their_own(limit, apart):
-    options = limit or {}
-    if limit:
-        options = {"xla_gpu_experimental_parallel_collective_overlap_limit": limit}
-    assert assumptions_for(options).separate_links is apart
+FREE = Assumptions(contention=False, slowest=False)
+
+
+@pytest.mark.parametrize(("second", "ends"), [(8, [1.0, 1.1]), (64, [0.5, 0.6])], ids=["one link", "two links"])
+def test_two_streams_share_a_link_and_no_two_links(second, ends):
+    """On one link the shorter ends after twice its 0.5 s, both after the sum; on two each by itself."""
+    entry = [start("gather"), over("reduce", second), kernel(), done("gather"), done("reduce")]
+    _, step, swept = run(entry, replace(FREE, streams=2))
+    assert step.communication[:, 1].tolist() == pytest.approx(ends)
+    assert swept.overlapped_s + swept.exposed_s == pytest.approx(swept.communication_s)
+    assert swept.communication_s == pytest.approx(ends[1])
+    assert step.window[1] >= max(ends[1], GAP + 1.0) - 1e-12
+
+
+def test_a_blocking_collective_runs_beside_one_in_flight_and_shares_its_link():
+    """XLA puts it on the stream of the kernels: both at half their rate until the shorter is through."""
+    blocking = Instruction("reduce", "all-reduce", "collective", collective=collective("reduce"))
+    _, step, _ = run([start(), blocking, kernel(), done()], FREE)
+    assert step.communication.tolist() == [[0.0, pytest.approx(1.0)], [0.0, pytest.approx(1.1)]]
+    assert step.compute[0, 0] == pytest.approx(1.0 + GAP)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "streams"),
+    [
+        ("experimental_parallel_collective_overlap_limit", 4, 1),  # of the scheduler alone: they share a stream
+        ("experimental_enable_collective_multi_streaming", True, 2),
+        ("experimental_enable_collective_multi_streaming", "true", 2),
+        ("experimental_enable_collective_multi_streaming", False, 1),
+    ],
+)
+def test_the_options_of_a_program_say_how_many_streams_collectives_have(option, value, streams):
+    assert assumptions_for({f"xla_gpu_{option}": value}).streams == streams
 
 
 def test_with_one_hardware_queue_a_collective_that_waits_holds_up_kernels_behind_it():
