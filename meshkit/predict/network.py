@@ -31,8 +31,8 @@ from meshkit.predict.tuner import PROTOCOLS, RING_TURNS, expected
 __all__ = [
     "RING_TURNS",
     "Algorithm",
-    "Wires",
     "Price",
+    "Wires",
     "checkpoint_time_s",
     "collective_price",
     "collective_time_s",

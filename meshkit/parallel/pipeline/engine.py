@@ -34,7 +34,7 @@ from meshkit.sharding.constrain import current_scope, sharding_scope, spec_axes
 from meshkit.sharding.mesh import AnyMesh
 
 HEADS = ("replicated", "vocab_parallel")
-# Of the GPU compiler. By default it lets no two collectives run at once, so the permute of gradients waits for those of
+# Of the GPU compiler. By default it has no two collectives in flight, so the permute of gradients waits for those of
 # a head over the pipeline's axis, and ends before the matmuls that should hide it.
 XLA_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 

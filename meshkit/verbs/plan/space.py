@@ -231,8 +231,8 @@ def make_space(
     )
 
 
-# What changes the program and is not decided by the plan itself: whose latencies XLA schedules by, and how far it may
-# run collectives side by side.
+# What changes the program and is not decided by the plan itself: whose latencies XLA schedules by, and how many
+# collectives it may have in flight.
 BY_PRICES: Options = (("train.pgle", PREDICTED),)
 TWO_AT_A_TIME: Options = (("xla.xla_gpu_experimental_parallel_collective_overlap_limit", 2),)
 OPTION_SETS: tuple[Options, ...] = (TWO_AT_A_TIME, BY_PRICES, (*BY_PRICES, *TWO_AT_A_TIME))

@@ -1,0 +1,47 @@
+"""What one price of a collective takes: `python -m benchmarks.collective_prices`, in microseconds of CPU.
+
+Six kinds over four groups of four shipped clusters, at six sizes. `first`: the first price of a group of GPUs, at
+which the links and what NCCL's tuner expects of them are made; `new size`: a later one of the same group; `again`: the
+same price once more, as no price is kept. Before them one price of another cluster has loaded the tables (`tables`).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+
+import meshkit as mk
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+CLUSTERS = {"dgx_h100": 32, "dgx_a100": 32, "dgx_b200": 32, "gb200_nvl72": 36}
+SIZES = (2**10, 2**14, 2**18, 2**22, 2**26, 2**30)
+
+
+def price_s(cluster: mk.Cluster, kind: str, g: int, k: int, size: int) -> float:
+    """CPU seconds of one price."""
+    began = time.thread_time()
+    mk.collective_time_s(kind, payload_bytes=size, gpus_per_domain=g, domains=k, cluster=cluster)
+    return time.thread_time() - began
+
+
+def main() -> None:
+    """Prints the table."""
+    found: dict[str, list[float]] = defaultdict(list)
+    found["tables"].append(price_s(mk.Cluster.load("hgx_h200"), KINDS[0], 8, 1, SIZES[0]))
+    for name, hosts in CLUSTERS.items():
+        cluster = mk.Cluster.load(name, hosts=hosts)
+        inside = cluster.gpus_used_per_domain
+        for kind in KINDS:
+            for g, k in ((inside, 1), (inside, 2), (1, 2), (2, 1)):
+                for n, size in enumerate(SIZES):
+                    found["new size" if n else "first"].append(price_s(cluster, kind, g, k, size))
+                    found["again"].append(min(price_s(cluster, kind, g, k, size) for _ in range(3)))
+    print("| | prices | median, us | 99 %, us |\n|---|---|---|---|")
+    for name, seconds in found.items():
+        worst = sorted(seconds)[int(0.99 * (len(seconds) - 1))]
+        print(f"| {name} | {len(seconds)} | {statistics.median(seconds) * 1e6:.0f} | {worst * 1e6:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
