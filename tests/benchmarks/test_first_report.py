@@ -31,3 +31,9 @@ def test_the_minutes_are_the_sum_of_the_seconds():
     at = next(i for i, command in enumerate(commands) if command.startswith("meshkit plan"))
     assert abs(sum(seconds[: at + 1]) / 60 - first) < 0.06
     assert abs((sum(seconds[:3]) + seconds[-1]) / 60 - foreign) < 0.06
+
+
+def test_the_clone_is_in_the_record():
+    clone = PAGE.read_text(encoding="utf-8").split("## From a clone")[1]
+    assert re.search(r"\| `pip download .*`.* MB in \d+ files", clone)
+    assert "| `make demo` |" in clone
