@@ -10,8 +10,8 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +43,9 @@ _KERNEL_KINDS = (  # of kernels that XLA compiles: `input_reduce_fusion_3`, `wra
     ("data movement", "^mem(?:cpy|set)|copy|slice|broadcast|concatenate|transpose|^(?:loop|wrapped)_(?:pad|iota)"),
     ("elementwise", "fusion|^wrapped_"),
 )
+_COMBINED = {"all-gather", "all-gather-start", "all-reduce", "all-reduce-start", "reduce-scatter"}
+_PASSES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "get-tuple-element", "reshape", "transpose"}
+_TUPLE_INDEX = 13  # of `HloInstructionProto`
 _DIGITS = re.compile(r"\d+")  # what tells names of one kind apart
 _WORKSPACE = re.compile(r"\((.+),[su]8\[\d+\]\)")
 _OURS = re.compile(  # `lint`, `training` and `xla` are in programs that earlier versions captured
@@ -149,6 +152,10 @@ class InstructionInfo:
     """`models/layers.py:90 from models/llama.py:123`: the innermost line of that code that is no library's, and the
     line of another file that led there; of an instruction without any, such as the gather of a parameter, that of
     what takes its result; None if unknown."""
+    arrays: int = 1  # of a collective: how many it moves together
+    causes: Mapping[str, int] = field(default_factory=dict)
+    """Of a collective that XLA combined of several: where each array comes from, or for what it is gathered
+    (`models/llama.py:88 attention/dot_general`) -> bytes on one GPU, the most first."""
 
 
 def read_instructions(module: Any, *, also: Iterable[str] = ()) -> dict[str, InstructionInfo]:
@@ -169,13 +176,20 @@ def read_instructions(module: Any, *, also: Iterable[str] = ()) -> dict[str, Ins
     for computation in module.computations():
         if computation.name in inside:
             continue
+        origins = _Origins(bodies, computation.name, lines)
         for i in computation.instructions():
             at = attributes.of(i.name)
             kind = kinds.get(_fused(at) or "") or _kind([at])
             shape = _result(str(shape_of(i)).replace(" ", ""), at)
             base = f"{kind}|{shape}|{_plain_path(at.source)}"
             seen[base] += 1
-            found[i.name] = InstructionInfo(kind, f"{base}|{seen[base]}", at.source, line_of[i.name])
+            info = InstructionInfo(kind, f"{base}|{seen[base]}", at.source, line_of[i.name])
+            moves = {at.opcode, *(a.opcode for name in at.called for a in bodies[name] if at.opcode == "async-start")}
+            if moves & _COMBINED and len(at.operands) > 1:
+                gathers = bool(moves & {"all-gather", "all-gather-start"})
+                causes = origins.of(at, [shape_of(o).bytes for o in i.operands()], gathers=gathers)
+                info = replace(info, arrays=len(at.operands), causes=causes)
+            found[i.name] = info
     missing = set(also) - found.keys()
     for at in (at for body in bodies.values() for at in body) if missing else ():
         if at.name in missing:
@@ -195,6 +209,105 @@ def _lines(body: Sequence[Attributes], lines: SourceLines) -> Iterator[tuple[str
         if line:
             of_user |= dict.fromkeys(at.operands, line)
     return reversed(found)
+
+
+class _Origins:
+    """Where the arrays of a combined collective come from and go to; its own metadata is that of one of them.
+
+    Args:
+        bodies: the computations of a module, each in order.
+        name: the one that they are looked for in. What a loop gets, or hands to its next turn, is followed into it.
+        lines: of the module.
+    """
+
+    def __init__(self, bodies: Mapping[str, Sequence[Attributes]], name: str, lines: SourceLines):
+        self._bodies, self._body, self._lines = bodies, bodies[name], lines
+
+    @functools.cached_property
+    def _by_id(self) -> dict[int, Attributes]:
+        return {at.id: at for at in self._body}
+
+    @functools.cached_property
+    def _users(self) -> dict[int, list[Attributes]]:
+        users: dict[int, list[Attributes]] = {}
+        for at in self._body:
+            for operand in dict.fromkeys(at.operands):
+                users.setdefault(operand, []).append(at)
+        return users
+
+    @functools.cached_property
+    def _handed_on(self) -> list[int]:
+        """What the root hands to the next turn, by its place; nothing where this is no body of a loop."""
+        parameters = [at for at in self._body if at.opcode == "parameter"]
+        return self._body[-1].operands if len(parameters) == 1 and self._body[-1].opcode == "tuple" else []
+
+    def of(self, at: Attributes, sizes: Sequence[int], *, gathers: bool) -> dict[str, int]:
+        """Cause -> bytes, the most first: of what is gathered its user, of what is reduced its maker."""
+        found: Counter[str] = Counter()
+        for n, (operand, size) in enumerate(zip(at.operands, sizes)):
+            made, taken = self._made(operand), self._taken(at, n)
+            found[(taken or made if gathers else made or taken) or "unknown"] += size
+        return dict(found.most_common())
+
+    def _made(self, id_: int) -> str:
+        """What computed an array."""
+        seen = set()
+        while id_ in self._by_id and id_ not in seen:
+            seen.add(id_)
+            at = self._by_id[id_]
+            if cause := self._text(at):
+                return cause
+            if at.opcode not in _PASSES or not at.operands:
+                return ""
+            id_, index = at.operands[0], integer(at.fields, _TUPLE_INDEX)
+            before = self._by_id.get(id_)
+            if before is not None and before.opcode == "parameter" and index < len(self._handed_on):
+                id_ = self._handed_on[index]
+        return ""
+
+    def _taken(self, at: Attributes, n: int) -> str:
+        """What takes array `n` of a result."""
+        done = [u for u in self._users.get(at.id, ()) if u.opcode.endswith("-done")]
+        return self._used([g for of in (done or [at]) for g in self._elements(of, n)])
+
+    def _used(self, todo: list[Attributes]) -> str:
+        """What uses the first of some arrays that anything uses."""
+        seen: set[int] = set()
+        while todo:
+            each = todo.pop(0)
+            if each.id in seen:
+                continue
+            seen.add(each.id)
+            for user in self._users.get(each.id, ()):
+                if user.opcode == "tuple":
+                    places = [place for place, id_ in enumerate(user.operands) if id_ == each.id]
+                    loops = [loop.called[0] for loop in self._users.get(user.id, ()) if loop.opcode == "while"]
+                    inside = (_Origins(self._bodies, loop, self._lines) for loop in loops)
+                    if cause := next(filter(None, (body._used(body._carried(places)) for body in inside)), ""):
+                        return cause
+                    todo += self._carried(places) if user is self._body[-1] and self._handed_on else []
+                elif user.opcode in _PASSES:
+                    todo.append(user)
+                elif cause := self._text(user):
+                    return cause
+        return ""
+
+    def _carried(self, places: Sequence[int]) -> list[Attributes]:
+        """What the body of a loop takes of what it is handed."""
+        return [g for at in self._body if at.opcode == "parameter" for n in places for g in self._elements(at, n)]
+
+    def _elements(self, of: Attributes, n: int) -> list[Attributes]:
+        """Member `n` of a tuple."""
+        taken = (u for u in self._users.get(of.id, ()) if u.opcode == "get-tuple-element")
+        return [u for u in taken if integer(u.fields, _TUPLE_INDEX) == n]
+
+    def _text(self, at: Attributes) -> str:
+        """Line and path of an instruction; of a fusion that has none, those of the last in it that has."""
+        line = (self._lines.of(at.metadata) or "").rpartition(" from ")[2]
+        path = "/".join([part for part in at.source.split("/") if not part.startswith("jit(")][-2:])
+        text = " ".join(text for text in (line, path) if text)
+        inside = reversed(self._bodies.get(_fused(at) or "", ()))
+        return text or next(filter(None, map(self._text, inside)), "")
 
 
 class SourceLines:

@@ -15,6 +15,7 @@ from meshkit.hlo.schedule import Collective
 from meshkit.predict.network import wire_factor
 from meshkit.report.schema import CommunicationPart, KernelClassPart, KernelPart, KernelsPart, OpPart
 from meshkit.timeline import KernelTotals, Sweep, Timeline
+from meshkit.units import format_percent
 
 UNMAPPED = "unmapped"
 _MAX_KERNELS = 25  # a kind's instructions that are kept by name; the rest are in its sums
@@ -58,7 +59,7 @@ def communication_rows(
     sweeps: Sequence[Sweep],
     row_of: np.ndarray,
     groups: Sequence[Sequence[int]],
-    lines: Mapping[str, str | None] | None = None,
+    instructions: Mapping[str, InstructionInfo] | None = None,
     cluster: Cluster | None = None,
 ) -> tuple[CommunicationPart, ...]:
     """Mean rows over the device steps, the most exposed first; collectives that never ran are left out.
@@ -67,7 +68,7 @@ def communication_rows(
         timeline: what is summarized.
         sweeps: of its device steps.
         row_of, groups: from `group_rows`.
-        lines: name of a collective -> line of source that caused it, where known.
+        instructions: name of a collective -> what is known of what caused it.
         cluster: whose links bound the bus bandwidth, where known.
     """
     if not sweeps:
@@ -79,7 +80,7 @@ def communication_rows(
     for name in ("transfer_s", "exposed_wait_s"):
         known = [value for s in sweeps if (value := getattr(s, name)) is not None]
         mean[name] = np.mean(known, axis=0) if len(known) == len(sweeps) else np.full(len(row_of), np.nan)
-    rows = [_row(timeline.collectives, members, mean, lines or {}, cluster) for members in groups[:-1]]
+    rows = [_row(timeline.collectives, members, mean, instructions or {}, cluster) for members in groups[:-1]]
     unmapped = len(timeline.collectives)
     if mean["count"][unmapped] > 0:
         rows.append(CommunicationPart(axes=(), **_seconds([unmapped], mean)))
@@ -90,7 +91,7 @@ def _row(
     collectives: Sequence[Collective],
     members: Sequence[int],
     mean: dict[str, np.ndarray],
-    lines: Mapping[str, str | None],
+    instructions: Mapping[str, InstructionInfo],
     cluster: Cluster | None,
 ) -> CommunicationPart:
     first = collectives[members[0]]
@@ -113,7 +114,7 @@ def _row(
         wire_bytes_infiniband=linked and _whole(across),
         bus_bandwidth_bytes_per_s=wire / moving_s if wire and moving_s else None,
         bus_bandwidth_peak_bytes_per_s=peak_bus_bandwidth_bytes_per_s(first, cluster) if wire else None,
-        ops=_ops(collectives, members, mean, lines),
+        ops=_ops(collectives, members, mean, instructions),
         **seconds,
     )
 
@@ -144,22 +145,36 @@ def _ops(
     collectives: Sequence[Collective],
     members: Sequence[int],
     mean: dict[str, np.ndarray],
-    lines: Mapping[str, str | None],
+    instructions: Mapping[str, InstructionInfo],
 ) -> tuple[OpPart, ...]:
-    ops = [
-        OpPart.of(
-            collectives[i],
-            source=collectives[i].source or None,
-            line=lines.get(collectives[i].name),
+    ops = []
+    for i in (i for i in members if mean["count"][i] > 0):
+        each, info = collectives[i], instructions.get(collectives[i].name)
+        payload = _whole(mean["count"][i] * each.payload_bytes)
+        whole = sum(info.causes.values()) if info else 0
+        part = OpPart.of(
+            each,
+            source=each.source or None,
+            line=info.line if info else None,
             count=_whole(mean["count"][i]),
-            payload_bytes=_whole(mean["count"][i] * collectives[i].payload_bytes),
+            payload_bytes=payload,
             busy_s=float(mean["busy_s"][i]),
             exposed_s=float(mean["exposed_share_s"][i]),
+            arrays=info.arrays if info else 1,
+            causes={cause: payload * n / whole for cause, n in info.causes.items()} if info and whole else {},
         )
-        for i in members
-        if mean["count"][i] > 0
-    ]
+        ops.append(part)
     return tuple(sorted(ops, key=lambda op: (-(op.exposed_s or 0), -(op.busy_s or 0), op.name)))
+
+
+def combined_text(op: OpPart, most: int = 3) -> str:
+    """`24 arrays: 62 % models/llama.py:88 attention/dot_general, ...`; "" of a collective of one."""
+    whole = sum(op.causes.values())
+    if not whole or op.arrays < 2:
+        return ""
+    listed = [f"{format_percent(size / whole)} {cause}" for cause, size in list(op.causes.items())[:most]]
+    rest = len(op.causes) - len(listed)
+    return f"{op.arrays} arrays: {', '.join(listed)}" + (f", {rest} others" if rest else "")
 
 
 def infiniband_share(c: Collective) -> float:

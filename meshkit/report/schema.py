@@ -134,7 +134,7 @@ class SpreadsPart(Part):
 
 
 class OpPart(Part):
-    """One collective instruction; `key` survives a recompile, `name` does not; `line` is of the model's source."""
+    """One collective instruction; `key` survives a recompile, `name` does not. `causes`: of `arrays`, their bytes."""
 
     name: str
     key: str
@@ -144,6 +144,8 @@ class OpPart(Part):
     payload_bytes: int | float | None = None
     busy_s: float | None = None
     exposed_s: float | None = None
+    arrays: int = 1
+    causes: dict[str, float] = {}
 
 
 class CommunicationPart(Part):

@@ -112,9 +112,7 @@ def summarize(
     each, known = facts.steps_per_call, instructions or {}
     found = swept.sweeps if swept else [sweep(step, len(timeline.collectives), row_of) for step in timeline.steps]
     sweeps = [one.each_of(each) for one in found]
-    rows = communication_rows(
-        timeline, sweeps, row_of, groups, {name: info.line for name, info in known.items()}, machines.cluster
-    )
+    rows = communication_rows(timeline, sweeps, row_of, groups, known, machines.cluster)
     step = step_part(source, sweeps, facts, machines.num_gpus, step_bounds)
     totals = None
     if timeline.steps and (known or facts.pipeline or swept):

@@ -22,7 +22,7 @@ from meshkit.hlo.schedule import Collective, Schedule
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.pricing import Pricer
-from meshkit.report.rows import communication_rows, group_rows
+from meshkit.report.rows import combined_text, communication_rows, group_rows
 from meshkit.report.schema import CommunicationPart, FindingPart, HistoryPart, Report
 from meshkit.report.summarize import step_part
 from meshkit.report.what_if import Mended, Replay
@@ -112,9 +112,9 @@ class JudgedReport:
         update: dict[str, Any] = {"step": step_part("profile", sweeps)}
         if trace.facts.believes_axes:
             timeline = replace(trace.steps, steps=tuple(step for step, _ in pairs))
-            lines = {name: info.line for name, info in self.known.instructions.items()}
-            placed = group_rows(timeline.collectives)
-            update["communication"] = communication_rows(timeline, sweeps, *placed, lines, self.known.cluster)
+            placed, known = group_rows(timeline.collectives), self.known
+            rows = communication_rows(timeline, sweeps, *placed, known.instructions, known.cluster)
+            update["communication"] = rows
         return self.report.model_copy(update=update)
 
     @cached_property
@@ -546,7 +546,7 @@ def named(row: CommunicationPart) -> str:
 def _source(row: CommunicationPart) -> str:
     """` (models/llama.py:116)`, of the operation that is exposed most."""
     op = max(row.ops, key=lambda op: op.exposed_s or 0.0, default=None)
-    where = (op.line or op.source) if op else None
+    where = (combined_text(op, 2) or op.line or op.source) if op else None
     return f" ({where})" if where else ""
 
 

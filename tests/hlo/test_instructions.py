@@ -1,14 +1,17 @@
 """Instructions by name: kind of work, key, and the line of the user's source."""
 
 import inspect
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from meshkit.hlo.instructions import SourceLines, read_instructions
+from meshkit.hlo.module import parse_hlo
 from meshkit.hlo.proto import Fields
 
+HLO = Path(__file__).parent.parent / "data" / "hlo"
 FILES = (
     "/usr/lib/python3.12/runpy.py",
     "/home/me/meshkit/models/llama.py",
@@ -111,3 +114,17 @@ def test_keys_are_unique_and_survive_a_recompile(found):
     other = read_instructions(again.runtime_executable().hlo_modules()[0])
     matmuls = [{i.key.split("|", 2)[1] for i in side.values() if i.kind == "matmul"} for side in (found, other)]
     assert matmuls[0] == matmuls[1]
+
+
+def test_a_combined_collective_has_the_causes_of_its_arrays():
+    found = read_instructions(parse_hlo((HLO / "combined.hlo").read_text()))
+    reduced, gather = found["reduced"], found["gather"]
+    assert (reduced.arrays, gather.arrays, found["dq"].arrays) == (3, 2, 1)
+    assert reduced.causes == {
+        "models/llama.py:88 attention/mul": 4096 * 4,  # of what makes each operand
+        "params['up']": 4096 * 4,
+        "models/llama.py:116 mlp/slice": 64 * 4,
+    }
+    used = "models/llama.py:119 mlp/dot"
+    assert gather.causes == {"models/llama.py:20 embed/neg": 256, used: 256}  # of what takes each, in the loop too
+    assert found["ahead"].causes == {used: 256, "models/llama.py:104 attention/dot": 256}  # in the loop's next turn

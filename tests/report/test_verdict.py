@@ -11,7 +11,7 @@ from meshkit.hlo.instructions import InstructionInfo
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.predict.network import collective_time_s
 from meshkit.report.quality import quality_part
-from meshkit.report.rows import group_rows
+from meshkit.report.rows import combined_text, group_rows
 from meshkit.report.schema import HistoryPart
 from meshkit.report.summarize import summarize
 from meshkit.report.verdict import Known, judged
@@ -86,6 +86,17 @@ def started(c, *between, waits=True):
 
 
 WORK = Instruction("dot.2", "dot", "kernel")
+
+
+def test_a_combined_collective_is_named_by_what_its_arrays_are_for(tmp_path):
+    causes = {"models/llama.py:88 attention/dot": 6200, "models/llama.py:116 mlp/dot": 3300, "x": 400, "y": 100}
+    known = {GATHER.name: replace(info("jit(f)/mlp/dot"), arrays=24, causes=causes)}
+    report = report_of(tmp_path, exposed(), collectives=[GATHER], instructions=known)
+    (op,) = report.communication[0].ops
+    assert op.causes == {cause: pytest.approx(n / 10_000 * op.payload_bytes) for cause, n in causes.items()}
+    parts = "24 arrays: 62.0 % models/llama.py:88 attention/dot, 33.0 % models/llama.py:116 mlp/dot, 2 others"
+    assert parts in report.findings[0].message
+    assert parts.replace("2 others", "4.0 % x, 1 others") == combined_text(op)
 
 
 def exposed(c=GATHER, *, compute=600, until=1000):

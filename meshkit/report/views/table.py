@@ -80,16 +80,21 @@ class Source:
 
     path: str | None
     line: str | None
+    combined: str = ""  # of several arrays moved together: what of them each has caused
 
     @property
     def text(self) -> str:
         """The line and the end of the path, as short as a terminal needs."""
+        if self.combined:
+            return self.combined
         line = (self.line or "").rpartition(" from ")[2]
         path = "/".join(short_source(self.path).rstrip(")").split("/")[-2:])
         return " ".join(text for text in (line, path) if text) or "-"
 
     def html(self) -> str:
         """The line and the path, cut where it is very long."""
+        if self.combined:
+            return f"<b>{escape(self.combined)}</b>"
         where = f"<b>{escape(self.line)}</b> " if self.line else ""
         return f"{where}<code>{escape(short_source(self.path) or ('' if self.line else '-'))}</code>"
 

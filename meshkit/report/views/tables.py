@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from meshkit.report.rows import combined_text
 from meshkit.report.schema import QualityPart, Report
 from meshkit.report.views.table import Cell, Column, Numbers, Source, Table, Value, number_columns, text_columns
 from meshkit.report.views.words import (
@@ -152,9 +153,12 @@ def ops_table(shown: Shown) -> Table:
         ("payload_bytes", format_bytes),
     )
     rows = [
-        [op.name, axes_text(row.axes), *shown.numbers(f"communication.{i}.ops.{j}", keys), Source(op.source, op.line)]
+        [
+            op.name, axes_text(row.axes), *shown.numbers(f"communication.{i}.ops.{j}", keys),
+            Source(op.source, op.line, combined_text(op)),
+        ]
         for i, j, row, op in ops
-    ]
+    ]  # fmt: skip
     columns = number_columns("exposed", "busy", "count", "payload")
     return Table([*text_columns("operation", "axes"), *columns, *text_columns("caused by")], rows)
 

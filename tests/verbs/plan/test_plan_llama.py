@@ -77,3 +77,19 @@ def test_arguments_are_the_state_and_the_batch(plan):
     assert memory.optimizer_bytes == pytest.approx(2 * memory.parameters_bytes, abs=64)
     assert memory.peak_bytes <= memory.pool_bytes
     assert memory.fits
+
+
+def test_combined_collectives_name_what_their_arrays_are_for(plan):
+    """XLA names one of the arrays at the most; each has its producer or its user."""
+    combined = [(row, op) for row in plan.report.communication for op in row.ops if op.arrays > 1]
+    assert combined
+    for _, op in combined:
+        assert sum(op.causes.values()) == pytest.approx(op.payload_bytes)
+        assert list(op.causes.values()) == sorted(op.causes.values(), reverse=True)
+    weights = [
+        op for row, op in combined if row.dtype == "bf16" and op.arrays == 7
+    ]  # of a layer: gathered, gathered again
+    assert len(weights) == 2
+    for op in weights:
+        bytes_of = {cause.split()[1].split("/")[0]: n for cause, n in op.causes.items()}
+        assert bytes_of["gate_up"] == 2 * bytes_of["down"] == pytest.approx(op.payload_bytes / 2)
