@@ -43,7 +43,7 @@ _PUBLIC = {
     "read_report": "meshkit.report.schema",
     "shard_model": "meshkit.sharding.resolve",
     "shard_over": "meshkit.sharding.constrain",
-    "sharded_step": "meshkit.step.ready",
+    "sharded_step": "meshkit.step.train_step",
     "sharding_scope": "meshkit.sharding.constrain",
     "shardings": "meshkit.sharding.resolve",
     "tune": "meshkit.verbs.tune.steps",
@@ -66,8 +66,7 @@ if TYPE_CHECKING:
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
     from meshkit.sharding.mesh import build_mesh, describe_devices, prepare_platform
     from meshkit.sharding.resolve import abstract, shard_model, shardings
-    from meshkit.step.ready import sharded_step
-    from meshkit.step.train_step import make_train_step
+    from meshkit.step.train_step import make_train_step, sharded_step
     from meshkit.timeline import overlap
     from meshkit.verbs.explain.explainer import explain_step as explain
     from meshkit.verbs.plan.planner import plan

@@ -153,6 +153,24 @@ def test_no_jax_at_the_door():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [
+        (["--help"], {"importlib.metadata", "pydantic"}),
+        (["schema", "report"], {"meshkit.config.cluster", "meshkit.hlo.schedule"}),
+        (["new"], set()),
+    ],
+    ids=["help", "schema", "new"],
+)
+def test_the_command_line_imports_what_it_prints_with_and_no_more(words, absent):
+    absent |= {"jax", "numpy", "rich.console"}
+    code = (
+        f"import sys; from meshkit.cli import main; main({words}); sys.exit(str(sorted({absent} & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == "[]"
+
+
 def test_verbs_of_the_library_stay_functions_whatever_was_imported_before():
     code = """
 import meshkit.verbs.plan.planner, meshkit.verbs.profile.profiler, meshkit.verbs.compare.cli, meshkit.parallel.pipeline

@@ -14,9 +14,10 @@ replica (local_sgd.py). With `[pipeline]` loss and gradients come from stages (p
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import AxisType
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
@@ -33,7 +35,7 @@ from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
 from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
 from meshkit.parallel.local_sgd import wait_before_backward
-from meshkit.sharding import sharding_scope
+from meshkit.sharding import sharding_scope, shardings
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.data import abstract_batch
 from meshkit.step.local_sgd import LocalSgdStep, check_replicas, find_local_sgd
@@ -467,3 +469,49 @@ def _named(experiment: Experiment, name: str) -> optax.GradientTransformation:
             raise ConfigError(f"{name} needs the option '{key}'.", at=at, hint=f"optimizer.options.{key} = ...")
     with user_code(experiment, "optimizer.class", name):
         return make(learning_rate=make_schedule(spec, experiment.train.steps), **options)
+
+
+def sharded_step(
+    loss: Callable[..., Any],
+    mesh: AnyMesh,
+    rules: ShardingRules,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Callable[..., Any]:
+    """A jitted step that trains: gradients of the loss inside a `sharding_scope`, an update, a state that stays put.
+
+    For nnx, without an optimizer: `step(model, optimizer, *batch) -> loss`, which changes the model and its
+    `nnx.Optimizer`. For linen and any other pytree, with one: `step(state, *batch) -> (state, loss)`, where the state
+    is `{"params": ..., "opt_state": optimizer.init(params)}`. What it is given to change is donated.
+
+    Args:
+        loss: `loss(model, *batch)`, or `loss(params, *batch)`, a scalar.
+        mesh: attached, to train on; described, to plan for.
+        rules: where parameters and constrained activations go.
+        optimizer: of a step without nnx modules.
+    """
+    typed = AxisType.Explicit in mesh.axis_types  # where types say where arrays lie, they stay there
+
+    def pinned(state: Any) -> Any:
+        return state if typed else jax.lax.with_sharding_constraint(state, shardings(state, mesh, rules))
+
+    @functools.partial(nnx.jit, donate_argnums=(0, 1))
+    def of_modules(model: Any, optimizer: nnx.Optimizer, *batch: Any) -> Any:
+        with sharding_scope(mesh, rules):
+            value, gradients = nnx.value_and_grad(loss)(model, *batch)
+        optimizer.update(model, gradients)
+        for changed in (model, optimizer):
+            nnx.update(changed, pinned(nnx.state(changed)))
+        return value
+
+    if optimizer is None:
+        return of_modules
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def of_arrays(state: Any, *batch: Any) -> Any:
+        with sharding_scope(mesh, rules):
+            value, gradients = jax.value_and_grad(loss)(state["params"], *batch)
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        return pinned({"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}), value
+
+    return of_arrays

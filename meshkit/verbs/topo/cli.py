@@ -38,8 +38,7 @@ def topo(
     As a table, a picture, and a cluster file. Needs no GPU: it says so where there is none.
     """
     from meshkit.config.experiment import load
-    from meshkit.verbs.topo.topo import run
-    from meshkit.verbs.topo.topo_view import render
+    from meshkit.verbs.topo.topo import render, run
 
     if action not in (None, "record"):
         raise ConfigError(f"`topo` has no action '{action}'.", hint="meshkit topo record --out DIR")

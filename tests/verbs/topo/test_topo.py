@@ -10,8 +10,7 @@ from rich.console import Console
 from meshkit.config.cluster import Cluster
 from meshkit.discover import FixtureProbe, LiveProbe, record
 from meshkit.errors import ConfigError, TraceError
-from meshkit.verbs.topo.topo import TopoReport, run
-from meshkit.verbs.topo.topo_view import render
+from meshkit.verbs.topo.topo import TopoReport, render, run
 
 DATA = Path(__file__).parents[2] / "data/topo"
 P4D = DATA / "aws-ofi-nccl/topology_p4d-24xl-topo.xml"
