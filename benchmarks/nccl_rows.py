@@ -298,13 +298,34 @@ def _agrees(factor: tuple[float, float], row: Row) -> bool:
 
 
 def _check_scale(found: list[Measured]) -> None:
-    """Refuses times that no fabric explains, where no bus bandwidth stands beside them: of each sweep the largest."""
-    largest: dict[tuple[str, str], tuple[int, float, str]] = {}
+    """Refuses times that no fabric explains, where no bus bandwidth stands beside them.
+
+    Of each sweep the largest message; and, where the time doubles over it, what its bytes cost beyond the smallest's.
+    """
+    sweeps: dict[tuple[str, str], list[Measured]] = {}
     for line in found:
         if line.row and line.predicted_s and not line.record["busbw_GBps"].strip():
-            key, times = (line.record["system"], line.row.collective), line.row.measured_s / line.predicted_s
-            largest[key] = max(largest.get(key, (0, 1.0, "")), (line.row.payload_bytes, times, line.where))
-    for (system, collective), (payload, times, where) in largest.items():
+            sweeps.setdefault((line.record["system"], line.row.collective), []).append(line)
+    for (system, collective), lines in sweeps.items():
+        ends = sorted(lines, key=lambda line: _payload_bytes(line))
+        (small, little), (large, much) = ((_measured_s(line), line.predicted_s or 0.0) for line in (ends[0], ends[-1]))
+        times = large / much
+        if large > 2 * small and much > little:
+            times = max(times, (large - small) / (much - little))
         if not _FASTEST < times < _SLOWEST:
-            message = f"{collective} of {payload} bytes on '{system}' takes {times:.2g} times what its links need"
-            raise ConfigError(f"{message}: a unit is off.", at=f"{where}: bytes, time_us", hint=_UNITS)
+            message = (
+                f"{collective} of {_payload_bytes(ends[-1])} bytes on '{system}' takes {times:.2g} times what its links"
+            )
+            raise ConfigError(f"{message} need: a unit is off.", at=f"{ends[-1].where}: bytes, time_us", hint=_UNITS)
+
+
+def _payload_bytes(line: Measured) -> int:
+    """The size of a line that is understood."""
+    assert line.row is not None
+    return line.row.payload_bytes
+
+
+def _measured_s(line: Measured) -> float:
+    """The time of a line that is understood."""
+    assert line.row is not None
+    return line.row.measured_s

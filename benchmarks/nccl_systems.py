@@ -157,6 +157,8 @@ def _domains(system: str, hosts: int | None) -> int | None:
     """NVLink domains or racks that a name tells; None where it tells none."""
     text = re.sub(r"\([^)]*\)", "", system)
     if re.search(rf"\b(?:different|separate)\s+{_DOMAIN}", text, re.IGNORECASE):
+        if hosts is None:
+            raise ValueError("different NVLink domains, and no number of nodes in the name")
         return hosts
     found = re.search(rf"{_NUMBER}\s*x?\s*(?:{_DOMAIN}|NVL\d+)", text, re.IGNORECASE)
     if found:

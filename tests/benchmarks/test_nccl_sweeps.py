@@ -54,6 +54,8 @@ def scored(path, tmp_path):
         ("H100 PCIe x2, 1 node", "h100_pcie", (2, 1)),
         ("A100-PCIe 40GB x4, 1 node", "a100_40gb", (4, 1)),
         ("B300 server x16, 2 nodes", "b300", (8, 2)),
+        ("GB300 x144 over 2 NVL72 domains", "gb300", (72, 2)),
+        ("H100 x8, 2 nodes in different NVLink domains", "h100_sxm", (4, 2)),
     ],
 )
 def test_names_of_systems(system, gpu, shape):
@@ -98,6 +100,7 @@ def test_what_leads_out_of_a_host():
         ("H100 x16, 2 nodes over 4 domains", "2 hosts are 2 NVLink domains, not 4"),
         ("L40S (PCIe) x16, 2 nodes", "no port in the name"),
         ("H100 x16, 2 nodes, 8x300G", "no 300 Gb/s port"),
+        ("GB200 x8 in different NVLink domains", "no number of nodes"),
     ],
 )
 def test_names_that_say_too_little_or_what_cannot_be(system, why):
@@ -220,6 +223,10 @@ def test_the_tables_keep_sources_places_and_sizes_apart(sweep, capsys):
             "all-reduce of 16777216 bytes on 'H100 x8, 1 node' takes 0.001 times what",
         ),
         ([GOOD.replace("123.0,238.6", "123000,")], "times what its links need: a unit is off"),
+        (
+            [f'"H100 x8, 1 node",all_reduce,x,{mib},{100 + 2 * mib},,me' for mib in (1, 16, 256)],  # bytes in MiB
+            "all-reduce of 256 bytes on 'H100 x8, 1 node' takes",
+        ),
         ([GOOD.replace("123.0", "-123.0")], "time_us is '-123.0' of 'H100 x8, 1 node', and must be a number above 0"),
         ([GOOD.replace("123.0", "0")], "time_us is '0'"),
         ([GOOD.replace("123.0", "nan")], "time_us is 'nan'"),
