@@ -29,6 +29,7 @@ from meshkit.compile.scratch import die_with_parent
 from meshkit.hlo.proto import ModuleAttributes
 
 _PEAK = re.compile(r"^\s*Live ranges at \d+ \(peak\):")
+_COLLECTIVE_MEMORY = re.compile(r"^allocation \d+: size (\d+), color 7,")
 _BUFFER = re.compile(r"^\s*(\S+?)\{([\d,]*)\}: (\d+) bytes")
 FORWARD, BACKWARD, CARRIED, ARGUMENT, OTHER = "forward", "backward", "carried", "argument", "other"
 KINDS: tuple[str, ...] = (FORWARD, BACKWARD, CARRIED, ARGUMENT, OTHER)
@@ -53,6 +54,13 @@ def live_bytes(folder: Path, module: ModuleAttributes) -> dict[str, int] | None:
     for name, size in _at_peak(files[-1]):
         found[kinds.get(name, OTHER)] += size
     return found
+
+
+def symmetric_bytes(folder: Path) -> int:
+    """Bytes that XLA keeps in collective memory, by the buffers that it wrote down: `size 1024, color 7, ...`."""
+    files = sorted(folder.glob("*buffer-assignment.txt"))
+    lines = files[-1].read_text(encoding="utf-8", errors="replace").splitlines() if files else []
+    return sum(int(found[1]) for line in lines if (found := _COLLECTIVE_MEMORY.match(line)))
 
 
 def _at_peak(file: Path) -> Iterator[tuple[str, int]]:
@@ -152,6 +160,7 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
         "memory": memory_of(compiled),
         "host_memory": memory_of(compiled, "host_"),
         "live": live_bytes(dump, ModuleAttributes(module)),
+        "symmetric_bytes": symmetric_bytes(dump),
         "partitioner": "shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
     }
 

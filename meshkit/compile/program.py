@@ -92,6 +92,8 @@ class CompiledProgram:
     """Bytes of GPU memory at the peak by what made them, see `live.live_bytes`; None where XLA did not say."""
     traced_flops: float | None = None
     """FLOP of the program before it was compiled, over all GPUs; None where they cannot be counted."""
+    symmetric_bytes: int = 0
+    """Of the temporaries, those in collective memory, which the client takes outside of its pool."""
     dead_updates: tuple[str, ...] = ()
     """Types of parameters whose new values the step drops, see `lowering.dead_updates`."""
 
@@ -117,8 +119,8 @@ class CompiledProgram:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of GPU memory the program needs at once: arguments, outputs that alias none of them, temporaries."""
-        return bytes_at_once(self.memory)
+        """Bytes of its pool the program needs at once: arguments, outputs that alias none of them, temporaries."""
+        return bytes_at_once(self.memory) - self.symmetric_bytes
 
     @property
     def host_peak_bytes(self) -> int:

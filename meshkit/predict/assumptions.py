@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from meshkit.config import catalog
 
 _TWO_STREAMS = "xla_gpu_experimental_enable_collective_multi_streaming"
+_SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
 _LEAST_RATE = 0.25  # a normal distribution has no end, a GPU that is in use does
 
 
@@ -36,11 +37,18 @@ class Assumptions:
     single_queue: bool = False
     """One hardware queue feeds the GPU (`CUDA_DEVICE_MAX_CONNECTIONS=1`): a collective that must wait for another one
     holds up the kernels behind it."""
+    symmetric: bool = False
+    """Operands and results of reductions and gathers lie in symmetric memory: inside a domain NCCL may run its kernels
+    for that, where they are faster."""
 
 
 def assumptions_for(options: Mapping[str, object]) -> Assumptions:
-    """The assumptions under a program's XLA options: how many streams run collectives."""
-    return Assumptions(streams=2 if str(options.get(_TWO_STREAMS, "")).strip().lower() in ("1", "true") else 1)
+    """The assumptions under a program's XLA options: how many streams run collectives, and in which memory."""
+
+    def is_on(name: str) -> bool:
+        return str(options.get(name, "")).strip().lower() in ("1", "true")
+
+    return Assumptions(streams=2 if is_on(_TWO_STREAMS) else 1, symmetric=is_on(_SYMMETRIC))
 
 
 def slowest_of(gpus: int, spread: float | None = None) -> float:

@@ -15,6 +15,7 @@ from meshkit.config import catalog
 from meshkit.config.cluster import Cluster, Gpu
 from meshkit.hlo.module import Instruction
 from meshkit.hlo.schedule import Collective
+from meshkit.predict.algorithms import CHOSEN
 from meshkit.predict.assumptions import Assumptions, slowest_of
 from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s
 from meshkit.predict.network import Price, collective_price, wire_factor
@@ -101,14 +102,22 @@ class Pricer:
             return self._transfer(c, price)
         key = (c.collective, c.payload_bytes, c.gpus_per_domain, c.group_size)
         if key not in self._collectives:
-            price = collective_price(
-                c.collective,
-                payload_bytes=c.payload_bytes,
-                gpus_per_domain=c.gpus_per_domain,
-                domains=c.group_size // c.gpus_per_domain,
-                cluster=self._cluster,
+            ways: list[str | None] = [None]
+            inside = not crosses and c.group_size > 1 and self._cluster.scale_up == "nvlink"
+            if self._assumptions.symmetric and inside and c.collective in CHOSEN:
+                ways.append("symmetric")
+            prices = (
+                collective_price(
+                    c.collective,
+                    payload_bytes=c.payload_bytes,
+                    gpus_per_domain=c.gpus_per_domain,
+                    domains=c.group_size // c.gpus_per_domain,
+                    cluster=self._cluster,
+                    algorithm=way,
+                )
+                for way in ways
             )
-            self._collectives[key] = self._transfer(c, price)
+            self._collectives[key] = self._transfer(c, min(prices, key=lambda price: price.seconds))
         return self._collectives[key]
 
     def collective_s(self, i: Instruction) -> float:

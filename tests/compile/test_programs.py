@@ -169,6 +169,17 @@ def test_every_layer_counts_once_however_xla_cuts_the_loop(layers, xla):
     assert math.prod(loops) < layers if xla else loops == [layers]
 
 
+@pytest.mark.skipif(BEFORE_0_12, reason="jaxlib 0.11 has another option")
+def test_symmetric_memory_of_collectives_is_counted_apart():
+    """The gathered array, 4 MiB, and what XLA packs beside it, lie in collective memory."""
+    on = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
+    step, shapes = (lambda x: jnp.tanh(x @ x)), [((1024, 1024), jnp.float32)]
+    plain, symmetric = (compiled(step, shapes, xla=xla)[0] for xla in (None, on))
+    assert plain.symmetric_bytes == 0
+    assert symmetric.symmetric_bytes >= 4 * 2**20
+    assert symmetric.peak_bytes == options.bytes_at_once(symmetric.memory) - symmetric.symmetric_bytes
+
+
 @pytest.mark.skipif(BEFORE_0_12, reason="jaxlib 0.11 does not die of it")
 def test_an_abort_of_xla_kills_its_own_process_and_says_what_to_try(monkeypatch):
     """Without meshkit's option jaxlib 0.12 aborts on a scalar all-reduce over 64 GPUs that NVLink joins."""

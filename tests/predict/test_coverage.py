@@ -153,7 +153,8 @@ def test_clones_are_told_by_their_names():
 )
 def test_the_plan_says_what_it_costs_and_what_to_try(fits, why, way):
     memory = MemoryPart(fits=fits, peak_bytes=20 * 2**30, margin_bytes=-1, reserved_bytes=1)
-    compiled = SimpleNamespace(log=(LOG,), traced_flops=None, dead_updates=(), chosen=(Option(LIMIT, 115, why),))
+    chosen = (Option(LIMIT, 115, why),)
+    compiled = SimpleNamespace(log=(LOG,), traced_flops=None, dead_updates=(), chosen=chosen, symmetric_bytes=0)
     cluster = Cluster.load("dgx_h100")
     facts = StepFacts(steps_per_call=2)
     found = {w.code: w for w in plan_warnings(compiled, EMPTY, simulated(), memory, cluster, (), facts)}

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from meshkit.config import catalog
-from meshkit.hlo.schedule import Collective
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.schedule import Collective, Instruction
+from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.kernels import KernelWork
-from meshkit.predict.network import Price
-from meshkit.predict.pricing import load_of
+from meshkit.predict.network import Price, collective_time_s
+from meshkit.predict.pricing import Pricer, load_of
 from meshkit.predict.traffic import NO_LOAD, Load, together
 
 H100, B200 = catalog.gpu("h100_sxm"), catalog.gpu("b200")
@@ -43,6 +45,26 @@ def test_a_kernel_bound_by_memory_loses_three_passes_of_the_bytes_that_arrive():
     load = load_of(GATHER, GATHERED, H100, HBM)
     assert load.memory == pytest.approx(1 - 3 * (7e9 / 0.02) / HBM)
     assert load.slowdown(KernelWork(arithmetic_s=0.1, memory_s=1.0)) == pytest.approx(1 / load.memory)
+
+
+def test_symmetric_memory_is_priced_where_its_kernels_are_faster():
+    """The option of jaxlib 0.12; between hosts, and of all-to-alls, nothing changes."""
+    cluster = Cluster.load("dgx_h100", hosts=2)
+    usual, symmetric = (
+        Pricer(cluster, assumptions_for({"xla_gpu_experimental_enable_nccl_symmetric_buffers": on}))
+        for on in (False, True)
+    )
+
+    def seconds(pricer, **changed):
+        return pricer.collective_s(Instruction("i", "i", "collective", collective=replace(GATHER, **changed)))
+
+    small = {"payload_bytes": 2**16}
+    forced = collective_time_s(
+        "all-gather", payload_bytes=2**16, gpus_per_domain=8, cluster=cluster, algorithm="symmetric"
+    )
+    assert seconds(symmetric, **small) == forced < seconds(usual, **small)
+    for kind in ({"collective": "all-to-all"}, {"group_size": 16}):
+        assert seconds(symmetric, **small, **kind) == seconds(usual, **small, **kind)
 
 
 def test_only_what_is_short_of_a_resource_slows_down():

@@ -194,19 +194,22 @@ def memory_part(
     capacity = int(cluster.gpu.memory_bytes)
     pool = int(capacity * memory_fraction)
     reserved = reserved_memory(module, schedule, cluster, compiled.memory["temp"])
-    room = min(pool, capacity - reserved.outside_pool)
+    outside = reserved.outside_pool + compiled.symmetric_bytes
+    room = min(pool, capacity - outside)
     margin = room - compiled.peak_bytes - reserved.inside_pool
+    if compiled.symmetric_bytes:  # grown beside the pool, which is taken by then
+        margin = min(margin, capacity - pool - outside)
     parameters_bytes, optimizer_bytes = facts.parameters_bytes, facts.optimizer_bytes
     gradients, activations = _split(compiled, facts.gradients_bytes)
     named = sum(part or 0 for part in (gradients, activations))
-    temporary = compiled.memory["temp"] - named
+    temporary = compiled.memory["temp"] - compiled.symmetric_bytes - named
     if parameters_bytes is not None:  # what else is an argument (the batch) is nobody's
         temporary = compiled.peak_bytes - named - parameters_bytes - (optimizer_bytes or 0)
     return MemoryPart(
         capacity_bytes=capacity,
         pool_bytes=pool,
         peak_bytes=compiled.peak_bytes,
-        reserved_bytes=reserved.inside_pool + reserved.outside_pool,
+        reserved_bytes=reserved.inside_pool + outside,
         context_bytes=reserved.context,
         nccl_bytes=reserved.nccl,
         nccl_communicators=reserved.communicators,
@@ -417,6 +420,13 @@ def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryP
         for kind, names in simulation.notes.items()
     ]  # fmt: skip
     found += [Warning_(code="compiler", message=line) for line in compiled.log]
+    if compiled.symmetric_bytes:
+        beside = format_bytes((memory.capacity_bytes or 0) - (memory.pool_bytes or 0))
+        message = (
+            f"collectives keep {format_bytes(compiled.symmetric_bytes)} in memory that all GPUs of a domain map, "
+            f"on top of the pool, as CUDA's and NCCL's own do: train.memory_fraction leaves {beside} for all three"
+        )
+        found.append(Warning_(code="symmetric_memory", message=message))
     if memory.fits is False:
         missing, reserved = format_bytes(-(memory.margin_bytes or 0)), format_bytes(memory.reserved_bytes)
         found.append(

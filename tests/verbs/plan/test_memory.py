@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshkit.compile.child import live_bytes
@@ -130,6 +132,18 @@ def test_a_pool_that_leaves_no_room_for_nccl_is_judged_by_what_is_left():
     outside = m.context_bytes + m.nccl_bytes
     assert m.capacity_bytes - m.pool_bytes < outside
     assert m.margin_bytes == m.capacity_bytes - outside - m.peak_bytes - m.fragmentation_bytes
+
+
+def test_symmetric_memory_lies_beside_the_pool():
+    """XLA counts it among the temporaries; the client takes it from what memory_fraction leaves."""
+    plain = verdict(compiled(5 * GIB))
+    m = verdict(replace(compiled(5 * GIB), symmetric_bytes=GIB))
+    assert m.peak_bytes == plain.peak_bytes - GIB
+    assert m.reserved_bytes == plain.reserved_bytes + GIB
+    beside = m.capacity_bytes - m.pool_bytes - m.context_bytes
+    assert m.fits
+    assert m.margin_bytes == beside - GIB
+    assert verdict(replace(compiled(20 * GIB), symmetric_bytes=beside + 1)).margin_bytes == -1
 
 
 def test_one_byte_too_much_does_not_fit():
