@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from meshkit.cli import app
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError, TraceError
@@ -127,6 +129,19 @@ def steps_of(files: list[Path], time_s: float) -> list[Path]:
 
 MESH = MeshSpec.parse({"data": {"infiniband": 2}, "tensor": 4})
 AT_MOST = "Communication takes at most {} % of the step of {}: what of it compute covers is unknown. "
+
+
+def test_what_is_shown_has_no_empty_bars(tmp_path: Path) -> None:
+    steps_of(write(tmp_path / "seen"), 1e-3)
+    done = CliRunner().invoke(app, ["profile", str(tmp_path / "seen"), "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("Communication takes at most ")
+    assert "step time" not in done.stdout
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"report.json", "report.html"}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "in collectives, covered or not" in page
+    assert "<h2>Step time" not in page
+    assert "exposed communication" not in page
 
 
 @pytest.mark.parametrize("version", FORMATS)

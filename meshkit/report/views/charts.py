@@ -37,7 +37,8 @@ HISTORY = {
     "host_s": ("host", 1e3, " ms"),
     "loss": ("loss", 1.0, ""),
 }
-PARTS = {"overlapped": "overlapped", "exposed": "exposed", "wait": "exposed, waiting"}  # of a row's bar
+_PARTS = {"overlapped": "overlapped", "exposed": "exposed", "wait": "exposed, waiting"}  # of a row's bar
+_HEARD = {"exposed": "in collectives, covered or not", "wait": "waiting for peers"}  # where compute is not known
 _MAX_ROWS = 8
 _VISIBLE = 2e-3  # of all communication: a shorter bar is no wider than a pixel
 GRID = {"gridcolor": "#e6e9ee", "zeroline": False}
@@ -73,27 +74,38 @@ def step_parts(reports: Sequence[Report]) -> list[Share]:
     return sorted(found.values(), key=lambda share: list(LOOKS).index(share.key) if share.key != "wait" else 1.5)
 
 
+def communication_parts(reports: Sequence[Report]) -> dict[str, str]:
+    """What the bars of communication are made of: key of a color -> label."""
+    rows = [row for r in reports for row in r.communication]
+    parts, wait = (_PARTS, "exposed_wait_s") if any(r.exposed_s is not None for r in rows) else (_HEARD, "wait_s")
+    return {key: label for key, label in parts.items() if key != "wait" or any(getattr(r, wait) for r in rows)}
+
+
 def communication_chart(reports: Sequence[Report]) -> dict:
     """Overlapped and exposed time of each axis, link and collective; a bar each where there are two reports."""
-    found = [_seconds_by_label(report) for report in reports]
+    parts = communication_parts(reports)
+    found = [_seconds_by_label(report, heard="overlapped" not in parts) for report in reports]
     y, ticks, places = _places(_largest_labels(reports, found), names_of([r.source for r in reports]))
-    scale, unit = unit_of(max((r.time_s or 0.0 for report in reports for r in report.communication), default=0.0))
+    scale, unit = unit_of(max((float(sums.sum()) for of in found for sums in of.values()), default=0.0))
     data = []
-    for key, at in (("overlapped", 0), ("exposed", 1), ("wait", 2)):
-        if key == "wait" and not any(sums[2] for of in found for sums in of.values()):
-            continue
+    for key, name in parts.items():
+        at = list(_PARTS).index(key)
         values = [found[i][label][at] if label in found[i] else None for label, i in places]
-        texts = [f"{tick}: {PARTS[key]} {format_seconds(v)}" for tick, v in zip(ticks, values)]
-        data.append(bar(PARTS[key], _scaled(values, scale), y, COLORS[key], texts, inside=False))
+        texts = [f"{tick}: {name} {format_seconds(v)}" for tick, v in zip(ticks, values)]
+        data.append(bar(name, _scaled(values, scale), y, COLORS[key], texts, inside=False))
     return bars(data, y, ticks, unit, bar_height=30 if len(reports) == 1 else 24)
 
 
-def _seconds_by_label(report: Report) -> dict[str, np.ndarray]:
-    """Axis, link and collective -> [3] seconds: overlapped, exposed, and of that apart what is known to be waiting."""
+def _seconds_by_label(report: Report, *, heard: bool) -> dict[str, np.ndarray]:
+    """Axis, link and collective -> [3] seconds: overlapped, exposed, and of that apart what is known to be waiting.
+
+    `heard`: nothing is known of compute; all seconds in collectives stand where the exposed ones do.
+    """
     found: dict[str, np.ndarray] = {}
     for row in report.communication:
         label = f"{axes_text(row.axes)} · {link_text(row)} · {row_name(row)}"
-        exposed_s, wait_s = row.exposed_s or 0.0, row.exposed_wait_s or 0.0
+        known = (row.busy_s, row.wait_s) if heard else (row.exposed_s, row.exposed_wait_s)
+        exposed_s, wait_s = (seconds or 0.0 for seconds in known)
         found[label] = found.get(label, 0.0) + np.array([row.overlapped_s or 0.0, exposed_s - wait_s, wait_s])
     return found
 

@@ -12,8 +12,8 @@ from meshkit.report.schema import Report
 from meshkit.report.views import tables
 from meshkit.report.views.charts import (
     COLORS,
-    PARTS,
     communication_chart,
+    communication_parts,
     goodput_chart,
     history_chart,
     kernels_chart,
@@ -125,11 +125,12 @@ def _cards(shown: Sequence[Shown]) -> str:
     fits = reports[0].memory.fits
     judged = "" if fits is None else "good" if fits else "bad"
     memory_label = "of " + memory_text(reports[0]).partition(" of ")[2] if fits is not None else "memory per GPU"
-    boxes = [
-        box("step time", "step.time_s", format_seconds),
-        box(f"exposed communication{_share_of_step(reports)}", "step.exposed_s", format_seconds),
-        card("of communication overlapped", *map(_overlapped, reports), names=names),
-    ]
+    boxes = [box("step time", "step.time_s", format_seconds)]
+    if "exposed_s" in known:
+        boxes += [
+            box(f"exposed communication{_share_of_step(reports)}", "step.exposed_s", format_seconds),
+            card("of communication overlapped", *map(_overlapped, reports), names=names),
+        ]
     if "mfu" in known:
         hfus = " and ".join(format_percent(r.step.hfu) for r in reports if r.step.hfu is not None)
         boxes.append(box(f"MFU (HFU {hfus})" if hfus else "MFU", "step.mfu", format_percent))
@@ -180,6 +181,8 @@ def _step(shown: Sequence[Shown], page: Page) -> str:
     reports = [s.report for s in shown]
     if reports[0].step.time_s is None:
         return section("Step time", "No step was seen.")
+    if all(r.step.compute_s is None for r in reports):
+        return ""
     note = "Communication under compute costs no time and is inside compute; only its exposed part lengthens the step."
     for r in reports:
         if r.step.all_overlapped_s is not None and r.step.all_exposed_s is not None:
@@ -227,8 +230,10 @@ def _communication(shown: Sequence[Shown], page: Page) -> str:
         "Time per step and GPU, of the eight largest. Where several run at once, each has an equal share, so that the "
         "bars add up. Alone: nothing else ran, so this is what a faster one would save at most."
     )
-    waits = any(row.exposed_wait_s for r in reports for row in r.communication)
-    colors = legend((PARTS[key], COLORS[key]) for key in PARTS if key != "wait" or waits)
+    parts = communication_parts(reports)
+    if "overlapped" not in parts:
+        note = "Time per step and GPU, of the eight largest. What of it compute covers is unknown."
+    colors = legend((label, COLORS[key]) for key, label in parts.items())
     picture = page.chart("communication", communication_chart(reports))
     return section("Communication by axis and link", note, colors, picture, _each(shown, _communication_tables))
 

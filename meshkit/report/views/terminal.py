@@ -58,7 +58,7 @@ def render(report: Report, *, title: str | None = None) -> RenderableType:
     parts.append(_headline(report, title))
     if report.findings:
         parts += [heading("findings, by what they cost a step"), *_findings(report)]
-    if report.step.time_s:
+    if report.step.time_s and report.step.compute_s is not None:
         parts += [heading("step time"), _step_bar(report)]
     parts += [heading("communication a step, per GPU"), _communication(shown)]
     if exposed := _exposed_ops(shown):

@@ -73,7 +73,8 @@ def profile(
             output("")
             stdout().print(render_comparison(compare_reports(other, report)))
         if out is not None:
-            say(f"wrote report.json, report.html and trace.json.gz into {out}")
+            files = "report.json and report.html" if inspector else "report.json, report.html and trace.json.gz"
+            say(f"wrote {files} into {out}")
         return
     options = {"--experiment": experiment, "--mesh": mesh, "--cluster": cluster, "--program": program, "--out": out}
     if given := [name for name, value in options.items() if value is not None]:
