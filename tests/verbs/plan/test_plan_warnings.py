@@ -29,7 +29,7 @@ def warned(*, compute=(), step_s=1.0, cluster="dgx_h100", precision=None, traced
         noted_s=noted_s or {},
         host_bytes=0,
     )
-    compiled = SimpleNamespace(log=(), traced_flops=traced, dead_updates=())
+    compiled = SimpleNamespace(log=(), traced_flops=traced, dead_updates=(), symmetric_bytes=0)
     found = plan_warnings(
         compiled,  # pyright: ignore[reportArgumentType]
         EMPTY,
