@@ -44,6 +44,7 @@ def test_the_notebook_shows_its_report():
     text = json.dumps(cells)
     assert "/home/" not in text
     assert "Traceback" not in text
+    assert "child.py" not in text
 
 
 @pytest.mark.deviceless
