@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ LLAMA_1B = ROOT / "benchmarks/gpu/experiments/llama_1b.toml"
 DEBUG = EXPERIMENTS / "llama_debug_cpu.toml"
 # Llama 1B with this fits no GPU that is known, by its plan.
 TOO_LARGE = ("model.layers=2", "train.remat=none", "train.global_batch=64")
+_TOO_LARGE_TOY = ("train.steps=2", "train.global_batch=4096", "train.sequence_length=2048")  # 426 GiB at once
+_TOY_ADDRESSES = 12 * 2**30
 # Else XLA times kernels anew in each process, and two runs may take different ones.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 MEASURED = "measured.json"  # the report of what ran, beside which scoring.py lays a plan
@@ -31,10 +35,13 @@ _SHOWN = ("time_s", "compute_s", "exposed_s", "other_s", "idle_s", "mfu", "mfu_c
 _TEXT: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
 
 
-def meshkit(*arguments: object, log: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """`meshkit ARGUMENTS`, its stderr added to a log."""
+def meshkit(
+    *arguments: object, log: Path, check: bool = True, addresses: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`meshkit ARGUMENTS`, its stderr added to a log; with so many bytes of addresses, None as many as there are."""
     command = [sys.executable, "-m", "meshkit", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, **_TEXT)
+    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (addresses, addresses)) if addresses else None
+    done = subprocess.run(command, cwd=ROOT, preexec_fn=limit, **_TEXT)
     with log.open("a", encoding="utf-8") as file:
         file.write(f"$ meshkit {' '.join(map(str, arguments))}\n{done.stderr}\nexit code {done.returncode}\n")
     if check and done.returncode:
@@ -115,12 +122,10 @@ def preempt(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
 
 
 def exhaust(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """A step that does not fit: its exit code and message."""
-    if toy:
-        yield {"skipped": "a CPU has no limit to run into"}
-        return
-    sets = _sets(f"cluster.gpu={gpu_here()}", *TOO_LARGE)
-    done = meshkit("train", LLAMA_1B, *sets, "--out", folder / "run", log=folder / "verbs.log", check=False)
+    """A step that does not fit: its exit code and message; at toy size in a process of few addresses."""
+    sets = _debug(toy, "profile.steps=", *_TOO_LARGE_TOY) if toy else _sets(f"cluster.gpu={gpu_here()}", *TOO_LARGE)
+    command = ("train", DEBUG if toy else LLAMA_1B, *sets, "--out", folder / "run")
+    done = meshkit(*command, log=folder / "verbs.log", check=False, addresses=_TOY_ADDRESSES if toy else None)
     said = done.stderr.strip().splitlines()[-6:]
     words = {"traceback": "Traceback" in done.stderr, "remedy": "\n  try " in done.stderr}
     yield {"exit code": done.returncode, "message": said, **words}
