@@ -5,6 +5,7 @@ Needs a checkout of https://github.com/google/flax, named by MESHKIT_FLAX_REPO.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -68,8 +69,8 @@ def test_a_model_with_flaxs_own_names_and_constraints_is_sharded_trained_profile
 
 
 @pytest.mark.deviceless
+@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="keras is not installed")
 def test_a_model_of_keras_is_sharded_trained_profiled_and_planned():
-    pytest.importorskip("keras")
     check(row_of("keras", "-"))
 
 
