@@ -260,8 +260,12 @@ def _verdict(found: Comparison, parts: Sequence[ComparedPart]) -> str | None:
         sign = "+" if part.seconds.difference > 0 else "-"
         named = ": ".join(text for text in (part.part, part.what) if text)
         listed.append(f"{sign}{format_seconds(abs(part.seconds.difference))} {named} ({a} to {b}{most})")
-    text = f"The second step takes {format_seconds(step.b)}, {format_seconds(abs(more_s))} ({abs(more_s) / step.a:.1%})"
-    return f"{text.replace('%', ' %')} {word} than the first" + (f": {'; '.join(listed)}." if listed else ".")
+    by = format_percent(abs(more_s) / step.a)
+    than = f"{format_seconds(abs(more_s))} ({by}) {word} than the first"
+    if step.b >= 2 * step.a:
+        than = f"{step.b / step.a:.3g} times as long as the first of {format_seconds(step.a)}"
+    text = f"The second step takes {format_seconds(step.b)}, {than}"
+    return text + (f": {'; '.join(listed)}." if listed else ".")
 
 
 def plan_warnings(plan: Report, measured: Report) -> Iterator[Warning_]:

@@ -29,24 +29,25 @@ def paths(tmp_path_factory):
     return one_process(folder / "early.pb", 0), one_process(folder / "late.pb", 40)
 
 
-def read(paths, processes, late, **kwargs):
+def read(paths, processes, late, *, group=64, **kwargs):
     files = [TraceFile(paths[p == late], {0: p}, p) for p in range(processes)]
     return read_trace(
         files,
-        program(REDUCE, groups={REDUCE.name: np.arange(64)[None]}),
+        program(REDUCE, groups={REDUCE.name: np.arange(group)[None]}),
         num_steps=STEPS,
         **kwargs,
     )
 
 
-def test_sixty_four_processes_are_one_measurement(paths):
-    trace = read(paths, 64, late=17)
+@pytest.mark.parametrize("processes", [64, 512])
+def test_many_processes_are_one_measurement(paths, processes):
+    trace = read(paths, processes, late=17, group=processes)
     assert trace.notes == ()
-    assert len(trace.sweeps) == 64 * (STEPS - 1)
+    assert len(trace.sweeps) == processes * (STEPS - 1)
     assert trace.skew.instances == STEPS - 1
     worst = trace.skew.stragglers[0]
     assert (worst.device, worst.last_share) == (17, 1)
-    assert worst.caused_wait_s == pytest.approx(63 * 40e-6 * (STEPS - 1))
+    assert worst.caused_wait_s == pytest.approx((processes - 1) * 40e-6 * (STEPS - 1))
 
 
 def test_memory_is_that_of_one_file_and_of_what_is_kept(paths):

@@ -146,6 +146,8 @@ def _joined_text(comparison: Comparison) -> str:
     ]
     if not shares:
         return "No single operations to join."
+    if not comparison.joined_share and not comparison.kernels_joined_share:
+        return "No single operation is in both reports: they are of different programs."
     how = "the same program: joined by name" if comparison.joined_by == "name" else "different programs: joined by key"
     text = " and ".join(shares)
     return f"In both reports: {text} ({how}). The largest difference comes first."

@@ -313,6 +313,11 @@ def made(path, *, dot=300, gather=100, pause=0):
             "190 us (21.1 %) shorter than the first: -200 us compute: matmul",
         ),
         ({"dot": 301}, ("compute", "matmul"), "Both steps take 901 us."),
+        (
+            {"dot": 2100},
+            ("compute", "matmul"),
+            "takes 2.70 ms, 3 times as long as the first of 900 us: +1.80 ms compute",
+        ),
     ],
 )
 def test_compare_names_what_became_slower_in_two_traces(tmp_path, changed, first, verdict):
