@@ -13,11 +13,11 @@ REDUCE = collective("all-reduce-start.1", "all-reduce", "data", group_size=64)
 STEPS, KERNELS = 4, 200
 
 
-def one_process(path, late_us):
+def one_process(path, late_us, kernels=KERNELS):
     events = []
     for step in range(STEPS):
         t = 1000 * step
-        events += [gpu_op(f"fusion.{i}", t + 2 * i, t + 2 * i + 1) for i in range(KERNELS)]
+        events += [gpu_op(f"fusion.{i}", t + 2 * i, t + 2 * i + 1) for i in range(kernels)]
         events.append(gpu_op(REDUCE.name, t + 500 + late_us, t + 600))
     return write_planes(path, plane_text("/device:GPU:0", events))
 
@@ -40,7 +40,8 @@ def read(paths, processes, late, *, group=64, **kwargs):
 
 
 @pytest.mark.parametrize("processes", [64, 512])
-def test_many_processes_are_one_measurement(paths, processes):
+def test_many_processes_are_one_measurement(tmp_path, processes):
+    paths = [one_process(tmp_path / str(late_us), late_us, kernels=20) for late_us in (0, 40)]
     trace = read(paths, processes, late=17, group=processes)
     assert trace.notes == ()
     assert len(trace.sweeps) == processes * (STEPS - 1)
