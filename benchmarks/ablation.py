@@ -134,7 +134,7 @@ def render(table: Mapping[str, Mapping[str, Prediction]], rows: Mapping[str, Row
     base = table[EVERYTHING.name]
     families = sorted({p.family for p in base.values()})
     head = ["left out", "median error", "median of signed errors", "step, median change", *families]
-    lines = [_versions(len(base)), "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines = [versions(len(base)), "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, found in table.items():
         change = statistics.median((found[i].predicted_s or 0) / (base[i].predicted_s or 1) - 1 for i in found)
         cells = [name, _percent(_median(found, rows)), _percent(_signed(found, rows), signed=True)]
@@ -159,7 +159,7 @@ def _percent(share: float | None, *, signed: bool = False) -> str:
     return "" if share is None else f"{100 * share:+.1f} %" if signed else f"{100 * share:.1f} %"
 
 
-def _versions(count: int) -> str:
+def versions(count: int) -> str:
     names = ("meshkit", "jax", "jaxlib")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
     today = datetime.date.today().isoformat()
