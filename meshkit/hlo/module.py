@@ -16,7 +16,7 @@ import importlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -230,7 +230,9 @@ class _Reader:
         if i.name not in self._collectives:
             inner = self.communicating(i)
             names = [f"{i.name}/{c.name}" for c in inner[:-1]] + [i.name]
-            self._collectives[i.name] = tuple(self._collective(i, c, n) for c, n in zip(inner, names))
+            found = [self._collective(i, c, n) for c, n in zip(inner, names)]
+            over = [str(self.groups(c).tolist()) for c in inner] if len(inner) > 1 else [""]
+            self._collectives[i.name] = tuple(replace(c, grouped=over[n] in over[n + 1 :]) for n, c in enumerate(found))
         return self._collectives[i.name]
 
     def _of(self, i: Any) -> Attributes:

@@ -26,6 +26,7 @@ class Collective:
     payload_bytes: int  # bytes of one instance on one GPU (operand; result for all-gather)
     source: str = ""  # the op_name path of the model code that caused it
     replica_groups: str | None = None  # `{0,1},{2,3}`, where no mesh is known that has axes for them
+    grouped: bool = False  # whether NCCL runs it in the kernel of another one, which starts with it over the same GPUs
 
 
 @dataclass(frozen=True)

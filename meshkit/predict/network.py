@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-_LAUNCHES = ("nccl-tests", "xla")
+_LAUNCHES = ("nccl-tests", "xla", "grouped")
 
 
 class How(TypedDict, total=False):
@@ -101,7 +101,8 @@ def collective_time_s(
             `symmetric` (memory), `one-shot` (XLA's own all-reduce), `neighbours` (a permute as nccl-tests sends:
             every rank to the next, so that one flow leaves each host); a protocol may follow, as in `ring ll128`.
             `nccl`: its version, for its tuner's constants: "2.28.9".
-            `launch`: `xla`, in a step, or `nccl-tests`, one after the other with nothing between.
+            `launch`: `xla`, in a step; `nccl-tests`, one after the other with nothing between; `grouped`, in the
+                kernel of another one of the same GPUs, which has the launch.
             `fabric`: `rail`: a leaf switch takes one NIC of each of 32 hosts; `leaf`: all NICs of a host are on one
             leaf; `flat`: no oversubscription. By default the cluster's counts for all that leaves a host.
             `racks`: leaves that the domains lie under, evenly, where that is not as many as there must be.
@@ -172,8 +173,8 @@ def collective_price(
     if algorithm is not None and (found := forced(collective, algorithm, payload_bytes, wires)) is None:
         where = "inside a domain" if domains == 1 else "between domains"
         raise ConfigError(f"algorithm not in the model: {algorithm} of {collective} {where}.")
-    launch = by_hand("xla_launch_s") if how.get("launch", "xla") == "xla" else 0.0
-    seconds = launch + found.time_s
+    launch = {"xla": by_hand("xla_launch_s"), "nccl-tests": 0.0, "grouped": -wires.fitted["kernel_s"]}
+    seconds = max(found.wire_s, launch[how.get("launch", "xla")] + found.time_s)
     # A calibration says how long; how much of it is the wire is the model's.
     part = measured / seconds if measured is not None else 1.0
     channels = channels_of(found.name, collective, payload_bytes, wires)

@@ -100,7 +100,7 @@ class Pricer:
             known, busy = self._seconds(i), (0.0, 1.0) if crosses else (1.0, 0.0)
             price = Price(known, known * busy[0], known * busy[1], known)
             return self._transfer(c, price)
-        key = (c.collective, c.payload_bytes, c.gpus_per_domain, c.group_size)
+        key = (c.collective, c.payload_bytes, c.gpus_per_domain, c.group_size, c.grouped)
         if key not in self._collectives:
             ways: list[str | None] = [None]
             inside = not crosses and c.group_size > 1 and self._cluster.scale_up == "nvlink"
@@ -114,6 +114,7 @@ class Pricer:
                     domains=c.group_size // c.gpus_per_domain,
                     cluster=self._cluster,
                     algorithm=way,
+                    launch="grouped" if c.grouped else "xla",
                 )
                 for way in ways
             )

@@ -1,15 +1,19 @@
 """What a collective in flight takes from kernels beside it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
+from meshkit.config.mesh import Placement
+from meshkit.hlo.module import parse_hlo, read_schedule
 from meshkit.hlo.schedule import Collective, Instruction
-from meshkit.predict.assumptions import assumptions_for
+from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.kernels import KernelWork
-from meshkit.predict.network import Price, collective_time_s
+from meshkit.predict.links import by_hand
+from meshkit.predict.network import Price, collective_time_s, fitted_values
 from meshkit.predict.pricing import Pricer, load_of
 from meshkit.predict.traffic import NO_LOAD, Load, together
 
@@ -65,6 +69,28 @@ def test_symmetric_memory_is_priced_where_its_kernels_are_faster():
     assert seconds(symmetric, **small) == forced < seconds(usual, **small)
     for kind in ({"collective": "all-to-all"}, {"group_size": 16}):
         assert seconds(symmetric, **small, **kind) == seconds(usual, **small, **kind)
+
+
+def test_grouped_and_combined_collectives_are_launched_once():
+    """What XLA combines is one message of all bytes; of several in one start, NCCL has one kernel for the same GPUs."""
+    text = (Path(__file__).parents[1] / "data" / "hlo" / "fused.hlo").read_text()
+    together_ = text.replace("channel_id=4, replica_groups=[2,4]<=[8]", "channel_id=4, replica_groups=[1,8]<=[8]")
+    placement = Placement.from_shape(("data",), (8,), gpus_per_domain=8)
+    schedules = [read_schedule(parse_hlo(t), placement) for t in (text, together_)]
+    apart, grouped = (
+        {i.name: i for i, _ in s.walk() if i.name.startswith("group_start") and i.collective} for s in schedules
+    )
+    groups = [i.collective for i in (*apart.values(), *grouped.values())]
+    assert [c is not None and c.grouped for c in groups] == [False, False, True, False]
+    pricer = Pricer(Cluster.load("dgx_h100"), Assumptions())
+    launch = by_hand("xla_launch_s") + fitted_values()["kernel_s.4"]
+    alone, rides = (pricer.collective_s(found["group_start/gather"]) for found in (apart, grouped))
+    assert alone - rides == pytest.approx(launch)
+    one, two, both = (
+        pricer.collective_s(Instruction("i", "i", "collective", collective=replace(GATHER, payload_bytes=size)))
+        for size in (2**20, 2**18, 2**20 + 2**18)
+    )
+    assert both < one + two - launch  # and the steps of its ring, once
 
 
 def test_only_what_is_short_of_a_resource_slows_down():
