@@ -30,8 +30,8 @@ from meshkit.trace.operations import TracedProgram
 from meshkit.trace.reader import Trace
 from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
-LEAST, _WARNS = 0.005, 0.05  # shares of the step from which a cause is named, and is a warning
-_COMMUNICATION_WARNS = 0.1  # the same, of exposed communication of which nothing is wrong but that it is exposed
+LEAST, WARNS = 0.005, 0.05  # shares of the step from which a cause is named, and is a warning
+EXPOSED_WARNS = 0.1  # the same, of exposed communication of which nothing is wrong but that it is exposed
 _OUTLIER = 1.5  # x the median step
 _SLOW = 1.5  # x the model's seconds, of a collective; its error is below that where it was tested
 _LOW_RATE = 2.0  # x the model's seconds, of a kernel
@@ -211,7 +211,7 @@ class JudgedReport:
 
 
 def _finding(
-    case: JudgedReport, code: str, seconds: float, message: str, *, warns: float = _WARNS, **more: Any
+    case: JudgedReport, code: str, seconds: float, message: str, *, warns: float = WARNS, **more: Any
 ) -> FindingPart:
     severity = "warning" if seconds >= warns * case.time_s else "note"
     message = message[0].upper() + message[1:]
@@ -378,7 +378,7 @@ def _exposed(case: JudgedReport) -> Iterator[FindingPart]:
         for code, seconds in shared.items():
             if seconds < LEAST * case.time_s:
                 continue
-            what = f"{named(row)}{_source(row)} is exposed for {format_seconds(seconds)} a step"
+            what = f"{named(row)}{source(row)} is exposed for {format_seconds(seconds)} a step"
             message, hint, warns = _reason(code, what, off, row)
             yield _finding(case, code, seconds, message, warns=warns, evidence=evidence, hint=hint, step_s=hidden)
 
@@ -388,14 +388,14 @@ def _reason(code: str, what: str, off: Any, row: CommunicationPart) -> tuple[str
     if code == "synchronous_collectives":
         said = f" ({_ASYNC_OFF} = {off})" if off else ""
         hint = f"[xla] without {_ASYNC_OFF}" if off else f"[xla] {_HIDES} = true"
-        return f"{what}: XLA compiled it synchronous{said}, so nothing can run beside it.", hint, _WARNS
+        return f"{what}: XLA compiled it synchronous{said}, so nothing can run beside it.", hint, WARNS
     if code == "serialized_by_xla":
         message = f"{what}: XLA waits for it right where it starts, with no work between."
         loops = f", and xla_gpu_pipeline_{(row.collective or '').replace('-', '_')} in a loop over layers"
-        return message, f"[xla] {_HIDES} = true{loops if row.collective in list(_COMBINED)[:3] else ''}", _WARNS
+        return message, f"[xla] {_HIDES} = true{loops if row.collective in list(_COMBINED)[:3] else ''}", WARNS
     message = f"{what}, with nothing to compute beside it."
     hint = "micro-batches or layers that do not need it yet, another axis for it, or a faster link (`meshkit tune`)"
-    return message, hint, _COMMUNICATION_WARNS
+    return message, hint, EXPOSED_WARNS
 
 
 def _schedules(schedule: Schedule | None) -> tuple[set[str], set[str]]:
@@ -476,9 +476,7 @@ def _recomputation(case: JudgedReport) -> Iterator[FindingPart]:
     trace, each = case.known.trace, case.known.steps_per_execution
     seconds, known = 0.0, case.known.instructions
     for name, s in zip(trace.timeline.op_names, trace.kernels.time_s.tolist()):
-        info = known.get(name)
-        if _RECOMPUTED.search(name) or (info is not None and _RECOMPUTED.search(info.source)):
-            seconds += s / each
+        seconds += s / each if recomputes(name, known.get(name)) else 0.0
     memory = case.report.memory
     room = f", and {format_bytes(memory.margin_bytes)} are free" if (memory.margin_bytes or 0) > 0 else ""
     share = seconds / case.step.compute_s if case.step.compute_s else 0.0
@@ -534,6 +532,11 @@ _CAUSES = (
 )  # fmt: skip
 
 
+def recomputes(name: str, info: InstructionInfo | None) -> bool:
+    """Whether a kernel of the backward pass computes the forward again."""
+    return bool(_RECOMPUTED.search(name) or (info is not None and _RECOMPUTED.search(info.source)))
+
+
 def named(row: CommunicationPart) -> str:
     """`the all-reduce bf16 over tensor`."""
     what = " ".join(part for part in (row.collective or "communication", row.dtype) if part)
@@ -543,7 +546,7 @@ def named(row: CommunicationPart) -> str:
     return f"the {what}{over}{groups}{sized}"
 
 
-def _source(row: CommunicationPart) -> str:
+def source(row: CommunicationPart) -> str:
     """` (models/llama.py:116)`, of the operation that is exposed most."""
     op = max(row.ops, key=lambda op: op.exposed_s or 0.0, default=None)
     where = (combined_text(op, 2) or op.line or op.source) if op else None

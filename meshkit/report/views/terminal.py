@@ -54,7 +54,8 @@ _EXPOSED_COLUMNS = (
 def render(report: Report, *, title: str | None = None) -> RenderableType:
     """The whole report, for `rich.print`; `title` says what it is about (an experiment, a run)."""
     shown = Shown(report)
-    parts: list[RenderableType] = [Text(report.verdict, "bold"), Text()] if report.verdict else []
+    said = report.verdict if report.source == "profile" else None  # a plan's stands on its page
+    parts: list[RenderableType] = [Text(said, "bold"), Text()] if said else []
     parts.append(_headline(report, title))
     if report.findings:
         parts += [heading("findings, by what they cost a step"), *_findings(report)]

@@ -38,6 +38,7 @@ from meshkit.predict.coverage import (
 from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_of
 from meshkit.predict.memory import reserved_memory
 from meshkit.predict.simulate import Simulation, simulate
+from meshkit.report.foreseen import Foreseen, foreseen
 from meshkit.report.schema import CompilePart, MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, program_part, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, described, use_no_accelerator
@@ -155,13 +156,14 @@ def make_plan(
     memory = memory_part(compiled, module, schedule, cluster, memory_fraction=choices.memory_fraction, facts=facts)
     lint = examined.lint_compiled(compiled) if examined else None
     findings = lint.findings if lint else rematerialization_findings(compiled)
+    instructions = read_instructions(module)
     report = summarize_simulation(
         simulation,
         schedule,
         source="plan",
         machines=Machines(compiled.placement, cluster, processes_seen=0, processes_expected=cluster.hosts),
         facts=facts,
-        instructions=read_instructions(module),
+        instructions=instructions,
         warnings=plan_warnings(compiled, schedule, simulation, memory, cluster, findings, facts),
     )
     parts = {
@@ -169,7 +171,10 @@ def make_plan(
         "program": program_part(compiled, schedule),
         "compile": CompilePart(lower_s=compiled.lower_s, compile_s=compiled.compile_s, cached=compiled.cached),
     }
-    return Plan(report.model_copy(update=parts), simulation.timeline, compiled, schedule, facts, examined, lint)
+    known = Foreseen(simulation, schedule, instructions, cluster, facts.steps_per_call)
+    return Plan(
+        foreseen(report.model_copy(update=parts), known), simulation.timeline, compiled, schedule, facts, examined, lint
+    )
 
 
 def memory_part(
