@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,9 @@ def is_alive(pid):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
 @pytest.mark.parametrize(("program", "compilers"), [("planner.py", 1), ("tuner.py", 2)])
 def test_what_is_stopped_in_a_compile_leaves_no_process_and_no_folder(place, program, compilers, number):
-    process = subprocess.Popen([sys.executable, str(place / program)])
+    # as from a terminal: what a shell starts in the background, these tests among it, ignores SIGINT
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen([sys.executable, str(place / program)], preexec_fn=heard)
     wait_for(lambda: len(list((place / "says").iterdir())) == compilers, "nothing compiles")
     writers = [int(path.name) for path in (place / "says").iterdir()]
     process.send_signal(number)
