@@ -120,7 +120,7 @@ check: setup
 # The notebook of docs, run again in a kernel, its outputs in place.
 notebook: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[notebook]'
-	@MESHKIT_WRITE_NOTEBOOK=1 $(PY) -m pytest -q -m slow tests/test_notebook.py
+	@MESHKIT_WRITE_NOTEBOOK=1 $(PY) -m pytest -q tests/test_notebook.py
 
 docs: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
