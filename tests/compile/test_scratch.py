@@ -10,7 +10,6 @@ import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,8 +101,9 @@ def is_alive(pid):
 @pytest.mark.parametrize(("program", "compilers"), [("planner.py", 1), ("tuner.py", 2)])
 def test_what_is_stopped_in_a_compile_leaves_no_process_and_no_folder(place, program, compilers, number):
     # as from a terminal: what a shell starts in the background, these tests among it, ignores SIGINT
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen([sys.executable, str(place / program)], preexec_fn=heard)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen([sys.executable, str(place / program)])
+    signal.signal(signal.SIGINT, before)
     wait_for(lambda: len(list((place / "says").iterdir())) == compilers, "nothing compiles")
     writers = [int(path.name) for path in (place / "says").iterdir()]
     process.send_signal(number)
