@@ -41,19 +41,29 @@ def fitted_values() -> Mapping[str, float]:
     return found
 
 
-def fitted_for(generation: str, values: Mapping[str, float]) -> dict[str, float]:
-    """The constants of one generation by their plain names; what `values` lacks is as shipped."""
-    every = {**fitted_values(), **values}
-    parts = ((*name.partition("."), value) for name, value in every.items())
+@functools.cache
+def fitted_for(generation: str) -> Mapping[str, float]:
+    """The shipped constants of one generation by their plain names."""
+    return _of_generation(generation, fitted_values())
+
+
+def _of_generation(generation: str, values: Mapping[str, float]) -> dict[str, float]:
+    """Constants of one generation, or of all, by their plain names."""
+    parts = ((*name.partition("."), value) for name, value in values.items())
     return {name: value for name, _, suffix, value in parts if suffix in ("", generation)}
 
 
 def with_constants(wires: Wires, values: Mapping[str, float]) -> Wires:
-    """The same links with other constants of `[fitted]`, and with other rates than the catalog's (RATES)."""
+    """The same links with other constants of `[fitted]`, and with other rates than the catalog's (RATES).
+
+    NCCL chooses by what it takes them for, as before.
+    """
     inside, outside = (values.get(name, 1.0) for name in RATES)
+    own = _of_generation(wires.generation, {name: value for name, value in values.items() if name not in RATES})
     return replace(
         wires,
-        fitted=fitted_for(wires.generation, {name: value for name, value in values.items() if name not in RATES}),
+        taken_for=wires.taken_for or wires,
+        fitted={**fitted_for(wires.generation), **own},
         inside_bytes_per_s=wires.inside_bytes_per_s * inside,
         peer_bytes_per_s=wires.peer_bytes_per_s * inside,
         outside_bytes_per_s=wires.outside_bytes_per_s * outside,
@@ -106,6 +116,7 @@ class Wires:
     spine: tuple[float, float]  # how much slower what crosses the spine is: of a ring, and of sends to everybody
     nccl: tuple[int, ...]  # version
     fitted: Mapping[str, float]  # `[fitted]` of nccl.toml, of this generation
+    taken_for: Wires | None = field(default=None, compare=False, repr=False)  # what NCCL takes them for, if not this
     known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what the tuner expects, once made
 
     @classmethod
@@ -174,7 +185,7 @@ class Wires:
             busy=max(1.0, busy),
             spine=spine,
             nccl=version_of(nccl or constants["default_version"]),
-            fitted=fitted_for(_generation(capability), {}),
+            fitted=fitted_for(_generation(capability)),
         )
 
 

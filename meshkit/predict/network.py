@@ -14,19 +14,18 @@ from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
 from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
-from meshkit.predict.algorithms import CHOSEN, FORCED, Algorithm, channels_of, fastest, forced, options, wire_factor
+from meshkit.predict.algorithms import FORCED, Algorithm, channels_of, fastest, forced, options, wire_factor
 from meshkit.predict.links import (
     FABRICS,
     RATES,
     Wires,
     busy_share,
     by_hand,
-    fitted_for,
     fitted_values,
     nccl_constants,
     with_constants,
 )
-from meshkit.predict.tuner import PROTOCOLS, RING_TURNS, expected
+from meshkit.predict.tuner import PROTOCOLS, RING_TURNS
 
 __all__ = [
     "RING_TURNS",
@@ -112,15 +111,8 @@ def collective_time_s(
         ConfigError: an unknown collective, a group that makes no sense, an algorithm that cannot run it, or a
             calibration that cannot be read.
     """
-    return collective_price(
-        collective,
-        payload_bytes=payload_bytes,
-        gpus_per_domain=gpus_per_domain,
-        domains=domains,
-        cluster=cluster,
-        concurrent_groups=concurrent_groups,
-        **how,
-    ).seconds
+    group = (gpus_per_domain, domains, concurrent_groups)
+    return collective_price(collective, payload_bytes, group, cluster, how).seconds
 
 
 @dataclass(frozen=True)
@@ -135,20 +127,13 @@ class Price:
 
 
 def collective_price(
-    collective: str,
-    *,
-    payload_bytes: float,
-    gpus_per_domain: int,
-    domains: int = 1,
-    cluster: Cluster,
-    concurrent_groups: int | None = None,
-    **how: Unpack[How],
+    collective: str, payload_bytes: float, group: tuple[int, int, int | None], cluster: Cluster, how: How
 ) -> Price:
-    """What one collective takes, as `collective_time_s` has it."""
+    """What one collective takes, as `collective_time_s` has it; `group`: GPUs per domain, domains, such groups."""
+    gpus_per_domain, domains, concurrent_groups = group
     if how:
         _check(how, domains)
     algorithm, fitted = how.get("algorithm"), how.get("fitted")
-    n = gpus_per_domain * domains
     if collective not in RING_TURNS:
         raise ConfigError(f"unknown collective '{collective}'.", hint=", ".join(sorted(RING_TURNS)))
     if not 0 <= payload_bytes < float("inf") or gpus_per_domain < 1 or domains < 1:
@@ -157,18 +142,16 @@ def collective_price(
         )
     if concurrent_groups is not None and concurrent_groups < 1:
         raise ConfigError(f"{concurrent_groups} concurrent groups make no sense.", hint="1 or more")
-    if n == 1:
+    if gpus_per_domain * domains == 1:
         return Price(0.0)
     measured = None
     known = None if cluster.calibration is None or fitted else calibration.load_cached(cluster.calibration)
     if known is not None and known.network is None and algorithm is None:
         sharing = max(1.0, busy_share(cluster, gpus_per_domain, concurrent_groups))
         measured = _calibrated_s(known, collective, payload_bytes * sharing, gpus_per_domain, domains)
-    wires = _wires(cluster, gpus_per_domain, domains, concurrent_groups, how)
+    wires = _wires(cluster, group, how, known.network if known else None)
     if fitted:
-        wires = _recalibrated(wires, fitted)
-    elif known is not None and known.network is not None:
-        wires = _own_wires(wires, known)
+        wires = with_constants(wires, fitted)
     found = fastest(collective, payload_bytes, wires)
     if algorithm is not None and (found := forced(collective, algorithm, payload_bytes, wires)) is None:
         where = "inside a domain" if domains == 1 else "between domains"
@@ -196,51 +179,34 @@ def checkpoint_time_s(state_bytes: float | None, cluster: Cluster) -> float | No
     return None if rate is None or state_bytes is None else state_bytes / rate
 
 
-# A Cluster holds mappings and has no hash; its identity, with the object kept alive with the value, serves as one.
-_known_wires: dict[tuple, tuple[Cluster, Wires]] = {}
+# Neither has a hash, as both hold mappings; their identities, with the objects kept alive with the value, serve as one.
+_known_wires: dict[tuple, tuple[Cluster, calibration.NetworkConstants | None, Wires]] = {}
 _MOST_KNOWN = 1024
 
 
-def _wires(cluster: Cluster, g: int, k: int, concurrent_groups: int | None, how: How) -> Wires:
-    """`Wires.of`, made once for each cluster and shape of group."""
-    nvls, fabric, nccl = how.get("nvls", True), (how.get("fabric"), how.get("racks")), how.get("nccl")
-    key = (id(cluster), g, k, concurrent_groups, nvls, fabric, nccl)
-    if key not in _known_wires:
-        if len(_known_wires) >= _MOST_KNOWN:
-            _known_wires.clear()
-        made = Wires.of(cluster, g, k, concurrent_groups=concurrent_groups, nvls=nvls, fabric=fabric, nccl=nccl)
-        _known_wires[key] = cluster, made
-    return _known_wires[key][1]
-
-
-def _recalibrated(wires: Wires, values: Mapping[str, float]) -> Wires:
-    """Links with constants of one's own: NCCL chooses by what it takes them for, as before."""
-    for collective in CHOSEN:
-        expected(collective, wires)
-    return with_constants(wires, values)
-
-
-_own: dict[tuple[int, int], tuple[Wires, calibration.Calibration, Wires]] = {}
-
-
-def _own_wires(wires: Wires, known: calibration.Calibration) -> Wires:
-    """The links as `meshkit bench` found them, made once.
+def _wires(
+    cluster: Cluster, group: tuple[int, int, int | None], how: How, own: calibration.NetworkConstants | None
+) -> Wires:
+    """`Wires.of`, with the constants that `meshkit bench` found, made once for each cluster and shape of group.
 
     Raises:
         ConfigError: the calibration has a constant that the model has not.
     """
-    key = id(wires), id(known)
-    if key not in _own:
-        assert known.network is not None
-        values = known.network.constants
-        names = {*fitted_for(wires.generation, {}), *RATES}
-        if other := next((name for name in values if name not in names), None):
-            message = f"network.constants has '{other}', which is no constant of the network model."
-            raise ConfigError(message, hint=did_you_mean(other, sorted(names)))
-        if len(_own) >= _MOST_KNOWN:
-            _own.clear()
-        _own[key] = wires, known, _recalibrated(wires, values)
-    return _own[key][2]
+    nvls, fabric, nccl = how.get("nvls", True), (how.get("fabric"), how.get("racks")), how.get("nccl")
+    key = (id(cluster), id(own), group, nvls, fabric, nccl)
+    if key not in _known_wires:
+        if len(_known_wires) >= _MOST_KNOWN:
+            _known_wires.clear()
+        g, k, concurrent_groups = group
+        made = Wires.of(cluster, g, k, concurrent_groups=concurrent_groups, nvls=nvls, fabric=fabric, nccl=nccl)
+        if own is not None:
+            names = {*made.fitted, *RATES}
+            if other := next((name for name in own.constants if name not in names), None):
+                message = f"network.constants has '{other}', which is no constant of the network model."
+                raise ConfigError(message, hint=did_you_mean(other, sorted(names)))
+            made = with_constants(made, own.constants)
+        _known_wires[key] = cluster, own, made
+    return _known_wires[key][2]
 
 
 def _calibrated_s(known: calibration.Calibration, collective: str, payload: float, g: int, k: int) -> float | None:

@@ -18,7 +18,7 @@ from meshkit.hlo.schedule import Collective
 from meshkit.predict.algorithms import CHOSEN
 from meshkit.predict.assumptions import Assumptions, slowest_of
 from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s
-from meshkit.predict.network import Price, collective_price, wire_factor
+from meshkit.predict.network import How, Price, collective_price, wire_factor
 from meshkit.predict.traffic import LEAST_LEFT, NO_LOAD, Load, Transfer
 
 
@@ -106,16 +106,10 @@ class Pricer:
             inside = not crosses and c.group_size > 1 and self._cluster.scale_up == "nvlink"
             if self._assumptions.symmetric and inside and c.collective in CHOSEN:
                 ways.append("symmetric")
+            group = (c.gpus_per_domain, c.group_size // c.gpus_per_domain, None)
+            how: How = {"launch": "grouped" if c.grouped else "xla"}
             prices = (
-                collective_price(
-                    c.collective,
-                    payload_bytes=c.payload_bytes,
-                    gpus_per_domain=c.gpus_per_domain,
-                    domains=c.group_size // c.gpus_per_domain,
-                    cluster=self._cluster,
-                    algorithm=way,
-                    launch="grouped" if c.grouped else "xla",
-                )
+                collective_price(c.collective, c.payload_bytes, group, self._cluster, {**how, "algorithm": way})
                 for way in ways
             )
             self._collectives[key] = self._transfer(c, min(prices, key=lambda price: price.seconds))

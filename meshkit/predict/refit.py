@@ -15,7 +15,7 @@ import numpy as np
 
 from meshkit.config.calibration import NetworkConstants
 from meshkit.config.cluster import Cluster
-from meshkit.predict.links import RATES, Wires, fitted_for
+from meshkit.predict.links import RATES, Wires
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.tuner import RING_TURNS
 
@@ -78,10 +78,22 @@ class MeasuredCollective(Protocol):
     def time_s(self) -> float: ...
 
 
+def predicted_s(row: MeasuredCollective, cluster: Cluster, fitted: Mapping[str, float] | None = None) -> float:
+    """What the model says of a collective that was timed."""
+    return collective_time_s(
+        row.collective,
+        payload_bytes=row.size_bytes,
+        gpus_per_domain=row.gpus_per_domain,
+        domains=row.domains,
+        cluster=cluster,
+        fitted=fitted,
+    )
+
+
 def shipped_constants(cluster: Cluster) -> dict[str, float]:
     """The constants that hold for a cluster's GPU, and the rates of its links relative to the catalog's: 1."""
     wires = Wires.of(cluster, min(2, cluster.gpus_used_per_domain), 1)
-    return fitted_for(wires.generation, {}) | dict.fromkeys(RATES, 1.0)
+    return dict(wires.fitted) | dict.fromkeys(RATES, 1.0)
 
 
 def network_constants(measured: Sequence[MeasuredCollective], cluster: Cluster) -> NetworkConstants | None:
@@ -95,30 +107,21 @@ def network_constants(measured: Sequence[MeasuredCollective], cluster: Cluster) 
     plain = cluster.model_copy(update={"calibration": None})
     start = shipped_constants(plain)
 
-    def predicted_s(values: Mapping[str, float]) -> list[float]:
-        return [
-            collective_time_s(
-                row.collective,
-                payload_bytes=row.size_bytes,
-                gpus_per_domain=row.gpus_per_domain,
-                domains=row.domains,
-                cluster=plain,
-                fitted=values,
-            )
-            for row in rows
-        ]
+    def predicted(values: Mapping[str, float]) -> list[float]:
+        return [predicted_s(row, plain, values) for row in rows]
+
+    def miss(values: Mapping[str, float]) -> float:
+        return float(np.median(np.abs(predicted(values) / times - 1)))
 
     times = np.array([row.time_s for row in rows])
     groups = [(row.collective, row.gpus_per_domain, row.domains, row.size_bytes.bit_length() // 5) for row in rows]
-    known, best, told = dict(start), dict(start), set[str]()
-    misses = [float(np.median(np.abs(predicted_s(start) / times - 1)))]
+    tried, told = [start], set[str]()
     for _ in range(_TIMES):
-        found = Sensitivity.of(predicted_s, times.tolist(), known, groups)
+        found = Sensitivity.of(predicted, times.tolist(), tried[-1], groups)
         told |= {name for name, slope in zip(found.names, np.abs(found.slopes).max(0), strict=True) if slope > 1e-6}
         factors = found.refit()
-        known = {name: value * (factors[name] if name in told else 1.0) for name, value in known.items()}
-        misses.append(float(np.median(np.abs(predicted_s(known) / times - 1))))
-        if misses[-1] == min(misses):
-            best = dict(known)
+        tried.append({name: value * (factors[name] if name in told else 1.0) for name, value in tried[-1].items()})
+    misses = [miss(values) for values in tried]
+    best = tried[misses.index(min(misses))]
     values = {name: value for name, value in best.items() if name in told}
     return NetworkConstants(constants=values, points=len(rows), error_before=misses[0], error_after=min(misses))

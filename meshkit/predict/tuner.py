@@ -45,6 +45,7 @@ class Expected:
 
 def expected(collective: str, wires: Wires) -> tuple[Expected, ...]:
     """What the tuner expects of everything that it may choose for a reduction or a gather."""
+    wires = wires.taken_for or wires
     if collective not in wires.known:
         wires.known[collective] = tuple(found for found in _expected(collective, wires) if found.bytes_per_s > 0)
     return wires.known[collective]

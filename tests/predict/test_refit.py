@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,8 +11,7 @@ from meshkit.config import calibration
 from meshkit.config.calibration import Calibration
 from meshkit.config.cluster import Cluster
 from meshkit.errors import ConfigError
-from meshkit.predict.network import collective_time_s
-from meshkit.predict.refit import Sensitivity, network_constants, shipped_constants
+from meshkit.predict.refit import Sensitivity, network_constants, predicted_s, shipped_constants
 
 H100 = Cluster.load("dgx_h100", hosts=4)
 NOISE = 0.03  # of a run, relative
@@ -41,31 +40,12 @@ class Made:
     size_bytes: int
     time_s: float
 
-    def predicted_s(self, cluster=H100, fitted=None):
-        return collective_time_s(
-            self.collective,
-            payload_bytes=self.size_bytes,
-            gpus_per_domain=self.gpus_per_domain,
-            domains=self.domains,
-            cluster=cluster,
-            fitted=fitted,
-        )
-
 
 def sweep(groups, noise=NOISE):
     """Every collective of 1 KiB to 4 GiB, as bench measures them, on the machine of TRUE."""
     random = np.random.default_rng(19)
     rows = [Made(kind, g, k, 4**n * 1024, 0.0) for kind in KINDS for g, k in groups for n in range(12)]
-    return [
-        Made(
-            r.collective,
-            r.gpus_per_domain,
-            r.domains,
-            r.size_bytes,
-            r.predicted_s(fitted=TRUE) * np.exp(random.normal(0, noise)),
-        )
-        for r in rows
-    ]
+    return [replace(r, time_s=predicted_s(r, H100, TRUE) * np.exp(random.normal(0, noise))) for r in rows]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +58,7 @@ def test_a_machines_own_constants_are_found(found):
     rows, start = sweep(GROUPS, noise=0.0), shipped_constants(H100)
     true = {**start, **TRUE}
     here = Sensitivity.of(
-        lambda values: [row.predicted_s(fitted=values) for row in rows], [row.time_s for row in rows], true, rows
+        lambda values: [predicted_s(row, H100, values) for row in rows], [row.time_s for row in rows], true, rows
     )
     spoken = np.abs(here.slopes).max(0) > 1e-6
     slopes = here.slopes[:, spoken]
@@ -103,11 +83,11 @@ def test_a_plan_prices_groups_that_were_not_measured_by_them(found, tmp_path):
     cluster = Cluster.load("dgx_h100", hosts=4, calibration=str(path))
     rows = sweep(OTHER_GROUPS, noise=0.0)
     shipped, own = (
-        np.median([abs(row.predicted_s(where) / row.time_s - 1) for row in rows]) for where in (H100, cluster)
+        np.median([abs(predicted_s(row, where) / row.time_s - 1) for row in rows]) for where in (H100, cluster)
     )
     assert shipped > 0.08
     assert own < NOISE
-    assert rows[0].predicted_s(cluster, {"kernel_s": 1.0}) > 1  # a refit goes by the constants that it is given
+    assert predicted_s(rows[0], cluster, {"kernel_s": 1.0}) > 1  # a refit goes by the constants that it is given
 
 
 def test_nothing_is_made_of_a_few_rows():
@@ -121,7 +101,7 @@ def test_a_constant_that_the_model_has_not(tmp_path):
     path.write_text(text + "constants = { kernels = 1e-6 }\n")
     cluster = Cluster.load("dgx_h100", calibration=str(path))
     with pytest.raises(ConfigError, match="'kernels', which is no constant of the network model"):
-        Made("all-reduce", 8, 1, 1024, 0.0).predicted_s(cluster)
+        predicted_s(Made("all-reduce", 8, 1, 1024, 0.0), cluster)
     path.write_text(text + "constants = { kernel_s = -1e-6 }\n")
     with pytest.raises(ConfigError, match="must be greater than 0"):
         calibration.load(path)
