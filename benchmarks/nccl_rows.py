@@ -175,11 +175,16 @@ class Measured:
     note: str = ""  # why there is no prediction, or what was assumed for it
 
     @property
+    def understood(self) -> Row:
+        """The row of a line that is understood."""
+        assert self.row is not None
+        return self.row
+
+    @property
     def error(self) -> float:
         """Predicted over measured, less one."""
-        assert self.row is not None
         assert self.predicted_s is not None
-        return self.predicted_s / self.row.measured_s - 1
+        return self.predicted_s / self.understood.measured_s - 1
 
 
 def read_rows(path: Path) -> list[Measured]:
@@ -307,25 +312,14 @@ def _check_scale(found: list[Measured]) -> None:
         if line.row and line.predicted_s and not line.record["busbw_GBps"].strip():
             sweeps.setdefault((line.record["system"], line.row.collective), []).append(line)
     for (system, collective), lines in sweeps.items():
-        ends = sorted(lines, key=lambda line: _payload_bytes(line))
-        (small, little), (large, much) = ((_measured_s(line), line.predicted_s or 0.0) for line in (ends[0], ends[-1]))
+        lines.sort(key=lambda line: line.understood.payload_bytes)
+        first, last = lines[0], lines[-1]
+        small, large = first.understood.measured_s, last.understood.measured_s
+        little, much = first.predicted_s or 0.0, last.predicted_s or 0.0
         times = large / much
         if large > 2 * small and much > little:
             times = max(times, (large - small) / (much - little))
         if not _FASTEST < times < _SLOWEST:
-            message = (
-                f"{collective} of {_payload_bytes(ends[-1])} bytes on '{system}' takes {times:.2g} times what its links"
-            )
-            raise ConfigError(f"{message} need: a unit is off.", at=f"{ends[-1].where}: bytes, time_us", hint=_UNITS)
-
-
-def _payload_bytes(line: Measured) -> int:
-    """The size of a line that is understood."""
-    assert line.row is not None
-    return line.row.payload_bytes
-
-
-def _measured_s(line: Measured) -> float:
-    """The time of a line that is understood."""
-    assert line.row is not None
-    return line.row.measured_s
+            size = last.understood.payload_bytes
+            message = f"{collective} of {size} bytes on '{system}' takes {times:.2g} times what its links need"
+            raise ConfigError(f"{message}: a unit is off.", at=f"{last.where}: bytes, time_us", hint=_UNITS)

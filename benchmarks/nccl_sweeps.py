@@ -51,18 +51,18 @@ def write_scores(found: Sequence[Measured], path: Path) -> None:
 
 def score_lines(found: Sequence[Measured]) -> Iterator[str]:
     """Tables in Markdown: errors by class, collective and system, sources apart, and what was not understood."""
-    priced = [line for line in found if line.row is not None and line.predicted_s is not None]
-    small = sum(_bytes(line) < CLASSES[0][1] for line in priced)
+    priced = [line for line in found if line.predicted_s is not None]
+    small = sum(line.understood.payload_bytes < CLASSES[0][1] for line in priced)
     yield f"{len(found)} rows, {len(priced)} priced, {small} of them below 8 KiB and in no class."
     yield "Error = predicted / measured - 1; each cell: median of its size, 90th percentile of that, its median (rows)."
     yield from ["", "By class", ""]
-    yield from _grouped(priced, ("source", "where"), lambda line: (line.source, _place(line)))
+    yield from _grouped(priced, ("source", "where"), lambda line: (line.source, line.understood.place))
     yield from [
         "",
         "By class, all sources: median over systems of each system's median, 90th percentile of all (systems)",
         "",
     ]
-    rows = [line.row for line in priced if line.row is not None]
+    rows = [line.understood for line in priced]
     yield from by_place(rows, misses(rows))
     if len({row.system for row in rows}) >= _LEAST_SYSTEMS:
         yield from ["", "The same, each system left out of the fit in turn", ""]
@@ -72,7 +72,7 @@ def score_lines(found: Sequence[Measured]) -> Iterator[str]:
         yield from ["", "What is fitted", "", *constant_lines(rows), "", "Set by hand", "", *by_hand_lines()]
     yield from ["", "By collective", ""]
     key = ("source", "collective", "where")
-    yield from _grouped(priced, key, lambda line: (line.source, line.row.collective if line.row else "", _place(line)))
+    yield from _grouped(priced, key, lambda line: (line.source, line.understood.collective, line.understood.place))
     yield from ["", "By system", ""]
     yield from _grouped(priced, ("source", "system"), lambda line: (line.source, line.record["system"]))
     yield from ["", "Not priced", "", "| reason | rows | systems |", "|---|---|---|"]
@@ -86,18 +86,6 @@ def score_lines(found: Sequence[Measured]) -> Iterator[str]:
         yield from (f"| {note} | {n} |" for note, n in notes.most_common())
 
 
-def _bytes(line: Measured) -> int:
-    """The size of a row that is priced."""
-    assert line.row is not None
-    return line.row.payload_bytes
-
-
-def _place(line: Measured) -> str:
-    """The place of a row that is priced."""
-    assert line.row is not None
-    return line.row.place
-
-
 def _grouped(
     lines: Sequence[Measured], names: Sequence[str], key: Callable[[Measured], tuple[str, ...]]
 ) -> Iterator[str]:
@@ -106,7 +94,7 @@ def _grouped(
     yield "|---" * (len(names) + len(CLASSES)) + "|"
     groups: dict[tuple[str, ...], list[Measured]] = {}
     for line in lines:
-        if _bytes(line) >= CLASSES[0][1]:
+        if line.understood.payload_bytes >= CLASSES[0][1]:
             groups.setdefault(key(line), []).append(line)
     for group, members in sorted(groups.items()):
         cells = (_cell(_errors(members, low, high), signed=True) for _, low, high in CLASSES)
@@ -115,7 +103,7 @@ def _grouped(
 
 def _errors(lines: Iterable[Measured], low: int, high: int) -> np.ndarray:
     """Signed errors of the rows of a size."""
-    return np.array([line.error for line in lines if low <= _bytes(line) < high])
+    return np.array([line.error for line in lines if low <= line.understood.payload_bytes < high])
 
 
 def read_xla_table(path: Path = TABLE) -> list[Row]:
@@ -219,7 +207,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _write_figure(found: Sequence[Measured], path: Path) -> None:
     """The figure of rows that are priced."""
     try:
-        path.write_text(draw([line.row for line in found if line.row is not None and line.predicted_s is not None]))
+        path.write_text(draw([line.understood for line in found if line.predicted_s is not None]))
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be written: {error}.", hint="--figure with another path") from None
 

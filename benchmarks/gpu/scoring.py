@@ -27,9 +27,10 @@ from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.kernels import KernelWork, kernel_work, memory_bytes_per_s
+from meshkit.predict.links import by_hand
 from meshkit.predict.pricing import arithmetic_left
 from meshkit.predict.simulate import simulate
-from meshkit.predict.traffic import LEAST_LEFT, Load
+from meshkit.predict.traffic import Load
 from meshkit.report.history import read_history, untraced_step_s
 from meshkit.report.schema import Report, read_report
 from meshkit.report.summarize import Machines, summarize_simulation
@@ -385,7 +386,7 @@ def _contention(m: Measurement, folder: Path, values: Mapping[str, Any], card: C
             taken = streamed / memory_bytes_per_s(card.gpu)
             arithmetic = 1.0 if held and held[1] == "0" else arithmetic_left(card.gpu, 24)
             work = KernelWork(arithmetic_s=1.0) if label.startswith("matmul") else KernelWork(memory_s=1.0)
-            predicted = Load(arithmetic, max(LEAST_LEFT, 1.0 - taken)).slowdown(work)
+            predicted = Load(arithmetic, max(by_hand("least_left"), 1.0 - taken)).slowdown(work)
         yield Row(f"slowdown of a {label}", predicted, measured)
 
 

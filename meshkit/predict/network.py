@@ -122,7 +122,7 @@ class Price:
     seconds: float
     inside_s: float = 0.0  # of which the link inside a domain is busy
     outside_s: float = 0.0  # and the GPU's way out of it
-    wire_s: float = 0.0  # during which it sends; the rest is latency
+    wire_s: float = 0.0  # during which it sends, no less than either; the rest is latency
     channels: int = 0  # blocks of its kernel
 
 

@@ -18,8 +18,9 @@ from meshkit.hlo.schedule import Collective
 from meshkit.predict.algorithms import CHOSEN
 from meshkit.predict.assumptions import Assumptions, slowest_of
 from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s
+from meshkit.predict.links import by_hand
 from meshkit.predict.network import How, Price, collective_price, wire_factor
-from meshkit.predict.traffic import LEAST_LEFT, NO_LOAD, Load, Transfer
+from meshkit.predict.traffic import NO_LOAD, Load, Transfer
 
 
 def arithmetic_left(gpu: Gpu, channels: int, *, waves: bool = True) -> float:
@@ -32,7 +33,7 @@ def arithmetic_left(gpu: Gpu, channels: int, *, waves: bool = True) -> float:
         waves: False: no measurement counts.
     """
     measured = gpu.achieved.get("contended") if waves else None
-    return measured or max(LEAST_LEFT, 1.0 - channels / gpu.sms)
+    return measured or max(by_hand("least_left"), 1.0 - channels / gpu.sms)
 
 
 def load_of(c: Collective, price: Price, gpu: Gpu, memory_bytes_per_s: float, *, waves: bool = True) -> Load:
@@ -42,7 +43,7 @@ def load_of(c: Collective, price: Price, gpu: Gpu, memory_bytes_per_s: float, *,
     wire = c.payload_bytes * wire_factor(c.collective, c.group_size)
     taken = catalog.kernels()["nccl_memory_passes"] * wire / price.seconds / memory_bytes_per_s
     left = arithmetic_left(gpu, price.channels, waves=waves)
-    return Load(left, max(LEAST_LEFT, 1.0 - taken), adds=not (waves and "contended" in gpu.achieved))
+    return Load(left, max(by_hand("least_left"), 1.0 - taken), adds=not (waves and "contended" in gpu.achieved))
 
 
 class Pricer:
@@ -120,7 +121,7 @@ class Pricer:
         return self.transfer(i).seconds
 
     def _transfer(self, c: Collective, price: Price) -> Transfer:
-        return Transfer(price.seconds, price.inside_s, price.outside_s, price.wire_s, self._load(c, price))
+        return Transfer(**vars(price), load=self._load(c, price))
 
     def _load(self, c: Collective, price: Price) -> Load:
         """What a collective leaves to the kernels of its GPU."""

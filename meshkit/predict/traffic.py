@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshkit.predict.kernels import KernelWork
-
-LEAST_LEFT = 0.2  # a kernel always gets some of the memory's bandwidth, as the controller is fair
+from meshkit.predict.links import by_hand
+from meshkit.predict.network import Price
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,14 @@ def together(loads: Sequence[tuple[Load, float]]) -> Load:
     held = sum(1.0 - load.arithmetic for load, _ in loads if load.adds)
     once = min((load.arithmetic for load, _ in loads if not load.adds), default=1.0)
     moved = sum((1.0 - load.memory) * speed for load, speed in loads)
-    return Load(max(LEAST_LEFT, min(once, 1.0 - held)), max(LEAST_LEFT, 1.0 - moved))
+    least = by_hand("least_left")
+    return Load(max(least, min(once, 1.0 - held)), max(least, 1.0 - moved))
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """What one collective needs when it is alone."""
+class Transfer(Price):
+    """What one collective needs when it is alone, and leaves to kernels."""
 
-    seconds: float
-    inside_s: float = 0.0  # of which the link inside a domain is busy
-    outside_s: float = 0.0  # and the GPU's way out of it
-    wire_s: float = 0.0  # during which it sends: no less than either
     load: Load = NO_LOAD
 
     @property

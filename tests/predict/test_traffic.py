@@ -62,7 +62,7 @@ def test_a_kernel_is_slowed_by_the_one_that_runs_and_that_is_slowed_by_its_link(
     load = Load(arithmetic=0.5)
     traffic = InFlight(lambda *_: None)
     for stream in (0, 1):
-        traffic.start(Transfer(1.0, 1.0, 0.0, 1.0, load), stream, 0.0, stream)
+        traffic.start(Transfer(1.0, 1.0, 0.0, 1.0, load=load), stream, 0.0, stream)
     # both for 2 s, during which nothing but the least is left: 0.4 s of work; then alone
     assert traffic.run(KernelWork(arithmetic_s=1.0), 0.0) == pytest.approx(2.0 + 0.6)
 

@@ -151,8 +151,6 @@ class BenchReport(Part):
         )
         network = self.network and NetworkConstants(
             constants={one.name: one.value for one in self.network.constants},
-            points=self.network.points,
-            error_before=self.network.error_before,
-            error_after=self.network.error_after,
+            **self.network.model_dump(exclude={"constants"}),
         )
         return Calibration(fits, machine, Rates(**self.rates.model_dump()), network)
