@@ -32,7 +32,8 @@ from meshkit.predict.pricing import arithmetic_left
 from meshkit.predict.simulate import simulate
 from meshkit.predict.traffic import Load
 from meshkit.report.history import read_history, untraced_step_s
-from meshkit.report.schema import Report, read_report
+from meshkit.report.reading import read_report
+from meshkit.report.schema import Report
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.step.facts import StepFacts
 from meshkit.trace.captured import open_program

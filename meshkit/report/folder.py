@@ -14,7 +14,8 @@ from pathlib import Path
 from meshkit.errors import TraceError
 from meshkit.report.compare import plan_warnings
 from meshkit.report.history import read_goodput_part, read_history, trend_warnings
-from meshkit.report.schema import REPORT_FILE, Report, read_report
+from meshkit.report.reading import read_report
+from meshkit.report.schema import REPORT_FILE, Report
 from meshkit.report.views.html import write_html
 from meshkit.report.views.perfetto import TRACE_FILE, write_perfetto
 from meshkit.timeline import Timeline

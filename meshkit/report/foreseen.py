@@ -8,8 +8,7 @@ Only what a simulation knows is named: no waiting, clocks or outliers, which a m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.instructions import InstructionInfo
@@ -17,17 +16,16 @@ from meshkit.hlo.schedule import Schedule
 from meshkit.predict.coverage import NOT_PREDICTED, kernel_seconds_by_name
 from meshkit.predict.kernels import peak_flops
 from meshkit.predict.simulate import Simulation
-from meshkit.report.schema import MemoryPart, Report
-from meshkit.report.verdict import (
+from meshkit.report.causes import (
     EXPOSED_WARNS,
     WARNS,
     JudgedReport,
-    Known,
     named,
     recomputes,
     small_collectives,
     source,
 )
+from meshkit.report.schema import MemoryPart, Report
 from meshkit.units import format_bytes, format_percent, format_seconds
 
 _LINKS = {"nvlink": "NVLink", "infiniband": "InfiniBand"}
@@ -61,9 +59,7 @@ def foreseen(report: Report, known: Foreseen) -> Report:
         return report.model_copy(update={"verdict": " ".join(said) or None})
     case = _Predicted(report, known)
     parts = [p for p in sorted(_parts(case), reverse=True) if p.seconds >= p.least * time_s][:2]
-    for i, part in enumerate(parts):
-        of = "the step" if i else f"the step of {format_seconds(time_s)}"
-        said.append(f"{format_percent(part.seconds / time_s)} of {of} is {part.name}.{part.more}")
+    said += [case.share(part.seconds, part.name, first=not i) + part.more for i, part in enumerate(parts)]
     if not parts:
         said.append(_bound(case))
     if memory.fits and memory.margin_bytes is not None:
@@ -72,23 +68,13 @@ def foreseen(report: Report, known: Foreseen) -> Report:
 
 
 class _Predicted(JudgedReport):
-    """A simulated step: nobody waits, every GPU is alike, and a transfer takes as long as it is busy."""
+    """A simulated step: a transfer takes as long as it is busy."""
 
     def __init__(self, report: Report, known: Foreseen):
         rows = tuple(r.model_copy(update={"transfer_s": r.busy_s}) for r in report.communication)
-        trace = cast(Any, known.simulation)  # of a trace only the timeline is asked for
-        beside = Known(trace, cast(Any, None), cluster=known.cluster, steps_per_execution=known.steps)
-        super().__init__(report.model_copy(update={"communication": rows}), beside, None)
+        report = report.model_copy(update={"communication": rows})
+        super().__init__(report, known.cluster, known.simulation.timeline.collectives)
         self.foreseen = known
-
-    @cached_property
-    def uneven(self) -> Mapping[int, float]:
-        """No GPU computes longer than another."""
-        return {}
-
-    def with_(self, mended: Any) -> float | None:
-        """There is no measured step to replay."""
-        return None
 
 
 def _parts(case: _Predicted) -> list[_Part]:

@@ -7,15 +7,11 @@ What compute covers is unknown, so every second is one that the step loses at mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
-from typing import Any, cast
-
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.network import RING_TURNS
+from meshkit.report.causes import JudgedReport, findings_of, named, slow_link, small_collectives, waiting
 from meshkit.report.schema import CommunicationPart, FindingPart, OpPart, Report
-from meshkit.report.verdict import LEAST, JudgedReport, Known, named, slow_link, small_collectives, waiting
 from meshkit.units import format_percent, format_seconds
 
 
@@ -24,11 +20,9 @@ def judged_by_communication(report: Report, cluster: Cluster | None) -> Report:
     case = _Heard(report, cluster)
     if not case.time_s:
         return report
-    found = [finding for cause in (waiting, slow_link, small_collectives) for finding in cause(case)]
-    findings = [f for f in found if (f.seconds or 0.0) >= LEAST * case.time_s]
+    findings = findings_of(case, (waiting, slow_link, small_collectives))
     if report.step.time_s is None:
-        findings = [f.model_copy(update={"message": f.message.replace(" a step", "")}) for f in findings]
-    findings = tuple(sorted(findings, key=lambda f: -(f.seconds or 0.0)))
+        findings = tuple(f.model_copy(update={"message": f.message.replace(" a step", "")}) for f in findings)
     return report.model_copy(update={"findings": findings, "verdict": _verdict(case, findings)})
 
 
@@ -47,7 +41,7 @@ class _Heard(JudgedReport):
             update={"exposed_s": self.all_s, "time_s": report.step.time_s or self.all_s, "compute_s": None}
         )
         heard = report.model_copy(update={"communication": tuple(rows), "step": step, "per_step": None})
-        super().__init__(heard, Known(cast(Any, None), cast(Any, None), cluster=cluster), None)
+        super().__init__(heard, cluster)
         self.told = report
 
     def of(self, row: CommunicationPart) -> list[Collective]:
@@ -66,23 +60,6 @@ class _Heard(JudgedReport):
         """None also where its GPUs' places are not known."""
         known = c.gpus_per_domain > 0 and c.collective in RING_TURNS
         return super().model_s(c, count=count) if known else None
-
-    def with_(self, mended: Any) -> float | None:
-        """What the step would take nobody knows."""
-        return None
-
-    def per_device(self, name: str) -> dict[int, float]:
-        """Nothing is known but communication."""
-        return {}
-
-    @cached_property
-    def uneven(self) -> Mapping[int, float]:
-        """Nothing is known of compute."""
-        return {}
-
-    def members(self, row: CommunicationPart) -> list[int]:
-        """There is no timeline."""
-        return []
 
 
 def _ops(i: int, row: CommunicationPart) -> tuple[OpPart, ...]:

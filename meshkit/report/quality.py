@@ -10,6 +10,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.sections import PGLE_OPTION, PREDICTED
 from meshkit.discover.topology import gpu_by_name
 from meshkit.errors import TraceError
+from meshkit.report.reading import read_report
 from meshkit.report.schema import (
     CommunicationPart,
     FeedbackPart,
@@ -18,7 +19,6 @@ from meshkit.report.schema import (
     StragglerPart,
     StragglersPart,
     Warning_,
-    read_report,
 )
 from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED, Facts, Note
 from meshkit.trace.reader import Trace

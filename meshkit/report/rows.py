@@ -168,13 +168,18 @@ def _ops(
 
 
 def combined_text(op: OpPart, most: int = 3) -> str:
-    """`24 arrays: 62 % models/llama.py:88 attention/dot_general, ...`; "" of a collective of one."""
+    """`24 arrays: 62 % models/llama.py:88 attention/dot_general, ...`; "" of a collective of one.
+
+    An origin that all arrays have stands alone.
+    """
     whole = sum(op.causes.values())
     if not whole or op.arrays < 2:
         return ""
+    if len(op.causes) == 1:
+        return next(iter(op.causes))
     listed = [f"{format_percent(size / whole)} {cause}" for cause, size in list(op.causes.items())[:most]]
     rest = len(op.causes) - len(listed)
-    return f"{op.arrays} arrays: {', '.join(listed)}" + (f", {rest} others" if rest else "")
+    return f"{op.arrays} arrays: {', '.join(listed)}" + (f", {rest} other{'s' * (rest > 1)}" if rest else "")
 
 
 def infiniband_share(c: Collective) -> float:

@@ -12,17 +12,15 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from meshkit.config.bounded import read_regular, write_file
-from meshkit.errors import TraceError
+from meshkit.config.bounded import write_file
 from meshkit.hlo.pipeline_report import ScheduleCost
 from meshkit.predict.interval import StepInterval
 from meshkit.report.readable import Readable
 
 SCHEMA = "meshkit.report/1"
 REPORT_FILE = "report.json"
-_LARGEST_BYTES, _LARGEST_NUMBER = 64 * 2**20, 1e40
 Source = Literal["plan", "rehearse", "profile"]
 LinkName = Literal["nvlink", "infiniband"]
 WaitMethod = Literal["clocked", "clock_free"]
@@ -549,52 +547,3 @@ class Report(Readable, Part):
         write_file(partial, self.to_json() + "\n")
         os.replace(partial, file)
         return file
-
-
-def read_report(path: str | Path) -> Report:
-    """Reads the report of a run.
-
-    Args:
-        path: a run folder that holds `report.json`, or that file.
-
-    Raises:
-        TraceError: there is no such file, or it is no report of this version.
-    """
-    path = Path(path)
-    file = path / REPORT_FILE if path.is_dir() else path
-    try:
-        text = read_regular(file, _LARGEST_BYTES).decode("utf-8")
-    except OSError as e:
-        hint = "a run folder with report.json, or `meshkit profile RUN` to write one from its trace"
-        raise TraceError(f"there is no report to read: {e.strerror}.", at=str(file), hint=hint) from None
-    except UnicodeDecodeError:
-        raise TraceError("this file is not a report: it is not text.", at=str(file)) from None
-    hint = "a report.json as meshkit wrote it"
-    try:
-        report = Report.model_validate_json(text)
-    except ValidationError as e:
-        raise TraceError(f"this file is not a {SCHEMA}: {_first_error(e)}.", at=str(file), hint=hint) from None
-    if too_large := _find_too_large(report.model_dump()):
-        raise TraceError(f"this file is not a {SCHEMA}: {too_large} is out of range.", at=str(file), hint=hint)
-    return report
-
-
-def _find_too_large(document: Any) -> str | None:
-    """The key of a number so large that sums and ratios of it may have no value."""
-    pending = [("", document)]
-    while pending:
-        key, value = pending.pop()
-        if isinstance(value, dict):
-            pending += [(f"{key}.{name}" if key else str(name), item) for name, item in value.items()]
-        elif isinstance(value, list | tuple):
-            pending += [(key, item) for item in value]
-        elif isinstance(value, int | float) and abs(value) > _LARGEST_NUMBER:
-            return key
-    return None
-
-
-def _first_error(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(p) for p in first["loc"])
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{where + ': ' if where else ''}{first['msg'].rstrip('.')}{more}"

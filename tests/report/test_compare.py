@@ -12,7 +12,7 @@ from meshkit.config import catalog
 from meshkit.errors import ConfigError, TraceError
 from meshkit.predict.interval import step_interval, stratum_of
 from meshkit.report.compare import compare, condition_text, judge, pair
-from meshkit.report.schema import read_report
+from meshkit.report.reading import read_report
 from meshkit.report.views.compare import render
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from meshkit.console import output, say, status, stdout
 from meshkit.report.compare import compare
-from meshkit.report.schema import MeshAxisPart, Report, StepPart, Warning_, WindowPart, read_report
+from meshkit.report.reading import read_report
+from meshkit.report.schema import MeshAxisPart, Report, StepPart, Warning_, WindowPart
 from meshkit.report.views.compare import render as render_comparison
 from meshkit.report.views.html import write_html
 from meshkit.verbs.arguments import show_report

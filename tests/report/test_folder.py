@@ -7,7 +7,7 @@ import pytest
 from meshkit.errors import TraceError
 from meshkit.report.folder import find_prediction, write_folder
 from meshkit.report.history import history_of, read_history, trend_warnings
-from meshkit.report.schema import read_report
+from meshkit.report.reading import read_report
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from meshkit.report.folder import write_folder
 from meshkit.report.history import goodput_part
-from meshkit.report.schema import Report, read_report
+from meshkit.report.reading import read_report
+from meshkit.report.schema import Report
 from meshkit.report.views.terminal import render
 from meshkit.report.views.words import goodput_summary
 from meshkit.runs.goodput import Goodput

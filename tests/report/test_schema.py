@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from meshkit.errors import TraceError
-from meshkit.report.schema import Report, StepPart, WindowPart, read_report
+from meshkit.report.reading import read_report
+from meshkit.report.schema import Report, StepPart, WindowPart
 
 CONTRACT = {
     "cluster": "gpu hosts gpus_per_host num_gpus nvlink_domain_size num_nvlink_domains scale_up fabric",

@@ -57,11 +57,12 @@ def write(folder, devices, *, processes=None, clocks=None):
     return files
 
 
-def report_of(folder, devices, *, collectives=(), groups=PAIR, quality=None, history=None, at=None, **known):
+def report_of(folder, devices, *, collectives=(), groups=PAIR, quality=None, history=None, at=None, cpu=False, **known):
     """The judged report of a made trace."""
     files = write(folder, devices, **(at or {}))
     of = program(*collectives, groups={c.name: np.array(groups) for c in collectives} if groups else {})
     trace = read_trace(files, of, rows=group_rows(of.distinct_collectives)[0], num_steps=STEPS)
+    trace.facts.cpu = cpu
     cluster, instructions = known.get("cluster"), known.get("instructions") or {}
     report = summarize(trace.steps, source="profile", instructions=instructions, swept=trace)
     report = report.model_copy(
@@ -96,7 +97,8 @@ def test_a_combined_collective_is_named_by_what_its_arrays_are_for(tmp_path):
     assert op.causes == {cause: pytest.approx(n / 10_000 * op.payload_bytes) for cause, n in causes.items()}
     parts = "24 arrays: 62.0 % models/llama.py:88 attention/dot, 33.0 % models/llama.py:116 mlp/dot, 2 others"
     assert parts in report.findings[0].message
-    assert parts.replace("2 others", "4.0 % x, 1 others") == combined_text(op)
+    assert parts.replace("2 others", "4.0 % x, 1 other") == combined_text(op)
+    assert combined_text(op.model_copy(update={"causes": {"x": 400.0}})) == "x"
 
 
 def exposed(c=GATHER, *, compute=600, until=1000):
@@ -246,8 +248,15 @@ def test_the_verdict_says_where_the_step_goes_and_how_long_it_would_be(tmp_path)
     assert report.verdict == (
         "20.0 % of the step of 1.00 ms is exposed communication. 75.0 % of the exposed communication, 150 us a step, "
         "is waiting for peers, 100.0 % of it for GPU 1 (process 0 on n0), which computes 46.2 % longer than the median."
-        " Without that the step would take 724 us."
+        " Were no GPU slower than the median the step would take 724 us."
     )
+
+
+def test_virtual_devices_are_not_called_gpus(tmp_path):
+    report = report_of(tmp_path, late(), collectives=[GATHER], cpu=True)
+    assert "100.0 % of it for device 1 (" in report.verdict
+    assert report.verdict.endswith(" Were no device slower than the median the step would take 724 us.")
+    assert "GPU" not in report.verdict
 
 
 def test_what_if_replays_the_measured_timeline(tmp_path):

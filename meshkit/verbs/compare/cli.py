@@ -52,7 +52,7 @@ def compare(
 
 def _report(path: Path) -> Report:
     """The report of a run, or what a trace without one measures."""
-    from meshkit.report.schema import read_report
+    from meshkit.report.reading import read_report
     from meshkit.trace.loose import is_loose
 
     if not is_loose(path):

@@ -52,7 +52,7 @@ def profile(
     """
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.folder import find_prediction
-    from meshkit.report.schema import read_report
+    from meshkit.report.reading import read_report
     from meshkit.report.views.compare import render as render_comparison
     from meshkit.trace.inspector import find_inspector_files
     from meshkit.trace.loose import is_loose

@@ -1,0 +1,281 @@
+"""What a verdict is made of, whether of a measurement, of a plan, or of communication alone: causes that any can have.
+
+report -> a case: what is known of it -> causes, each with its seconds -> findings, the most seconds first
+
+The exposed time of a row of communication is divided among its causes: waiting for peers first, then what a faster link
+or fewer messages would save, then why nothing hides the rest. A cause that cannot be told from what is known is not
+named.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.instructions import InstructionInfo
+from meshkit.hlo.schedule import Collective
+from meshkit.predict.network import collective_time_s
+from meshkit.report.rows import combined_text
+from meshkit.report.schema import CommunicationPart, FindingPart, Report
+from meshkit.report.what_if import Mended
+from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
+
+LEAST, WARNS = 0.005, 0.05  # shares of the step from which a cause is named, and is a warning
+EXPOSED_WARNS = 0.1  # the same, of exposed communication of which nothing is wrong but that it is exposed
+WAITING = "waiting_for_peers"
+_SLOW = 1.5  # x the model's seconds, of a collective; its error is below that where it was tested
+_SMALL_BYTES, _MANY = 2**20, 8  # messages that are latency more than data, and how many of them are worth combining
+_UNEVEN = 1.03  # x the median device's compute
+_RECOMPUTED = re.compile(r"rematted_computation|(?:^|/)remat[^/]*/.*transpose|\.remat\d*(?:\.\d+)*$")
+COMBINED = {
+    "all-reduce": "xla_gpu_all_reduce_combine_threshold_bytes",
+    "all-gather": "xla_gpu_all_gather_combine_threshold_bytes",
+    "reduce-scatter": "xla_gpu_reduce_scatter_combine_threshold_bytes",
+    "collective-permute": "xla_gpu_collective_permute_combine_threshold_bytes",
+}
+
+
+def findings_of[C: JudgedReport](
+    case: C, causes: Iterable[Callable[[C], Iterator[FindingPart]]]
+) -> tuple[FindingPart, ...]:
+    """What the causes find that is worth a line, the most seconds first."""
+    every = (found for cause in causes for found in cause(case))
+    worth = (f for f in every if (f.seconds or 0.0) >= LEAST * case.time_s)
+    return tuple(sorted(worth, key=lambda f: -(f.seconds or 0.0)))
+
+
+class JudgedReport:
+    """A report as its causes look at it, and what is known of any: nothing of single devices.
+
+    Args:
+        report: what is judged.
+        cluster: where it ran, or would run, if known.
+        collectives: that the operations of its rows are.
+    """
+
+    lost, waited = "exposed communication", "exposed_wait_s"  # what waiting is a part of, and where that stands
+    usual, device = "", "GPU"  # what a step, and a device, is called
+
+    def __init__(self, report: Report, cluster: Cluster | None, collectives: Sequence[Collective] = ()):
+        self.report, self.step, self.rows = report, report.step, report.communication
+        self.cluster, self.collectives = cluster, collectives
+        self.time_s: float = self.step.time_s or 0.0
+
+    def share(self, seconds: float, what: str, *, first: bool) -> str:
+        """`20.0 % of the step of 1.00 ms is idle.`; only the first sentence says how long the step is."""
+        of = f"the {self.usual}step" + (f" of {format_seconds(self.time_s)}" if first else "")
+        return f"{format_percent(seconds / self.time_s)} of {of} is {what}."
+
+    @cached_property
+    def waits_s(self) -> float:
+        """Exposed waiting, as far as it is known."""
+        return sum(row.exposed_wait_s or 0.0 for row in self.rows)
+
+    @cached_property
+    def late_s(self) -> float:
+        """Where waits are unknown: by how much the device that computes longest is behind the others."""
+        worst = max(self.uneven.values(), default=1.0)
+        if self.waits_s or worst <= _UNEVEN:
+            return 0.0
+        compute = self.per_device("compute_s").values()
+        return min(max(compute) - statistics.fmean(compute), self.step.exposed_s or 0.0)
+
+    def per_device(self, name: str) -> dict[int, float]:
+        """Device -> the mean of a part of its steps; a measurement alone knows it."""
+        return {}
+
+    @cached_property
+    def uneven(self) -> dict[int, float]:
+        """Device -> its compute over that of the median device."""
+        means = self.per_device("compute_s")
+        usual = statistics.median_low(means.values()) if means else 0.0
+        return {device: mean / usual for device, mean in means.items()} if usual else {}
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Name of a collective -> its index in the timeline."""
+        return {c.name: i for i, c in enumerate(self.collectives)}
+
+    def with_(self, mended: Mended) -> float | None:
+        """Seconds of the step with something mended; None where there is no measured step to replay."""
+        return None
+
+    def of(self, row: CommunicationPart) -> list[Collective]:
+        """The collectives of a row."""
+        return [self.collectives[i] for i in self.members(row)]
+
+    def members(self, row: CommunicationPart) -> list[int]:
+        """Their indices."""
+        return [self.index[op.name] for op in row.ops if op.name in self.index]
+
+    def model_s(self, c: Collective, *, count: float = 1.0) -> float | None:
+        """What the network model says of a collective, or of `count` of them as one; None without a cluster."""
+        cluster = self.cluster
+        if cluster is None or cluster.is_cpu or c.group_size < 2:
+            return None
+        domains = c.group_size // max(1, c.gpus_per_domain)
+        payload = c.payload_bytes * count
+        return collective_time_s(
+            c.collective, payload_bytes=payload, gpus_per_domain=c.gpus_per_domain, domains=domains, cluster=cluster
+        )
+
+    @cached_property
+    def shares(self) -> dict[int, tuple[float, float, float]]:
+        """Row -> its exposed seconds that move data: (what a faster link saves, what combining saves, the rest)."""
+        return {i: self._divided(row) for i, row in enumerate(self.rows) if row.exposed_s is not None}
+
+    def _divided(self, row: CommunicationPart) -> tuple[float, float, float]:
+        share = (row.exposed_s or 0.0) / self.step.exposed_s if self.step.exposed_s else 0.0
+        moving = max(0.0, (row.exposed_s or 0.0) - (row.exposed_wait_s or 0.0) - share * self.late_s)
+        combined = self._combined_s(row)
+        saved = min(moving, (moving / row.transfer_s) * combined) if combined and row.transfer_s else 0.0
+        slow = 0.0
+        priced = [(op.count, self.model_s(c)) for op, c in zip(row.ops, self.of(row))]
+        expected_s = sum(n * s for n, s in priced if s is not None)
+        if row.transfer_s and expected_s and None not in [s for _, s in priced]:
+            slow = (moving - saved) * (1 - expected_s / row.transfer_s) if row.transfer_s > _SLOW * expected_s else 0.0
+        return slow, saved, moving - saved - slow
+
+    def _combined_s(self, row: CommunicationPart) -> float:
+        """What the transfers of many small messages would lose as one message of each kind."""
+        ops = self.of(row)
+        if not ops or not row.transfer_s or row.count < _MANY or not row.payload_bytes:
+            return 0.0
+        if row.payload_bytes / row.count > _SMALL_BYTES:
+            return 0.0
+        whole = self.model_s(ops[0], count=row.payload_bytes / max(1, ops[0].payload_bytes))
+        if whole is None:  # nobody knows the link: one of its messages, and the data at the best rate seen
+            best = max((r.bus_bandwidth_bytes_per_s or 0.0 for r in self.rows), default=0.0)
+            whole = row.transfer_s / row.count + (row.wire_bytes or 0.0) / best if best else row.transfer_s
+        return max(0.0, row.transfer_s - whole)
+
+
+def finding(
+    case: JudgedReport, code: str, seconds: float, message: str, *, warns: float = WARNS, **more: Any
+) -> FindingPart:
+    severity = "warning" if seconds >= warns * case.time_s else "note"
+    message = message[0].upper() + message[1:]
+    seconds = float(f"{seconds:.9g}")  # what sums of floats add would order equals
+    return FindingPart(code=code, severity=severity, message=message, seconds=seconds, **more)
+
+
+def waiting(case: JudgedReport) -> Iterator[FindingPart]:
+    """Devices wait for the last one of their group."""
+    if not case.waits_s:
+        yield from _uneven_compute(case)
+        return
+    devices = case.report.stragglers.devices if case.report.stragglers else ()
+    caused = sum(d.caused_wait_s or 0.0 for d in devices)
+    share = case.waits_s / case.step.exposed_s if case.step.exposed_s else 0.0
+    message = f"{format_percent(share)} of the {case.lost}, {format_seconds(case.waits_s)} a step, is waiting"
+    evidence = [f"communication.{i}.{case.waited}" for i, row in enumerate(case.rows) if row.exposed_wait_s]
+    if devices and caused and (devices[0].caused_wait_s or 0.0) > 1.5 * caused / len(devices):
+        worst = devices[0]
+        why, hint = _why_late(case, worst.device)
+        host = f" on {worst.host}" if worst.host else ""
+        part = format_percent((worst.caused_wait_s or 0.0) / caused)
+        message += f" for peers, {part} of it for {case.device} {worst.device} (process {worst.process}{host}){why}."
+        evidence.append("stragglers.devices.0.caused_wait_s")
+    else:
+        message += " for peers that come late, now one and now another."
+        hint = "work that varies between devices (padding, experts), hosts that are busy, a loss read every step"
+    evenly = case.with_(Mended(evenly=True))
+    yield finding(case, WAITING, case.waits_s, message, evidence=tuple(evidence), hint=hint, step_s=evenly)
+
+
+def _why_late(case: JudgedReport, device: int) -> tuple[str, str]:
+    """What a device that others wait for does longer than they do, as a clause; and what to try."""
+    longer = case.uneven.get(device, 1.0)
+    if longer > _UNEVEN:
+        hint = "its clocks, temperature and neighbours (`meshkit doctor` there), or its share of the work"
+        return f", which computes {format_percent(longer - 1)} longer than the median", hint
+    idle = case.per_device("idle_s")
+    more_s = idle[device] - statistics.median_low(idle.values()) if device in idle else 0.0
+    if more_s > LEAST * case.time_s:
+        return f", which idles {format_seconds(more_s)} more: its host is late", "what its host does beside the job"
+    return "", "its share of the work (padding, experts, stages), or what its host does"
+
+
+def _uneven_compute(case: JudgedReport) -> Iterator[FindingPart]:
+    """A device computes longer, and the others communicate longer by as much: groups, and so waits, are not known."""
+    if not case.late_s:
+        return
+    worst = max(case.uneven, key=lambda d: case.uneven[d])
+    yield finding(
+        case,
+        WAITING,
+        case.late_s,
+        f"{case.device} {worst} computes {format_percent(case.uneven[worst] - 1)} longer than the median: the others "
+        f"wait {format_seconds(case.late_s)} a step for it in their collectives.",
+        evidence=("spread.compute_s",),
+        hint="its clocks, temperature and neighbours, or its share of the work",
+        step_s=case.with_(Mended(evenly=True)),
+    )
+
+
+def slow_link(case: JudgedReport) -> Iterator[FindingPart]:
+    """A collective moves its data more slowly than the model of its links says."""
+    for i, (seconds, _, _) in case.shares.items():
+        row = case.rows[i]
+        if not seconds or not row.transfer_s:
+            continue
+        expected_s = sum(op.count * (case.model_s(c) or 0.0) for op, c in zip(row.ops, case.of(row)))
+        share = expected_s / row.transfer_s
+        rate, should = row.bus_bandwidth_bytes_per_s, (row.wire_bytes or 0.0) / expected_s
+        where = f" on {row.fabric or row.link}" if row.link else ""
+        yield finding(
+            case,
+            "slow_link",
+            seconds,
+            f"{named(row)} runs at {format_rate(rate)}{where}, where the network model has {format_rate(should)}: "
+            f"{format_seconds(seconds)} a step.",
+            evidence=(f"communication.{i}.bus_bandwidth_bytes_per_s", f"communication.{i}.transfer_s"),
+            hint="NCCL_DEBUG=INFO for the transport (P2P, GPUDirect, every NIC), and `meshkit bench` of the axis",
+            step_s=case.with_(Mended(transfer=dict.fromkeys(case.members(row), share))),
+        )
+
+
+def small_collectives(case: JudgedReport) -> Iterator[FindingPart]:
+    """Many small messages that would be faster as one."""
+    for i, (_, seconds, _) in case.shares.items():
+        row = case.rows[i]
+        if not seconds or not row.transfer_s:
+            continue
+        mean = format_bytes((row.payload_bytes or 0.0) / row.count)
+        left = 1 - case._combined_s(row) / row.transfer_s
+        option = COMBINED.get(row.collective or "")
+        yield finding(
+            case,
+            "small_collectives",
+            seconds,
+            f"{row.count:g} times a step {named(row)} moves {mean} on average: combined they would take "
+            f"{format_seconds(row.transfer_s * left)}, not {format_seconds(row.transfer_s)}.",
+            evidence=(f"communication.{i}.count", f"communication.{i}.payload_bytes", f"communication.{i}.transfer_s"),
+            hint=f"[xla] {option} = {2**28}" if option else "one message for all of them",
+            step_s=case.with_(Mended(transfer=dict.fromkeys(case.members(row), left))),
+        )
+
+
+def recomputes(name: str, info: InstructionInfo | None) -> bool:
+    """Whether a kernel of the backward pass computes the forward again."""
+    return bool(_RECOMPUTED.search(name) or (info is not None and _RECOMPUTED.search(info.source)))
+
+
+def named(row: CommunicationPart) -> str:
+    """`the all-reduce bf16 over tensor`."""
+    what = " ".join(part for part in (row.collective or "communication", row.dtype) if part)
+    over = f" over {' + '.join(row.axes)}" if row.axes else ""
+    groups = f" over {row.replica_groups}" if row.replica_groups and not row.axes else ""
+    sized = f" among {row.group_size} GPUs" if row.group_size and not over and not groups else ""
+    return f"the {what}{over}{groups}{sized}"
+
+
+def source(row: CommunicationPart) -> str:
+    """` (models/llama.py:116)`, of the operation that is exposed most."""
+    op = max(row.ops, key=lambda op: op.exposed_s or 0.0, default=None)
+    where = (combined_text(op, 2) or op.line or op.source) if op else None
+    return f" ({where})" if where else ""
