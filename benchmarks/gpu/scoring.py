@@ -380,12 +380,13 @@ def _contention(m: Measurement, folder: Path, values: Mapping[str, Any], card: C
         if not key.endswith(": slowdown"):
             continue
         label = key.removesuffix(": slowdown")
-        held = re.search(r", (\d+) held", label)
+        held = re.search(r", (\d+) ", label)
         streamed = values.get(f"{label}: streamed bytes_per_s", 0.0)
         predicted = None
         if card.gpu:
             taken = streamed / memory_bytes_per_s(card.gpu)
-            arithmetic = 1.0 if held and held[1] == "0" else arithmetic_left(card.gpu, 24)
+            blocks = int(held[1]) if held else 0
+            arithmetic = arithmetic_left(card.gpu, blocks) if blocks else 1.0
             work = KernelWork(arithmetic_s=1.0) if label.startswith("matmul") else KernelWork(memory_s=1.0)
             predicted = Load(arithmetic, max(by_hand("least_left"), 1.0 - taken)).slowdown(work)
         yield Row(f"slowdown of a {label}", predicted, measured)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -28,6 +29,7 @@ _DEEPEST_TABLE = 16
 _EXAMPLES = {  # of values that a validator of ours refuses
     "train.remat": 'remat = "full", remat = ["gate", "up"], or remat = { keep = ["key"], offload = ["gate"] }'
 }
+_QUOTED = {"an integer": r"-?\d+", "a number": r"-?\d+(\.\d+)?(e-?\d+)?", "true or false": "true|false"}
 _WANTED = {
     "int": "an integer",
     "float": "a number",
@@ -185,7 +187,7 @@ def _wrong_value(key: Key, problem: Any) -> tuple[str, str]:
     name, given, code, context = dotted(key), problem["input"], problem["type"], problem.get("ctx", {})
     if code.endswith("_type") or code in ("int_from_float", "dataclass_type"):
         wanted = _WANTED.get(code.removesuffix("_type"), "another type")
-        return f"{name} must be {wanted}, not {kind(given)}.", _example(name, wanted)
+        return f"{name} must be {wanted}, not {kind(given)}.", _example(name, wanted, given)
     if code == "literal_error":
         choices = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         return f"{name} must be one of {', '.join(choices)}; not {show(given)}.", did_you_mean(str(given), choices)
@@ -213,9 +215,11 @@ def _length(context: Mapping[str, Any]) -> int:
     return context.get("min_length") or context.get("max_length") or 0
 
 
-def _example(name: str, wanted: str) -> str:
-    """A line with a value of the right type."""
+def _example(name: str, wanted: str, given: Any) -> str:
+    """A line with a value of the right type: the given one, where only its quotes are wrong."""
     short = name.rsplit(".", 1)[-1]
+    if isinstance(given, str) and re.fullmatch(_QUOTED.get(wanted, "(?!)"), given):
+        return f"{short} = {given}, without quotes"
     example = {"an integer": "1", "a number": "1.0", "a string": '"text"', "true or false": "true", "a list": "[0, 1]"}
     return f"{short} = {example[wanted]}" if wanted in example else f"{wanted} for {short}"
 

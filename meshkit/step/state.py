@@ -130,7 +130,10 @@ def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
             if (place := raised_by_user(error)) is None:
                 raise
             message = f"{short} refuses its options: {str(error).rstrip('.')} ({place})."
-            raise experiment.error("model", message) from error
+            key = next((k for k, value in options.items() if f"'{value}'" in message), None)  # that it names
+            own = key == "preset" or key in experiment.model.options
+            written = f"model.{key}" if own else "train.remat" if key == "remat" else "model"
+            raise experiment.error(written, message) from error
     if not isinstance(model, nnx.Module):
         made = type(model).__name__
         raise experiment.error("model.class", f"{name} makes a {made}, which is not a flax.nnx.Module.")

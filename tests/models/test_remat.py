@@ -96,6 +96,16 @@ def test_an_experiment_that_lists_what_the_model_has_not_is_refused():
         describe_model(experiment)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "names"),
+    [("train.remat=fulll", "remat policy 'fulll'"), ("model.preset=llama_debg", "preset 'llama_debg'")],
+)
+def test_an_option_that_the_model_refuses_is_pointed_at(wrong, names):
+    with pytest.raises(ConfigError, match=names) as error:
+        describe_model(load(DEBUG, [wrong]))
+    assert wrong.split("=")[0] in str(error.value.at)
+
+
 @cache
 def planned(policy: str) -> Plan:
     sizes = ["model.embed=512", "model.mlp=2048", "model.head_dim=64", "model.layers=4", "train.sequence_length=1024"]

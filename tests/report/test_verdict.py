@@ -215,6 +215,7 @@ def test_the_first_finding_names_what_was_planted(code, says, devices, known, tm
     assert (first.code, first.severity) == (code, "warning"), [f.message for f in report.findings]
     assert says in first.message
     assert first.message in report.verdict
+    assert ("the step would take" in report.verdict) == (code != "capture_overhead")  # which says so itself
     assert first.hint
     assert first.evidence
     assert first.step_s is not None
