@@ -29,7 +29,6 @@ _METADATA_STAT = 5  # of an entry's value
 _PROGRAM = re.compile(r"^(.*)\((-?\d+)\)$")  # `jit_f(12)`: module and the runtime's id of the program
 _EVENT_TAG = _LINE_EVENT << 3 | 2
 _CHUNK = 1 << 14  # events decoded at a time: the temporaries stay in the cache, and memory is bounded
-_WINDOW_BYTES = 1 << 21  # and walked through: more than most chunks have
 # How an event begins: its length, id and time. A stat in it begins in another way.
 _EVENT = re.compile(rb"\x22(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])\x08[\x80-\xff]{0,3}[\x00-\x7f]\x10")
 _STRETCH_BYTES, _LANE_BYTES, _FEWEST_LANES = 1 << 21, 1 << 12, 32  # of a line that is entered at many places
@@ -375,29 +374,17 @@ def _side_by_side(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int
 
 def _one_by_one(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
     """Begins of some events from `start` on, and where what follows them is."""
-    tag = _EVENT_TAG
-    size = min(end - start, _WINDOW_BYTES)
-    data, i = bytes(buffer.data[start : start + size]), 0  # bytes are indexed in half the time of a memoryview
     begins: list[int] = []
-    append = begins.append
-    try:
-        for _ in range(_CHUNK):
-            if data[i] == tag:
-                n = data[i + 1]
-                i += 2
-                if n > 0x7F:
-                    n, i = buffer.varint(start + i - 1, end)
-                    i -= start
-                append(i)
-                i += n
-            else:
-                i = buffer.skip(start + i, end) - start
-    except IndexError:  # the line or the window is over
-        if i < size == end - start:
-            raise Malformed("an event reaches beyond its line") from None
-    if i > end - start:
+    data, varint = buffer.data, buffer.varint
+    while start < end and data[start] == _EVENT_TAG and len(begins) < _CHUNK:
+        length, begin = data[start + 1], start + 2
+        if length > 0x7F:
+            length, begin = varint(start + 1, end)
+        begins.append(begin)
+        start = begin + length
+    if start > end:
         raise Malformed("an event reaches beyond its line")
-    return np.array(begins, np.int64) + start, start + i
+    return np.array(begins, np.int64), start
 
 
 def _lengths(data: np.ndarray, begin: np.ndarray) -> np.ndarray:

@@ -24,7 +24,6 @@ def test_reading_takes_less_than_the_trace_beside_it(tmp_path, monkeypatch):
     file, events = made(tmp_path / "x.xplane.pb", layers=20, steps=100)
     monkeypatch.setattr(operations, "_BLOCK", 1 << 11)
     monkeypatch.setattr(xspace, "_CHUNK", 1 << 10)
-    monkeypatch.setattr(xspace, "_WINDOW_BYTES", 1 << 17)
     read_trace([file], TracedProgram(trace_speed.MODULE), num_steps=100)  # imports
     tracemalloc.start()
     found = read_trace([file], TracedProgram(trace_speed.MODULE), num_steps=100)
@@ -47,10 +46,10 @@ def test_the_memory_of_a_line_is_given_back_as_it_is_read(tmp_path):
 def test_pieces_of_any_size_say_the_same(tmp_path, monkeypatch):
     file, _ = made(tmp_path / "x.xplane.pb", devices=2, layers=20)
     whole = operations.read_operations(file)
-    for block, chunk, window in ((64, 16, 700), (1000, 333, 1 << 12)):
+    for block, chunk, stretch in ((64, 16, 700), (1000, 333, 1 << 18)):
         monkeypatch.setattr(operations, "_BLOCK", block)
         monkeypatch.setattr(xspace, "_CHUNK", chunk)
-        monkeypatch.setattr(xspace, "_WINDOW_BYTES", window)
+        monkeypatch.setattr(xspace, "_STRETCH_BYTES", stretch)
         pieces = operations.read_operations(file)
         assert pieces.events == whole.events
         for device, ops in whole.devices.items():
