@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from meshkit.config.catalog import reserved
+from meshkit.config.catalog import kernels, reserved
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import custom_call_target, opcode
 from meshkit.hlo.instructions import Shape, shape_of
@@ -74,7 +74,7 @@ def nccl_bytes(members: Iterable[Collective], cluster: Cluster) -> int:
     kinds = {c.collective for c in members}
     across = first.group_size > first.gpus_per_domain
     connection = numbers["nccl_receive_bytes"] + numbers["nccl_send_bytes"]
-    channels = numbers["nccl_channels_infiniband" if across else "nccl_channels_nvlink"]
+    channels = kernels()["nccl_channels"][across]
     total = 0
     if kinds - set(_POINT_TO_POINT):
         total += channels * connection

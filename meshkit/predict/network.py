@@ -14,34 +14,9 @@ from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
 from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
-from meshkit.predict.algorithms import FORCED, Algorithm, channels_of, fastest, forced, options, wire_factor
-from meshkit.predict.links import (
-    FABRICS,
-    RATES,
-    Wires,
-    busy_share,
-    by_hand,
-    fitted_values,
-    nccl_constants,
-    with_constants,
-)
+from meshkit.predict.algorithms import FORCED, channels_of, fastest, forced, wire_factor
+from meshkit.predict.links import FABRICS, RATES, Wires, busy_share, by_hand, with_constants
 from meshkit.predict.tuner import PROTOCOLS, RING_TURNS
-
-__all__ = [
-    "RING_TURNS",
-    "Algorithm",
-    "Price",
-    "Wires",
-    "checkpoint_time_s",
-    "collective_price",
-    "collective_time_s",
-    "fastest",
-    "fitted_values",
-    "nccl_constants",
-    "options",
-    "wire_factor",
-]
-
 
 _LAUNCHES = ("nccl-tests", "xla", "grouped")
 

@@ -15,11 +15,11 @@ from meshkit.config import catalog
 from meshkit.config.cluster import Cluster, Gpu
 from meshkit.hlo.module import Instruction
 from meshkit.hlo.schedule import Collective
-from meshkit.predict.algorithms import CHOSEN
+from meshkit.predict.algorithms import CHOSEN, wire_factor
 from meshkit.predict.assumptions import Assumptions, slowest_of
 from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s
 from meshkit.predict.links import by_hand
-from meshkit.predict.network import How, Price, collective_price, wire_factor
+from meshkit.predict.network import How, Price, collective_price
 from meshkit.predict.traffic import NO_LOAD, Load, Transfer
 
 

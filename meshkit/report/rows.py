@@ -12,7 +12,7 @@ import numpy as np
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.instructions import OTHER_KERNELS, InstructionInfo, kind_of_kernel
 from meshkit.hlo.schedule import Collective
-from meshkit.predict.network import wire_factor
+from meshkit.predict.algorithms import wire_factor
 from meshkit.report.schema import CommunicationPart, KernelClassPart, KernelPart, KernelsPart, OpPart
 from meshkit.timeline import KernelTotals, Sweep, Timeline
 from meshkit.units import format_percent

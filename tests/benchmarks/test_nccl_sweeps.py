@@ -10,7 +10,9 @@ from benchmarks.nccl_sweeps import DATA, OUT_COLUMNS, main
 from benchmarks.nccl_systems import describe
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
-from meshkit.predict.network import Wires, collective_time_s, fitted_values, nccl_constants, options
+from meshkit.predict.algorithms import options
+from meshkit.predict.links import Wires, fitted_values, nccl_constants
+from meshkit.predict.network import collective_time_s
 
 MULTINODE = DATA / "nccl_sweeps_multinode.csv"
 HEADER = "system,collective,algo,bytes,time_us,busbw_GBps,source"

@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 
 import meshkit as mk
 from meshkit.config.calibration import Calibration, Fit, write
-from meshkit.predict.algorithms import CHOSEN
-from meshkit.predict.links import by_hand
-from meshkit.predict.network import (
-    RING_TURNS,
-    Wires,
-    collective_time_s,
-    fastest,
-    fitted_values,
-    nccl_constants,
-    wire_factor,
-)
+from meshkit.predict.algorithms import CHOSEN, fastest, wire_factor
+from meshkit.predict.links import Wires, by_hand, fitted_values, nccl_constants
+from meshkit.predict.network import collective_time_s
+from meshkit.predict.tuner import RING_TURNS
 
 KINDS = sorted(RING_TURNS)
 RINGS = ["all-gather", "reduce-scatter"]

@@ -12,8 +12,8 @@ from meshkit.hlo.module import parse_hlo, read_schedule
 from meshkit.hlo.schedule import Collective, Instruction
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.kernels import KernelWork
-from meshkit.predict.links import by_hand
-from meshkit.predict.network import Price, collective_time_s, fitted_values
+from meshkit.predict.links import by_hand, fitted_values
+from meshkit.predict.network import Price, collective_time_s
 from meshkit.predict.pricing import Pricer, load_of
 from meshkit.predict.traffic import NO_LOAD, Load, together
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshkit.predict.network import wire_factor
+from meshkit.predict.algorithms import wire_factor
 
 # Operands repeat a table of a prime length, so that no two pieces of a buffer are alike; every rank starts elsewhere in
 # it. Small integers: a sum over any number of GPUs is exact in float32, and results are compared for equality.

@@ -11,7 +11,7 @@ from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.console import run_folder
 from meshkit.errors import ConfigError
 from meshkit.hlo.schedule import Collective
-from meshkit.predict.network import wire_factor
+from meshkit.predict.algorithms import wire_factor
 from meshkit.report.folder import write_folder
 from meshkit.report.history import METRICS_FILE
 from meshkit.report.inspected import judged_by_communication
