@@ -62,7 +62,7 @@ class _Watcher:
         entry, collective, _, start, end, _ = found.instances.columns()
         shares = [  # of each span what is exposed, were all of it waiting
             exposed_waits(spans, np.zeros(len(spans)), np.arange(len(spans)), exposed)
-            for spans, exposed in zip(_by_entry(entry, np.stack([start, end], 1), len(found.steps)), found.exposed)
+            for spans, exposed in zip(found.instances.by_step(np.stack([start, end], 1)), found.exposed)
         ]
         exposed_s = np.concatenate(shares) if shares else np.zeros(0)
         every = 1
@@ -78,10 +78,10 @@ class _Watcher:
             "rows": [_packed(column[kept]) for column in columns],
         }
 
-    def judge(self, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The processes that others wait for, by number, the most seconds first.
+    def judge(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """The process that others wait for most, by number; None where nobody waits.
 
-        Of each `share` (of the step, that each of the others waits for it in the open: a mean), `of_all` (what it
+        Of it `share` (of the step, that each of the others waits for it in the open: a mean), `of_all` (what it
         causes of all waiting), `others` (processes that share a collective with it), and `longer` (its devices'
         compute over the median process's, less one).
         """
@@ -105,30 +105,24 @@ class _Watcher:
             instances, collectives, self.program.groups, devices, np.zeros(n, np.int64), np.ones(n, bool)
         )
         if waits is None or not waits.judged.count:
-            return []
+            return None
         row, number = waits.judged.row, waits.judged.instance
         process = waits.process[row]
         open_s = np.minimum(waits.wait_s, np.concatenate(exposed))[row]  # compute that runs beside a wait costs nothing
         found = stragglers(number, process, process, open_s, waits.early[row])
+        worst, all_s = found[0], sum(f.caused_wait_s for f in found)
+        if not all_s:
+            return None
         step_s = float(np.median([t["step_s"] for t in tables]))
         compute_s = [t["compute_s"] for t in tables]
-        usual_s, all_s = statistics.median_low(compute_s), sum(f.caused_wait_s for f in found)
-        return [
-            {
-                "process": f.process,
-                "share": f.delay_s / step_s,
-                "of_all": f.caused_wait_s / all_s,
-                "others": len(set(process[np.isin(number, number[process == f.process])].tolist())) - 1,
-                "longer": compute_s[f.process] / usual_s - 1 if usual_s else 0.0,
-            }
-            for f in found
-            if f.caused_wait_s > 0
-        ]
-
-
-def _by_entry(entry: np.ndarray, rows: np.ndarray, entries: int) -> list[np.ndarray]:
-    """Rows, which are in the order of their entries, of each."""
-    return np.split(rows, np.searchsorted(entry, np.arange(1, entries)))
+        usual_s = statistics.median_low(compute_s)
+        return {
+            "process": worst.process,
+            "share": worst.delay_s / step_s,
+            "of_all": worst.caused_wait_s / all_s,
+            "others": len(set(process[np.isin(number, number[process == worst.process])].tolist())) - 1,
+            "longer": compute_s[worst.process] / usual_s - 1 if usual_s else 0.0,
+        }
 
 
 def _packed(column: np.ndarray) -> str:
@@ -147,7 +141,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    watcher = None
+    watcher, counted_s = None, 0.0
     for line in sys.stdin:
         request, answer = json.loads(line), {}
         try:
@@ -162,7 +156,9 @@ def main() -> None:
         except Exception as error:  # whatever it is, training goes on, and one line says what
             answer = {"error": f"{type(error).__name__}: {error}"}
         used = resource.getrusage(resource.RUSAGE_SELF)
-        answers.write(json.dumps(answer | {"cpu_s": used.ru_utime + used.ru_stime}) + "\n")
+        cpu_s = used.ru_utime + used.ru_stime
+        answers.write(json.dumps(answer | {"cpu_s": cpu_s - counted_s}) + "\n")
+        counted_s = cpu_s
         answers.flush()
 
 

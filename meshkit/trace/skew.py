@@ -388,9 +388,7 @@ class Clocks:
     residual_s: float | None
     """Median over instances of (last - first) of the aligned ends; None without instances in common."""
     connected: bool  # whether collectives connect all processes
-    from_epoch: bool = (
-        False  # whether each process's trace says when it began, so that offsets are those of the machines
-    )
+    from_epoch: bool = False  # whether each trace says when it began, so that offsets are those of the machines
 
     @property
     def count(self) -> int:

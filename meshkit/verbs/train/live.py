@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ class StepCaptures:
         self._stretch, self._captures, self._suspect, self._warned = 1, 0, -1, False
         self._thread: threading.Thread | None = None
         self._reader: subprocess.Popen | None = None
-        self._reader_cpu_s, self._introduced = 0.0, False
+        self._introduced = False
         self._around = contextlib.ExitStack()
         self._folder = self._around.enter_context(scratch_folder()) if self._every else Path()
         self.active = False
@@ -80,25 +79,24 @@ class StepCaptures:
     def start(self, pending: Any) -> None:
         """Starts the trace once `pending` arrays are ready, which nothing of the step before is to be in."""
         jax.block_until_ready(pending)
-        began = time.thread_time()
-        try:
-            if self._reader is None:  # here, as it would end with a thread that started it
-                self._reader = self._start_reader()
-            start_trace(self._folder, programs=False)
-            self.active = True
-        except Exception as error:  # somebody else's profiler, or no right to one
-            self._warn(f"no step can be captured: {describe_error(error)}")
-        self._stragglers.spend(time.thread_time() - began)
+        with self._stragglers.counted():
+            try:
+                if self._reader is None:  # here, as it would end with a thread that started it
+                    self._reader = self._start_reader()
+                start_trace(self._folder, programs=False)
+                self.active = True
+            except Exception as error:  # somebody else's profiler, or no right to one
+                self._warn(f"no step can be captured: {describe_error(error)}")
 
     def stop(self, step: int, pending: Any) -> None:
         """Stops the trace once `pending` arrays are ready; it is read behind the back of the steps that follow."""
         jax.block_until_ready(pending)
-        self.active, began, problem = False, time.thread_time(), None
-        try:
-            jax.profiler.stop_trace()
-        except Exception as error:
-            problem = describe_error(error)
-        self._stragglers.spend(time.thread_time() - began)
+        self.active, problem = False, None
+        with self._stragglers.counted():
+            try:
+                jax.profiler.stop_trace()
+            except Exception as error:
+                problem = describe_error(error)
         self._thread = threading.Thread(target=self._exchange, args=(step, problem), name="meshkit-live", daemon=True)
         self._thread.start()
 
@@ -117,24 +115,21 @@ class StepCaptures:
 
     def _exchange(self, step: int, problem: str | None) -> None:
         """Reads the trace of a step, and hears from process 0 when the next one is captured."""
-        began = time.thread_time()
         said: dict[str, Any] = {"host": socket.gethostname(), "clock_mhz": self._stragglers.clock_mhz(), "step": step}
         traced = self._folder / "plugins"
-        try:
-            if problem is not None:
-                raise TraceError(problem)
-            if not self._introduced:
-                self._introduce()
-            said |= self._ask({"trace": str(traced)})
-        except Exception as error:  # of a process, or a disk: the others hear of it
-            said["error"] = error.message if isinstance(error, TraceError) else describe_error(error)
-        shutil.rmtree(traced, ignore_errors=True)
-        self._stragglers.spend(time.thread_time() - began)
-        began = time.thread_time()
-        with contextlib.suppress(MeshkitError):  # the next capture, or nobody: training goes on
-            said["cpu_s"] = self._stragglers.cpu_s
+        with self._stragglers.counted():
+            try:
+                if problem is not None:
+                    raise TraceError(problem)
+                if not self._introduced:
+                    self._introduce()
+                said |= self._ask({"trace": str(traced)})
+            except Exception as error:  # of a process, or a disk: the others hear of it
+                said["error"] = error.message if isinstance(error, TraceError) else describe_error(error)
+            shutil.rmtree(traced, ignore_errors=True)
+        said["cpu_s"] = self._stragglers.cpu_s
+        with self._stragglers.counted(), contextlib.suppress(MeshkitError):  # the next one, or nobody: training goes on
             self._stretch = self._line.reach(str(step), said, self._decide, timeout_s=_ANSWER_S)
-        self._stragglers.spend(time.thread_time() - began)
 
     def _decide(self, said: list[Mapping[str, Any]]) -> int:
         """Says who is late, and how many times as rare as asked for captures must be: the same for all processes."""
@@ -153,9 +148,8 @@ class StepCaptures:
             n *= 2
         return n
 
-    def _late(self, said: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> LateProcess | None:
-        """The process that most waiting is for, in this capture and in the one before."""
-        worst = found[0] if found else None
+    def _late(self, said: Sequence[Mapping[str, Any]], worst: Mapping[str, Any] | None) -> LateProcess | None:
+        """The process that most waiting is for, if it was in the capture before too."""
         if worst is None or worst["share"] < LEAST_SHARE or worst["of_all"] < min(0.75, _OF_ALL / len(said)):
             self._suspect = -1
             return None
@@ -185,8 +179,7 @@ class StepCaptures:
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         answer = json.loads(process.stdout.readline())
-        self._stragglers.spend(answer["cpu_s"] - self._reader_cpu_s)
-        self._reader_cpu_s = answer.pop("cpu_s")
+        self._stragglers.cpu_s += answer.pop("cpu_s")
         if "error" in answer:
             raise TraceError(answer["error"])
         return answer

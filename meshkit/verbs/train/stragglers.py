@@ -15,7 +15,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,12 @@ class Stragglers:
         self._noted = 0  # steps
         self.cpu_s = 0.0  # of this process, for all that names stragglers
 
-    def spend(self, cpu_s: float) -> None:
-        """Counts seconds of a CPU."""
-        self.cpu_s += cpu_s
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts what this thread takes of a CPU meanwhile."""
+        began = time.thread_time()
+        yield
+        self.cpu_s += time.thread_time() - began
 
     def note(self, step: Mapping[str, float]) -> None:
         """Takes the seconds of one step, with the names of metrics.jsonl; the window's last starts a comparison."""
@@ -95,15 +98,13 @@ class Stragglers:
             self._thread.join(timeout_s)
 
     def _compare(self, window: int, mine: dict[str, Any]) -> None:
-        began = time.thread_time()
         said = mine | {"host": socket.gethostname(), "clock_mhz": self.clock_mhz(), "cpu_s": self.cpu_s}
 
         def decide(every: list[Any]) -> None:
             self.tell(judge(every), max(s["cpu_s"] for s in every))
 
-        with contextlib.suppress(MeshkitError):  # the next window, or nobody: training goes on
+        with self.counted(), contextlib.suppress(MeshkitError):  # the next window, or nobody: training goes on
             self._line.reach(str(window), said, decide, timeout_s=_ANSWER_S)
-        self.spend(time.thread_time() - began)
 
     def tell(self, found: Sequence[LateProcess], cpu_s: float) -> None:
         """Says who is late, the worst first, and what finding it took of CPUs so far; process 0 does."""
