@@ -39,8 +39,8 @@ from meshkit.config.sections import (
     OptimizerTable,
     PipelineTable,
     ProfileTable,
-    RematMix,
     TrainTable,
+    plain_value,
 )
 from meshkit.config.toml_text import split_key, to_toml
 from meshkit.config.validate import Key, SpecError, TomlTable, check_plain, did_you_mean, dotted, validate
@@ -200,19 +200,12 @@ def _says_something(value: Any) -> bool:
 
 def _plain(section: TomlTable) -> dict[str, Any]:
     """The keys of a section with the values that a file has."""
-    return {key: _plain_value(getattr(section, name)) for name, key in _keys(section)}
+    return {key: plain_value(getattr(section, name)) for name, key in _keys(section)}
 
 
 def _keys(section: TomlTable) -> Iterator[tuple[str, str]]:
     """Name and key in the file of every field."""
     return ((name, field.alias or name) for name, field in type(section).model_fields.items())
-
-
-def _plain_value(value: Any) -> Any:
-    """A value as TOML has it."""
-    if isinstance(value, RematMix):
-        return value.to_dict()
-    return list(value) if isinstance(value, tuple) else value
 
 
 def experiment_json_schema() -> dict[str, Any]:

@@ -114,6 +114,13 @@ def _mix(value: Mapping[str, Any]) -> RematMix:
     return RematMix(tuple(keep), tuple(offload))
 
 
+def plain_value(value: Any) -> Any:
+    """The value of a key as TOML has it."""
+    if isinstance(value, RematMix):
+        return value.to_dict()
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _number_or_list(value: Any) -> Any:
     """A number of processes, or a list of them."""
     if isinstance(value, list):

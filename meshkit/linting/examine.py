@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from rich.console import Console
 
 from meshkit.compile.lowering import lowering_for, traceable
-from meshkit.compile.options import CompileChoices
+from meshkit.compile.options import PLAIN
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
@@ -229,7 +229,7 @@ def examine_step(
         others=others,
         deferred=frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit),
         state_bytes=sum(map(_local_bytes, found.of_state)),
-        pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * CompileChoices().memory_fraction),
+        pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * PLAIN.memory_fraction),
         of_file=False,
     )
     widest = max((jnp.dtype(a.dtype).itemsize for a in (*subject.parameters, *activations)), default=4)
@@ -295,11 +295,9 @@ def _arguments(args: Sequence[Any]) -> _Arguments:
 def _local_bytes(leaf: Any) -> int:
     """Bytes of an array on one GPU; of one without a sharding all of them."""
     array = array_of(leaf)
-    if not hasattr(array, "shape") or jnp.issubdtype(array.dtype, jax.dtypes.extended):  # a key
-        return 0
-    sharding = getattr(array, "sharding", None)
-    shape = sharding.shard_shape(array.shape) if isinstance(sharding, NamedSharding) else array.shape
-    return math.prod(shape) * array.dtype.itemsize
+    if isinstance(getattr(array, "sharding", None), NamedSharding):
+        return local_bytes(array)
+    return math.prod(array.shape) * array.dtype.itemsize if hasattr(array, "shape") else 0
 
 
 def _placed_otherwise(parameters: Mapping[str, Any], placed: Sequence[Placed], mesh: AnyMesh) -> tuple[Finding, ...]:

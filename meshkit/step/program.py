@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
@@ -147,11 +148,13 @@ def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_le
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes of one GPU's shards of a tree of abstract arrays, without what lies in host memory."""
+    """Bytes of one GPU's shards of a tree, without keys, what has no sharding, and what lies in host memory."""
     return sum(
-        int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
-        if leaf.sharding is not None and leaf.sharding.memory_kind != HOST_MEMORY
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+        and leaf.sharding.memory_kind != HOST_MEMORY
+        and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended)
     )
 
 

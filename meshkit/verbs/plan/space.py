@@ -19,7 +19,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.rules import PRESETS, preset_rules
-from meshkit.config.sections import PGLE_OPTION, PREDICTED, RematMix
+from meshkit.config.sections import PGLE_OPTION, PREDICTED, RematMix, plain_value
 from meshkit.config.toml_text import inline
 from meshkit.errors import ConfigError
 
@@ -172,7 +172,7 @@ class Space:
         if variant.accumulate != base.accumulate:
             found.append(f"train.accumulate={variant.accumulate}")
         if variant.remat != base.remat:
-            found.append(f"train.remat={inline(_plain(variant.remat))}")
+            found.append(f"train.remat={inline(plain_value(variant.remat))}")
         before = dict(base.options)
         return (*found, *(f"{name}={inline(v)}" for name, v in variant.options if before.get(name) != v))
 
@@ -309,10 +309,3 @@ def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
     for first in (d for d in range(1, n + 1) if n % d == 0):
         for rest in factorizations(n // first, parts - 1):
             yield first, *rest
-
-
-def _plain(remat: Any) -> Any:
-    """A policy of `train.remat` as TOML has it."""
-    if isinstance(remat, RematMix):
-        return remat.to_dict()
-    return list(remat) if isinstance(remat, tuple) else remat

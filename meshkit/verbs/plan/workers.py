@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import os
 import queue
 import signal
@@ -33,21 +32,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding
 from pydantic import ValidationError
 
 from meshkit.compile.options import PLAIN
 from meshkit.compile.scratch import die_with_parent, scratch_folder, start_in
 from meshkit.config.cluster import Cluster
+from meshkit.config.experiment import load
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.toml_text import inline
 from meshkit.config.user_code import child_path
 from meshkit.errors import MeshkitError
 from meshkit.sharding.mesh import build_mesh, describe_devices
+from meshkit.step.program import local_bytes
 from meshkit.units import format_bytes
 from meshkit.verbs.plan.outcome import Outcome, outcome_of
-from meshkit.verbs.plan.planner import make_plan
+from meshkit.verbs.plan.planner import make_plan, plan_experiment
 
 COMMAND = ("-P", "-m", "meshkit.verbs.plan.workers")  # beyond the interpreter
 
@@ -99,7 +98,7 @@ def plan_built(build: Build, base: BuiltStep, settings: tuple[str, ...]) -> Outc
         absent = build_mesh(spec, cluster, devices=describe_devices(cluster))
         step, args = build(absent, **{**base.choices, **changed})
         pool = int(cluster.gpu.memory_bytes * PLAIN.memory_fraction)
-        if (needed := _bytes_of(args)) > pool:
+        if (needed := local_bytes(args)) > pool:
             text = f"the arguments take {format_bytes(needed)} on each GPU, of {format_bytes(pool)}"
             return not_planned("does_not_fit", text)
         made = make_plan(step, args, mesh=absent, cluster=cluster)
@@ -108,16 +107,6 @@ def plan_built(build: Build, base: BuiltStep, settings: tuple[str, ...]) -> Outc
     except Exception as e:  # of the function's own, such as a batch that the mesh does not divide
         return not_planned("error", f"{type(e).__name__}: {e}")
     return outcome_of(made.report, settings, axes, time.perf_counter() - start, made.compiled.host_peak_bytes)
-
-
-def _bytes_of(args: Any) -> int:
-    """Bytes of arguments on one GPU, as far as their shardings say."""
-    arrays = [leaf for leaf in jax.tree.leaves(args) if isinstance(getattr(leaf, "sharding", None), NamedSharding)]
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in arrays
-        if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended) and leaf.sharding.memory_kind != "pinned_host"
-    )
 
 
 def default_jobs() -> int:
@@ -355,18 +344,12 @@ def answer(request: str) -> str:
     wanted = json.loads(request)
     settings = tuple(wanted["settings"])
     if "build" in wanted:
-        from meshkit.verbs.plan.workers import BuiltStep, plan_named
-
         return plan_named(wanted["build"], BuiltStep.of(wanted), settings).model_dump_json()
     return plan_variant(wanted["experiment"], wanted["overrides"], settings).model_dump_json()
 
 
 def plan_variant(experiment: str, overrides: Sequence[str], settings: Settings) -> Outcome:
     """The outcome of an experiment file with overrides and settings laid over it; an error is an outcome, too."""
-    from meshkit.config.experiment import load
-    from meshkit.config.toml_text import inline
-    from meshkit.verbs.plan.planner import plan_experiment
-
     start = time.perf_counter()
     mesh: dict[str, str] = {}
     try:
