@@ -6,6 +6,7 @@ step -> (export, child process) -> scheduled HLO -> Schedule -> simulated Timeli
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,10 +201,9 @@ def memory_part(
     pool = int(capacity * memory_fraction)
     reserved = reserved_memory(module, schedule, cluster, compiled.memory["temp"])
     outside = reserved.outside_pool + compiled.symmetric_bytes
-    room = min(pool, capacity - outside)
-    margin = room - compiled.peak_bytes - reserved.inside_pool
-    if compiled.symmetric_bytes:  # grown beside the pool, which is taken by then
-        margin = min(margin, capacity - pool - outside)
+    # Where memory_fraction leaves too little outside, the plan counts with one that leaves enough: most of what lies
+    # there is NCCL's, whose count is an upper bound. `_outside_warning` says so.
+    margin = min(pool, capacity - outside) - compiled.peak_bytes - reserved.inside_pool
     parameters_bytes, optimizer_bytes = facts.parameters_bytes, facts.optimizer_bytes
     gradients, activations = _split(compiled, facts.gradients_bytes)
     named = sum(part or 0 for part in (gradients, activations))
@@ -284,6 +284,7 @@ def plan_warnings(
         *_flop_warning(compiled, schedule, simulation, cluster, steps),
         *_rematerialization_warning(compiled, simulation, memory, steps),
         *_warnings(compiled, simulation, memory, steps),
+        *_outside_warning(compiled.symmetric_bytes, memory),
         *_launch_warning(simulation, steps),
         *_host_warning(compiled, simulation, cluster, steps),
         *map(_finding_warning, findings),
@@ -382,6 +383,23 @@ def _rematerialization_warning(
     return [Warning_(code=REMATERIALIZED, message=f"{message}; {way}", seconds=seconds)]
 
 
+def _outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
+    """What lies outside of the pool, where collectives keep memory there or `memory_fraction` leaves too little."""
+    capacity, context, nccl = memory.capacity_bytes or 0, memory.context_bytes or 0, memory.nccl_bytes or 0
+    outside, left = context + nccl + symmetric, capacity - (memory.pool_bytes or 0)
+    if not symmetric and outside <= left:
+        return []
+    message = (
+        f"outside of the pool lie {format_bytes(context)} of CUDA's, {format_bytes(nccl)} of NCCL's at most and "
+        f"{format_bytes(symmetric)} of collectives in symmetric memory; "
+        f"train.memory_fraction leaves {format_bytes(left)}"
+    )
+    if outside > left and memory.fits:
+        most = math.floor(1000 * (capacity - outside) / capacity) / 1000
+        message += f": the plan counts with train.memory_fraction = {most:g}, which a run needs, too"
+    return [Warning_(code="outside_pool", message=message)]
+
+
 def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:
     """That the step is mostly kernels too small for their price to hold."""
     found = short_kernels(simulation)
@@ -425,13 +443,6 @@ def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryP
         for kind, names in simulation.notes.items()
     ]  # fmt: skip
     found += [Warning_(code="compiler", message=line) for line in compiled.log]
-    if compiled.symmetric_bytes:
-        beside = format_bytes((memory.capacity_bytes or 0) - (memory.pool_bytes or 0))
-        message = (
-            f"collectives keep {format_bytes(compiled.symmetric_bytes)} in memory that all GPUs of a domain map, "
-            f"on top of the pool, as CUDA's and NCCL's own do: train.memory_fraction leaves {beside} for all three"
-        )
-        found.append(Warning_(code="symmetric_memory", message=message))
     if memory.fits is False:
         missing, reserved = format_bytes(-(memory.margin_bytes or 0)), format_bytes(memory.reserved_bytes)
         found.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,7 @@ from meshkit.step.facts import StepFacts
 from meshkit.verbs.plan import remedies
 from meshkit.verbs.plan.bounds import Bounds
 from meshkit.verbs.plan.outcome import Outcome
-from meshkit.verbs.plan.planner import memory_part
+from meshkit.verbs.plan.planner import _outside_warning, memory_part
 from meshkit.verbs.plan.remedies import changes, find_remedies
 from tests.verbs.plan.made_up import MadeUpWorkers
 
@@ -140,10 +141,29 @@ def test_symmetric_memory_lies_beside_the_pool():
     m = verdict(replace(compiled(5 * GIB), symmetric_bytes=GIB))
     assert m.peak_bytes == plain.peak_bytes - GIB
     assert m.reserved_bytes == plain.reserved_bytes + GIB
+    assert m.margin_bytes == plain.margin_bytes + GIB
     beside = m.capacity_bytes - m.pool_bytes - m.context_bytes
-    assert m.fits
-    assert m.margin_bytes == beside - GIB
-    assert verdict(replace(compiled(20 * GIB), symmetric_bytes=beside + 1)).margin_bytes == -1
+    more = verdict(replace(compiled(20 * GIB), symmetric_bytes=beside + GIB))
+    assert more.margin_bytes == more.pool_bytes - GIB - more.peak_bytes - more.fragmentation_bytes
+
+
+@pytest.mark.parametrize("used", [(), (collective("all-to-all"),)])
+@pytest.mark.parametrize("symmetric", [0, GIB])
+@pytest.mark.parametrize("fraction", [0.92, 0.99])
+def test_what_lies_outside_of_the_pool_is_said(used, symmetric, fraction):
+    """And the memory_fraction that a plan counts with is one with which the step fits as it says."""
+    program = replace(compiled(5 * GIB), symmetric_bytes=symmetric)
+    m = verdict(program, fraction=fraction, used=used)
+    found = [w.message for w in _outside_warning(symmetric, m)]
+    too_much = m.context_bytes + m.nccl_bytes + symmetric > m.capacity_bytes - m.pool_bytes
+    assert too_much == (fraction == 0.99 and bool(used or symmetric))
+    assert bool(found) == bool(too_much or symmetric)
+    counted = [float(number) for text in found for number in re.findall(r"memory_fraction = ([\d.]+)", text)]
+    assert len(counted) == too_much
+    for fits_with in counted:
+        again = verdict(program, fraction=fits_with, used=used)
+        assert m.margin_bytes - 0.001 * m.capacity_bytes <= again.margin_bytes <= m.margin_bytes
+        assert "counts with" not in "".join(w.message for w in _outside_warning(symmetric, again))
 
 
 def test_one_byte_too_much_does_not_fit():
