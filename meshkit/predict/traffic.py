@@ -165,17 +165,18 @@ class InFlight:
         """Of each that flies, over its own when alone."""
         if len(self._flying) == 1:
             return [1.0]
-        speeds, free = [1.0] * len(self._flying), [1.0, 1.0]
+        speeds, free, level = [1.0] * len(self._flying), [1.0, 1.0], 0.0
         growing = [n for n, flow in enumerate(self._flying) if not flow.latency_s]
         while growing:
             wanted = [sum(self._flying[n].uses[link] for n in growing) for link in (0, 1)]
-            level = min([1.0, *(free[link] / wanted[link] for link in (0, 1) if wanted[link])])
-            full = [wanted[link] > 0 and level * wanted[link] >= free[link] * (1 - 1e-9) for link in (0, 1)]
-            held = [n for n in growing if level >= 1.0 or any(f and u for f, u in zip(full, self._flying[n].uses))]
-            for n in held:
+            full, tight = min(((free[link] / wanted[link], link) for link in (0, 1) if wanted[link]), default=(1.0, 0))
+            if full >= 1.0:
+                break
+            level = max(level, full)  # which falls by rounding alone
+            for n in [n for n in growing if self._flying[n].uses[tight]]:
                 speeds[n] = level
-                free = [max(0.0, f - u * level) for f, u in zip(free, self._flying[n].uses)]
-            growing = [n for n in growing if n not in held]
+                free = [f - u * level for f, u in zip(free, self._flying[n].uses)]
+                growing.remove(n)
         return speeds
 
     def _next_s(self, speeds: Sequence[float]) -> float:
