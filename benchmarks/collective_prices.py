@@ -2,16 +2,21 @@
 
 Six kinds over four groups of four shipped clusters, at six sizes. `first`: the first price of a group of GPUs, at
 which the links and what NCCL's tuner expects of them are made; `new size`: a later one of the same group; `again`: the
-same price once more, as no price is kept. Before them one price of another cluster has loaded the tables (`tables`).
+same price once more, as no price is kept; `calibrated`: the same with the constants of a calibration. Before them one
+price of another cluster has loaded the tables (`tables`).
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections import defaultdict
+from pathlib import Path
 
 import meshkit as mk
+from meshkit.config.calibration import Calibration, NetworkConstants, load_cached, write
+from meshkit.predict.refit import shipped_constants
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 CLUSTERS = {"dgx_h100": 32, "dgx_a100": 32, "dgx_b200": 32, "gb200_nvl72": 36}
@@ -25,18 +30,34 @@ def price_s(cluster: mk.Cluster, kind: str, g: int, k: int, size: int) -> float:
     return time.thread_time() - began
 
 
+def calibrated(cluster: mk.Cluster, folder: str) -> mk.Cluster:
+    """A cluster whose calibration has every constant, as shipped."""
+    network = NetworkConstants(constants=shipped_constants(cluster), points=1, error_before=0.0, error_after=0.0)
+    path = write(Path(folder) / f"{cluster.name}.toml", Calibration((), network=network))
+    load_cached(str(path))
+    return cluster.model_copy(update={"calibration": str(path)})
+
+
+def prices(cluster: mk.Cluster, found: dict[str, list[float]], kind_of_cluster: str) -> None:
+    """Adds what every price of a cluster takes."""
+    inside = cluster.gpus_used_per_domain
+    for kind in KINDS:
+        for g, k in ((inside, 1), (inside, 2), (1, 2), (2, 1)):
+            for n, size in enumerate(SIZES):
+                found[("new size" if n else "first") + kind_of_cluster].append(price_s(cluster, kind, g, k, size))
+                again = min(price_s(cluster, kind, g, k, size) for _ in range(3))
+                found["again" + kind_of_cluster].append(again)
+
+
 def main() -> None:
     """Prints the table."""
     found: dict[str, list[float]] = defaultdict(list)
     found["tables"].append(price_s(mk.Cluster.load("hgx_h200"), KINDS[0], 8, 1, SIZES[0]))
-    for name, hosts in CLUSTERS.items():
-        cluster = mk.Cluster.load(name, hosts=hosts)
-        inside = cluster.gpus_used_per_domain
-        for kind in KINDS:
-            for g, k in ((inside, 1), (inside, 2), (1, 2), (2, 1)):
-                for n, size in enumerate(SIZES):
-                    found["new size" if n else "first"].append(price_s(cluster, kind, g, k, size))
-                    found["again"].append(min(price_s(cluster, kind, g, k, size) for _ in range(3)))
+    with tempfile.TemporaryDirectory() as folder:
+        for name, hosts in CLUSTERS.items():
+            cluster = mk.Cluster.load(name, hosts=hosts)
+            prices(cluster, found, "")
+            prices(calibrated(cluster, folder), found, ", calibrated")
     print("| | prices | median, us | 99 %, us |\n|---|---|---|---|")
     for name, seconds in found.items():
         worst = sorted(seconds)[int(0.99 * (len(seconds) - 1))]
