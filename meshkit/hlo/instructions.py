@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -45,7 +45,6 @@ _KERNEL_KINDS = (  # of kernels that XLA compiles: `input_reduce_fusion_3`, `wra
 )
 _COMBINED = {"all-gather", "all-gather-start", "all-reduce", "all-reduce-start", "reduce-scatter"}
 _PASSES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "get-tuple-element", "reshape", "transpose"}
-_TUPLE_INDEX = 13  # of `HloInstructionProto`
 _DIGITS = re.compile(r"\d+")  # what tells names of one kind apart
 _WORKSPACE = re.compile(r"\((.+),[su]8\[\d+\]\)")
 _OURS = re.compile(  # `lint`, `training` and `xla` are in programs that earlier versions captured
@@ -171,12 +170,12 @@ def read_instructions(module: Any, *, also: Iterable[str] = ()) -> dict[str, Ins
     kinds = {name: _kind(body) for name, body in bodies.items()}
     inside = {_fused(at) for body in bodies.values() for at in body}
     line_of = {name: line for body in bodies.values() for name, line in _lines(body, lines)}
+    origins = functools.cache(lambda name: _Origins(name, bodies, lines, origins))
     seen: Counter[str] = Counter()
     found = {}
     for computation in module.computations():
         if computation.name in inside:
             continue
-        origins = _Origins(bodies, computation.name, lines)
         for i in computation.instructions():
             at = attributes.of(i.name)
             kind = kinds.get(_fused(at) or "") or _kind([at])
@@ -187,7 +186,7 @@ def read_instructions(module: Any, *, also: Iterable[str] = ()) -> dict[str, Ins
             moves = {at.opcode, *(a.opcode for name in at.called for a in bodies[name] if at.opcode == "async-start")}
             if moves & _COMBINED and len(at.operands) > 1:
                 gathers = bool(moves & {"all-gather", "all-gather-start"})
-                causes = origins.of(at, [shape_of(o).bytes for o in i.operands()], gathers=gathers)
+                causes = origins(computation.name).of(at, [shape_of(o).bytes for o in i.operands()], gathers=gathers)
                 info = replace(info, arrays=len(at.operands), causes=causes)
             found[i.name] = info
     missing = set(also) - found.keys()
@@ -215,31 +214,25 @@ class _Origins:
     """Where the arrays of a combined collective come from and go to; its own metadata is that of one of them.
 
     Args:
+        name: of the computation that they are looked for in. What a loop gets, or hands to its next turn, is followed.
         bodies: the computations of a module, each in order.
-        name: the one that they are looked for in. What a loop gets, or hands to its next turn, is followed into it.
         lines: of the module.
+        inside: the same of another computation.
     """
 
-    def __init__(self, bodies: Mapping[str, Sequence[Attributes]], name: str, lines: SourceLines):
-        self._bodies, self._body, self._lines = bodies, bodies[name], lines
-
-    @functools.cached_property
-    def _by_id(self) -> dict[int, Attributes]:
-        return {at.id: at for at in self._body}
-
-    @functools.cached_property
-    def _users(self) -> dict[int, list[Attributes]]:
-        users: dict[int, list[Attributes]] = {}
+    def __init__(
+        self, name: str, bodies: Mapping[str, Sequence[Attributes]], lines: SourceLines, inside: Callable[[str], Any]
+    ):
+        self._bodies, self._body, self._lines, self._inside = bodies, bodies[name], lines, inside
+        self._by_id = {at.id: at for at in self._body}
+        self._users: dict[int, list[Attributes]] = {}
         for at in self._body:
             for operand in dict.fromkeys(at.operands):
-                users.setdefault(operand, []).append(at)
-        return users
-
-    @functools.cached_property
-    def _handed_on(self) -> list[int]:
-        """What the root hands to the next turn, by its place; nothing where this is no body of a loop."""
-        parameters = [at for at in self._body if at.opcode == "parameter"]
-        return self._body[-1].operands if len(parameters) == 1 and self._body[-1].opcode == "tuple" else []
+                self._users.setdefault(operand, []).append(at)
+        self._parameters = [at for at in self._body if at.opcode == "parameter"]
+        # what the root hands to the next turn, by its place; nothing where this is no body of a loop
+        root = self._body[-1]
+        self._handed_on = root.operands if len(self._parameters) == 1 and root.opcode == "tuple" else []
 
     def of(self, at: Attributes, sizes: Sequence[int], *, gathers: bool) -> dict[str, int]:
         """Cause -> bytes, the most first: of what is gathered its user, of what is reduced its maker."""
@@ -259,7 +252,7 @@ class _Origins:
                 return cause
             if at.opcode not in _PASSES or not at.operands:
                 return ""
-            id_, index = at.operands[0], integer(at.fields, _TUPLE_INDEX)
+            id_, index = at.operands[0], at.tuple_index
             before = self._by_id.get(id_)
             if before is not None and before.opcode == "parameter" and index < len(self._handed_on):
                 id_ = self._handed_on[index]
@@ -282,7 +275,7 @@ class _Origins:
                 if user.opcode == "tuple":
                     places = [place for place, id_ in enumerate(user.operands) if id_ == each.id]
                     loops = [loop.called[0] for loop in self._users.get(user.id, ()) if loop.opcode == "while"]
-                    inside = (_Origins(self._bodies, loop, self._lines) for loop in loops)
+                    inside = map(self._inside, loops)
                     if cause := next(filter(None, (body._used(body._carried(places)) for body in inside)), ""):
                         return cause
                     todo += self._carried(places) if user is self._body[-1] and self._handed_on else []
@@ -294,12 +287,12 @@ class _Origins:
 
     def _carried(self, places: Sequence[int]) -> list[Attributes]:
         """What the body of a loop takes of what it is handed."""
-        return [g for at in self._body if at.opcode == "parameter" for n in places for g in self._elements(at, n)]
+        return [g for at in self._parameters for n in places for g in self._elements(at, n)]
 
     def _elements(self, of: Attributes, n: int) -> list[Attributes]:
         """Member `n` of a tuple."""
         taken = (u for u in self._users.get(of.id, ()) if u.opcode == "get-tuple-element")
-        return [u for u in taken if integer(u.fields, _TUPLE_INDEX) == n]
+        return [u for u in taken if u.tuple_index == n]
 
     def _text(self, at: Attributes) -> str:
         """Line and path of an instruction; of a fusion that has none, those of the last in it that has."""

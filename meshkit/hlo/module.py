@@ -439,11 +439,11 @@ class _Scope:
     ):
         self._module, self._counter, self._given = module, counter, given
         attributes = [module.of(i) for i in module.order(name)]
-        self._by_id: Mapping[int, Attributes] = {integer(a.fields, 35): a for a in attributes}
+        self._by_id: Mapping[int, Attributes] = {a.id: a for a in attributes}
         self.root = self._by_id[module.root(name)]
 
     def operands(self, a: Attributes) -> list[Attributes]:
-        return [self._by_id[i] for i in ints(a.fields, 36)]
+        return [self._by_id[i] for i in a.operands]
 
     def value(self, a: Attributes) -> _Linear | None:
         """What an integer scalar is in terms of the counter; None if it is something else."""
@@ -454,7 +454,7 @@ class _Scope:
             return self._given[number] if number < len(self._given) else None
         if a.opcode == "get-tuple-element":
             whole = self.operands(a)[0].opcode == "parameter"
-            return _Linear(1, 0) if whole and integer(a.fields, 13) == self._counter else None
+            return _Linear(1, 0) if whole and a.tuple_index == self._counter else None
         if a.opcode in _ALIASES:
             return self.value(self.operands(a)[0])
         if a.opcode == "fusion":

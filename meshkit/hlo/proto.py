@@ -136,6 +136,11 @@ class Attributes:
         return ints(self.fields, 36)
 
     @property
+    def tuple_index(self) -> int:
+        """Of a `get-tuple-element`, which member it takes."""
+        return integer(self.fields, 13)
+
+    @property
     def source(self) -> str:
         """The op_name path of the model code that caused it; "" if XLA kept none."""
         return clean_path(text(self.metadata, 2))
