@@ -294,8 +294,8 @@ def _collnet(collective: str, payload: float, wires: Wires) -> Algorithm | None:
     constants, g = nccl_constants(), wires.g
     rows = constants["step_latency_s"]
     share = constants["protocol"]["collnet_share"] if wires.column in ("hopper", "blackwell") else 1.0
-    latency = wires.fitted["kernel_s"] + 2 * (min(1, g - 1) * rows[wires.inside]["collnet"] + (g - 1) * 0.4e-6)
-    latency += rows["net"]["collnet"] + wires.outside_extra_s[1]
+    hops = min(1, g - 1) * rows[wires.inside]["collnet"] + (g - 1) * rows["collnet_gpu"]
+    latency = wires.fitted["kernel_s"] + 2 * hops + rows["net"]["collnet"] + wires.outside_extra_s[1]
     part = 1.0 if collective == "all-reduce" else wire_factor(collective, wires.k)
     outside = payload * part / (g * wires.outside_bytes_per_s * share)
     inside = payload * wire_factor(collective, g) / wires.inside_bytes_per_s
@@ -327,7 +327,8 @@ def _send_s(payload: float, wires: Wires) -> float:
     if payload > p2p["ll_bytes"]:
         latency += f["p2p_simple_s"]
     else:
-        latency += payload / (0.5 * f["p2p_channel_bytes_per_s"])  # one channel, half of its lines are flags
+        share = nccl_constants()["protocol"]["ring_share"]["ll"]
+        latency += payload / (share * f["p2p_channel_bytes_per_s"])  # one channel
     if wires.k == 1:
         return latency + _step_s("ring", "ll", wires)[0]
     return latency + _first_s("ll", wires) + _step_s("ring", "ll", wires)[1]

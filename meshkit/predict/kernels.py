@@ -150,7 +150,7 @@ def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy
     return seconds
 
 
-def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumptions, busy: float = 1.0) -> float:
+def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumptions, busy: float) -> float:
     """Sustained rate of a large matmul."""
     precision = precision_of(gpu, dtype)
     large = sustained_flops_per_s(gpu, precision, _kind(assumptions))
@@ -162,7 +162,7 @@ def _kind(assumptions: Assumptions) -> str:
     return "matmul" if assumptions.sustained else "burst"
 
 
-def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy: float = 1.0) -> float:
+def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy: float) -> float:
     """Sustained rate of fused attention: by length and mask, less where there are too few queries to fill the GPU.
 
     A backward pass does less well than a forward pass.

@@ -98,15 +98,12 @@ class Pricer:
         assert c is not None
         crosses = c.group_size > c.gpus_per_domain
         if self._seconds is not None:
-            known, busy = self._seconds(i), (0.0, 1.0) if crosses else (1.0, 0.0)
-            price = Price(known, known * busy[0], known * busy[1], known)
-            return self._transfer(c, price)
+            known = self._seconds(i)
+            return self._transfer(c, Price(known, 0.0, known, known) if crosses else Price(known, known, 0.0, known))
         key = (c.collective, c.payload_bytes, c.gpus_per_domain, c.group_size, c.grouped)
         if key not in self._collectives:
-            ways: list[str | None] = [None]
             inside = not crosses and c.group_size > 1 and self._cluster.scale_up == "nvlink"
-            if self._assumptions.symmetric and inside and c.collective in CHOSEN:
-                ways.append("symmetric")
+            ways = (None, "symmetric") if self._assumptions.symmetric and inside and c.collective in CHOSEN else (None,)
             group = (c.gpus_per_domain, c.group_size // c.gpus_per_domain, None)
             how: How = {"launch": "grouped" if c.grouped else "xla"}
             prices = (
@@ -121,14 +118,12 @@ class Pricer:
         return self.transfer(i).seconds
 
     def _transfer(self, c: Collective, price: Price) -> Transfer:
-        return Transfer(**vars(price), load=self._load(c, price))
-
-    def _load(self, c: Collective, price: Price) -> Load:
-        """What a collective leaves to the kernels of its GPU."""
+        """A price with what the collective leaves to the kernels of its GPU."""
         if not self._assumptions.contention:
-            return NO_LOAD
+            return Transfer(**vars(price))
         gpu = self._cluster.gpu
-        return load_of(c, price, gpu, memory_bytes_per_s(gpu, self._rates), waves=self._assumptions.waves)
+        load = load_of(c, price, gpu, memory_bytes_per_s(gpu, self._rates), waves=self._assumptions.waves)
+        return Transfer(**vars(price), load=load)
 
 
 def host_bytes_per_s(cluster: Cluster) -> float:

@@ -154,7 +154,7 @@ def _expected(collective: str, wires: Wires):
     elif g == 1 and version["pat"]:
         # With registered buffers NVLS gathers too; its rate is the ring's (togethercomputer: 661 and 655 GB/s).
         step = rows["net"]["tree"]["simple"] + 2 * wires.outside_extra_s[1]
-        latency = constants["base_latency_s"]["pat"]["simple"] + int(math.log2(k)) * step / 3.5 + n * 2.8e-6
+        latency = constants["base_latency_s"]["pat"]["simple"] + int(math.log2(k)) * step / 3.5 + n * rows["pat_gpu"]
         yield Expected("pat", latency, total * shares["pat_share"])
 
 
