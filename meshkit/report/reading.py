@@ -29,7 +29,8 @@ def read_report(path: str | Path) -> Report:
         text = read_regular(file, _LARGEST_BYTES).decode("utf-8")
     except OSError as e:
         hint = "a run folder with report.json, or `meshkit profile RUN` to write one from its trace"
-        raise TraceError(f"there is no report to read: {e.strerror}.", at=str(file), hint=hint) from None
+        why = "" if isinstance(e, FileNotFoundError) else f": {e.strerror}"
+        raise TraceError(f"there is no report to read{why}.", at=str(file), hint=hint) from None
     except UnicodeDecodeError:
         raise TraceError("this file is not a report: it is not text.", at=str(file)) from None
     hint = "a report.json as meshkit wrote it"

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from meshkit.errors import MeshkitError
@@ -71,11 +72,12 @@ def error(check: str, message: str, hint: str) -> Result:
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
     """Prints one line a check, and the way out below those that found something."""
-    width = max(len(c.check) for c in diagnosis.checks)
+    grid = Table.grid(padding=(0, 2, 0, 0))
     for c in diagnosis.checks:
         word, style = _MARKS[c.status]
-        console.print(Text.assemble((f"{word:<8}", style), (f"{c.check:<{width}}  ", "bold"), c.message))
+        grid.add_row(Text(word, style), Text(c.check, "bold"), Text(c.message))
         if c.hint:
-            console.print(Text(f"{'':<{width + 10}}try {c.hint}", style="dim"))
+            grid.add_row("", "", Text(f"try {c.hint}", "dim"))
+    console.print(grid)
     bad, odd = len(diagnosis.errors), sum(c.status == "warning" for c in diagnosis.checks)
     console.print(f"{diagnosis.host}: {len(diagnosis.checks)} checks, {bad} errors, {odd} warnings")

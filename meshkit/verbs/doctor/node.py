@@ -142,7 +142,7 @@ def check_limits(*, has_gpus: bool, shm: Path = Path("/dev/shm")) -> list[Result
             found.append(ok("shared_memory", f"/dev/shm has {format_bytes(size)}"))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < _GOOD_FILES:
-        text = f"{files} open files for a process; hundreds of GPUs want {_GOOD_FILES}."
+        text = f"{files} open files for a process; hundreds of GPUs want {_GOOD_FILES}"
         graded = error if files < _FEW_FILES else warning
         few = files < _FEW_FILES or has_gpus
         found.append(graded("open_files", text, f"ulimit -n {_GOOD_FILES}") if few else ok("open_files", text))
