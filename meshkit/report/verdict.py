@@ -132,8 +132,6 @@ def _capture_overhead(case: _Measured) -> Iterator[FindingPart]:
     quality = case.report.quality
     added_s = quality.overhead_s if quality else None
     untraced_s = case.known.untraced_step_s
-    if untraced_s and added_s is not None:  # as the host saw the window, which may hold more than its steps
-        added_s = min(added_s, case.mean_s - untraced_s)
     if added_s is None or added_s <= 0:
         return
     without = f": without a trace it takes {format_seconds(untraced_s)}" if untraced_s else ""

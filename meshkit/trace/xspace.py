@@ -459,8 +459,7 @@ class _Decoder:
                 id_ = np.minimum(id_.view(np.uint64), len(self.slot_of) - 1)
                 value = at + 3 + length
                 rest = self.buffer.words[value]
-            alike = len(id_) > 0 and (id_ == id_[0]).all()
-            slot = np.broadcast_to(self.slot_of[id_[0]], len(id_)) if alike else self.slot_of[id_.astype(np.intp)]
+            slot = self.slot_of[id_]
             wanted = slot >= 0
             after = at + (2 + ((low >> 8) & 0x7F))
             if wanted.all():
@@ -483,10 +482,7 @@ class _Decoder:
         if not whole.all():
             self.odd[event[~whole]] = True
             event, slot, value = event[whole], slot[whole], value[whole]
-        if len(event) == self.values.shape[1] and slot.strides == (0,):
-            self.values[slot[0]] = value
-        else:
-            self.values[slot, event] = value
+        self.values[slot, event] = value
 
     def _slow(self, events: Events, i: int, start: int, end: int) -> None:
         """Decodes one event whose fields stand in any order."""
