@@ -98,6 +98,11 @@ class Cost:
     transposed: float = 0.0  # elements that a kernel of its own transposes
     compared: tuple[int, int, float] = (0, 0, 0.0)  # of a sort: steps in tiles, elements of a tile, and of all
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether there is work for tensor cores."""
+        return bool(self.matmul_flops or self.attention_flops)
+
 
 def opcode(instruction: Any) -> str:
     """`kAllGather` as HLO text spells it: `all-gather`."""

@@ -78,7 +78,7 @@ class Pricer:
         """What a kernel, or a copy on the device or to the host, needs of the GPU."""
         if self._seconds is not None:
             known = self._seconds(i)
-            bound_by_arithmetic = i.cost is not None and bool(i.cost.matmul_flops or i.cost.attention_flops)
+            bound_by_arithmetic = i.cost is not None and i.cost.multiplies
             return KernelWork(arithmetic_s=known * self._slowest) if bound_by_arithmetic else KernelWork(memory_s=known)
         if i.cost is None:
             return KernelWork()

@@ -260,7 +260,7 @@ class _Simulator:
         streams.now = end
         if i.cost:
             out.host_bytes += i.cost.host_bytes
-            out.tensor_s += end - start if i.cost.matmul_flops or i.cost.attention_flops else 0.0
+            out.tensor_s += end - start if i.cost.multiplies else 0.0
             out.flops.update(dict(i.cost.matmul_flops))
             out.flops.update({"bf16": i.cost.attention_flops} if i.cost.attention_flops else {})
 

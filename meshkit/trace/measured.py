@@ -19,7 +19,7 @@ from meshkit.compile.cache import profile_text
 from meshkit.config import calibration
 from meshkit.config.bounded import write_file
 from meshkit.config.calibration import Calibration, Fit, MeasuredOn, Rates
-from meshkit.config.cluster import Cluster, Gpu
+from meshkit.config.cluster import Cluster
 from meshkit.errors import TraceError
 from meshkit.hlo.schedule import Collective, Instruction, Schedule
 from meshkit.predict.algorithms import wire_factor
@@ -119,8 +119,7 @@ def write_calibration(path: str | Path, captured: Captured, trace: Trace) -> Pat
     rates, schedule = Rates(), captured.schedule
     if schedule is not None:
         runs, times = kernel_runs(trace, schedule), kernel_seconds(trace, schedule)
-        samples = _samples(schedule, times, cluster, runs)
-        rates = _long_run(_sustained(samples), cluster.gpu, tensor_share(trace, schedule))
+        rates = rates_of(schedule, times, cluster, busy=tensor_share(trace, schedule), runs=runs)
     if not fits and rates == Rates():
         return None
     measured_on = MeasuredOn(
@@ -135,7 +134,14 @@ def write_calibration(path: str | Path, captured: Captured, trace: Trace) -> Pat
     return calibration.write(path, Calibration(fits, measured_on, rates))
 
 
-def rates_of(schedule: Schedule, times: Mapping[str, float], cluster: Cluster, *, busy: float) -> Rates:
+def rates_of(
+    schedule: Schedule,
+    times: Mapping[str, float],
+    cluster: Cluster,
+    *,
+    busy: float,
+    runs: Mapping[str, float] | None = None,
+) -> Rates:
     """Sustained rates of the kernels, by class, as those of large ones: work of all of them over the time that it took.
 
     Matmuls count where they are nothing else, attention forward and backward; what multiplies nothing gives the rate of
@@ -146,28 +152,24 @@ def rates_of(schedule: Schedule, times: Mapping[str, float], cluster: Cluster, *
         times: instruction -> seconds of one run.
         cluster: whose GPU ran it.
         busy: share of the step in which tensor cores worked; 0 where they ran at the full clock, see `step_gain`.
+        runs: instruction -> how often it ran, to count large kernels alone; None counts each kernel once.
     """
-    return _long_run(_sustained(_samples(schedule, times, cluster)), cluster.gpu, busy)
-
-
-def tensor_share(trace: Trace, schedule: Schedule) -> float:
-    """Share of a captured step, but for exposed communication, in which matmuls and attention ran."""
-    runs, times = kernel_runs(trace, schedule), kernel_seconds(trace, schedule)
-    kernels = (i for body in schedule.computations.values() for i in body if i.kind == "kernel" and i.name in times)
-    tensor = [
-        runs[i.name] * times[i.name] for i in kernels if i.cost and (i.cost.matmul_flops or i.cost.attention_flops)
-    ]
-    step_s = sum(s.total.window_s - s.total.exposed_s for s in trace.sweeps) / (len(trace.sweeps) or 1)
-    return min(1.0, sum(tensor) / step_s) if step_s > 0 else 1.0
-
-
-def _long_run(rates: Rates, gpu: Gpu, busy: float) -> Rates:
-    """Rates of a step as those of a long run of nothing else."""
+    rates, gpu = _sustained(_samples(schedule, times, cluster, runs)), cluster.gpu
     if gpu.compute_capability is None:
         return rates
     matmuls = {p: x / step_gain(full_clock(gpu, p), busy) for p, x in rates.matmul_flops_per_s.items()}
     passes = {w: x / step_gain(attention_full_clock(gpu, w), busy) for w, x in rates.attention_flops_per_s.items()}
     return rates.model_copy(update={"matmul_flops_per_s": matmuls, "attention_flops_per_s": passes})
+
+
+def tensor_share(trace: Trace, schedule: Schedule) -> float:
+    """Share of a captured step, but for exposed communication, in which matmuls and attention ran."""
+    kernels = (i for body in schedule.computations.values() for i in body if i.kind == "kernel")
+    tensor = {i.name for i in kernels if i.cost and i.cost.multiplies}
+    busy = zip(trace.timeline.op_names, trace.kernels.busy_s.tolist())
+    tensor_s = sum(seconds for name, seconds in busy if name in tensor)
+    step_s = sum(s.total.window_s - s.total.exposed_s for s in trace.sweeps) / (len(trace.sweeps) or 1)
+    return min(1.0, tensor_s / step_s) if step_s > 0 else 1.0
 
 
 # (`matmul`, `attention` or `memory`; precision, direction or nothing; FLOP or bytes; seconds) of a kernel
@@ -193,7 +195,7 @@ def _sustained(samples: Iterable[_Sample]) -> Rates:
 
 
 def _samples(
-    schedule: Schedule, times: Mapping[str, float], cluster: Cluster, runs: Mapping[str, float] | None = None
+    schedule: Schedule, times: Mapping[str, float], cluster: Cluster, runs: Mapping[str, float] | None
 ) -> Iterator[_Sample]:
     """Each kernel once; with `runs`, as often as it ran, and those alone that are large enough to sustain any rate."""
     gpu = cluster.gpu

@@ -270,7 +270,7 @@ def _clock(schedule: Schedule, times: Mapping[str, float], cluster: Cluster) -> 
     pricers = [step_pricer(schedule, cluster, each) for each in (free, replace(free, full_clock=False))]
     measured, planned = 0.0, [0.0, 0.0]
     for i, runs in schedule.walk():
-        if i.kind == "kernel" and i.cost and (i.cost.matmul_flops or i.cost.attention_flops) and i.name in times:
+        if i.kind == "kernel" and i.cost and i.cost.multiplies and i.name in times:
             measured += runs * times[i.name]
             planned = [s + runs * p.work(i).alone_s for s, p in zip(planned, pricers)]
     longer = planned[1] / planned[0] - 1 if planned[0] else 0.0
