@@ -17,7 +17,6 @@ predicted prices do so before the first run. What is made of them is simulated, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -262,20 +261,17 @@ def compile_to_fit[T: CompileAttempt](
     Returns:
         The fastest that fits, the first where none does; and those that it was chosen from.
     """
-    derived = list(choices.derived)
-    with contextlib.ExitStack() as stack:
-        if choices.pgle == TABLE:
-            path = stack.enter_context(text_file(agree(TABLE, table_text(cluster))))
-            derived.append(Option(TABLE_OPTION, str(path), _WHY_TABLE))
-        made = [_fitting(make, cluster, choices, derived)]
-    (first,) = made
+    if choices.pgle == TABLE:
+        with text_file(agree(TABLE, table_text(cluster))) as path:
+            only = _fitting(make, cluster, choices, [*choices.derived, Option(TABLE_OPTION, str(path), _WHY_TABLE)])
+        said = unread(cluster, only.schedule)
+        return replace(cast(Any, only), chosen=without_path(only.chosen), log=(*said, *only.log)), [only]
+    first = _fitting(make, cluster, choices, choices.derived)
+    made = [first]
 
     def fits(one: T) -> bool:
         return one.peak_bytes <= _pool_bytes(cluster, choices)
 
-    if choices.pgle == TABLE:
-        said = unread(cluster, first.schedule)
-        return replace(cast(Any, first), chosen=without_path(first.chosen), log=(*said, *first.log)), made
     if choices.pgle != PREDICTED or not fits(first):  # no order of its instructions makes room for them
         return first, made
     names = {o.name for o in choices.derived}
