@@ -39,15 +39,15 @@ def sensitivity(rows: Sequence[Row]) -> tuple[list[Row], Sensitivity]:
     return kept, found
 
 
-def leave_one_out(rows: Sequence[Row], *, key: str = "system") -> tuple[list[Row], np.ndarray]:
+def leave_one_out(rows: Sequence[Row]) -> tuple[list[Row], np.ndarray]:
     """The rows, and their signed relative errors with constants refitted without the rows of their system."""
     kept, found = sensitivity(rows)
-    groups = np.array([getattr(row, key) for row in kept])
-    shipped, errors = fitted_values(), np.zeros(len(groups))
-    for group in dict.fromkeys(groups):
-        factors = found.refit(groups != group)
+    systems = np.array([row.system for row in kept])
+    shipped, errors = fitted_values(), np.zeros(len(kept))
+    for system in dict.fromkeys(systems):
+        factors = found.refit(systems != system)
         values = {name: shipped[name] * factor for name, factor in factors.items()}
-        for i in np.flatnonzero(groups == group):
+        for i in np.flatnonzero(systems == system):
             errors[i] = kept[i].predicted_s(values) / kept[i].measured_s - 1
     return kept, errors
 

@@ -97,7 +97,7 @@ def _grouped(
         if line.understood.payload_bytes >= CLASSES[0][1]:
             groups.setdefault(key(line), []).append(line)
     for group, members in sorted(groups.items()):
-        cells = (_cell(_errors(members, low, high), signed=True) for _, low, high in CLASSES)
+        cells = (_cell(_errors(members, low, high)) for _, low, high in CLASSES)
         yield "| " + " | ".join([*group, *cells]) + " |"
 
 
@@ -106,11 +106,11 @@ def _errors(lines: Iterable[Measured], low: int, high: int) -> np.ndarray:
     return np.array([line.error for line in lines if low <= line.understood.payload_bytes < high])
 
 
-def read_xla_table(path: Path = TABLE) -> list[Row]:
+def read_xla_table() -> list[Row]:
     """Rows of XLA's own table of all-gather, all-reduce, reduce-scatter, all-to-all, permute, from 16 MiB."""
     clusters = {key: Cluster.load(name) for key, name in _XLA_CLUSTERS.items()}
     rows = []
-    with gzip.open(path, "rt", newline="") as file:
+    with gzip.open(TABLE, "rt", newline="") as file:
         for record in csv.DictReader(file):
             if int(record["tensor_bytes"]) < _XLA_FROM:
                 continue
@@ -139,12 +139,11 @@ def _eight_gpus(record: Mapping[str, str]) -> bool:
     return int(record["n_groups"]) * int(record["group_size"]) == 8
 
 
-def _cell(errors: np.ndarray, *, signed: bool = False) -> str:
+def _cell(errors: np.ndarray) -> str:
     if not len(errors):
         return ""
     size = np.abs(errors)
-    middle = f", {np.median(errors):+.1%}" if signed else ""
-    return f"{np.median(size):.1%}, {np.percentile(size, 90):.1%}{middle} ({len(errors)})"
+    return f"{np.median(size):.1%}, {np.percentile(size, 90):.1%}, {np.median(errors):+.1%} ({len(errors)})"
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
