@@ -196,7 +196,7 @@ def _known_of(constant: Constant) -> tuple[str, str, str]:
         values = [x for x in found if x]
     keys = sorted({key for table in tables for key, of in table["sources"].items() if name in of})
     kinds = {"assumed" if "assumed" in everything["sources"][key] else "measured" for key in keys}
-    ends = f"{min(values):g} to {max(values):g}" if len(values) > 1 else f"{values[0]:g} {constant.unit}"
+    ends = f"{min(values):g} to {max(values):g}" if len({*values}) > 1 else f"{values[0]:g} {constant.unit}"
     return ends.strip(), ", ".join(f"`{key}`" for key in keys), " and ".join(sorted(kinds, reverse=True))
 
 
