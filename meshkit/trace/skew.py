@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -169,13 +170,13 @@ class InstanceWaits:
     start_s: np.ndarray  # on the aligned clocks
     clocks: Clocks | None
 
-    @property
+    @cached_property
     def median_s(self) -> float:
         """Of the rows that waited, clock-free."""
         waits = self.free_s[self.free_s > 0]
         return float(np.median(waits)) if len(waits) else 0.0
 
-    @property
+    @cached_property
     def method(self) -> str:
         """Aligned clocks can tell who came last, or are wrong by too little of a collective to matter."""
         durations = self.duration_s[~np.isnan(self.free_s)]
