@@ -48,7 +48,7 @@ _FIT_COLUMNS = (
     Column("points", width=6),
     Column("median error", short="error", width=7),
 )
-_GOOD_FIT = 0.3
+GOOD_FIT = 0.3
 _MOVED = 0.02  # of itself, for a constant to be shown
 # beyond the colours of the mesh axes, so that each of ten collectives has its own
 _COLORS = (*AXIS_COLORS, "#3f7cac", "#d1495b", "#6c757d")
@@ -181,7 +181,7 @@ def _fits(fits: Sequence[BenchFit]) -> RenderableType:
     groups = []
     for (axes, words), members in itertools.groupby(fits, lambda fit: (fit.axes, group_words(fit))):
         found = list(members)
-        styles = ["yellow" if fit.residual_median > _GOOD_FIT else "" for fit in found]
+        styles = ["yellow" if fit.residual_median > GOOD_FIT else "" for fit in found]
         table = Table(columns, [(collective_words(fit), *_fit_cells(fit)) for fit in found], styles)
         groups.append((Text(", ".join(axes), "bold cyan").append(f"  {words}", "dim"), table))
     return below_titles(columns, groups)

@@ -46,7 +46,7 @@ from meshkit.verbs.bench.bench_report import (
     NetworkPart,
     RatesPart,
 )
-from meshkit.verbs.bench.bench_views import write_bench_html
+from meshkit.verbs.bench.bench_views import GOOD_FIT, write_bench_html
 from meshkit.verbs.bench.collectives import COPY_KIND, kinds
 from meshkit.verbs.bench.measure import (
     DTYPE,
@@ -62,7 +62,6 @@ from meshkit.verbs.bench.rates import measure_rates
 
 HTML_FILE = "bench.html"
 SMALLEST_BYTES, FACTOR = KIB, 4
-_GOOD_FIT = 0.3
 _FIT_ITERATIONS = 60
 _SMALLEST_ERROR = 1e-3  # an error below 0.1 % is none: it keeps the weights finite
 _FEWEST_PROGRAMS = 5  # that a case runs: for its result, to be warm, and three for its time
@@ -234,7 +233,7 @@ class _Bench:
         if wrong:
             kinds_ = sorted({f"{row.collective} over {row.axes[0] if row.axes else '-'}" for row in rows if row.wrong})
             self._warn("wrong", f"{wrong} elements differ from numpy's: {', '.join(kinds_)}.")
-        if median is not None and median > _GOOD_FIT:
+        if median is not None and median > GOOD_FIT:
             text = f"latency and bandwidth miss what was measured by {format_percent(median)} at the median"
             self._warn("fit", f"{text}; a plan with this calibration is no better.")
         device = self.mesh.devices.flat[0]
