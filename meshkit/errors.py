@@ -66,3 +66,9 @@ class RunError(MeshkitError):
     """A run failed for a reason that a restart may mend."""
 
     exit_code = RUN_FAILED
+
+
+def a_type(value: object) -> str:
+    """The type of a value, with its article: `an int`."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"

@@ -35,7 +35,7 @@ from typing import Any
 from meshkit.config.experiment import Experiment
 from meshkit.config.places import MODELS, is_shipped_name, is_under, listed, read_site, shipped_folder
 from meshkit.console import say
-from meshkit.errors import ConfigError, MeshkitError, RunError
+from meshkit.errors import ConfigError, MeshkitError, RunError, a_type
 from meshkit.redaction import redact
 from meshkit.units import GIB, KIB, MIB, TIB, format_bytes
 
@@ -150,7 +150,7 @@ def load_function(experiment: Experiment, key: str, name: str) -> Callable[..., 
     """
     found = load_object(name, experiment.search_paths, at=experiment.where(key))
     if not callable(found):
-        raise experiment.error(key, f"{name} is a {type(found).__name__}, not a function.")
+        raise experiment.error(key, f"{name} is {a_type(found)}, not a function.")
     module = defined_in(found)
     if module is None or is_of_python(module):
         raise experiment.error(

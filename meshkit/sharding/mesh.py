@@ -25,7 +25,7 @@ from meshkit.discover import LiveProbe, domain_identities, identity_record, loca
 from meshkit.discover.probe import has_driver
 from meshkit.distributed.agreement import Agreement, jax_runtime
 from meshkit.distributed.environment import MEMORY_FRACTIONS
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, a_type
 
 _FABRIC_S = 60.0  # for all processes to say where their devices are
 # Two cores that run eight virtual devices starve XLA:CPU's rendezvous for minutes; its defaults (20 s warn, 40 s abort)
@@ -163,7 +163,7 @@ def _axis_types(names: Sequence[str], given: AxisType | Mapping[str, AxisType]) 
         return (given,) * len(names)
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"axis_types is a {type(given).__name__}.",
+            f"axis_types is {a_type(given)}.",
             hint='jax.sharding.AxisType.Explicit, or {"data": jax.sharding.AxisType.Explicit}',
         )
     for name in given:

@@ -32,7 +32,7 @@ from meshkit.config.bounded import short
 from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
 from meshkit.config.user_code import describe_error, load_function, user_code
-from meshkit.errors import ConfigError, MeshkitError, RunError
+from meshkit.errors import ConfigError, MeshkitError, RunError, a_type
 from meshkit.sharding.constrain import partition_spec
 from meshkit.sharding.mesh import AnyMesh
 
@@ -384,8 +384,8 @@ def _read_example(experiment: Experiment, examples: Examples, index: int) -> dic
 def _arrays(experiment: Experiment, name: str, example: Any) -> dict[str, np.ndarray]:
     """An example's values as arrays. Raises ConfigError where it is no dict of numbers."""
     if not isinstance(example, Mapping) or not example or not all(isinstance(key, str) for key in example):
-        given = type(example).__name__ if not isinstance(example, Mapping) else f"dict with keys {list(example)}"
-        raise experiment.error("data.source", f"{name} is a {given}, not a dict of named arrays.")
+        given = a_type(example) if not isinstance(example, Mapping) else f"a dict with keys {list(example)}"
+        raise experiment.error("data.source", f"{name} is {given}, not a dict of named arrays.")
     with user_code(experiment, "data.source", name):
         arrays = {key: np.asarray(value) for key, value in example.items()}
     for key, value in arrays.items():

@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
 from meshkit.config.user_code import load_function, user_code
+from meshkit.errors import a_type
 from meshkit.parallel.compression import Exchange
 from meshkit.sharding.constrain import spec_axes
 from meshkit.sharding.mesh import AnyMesh
@@ -122,7 +123,7 @@ def _is_scalar(value: Any) -> bool:
 def _describe(value: Any) -> str:
     if isinstance(value, jax.Array | np.ndarray):
         return f"an array {value.dtype}{list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else a_type(value)
 
 
 def next_token(model: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, jax.Array, dict]:

@@ -30,7 +30,7 @@ from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import RematMix
 from meshkit.config.user_code import load_object, raised_by_user, user_code
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, a_type
 from meshkit.parallel.pipeline import Stack
 from meshkit.sharding import shardings
 from meshkit.sharding.constrain import partition_spec, spec_axes
@@ -135,8 +135,7 @@ def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
             written = f"model.{key}" if own else "train.remat" if key == "remat" else "model"
             raise experiment.error(written, message) from error
     if not isinstance(model, nnx.Module):
-        made = type(model).__name__
-        raise experiment.error("model.class", f"{name} makes a {made}, which is not a flax.nnx.Module.")
+        raise experiment.error("model.class", f"{name} makes {a_type(model)}, which is not a flax.nnx.Module.")
     if not takes_rngs:
         raise _takes_no_rngs(experiment)
     return model
@@ -301,7 +300,7 @@ def _model_class(experiment: Experiment) -> Any:
         made = f'model.class = "{name.partition(":")[0]}:{type(make).__name__}", its fields as further keys of [model]'
         raise ConfigError(f"{name} is a linen module already made, not a class.", at=at, hint=made)
     if not callable(make):
-        raise ConfigError(f"{name} is a {type(make).__name__}, not a class.", at=at, hint=hint)
+        raise ConfigError(f"{name} is {a_type(make)}, not a class.", at=at, hint=hint)
     called = make
     while isinstance(called, functools.partial):
         called = called.func

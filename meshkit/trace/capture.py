@@ -26,7 +26,7 @@ import jax
 from meshkit.compile.options import bytes_at_once, memory_of, options_hash
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, a_type
 from meshkit.redaction import recorded_environment
 from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.trace.captured import (
@@ -262,7 +262,7 @@ def _compiled_module(program: Any) -> Any:
         modules = program.runtime_executable().hlo_modules()
     except AttributeError:
         raise ConfigError(
-            f"`program` is a {type(program).__name__}, but a capture needs the compiled program it traces.",
+            f"`program` is {a_type(program)}, but a capture needs the compiled program it traces.",
             hint="jitted.lower(*args).compile(), and calling what that returns",
         ) from None
     return modules[0]

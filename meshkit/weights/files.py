@@ -37,7 +37,7 @@ from safetensors.numpy import save_file
 from meshkit.config.bounded import read_regular
 from meshkit.config.experiment import Experiment
 from meshkit.config.user_code import user_code
-from meshkit.errors import ConfigError, RunError
+from meshkit.errors import ConfigError, RunError, a_type
 from meshkit.sharding.resolve import path_name
 from meshkit.step.state import TrainState, describe_model
 from meshkit.step.train_step import TrainProgram
@@ -526,6 +526,6 @@ def layout_of(experiment: Experiment) -> Layout:
     with user_code(experiment, "model.class", f"hf_layout of {name}"):
         layout = method()
     if not isinstance(layout, Layout):
-        message = f"hf_layout of {name} gives a {type(layout).__name__}, not a meshkit.weights.layout.Layout."
+        message = f"hf_layout of {name} gives {a_type(layout)}, not a meshkit.weights.layout.Layout."
         raise experiment.error("model.class", message)
     return layout

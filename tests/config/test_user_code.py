@@ -106,7 +106,7 @@ def test_a_module_that_cannot_be_imported(write, source, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("Model = 3", "own:Model is a int, not a class"),
+        ("Model = 3", "own:Model is an int, not a class"),
         ("def Model(*, rngs): return 3", "own:Model is not a model, nor a function that says that it returns one"),
         ("def Model(*, rngs) -> int: return 3", "own:Model is not a model, nor a function that says"),
         (
@@ -114,7 +114,7 @@ def test_a_module_that_cannot_be_imported(write, source, message):
             "own:Model is not a model, nor a function that says",
         ),
         ("def Model(*, rngs) -> 'Missing': return 3", "own:Model is not a model, nor a function that says"),
-        ("def Model(*, rngs) -> 'nnx.Module': return 3", "own:Model makes a int, which is not a flax.nnx.Module"),
+        ("def Model(*, rngs) -> 'nnx.Module': return 3", "own:Model makes an int, which is not a flax.nnx.Module"),
         ("from os import system as Model", "own:Model is not a model, nor a function that says that it returns one"),
         ("class Model:\n    pass", "own:Model is a class that is not a flax.nnx.Module"),
         (class_of("pass", signature="self"), "own:Model takes no `rngs`"),
@@ -144,7 +144,7 @@ GOOD = "s, w, m = next_token(model, batch, rng); "
         (GOOD + "return s, w", "returned 2 values, not three"),
         ("return None", "returned None, not three values"),
         (GOOD + "return jnp.ones(3), w, m", r"array float32\[3\] as loss_sum"),
-        (GOOD + "return 3, w, m", "returned a int as loss_sum"),
+        (GOOD + "return 3, w, m", "returned an int as loss_sum"),
         (GOOD + "return s, jnp.ones(2), m", r"float32\[2\] as weight"),
         (GOOD + "return s, w, None", "returned None as metrics"),
         (GOOD + "return s, w, {'a': jnp.ones(2)}", r"float32\[2\] as metric 'a'"),
@@ -163,7 +163,7 @@ def test_a_loss_that_is_wrong(write, body, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("loss = 3", "is a int, not a function"),
+        ("loss = 3", "is an int, not a function"),
         ("def loss(model): pass", "own:loss raised TypeError"),
         ("from os import system as loss", "own:loss is of Python itself, not a function of yours"),
         ("from subprocess import run as loss", "own:loss is of Python itself, not a function of yours"),
@@ -180,12 +180,12 @@ def test_a_loss_that_cannot_be_called(write, source, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("examples = 3", "is a int, not a function"),
+        ("examples = 3", "is an int, not a function"),
         ("def examples(): pass", "own:examples raised TypeError"),
         ("def examples(*, seed, experiment): 1 / 0", r"own:examples raised ZeroDivisionError: .*\(own.py:\d+\)"),
         ("def examples(*, seed, experiment): return 3", "gave a int: it must return a sequence"),
         ("def examples(*, seed, experiment): return []", "gave no examples"),
-        ("def examples(*, seed, experiment): return [1, 2]", "example 0 of own:examples is a int"),
+        ("def examples(*, seed, experiment): return [1, 2]", "example 0 of own:examples is an int"),
         ("def examples(*, seed, experiment): return [[1], [2]]", "example 0 of own:examples is a list"),
         ("def examples(*, seed, experiment): return [{}]", "is a dict with keys"),
         ("def examples(*, seed, experiment): return [{'x': 'y'}]", "not an array of numbers"),

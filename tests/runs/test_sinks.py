@@ -114,7 +114,7 @@ def test_the_users_function_is_called(experiment, tmp_path):
     [
         ('metrics = "my_sink:wrong"', r"(?s)wrong.*x\.toml"),
         ('metrics = "no_such_module:write"', "no_such_module"),
-        ('metrics = "my_sink:value"', "my_sink:value is a int, not a function"),
+        ('metrics = "my_sink:value"', "my_sink:value is an int, not a function"),
     ],
 )
 def test_a_function_that_does_not_exist_is_said_before_the_first_step(experiment, line, message):

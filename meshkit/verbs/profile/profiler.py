@@ -21,7 +21,7 @@ from meshkit.config.calibration import CALIBRATION_FILE
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.console import run_folder
-from meshkit.errors import ConfigError
+from meshkit.errors import ConfigError, a_type
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.pipeline_report import useful_flops
 from meshkit.hlo.schedule import Schedule
@@ -177,7 +177,7 @@ def _name_of(program: Any) -> str | None:
     name = getattr(program, "__name__", None)
     if name is None or not hasattr(program, "lower"):
         raise ConfigError(
-            f"`program` is a {type(program).__name__}, but a profile is of a jitted function or of a compiled program.",
+            f"`program` is {a_type(program)}, but a profile is of a jitted function or of a compiled program.",
             hint="jax.jit(step), its name, or jax.jit(step).lower(*args).compile()",
         )
     return re.sub(r"\W", "_", name)  # as jax names modules: `<lambda>` is `jit__lambda_`

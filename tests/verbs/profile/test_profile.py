@@ -172,7 +172,7 @@ def test_profile_context_keeps_nothing_of_a_block_that_failed(step, mesh, tmp_pa
 
 
 def test_a_program_is_jitted_or_compiled(mesh, tmp_path):
-    with pytest.raises(ConfigError, match="`program` is a int"), profiler.profile(tmp_path, program=3, mesh=mesh):
+    with pytest.raises(ConfigError, match="`program` is an int"), profiler.profile(tmp_path, program=3, mesh=mesh):
         pass
 
 
