@@ -21,6 +21,7 @@ from meshkit.discover.topology import Topology, merge
 
 __all__ = [
     "FixtureProbe",
+    "Form",
     "LiveProbe",
     "Mismatch",
     "Probe",

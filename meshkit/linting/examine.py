@@ -51,8 +51,7 @@ from meshkit.sharding.resolve import (
     placements_by_state,
 )
 from meshkit.sharding.strategy import BYTES_OF, StageRuns, Strategy, make_weights
-from meshkit.step.program import local_bytes
-from meshkit.step.train_step import TrainProgram
+from meshkit.step.program import TrainProgram, local_bytes
 
 
 @dataclass(frozen=True)

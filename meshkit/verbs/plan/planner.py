@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -20,6 +20,7 @@ from meshkit.compile.lowering import on_own_stack, traceable
 from meshkit.compile.options import PLAIN, CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.cluster import Cluster
+from meshkit.config.experiment import Experiment
 from meshkit.console import notebook_line
 from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
@@ -44,13 +45,11 @@ from meshkit.report.schema import CompilePart, MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, program_part, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, described, use_no_accelerator
 from meshkit.step.facts import NO_FACTS, StepFacts
+from meshkit.step.program import TrainProgram
+from meshkit.step.train_step import make_train_step
 from meshkit.timeline import Timeline
 from meshkit.units import format_bytes, format_rate, format_seconds
 from meshkit.verbs.plan.outcome import HOST_MEMORY_EXCEEDED
-
-if TYPE_CHECKING:
-    from meshkit.config.experiment import Experiment
-    from meshkit.step.program import TrainProgram
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,6 @@ def _plan_experiment(experiment: Experiment) -> Plan:
 
 def absent_step(experiment: Experiment) -> TrainProgram:
     """The experiment's own training step, for the GPUs that its cluster describes."""
-    from meshkit.step.train_step import make_train_step
-
     use_no_accelerator()
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     return make_train_step(experiment, mesh)

@@ -18,7 +18,7 @@ from rich.tree import Tree
 
 from meshkit.config.cluster import Cluster, shipped_clusters
 from meshkit.config.toml_text import inline, to_toml
-from meshkit.discover import LiveProbe, Topology, discover, read_recorded, to_cluster
+from meshkit.discover import Form, LiveProbe, Topology, discover, read_recorded, to_cluster
 from meshkit.discover import check as check_topology
 from meshkit.discover import record as record_bundle
 from meshkit.errors import ConfigError
@@ -163,18 +163,15 @@ def run(
         ConfigError: contradictory arguments, a file that is missing or exists, nothing to write for `out`.
         TraceError: a file that is damaged.
     """
-    sources = [name for name, path in (("bundle", bundle), ("xml", xml), ("matrix", matrix)) if path is not None]
+    given: list[tuple[Path | None, Form]] = [(bundle, "bundle"), (xml, "xml"), (matrix, "matrix")]
+    sources: list[tuple[Path, Form]] = [(path, form) for path, form in given if path is not None]
     if len(sources) > 1 or (sources and record is not None):
-        names = [f"--{name}" for name in sources] + ([] if record is None else ["record"])
+        names = [f"--{form}" for _, form in sources] + ([] if record is None else ["record"])
         raise ConfigError(f"{' and '.join(names)} are given, but one machine is described.", hint="one of them")
     if record is not None:
         found, *others = [record_bundle(record, LiveProbe())]
-    elif bundle is not None:
-        found, *others = read_recorded(bundle, "bundle")
-    elif xml is not None:
-        found, *others = read_recorded(xml, "xml")
-    elif matrix is not None:
-        found, *others = read_recorded(matrix, "matrix")
+    elif sources:
+        found, *others = read_recorded(*sources[0])
     else:
         found, *others = [discover(LiveProbe())]
     cluster, problem = _cluster(found, gpu)

@@ -15,9 +15,9 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.linting.examine import announce_findings
 from meshkit.sharding import build_mesh, describe_devices
-from meshkit.step import train_step
 from meshkit.step.train_step import make_train_step
 from meshkit.verbs.explain.explainer import Explanation, explain
+from meshkit.verbs.plan import planner
 from meshkit.verbs.plan.planner import plan_experiment
 
 ROOT = Path(__file__).parents[3]
@@ -157,7 +157,7 @@ def test_the_gathers_and_reductions_of_the_debug_llama_are_its_closed_forms():
 @pytest.mark.deviceless
 def test_explain_compiles_checks_and_places_by_default_and_builds_the_step_once(capsys, monkeypatch):
     built = []
-    monkeypatch.setattr(train_step, "make_train_step", lambda *args: built.append(args) or make_train_step(*args))
+    monkeypatch.setattr(planner, "make_train_step", lambda *args: built.append(args) or make_train_step(*args))
     sets = [f"--set={o}" for o in ON_H100S]
     code, out, _ = run(capsys, MLP, *sets, "--json")
     found = Explanation.model_validate_json(out)
