@@ -16,15 +16,7 @@ from meshkit.hlo.schedule import Schedule
 from meshkit.predict.coverage import NOT_PREDICTED, kernel_seconds_by_name
 from meshkit.predict.kernels import peak_flops
 from meshkit.predict.simulate import Simulation
-from meshkit.report.causes import (
-    EXPOSED_WARNS,
-    WARNS,
-    JudgedReport,
-    named,
-    recomputes,
-    small_collectives,
-    source,
-)
+from meshkit.report.causes import EXPOSED_WARNS, WARNS, JudgedReport, named, recomputes, small_collectives, source
 from meshkit.report.schema import MemoryPart, Report
 from meshkit.units import format_bytes, format_percent, format_seconds
 

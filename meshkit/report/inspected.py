@@ -40,7 +40,7 @@ class _Heard(JudgedReport):
         step = report.step.model_copy(
             update={"exposed_s": self.all_s, "time_s": report.step.time_s or self.all_s, "compute_s": None}
         )
-        heard = report.model_copy(update={"communication": tuple(rows), "step": step, "per_step": None})
+        heard = report.model_copy(update={"communication": tuple(rows), "step": step})
         super().__init__(heard, cluster)
         self.told = report
 
