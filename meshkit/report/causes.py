@@ -58,12 +58,17 @@ class JudgedReport:
     """
 
     lost, waited = "exposed communication", "exposed_wait_s"  # what waiting is a part of, and where that stands
-    usual, device = "", "GPU"  # what a step, and a device, is called
+    usual, cpu = "", False  # what a step is called; whether its devices are virtual ones
 
     def __init__(self, report: Report, cluster: Cluster | None, collectives: Sequence[Collective] = ()):
         self.report, self.step, self.rows = report, report.step, report.communication
         self.cluster, self.collectives = cluster, collectives
         self.time_s: float = self.step.time_s or 0.0
+
+    @property
+    def device(self) -> str:
+        """What a device is called."""
+        return "device" if self.cpu else "GPU"
 
     def share(self, seconds: float, what: str, *, first: bool) -> str:
         """`20.0 % of the step of 1.00 ms is idle.`; only the first sentence says how long the step is."""
@@ -247,7 +252,7 @@ def small_collectives(case: JudgedReport) -> Iterator[FindingPart]:
             continue
         mean = format_bytes((row.payload_bytes or 0.0) / row.count)
         left = 1 - case._combined_s(row) / row.transfer_s
-        option = COMBINED.get(row.collective or "")
+        option = None if case.cpu else COMBINED.get(row.collective or "")
         yield finding(
             case,
             "small_collectives",

@@ -85,7 +85,7 @@ class _Measured(JudgedReport):
     def __init__(self, report: Report, known: Known, history: HistoryPart | None):
         self.known, self.history = known, history
         self.mean_s, self.outliers = report.step.time_s or 0.0, ()
-        self.device = "device" if known.trace.facts.cpu else "GPU"
+        self.cpu = known.trace.facts.cpu
         samples = report.per_step or ()
         if len(samples) >= 3:
             usual_s = statistics.median(s.time_s for s in samples)
@@ -169,7 +169,7 @@ def _outlier_steps(case: _Measured) -> Iterator[FindingPart]:
 def _exposed(case: _Measured) -> Iterator[FindingPart]:
     """Data is moved while nothing computes: because XLA runs it so, or for reasons that the trace does not tell."""
     blocking, adjacent = _schedules(case.known.schedule)
-    gpu, off = not case.known.trace.facts.cpu, (case.known.options or {}).get(_ASYNC_OFF)
+    gpu, off = not case.cpu, (case.known.options or {}).get(_ASYNC_OFF)
     for i, (_, _, rest) in case.shares.items():
         row = case.rows[i]
         exposed = {op.name: op.exposed_s or 0.0 for op in row.ops}
@@ -246,8 +246,9 @@ def _idle(case: _Measured) -> Iterator[FindingPart]:
     listed = " and ".join(f"{format_seconds(s)} {name}" for s, name in most)
     hint = "reading the loss less often, logging and checkpoints off the path of the step (dispatch runs ahead)"
     if inside_s > between_s:
-        graphs = "" if case.known.trace.facts.graphs else "CUDA graphs (--xla_gpu_enable_command_buffer not empty), "
-        hint = f"{graphs}fewer and larger kernels, a less busy host"
+        hint = "fewer and larger kernels, a less busy host"
+        if not (case.cpu or case.known.trace.facts.graphs):
+            hint = f"CUDA graphs (--xla_gpu_enable_command_buffer not empty), {hint}"
     yield finding(
         case,
         "host_bound",

@@ -260,6 +260,19 @@ def test_virtual_devices_are_not_called_gpus(tmp_path):
     assert "GPU" not in report.verdict
 
 
+def test_virtual_devices_are_given_no_options_of_gpus(tmp_path):
+    devices, gathers = small()
+    gaps = [(f"fusion.{i}", 10 * i, 10 * i + 6) for i in range(100)] + [("end", 0, 1000)]
+    for code, made, known in (("small_collectives", devices, {"collectives": gathers, "cluster": H100}),
+                              ("host_bound", {0: gaps, 1: gaps}, {})):  # fmt: skip
+        on_gpus, on_cpus = (
+            next(f.hint for f in report_of(tmp_path, made, cpu=cpu, **known).findings if f.code == code)
+            for cpu in (False, True)
+        )
+        assert "xla_gpu" in on_gpus
+        assert "xla_gpu" not in on_cpus
+
+
 def test_what_if_replays_the_measured_timeline(tmp_path):
     hidden = report_of(tmp_path, exposed(), collectives=[GATHER]).findings[0]
     assert hidden.step_s == pytest.approx(600e-6)
