@@ -3,9 +3,13 @@
 import json
 from pathlib import Path
 
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
 from meshkit.config.experiment import load
 from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.facts import StepFacts
+from meshkit.step.program import local_bytes
 from meshkit.step.train_step import make_train_step
 from meshkit.trace.captured import CaptureRecord
 
@@ -30,6 +34,21 @@ def test_a_state_is_parameters_and_two_moments_in_fp32():
     assert facts.state_bytes >= 12 * facts.parameters
     assert facts.parameters_bytes < 4 * facts.parameters  # cut over the mesh
     assert facts.optimizer_bytes >= 2 * facts.parameters_bytes
+
+
+def test_bytes_of_a_gpu_are_those_of_its_own_shards_and_memory():
+    spec = load(MLP)
+    mesh = build_mesh(spec.mesh, spec.cluster, devices=describe_devices(spec.cluster))
+    first = mesh.axis_names[0]
+
+    def array(**more):
+        return jax.ShapeDtypeStruct((8, 4), "float32", sharding=NamedSharding(mesh, PartitionSpec(first), **more))
+
+    unplaced = jax.ShapeDtypeStruct((8, 4), "float32")
+    assert local_bytes(array()) == 8 * 4 * 4 // mesh.shape[first] < 8 * 4 * 4
+    assert local_bytes([array(), array(memory_kind="pinned_host"), unplaced, jax.random.key(0), 3]) == local_bytes(
+        array()
+    )
 
 
 def test_a_sidecar_keeps_its_keys():
