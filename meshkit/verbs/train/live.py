@@ -4,7 +4,8 @@
     tables -> process 0 -> who is waited for -> if in two captures in a row, one line, and the sinks
 
 A step waits for nothing but the start and the end of its trace. What all of it takes of CPUs is counted, and captures
-become rarer until it is at most a millisecond a step, on the process where it is most.
+become rarer until it is at most a millisecond a step, on the process where it is most. Process 0 says which step is
+next, so far ahead that all hear of it before; who is not heard from ends the captures of all.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ class StepCaptures:
     ):
         self._line = Agreement("captures")
         self._every = every if self._line.size > 1 else 0
+        self._now = first_step - 1  # the last step that began
+        self._next = _multiple_after(self._now, every) if self._every else 0  # to be captured, by all processes
         self._step, self._stragglers, self._say = step, stragglers, say
         self._first_step, self._budget_s = first_step, budget_s
-        self._stretch, self._captures, self._suspect, self._warned = 1, 0, -1, False
+        self._captures, self._suspect, self._warned = 0, -1, False
         self._thread: threading.Thread | None = None
         self._reader: subprocess.Popen | None = None
         self._introduced = False
@@ -73,8 +76,8 @@ class StepCaptures:
 
     def is_due(self, first: int, last: int) -> bool:
         """Whether the call of the step that makes these training steps is captured, by all processes."""
-        n = self._every * self._stretch
-        return n > 0 and last // n > (first - 1) // n and not (self._thread and self._thread.is_alive())
+        self._now = last
+        return first <= self._next <= last
 
     def start(self, pending: Any) -> None:
         """Starts the trace once `pending` arrays are ready, which nothing of the step before is to be in."""
@@ -128,12 +131,15 @@ class StepCaptures:
                 said["error"] = error.message if isinstance(error, TraceError) else describe_error(error)
             shutil.rmtree(traced, ignore_errors=True)
         said["cpu_s"] = self._stragglers.cpu_s
-        with self._stragglers.counted(), contextlib.suppress(MeshkitError):  # the next one, or nobody: training goes on
-            self._stretch = self._line.reach(str(step), said, self._decide, timeout_s=_ANSWER_S)
+        with self._stragglers.counted():
+            try:
+                self._next = self._line.reach(str(step), said, self._decide, timeout_s=_ANSWER_S)
+            except MeshkitError as error:
+                self._warn(f"no more steps are captured: {error.message}")
 
     def _decide(self, said: list[Mapping[str, Any]]) -> int:
-        """Says who is late, and how many times as rare as asked for captures must be: the same for all processes."""
-        step, cpu_s, n = said[0]["step"], max(s["cpu_s"] for s in said), 1
+        """Says who is late, and which step is captured next: the same for all processes."""
+        step, cpu_s, every = said[0]["step"], max(s["cpu_s"] for s in said), self._every
         bad = {process: s["error"] for process, s in enumerate(said) if "error" in s}
         try:
             late = None if bad else self._late(said, self._ask({"judge": said})["late"])
@@ -144,9 +150,11 @@ class StepCaptures:
             self._warn(f"the captured step {step} of process {process} cannot be read: {why}")
         self._captures += 1
         next_s = cpu_s * (1 + 1 / self._captures)  # with a capture that takes what the others took
-        while next_s > self._budget_s * (_multiple_after(step, self._every * n) - self._first_step + 1):
-            n *= 2
-        return n
+        now = max(step, self._now)
+        heard = now + (now - step) + 1  # by all: the answer takes no longer than all the rest has
+        while next_s > self._budget_s * (_multiple_after(heard, every) - self._first_step + 1):
+            every *= 2
+        return _multiple_after(heard, every)
 
     def _late(self, said: Sequence[Mapping[str, Any]], worst: Mapping[str, Any] | None) -> LateProcess | None:
         """The process that most waiting is for, if it was in the capture before too."""
@@ -209,7 +217,7 @@ class StepCaptures:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            self._say(f"warning: {what}. Training goes on; this is said once.")
+            self._say(f"warning: {what.removesuffix('.')}. Training goes on; this is said once.")
 
 
 def _multiple_after(step: int, n: int) -> int:

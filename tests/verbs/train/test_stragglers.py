@@ -14,6 +14,7 @@ import jax
 import pynvml
 import pytest
 
+from meshkit.errors import RunError
 from meshkit.verbs.train import live
 from meshkit.verbs.train.live import StepCaptures
 from meshkit.verbs.train.stragglers import Stragglers, judge, slowest_clock_mhz
@@ -183,17 +184,35 @@ def test_captures_name_who_is_late_twice_in_a_row(captures, monkeypatch, first, 
 
 
 @pytest.mark.parametrize(
-    ("cpu_s", "rarer"),
-    [(0.05, 1), (0.11, 4), (0.6, 16)],  # with another like it: 0.1 s by step 200, 0.22 s by 400, 1.2 s by 1600
+    ("cpu_s", "now", "following"),
+    [
+        (0.05, 100, 200),  # with another like it: 0.1 s by step 200, 0.22 s by 400, 1.2 s by 1600
+        (0.11, 100, 400),
+        (0.6, 100, 1600),
+        (0.05, 180, 300),  # 80 steps ran until all had answered: as long again, and the answer is with all
+    ],
 )
-def test_captures_become_rarer_until_they_take_a_millisecond_a_step(captures, monkeypatch, cpu_s, rarer):
+def test_captures_become_rarer_until_they_take_a_millisecond_a_step(captures, monkeypatch, cpu_s, now, following):
     found, _, said = captures
     monkeypatch.setattr(found, "_ask", lambda _: {"late": None})
-    assert found._decide(tables({}, cpu_s)[0]) == rarer
-    found._stretch = rarer
-    following = next(step for step in range(101, 10_000) if found.is_due(step, step))
+    found.is_due(now, now)
+    assert found._decide(tables({}, cpu_s)[0]) == following
     assert 2 * cpu_s <= 1e-3 * following
     assert not said
+
+
+def test_who_is_not_heard_from_ends_the_captures_of_all(captures, monkeypatch):
+    found, _, said = captures
+
+    def missing(*_, **__):
+        raise RunError("process 3 of 4 did not answer within 120 s.")
+
+    monkeypatch.setattr(found, "_line", SimpleNamespace(reach=missing))
+    assert [step for step in range(1, 150) if found.is_due(step, step)] == [100]
+    found._exchange(100, "no trace")
+    (message,) = said
+    assert message.startswith("warning: no more steps are captured: process 3 of 4 did not answer within 120 s.")
+    assert not [step for step in range(150, 1000) if found.is_due(step, step)]
 
 
 def test_a_trace_that_cannot_be_read_is_said_once(captures, monkeypatch):
