@@ -170,7 +170,8 @@ def _counts(report: TuneReport) -> RenderableType:
     for part in report.pruned:
         table.add_row(f"-{part.count:,}", f"ruled out: {RULE_WORDS.get(part.rule, part.rule)}")
     reused = f", {report.reused} of them earlier" if report.reused else ""
-    table.add_row(f"{report.compiled:,}", f"compiled{reused}, by {report.jobs} processes in {report.wall_s:.0f} s")
+    jobs = f"{report.jobs} process{'es' * (report.jobs != 1)}"
+    table.add_row(f"{report.compiled:,}", f"compiled{reused}, by {jobs} in {report.wall_s:.0f} s")
     table.add_row(f"{report.left:,}", "left")
     return table
 
