@@ -24,8 +24,8 @@ from benchmarks.published.replay import Prediction
 from benchmarks.published.rows import Row, measured_step_time_s, read_rows
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
-from meshkit.predict import matmuls
-from meshkit.predict.links import nccl_constants
+from meshkit.predict import kernels as matmuls
+from meshkit.predict.nccl import nccl_constants
 
 MORE = 1.1
 

@@ -19,7 +19,7 @@ there. It is taken out of every fp8 row: a compiled program has its casts as ker
 **Burst and long run.** Rows without power are a few calls each: kernels of less than a millisecond end before the power
 controller acts, those of tens of milliseconds are a run at the cap. The cap is the median over wrappers of rows that
 take 10 ms or more, or that stand at 95 % of their power limit, with no dim below 2048; a burst the ninth decile of
-those of 0.3 to 3 ms. What of this a training step sees is in predict/matmuls.py. vLLM 0.24's rows are left out: their
+those of 0.3 to 3 ms. What of this a training step sees is in predict/kernels.py. vLLM 0.24's rows are left out: their
 rate rises with the work where every other source's falls, which random operands do not do.
 """
 
@@ -42,7 +42,7 @@ import numpy as np
 
 from meshkit.config import catalog
 from meshkit.hlo.costs import Matmul
-from meshkit.predict.matmuls import LARGE, LONG_S, table_flops_per_s
+from meshkit.predict.kernels import LARGE, LONG_S, table_flops_per_s
 
 GPUS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100_sxm", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300",
         "gb200": "gb200", "gb300": "gb300"}  # fmt: skip

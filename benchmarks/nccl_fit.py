@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from benchmarks.nccl_rows import PCIE, RACKS, Row
-from meshkit.predict.links import fitted_values, nccl_constants
+from meshkit.predict.nccl import fitted_values, nccl_constants
 from meshkit.predict.refit import Sensitivity
 
 CLASSES = (("8 KiB to 1 MiB", 2**13, 2**20), ("1 to 16 MiB", 2**20, 2**24), ("from 16 MiB", 2**24, 2**63))

@@ -47,7 +47,7 @@ def check_packages() -> str:
     """All that the verbs import is there and can be imported."""
     for name in _PACKAGES:
         importlib.import_module(name)
-    from meshkit.compile.preflight import check_compiler, version_of
+    from meshkit.compile.options import check_compiler, version_of
 
     check_compiler()
     return ", ".join(f"{name} {version_of(name)}" for name in ("jax", "jaxlib", "flax", "orbax-checkpoint"))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu.kernels import compiled, timed
-from meshkit.compile.preflight import cuda_roots
+from meshkit.compile.options import cuda_roots
 
 HELD = (0, 8, 16, 24)
 STREAMING = (8, 16, 24)

@@ -16,7 +16,7 @@ from benchmarks.gpu.kernels import SHAPES
 from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
 from benchmarks.gpu.options import OWN
 from benchmarks.gpu.verbs import LLAMA_1B, MEASURED
-from meshkit.compile.preflight import version_of
+from meshkit.compile.options import version_of
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Gpu
@@ -27,10 +27,9 @@ from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.kernels import KernelWork, kernel_work, memory_bytes_per_s
-from meshkit.predict.links import by_hand
-from meshkit.predict.pricing import arithmetic_left
+from meshkit.predict.nccl import by_hand
+from meshkit.predict.pricing import Load, arithmetic_left
 from meshkit.predict.simulate import simulate
-from meshkit.predict.traffic import Load
 from meshkit.report.history import read_history, untraced_step_s
 from meshkit.report.reading import read_report
 from meshkit.report.schema import Report

@@ -11,7 +11,7 @@ devices). Beyond what jax does, a file is written whole or not at all, must belo
 takes the secret in `seal.key` to make (`compile.store`): jax's own would leave half a file behind when it is killed,
 and warn of it at every start.
 
-The folder is `compiled` of `store.cache_root`. Below it is one for each kind of CPU: code for one may use instructions
+The folder is `compiled` of `cache.cache_root`. Below it is one for each kind of CPU: code for one may use instructions
 that another lacks.
 """
 
@@ -34,6 +34,16 @@ import jax
 from jax._src import compilation_cache, compiler
 from jax._src.compilation_cache_interface import CacheInterface
 
+from meshkit.compile.cache import (
+    DamagedEntry,
+    HeldFolder,
+    NotPrivate,
+    Store,
+    cache_root,
+    hold_private,
+    max_bytes,
+    seal_key,
+)
 from meshkit.compile.choices import choices_for, compile_to_fit
 from meshkit.compile.options import (
     CompileChoices,
@@ -44,16 +54,6 @@ from meshkit.compile.options import (
     hint_for,
     left_out_lines,
     memory_of,
-)
-from meshkit.compile.store import (
-    DamagedEntry,
-    HeldFolder,
-    NotPrivate,
-    Store,
-    cache_root,
-    hold_private,
-    max_bytes,
-    seal_key,
 )
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment

@@ -33,12 +33,13 @@ from meshkit.compile.options import (
     CompileChoices,
     Option,
     bytes_at_once,
+    check_compiler,
     left_out_lines,
     option_error,
     options_hash,
     planners_options,
+    version_of,
 )
-from meshkit.compile.preflight import check_compiler, version_of
 from meshkit.compile.scratch import scratch_folder, start_in, sweep
 from meshkit.config.bounded import integer
 from meshkit.config.cluster import Cluster

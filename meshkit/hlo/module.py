@@ -24,7 +24,6 @@ import numpy as np
 from meshkit.config.mesh import Placement
 from meshkit.errors import MeshkitError, ProgramError
 from meshkit.hlo.costs import FREE_CALLS, Cost, CostModel, opcode
-from meshkit.hlo.groups import group_shape, read_groups
 from meshkit.hlo.instructions import Shape, shape_of
 from meshkit.hlo.proto import (
     Attributes,
@@ -37,7 +36,7 @@ from meshkit.hlo.proto import (
     text,
     with_dense_ids,
 )
-from meshkit.hlo.schedule import Collective, Instruction, Schedule
+from meshkit.hlo.schedule import Collective, Instruction, Schedule, group_shape, read_groups
 
 __all__ = [
     "Instruction",

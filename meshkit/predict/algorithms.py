@@ -14,8 +14,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshkit.config import catalog
-from meshkit.predict.links import Wires, by_hand, nccl_constants
-from meshkit.predict.tuner import PROTOCOLS, RING_TURNS, Expected, expected, table_step_s, tree_medium
+from meshkit.predict.nccl import (
+    PROTOCOLS,
+    RING_TURNS,
+    Expected,
+    Wires,
+    by_hand,
+    expected,
+    nccl_constants,
+    table_step_s,
+    tree_medium,
+)
 
 CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # of which NCCL's tuner chooses how
 FORCED = ("ring", "tree", "nvls", "nvls tree", "pat", "collnet", "symmetric", "one-shot", "neighbours")

@@ -1,7 +1,7 @@
 """Seconds of one collective on one cluster: from a calibration, or from NCCL's algorithms in closed form.
 
-NCCL's tuner chooses an algorithm and a protocol by its own constants (tuner.py); what that choice costs is the closed
-form of algorithms.py over the links of links.py. The numbers are in nccl.toml, those that are fitted in one table.
+NCCL's tuner chooses an algorithm and a protocol by its own constants (nccl.py); what that choice costs is the closed
+form of algorithms.py over its links. The numbers are in nccl.toml, those that are fitted in one table.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
 from meshkit.predict.algorithms import FORCED, channels_of, fastest, forced, wire_factor
-from meshkit.predict.links import FABRICS, RATES, Wires, busy_share, by_hand, with_constants
-from meshkit.predict.tuner import PROTOCOLS, RING_TURNS
+from meshkit.predict.nccl import FABRICS, PROTOCOLS, RATES, RING_TURNS, Wires, busy_share, by_hand, with_constants
 
 _LAUNCHES = ("nccl-tests", "xla", "grouped")
 

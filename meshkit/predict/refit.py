@@ -15,9 +15,8 @@ import numpy as np
 
 from meshkit.config.calibration import NetworkConstants
 from meshkit.config.cluster import Cluster
-from meshkit.predict.links import RATES, Wires
+from meshkit.predict.nccl import RATES, RING_TURNS, Wires
 from meshkit.predict.network import collective_time_s
-from meshkit.predict.tuner import RING_TURNS
 
 _NUDGE = 1.02
 _REACH = 0.7  # a refit moves a constant by a factor of two at most

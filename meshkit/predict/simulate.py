@@ -1,7 +1,7 @@
 """Schedule x cluster -> Timeline: when each instruction would run.
 
 One GPU stands for all (SPMD). Kernels and blocking collectives run on one stream in schedule order; asynchronous
-collectives on another, or on two, in order of their starts; those that run at once share links (traffic.py).
+collectives on another, or on two, in order of their starts; those that run at once share links (pricing.py).
 Asynchronous copies over the host link have a third. Copies on the device are kernels that fill the
 GPU, and take their turn among the others, asynchronous or not. A `done` waits for its start. While a collective runs,
 kernels are slower (pricing.py). XLA lets no start outlive its loop body (what it pipelines over iterations starts and
@@ -20,9 +20,8 @@ import numpy as np
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions
-from meshkit.predict.links import by_hand
-from meshkit.predict.pricing import Pricer, host_bytes_per_s
-from meshkit.predict.traffic import Flow, InFlight, Transfer
+from meshkit.predict.nccl import by_hand
+from meshkit.predict.pricing import Flow, InFlight, Pricer, Transfer, host_bytes_per_s
 from meshkit.timeline import Collective, DeviceStep, Timeline
 
 # Iterations that are simulated one by one for what is in flight during them; beyond, it slows nothing.

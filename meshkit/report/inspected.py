@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.schedule import Collective
-from meshkit.predict.tuner import RING_TURNS
+from meshkit.predict.nccl import RING_TURNS
 from meshkit.report.causes import JudgedReport, findings_of, named, slow_link, small_collectives, waiting
 from meshkit.report.schema import CommunicationPart, FindingPart, OpPart, Report
 from meshkit.units import format_percent, format_seconds

@@ -26,7 +26,7 @@ from pydantic_core import from_json
 from meshkit.config.bounded import open_regular
 from meshkit.config.mesh import Placement
 from meshkit.errors import TraceError
-from meshkit.hlo.groups import GroupShape, group_shape
+from meshkit.hlo.schedule import GroupShape, group_shape
 from meshkit.trace.checks import Note
 from meshkit.trace.skew import Skew, stragglers
 from meshkit.units import format_percent

@@ -20,10 +20,9 @@ from meshkit.config.bounded import gunzip, read_regular
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
-from meshkit.hlo.groups import read_groups
 from meshkit.hlo.module import COLLECTIVES, Program, load_module, read_program
 from meshkit.hlo.proto import attributes_of, ints, message, messages, read_fields, text
-from meshkit.hlo.schedule import Collective
+from meshkit.hlo.schedule import Collective, read_groups
 from meshkit.trace.captured import LARGEST_PROGRAM_BYTES, TRACE_FOLDER, traced_program
 from meshkit.trace.checks import Note, some
 from meshkit.trace.operations import KINDS, Operations, TracedProgram, TraceFile, is_container, read_operations

@@ -24,8 +24,14 @@ from meshkit.errors import TraceError
 from meshkit.hlo.schedule import Collective, Instruction, Schedule
 from meshkit.predict.algorithms import wire_factor
 from meshkit.predict.assumptions import Assumptions
-from meshkit.predict.kernels import attention_full_clock, attention_share, matmul_share, precision_of
-from meshkit.predict.matmuls import full_clock, step_gain
+from meshkit.predict.kernels import (
+    attention_full_clock,
+    attention_share,
+    full_clock,
+    matmul_share,
+    precision_of,
+    step_gain,
+)
 from meshkit.predict.pricing import Pricer
 from meshkit.trace.captured import Captured
 from meshkit.trace.reader import Trace

@@ -5,7 +5,7 @@ import pytest
 import meshkit as mk
 from benchmarks.constants import CONSTANTS, MORE, _known_of, _with_more, more_of
 from meshkit.config import catalog
-from meshkit.predict.links import by_hand
+from meshkit.predict.nccl import by_hand
 
 
 @pytest.mark.parametrize("constant", CONSTANTS, ids=lambda c: f"{c.table} {c.name}")

@@ -11,7 +11,7 @@ from benchmarks.nccl_systems import describe
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.predict.algorithms import options
-from meshkit.predict.links import Wires, fitted_values, nccl_constants
+from meshkit.predict.nccl import Wires, fitted_values, nccl_constants
 from meshkit.predict.network import collective_time_s
 
 MULTINODE = DATA / "nccl_sweeps_multinode.csv"

@@ -16,7 +16,7 @@ import pytest
 from jax._src import compiler
 
 from meshkit.compile.attached import CompileCache, compile_cache
-from meshkit.compile.store import NotPrivate, hold_private, private_folder, seal_key
+from meshkit.compile.cache import NotPrivate, hold_private, private_folder, seal_key
 from meshkit.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,7 @@ import pytest
 
 from meshkit.compile import program as compiler
 from meshkit.compile.attached import compile_step
-from meshkit.compile.choices import ROUNDS
-from meshkit.compile.perf_table import device_key, table_text, unread
+from meshkit.compile.choices import ROUNDS, device_key, table_text, unread
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION

@@ -8,8 +8,14 @@ from meshkit.config.calibration import Calibration, MeasuredOn, Rates
 from meshkit.hlo.costs import Cost, Matmul
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions
-from meshkit.predict.kernels import attention_share, calibration_note, kernel_work, measured_rates
-from meshkit.predict.matmuls import full_clock, step_gain
+from meshkit.predict.kernels import (
+    attention_share,
+    calibration_note,
+    full_clock,
+    kernel_work,
+    measured_rates,
+    step_gain,
+)
 from meshkit.predict.simulate import simulate
 
 H100 = mk.Cluster.load("dgx_h100").gpu

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 import meshkit as mk
 from meshkit.config.calibration import Calibration, Fit, write
 from meshkit.predict.algorithms import CHOSEN, fastest, wire_factor
-from meshkit.predict.links import Wires, by_hand, fitted_values, nccl_constants
+from meshkit.predict.nccl import RING_TURNS, Wires, by_hand, fitted_values, nccl_constants
 from meshkit.predict.network import collective_time_s
-from meshkit.predict.tuner import RING_TURNS
 
 KINDS = sorted(RING_TURNS)
 RINGS = ["all-gather", "reduce-scatter"]

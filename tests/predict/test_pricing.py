@@ -12,10 +12,9 @@ from meshkit.hlo.module import parse_hlo, read_schedule
 from meshkit.hlo.schedule import Collective, Instruction
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.kernels import KernelWork
-from meshkit.predict.links import by_hand, fitted_values
+from meshkit.predict.nccl import by_hand, fitted_values
 from meshkit.predict.network import Price, collective_time_s
-from meshkit.predict.pricing import Pricer, load_of
-from meshkit.predict.traffic import NO_LOAD, Load, together
+from meshkit.predict.pricing import NO_LOAD, Load, Pricer, load_of, together
 
 H100, B200 = catalog.gpu("h100_sxm"), catalog.gpu("b200")
 GATHER = Collective("g", "g", "all-gather", ("fsdp",), True, "nvlink", None, "bf16", 8, 1, 8, 8 * 10**9)

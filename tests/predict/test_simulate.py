@@ -10,7 +10,7 @@ from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.assumptions import Assumptions, assumptions_for, slowest_of
-from meshkit.predict.links import by_hand
+from meshkit.predict.nccl import by_hand
 from meshkit.predict.simulate import simulate
 from meshkit.timeline import sweep
 

@@ -8,7 +8,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.algorithms import wire_factor
-from meshkit.predict.matmuls import full_clock
+from meshkit.predict.kernels import full_clock
 from meshkit.trace.captured import Captured, CapturedMesh, CaptureRecord
 from meshkit.trace.measured import fit_line, measured_costs, write_calibration, write_pgle
 from meshkit.trace.operations import TraceFile

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from meshkit.compile.preflight import check_compiler, version_of
-from meshkit.compile.store import cache_root, private_folder
+from meshkit.compile.cache import cache_root, private_folder
+from meshkit.compile.options import check_compiler, version_of
 from meshkit.config.places import listed, read_site
 from meshkit.config.user_code import child_path
 from meshkit.discover.machine import discover

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from meshkit.compile.preflight import check_compiler
+from meshkit.compile.options import check_compiler
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshSpec

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshkit.compile.choices import choices_for
-from meshkit.compile.preflight import version_of
+from meshkit.compile.options import version_of
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config import calibration, catalog
 from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates

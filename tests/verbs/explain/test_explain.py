@@ -172,7 +172,7 @@ def test_without_a_compiler_or_gpus_one_line_says_that_collectives_were_not_chec
     code, out, _ = run(capsys, DEBUG)
     assert code == 0
     assert "collectives were not checked: cluster 'cpu8' has no GPUs" in out
-    monkeypatch.setattr("meshkit.compile.preflight.version_of", lambda name: None)
+    monkeypatch.setattr("meshkit.compile.options.version_of", lambda name: None)
     found = explain(load(DEBUG, ON_H100S))
     assert "no CUDA plugin of jax is installed" in found.collectives_note
     assert "pip install 'meshkit[plan]'" in found.collectives_note

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshkit as mk
 from meshkit.config import calibration
 from meshkit.config.calibration import Calibration, Fit, MeasuredOn, Rates
-from meshkit.predict.links import by_hand
+from meshkit.predict.nccl import by_hand
 from meshkit.predict.network import checkpoint_time_s
 from meshkit.report.views.words import facts
 

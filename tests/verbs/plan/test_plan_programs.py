@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshkit as mk
 from meshkit.hlo.costs import Matmul
 from meshkit.predict.assumptions import slowest_of
-from meshkit.predict.links import by_hand
-from meshkit.predict.matmuls import shape_share
+from meshkit.predict.kernels import shape_share
+from meshkit.predict.nccl import by_hand
 from meshkit.verbs.plan.planner import make_plan
 
 pytestmark = pytest.mark.deviceless

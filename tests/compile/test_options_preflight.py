@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import meshkit as mk
-from meshkit.compile import preflight
+from meshkit.compile import options
 
 COMPLETE = {
     "jaxlib": "0.12.0",
@@ -42,11 +42,11 @@ def installed(monkeypatch, tmp_path):
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text("")
     versions = dict(COMPLETE)
-    monkeypatch.setattr(preflight, "version_of", versions.get)
-    monkeypatch.setattr(preflight, "cuda_roots", lambda: [tmp_path])
-    monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
-    monkeypatch.setattr(preflight.ctypes.util, "find_library", lambda name: None)
-    preflight.check_compiler()
+    monkeypatch.setattr(options, "version_of", versions.get)
+    monkeypatch.setattr(options, "cuda_roots", lambda: [tmp_path])
+    monkeypatch.setattr(options.shutil, "which", lambda name: None)
+    monkeypatch.setattr(options.ctypes.util, "find_library", lambda name: None)
+    options.check_compiler()
     return versions, tmp_path
 
 
@@ -55,7 +55,7 @@ def test_a_missing_or_wrong_package_is_named(installed, change, says):
     versions, _ = installed
     versions.update(change)
     with pytest.raises(mk.ConfigError, match=says) as raised:
-        preflight.check_compiler()
+        options.check_compiler()
     assert raised.value.exit_code == 2
 
 
@@ -73,17 +73,17 @@ def test_a_missing_tool_is_named(installed, file, says):
     _, root = installed
     (root / file).unlink()
     with pytest.raises(mk.ConfigError, match=says):
-        preflight.check_compiler()
+        options.check_compiler()
 
 
 def test_cuda_13_has_its_own_wheels(installed):
     versions, root = installed
     versions.update({"jax-cuda12-plugin": None, "jax-cuda12-pjrt": None})
     versions.update({"jax-cuda13-plugin": "0.12.0", "jax-cuda13-pjrt": "0.12.0"})
-    preflight.check_compiler()
+    options.check_compiler()
     (root / "bin/ptxas").unlink()
     with pytest.raises(mk.ConfigError, match=r"try pip install nvidia-nvjitlink nvidia-nvvm"):
-        preflight.check_compiler()
+        options.check_compiler()
 
 
 @pytest.mark.parametrize("library", ["lib/libnvJitLink.so.12", "lib64/libnvJitLink.so.13"])
@@ -92,11 +92,11 @@ def test_nvjitlink_does_without_ptxas(installed, library):
     (root / "bin/ptxas").unlink()
     (root / library).parent.mkdir()
     (root / library).write_text("")
-    preflight.check_compiler()
+    options.check_compiler()
 
 
 def test_the_roots_are_those_of_the_wheels(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_ROOT", str(tmp_path))
-    roots = preflight.cuda_roots()
+    roots = options.cuda_roots()
     assert roots[0] == tmp_path
     assert all(isinstance(root, Path) for root in roots)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from meshkit.predict.kernels import KernelWork
-from meshkit.predict.traffic import InFlight, Load, Transfer
+from meshkit.predict.pricing import InFlight, Load, Transfer
 
 
 def ends(*transfers, at=None):

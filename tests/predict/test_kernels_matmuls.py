@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from meshkit.config import catalog
 from meshkit.hlo.costs import Matmul
-from meshkit.predict.matmuls import full_clock, shape_share, step_gain, sustained_flops_per_s, table_flops_per_s
+from meshkit.predict.kernels import full_clock, shape_share, step_gain, sustained_flops_per_s, table_flops_per_s
 
 H100, A100, B200 = (catalog.gpu(key) for key in ("h100_sxm", "a100_80gb", "b200"))
 

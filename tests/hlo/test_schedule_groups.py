@@ -5,9 +5,9 @@ import pytest
 
 from meshkit.config.mesh import Placement
 from meshkit.errors import ProgramError
-from meshkit.hlo.groups import group_shape, read_groups
 from meshkit.hlo.module import parse_hlo
 from meshkit.hlo.proto import Attributes, ModuleAttributes
+from meshkit.hlo.schedule import group_shape, read_groups
 
 # One meaning, five spellings: groups along the second axis of a 2 x 4 mesh.
 ROWS = [[0, 1, 2, 3], [4, 5, 6, 7]]
