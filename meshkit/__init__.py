@@ -40,7 +40,7 @@ _PUBLIC = {
     "prepare_platform": "meshkit.sharding.mesh",
     "progress": "meshkit.runs.own_loop",
     "profile": "meshkit.verbs.profile.profiler",
-    "read_report": "meshkit.report.reading",
+    "read_report": "meshkit.report.folder",
     "shard_model": "meshkit.sharding.resolve",
     "shard_over": "meshkit.sharding.constrain",
     "sharded_step": "meshkit.step.train_step",
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from meshkit.parallel.pipeline import pipeline
     from meshkit.predict.network import collective_time_s
     from meshkit.report.compare import compare
-    from meshkit.report.reading import read_report
+    from meshkit.report.folder import read_report
     from meshkit.report.schema import Report
     from meshkit.runs.own_loop import init_distributed, progress
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope

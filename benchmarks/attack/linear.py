@@ -134,7 +134,7 @@ def _report(folder: Path) -> Reader:
 
 
 def _metrics(folder: Path) -> Reader:
-    from meshkit.report.history import read_history
+    from meshkit.report.measured import read_history
     from meshkit.verbs.launch.supervisor import last_step
 
     line = '{{"step": {}, "loss": 1.5, "step_time_s": 0.1}}\n'

@@ -30,8 +30,8 @@ from meshkit.predict.kernels import KernelWork, kernel_work, memory_bytes_per_s
 from meshkit.predict.nccl import by_hand
 from meshkit.predict.pricing import Load, arithmetic_left
 from meshkit.predict.simulate import simulate
-from meshkit.report.history import read_history, untraced_step_s
-from meshkit.report.reading import read_report
+from meshkit.report.folder import read_report
+from meshkit.report.measured import read_history, untraced_step_s
 from meshkit.report.schema import Report
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.step.facts import StepFacts

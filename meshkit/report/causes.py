@@ -1,27 +1,31 @@
 """What a verdict is made of, whether of a measurement, of a plan, or of communication alone: causes that any can have.
 
-report -> a case: what is known of it -> causes, each with its seconds -> findings, the most seconds first
+report -> a case: what is known of it -> causes, each with its seconds -> findings, the most seconds first -> verdict
 
 The exposed time of a row of communication is divided among its causes: waiting for peers first, then what a faster link
 or fewer messages would save, then why nothing hides the rest. A cause that cannot be told from what is known is not
-named.
+named: of a plan no waiting, clocks or outliers, which a measurement alone has (`verdict.py`).
 """
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.instructions import InstructionInfo
-from meshkit.hlo.schedule import Collective
+from meshkit.hlo.schedule import Collective, Schedule
+from meshkit.predict.coverage import NOT_PREDICTED, kernel_seconds_by_name
+from meshkit.predict.kernels import peak_flops
+from meshkit.predict.nccl import RING_TURNS
 from meshkit.predict.network import collective_time_s
+from meshkit.predict.simulate import Simulation
 from meshkit.report.rows import combined_text
-from meshkit.report.schema import CommunicationPart, FindingPart, Report
-from meshkit.report.what_if import Mended
+from meshkit.report.schema import CommunicationPart, FindingPart, MemoryPart, OpPart, Report
 from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
 LEAST, WARNS = 0.005, 0.05  # shares of the step from which a cause is named, and is a warning
@@ -31,12 +35,24 @@ _SLOW = 1.5  # x the model's seconds, of a collective; its error is below that w
 _SMALL_BYTES, _MANY = 2**20, 8  # messages that are latency more than data, and how many of them are worth combining
 _UNEVEN = 1.03  # x the median device's compute
 _RECOMPUTED = re.compile(r"rematted_computation|(?:^|/)remat[^/]*/.*transpose|\.remat\d*(?:\.\d+)*$")
+# What to try, of a plan as of a measurement.
+BESIDE_WORK = "micro-batches or layers that do not need it yet, another axis for it, or a faster link (`meshkit tune`)"
+KEEP_MORE = "a remat policy that saves more (train.remat), where memory allows it"
 COMBINED = {
     "all-reduce": "xla_gpu_all_reduce_combine_threshold_bytes",
     "all-gather": "xla_gpu_all_gather_combine_threshold_bytes",
     "reduce-scatter": "xla_gpu_reduce_scatter_combine_threshold_bytes",
     "collective-permute": "xla_gpu_collective_permute_combine_threshold_bytes",
 }
+
+
+@dataclass(frozen=True)
+class Mended:
+    """What is different in a step that is replayed; collectives are indices into those of the timeline."""
+
+    hidden: Collection[int] = ()  # run under compute
+    transfer: Mapping[int, float] = field(default_factory=dict)  # seconds to move their data over those measured
+    evenly: bool = False  # no device has more to do by itself than the median device
 
 
 def findings_of[C: JudgedReport](
@@ -284,3 +300,202 @@ def source(row: CommunicationPart) -> str:
     op = max(row.ops, key=lambda op: op.exposed_s or 0.0, default=None)
     where = (combined_text(op, 2) or op.line or op.source) if op else None
     return f" ({where})" if where else ""
+
+
+# A plan.
+
+_LINKS = {"nvlink": "NVLink", "infiniband": "InfiniBand"}
+_HELD = ("parameters", "optimizer", "gradients", "activations", "temporary")
+
+
+class Planned(NamedTuple):
+    """What is known of a plan beside its report."""
+
+    simulation: Simulation
+    schedule: Schedule
+    instructions: Mapping[str, InstructionInfo]
+    cluster: Cluster
+    steps: int = 1  # that one run of the program makes
+
+
+def judged_plan(report: Report, planned: Planned) -> Report:
+    """A prediction with its findings and its verdict: what it is bound by."""
+    memory, time_s = report.memory, report.step.time_s
+    said = [_too_large(memory)] if memory.fits is False else []
+    if not time_s or any(w.code == NOT_PREDICTED for w in report.warnings):
+        return report.model_copy(update={"verdict": " ".join(said) or None})
+    case = _Predicted(report, planned)
+    findings = findings_of(case, (_lost, small_collectives))
+    worst = [f.message for f in findings if f.severity == "warning" and f.code != "small_collectives"][:2]
+    if worst:
+        worst[0] = worst[0].replace(" of the step ", f" of the step of {format_seconds(time_s)} ", 1)
+    said += worst or [_bound(case)]
+    if memory.fits and memory.margin_bytes is not None:
+        said.append(f"It fits, with {format_bytes(memory.margin_bytes)} a GPU to spare.")
+    return report.model_copy(update={"findings": findings, "verdict": " ".join(said)})
+
+
+class _Predicted(JudgedReport):
+    """A simulated step: a transfer takes as long as it is busy."""
+
+    def __init__(self, report: Report, planned: Planned):
+        rows = tuple(r.model_copy(update={"transfer_s": r.busy_s}) for r in report.communication)
+        report = report.model_copy(update={"communication": rows})
+        super().__init__(report, planned.cluster, planned.simulation.timeline.collectives)
+        self.planned = planned
+
+
+def _lost(case: _Predicted) -> Iterator[FindingPart]:
+    """What of a planned step is no new work of the model."""
+    step, planned, pipeline = case.step, case.planned, case.report.pipeline
+    of = f" ({pipeline.stages} stages, {pipeline.microbatches} microbatches)" if pipeline else ""
+    seconds = kernel_seconds_by_name(planned.simulation)
+    again_s = sum(s for name, s in seconds.items() if recomputes(name, planned.instructions.get(name)))
+    parts = (
+        ("exposed_communication", step.exposed_s, "exposed communication", "step.exposed_s", BESIDE_WORK),
+        ("pipeline_bubble", step.bubble_s, f"the pipeline's bubble{of}", "step.bubble_s", "more microbatches"),
+        ("recomputation", again_s / planned.steps, "recomputation of the forward pass", "kernels", KEEP_MORE),
+        ("exposed_copies", step.other_s, "memory copies with nothing beside them", "step.other_s", None),
+        ("idle", step.idle_s, "idle between kernels", "step.idle_s", None),
+    )
+    for code, lost_s, what, evidence, hint in parts:
+        exposed = code == "exposed_communication"
+        yield finding(
+            case,
+            code,
+            lost_s or 0.0,
+            case.share(lost_s or 0.0, what, first=False) + (_largest(case) if exposed else ""),
+            warns=EXPOSED_WARNS if exposed else WARNS,
+            evidence=(evidence,),
+            hint=hint,
+            step_s=step.all_overlapped_s if exposed else case.time_s - (lost_s or 0.0),
+        )
+
+
+def _largest(case: _Predicted) -> str:
+    """The row that is exposed most, the step without it, and what combining small messages would save."""
+    i, row = max(enumerate(case.rows), key=lambda item: item[1].exposed_s or 0.0, default=(0, None))
+    if row is None or not row.exposed_s or not case.step.exposed_s:
+        return ""
+    most = "Most of it" if row.exposed_s > 0.5 * case.step.exposed_s else "Its largest part"
+    fabric = row.fabric if row.fabric and row.link and not row.fabric.startswith(row.link) else None
+    on = f" on {fabric.replace('_', ' ') if fabric else _LINKS[row.link]}" if row.link else ""
+    without = format_seconds(case.time_s - (row.sole_exposed_s or 0.0))
+    text = (
+        f" {most} is {named(row)}{on}{source(row)}, {format_seconds(row.exposed_s)}; without it the step would take "
+        f"{without}."
+    )
+    evidence = f"communication.{i}.count"
+    small = [f for f in small_collectives(case) if evidence in f.evidence and (f.seconds or 0) >= WARNS * case.time_s]
+    return text + "".join(f" {f.message}" for f in small)
+
+
+def _too_large(memory: MemoryPart) -> str:
+    """That the step does not fit, by how much, and what takes the most."""
+    held = {name: getattr(memory, f"{name}_bytes") or 0 for name in _HELD}
+    most = max(held, key=lambda name: held[name])
+    largest = f" The most is {most}, {format_bytes(held[most])}." if held[most] else ""
+    too_much = f": {format_bytes(-memory.margin_bytes)} a GPU too much" if memory.margin_bytes is not None else ""
+    return f"The step does not fit{too_much}.{largest}"
+
+
+def _bound(case: _Predicted) -> str:
+    """What a step is bound by of which little is lost."""
+    step, planned, time_s = case.step, case.planned, case.time_s
+    kinds = [c for c in (case.report.kernels.classes if case.report.kernels else ()) if c.time_s][:2]
+    said = []
+    for kind in kinds:
+        share = format_percent((kind.time_s or 0.0) / time_s)
+        rate = _matmul_rate(planned, kind.time_s or 0.0) if kind.kind == "matmul" else None
+        said.append(f"{kind.kind} {share}" + (f", at {format_percent(rate)} of the GPU's peak" if rate else ""))
+    of = f" ({'; '.join(said)})" if said else ""
+    exposed = f", {format_percent((step.exposed_s or 0.0) / time_s)} is exposed communication" if case.rows else ""
+    compute = format_percent((step.compute_s or 0.0) / time_s)
+    return f"The step of {format_seconds(time_s)} is bound by compute: {compute} of it{of}{exposed}."
+
+
+def _matmul_rate(planned: Planned, time_s: float) -> float:
+    """The share of the GPU's peak at which matmuls run, which take `time_s` of a step."""
+    gpu, least_s = planned.cluster.gpu, 0.0
+    for i, times in planned.schedule.walk():
+        info = planned.instructions.get(i.name)
+        if i.cost is not None and info is not None and info.kind == "matmul":
+            least_s += times * sum(n / peak_flops(gpu, dtype) for dtype, n in i.cost.matmul_flops.items())
+    return least_s / planned.steps / time_s
+
+
+# Communication alone, as NCCL noted it: what compute covers is unknown.
+
+
+def judged_by_communication(report: Report, cluster: Cluster | None) -> Report:
+    """A report without compute, with its findings and its verdict."""
+    case = _Heard(report, cluster)
+    if not case.time_s:
+        return report
+    findings = findings_of(case, (waiting, slow_link, small_collectives))
+    if report.step.time_s is None:
+        findings = tuple(f.model_copy(update={"message": f.message.replace(" a step", "")}) for f in findings)
+    return report.model_copy(update={"findings": findings, "verdict": _verdict_of_communication(case, findings)})
+
+
+class _Heard(JudgedReport):
+    """A report whose communication is looked at as if nothing hid any of it."""
+
+    lost, waited = "communication", "wait_s"
+
+    def __init__(self, report: Report, cluster: Cluster | None):
+        rows = [
+            row.model_copy(update={"exposed_s": row.busy_s, "exposed_wait_s": row.wait_s, "ops": _one_op(i, row)})
+            for i, row in enumerate(report.communication)
+        ]
+        self.all_s = sum(row.busy_s or 0.0 for row in rows)
+        step = report.step.model_copy(
+            update={"exposed_s": self.all_s, "time_s": report.step.time_s or self.all_s, "compute_s": None}
+        )
+        heard = report.model_copy(update={"communication": tuple(rows), "step": step})
+        super().__init__(heard, cluster)
+        self.told = report
+
+    def of(self, row: CommunicationPart) -> list[Collective]:
+        """One that has the mean size of the row's."""
+        size = int((row.payload_bytes or 0.0) / row.count) if row.count else 0
+        return [
+            Collective(
+                name=op.name, key="", collective=row.collective or "", axes=row.axes, axes_complete=False,
+                link=row.link or "", fabric=row.fabric, dtype="", group_size=row.group_size or 0,
+                num_groups=row.num_groups or 0, gpus_per_domain=row.gpus_per_domain or 0, payload_bytes=size,
+            )
+            for op in row.ops
+        ]  # fmt: skip
+
+    def model_s(self, c: Collective, *, count: float = 1.0) -> float | None:
+        """None also where its GPUs' places are not known."""
+        known = c.gpus_per_domain > 0 and c.collective in RING_TURNS
+        return super().model_s(c, count=count) if known else None
+
+
+def _one_op(i: int, row: CommunicationPart) -> tuple[OpPart, ...]:
+    return (OpPart(name=f"row {i}", key="", count=row.count),)
+
+
+def _verdict_of_communication(case: _Heard, findings: tuple[FindingPart, ...]) -> str:
+    """What share of the step communication takes at most, most of which is what, and the two dearest causes."""
+    time_s, quality = case.told.step.time_s, case.told.quality
+    lost = quality.dropped_events if quality else None
+    beside = f" ({lost:,} operations that were dropped not counted)" if lost else ""
+    if time_s:
+        share = format_percent(min(1.0, case.all_s / time_s))
+        first = (
+            f"Communication takes at most {share} of the step of {format_seconds(time_s)}{beside}: what of it compute "
+        )
+        first += "covers is unknown."
+    else:
+        first = (
+            f"Communication took {format_seconds(case.all_s)} of a GPU's time{beside}: the step is unknown, and what "
+        )
+        first += "of it compute covers."
+    largest = max(case.rows, key=lambda row: row.busy_s or 0.0)
+    part = (largest.busy_s or 0.0) / case.all_s
+    sentences = [first, f"{format_percent(part)} of it is {named(largest)}."]
+    dear = [f.message for f in findings if f.severity == "warning"][:2]
+    return " ".join([*sentences, *(dear or ["Nothing stands out in it."])])

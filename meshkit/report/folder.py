@@ -1,4 +1,4 @@
-"""The report's files in a run folder: report.json, report.html, trace.json.gz, and the prediction of what was measured.
+"""The report's files in a run folder, written and read.
 
 report.json     the report of the last verb
 report.html     its page; predicted and measured side by side where a prediction is known
@@ -9,19 +9,25 @@ plan.json       the prediction that a measurement is compared with
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
+
+from meshkit.config.bounded import read_regular
+from meshkit.config.sections import PGLE_OPTION, PREDICTED
 from meshkit.errors import TraceError
 from meshkit.report.compare import plan_warnings
-from meshkit.report.history import read_goodput_part, read_history, trend_warnings
-from meshkit.report.reading import read_report
-from meshkit.report.schema import REPORT_FILE, Report
-from meshkit.report.views.html import write_html
+from meshkit.report.measured import read_goodput_part, read_history, trend_warnings
+from meshkit.report.schema import REPORT_FILE, SCHEMA, FeedbackPart, Report
 from meshkit.report.views.perfetto import TRACE_FILE, write_perfetto
+from meshkit.report.views.report import write_html
 from meshkit.timeline import Timeline
 
 PLAN_FILE = "plan.json"
 PAGE_FILE = "report.html"
+_LARGEST_BYTES, _LARGEST_NUMBER = 64 * 2**20, 1e40  # of a report that is read
 
 
 def write_folder(
@@ -83,3 +89,75 @@ def find_prediction(folder: str | Path) -> Report | None:
         report = read_report(folder / REPORT_FILE)
         return report if report.source == "plan" else None
     return None
+
+
+def read_report(path: str | Path) -> Report:
+    """Reads the report of a run.
+
+    Args:
+        path: a run folder that holds `report.json`, or that file.
+
+    Raises:
+        TraceError: there is no such file, or it is no report of this version.
+    """
+    path = Path(path)
+    file = path / REPORT_FILE if path.is_dir() else path
+    try:
+        text = read_regular(file, _LARGEST_BYTES).decode("utf-8")
+    except OSError as e:
+        hint = "a run folder with report.json, or `meshkit profile RUN` to write one from its trace"
+        why = "" if isinstance(e, FileNotFoundError) else f": {e.strerror}"
+        raise TraceError(f"there is no report to read{why}.", at=str(file), hint=hint) from None
+    except UnicodeDecodeError:
+        raise TraceError("this file is not a report: it is not text.", at=str(file)) from None
+    hint = "a report.json as meshkit wrote it"
+    try:
+        report = Report.model_validate_json(text)
+    except ValidationError as e:
+        raise TraceError(f"this file is not a {SCHEMA}: {_first_error(e)}.", at=str(file), hint=hint) from None
+    if too_large := _find_too_large(report.model_dump()):
+        raise TraceError(f"this file is not a {SCHEMA}: {too_large} is out of range.", at=str(file), hint=hint)
+    return report
+
+
+def _find_too_large(document: Any) -> str | None:
+    """The key of a number so large that sums and ratios of it may have no value."""
+    pending = [("", document)]
+    while pending:
+        key, value = pending.pop()
+        if isinstance(value, dict):
+            pending += [(f"{key}.{name}" if key else str(name), item) for name, item in value.items()]
+        elif isinstance(value, list | tuple):
+            pending += [(key, item) for item in value]
+        elif isinstance(value, int | float) and abs(value) > _LARGEST_NUMBER:
+            return key
+    return None
+
+
+def _first_error(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(p) for p in first["loc"])
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{where + ': ' if where else ''}{first['msg'].rstrip('.')}{more}"
+
+
+def feedback_part(options: Mapping[str, Any] | None) -> FeedbackPart | None:
+    """What a program that was compiled with measured costs was before; None for one that was not.
+
+    Args:
+        options: of the compiler. The profile that they name lies in the folder of the run that it was measured in.
+    """
+    named = (options or {}).get(PGLE_OPTION)
+    if not named or named == PREDICTED:
+        return None
+    profile = Path(str(named))
+    try:
+        before = read_report(profile if profile.is_dir() else profile.parent)
+    except TraceError:
+        return FeedbackPart(profile=str(named))
+    return FeedbackPart(
+        profile=str(named),
+        before_fingerprint=before.program.fingerprint,
+        before_time_s=before.step.time_s,
+        before_exposed_s=before.step.exposed_s,
+    )

@@ -41,7 +41,7 @@ class Readable(Printed):
     """What a report shows of itself."""
 
     def _shown(self) -> Any:
-        return _view("terminal").render(self)
+        return _view().render(self)
 
     def write_html(self, path: str | Path, *, title: str | None = None) -> Path:
         """Writes the page, which opens offline, and returns the file.
@@ -53,7 +53,7 @@ class Readable(Printed):
         path = Path(path)
         file = path if path.suffix == ".html" else path / "report.html"
         file.parent.mkdir(parents=True, exist_ok=True)
-        return _view("html").write_html(self, file, title=title or path.resolve().stem)
+        return _view().write_html(self, file, title=title or path.resolve().stem)
 
     def to_rows(self) -> list[dict[str, Any]]:
         """The rows of communication as flat dicts, as pandas and the like take them."""
@@ -69,14 +69,9 @@ class Readable(Printed):
 def _flat(part: dict[str, Any]) -> dict[str, Any]:
     """The plain values of a part: a list of texts as one, and nothing that is a table itself."""
     joined = {key: "+".join(map(str, v)) if isinstance(v, list) else v for key, v in part.items()}
-    tables = {key for key, v in part.items() if isinstance(v, dict) or (isinstance(v, list) and any(map(_is_table, v)))}
+    tables = {key for key, v in part.items() if isinstance(v, dict) or (isinstance(v, list) and dict in map(type, v))}
     return {key: v for key, v in joined.items() if key not in tables}
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _view(name: str) -> Any:
-    """A module of the views."""
-    return importlib.import_module(f"meshkit.report.views.{name}")
+def _view() -> Any:
+    return importlib.import_module("meshkit.report.views.report")

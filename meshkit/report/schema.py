@@ -534,6 +534,11 @@ class Report(Readable, Part):
     feedback: FeedbackPart | None = None
     warnings: tuple[Warning_, ...] = ()
 
+    @property
+    def device(self) -> str:
+        """What a device is called: virtual ones of a CPU are no GPUs."""
+        return "device" if self.cluster.gpu == "cpu" else "GPU"
+
     def to_dict(self) -> dict:
         """The report as plain values, every key present."""
         return self.model_dump(mode="json")

@@ -60,6 +60,6 @@ def show_report(report: Any, as_json: bool, title: str) -> None:
     if as_json:
         output(report.to_json())
         return
-    from meshkit.report.views.terminal import render
+    from meshkit.report.views.report import render
 
     stdout().print(render(report, title=title))

@@ -8,7 +8,7 @@ import pytest
 
 from meshkit.config.bounded import find_deep_key, gunzip, inside, open_regular, read_bounded, read_regular, write_file
 from meshkit.errors import ConfigError, TraceError
-from meshkit.report.reading import read_report
+from meshkit.report.folder import read_report
 from meshkit.runs.metrics import read_metrics
 from meshkit.trace.measured import write_pgle
 

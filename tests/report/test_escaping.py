@@ -6,10 +6,10 @@ import pytest
 
 from meshkit.console import output, say, status, stdout
 from meshkit.report.compare import compare
-from meshkit.report.reading import read_report
+from meshkit.report.folder import read_report
 from meshkit.report.schema import MeshAxisPart, Report, StepPart, Warning_, WindowPart
-from meshkit.report.views.compare import render as render_comparison
-from meshkit.report.views.html import write_html
+from meshkit.report.views.report import write_html
+from meshkit.report.views.tables import render_comparison
 from meshkit.verbs.arguments import show_report
 from tests.report.browser import Browser, find_chromium
 

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from meshkit.errors import TraceError
-from meshkit.report.folder import find_prediction, write_folder
-from meshkit.report.history import history_of, read_history, trend_warnings
-from meshkit.report.reading import read_report
+from meshkit.report.folder import find_prediction, read_report, write_folder
+from meshkit.report.measured import history_of, read_history, trend_warnings
 
 
 @pytest.fixture

@@ -6,12 +6,10 @@ import math
 import pytest
 from rich.console import Console
 
-from meshkit.report.folder import write_folder
-from meshkit.report.history import goodput_part
-from meshkit.report.reading import read_report
+from meshkit.report.folder import read_report, write_folder
 from meshkit.report.schema import Report
-from meshkit.report.views.terminal import render
-from meshkit.report.views.words import goodput_summary
+from meshkit.report.views.report import render
+from meshkit.report.views.words import goodput_part, goodput_summary
 from meshkit.runs.goodput import Goodput
 from meshkit.verbs.train.cli import training_summary
 

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from meshkit.report.compare import compare
-from meshkit.report.history import goodput_part
 from meshkit.report.schema import (
     FeedbackPart,
     FindingPart,
@@ -19,7 +18,8 @@ from meshkit.report.schema import (
     StragglersPart,
     TrainingPart,
 )
-from meshkit.report.views.html import write_html
+from meshkit.report.views.report import write_html
+from meshkit.report.views.words import goodput_part
 from meshkit.runs.goodput import Goodput
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 from tests.report.browser import Browser, find_chromium

@@ -13,7 +13,7 @@ from meshkit.parallel.pipeline import Stack, make_report, make_tables
 from meshkit.report.schema import CommunicationPart, Report, StepPart, WindowPart
 from meshkit.report.summarize import pipeline_part, summarize
 from meshkit.report.views.charts import schedule_chart
-from meshkit.report.views.html import write_html
+from meshkit.report.views.report import write_html
 from meshkit.report.views.words import pipeline_lines
 from meshkit.step.facts import StepFacts
 from meshkit.timeline import DeviceStep, Timeline

@@ -1,6 +1,6 @@
 """A report in Python: printed, in a notebook, as a page, as rows."""
 
-from meshkit.report.views.terminal import render
+from meshkit.report.views.report import render
 from tests.report.test_views import shown
 
 

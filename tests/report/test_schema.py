@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from meshkit.errors import TraceError
-from meshkit.report.reading import read_report
+from meshkit.report.folder import read_report
 from meshkit.report.schema import Report, StepPart, WindowPart
 
 CONTRACT = {
@@ -113,6 +113,6 @@ def test_json_schema_requires_every_key():
 
 
 def test_reports_open_without_jax():
-    code = "import sys, meshkit.report.schema, meshkit.report.summarize, meshkit.report.views.html, "
-    code += "meshkit.report.views.terminal, meshkit.report.compare; sys.exit('jax' in sys.modules)"
+    code = "import sys, meshkit.report.schema, meshkit.report.summarize, meshkit.report.views.report, "
+    code += "meshkit.report.views.report, meshkit.report.compare; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,7 @@ from meshkit.hlo.costs import Cost
 from meshkit.hlo.instructions import InstructionInfo
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.predict.network import collective_time_s
-from meshkit.report.quality import quality_part
+from meshkit.report.measured import quality_part
 from meshkit.report.rows import combined_text, group_rows
 from meshkit.report.schema import HistoryPart
 from meshkit.report.summarize import summarize

@@ -24,8 +24,7 @@ from meshkit.report.schema import (
     WindowPart,
 )
 from meshkit.report.views.charts import common, lanes, step_to_draw
-from meshkit.report.views.html import write_html
-from meshkit.report.views.terminal import bar, render
+from meshkit.report.views.report import bar, render, write_html
 from meshkit.report.views.words import LOOKS, Share, step_shares
 from meshkit.timeline import DeviceStep, Timeline
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from meshkit.report.history import read_history
+from meshkit.report.measured import read_history
 from meshkit.runs.metrics import MetricsLog, read_metrics
 
 

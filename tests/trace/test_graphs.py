@@ -11,7 +11,7 @@ from meshkit.hlo.instructions import kind_of_kernel, read_instructions
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.simulate import step_pricer
 from meshkit.report.rows import UNMAPPED, kernels_part
-from meshkit.report.views.html import write_html
+from meshkit.report.views.report import write_html
 from meshkit.report.views.words import training_text
 from meshkit.timeline import sweep
 from meshkit.trace.measured import kernel_runs, kernel_seconds, tensor_share, write_calibration

@@ -9,7 +9,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from meshkit.errors import TraceError
-from meshkit.report.quality import withhold_axes
+from meshkit.report.measured import withhold_axes
 from meshkit.report.summarize import summarize
 from meshkit.timeline import sweep
 from meshkit.trace.loose import find_traces, is_loose, open_loose

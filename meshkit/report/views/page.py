@@ -1,4 +1,6 @@
-"""An HTML page: its frame, and the parts it is put together from.
+"""What views are put together from: tables, declared once for terminal and HTML, and the frame of an HTML page.
+
+A cell is a text, a number of a JSON document (`Value`), or the source that caused something (`Source`).
 
 Charts are drawn by Plotly, whose JavaScript is embedded. It zooms and pans thousands of spans, its Python package
 brings the script (so nothing is fetched when a page is written or read), and a company and a large community keep it.
@@ -12,15 +14,245 @@ import base64
 import functools
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import Any
+
+import rich.table
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from meshkit.config.bounded import write_file
 from meshkit.errors import ConfigError
-from meshkit.report.views.table import Cell, inline
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number of a JSON document: which document, where in it, its value, and how it reads.
+
+    The page carries all four, so that a script (our tests, a reader's) can find a number and check it.
+    """
+
+    document: str
+    key: str
+    value: float | bool | None
+    text: str
+    css: str = ""
+    style: str = ""
+    """On a terminal, as rich spells it."""
+
+    def html(self) -> str:
+        """A span with the text, and the rest as its data."""
+        css = f' class="{self.css}"' if self.css else ""
+        value = "" if self.value is None else json.dumps(self.value)
+        data = f'data-document="{escape(self.document)}" data-key="{escape(self.key)}" data-value="{value}"'
+        return f"<span{css} {data}>{escape(self.text)}</span>"
+
+
+class Numbers:
+    """Numbers of one JSON document by their path: `step.exposed_s`, `communication.0+3.exposed_s` (a sum).
+
+    Args:
+        name: what the page calls the document.
+        root: a pydantic model or plain values.
+    """
+
+    def __init__(self, name: str, root: Any):
+        self.name, self._root = name, root
+
+    def __call__(self, key: str, form: Callable[[Any], str], css: str = "") -> Value:
+        """The number at a path, in words by `form`."""
+        value = self.value(key)
+        return Value(self.name, key, value, form(value).strip(), css, "red" if css == "exposed" and value else "")
+
+    def value(self, key: str) -> Any:
+        """The number at a path; of several it is the sum, None if one of them is."""
+        found = [self._root]
+        for part in key.split("."):
+            found = [_child(parent, name) for parent in found for name in part.split("+")]
+        if len(found) == 1:
+            return found[0]
+        return None if any(v is None for v in found) else sum(found)
+
+
+def _child(parent: Any, name: str) -> Any:
+    if isinstance(parent, Mapping):
+        return parent.get(name)
+    if isinstance(parent, Sequence):
+        return parent[int(name)]
+    return None if parent is None else getattr(parent, name)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What of the model caused an operation: its op_name path, and the line of source where that is known."""
+
+    path: str | None
+    line: str | None
+    combined: str = ""  # of several arrays moved together: what of them each has caused
+
+    @property
+    def text(self) -> str:
+        """The line and the end of the path, as short as a terminal needs."""
+        if self.combined:
+            return self.combined
+        line = (self.line or "").rpartition(" from ")[2]
+        path = "/".join(short_source(self.path).rstrip(")").split("/")[-2:])
+        return " ".join(text for text in (line, path) if text) or "-"
+
+    def html(self) -> str:
+        """The line and the path, cut where it is very long."""
+        if self.combined:
+            return f"<b>{escape(self.combined)}</b>"
+        where = f"<b>{escape(self.line)}</b> " if self.line else ""
+        return f"{where}<code>{escape(short_source(self.path) or ('' if self.line else '-'))}</code>"
+
+
+def short_source(source: str | None, longest: int = 120) -> str:
+    """An op_name path without what every one of them starts with; of a combined operation, each path once."""
+    if not source:
+        return ""
+    text = re.sub(r"^jit\([^)]*\)/", "", source).replace("/eval_jaxpr", "").replace("while/body/", "loop/")
+    if text.startswith("(") and text.endswith(")") and ":" in text:
+        parts = dict.fromkeys(text[1:-1].split(":"))
+        text = f"({' : '.join(parts)})"
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+Cell = str | Text | Value | Source
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    header: str = ""
+    words: bool = False
+    """Whether its cells stand to the left, and are folded where a terminal is too narrow."""
+    unit: str = ""
+    short: str = ""
+    """The header on a terminal, where it differs."""
+    width: int | None = None
+    """On a terminal; None is as wide as its cells."""
+    clip: bool = False
+    """Whether a terminal cuts off what is longer than the width, and does not fold it."""
+
+
+def text_columns(*headers: str) -> list[Column]:
+    """Columns of words."""
+    return [Column(header, words=True) for header in headers]
+
+
+def number_columns(*headers: str) -> list[Column]:
+    """Columns of numbers."""
+    return [Column(header) for header in headers]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under columns, and the style that a terminal gives to some of the rows."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    styles: Sequence[str] = ()
+
+    def pick(self, *columns: Column) -> Table:
+        """The cells of the columns with the same headers, in their order."""
+        headers = [column.header for column in self.columns]
+        places = [headers.index(column.header) for column in columns]
+        return Table(columns, [[row[place] for place in places] for row in self.rows], self.styles)
+
+    def html(self) -> str:
+        """A table that scrolls where it is too wide."""
+        heads = (f"{c.header} ({c.unit})" if c.unit else c.header for c in self.columns)
+        head = "".join(_cell("th", column, escape(text)) for column, text in zip(self.columns, heads))
+        rows = ("".join(_cell("td", column, cell) for column, cell in zip(self.columns, row)) for row in self.rows)
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+    def terminal(self, *, gap: int = 2, header: str | None = "bold", title: str | None = None) -> rich.table.Table:
+        """A table without lines.
+
+        Args:
+            gap: spaces between columns.
+            header: style of the headers; None leaves them out.
+            title: above the table.
+        """
+        drawn = rich.table.Table(
+            box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=header is not None, header_style=header,
+            title=title, title_justify="left", title_style="bold",
+        )  # fmt: skip
+        units = any(column.unit for column in self.columns)
+        for column in self.columns:
+            side: Any = "left" if column.words else "right"
+            cut = column.clip or not (column.words or column.width)
+            text = f"{column.header}\n{column.unit}" if units else column.short or column.header
+            overflow: Any = "ellipsis" if cut else "fold"
+            drawn.add_column(text, justify=side, width=column.width, no_wrap=cut, overflow=overflow)
+        styles = [*self.styles, *[""] * (len(self.rows) - len(self.styles))]
+        for row, style in zip(self.rows, styles):
+            drawn.add_row(*map(_text, row), style=style)
+        return drawn
+
+
+def below_titles(columns: Sequence[Column], groups: Iterable[tuple[Text, Table]]) -> RenderableType:
+    """Tables of the same columns, which have fixed widths, on a terminal: each below its title, under one header."""
+    parts: list[RenderableType] = [Table(columns, ()).terminal(gap=1, header="dim")]
+    for title, table in groups:
+        indented = [(f"  {row[0]}", *row[1:]) for row in table.rows]
+        parts += [title, Table(columns, indented, table.styles).terminal(gap=1, header=None)]
+    return Group(*parts)
+
+
+def _cell(tag: str, column: Column, cell: Cell) -> str:
+    if isinstance(cell, Source):
+        tip = f' title="{escape(cell.path)}"' if cell.path else ""
+        return f'<{tag} class="source"{tip}>{cell.html()}</{tag}>'
+    return f"<{tag}{'' if column.words else ' class="n"'}>{inline(cell)}</{tag}>"
+
+
+def inline(cell: Cell) -> str:
+    """A text, escaped, or a value with its data."""
+    return cell.html() if isinstance(cell, Value | Source) else escape(str(cell).strip())
+
+
+def _text(cell: Cell) -> Text:
+    if isinstance(cell, Text):
+        return cell
+    if isinstance(cell, Value):
+        return Text(cell.text, cell.style)
+    return Text(cell) if isinstance(cell, str) else Text(cell.text, "dim")
+
+
+def heading(text: str) -> Text:
+    """A title on a terminal, below an empty line."""
+    return Text.assemble("\n", (text, "bold"))
+
+
+def listed(lines: Iterable[str | Text], mark: str = "-", style: str = "dim") -> list[RenderableType]:
+    """Lines with a mark before each, which further lines of it are indented by."""
+    found = []
+    for line in lines:
+        grid = rich.table.Table.grid(padding=(0, 1))
+        grid.add_row(Text(mark, style), line if isinstance(line, Text) else Text(line))
+        found.append(grid)
+    return found
+
+
+def labelled(rows: Iterable[tuple[str, str | Text]], width: int | None = None) -> RenderableType:
+    """Labels in bold, each with its text."""
+    grid = rich.table.Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold", max_width=width)
+    for label, text in rows:
+        grid.add_row(label, text if isinstance(text, Text) else Text(text))
+    return grid
+
 
 _FEW_WARNINGS = 2
 

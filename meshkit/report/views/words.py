@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +12,6 @@ from typing import NamedTuple
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.report.compare import ComparedRow
-from meshkit.report.history import PHASES, goodput_part
 from meshkit.report.schema import CommunicationPart, GoodputPart, MeshAxisPart, Report, StepPart, StepSample
 from meshkit.runs.goodput import Goodput
 from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_seconds
@@ -210,7 +212,7 @@ def memory_text(report: Report) -> str:
     if m.peak_bytes is None:
         return "-"
     limit = m.pool_bytes if m.pool_bytes is not None else m.capacity_bytes
-    text = f"{format_bytes(m.peak_bytes)} of {format_bytes(limit)} per GPU"
+    text = f"{format_bytes(m.peak_bytes)} of {format_bytes(limit)} per {report.device}"
     if m.fits is None:
         return text
     if m.margin_bytes is None:
@@ -261,13 +263,22 @@ def row_name(row: CommunicationPart | ComparedRow) -> str:
     return " ".join(part for part in (row.collective or "unknown", row.dtype) if part)
 
 
+def two_lines(verdict: str | None, width: int) -> str:
+    """The sentences of a verdict that are short enough for two lines."""
+    said = ""
+    for sentence in re.split(r"(?<=\.) (?=[A-Z\d])", verdict or ""):
+        longer = f"{said} {sentence}".strip()
+        said = longer if len(textwrap.wrap(longer, width)) <= 2 else said
+    return said
+
+
 def spread_text(report: Report) -> str:
     """How the step time varies over devices and steps; empty where it does not."""
     s = report.spread.time_s
     if s.median is None or s.min == s.max:
         return ""
-    of = f"{format_seconds(s.min)} to {format_seconds(s.max)} (GPU {s.worst_device}, step {s.worst_step})"
-    return f"one GPU's step: {of}, median {format_seconds(s.median)}, p90 {format_seconds(s.p90)}"
+    of = f"{format_seconds(s.min)} to {format_seconds(s.max)} ({report.device} {s.worst_device}, step {s.worst_step})"
+    return f"one {report.device}'s step: {of}, median {format_seconds(s.median)}, p90 {format_seconds(s.p90)}"
 
 
 def waiting_lines(report: Report) -> list[str]:
@@ -286,8 +297,9 @@ def waiting_lines(report: Report) -> list[str]:
         if d.caused_wait_s:
             where = "" if d.host is None else f" on {d.host}"
             late = "" if d.last_share is None else f", last in {format_percent(d.last_share)} of collectives"
-            waited, each = (d.caused_wait_s, "") if d.delay_s is None else (d.delay_s, " each")
-            lines.append(f"GPU {d.device}{where}: others waited {format_seconds(waited)} a step{each}{late}")
+            waited_s, each = (d.caused_wait_s, "") if d.delay_s is None else (d.delay_s, " each")
+            waited = f"{format_seconds(waited_s)} a step{each}"
+            lines.append(f"{report.device} {d.device}{where}: others waited {waited}{late}")
     return lines
 
 
@@ -328,6 +340,33 @@ def pipeline_lines(report: Report) -> list[str]:
         exposed = format_seconds(p.permute_exposed_s)
         lines.append(f"{p.permute_count:g} permutes between stages: {format_seconds(p.permute_s)}, {exposed} exposed")
     return lines
+
+
+# phase of the trainer -> key of the part and what it is called, in the order in which a run goes through them
+PHASES = {
+    "step": ("step", "steps that count"),
+    "data": ("data_wait", "waiting for data"),
+    "evaluate": ("evaluate", "evaluation"),
+    "save": ("checkpoint", "blocked by checkpoints"),
+    "start": ("start", "start"),
+    "compile": ("compile", "compile"),
+    "restore": ("restore", "restore"),
+    "init": ("init", "initial state"),
+    "lost": ("lost", "lost steps"),
+    "restart": ("restart", "restart"),
+    "other": ("other", "other"),
+}
+
+
+def goodput_part(goodput: Goodput) -> GoodputPart:
+    """As the report has it: the parts add up to the wall time."""
+    seconds = dict.fromkeys(PHASES, 0.0)
+    for phase, spent in goodput.seconds.items():
+        seconds[phase if phase in PHASES else "other"] += spent
+    values = {f"{PHASES[phase][0]}_s": spent for phase, spent in seconds.items()}
+    wall_s = math.fsum(values.values())
+    share = goodput.seconds.get("step", 0.0) / wall_s if wall_s else None
+    return GoodputPart(share=share, wall_s=wall_s, attempts=goodput.attempts, lost_steps=goodput.lost_steps, **values)
 
 
 def goodput_shares(part: GoodputPart) -> list[Share]:
@@ -402,7 +441,7 @@ def _throughput(report: Report) -> str:
     tokens, flops = report.step.tokens_per_s_per_gpu, report.step.model_flops
     parts = []
     if tokens is not None:
-        parts.append(f"{format_count(tokens).strip()} tokens/s per GPU")
+        parts.append(f"{format_count(tokens).strip()} tokens/s per {report.device}")
     if flops is not None:
         parts.append(f"{format_flops(flops)} of the model a step")
     return ", ".join(parts) or "-"

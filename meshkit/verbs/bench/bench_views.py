@@ -16,16 +16,21 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshkit.report.views.charts import AXIS_COLORS, GRID, frame
-from meshkit.report.views.page import Page, card, cards, folded, section, warning_panel
-from meshkit.report.views.table import (
+from meshkit.report.views.page import (
     Cell,
     Column,
+    Page,
     Table,
     below_titles,
+    card,
+    cards,
+    folded,
     heading,
     labelled,
     number_columns,
+    section,
     text_columns,
+    warning_panel,
 )
 from meshkit.report.views.words import mesh_text
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds

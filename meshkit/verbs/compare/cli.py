@@ -31,8 +31,8 @@ def compare(
     """
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.compare import condition_text, judge
-    from meshkit.report.views.compare import render as render_comparison
-    from meshkit.report.views.html import write_html
+    from meshkit.report.views.report import write_html
+    from meshkit.report.views.tables import render_comparison
 
     first, second = _report(a), _report(b)
     comparison = compare_reports(first, second)
@@ -52,7 +52,7 @@ def compare(
 
 def _report(path: Path) -> Report:
     """The report of a run, or what a trace without one measures."""
-    from meshkit.report.reading import read_report
+    from meshkit.report.folder import read_report
     from meshkit.trace.loose import is_loose
 
     if not is_loose(path):

@@ -29,7 +29,7 @@ from meshkit.linting.placements import Subject
 from meshkit.report.readable import Printed
 from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part
-from meshkit.report.views.table import Cell, Table, number_columns, text_columns
+from meshkit.report.views.page import Cell, Table, number_columns, text_columns
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import Placed

@@ -40,7 +40,7 @@ from meshkit.predict.coverage import (
 from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_of
 from meshkit.predict.memory import reserved_memory
 from meshkit.predict.simulate import Simulation, simulate
-from meshkit.report.foreseen import Foreseen, foreseen
+from meshkit.report.causes import Planned, judged_plan
 from meshkit.report.schema import CompilePart, MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, program_part, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, described, use_no_accelerator
@@ -169,10 +169,9 @@ def make_plan(
         "program": program_part(compiled, schedule),
         "compile": CompilePart(lower_s=compiled.lower_s, compile_s=compiled.compile_s, cached=compiled.cached),
     }
-    known = Foreseen(simulation, schedule, instructions, cluster, facts.steps_per_call)
-    return Plan(
-        foreseen(report.model_copy(update=parts), known), simulation.timeline, compiled, schedule, facts, examined, lint
-    )
+    planned = Planned(simulation, schedule, instructions, cluster, facts.steps_per_call)
+    report = judged_plan(report.model_copy(update=parts), planned)
+    return Plan(report, simulation.timeline, compiled, schedule, facts, examined, lint)
 
 
 def memory_part(

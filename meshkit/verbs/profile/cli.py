@@ -51,9 +51,8 @@ def profile(
     where the run folder holds the plan (plan.json, or a plan made with the same --out).
     """
     from meshkit.report.compare import compare as compare_reports
-    from meshkit.report.folder import find_prediction
-    from meshkit.report.reading import read_report
-    from meshkit.report.views.compare import render as render_comparison
+    from meshkit.report.folder import find_prediction, read_report
+    from meshkit.report.views.tables import render_comparison
     from meshkit.trace.inspector import find_inspector_files
     from meshkit.trace.loose import is_loose
     from meshkit.verbs.profile.inspected import profile_inspector

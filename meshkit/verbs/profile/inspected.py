@@ -12,10 +12,9 @@ from meshkit.console import run_folder
 from meshkit.errors import ConfigError
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.algorithms import wire_factor
+from meshkit.report.causes import judged_by_communication
 from meshkit.report.folder import write_folder
-from meshkit.report.history import METRICS_FILE
-from meshkit.report.inspected import judged_by_communication
-from meshkit.report.quality import noted, stragglers_part
+from meshkit.report.measured import METRICS_FILE, noted, stragglers_part
 from meshkit.report.rows import infiniband_share, peak_bus_bandwidth_bytes_per_s
 from meshkit.report.schema import (
     CommunicationPart,

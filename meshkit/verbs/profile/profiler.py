@@ -26,15 +26,15 @@ from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.pipeline_report import useful_flops
 from meshkit.hlo.schedule import Schedule
 from meshkit.report.compare import plan_warnings
-from meshkit.report.folder import write_folder
-from meshkit.report.history import read_history, untraced_step_s
-from meshkit.report.quality import (
+from meshkit.report.folder import feedback_part, write_folder
+from meshkit.report.measured import (
     bandwidth_notes,
-    feedback_part,
     machine_notes,
     noted,
     quality_part,
+    read_history,
     stragglers_part,
+    untraced_step_s,
     withhold_axes,
 )
 from meshkit.report.rows import group_rows

@@ -34,7 +34,7 @@ from meshkit.hlo.module import Schedule
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.memory import Reserved, reserved_memory
 from meshkit.predict.simulate import simulate, step_pricer
-from meshkit.report.quality import noted
+from meshkit.report.measured import noted
 from meshkit.report.schema import MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, captured_program, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh

@@ -14,8 +14,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from meshkit.report.views.charts import GRID, frame, limit
-from meshkit.report.views.page import Page, card, cards, section
-from meshkit.report.views.table import Cell, Table, heading, listed, number_columns, text_columns
+from meshkit.report.views.page import (
+    Cell,
+    Page,
+    Table,
+    card,
+    cards,
+    heading,
+    listed,
+    number_columns,
+    section,
+    text_columns,
+)
 from meshkit.units import GIB, format_bytes, format_percent, format_seconds
 from meshkit.verbs.plan.outcome import Outcome, mesh_text
 from meshkit.verbs.tune.tune_report import SearchProgress, TuneReport

@@ -17,8 +17,8 @@ import meshkit.verbs.profile.profiler as profiler
 from meshkit.config.cluster import Cluster
 from meshkit.errors import ConfigError, TraceError
 from meshkit.hlo import proto
-from meshkit.report.quality import feedback_part, withhold_axes
-from meshkit.report.reading import read_report
+from meshkit.report.folder import feedback_part, read_report
+from meshkit.report.measured import withhold_axes
 from meshkit.report.summarize import check_invariants
 from meshkit.step.facts import StepFacts
 from meshkit.trace.capture import Capture, CapturedStep, _memory, _program_bytes, chosen_processes

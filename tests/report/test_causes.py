@@ -10,10 +10,10 @@ from meshkit.hlo.instructions import InstructionInfo
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.predict.simulate import simulate
-from meshkit.report.foreseen import Foreseen, foreseen
+from meshkit.report.causes import Planned, judged_plan
 from meshkit.report.schema import MemoryPart, PipelinePart, Warning_
 from meshkit.report.summarize import Machines, summarize_simulation
-from meshkit.report.views.html import write_html
+from meshkit.report.views.report import write_html
 from meshkit.step.facts import StepFacts
 from tests.report.conftest import make_collective
 
@@ -50,7 +50,7 @@ def made(seconds, *, memory=FITS, steps=1, parts=None, infos=None):
     report = report.model_copy(
         update={"step": report.step.model_copy(update=(parts or {}).pop("step", {})), **(parts or {})}
     )
-    return foreseen(report, Foreseen(simulation, schedule, known, CLUSTER, steps))
+    return judged_plan(report, Planned(simulation, schedule, known, CLUSTER, steps))
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -61,6 +61,15 @@ def test_exposed_communication_with_its_row_its_line_and_the_step_without_it(ste
         "InfiniBand (models/llama.py:116), 150 ms; without it the step would take 850 ms. It fits, with 12.0 GiB a GPU "
         "to spare."
     )
+
+
+def test_what_the_step_loses_is_in_the_findings_with_where_it_stands():
+    report = made([("dot.1", 0.8), ("reduce-scatter.1", 0.15), ("all-reduce.1", 0.05)])
+    (found,) = report.findings
+    assert (found.code, found.severity, found.seconds) == ("exposed_communication", "warning", pytest.approx(0.2))
+    assert found.evidence == ("step.exposed_s",)
+    assert found.step_s == report.step.all_overlapped_s == pytest.approx(0.8, rel=1e-5)
+    assert found.message.startswith("20.0 % of the step is exposed communication. Most of it is the reduce-scatter")
 
 
 def test_small_messages_say_what_combining_them_would_save():
@@ -101,13 +110,17 @@ def test_what_does_not_fit_is_said_first(tmp_path):
     )
     assert f'<p class="verdict">{report.verdict}</p>' in write_html(report, tmp_path / "a.html").read_text()
     assert report.to_dict()["verdict"] == report.verdict
-    assert str(report).startswith("predicted")
+    assert str(report).splitlines()[:3] == [
+        "The step does not fit: 3.00 GiB a GPU too much. The most is activations, 70.0",
+        "GiB. 20.0 % of the step of 1.00 s is exposed communication.",
+        "",
+    ]
 
 
 def test_what_is_no_prediction_has_no_verdict_but_of_its_memory():
     plan = made([("dot.1", 1.0)])
     unread = plan.model_copy(update={"warnings": (Warning_(code=NOT_PREDICTED, message="not all was read"),)})
-    assert foreseen(unread, None).verdict is None
+    assert judged_plan(unread, None).verdict is None
 
 
 @pytest.mark.parametrize("exposed_s", [0.0, 0.1, 0.5])

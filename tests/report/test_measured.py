@@ -5,7 +5,7 @@ import pytest
 
 from meshkit.config.cluster import Cluster
 from meshkit.report.compare import plan_warnings
-from meshkit.report.quality import bandwidth_notes, machine_notes
+from meshkit.report.measured import bandwidth_notes, machine_notes
 from meshkit.report.rows import group_rows
 from meshkit.report.schema import ClusterPart, CommunicationPart, MeshAxisPart
 from meshkit.report.summarize import summarize

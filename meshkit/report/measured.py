@@ -1,25 +1,27 @@
-"""How far a measurement can be believed, and who is waited for: a trace -> parts of the report."""
+"""Parts of a report that a measurement alone has: how far it can be believed, who is waited for, how the run went."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.sections import PGLE_OPTION, PREDICTED
 from meshkit.discover.topology import gpu_by_name
-from meshkit.errors import TraceError
-from meshkit.report.reading import read_report
 from meshkit.report.schema import (
     CommunicationPart,
-    FeedbackPart,
+    GoodputPart,
+    HistoryPart,
     QualityPart,
     Report,
     StragglerPart,
     StragglersPart,
     Warning_,
 )
+from meshkit.report.views.words import goodput_part
+from meshkit.runs.goodput import read_goodput
+from meshkit.runs.metrics import read_metrics, within
 from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED, Facts, Note
 from meshkit.trace.reader import Trace
 from meshkit.trace.skew import Skew
@@ -131,28 +133,6 @@ def noted(notes: Iterable[Note]) -> list[Warning_]:
     return [Warning_(code=n.code, message=n.message, seconds=n.seconds) for n in notes]
 
 
-def feedback_part(options: Mapping[str, Any] | None) -> FeedbackPart | None:
-    """What a program that was compiled with measured costs was before; None for one that was not.
-
-    Args:
-        options: of the compiler. The profile that they name lies in the folder of the run that it was measured in.
-    """
-    named = (options or {}).get(PGLE_OPTION)
-    if not named or named == PREDICTED:
-        return None
-    profile = Path(str(named))
-    try:
-        before = read_report(profile if profile.is_dir() else profile.parent)
-    except TraceError:
-        return FeedbackPart(profile=str(named))
-    return FeedbackPart(
-        profile=str(named),
-        before_fingerprint=before.program.fingerprint,
-        before_time_s=before.step.time_s,
-        before_exposed_s=before.step.exposed_s,
-    )
-
-
 def withhold_axes(report: Report, trace: Trace) -> Report:
     """The report without seconds by axis: all of its communication in the row of what maps to no axis.
 
@@ -187,3 +167,82 @@ def withhold_axes(report: Report, trace: Trace) -> Report:
 
 def _without_seconds(row: CommunicationPart) -> tuple:
     return tuple(op.model_copy(update={"busy_s": None, "exposed_s": None}) for op in row.ops)
+
+
+METRICS_FILE = "metrics.jsonl"
+COLUMNS = (
+    "loss",
+    "evaluation_loss",
+    "step_time_s",
+    "tokens_per_s",
+    "mfu",
+    "data_wait_s",
+    "device_wait_s",
+    "host_s",
+    "exposed_s",
+    "overlapped_share",
+)
+_MAX_POINTS = 300  # about one per pixel column of a small chart
+_WARM_UP = 0.05  # share of the steps that the trend leaves out: caches fill, clocks rise
+_FEWEST_UNTRACED = 3  # steps, to say what one takes without a trace
+_FEWEST = 9  # steps for a trend: three in each third
+_NOTABLE, _FEWEST_TO_WARN = 0.1, 30  # below, a busy neighbour or one slow step makes a trend
+
+
+def read_history(run: str | Path) -> HistoryPart | None:
+    """The history of a run folder; None where it has no metrics."""
+    return history_of(read_metrics(Path(run) / METRICS_FILE))
+
+
+def history_of(records: Sequence[Mapping[str, Any]]) -> HistoryPart | None:
+    """Records of metrics as columns, thinned out evenly to 300 points; the trend is of all records."""
+    if not records:
+        return None
+    present = [c for c in COLUMNS if any(_number(r.get(c)) is not None for r in records)]
+    shown = records[:: -(-len(records) // _MAX_POINTS)]
+    return HistoryPart(
+        steps=tuple(int(r["step"]) for r in shown),
+        values={c: tuple(_number(r.get(c)) for r in shown) for c in present},
+        trend={c: _trend([_number(r.get(c)) for r in records]) for c in present},
+    )
+
+
+def untraced_step_s(history: HistoryPart | None, first_traced: int) -> float | None:
+    """The median step before a trace began, but for the first, which warms up; None of fewer than three."""
+    if history is None:
+        return None
+    each = zip(history.steps, history.values.get("step_time_s", ()))
+    before = [s for step, s in each if 1 < step < first_traced and s is not None]
+    return statistics.median(before) if len(before) >= _FEWEST_UNTRACED else None
+
+
+def trend_warnings(history: HistoryPart | None) -> list[Warning_]:
+    """Says that the steps of a run got longer, where they did by more than a tenth and the run is long enough."""
+    grown = history.trend.get("step_time_s") if history else None
+    if history is None or grown is None or grown <= _NOTABLE or len(history.steps) < _FEWEST_TO_WARN:
+        return []
+    message = (
+        f"The steps of this run got {format_percent(grown)} longer from its first third to its last; the captured ones "
+        "show one moment of it."
+    )
+    return [Warning_(code="step_time_trend", message=message)]
+
+
+def read_goodput_part(run: str | Path) -> GoodputPart | None:
+    """The goodput of a run folder; None where it has none."""
+    found = read_goodput(Path(run))
+    return goodput_part(found) if found else None
+
+
+def _trend(values: Sequence[float | None]) -> float | None:
+    """Relative change of the median from the first third to the last; None where there are too few values."""
+    known = [v for v in values[max(1, int(len(values) * _WARM_UP)) :] if v is not None]
+    if len(known) < _FEWEST:
+        return None
+    third = len(known) // 3
+    before, after = statistics.median(known[:third]), statistics.median(known[-third:])
+    return within(after / before - 1) if before else None
+
+
+def _number(value: Any) -> float | None:
+    return within(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else None

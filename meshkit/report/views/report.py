@@ -1,50 +1,39 @@
-"""The report as one HTML page that opens offline: a panel each for what it knows, with charts and tables."""
+"""A report as one HTML page that opens offline, and on a terminal of 80 columns, where it needs no colour."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshkit.report.schema import Report
-from meshkit.report.views import tables
-from meshkit.report.views.charts import (
-    COLORS,
-    communication_chart,
-    communication_parts,
-    goodput_chart,
-    history_chart,
-    kernels_chart,
-    memory_chart,
-    memory_parts,
-    per_step_chart,
-    schedule_chart,
-    schedule_legend,
-    step_chart,
-    step_parts,
-    timeline_charts,
+import rich.table
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshkit.report.schema import CommunicationPart, GoodputPart, Report
+from meshkit.report.views import charts, tables, words
+from meshkit.report.views.page import (
+    Column,
+    Page,
+    Source,
+    Table,
+    Value,
+    below,
+    below_titles,
+    card,
+    cards,
+    folded,
+    heading,
+    inline,
+    labelled,
+    legend,
+    listed,
+    section,
+    warning_panel,
 )
-from meshkit.report.views.compare import compared_section
-from meshkit.report.views.page import Page, below, card, cards, folded, legend, section, warning_panel
-from meshkit.report.views.table import inline
 from meshkit.report.views.tables import Shown
-from meshkit.report.views.words import (
-    WORD,
-    goodput_shares,
-    gpus_text,
-    interval_text,
-    machines,
-    memory_text,
-    mesh_text,
-    names_of,
-    plural,
-    share_text,
-    step_shares,
-    training_text,
-    trend_text,
-)
 from meshkit.timeline import Timeline
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
@@ -76,40 +65,40 @@ def write_html(
         ConfigError: Plotly, which draws the charts, is not installed.
     """
     reports = [report] if other is None else [report, other]
-    names = names_of([r.source for r in reports])
+    names = words.names_of([r.source for r in reports])
     shown = [Shown(r, name) for r, name in zip(reports, names)]
     headline = f"{title}: {_title(reports)}" if title else _title(reports).capitalize()
     page = Page(headline, " · ".join(_header(reports, names)), reports[-1].verdict)
-    page.add(_cards(shown), _step(shown, page), _findings(shown[-1]), _warnings(reports))
+    page.add(_cards(shown), _step(shown, page), _findings_section(shown[-1]), _warnings(reports))
     for s, spans in zip(shown, (timeline, other_timeline)):
         page.add(_timeline(s, spans, page, trace_file))
-    page.add(_communication(shown, page))
+    page.add(_communication_section(shown, page))
     if other is not None:
-        page.add(compared_section(report, other))
+        page.add(tables.compared_section(report, other))
     page.add(_pipeline(shown, page))
-    page.add(_kernels(shown, page), _stragglers(shown), _over_steps(shown, page), _goodput(shown, page))
-    page.add(_memory(shown, page), _quality(shown), _footer(reports))
+    page.add(_kernels(shown, page), _stragglers(shown), _over_steps(shown, page), _goodput_section(shown, page))
+    page.add(_memory_section(shown, page), _quality(shown), _footer(reports))
     return page.write(path)
 
 
 def _title(reports: Sequence[Report]) -> str:
     """`predicted beside measured step on 8 x h100_sxm`."""
-    words = " beside ".join(dict.fromkeys(WORD[r.source] for r in reports))
-    return f"{words} step on {gpus_text(reports[-1])}"
+    said = " beside ".join(dict.fromkeys(words.WORD[r.source] for r in reports))
+    return f"{said} step on {words.gpus_text(reports[-1])}"
 
 
 def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
     """Machines, meshes and what was measured: said once where the reports agree."""
-    lines = list(dict.fromkeys(machines(r) for r in reports))
-    lines += list(dict.fromkeys(f"mesh {mesh_text(r.mesh)}" for r in reports if r.mesh))
+    lines = list(dict.fromkeys(words.machines(r) for r in reports))
+    lines += list(dict.fromkeys(f"mesh {words.mesh_text(r.mesh)}" for r in reports if r.mesh))
     if len(reports) > 1 and len(lines) > 2:
         lines = [
-            f"{name}: {machines(r)}, mesh {mesh_text(r.mesh)}"
-            for name, r in zip(names_of([r.source for r in reports]), reports)
+            f"{name}: {words.machines(r)}, mesh {words.mesh_text(r.mesh)}"
+            for name, r in zip(words.names_of([r.source for r in reports]), reports)
         ]
     if any(r.source != "plan" for r in reports):
         measured = next(r for r in reports if r.source != "plan").window
-        lines.append(f"{plural(measured.steps, 'step')} on {plural(measured.devices, 'device')} measured")
+        lines.append(f"{words.plural(measured.steps, 'step')} on {words.plural(measured.devices, 'device')} measured")
     return lines
 
 
@@ -124,7 +113,10 @@ def _cards(shown: Sequence[Shown]) -> str:
     known = {key for r in reports for part in ("step", "memory") for key, v in getattr(r, part) if v is not None}
     fits = reports[0].memory.fits
     judged = "" if fits is None else "good" if fits else "bad"
-    memory_label = "of " + memory_text(reports[0]).partition(" of ")[2] if fits is not None else "memory per GPU"
+    device = reports[0].device
+    memory_label = (
+        f"memory per {device}" if fits is None else f"of {words.memory_text(reports[0]).partition(' of ')[2]}"
+    )
     boxes = [box("step time", "step.time_s", format_seconds)]
     if "exposed_s" in known:
         boxes += [
@@ -135,11 +127,11 @@ def _cards(shown: Sequence[Shown]) -> str:
         hfus = " and ".join(format_percent(r.step.hfu) for r in reports if r.step.hfu is not None)
         boxes.append(box(f"MFU (HFU {hfus})" if hfus else "MFU", "step.mfu", format_percent))
     if "tokens_per_s_per_gpu" in known:
-        boxes.append(box("tokens/s per GPU", "step.tokens_per_s_per_gpu", format_count))
+        boxes.append(box(f"tokens/s per {device}", "step.tokens_per_s_per_gpu", format_count))
     if "peak_bytes" in known:
         boxes.append(box(memory_label, "memory.peak_bytes", format_bytes, judged))
     if reports[0].training.hours is not None:
-        length, _, rest = training_text(reports[0]).partition(" for ")
+        length, _, rest = words.training_text(reports[0]).partition(" for ")
         boxes.append(card(f"for {rest}", length))
     return cards(boxes, "two" if len(reports) > 1 else "")
 
@@ -150,10 +142,10 @@ def _share_of_step(reports: Sequence[Report]) -> str:
 
 
 def _overlapped(report: Report) -> str:
-    return share_text(report.step.overlapped_s, report.step.communication_s)
+    return words.share_text(report.step.overlapped_s, report.step.communication_s)
 
 
-def _findings(shown: Shown) -> str:
+def _findings_section(shown: Shown) -> str:
     """What the step loses its time to: a fold each, with what to try and where its numbers stand."""
     folds = []
     for i, f in enumerate(shown.report.findings):
@@ -187,17 +179,20 @@ def _step(shown: Sequence[Shown], page: Page) -> str:
     for r in reports:
         if r.step.all_overlapped_s is not None and r.step.all_exposed_s is not None:
             low, high = format_seconds(r.step.all_overlapped_s), format_seconds(r.step.all_exposed_s)
-            note += f" The {WORD[r.source]} step would take {low} if all communication hid, {high} if none did."
-        if interval := interval_text(r):
+            note += f" The {words.WORD[r.source]} step would take {low} if all communication hid, {high} if none did."
+        if interval := words.interval_text(r):
             note += f" Measured it will take {interval}."
     time_s = reports[-1].step.time_s
     alone = len(reports) == 1
     colors = legend(
-        (f"{s.label} {format_seconds(s.value)}, {share_text(s.value, time_s)}" if alone else s.label, s.look.color)
-        for s in step_parts(reports)
+        (
+            f"{s.label} {format_seconds(s.value)}, {words.share_text(s.value, time_s)}" if alone else s.label,
+            s.look.color,
+        )
+        for s in charts.step_parts(reports)
     )
     numbers = folded("In numbers", _each(shown, lambda s: tables.step_table(s).html()))
-    return section("Step time", note, colors, page.chart("step", step_chart(reports)), numbers, _feedback(shown))
+    return section("Step time", note, colors, page.chart("step", charts.step_chart(reports)), numbers, _feedback(shown))
 
 
 def _feedback(shown: Sequence[Shown]) -> str:
@@ -222,19 +217,19 @@ def _each(shown: Sequence[Shown], part: Callable[[Shown], str]) -> str:
     return "".join(title.format(escape(name)) + html for name, html in parts if html)
 
 
-def _communication(shown: Sequence[Shown], page: Page) -> str:
+def _communication_section(shown: Sequence[Shown], page: Page) -> str:
     reports = [s.report for s in shown]
     if not any(r.communication for r in reports):
         return section("Communication by axis and link", "No collective ran.")
     note = (
-        "Time per step and GPU, of the eight largest. Where several run at once, each has an equal share, so that the "
-        "bars add up. Alone: nothing else ran, so this is what a faster one would save at most."
+        f"Time per step and {reports[0].device}, of the eight largest. Where several run at once, each has an equal "
+        "share, so that the bars add up. Alone: nothing else ran, so this is what a faster one would save at most."
     )
-    parts = communication_parts(reports)
+    parts = charts.communication_parts(reports)
     if "overlapped" not in parts:
-        note = "Time per step and GPU, of the eight largest. What of it compute covers is unknown."
-    colors = legend((label, COLORS[key]) for key, label in parts.items())
-    picture = page.chart("communication", communication_chart(reports))
+        note = f"Time per step and {reports[0].device}, of the eight largest. What of it compute covers is unknown."
+    colors = legend((label, charts.COLORS[key]) for key, label in parts.items())
+    picture = page.chart("communication", charts.communication_chart(reports))
     return section("Communication by axis and link", note, colors, picture, _each(shown, _communication_tables))
 
 
@@ -264,23 +259,23 @@ def _pipeline(shown: Sequence[Shown], page: Page) -> str:
         "it has nothing to do there and computes on garbage, which is the bubble. Ticks are drawn alike; one that "
         "goes both ways takes longer."
     )
-    figure = schedule_chart(part)
+    figure = charts.schedule_chart(part)
     drawn = page.chart("pipeline", figure, "wide") if figure else ""
-    colors = legend(schedule_legend(part)) if figure else ""
+    colors = legend(charts.schedule_legend(part)) if figure else ""
     return section("Pipeline", note, colors, drawn, _each(found, lambda s: tables.pipeline_table(s).html()))
 
 
 def _timeline(shown: Shown, timeline: Timeline | None, page: Page, trace_file: str | None) -> str:
     """One step of several GPUs, of which one is shown at a time."""
-    charts = timeline_charts(timeline) if timeline else []
-    if not charts:
+    of_gpus = charts.timeline_charts(timeline) if timeline else []
+    if not of_gpus:
         return ""
     report = shown.report
-    names = [f"timeline-{report.source}-{i}" for i in range(len(charts))]
-    options = "".join(f'<option value="{n}">{escape(label)}</option>' for n, (label, _) in zip(names, charts))
-    select = f"<select data-timeline>{options}</select>" if len(charts) > 1 else ""
-    drawn = [page.chart(n, c, "timeline", hidden=i > 0) for i, (n, (_, c)) in enumerate(zip(names, charts))]
-    title = f"<h2>Timeline of one {WORD[report.source]} step{select}</h2>"
+    names = [f"timeline-{report.source}-{i}" for i in range(len(of_gpus))]
+    options = "".join(f'<option value="{n}">{escape(label)}</option>' for n, (label, _) in zip(names, of_gpus))
+    select = f"<select data-timeline>{options}</select>" if len(of_gpus) > 1 else ""
+    drawn = [page.chart(n, c, "timeline", hidden=i > 0) for i, (n, (_, c)) in enumerate(zip(names, of_gpus))]
+    title = f"<h2>Timeline of one {words.WORD[report.source]} step{select}</h2>"
     note = (
         "Drag to move, scroll or pinch to zoom, double-click to see all. Red in an axis's lane: its exposed parts, "
         "under which nothing computes."
@@ -291,7 +286,7 @@ def _timeline(shown: Shown, timeline: Timeline | None, page: Page, trace_file: s
 
 
 def _kernels(shown: Sequence[Shown], page: Page) -> str:
-    figure = kernels_chart([s.report for s in shown])
+    figure = charts.kernels_chart([s.report for s in shown])
     if figure is None:
         return ""
     note = "Time: the kinds add up to the step's compute. Busy: each kernel's own duration, added up."
@@ -314,20 +309,20 @@ def _over_steps(shown: Sequence[Shown], page: Page) -> str:
     """The captured steps one by one, and the metrics of the whole run."""
     parts = []
     for s in shown:
-        steps, history = per_step_chart(s.report), history_chart(s.report)
+        steps, history = charts.per_step_chart(s.report), charts.history_chart(s.report)
         if steps is not None:
-            colors = legend((share.label, share.look.color) for share in step_shares(s.report.step))
+            colors = legend((share.label, share.look.color) for share in words.step_shares(s.report.step))
             parts.append("<h3>the captured steps, means over their devices</h3>" + colors)
             parts.append(page.chart(f"per-step-{s.report.source}", steps))
         if history is not None:
             parts.append("<h3>the whole run, from its metrics</h3>")
-            words = trend_text(s.report)
-            parts.append(f'<p class="note">{escape(words)}</p>' if words else "")
+            trend = words.trend_text(s.report)
+            parts.append(f'<p class="note">{escape(trend)}</p>' if trend else "")
             parts.append(page.chart(f"history-{s.report.source}", history, "wide"))
     return below("Over the steps", "", *parts) if parts else ""
 
 
-def _goodput(shown: Sequence[Shown], page: Page) -> str:
+def _goodput_section(shown: Sequence[Shown], page: Page) -> str:
     """What the wall time of the run went to; of two reports the measured one's, which stands last."""
     known = [s for s in shown if s.report.goodput is not None]
     part = known[-1].report.goodput if known else None
@@ -337,17 +332,17 @@ def _goodput(shown: Sequence[Shown], page: Page) -> str:
         "What every second of the run's wall time went to, over all its attempts. Goodput is the share of steps that "
         "count; lost steps were made again by a later attempt, restart lies between two attempts."
     )
-    colors = legend((share.label, share.look.color) for share in goodput_shares(part))
+    colors = legend((share.label, share.look.color) for share in words.goodput_shares(part))
     numbers = tables.goodput_table(known[-1]).html()
-    return below("Goodput of the run", note, colors, page.chart("goodput", goodput_chart(part)), numbers)
+    return below("Goodput of the run", note, colors, page.chart("goodput", charts.goodput_chart(part)), numbers)
 
 
-def _memory(shown: Sequence[Shown], page: Page) -> str:
+def _memory_section(shown: Sequence[Shown], page: Page) -> str:
     """What the fullest GPU holds, against its capacity and the budget."""
     known = [s.report for s in shown if s.report.memory.peak_bytes is not None]
     if not known:
         return ""
-    lines = [f"{WORD[r.source]}: {memory_text(r)}." for r in known]
+    lines = [f"{words.WORD[r.source]}: {words.memory_text(r)}." for r in known]
     m = known[0].memory
     limits = [
         f"{mark}: {word} {format_bytes(v)}"
@@ -355,11 +350,11 @@ def _memory(shown: Sequence[Shown], page: Page) -> str:
         if v
     ]
     note = " ".join(lines) + f" {', '.join(limits)}. The budget is what the program may take; the rest is left to CUDA "
-    colors = legend((part.label, part.look.color) for part in memory_parts(known))
+    note += "and NCCL."
+    colors = legend((part.label, part.look.color) for part in charts.memory_parts(known))
     numbers = _each(shown, lambda s: folded("In numbers", tables.memory_table(s).html()))
-    return below(
-        "Memory of the fullest GPU", note + "and NCCL.", colors, page.chart("memory", memory_chart(known)), numbers
-    )
+    drawn = page.chart("memory", charts.memory_chart(known))
+    return below(f"Memory of the fullest {known[0].device}", note, colors, drawn, numbers)
 
 
 def _quality(shown: Sequence[Shown]) -> str:
@@ -376,5 +371,170 @@ def _footer(reports: Sequence[Report]) -> str:
         known = [f"jax {p.jax}" if p.jax else "", f"jaxlib {p.jaxlib}" if p.jaxlib else "", p.partitioner or ""]
         known.append(f"program {p.fingerprint}" if p.fingerprint else "")
         known.append(f"compiled in {format_seconds(c.compile_s)}" if c.compile_s is not None else "")
-        parts.append(f"{WORD[r.source]}: {', '.join(k for k in known if k) or '-'}")
+        parts.append(f"{words.WORD[r.source]}: {', '.join(k for k in known if k) or '-'}")
     return f"<footer>meshkit.report/1 · {escape(' · '.join(parts))}</footer>"
+
+
+WIDTH = 78
+_MAX_KINDS = 8
+_MAX_EXPOSED = 6
+_MAX_FINDINGS = 6
+_COLUMNS = (
+    Column("collective", words=True, width=24),
+    Column("count", width=5),
+    Column("payload", width=9),
+    Column("time", width=8),
+    Column("overlapped", width=10),
+    Column("exposed", width=8),
+    Column("bus bw", width=9),
+)
+_EXPOSED_COLUMNS = (
+    Column("exposed", width=8),
+    Column("axes", words=True, width=13, clip=True),
+    Column("operation", words=True, width=17, clip=True),
+    Column("caused by", words=True, width=WIDTH - 41, clip=True),
+)
+
+
+def render(report: Report, *, title: str | None = None) -> RenderableType:
+    """The whole report, for `rich.print`; `title` says what it is about (an experiment, a run)."""
+    shown, planned = Shown(report), report.source == "plan"
+    said = words.two_lines(report.verdict, WIDTH) if planned else report.verdict  # all of a plan's is on its page
+    parts: list[RenderableType] = [Text(said, "bold"), Text()] if said else []
+    parts.append(_headline(report, title))
+    if report.findings and not planned:
+        parts += [heading("findings, by what they cost a step"), *_findings(report)]
+    if report.step.time_s and report.step.compute_s is not None:
+        parts += [heading("step time"), _step_bar(report)]
+    parts += [heading(f"communication a step, per {report.device}"), _communication(shown)]
+    if exposed := _exposed_ops(shown):
+        parts += [heading("the most exposed, and what caused it"), exposed]
+    if waiting := words.waiting_lines(report):
+        parts += [heading("waiting for peers"), *(Text(line, overflow="fold") for line in waiting)]
+    if report.kernels and report.step.compute_s:
+        parts += [heading("compute by kind of work"), _kinds(shown, report.step.compute_s)]
+    if report.pipeline is not None:
+        parts += [heading("pipeline"), *map(Text, words.pipeline_lines(report))]
+    if report.memory.peak_bytes is not None:
+        parts += [heading(f"memory of the fullest {report.device}"), _memory(report)]
+    if report.goodput is not None:
+        parts += [heading("goodput of the run"), _goodput(report.goodput)]
+    if found := words.quality_text(report):
+        parts += [heading("data quality"), Text(found, overflow="fold")]
+    if report.warnings:
+        parts += [heading("warnings"), *listed((w.message for w in report.warnings), "!", "bold yellow")]
+    return Group(*parts)
+
+
+def _findings(report: Report) -> Iterator[RenderableType]:
+    """What the step loses its time to, the most first, each with what to try, which is said once."""
+    said: set[str] = set()
+    for f in report.findings[:_MAX_FINDINGS]:
+        mark, style = ("!", "bold yellow") if f.severity == "warning" else ("-", "cyan")
+        text = Text.assemble((f"{format_seconds(f.seconds)} {f.code}", style), f": {f.message}")
+        if f.hint and f.hint not in said:
+            text.append(f" Try {f.hint}.", "dim")
+            said.add(f.hint)
+        yield from listed([text], mark, style)
+
+
+def bar(shares: Sequence[words.Share], total: float, width: int = WIDTH) -> Text:
+    """A bar of one line; a part that is not zero shows as one cell at least, and the largest gives way for it."""
+    cells = [max(1, round(width * (s.value or 0) / total)) if (s.value or 0) > 0 else 0 for s in shares]
+    if cells:
+        cells[cells.index(max(cells))] -= max(0, sum(cells) - width)
+    text = Text()
+    for share, n in zip(shares, cells):
+        text.append(share.look.mark * n, share.look.style)
+    return text
+
+
+def _headline(report: Report, title: str | None) -> RenderableType:
+    unfit = report.memory.fits is False
+    rows = [
+        (label, Text(text, "bold red" if label == "memory" and unfit else "")) for label, text in words.facts(report)
+    ]
+    headline = Text(f"{title}, {words.WORD[report.source]}" if title else words.WORD[report.source], "bold underline")
+    return Group(headline, labelled(rows, WIDTH - 12))
+
+
+def _step_bar(report: Report) -> RenderableType:
+    total = report.step.time_s or 0.0
+    shares = words.report_shares(report)
+    hidden = (
+        f"{format_seconds(report.step.overlapped_s)} of {format_seconds(report.step.communication_s)} communication"
+    )
+    legend = _legend(shares, total, format_seconds)
+    lines = [Text(f"{hidden} lie under compute", "dim")]
+    if spread := words.spread_text(report):
+        lines.append(Text(spread, "dim"))
+    return Group(bar(shares, total), legend, *lines)
+
+
+def _legend(shares: Sequence[words.Share], total: float | None, form) -> RenderableType:
+    table = rich.table.Table.grid(padding=(0, 1))
+    for share in shares:
+        percent = words.share_text(share.value, total, unknown="")
+        numbers = (Text(form(share.value), justify="right"), Text(percent, "dim"))
+        table.add_row(Text(share.look.mark, share.look.style), share.label, *numbers)
+    return table
+
+
+def _communication(shown: Shown) -> RenderableType:
+    """Rows over the same axes, link and shape of group together, the group with the most exposed time first."""
+    communication = shown.report.communication
+    if not communication:
+        return Text("none", "dim")
+    groups: dict[tuple, list[int]] = {}
+    for i, row in enumerate(communication):
+        shape = (row.group_size, row.num_groups, row.gpus_per_domain, row.axes_complete, row.replica_groups)
+        key = (row.axes, row.link, row.fabric, *shape)
+        groups.setdefault(key, []).append(i)
+    rows = tables.rows_table(shown).pick(*_COLUMNS).rows
+    ordered = sorted(groups.values(), key=lambda members: -sum(communication[i].exposed_s or 0 for i in members))
+    return below_titles(
+        _COLUMNS,
+        [(_group_title(communication[m[0]]), Table(_COLUMNS, [rows[i] for i in m])) for m in ordered],
+    )
+
+
+def _exposed_ops(shown: Shown) -> RenderableType | None:
+    """The single collectives with the most exposed seconds; None where all of them hide, or no cause is known."""
+    rows = tables.ops_table(shown).pick(*_EXPOSED_COLUMNS).rows
+    exposed = [row for row in rows if isinstance(row[0], Value) and row[0].value][:_MAX_EXPOSED]
+    known = any(isinstance(row[-1], Source) and row[-1].text != "-" for row in exposed)
+    return Table(_EXPOSED_COLUMNS, exposed).terminal(gap=1, header=None) if known else None
+
+
+def _group_title(row: CommunicationPart) -> Text:
+    title = Text(words.axes_text(row.axes), "bold cyan" if row.axes else "bold yellow")
+    details = [text for text in (words.link_text(row), words.group_text(row)) if text and text != "-"]
+    return title.append(f"  {', '.join(details)}" if details else "", "dim")
+
+
+def _kinds(shown: Shown, compute_s: float) -> RenderableType:
+    """The kinds of work with the most time, each with a bar of its share of compute."""
+    columns = (Column("kind of work", words=True, width=20), Column("time", width=8))
+    rows = []
+    for kind, time in tables.kinds_table(shown).pick(*columns).rows[:_MAX_KINDS]:
+        share = (time.value or 0.0) / compute_s if isinstance(time, Value) else 0.0
+        rows.append((kind, time, format_percent(share), Text("█" * round(36 * share), "green")))
+    return Table((*columns, Column(width=8), Column(words=True, width=41, clip=True)), rows).terminal(
+        gap=1, header=None
+    )
+
+
+def _memory(report: Report) -> RenderableType:
+    m = report.memory
+    shares = words.memory_shares(report)
+    used = sum(s.value or 0 for s in shares)
+    total = max(used, m.capacity_bytes or m.pool_bytes or used)
+    free = [words.Share("free", "free", total - used)] if total > used else []
+    limits = f"capacity {format_bytes(m.capacity_bytes)}, of which the program may take {format_bytes(m.pool_bytes)}"
+    return Group(bar([*shares, *free], total), _legend(shares, total, format_bytes), Text(limits, "dim"))
+
+
+def _goodput(part: GoodputPart) -> RenderableType:
+    shares = words.goodput_shares(part)
+    total = part.wall_s or 0.0
+    return Group(bar(shares, total), _legend(shares, total, format_seconds), Text(words.goodput_text(part), "dim"))
