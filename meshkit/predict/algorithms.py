@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshkit.config import catalog
 from meshkit.predict.nccl import (
@@ -41,8 +41,7 @@ def wire_factor(collective: str, n: int) -> float:
     return (n - 1) / n
 
 
-@dataclass(frozen=True)
-class Algorithm:
+class Algorithm(NamedTuple):
     """One way to run a collective: its latency, its time on each link, and the handoff between two pieces of it."""
 
     name: str
@@ -62,7 +61,8 @@ class Algorithm:
     @property
     def time_s(self) -> float:
         """Seconds with the best size of piece."""
-        full = self.wire_s + 2 * math.sqrt(self.handoff_s * self.wire_s)
+        wire = self.wire_s
+        full = wire + 2 * math.sqrt(self.handoff_s * wire)
         if self.overlap == 1.0:
             return self.latency_s + self.steps_s + full
         return self.latency_s + (self.steps_s**self.overlap + full**self.overlap) ** (1 / self.overlap)
@@ -86,13 +86,14 @@ def _taken(collective: str, choices: Sequence[Expected], payload: float, wires: 
     pick = choices[estimates.index(least)]
     if wires.k == 1 or pick.name == "nvls tree":
         return _priced(collective, pick, payload, wires)
-    tie = by_hand("tie")
-    near = [
-        choice
-        for choice, estimate in zip(choices, estimates, strict=True)
-        if estimate <= tie * least and choice.name != "nvls tree"
-    ]
-    return min((_priced(collective, choice, payload, wires) for choice in near), key=lambda found: found.time_s)
+    best, best_s, most = None, math.inf, by_hand("tie") * least
+    for choice, estimate in zip(choices, estimates, strict=True):
+        if estimate <= most and choice.name != "nvls tree":
+            found = _priced(collective, choice, payload, wires)
+            if (seconds := found.time_s) < best_s:
+                best, best_s = found, seconds
+    assert best is not None  # the pick is among them
+    return best
 
 
 def options(collective: str, payload: float, wires: Wires) -> Iterator[Algorithm]:

@@ -9,12 +9,13 @@ algorithms.py.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshkit.config.cluster import Cluster, Link
 from meshkit.errors import ConfigError
@@ -43,6 +44,7 @@ def nccl_constants() -> dict[str, Any]:
     return tomllib.loads(resources.files("meshkit.predict").joinpath("nccl.toml").read_text(encoding="utf-8"))
 
 
+@functools.cache
 def by_hand(name: str) -> float:
     """A number that is neither NCCL's nor fitted."""
     return nccl_constants()["by_hand"][name]["value"]
@@ -59,9 +61,14 @@ def fitted_values() -> Mapping[str, float]:
 
 
 @functools.cache
+def _fitted() -> Mapping[str, Mapping[str, float]]:
+    """The shipped constants of each generation by their plain names."""
+    return {generation: _of_generation(generation, fitted_values()) for generation in ("3", "4", "5")}
+
+
 def fitted_for(generation: str) -> Mapping[str, float]:
     """The shipped constants of one generation by their plain names."""
-    return _of_generation(generation, fitted_values())
+    return _fitted()[generation]
 
 
 def _of_generation(generation: str, values: Mapping[str, float]) -> dict[str, float]:
@@ -70,24 +77,28 @@ def _of_generation(generation: str, values: Mapping[str, float]) -> dict[str, fl
     return {name: value for name, _, suffix, value in parts if suffix in ("", generation)}
 
 
+def constants_of(generation: str, values: Mapping[str, float]) -> Mapping[str, float]:
+    """Every constant of a generation, those given in the place of the shipped ones, and the rates (RATES)."""
+    return {**dict.fromkeys(RATES, 1.0), **fitted_for(generation), **_of_generation(generation, values)}
+
+
 def with_constants(wires: Wires, values: Mapping[str, float]) -> Wires:
-    """The same links with other constants of `[fitted]`, and with other rates than the catalog's (RATES).
+    """The same links with other constants of `[fitted]`, and with other rates than the catalog's: see `constants_of`.
 
     NCCL chooses by what it takes them for, as before.
     """
-    inside, outside = (values.get(name, 1.0) for name in RATES)
-    own = _of_generation(wires.generation, {name: value for name, value in values.items() if name not in RATES})
-    return replace(
-        wires,
-        taken_for=wires.taken_for or wires,
-        fitted={**fitted_for(wires.generation), **own},
-        inside_bytes_per_s=wires.inside_bytes_per_s * inside,
-        peer_bytes_per_s=wires.peer_bytes_per_s * inside,
-        outside_bytes_per_s=wires.outside_bytes_per_s * outside,
-        port_bytes_per_s=wires.port_bytes_per_s * outside,
-    )
+    inside, outside = values["nvlink_rate"], values["network_rate"]
+    made = Wires.__new__(Wires)
+    made.__dict__.update(wires.__dict__)
+    made.taken_for, made.fitted = wires.taken_for or wires, values
+    made.inside_bytes_per_s *= inside
+    made.peer_bytes_per_s *= inside
+    made.outside_bytes_per_s *= outside
+    made.port_bytes_per_s *= outside
+    return made
 
 
+@functools.cache
 def version_of(text: str) -> tuple[int, ...]:
     """A version of NCCL as numbers.
 
@@ -103,7 +114,7 @@ def version_of(text: str) -> tuple[int, ...]:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # nobody changes one; frozen, it would take three times as long to make
 class Wires:
     """The links under one group of a collective, as NCCL sees them: k domains with g GPUs each."""
 
@@ -153,13 +164,15 @@ class Wires:
         `fabric`: how hosts are cabled, and over how many racks the group is spread; None: as the cluster's
         `oversubscription` says, for all that leaves a host.
         """
-        constants = nccl_constants()
+        constants, gpu = nccl_constants(), cluster.gpu
         per_host = min(cluster.gpus_per_host, cluster.gpus_used_per_domain)
         # Inside a host: a ring and the switch's reductions send to the next host as little as to a NIC, so that a
         # tapered NVLink network does not slow them (NVIDIA: 256 H100s reduce at the full 450 GB/s).
-        link = cluster.link("nvlink", gpus=min(g, per_host) if cluster.has_nvswitch else g)
-        capability = cluster.gpu.compute_capability or (0, 0)
-        links = str(cluster.gpu.nvlink_generation)
+        switch = cluster.has_nvswitch
+        link = cluster.link("nvlink", gpus=min(g, per_host) if switch else g)
+        peer = link if g == 2 or (switch and per_host > 1) else cluster.link("nvlink", gpus=2)
+        capability = gpu.compute_capability or (0, 0)
+        generation, links = _generation(capability), str(gpu.nvlink_generation)
         nvlink = "nvlink" in link.fabric
         column = _column(capability)
         busy = busy_share(cluster, g, concurrent_groups)
@@ -179,21 +192,21 @@ class Wires:
             k=k,
             inside_bytes_per_s=link.bytes_per_s * share,
             outside_bytes_per_s=outside,
-            peer_bytes_per_s=cluster.link("nvlink", gpus=2).bytes_per_s * share,
+            peer_bytes_per_s=peer.bytes_per_s * share,
             hops=cluster.mesh_hops(g),
             taper=cluster.nvlink_taper,
             inside=inside_row,
             outside=outside_row,
             inside_extra_s=_extra_latency(link, constants["step_latency_s"][inside_row]),
             outside_extra_s=outside_extra,
-            generation=_generation(capability),
+            generation=generation,
             column=column,
             channel_bytes_per_s=(
                 constants["nvlink"]["ring_channel_bytes_per_s"][links] if nvlink else link.bytes_per_s * share
             ),
             ll128=nvlink and capability >= (7, 0),
-            nvls=bool(nvls and nvlink and column in constants["nvls"]["channels"] and cluster.has_nvswitch),
-            x86=cluster.gpu.cpu_link == "pcie",
+            nvls=bool(nvls and nvlink and switch and column in constants["nvls"]["channels"]),
+            x86=gpu.cpu_link == "pcie",
             ports=_ports(cluster, g),
             port_bytes_per_s=port,
             line_bytes_per_s=line,
@@ -202,7 +215,7 @@ class Wires:
             busy=max(1.0, busy),
             spine=spine,
             nccl=version_of(nccl or constants["default_version"]),
-            fitted=fitted_for(_generation(capability)),
+            fitted=fitted_for(generation),
         )
 
 
@@ -265,27 +278,27 @@ def _extra_latency(link: Link, row: Mapping[str, Any]) -> tuple[float, float]:
     return max(0.0, link.latency_small_s - row["ring"]["ll"]), max(0.0, link.latency_s - row["ring"]["simple"])
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """What the tuner expects of one algorithm in one protocol."""
 
     name: str  # `ring ll`, `tree simple`, `nvls`, `nvls tree`, `pat`
     latency_s: float
     bytes_per_s: float  # of payload
     medium: str = ""  # protocol whose dip at medium sizes counts: trees
-    plateau: tuple[float, float] = (1.0, math.inf)  # factor on the latency, from so many bytes
+    slower: float = 1.0  # factor on the latency
+    slower_from: float = math.inf  # from so many bytes
 
     def seconds(self, payload: float) -> float:
         """The tuner's estimate."""
         rate = self.bytes_per_s * (tree_medium(self.medium, payload) if self.medium else 1.0)
-        return self.latency_s * (self.plateau[0] if payload >= self.plateau[1] else 1.0) + payload / rate
+        return self.latency_s * (self.slower if payload >= self.slower_from else 1.0) + payload / rate
 
 
 def expected(collective: str, wires: Wires) -> tuple[Expected, ...]:
     """What the tuner expects of everything that it may choose for a reduction or a gather."""
     wires = wires.taken_for or wires
     if collective not in wires.known:
-        wires.known[collective] = tuple(found for found in _expected(collective, wires) if found.bytes_per_s > 0)
+        wires.known[collective] = tuple([found for found in _expected(collective, wires) if found.bytes_per_s > 0])
     return wires.known[collective]
 
 
@@ -312,15 +325,19 @@ def version_constants(version: tuple[int, ...]) -> Mapping[str, Any]:
     return found
 
 
+@functools.cache
+def _medium(protocol: str) -> Sequence[float]:
+    """treeCorrectionFactor, at 64 B, 128 B and so on, and what follows it."""
+    return (*nccl_constants()["protocol"]["tree_medium"][protocol], 1.0)
+
+
 def tree_medium(protocol: str, payload: float) -> float:
     """Share of its bandwidth that a tree reaches on messages of medium size: NCCL's table, without its jumps."""
-    table = nccl_constants()["protocol"]["tree_medium"][protocol]
-    where = math.log2(max(payload, 64.0) / 64)
+    if payload <= 64.0:
+        return _medium(protocol)[0]
+    where, table = math.log2(payload / 64), _medium(protocol)
     low = int(where)
-    if low >= len(table):
-        return 1.0
-    high = table[low + 1] if low + 1 < len(table) else 1.0
-    return table[low] + (where - low) * (high - table[low])
+    return table[low] + (where - low) * (table[low + 1] - table[low]) if low + 1 < len(table) else 1.0
 
 
 def table_step_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, float]:
@@ -336,11 +353,17 @@ def _floor(speeds: list[float], rate: float) -> float:
     return next((speed for speed in speeds if speed <= rate), rate)
 
 
-def _channels(wires: Wires, column: Mapping[str, Any]) -> tuple[int, float]:
+@functools.lru_cache(maxsize=256)
+def _speed(column: str, total: float, version: tuple[int, ...]) -> float:
+    """Bandwidth of a channel as NCCL's search finds it: of its grid, that of which channels use most of the links."""
+    speeds = version_constants(version)[column]["speeds"]
+    return max(speeds, key=lambda s: (int(total / s) * s, s)) if total >= speeds[-1] else total
+
+
+def _channels(wires: Wires) -> tuple[int, float]:
     """Channels of a ring as NCCL's search finds them, and their bandwidth together."""
     total = wires.inside_bytes_per_s * wires.busy
-    speeds = column["speeds"]
-    speed = max(speeds, key=lambda s: (int(total / s) * s, s)) if total >= speeds[-1] else total
+    speed = _speed(wires.column, total, wires.nccl)
     number = max(1, int(total / speed))
     if wires.k > 1:
         inside = number * speed if wires.g > 1 else math.inf
@@ -349,51 +372,80 @@ def _channels(wires: Wires, column: Mapping[str, Any]) -> tuple[int, float]:
     return number * (2 if doubled else 1), number * speed
 
 
-def _expected(collective: str, wires: Wires):
+def _row(p: str, own: Mapping[str, Any], column: str, links: tuple[str, str], place: int) -> tuple[tuple, tuple]:
+    """The tuner's numbers of a protocol; see `_sheets`."""
+    constants, caps, last = nccl_constants(), own[column], {"ll": "", "ll128": "_ll128_channel", "simple": ""}[p]
+    steps, share = constants["step_latency_s"], constants["protocol"]["ring_share"][p]
+    ring, tree = (
+        (constants["base_latency_s"][kind][p], *(steps[link][kind][p] for link in links)) for kind in ("ring", "tree")
+    )
+    ring_most, tree_most = (caps[kind + last][place] if last else math.inf for kind in ("ring", "tree"))
+    share, most = (own["ring_ll_share"], caps["ll"][place]) if p == "ll" else (share, math.inf)
+    return (p, *ring, steps["net"]["post"][p], share, most, ring_most), (*tree, caps["tree_channel"][place], tree_most)
+
+
+@functools.cache
+def _sheets(version: tuple[int, ...]) -> Mapping[tuple[str, str, str, int], Sequence[tuple[tuple, tuple]]]:
+    """The tuner's numbers by its column, links inside a domain and out of it, and hosts (1, 2, more): a row a protocol.
+
+    A row: of a ring the protocol, its latency once, of a step on either link, and over hosts at least, its share of the
+    bandwidth, the most that the protocol carries, and one channel; of a tree the latencies, the most of a channel, and
+    of one with LL128.
+    """
+    own, columns = version_constants(version), [name for name in nccl_constants()["tuner"] if name != "before"]
+    return {
+        (column, *links, place + 1): [_row(p, own, column, links, place) for p in PROTOCOLS]
+        for column in columns
+        for links in itertools.product(("nvlink", "pcie"), ("net", "pcie"))
+        for place in range(3)
+    }
+
+
+def _expected(collective: str, wires: Wires) -> list[Expected]:
     """Every algorithm and protocol."""
-    constants, g, k, n = nccl_constants(), wires.g, wires.k, wires.g * wires.k
-    version = version_constants(wires.nccl)
-    column, place = version[wires.column], min(k, 3) - 1
-    channels, total = _channels(wires, column)
-    steps = RING_TURNS[collective] * (n - 1)
-    crossing = RING_TURNS[collective] * (k - 1)
-    rows, shares = constants["step_latency_s"], constants["protocol"]
-    for protocol in PROTOCOLS:
+    g, k, n, found = wires.g, wires.k, wires.g * wires.k, []
+    version, reduces = version_constants(wires.nccl), collective == "all-reduce"
+    channels, total = _channels(wires)
+    steps, crossing = RING_TURNS[collective] * (n - 1), RING_TURNS[collective] * (k - 1)
+    levels = int(math.log2(k))
+    for (
+        (protocol, base, inside, outside, least, share, most, channel),
+        (tree_base, tree_inside, tree_outside, tree_channel, tree_ll128_channel),
+    ) in _sheets(wires.nccl)[wires.column, wires.inside, wires.outside, min(k, 3)]:
         if protocol == "ll128" and not wires.ll128:
             continue
-        inside, outside = table_step_s("ring", protocol, wires)
-        if k > 1 and wires.outside == "net":
-            inside = max(inside, rows["net"]["post"][protocol])
-        if g == 1 and k > 1:
-            outside = table_step_s("tree", protocol, wires)[1]  # nothing hides it (tuning.cc, one GPU a node)
-        rate = total * shares["ring_share"][protocol]
-        if protocol == "ll":
-            rate = min(total * version["ring_ll_share"], column["ll"][place])
-        elif protocol == "ll128":
-            rate = min(rate, channels * column["ring_ll128_channel"][place])
-        latency = constants["base_latency_s"]["ring"][protocol] + (steps - crossing) * inside + crossing * outside
-        plateau = (1.0, math.inf)
-        if collective == "all-reduce" and protocol == "simple" and k > 1:
-            factor = shares["plateau_before_ampere" if wires.column == "volta" else "plateau"]
-            plateau = factor, shares["plateau_channel_bytes"] * channels * n
-        yield Expected(f"ring {protocol}", latency, rate * n / steps, plateau=plateau)
-        if collective != "all-reduce":
+        simple = protocol == "simple"
+        more_inside, more_outside = wires.inside_extra_s[simple], wires.outside_extra_s[simple]
+        tree_inside, tree_outside = tree_inside + more_inside, tree_outside + more_outside
+        inside = max(inside + more_inside, least) if k > 1 and wires.outside == "net" else inside + more_inside
+        outside = tree_outside if g == 1 and k > 1 else outside + more_outside  # nothing hides it (tuning.cc)
+        rate = min(total * share, most, channels * channel)
+        latency = base + (steps - crossing) * inside + crossing * outside
+        slower, slower_from = 1.0, math.inf
+        if reduces and simple and k > 1:
+            shares = nccl_constants()["protocol"]
+            slower = shares["plateau_before_ampere" if wires.column == "volta" else "plateau"]
+            slower_from = shares["plateau_channel_bytes"] * channels * n
+        found.append(Expected(f"ring {protocol}", latency, rate * n / steps, "", slower, slower_from))
+        if not reduces:
             continue
-        inside, outside = table_step_s("tree", protocol, wires)
-        latency = constants["base_latency_s"]["tree"][protocol] + 2 * ((g - 1) * inside + int(math.log2(k)) * outside)
-        rate = min(total * 0.92, channels * column["tree_channel"][place])
+        latency = tree_base + 2 * ((g - 1) * tree_inside + levels * tree_outside)
+        rate = min(total * 0.92, channels * tree_channel)
         if protocol == "ll":
-            rate = min(rate / 3.8, column["ll"][place])
-        elif protocol == "ll128":
-            rate = min(rate * (7 / 9 if k == 1 else 120 / 128), channels * column["tree_ll128_channel"][place])
-        yield Expected(f"tree {protocol}", latency, rate / 2, medium=protocol)
-    if collective == "all-reduce":
-        yield from _expected_nvls(wires, version)
+            rate = min(rate / 3.8, most)
+        elif not simple:
+            rate = min(rate * (7 / 9 if k == 1 else 120 / 128), channels * tree_ll128_channel)
+        found.append(Expected(f"tree {protocol}", latency, rate / 2, protocol))
+    if reduces:
+        found += _expected_nvls(wires, version)
     elif g == 1 and version["pat"]:
         # With registered buffers NVLS gathers too; its rate is the ring's (togethercomputer: 661 and 655 GB/s).
+        constants = nccl_constants()
+        rows = constants["step_latency_s"]
         step = rows["net"]["tree"]["simple"] + 2 * wires.outside_extra_s[1]
-        latency = constants["base_latency_s"]["pat"]["simple"] + int(math.log2(k)) * step / 3.5 + n * rows["pat_gpu"]
-        yield Expected("pat", latency, total * shares["pat_share"])
+        latency = constants["base_latency_s"]["pat"]["simple"] + levels * step / 3.5 + n * rows["pat_gpu"]
+        found.append(Expected("pat", latency, total * constants["protocol"]["pat_share"]))
+    return found
 
 
 def _expected_nvls(wires: Wires, version: Mapping[str, Any]):

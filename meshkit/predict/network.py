@@ -15,7 +15,16 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
 from meshkit.predict.algorithms import FORCED, channels_of, fastest, forced, wire_factor
-from meshkit.predict.nccl import FABRICS, PROTOCOLS, RATES, RING_TURNS, Wires, busy_share, by_hand, with_constants
+from meshkit.predict.nccl import (
+    FABRICS,
+    PROTOCOLS,
+    RING_TURNS,
+    Wires,
+    busy_share,
+    by_hand,
+    constants_of,
+    with_constants,
+)
 
 _LAUNCHES = ("nccl-tests", "xla", "grouped")
 
@@ -125,17 +134,20 @@ def collective_price(
         measured = _calibrated_s(known, collective, payload_bytes * sharing, gpus_per_domain, domains)
     wires = _wires(cluster, group, how, known.network if known else None)
     if fitted:
-        wires = with_constants(wires, fitted)
-    found = fastest(collective, payload_bytes, wires)
-    if algorithm is not None and (found := forced(collective, algorithm, payload_bytes, wires)) is None:
+        wires = with_constants(wires, constants_of(wires.generation, fitted))
+    if algorithm is None:
+        found = fastest(collective, payload_bytes, wires)
+    elif (found := forced(collective, algorithm, payload_bytes, wires)) is None:
         where = "inside a domain" if domains == 1 else "between domains"
         raise ConfigError(f"algorithm not in the model: {algorithm} of {collective} {where}.")
-    launch = {"xla": by_hand("xla_launch_s"), "nccl-tests": 0.0, "grouped": -wires.fitted["kernel_s"]}
-    seconds = max(found.wire_s, launch[how.get("launch", "xla")] + found.time_s)
+    launch = how.get("launch", "xla")
+    launch_s = by_hand("xla_launch_s") if launch == "xla" else -wires.fitted["kernel_s"] if launch == "grouped" else 0.0
+    wire_s = found.wire_s
+    seconds = max(wire_s, launch_s + found.time_s)
     # A calibration says how long; how much of it is the wire is the model's.
     part = measured / seconds if measured is not None else 1.0
     channels = channels_of(found.name, collective, payload_bytes, wires)
-    return Price(seconds * part, found.inside_s * part, found.outside_s * part, found.wire_s * part, channels)
+    return Price(seconds * part, found.inside_s * part, found.outside_s * part, wire_s * part, channels)
 
 
 def checkpoint_time_s(state_bytes: float | None, cluster: Cluster) -> float | None:
@@ -174,13 +186,31 @@ def _wires(
         g, k, concurrent_groups = group
         made = Wires.of(cluster, g, k, concurrent_groups=concurrent_groups, nvls=nvls, fabric=fabric, nccl=nccl)
         if own is not None:
-            names = {*made.fitted, *RATES}
-            if other := next((name for name in own.constants if name not in names), None):
-                message = f"network.constants has '{other}', which is no constant of the network model."
-                raise ConfigError(message, hint=did_you_mean(other, sorted(names)))
-            made = with_constants(made, own.constants)
+            made = with_constants(made, _own_constants(own, made.generation))
         _known_wires[key] = cluster, own, made
     return _known_wires[key][2]
+
+
+_known_constants: dict[tuple[int, str], tuple[calibration.NetworkConstants, Mapping[str, float]]] = {}
+
+
+def _own_constants(own: calibration.NetworkConstants, generation: str) -> Mapping[str, float]:
+    """The constants of a calibration for a generation, made once.
+
+    Raises:
+        ConfigError: it has a constant that the model has not.
+    """
+    key = id(own), generation
+    if key not in _known_constants:
+        made = constants_of(generation, own.constants)
+        names = constants_of(generation, {})
+        if other := own.constants.keys() - names.keys():
+            message = f"network.constants has '{min(other)}', which is no constant of the network model."
+            raise ConfigError(message, hint=did_you_mean(min(other), sorted(names)))
+        if len(_known_constants) >= _MOST_KNOWN:
+            _known_constants.clear()
+        _known_constants[key] = own, made
+    return _known_constants[key][1]
 
 
 def _calibrated_s(known: calibration.Calibration, collective: str, payload: float, g: int, k: int) -> float | None:
