@@ -109,7 +109,7 @@ def main(program: str, toy: bool) -> None:
     devices = sorted(jax.devices(), key=lambda d: d.id)
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)
     made = make_train_step(experiment, mesh)
-    state, batch = filled(made)
+    state, batch = filled(made, experiment)
     for case, options in CASES[program].items():
         chosen = replace(experiment, xla={**experiment.xla, **({} if toy else options)})
         compiled = compile_step(made, chosen)

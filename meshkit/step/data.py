@@ -286,15 +286,20 @@ def unigram_entropy_nats(tokens: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
+def vocab_of(model: Any) -> int | None:
+    """Rows of an (abstract) model's table of tokens, where it says them: `config.vocab` or `vocab`."""
+    vocab = getattr(getattr(model, "config", model), "vocab", None)
+    return vocab if isinstance(vocab, int) else None
+
+
 def check_tokens(experiment: Experiment, data: Data, model: Any) -> None:
-    """Compares the token ids of the data with the (abstract) model's vocab, if it says it: `config.vocab` or `vocab`.
+    """Compares the token ids of the data with the (abstract) model's vocab, if it says it.
 
     Raises:
         ConfigError: an id that the model has no row for; look-ups would clamp it in silence.
     """
-    vocab = getattr(getattr(model, "config", model), "vocab", None)
-    rows = data.train.examples if isinstance(data.train, Split) else None
-    if not isinstance(rows, Rows) or not isinstance(vocab, int):
+    vocab, rows = vocab_of(model), data.train.examples if isinstance(data.train, Split) else None
+    if not isinstance(rows, Rows) or vocab is None:
         return
     if rows.ids.dtype.kind == "u" and np.iinfo(rows.ids.dtype).max < vocab:
         return

@@ -18,12 +18,15 @@ import numpy as np
 from meshkit.compile.attached import compile_step
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, load
+from meshkit.errors import MeshkitError
 from meshkit.sharding.mesh import build_mesh
+from meshkit.step.data import Batches, check_tokens, open_data, vocab_of
 from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.trace.capture import Capture, CapturedStep
 from meshkit.trace.captured import TRACE_FOLDER
 
 WARM_UP = 2
+IDS_FILE = "ids.json"  # of a run folder: which ids the steps had
 # Values repeat after so many: drawing gigabytes of random numbers would take longer than the rehearsal.
 _BLOCK = 1 << 20
 _SCALE = 0.02  # of weights, as models draw them: zeros would keep the GPU cooler than it will be
@@ -61,7 +64,8 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)
     program = make_train_step(experiment, mesh)
     compiled = compile_step(program, experiment)
-    state, batch = filled(program)
+    state, batch = filled(program, experiment)
+    (folder / IDS_FILE).write_text(json.dumps(ids_of(batch)), encoding="utf-8")
     capture = Capture(
         folder / TRACE_FOLDER,
         CapturedStep(compiled.program, mesh, experiment.cluster, experiment.mesh, program.facts, compiled.options),
@@ -74,21 +78,47 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
         capture.after(step, (state, metrics))
 
 
-def filled(program: TrainProgram) -> tuple[Any, Any]:
-    """A state and a batch of a program's shapes and layouts, of which this process holds its part."""
+def filled(program: TrainProgram, experiment: Experiment) -> tuple[Any, Any]:
+    """A state and a batch of a program's shapes and layouts, of which this process holds its part.
+
+    The batch is the first of the experiment's data where that can be read here: how long look-ups and the gradient of
+    their table take depends on which ids there are, and how often.
+    """
     random = np.random.default_rng(0)
-    state = program.abstract_state
+    state, model = program.abstract_state, program.model.abstract_model()
     # Signs decide how many bits change from one number to the next, and so what power a matmul takes.
     weights = jax.tree.map(lambda leaf: _filled(leaf, random, signed=True), state.params)
-    others = (replace(state, params=()), program.abstract_batch)  # second moments must not be negative
-    state, batch = jax.tree.map(lambda leaf: _filled(leaf, random, signed=False), others)
-    return replace(state, params=weights), batch
+    # second moments must not be negative
+    others = jax.tree.map(lambda leaf: _filled(leaf, random, signed=False), replace(state, params=()))
+    try:
+        data = open_data(experiment)
+        check_tokens(experiment, data, model)
+        first = Batches(data.train, program.abstract_step_batch, experiment.data.seed).iterate(0, program.steps_per_call)
+        batch = program.stack([*first]) if program.stack else next(first)
+    except MeshkitError as e:
+        print(f"the batch is made up, with ids at random: {e.message}", flush=True)
+        ids = vocab_of(model) or _SMALLEST_VOCABULARY
+        batch = jax.tree.map(lambda leaf: _filled(leaf, random, signed=False, ids=ids), program.abstract_batch)
+    return replace(others, params=weights), batch
 
 
-def _filled(leaf: jax.ShapeDtypeStruct, random: np.random.Generator, *, signed: bool) -> jax.Array:
+def ids_of(batch: Any) -> dict[str, dict[str, int]]:
+    """Of each array of integers: how many this process holds, how many different ones, the most of one."""
+    found = {}
+    for name, array in batch.items():
+        if np.issubdtype(array.dtype, np.integer):
+            held = {str(shard.index): np.asarray(shard.data).ravel() for shard in array.addressable_shards}
+            counts = np.unique(np.concatenate([*held.values()]), return_counts=True)[1]
+            found[name] = {"count": int(counts.sum()), "different": len(counts), "most": int(counts.max())}
+    return found
+
+
+def _filled(
+    leaf: jax.ShapeDtypeStruct, random: np.random.Generator, *, signed: bool, ids: int = _SMALLEST_VOCABULARY
+) -> jax.Array:
     """An array of the leaf's shape and layout, of which only this process's shards hold anything.
 
-    Floats are normally distributed, or their absolute values are; integers are tokens of any vocabulary.
+    Floats are normally distributed, or their absolute values are; integers are so many ids, each as often.
     """
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -96,7 +126,7 @@ def _filled(leaf: jax.ShapeDtypeStruct, random: np.random.Generator, *, signed: 
         shape = leaf.sharding.shard_shape(leaf.shape)
         size = int(np.prod(shape, dtype=np.int64))
         if np.issubdtype(leaf.dtype, np.integer):
-            block = random.integers(0, _SMALLEST_VOCABULARY, min(size, _BLOCK))
+            block = random.integers(0, ids, min(size, _BLOCK))
         else:
             block = random.standard_normal(min(size, _BLOCK), dtype=np.float32) * _SCALE
             block = block if signed else np.abs(block)

@@ -367,3 +367,23 @@ def test_the_process_of_the_gpu_captures_the_steps_it_is_asked_for(tmp_path):
     assert (record["first_step"], record["num_steps"]) == (rehearsal_gpu.WARM_UP, 2)
     assert len(record["devices"]) == 8
     assert (record["work"]["tokens"], record["work"]["training_steps"]) == (16 * 128, 10)
+    ids = json.loads((tmp_path / rehearsal_gpu.IDS_FILE).read_text())["tokens"]  # of text, byte by byte
+    assert ids["count"] == 16 * 128
+    assert 40 < ids["different"] < 128
+    assert 0.1 < ids["most"] / ids["count"] < 0.5
+
+
+@pytest.mark.parametrize("source", ["python-stdlib", "/nowhere/tokens.u16"])
+def test_a_rehearsal_runs_on_the_first_batch_of_its_data_or_on_ids_over_the_whole_vocabulary(source, capsys):
+    experiment = load("configs/experiments/llama_debug_cpu.toml", [f"data.source={source}", "model.vocab=4096"])
+    program = make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster, devices=list(jax.devices())))
+    state, batch = rehearsal_gpu.filled(program, experiment)
+    ids = rehearsal_gpu.ids_of(batch)["tokens"]
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), (state, batch)) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), (program.abstract_state, program.abstract_batch)
+    )
+    assert ids["count"] == 16 * 128
+    made_up = "the batch is made up, with ids at random: there is no file or folder /nowhere/tokens.u16."
+    assert (made_up in capsys.readouterr().out) is (source != "python-stdlib")
+    spread = 4096 * (1 - (1 - 1 / 4096) ** (16 * 128))  # of so many draws
+    assert ids["different"] < 128 if source == "python-stdlib" else ids["different"] == pytest.approx(spread, rel=0.05)
