@@ -29,6 +29,7 @@ _DOT_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _RHS_CONTRACTED = re.compile(r"rhs_contracting_dims=\{([\d,]*)\}")
 _DOT_BATCH = re.compile(r"lhs_batch_dims=\{([\d,]*)\}")
 _START_INDEX = re.compile(r"start_index_map=\{([\d,]*)\}")
+_SCATTERED = re.compile(r"scatter_dims_to_operand_dims=\{([\d,]*)\}")
 _LAYOUT = re.compile(r"= \w+\[[\d,]*\]\{(\d+)")  # the dim whose elements are neighbours in memory
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^{}]*?"dimensions":\s*\[([^\[\]]*)\]')
 # Custom calls that tell the compiler something and run nothing.
@@ -93,8 +94,9 @@ class Cost:
     joined_bytes: float = 0.0  # device memory read and written to join a matmul's operands before it begins
     turned_bytes: float = 0.0  # and to transpose those in fp8, where cuBLAS multiplies no others
     launches: int = 1  # kernels that it is
-    blocks: float = 0.0  # blocks of threads that it starts, of a loop fusion; 0 where unknown
+    blocks: float = 0.0  # blocks of threads that it starts, of a loop or a scatter; 0 where unknown
     sectors: float = 0.0  # of memory that a look-up across rows asks for
+    added: tuple[float, float] = (0.0, 0.0)  # elements of a scatter, one by one: along memory; each in its own line
     transposed: float = 0.0  # elements that a kernel of its own transposes
     compared: tuple[int, int, float] = (0, 0, 0.0)  # of a sort: steps in tiles, elements of a tile, and of all
 
@@ -164,6 +166,8 @@ class CostModel:
         moved = sum(_parameter_bytes(i) for i in body if opcode(i) == "parameter") + _root_bytes(instruction, body)
         joined, turned = (sum(map(count, body)) for count in (_joined_bytes, _turned_bytes))
         loop = _LOOP in instruction.to_string()
+        along, apart = (sum(counts) for counts in zip(*map(_added, body)))
+        blocks = max(map(_elements, _roots(body))) / _BLOCK_ELEMENTS if loop else _joining_blocks(body)
         attention = next((c for c in inner if c.attention_flops), Cost())
         sorts = [_sort_of(i) for i in body if opcode(i) == "sort"]
         sort = max(sorts, default=_Sort())
@@ -177,8 +181,9 @@ class CostModel:
             joined_bytes=joined,
             turned_bytes=turned,
             launches=sort.passes if sorts else (2 if joined else 1),
-            blocks=max(map(_elements, _roots(body))) / _BLOCK_ELEMENTS if loop else _joining_blocks(body),
+            blocks=blocks + (along + apart) / _BLOCK_ELEMENTS,
             sectors=sum(map(_sectors, body)),
+            added=(along, apart),
             transposed=0.0 if loop else float(max((_elements(i) for i in body if opcode(i) == "transpose"), default=0)),
             compared=sort.compared,
         )
@@ -384,6 +389,16 @@ def _sectors(gather: Any) -> float:
     indexed, layout = _dims(_START_INDEX, gather.to_string()), _LAYOUT.search(gather.operands()[0].to_string())
     across = layout is not None and int(layout[1]) in indexed
     return float(math.prod(shape_of(gather).dims)) if across else 0.0
+
+
+def _added(scatter: Any) -> tuple[float, float]:
+    """Elements that a scatter adds to what others may add to: where rows lie along memory; across it."""
+    text = scatter.to_string() if opcode(scatter) == "scatter" else ""
+    if not text or "unique_indices=true" in text:
+        return 0.0, 0.0
+    indexed, layout = _dims(_SCATTERED, text), _LAYOUT.search(scatter.operands()[0].to_string())
+    elements = float(math.prod(shape_of(scatter.operands()[-1]).dims))
+    return (0.0, elements) if layout is not None and int(layout[1]) in indexed else (elements, 0.0)
 
 
 def _joining_blocks(body: list[Any]) -> float:

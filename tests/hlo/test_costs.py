@@ -76,12 +76,14 @@ def test_a_look_up_reads_its_rows_or_a_sector_an_element_where_memory_lies_along
 
 def test_a_scatter_reads_and_writes_the_rows_that_it_adds_to_and_not_its_table(costs):
     assert costs["scattered"].bytes_accessed == 64 * 128 * (2 + 2 * 4) + 64 * 4
+    assert costs["scattered"].added == (64 * 128, 0)
+    assert costs["scattered"].blocks == 64 * 128 / 512
+    assert costs["scattered_across"].added == (0, 64 * 128)
 
 
 def test_a_loop_starts_a_block_for_512_elements_of_its_largest_result(costs):
     assert costs["filled"].blocks == 1024 * 512 / 512
     assert costs["filled"].bytes_accessed == 1024 * 512 * 2 + 512 * 512 * 4
-    assert costs["scattered"].blocks == 0.0
 
 
 def test_what_joins_arrays_starts_blocks_of_its_largest_and_makes_four_elements_a_thread_along_memory_alone(costs):

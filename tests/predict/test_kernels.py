@@ -209,6 +209,17 @@ def test_kernels_that_memory_does_not_decide_take_what_an_h100_took(cost, micros
     assert kernel_work(cost, H100).alone_s * 1e6 == pytest.approx(microseconds, rel=0.09)
 
 
+@pytest.mark.parametrize(
+    ("elements", "microseconds"),
+    [((33554432.0, 0.0), 61.3), ((67108864.0, 0.0), 114.7), ((0.0, 33554432.0), 447.8)],
+)
+def test_additions_of_a_scatter_are_made_in_the_cache_one_by_one(elements, microseconds):
+    """The same card's gradients of tables of which 256 rows were hit, so that memory decides nothing; the rates are
+    another H100's (catalog, `atomics`)."""
+    cost = Cost(bytes_accessed=2 * sum(elements), added=elements, blocks=sum(elements) / 512)
+    assert kernel_work(cost, H100).alone_s * 1e6 == pytest.approx(microseconds, rel=0.13)
+
+
 def test_below_the_measured_lengths_attention_falls_as_in_flashattention_3s_charts():
     half, whole = (attention_flops_per_s(attention(n, 16, sequences=16384 // n)) for n in (1024, 2048))
     assert half / whole == pytest.approx(0.792 / 0.934, rel=1e-3)
