@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.ids import as_it_ran, ids_of
 from benchmarks.gpu.kernels import SHAPES
 from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
 from benchmarks.gpu.options import OWN
@@ -138,8 +139,8 @@ def predicted_report(experiment: Experiment) -> Report:
     return found.model_copy(update={"memory": plan.report.memory, "program": plan.report.program})
 
 
-def _ran(folder: Path) -> Report | None:
-    """What the model says of the very program that was rehearsed; None where it did not come back.
+def _ran(folder: Path, measured: Report) -> tuple[Report, set[str]] | None:
+    """What the model says of the very program that was rehearsed, and of which ids; None where it did not come back.
 
     At the full clock where collectives were mocked: gathered weights were what buffers held, and drew less power.
     """
@@ -150,8 +151,10 @@ def _ran(folder: Path) -> Report | None:
         return None
     mocked = any(i.collective for i, _ in captured.schedule.walk())
     machines = Machines(captured.placement, captured.cluster, processes_expected=captured.cluster.num_gpus)
+    gpu, own = captured.cluster.gpu, ids_of(folder / "run")
+    schedule, held = as_it_ran(captured.schedule, captured.module, gpu, measured, own)
     work, options = captured.record.work, captured.record.options or {}
-    return _alone(captured.schedule, captured.module, options, machines, work, full_clock=mocked)
+    return _alone(schedule, captured.module, options, machines, work, full_clock=mocked), {*held.values()}
 
 
 def _alone(
@@ -252,7 +255,7 @@ def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
     rehearsed, trained = m.function == "verbs:rehearse", m.function == "verbs:train"
     measured = _measured(folder, rehearsed)
     planned = _plan(folder) if card.gpu else None
-    ran = _ran(folder) if rehearsed and card.gpu else None
+    ran, held = (_ran(folder, measured) if rehearsed and card.gpu and measured else None) or (None, set[str]())
     if ran and planned and measured:
         yield Row("step, as planned", planned.step.time_s, measured.step.time_s, "s")
         yield Row("its exposed communication, as planned", planned.step.exposed_s, measured.step.exposed_s, "s")
@@ -270,7 +273,10 @@ def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
     peaks = [report.memory.peak_bytes if report else None for report in (planned, measured)]
     releases = [report.program.jaxlib for report in (planned, measured) if report]
     other = f", planned by jaxlib {releases[0]}, run by {releases[1]}" if len(set(releases)) > 1 else ""
-    yield Row(f"peak of memory{other}", peaks[0], peaks[1], "bytes", within=0.05)
+    same = _plan(folder, releases[1]) if other and card.gpu else None
+    yield Row(f"peak of memory{other}", peaks[0], peaks[1], "bytes", within=None if same else 0.05)
+    if same:
+        yield Row(f"peak of memory, planned by jaxlib {releases[1]}", same.memory.peak_bytes, peaks[1], "bytes", 0.05)
     if measured and measured.memory.program_bytes:
         yield Row(f"XLA's count of its memory{other}", peaks[0], measured.memory.program_bytes, "bytes")
     yield Row("compile", None, values.get("compile_s"), "s")
@@ -278,7 +284,8 @@ def _steps(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
         return
     kinds = {c.kind: c.time_s for c in measured.kernels.classes}
     for c in priced.kernels.classes:
-        yield Row(f"{c.kind} kernels", c.time_s, kinds.get(c.kind), "s", within=0.15 if rehearsed else None)
+        ids = f", {' and '.join(sorted(held))}" if held and c.kind == "gather and scatter" else ""
+        yield Row(f"{c.kind} kernels{ids}", c.time_s, kinds.get(c.kind), "s", within=0.15 if rehearsed else None)
     if rehearsed:
         rows = [r.communication for r in (planned, measured)]
         moved = [{(c.axes, c.collective, c.dtype, c.payload_bytes) for c in each} for each in rows]
@@ -303,12 +310,12 @@ def _untraced_s(folder: Path) -> float | None:
     return untraced_step_s(read_history(folder / "run"), first)
 
 
-def _plan(folder: Path) -> Report | None:
-    """The plan beside a run, made once; None where there is no experiment file, or it cannot be planned here."""
-    path, file = folder / PLAN, folder / "run/experiment.toml"
+def _plan(folder: Path, jaxlib: str | None = None) -> Report | None:
+    """The plan beside a run, made once, or that of one jaxlib; None where it cannot be planned here."""
+    path, file = folder / (f"plan-{jaxlib}.json" if jaxlib else PLAN), folder / "run/experiment.toml"
     if path.exists():
         return read_report(path)
-    if not file.exists():
+    if not file.exists() or jaxlib not in (None, version_of("jaxlib")):
         return None
     try:
         report = predicted_report(replace(load(file), path=LLAMA_1B))  # its code is found from here

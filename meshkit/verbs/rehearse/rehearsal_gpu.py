@@ -93,10 +93,12 @@ def filled(program: TrainProgram, experiment: Experiment) -> tuple[Any, Any]:
     try:
         data = open_data(experiment)
         check_tokens(experiment, data, model)
-        first = Batches(data.train, program.abstract_step_batch, experiment.data.seed).iterate(0, program.steps_per_call)
+        first = Batches(data.train, program.abstract_step_batch, experiment.data.seed).iterate(
+            0, program.steps_per_call
+        )
         batch = program.stack([*first]) if program.stack else next(first)
     except MeshkitError as e:
-        print(f"the batch is made up, with ids at random: {e.message}", flush=True)
+        sys.stderr.write(f"the batch is made up, with ids at random: {e.message}\n")
         ids = vocab_of(model) or _SMALLEST_VOCABULARY
         batch = jax.tree.map(lambda leaf: _filled(leaf, random, signed=False, ids=ids), program.abstract_batch)
     return replace(others, params=weights), batch

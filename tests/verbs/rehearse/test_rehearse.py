@@ -384,6 +384,6 @@ def test_a_rehearsal_runs_on_the_first_batch_of_its_data_or_on_ids_over_the_whol
     )
     assert ids["count"] == 16 * 128
     made_up = "the batch is made up, with ids at random: there is no file or folder /nowhere/tokens.u16."
-    assert (made_up in capsys.readouterr().out) is (source != "python-stdlib")
+    assert (made_up in capsys.readouterr().err) is (source != "python-stdlib")
     spread = 4096 * (1 - (1 - 1 / 4096) ** (16 * 128))  # of so many draws
     assert ids["different"] < 128 if source == "python-stdlib" else ids["different"] == pytest.approx(spread, rel=0.05)
