@@ -273,9 +273,9 @@ def _turns_fp8(gpu: Gpu) -> bool:
 def _handling_s(cost: Cost, gpu: Gpu) -> float:
     """Seconds in which multiprocessors take what a kernel hands them, however fast memory is.
 
-    A look-up's sectors, which come from the L2 cache where rows share them; a scatter's additions, which are made there;
-    elements of a transposition, through shared memory; a sort's steps, tile by tile; blocks of threads to start, which is
-    known of Hopper alone: what fills arrays, or moves narrow elements, or joins unequal arrays, or adds little to much.
+    A look-up's sectors, which come from the L2 cache where rows share them; a scatter's additions, which are made
+    there; elements of a transposition, through shared memory; a sort's steps, tile by tile; blocks of threads to start,
+    which is known of Hopper alone: what fills arrays, or moves narrow elements, or joins unequal arrays.
     """
     k = catalog.kernels()
     (steps, tile, elements), (along, apart) = cost.compared, cost.added
