@@ -30,13 +30,13 @@ _COLLECTIVES = {
     "broadcast": "collective-broadcast",
 }
 _OFF = r"(?:\w+ and )*\b\w+(?:_ENABLE=0|(?:\s+is)?\s+(?:off|disabled)\b)|\b(?:without|no)\s+\w+(?:\s+hardware)?"
-_MISSING = (("copy engine", r"copy[ -]engine|\bCE\b"),)
 _FAMILIES = {
     "ring": r"\bring\b",
     "tree": r"\btree\b",
     "nvls tree": r"\bnvls[ _-]?tree\b",
     "nvls": r"\bnvls\b",
     "collnet": r"sharp|coll[ _-]?net",
+    "copy engine": r"copy[ -]engine|\bCE\b",
     "symmetric": r"symmetric",
     "pat": r"\bPAT\b",
 }
@@ -62,7 +62,6 @@ class Forced:
     families: tuple[str, ...] = ()  # of the network model's algorithms; empty: all
     protocol: str = ""
     nvls: bool = True
-    missing: str = ""  # an algorithm that the model does not have
     unread: bool = False  # words that say neither
     nccl: str | None = None
 
@@ -78,15 +77,16 @@ class Forced:
         nccl = max(version[1], _OLDEST, key=_numbers) if version else None
         if re.search(r"\b(auto|default)\b|ring of neighbours", text, re.IGNORECASE):
             return cls(protocol=speed, nvls=nvls, nccl=nccl)
-        missing = next((name for name, pattern in _MISSING if re.search(pattern, text, re.IGNORECASE)), "")
         families = tuple(name for name, pattern in _FAMILIES.items() if re.search(pattern, text, re.IGNORECASE))
         if "^" in text:  # NCCL_ALGO=^NVLS: all but these
             nvls = nvls and not any(name.startswith("nvls") for name in families)
             families = tuple(name for name in ("ring", "tree") if name not in families)
         if "nvls" in families:
             families = ("nvls",)  # over hosts it is NVLSTree, whatever is said
-        unread = not (families or speed or missing or off) and bool(re.sub(_PLAIN, "", text, flags=re.IGNORECASE))
-        return cls(families, speed, nvls, missing, unread, nccl)
+        if "copy engine" in families:
+            families = ("copy engine",)  # in symmetric memory, whether that is said or not
+        unread = not (families or speed or off) and bool(re.sub(_PLAIN, "", text, flags=re.IGNORECASE))
+        return cls(families, speed, nvls, unread, nccl)
 
     def algorithms(self) -> tuple[str | None, ...]:
         """What `collective_time_s` may be asked for; None: as NCCL chooses."""
@@ -131,9 +131,8 @@ class Row:
         Raises:
             NotPriced: the model has not the algorithm that was forced.
         """
-        if self.forced.missing:
-            raise NotPriced(f"algorithm not in the model: {self.forced.missing}")
-        choices = self.forced.algorithms() if self.collective in CHOSEN else (None,)
+        has_choice = self.collective in CHOSEN or "copy engine" in self.forced.families
+        choices = self.forced.algorithms() if has_choice else (None,)
         if self.neighbours:
             choices = ("neighbours",)
         times = []

@@ -27,7 +27,8 @@ from meshkit.predict.nccl import (
 )
 
 CHOSEN = ("all-reduce", "all-gather", "reduce-scatter")  # of which NCCL's tuner chooses how
-FORCED = ("ring", "tree", "nvls", "nvls tree", "pat", "collnet", "symmetric", "one-shot", "neighbours")
+COPIED = ("all-gather", "all-to-all")  # which NCCL runs on copy engines too
+FORCED = ("ring", "tree", "nvls", "nvls tree", "pat", "collnet", "symmetric", "copy engine", "one-shot", "neighbours")
 
 
 def wire_factor(collective: str, n: int) -> float:
@@ -108,6 +109,8 @@ def forced(collective: str, algorithm: str, payload: float, wires: Wires) -> Alg
         family, protocol = algorithm, ""
     if family == "neighbours":
         return _neighbours(payload, wires) if collective == "collective-permute" else None
+    if family == "copy engine":
+        return _copy_engine(collective, payload, wires) if collective in COPIED else None
     if collective not in CHOSEN:
         return None
     if family == "collnet":
@@ -136,6 +139,8 @@ def channels_of(name: str, collective: str, payload: float, wires: Wires) -> int
     inside, across = catalog.kernels()["nccl_channels"]
     if name.startswith("nvls"):
         return constants["nvls"]["channels"][wires.column]
+    if name == "copy engine":
+        return 0
     if name not in ("send", "neighbours"):
         return inside if wires.k == 1 else min(across, _channels(wires.ports))
     peers = 1 if collective == "collective-permute" else wires.g * wires.k - 1
@@ -313,13 +318,27 @@ def _collnet(collective: str, payload: float, wires: Wires) -> Algorithm | None:
 
 
 def _symmetric(collective: str, payload: float, wires: Wires) -> Algorithm | None:
-    """NCCL's symmetric kernels: GPUs read each other's memory directly, between two barriers."""
+    """NCCL's symmetric kernels: GPUs read each other's memory directly, between two barriers; no piece is handed on."""
     if wires.k > 1 or wires.inside != "nvlink":
         return None
-    rate = wires.inside_bytes_per_s * nccl_constants()["protocol"]["symmetric_link_share"]
+    rate = wires.inside_bytes_per_s * by_hand("symmetric_share")
     passes = 1 + 1 / wires.g if collective == "all-reduce" and wires.nvls else wire_factor(collective, wires.g)
     latency = wires.fitted["kernel_s"] + 2 * by_hand("symmetric_barrier_s")
-    return Algorithm("symmetric", latency, payload * passes / rate, 0.0, _handoff_s(wires, outside=False))
+    return Algorithm("symmetric", latency, payload * passes / rate, 0.0, 0.0)
+
+
+def _copy_engine(collective: str, payload: float, wires: Wires) -> Algorithm | None:
+    """NCCL's collectives on copy engines: a batch of copies, one to each GPU's memory, between two barriers.
+
+    Every copy of a batch costs its start, one after the other. A barrier is a flag in everybody's memory, by as many
+    copies, or by one where the switch multicasts (ce_coll.cc). No multiprocessor takes part.
+    """
+    if wires.k > 1 or wires.inside != "nvlink" or wires.nccl < (2, 28):
+        return None
+    start = by_hand("copy_s" if wires.x86 else "copy_grace_s")
+    copies = wires.g + 2 * (1 if wires.nvls else wires.g - 1)
+    rate = wires.inside_bytes_per_s * by_hand("copy_share")
+    return Algorithm("copy engine", copies * start, payload * wire_factor(collective, wires.g) / rate, 0.0, 0.0)
 
 
 def _one_shot(collective: str, payload: float, wires: Wires) -> Algorithm | None:

@@ -40,6 +40,10 @@ class Assumptions:
     symmetric: bool = False
     """Operands and results of reductions and gathers lie in symmetric memory: inside a domain NCCL may run its kernels
     for that, where they are faster."""
+    copy_engines: bool = False
+    """With `symmetric`: gathers inside a domain run on copy engines, whatever that takes (NCCL's zero-CTA policy). XLA
+    asks for it where a program has no fewer asynchronous collectives than blocking ones, or no fewer bytes of them
+    (gpu_executable.cc, ShouldCollectiveUseMinimalResource)."""
 
 
 def assumptions_for(options: Mapping[str, object]) -> Assumptions:

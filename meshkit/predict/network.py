@@ -80,7 +80,8 @@ def collective_time_s(
             program, and has its own NVLinks and its share of the host's NICs; idle GPUs leave theirs to the others.
         how: `nvls`: whether NCCL may add in the NVLink switch; False as with `NCCL_NVLS_ENABLE=0`.
             `algorithm`: overrules NCCL's choice: `ring`, `tree`, `nvls`, `nvls tree`, `pat`, `collnet` (SHARP),
-            `symmetric` (memory), `one-shot` (XLA's own all-reduce), `neighbours` (a permute as nccl-tests sends:
+            `symmetric` (memory), `copy engine` (the same memory, no multiprocessors; derived, docs/concepts/network.md
+            says what was measured), `one-shot` (XLA's own all-reduce), `neighbours` (a permute as nccl-tests sends:
             every rank to the next, so that one flow leaves each host); a protocol may follow, as in `ring ll128`.
             `nccl`: its version, for its tuner's constants: "2.28.9".
             `launch`: `xla`, in a step; `nccl-tests`, one after the other with nothing between; `grouped`, in the
@@ -106,7 +107,7 @@ class Price:
     inside_s: float = 0.0  # of which the link inside a domain is busy
     outside_s: float = 0.0  # and the GPU's way out of it
     wire_s: float = 0.0  # during which it sends, no less than either; the rest is latency
-    channels: int = 0  # blocks of its kernel
+    channels: int | None = None  # blocks of its kernel; None: not known
 
 
 def collective_price(
@@ -141,7 +142,9 @@ def collective_price(
         where = "inside a domain" if domains == 1 else "between domains"
         raise ConfigError(f"algorithm not in the model: {algorithm} of {collective} {where}.")
     launch = how.get("launch", "xla")
-    launch_s = by_hand("xla_launch_s") if launch == "xla" else -wires.fitted["kernel_s"] if launch == "grouped" else 0.0
+    launch_s = by_hand("xla_launch_s") if launch == "xla" else 0.0
+    if launch == "grouped" and found.name != "copy engine":  # which has no kernel to share
+        launch_s = -wires.fitted["kernel_s"]
     wire_s = found.wire_s
     seconds = max(wire_s, launch_s + found.time_s)
     # A calibration says how long; how much of it is the wire is the model's.

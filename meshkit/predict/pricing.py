@@ -24,24 +24,29 @@ from meshkit.config import catalog
 from meshkit.config.cluster import Cluster, Gpu
 from meshkit.hlo.module import Instruction
 from meshkit.hlo.schedule import Collective
-from meshkit.predict.algorithms import CHOSEN, wire_factor
+from meshkit.predict.algorithms import CHOSEN, COPIED, wire_factor
 from meshkit.predict.assumptions import Assumptions, slowest_of
 from meshkit.predict.kernels import KernelWork, kernel_work, measured_rates, memory_bytes_per_s
 from meshkit.predict.nccl import by_hand
 from meshkit.predict.network import How, Price, collective_price
 
+# Of a byte that a copy engine moves: read where it lies, written where it goes. NCCL's kernels have a buffer between.
+_COPY_PASSES = 2
 
-def arithmetic_left(gpu: Gpu, channels: int, *, waves: bool = True) -> float:
+
+def arithmetic_left(gpu: Gpu, channels: int | None, *, waves: bool = True) -> float:
     """Share of its arithmetic rate that a collective leaves to a kernel: as measured, else that of the other
     multiprocessors.
 
     Args:
         gpu: that both run on.
-        channels: of the collective.
+        channels: of the collective; None: not known.
         waves: False: no measurement counts.
     """
+    if channels == 0:
+        return 1.0  # copy engines
     measured = gpu.achieved.get("contended") if waves else None
-    return measured or max(by_hand("least_left"), 1.0 - channels / gpu.sms)
+    return measured or max(by_hand("least_left"), 1.0 - (channels or 0) / gpu.sms)
 
 
 def load_of(c: Collective, price: Price, gpu: Gpu, memory_bytes_per_s: float, *, waves: bool = True) -> Load:
@@ -49,7 +54,8 @@ def load_of(c: Collective, price: Price, gpu: Gpu, memory_bytes_per_s: float, *,
     if price.seconds <= 0.0 or not gpu.compute_capability:
         return NO_LOAD
     wire = c.payload_bytes * wire_factor(c.collective, c.group_size)
-    taken = catalog.kernels()["nccl_memory_passes"] * wire / price.seconds / memory_bytes_per_s
+    passes = catalog.kernels()["nccl_memory_passes"] if price.channels != 0 else _COPY_PASSES
+    taken = passes * wire / price.seconds / memory_bytes_per_s
     left = arithmetic_left(gpu, price.channels, waves=waves)
     return Load(left, max(by_hand("least_left"), 1.0 - taken), adds=not (waves and "contended" in gpu.achieved))
 
@@ -111,7 +117,10 @@ class Pricer:
         key = (c.collective, c.payload_bytes, c.gpus_per_domain, c.group_size, c.grouped)
         if key not in self._collectives:
             inside = not crosses and c.group_size > 1 and self._cluster.scale_up == "nvlink"
-            ways = (None, "symmetric") if self._assumptions.symmetric and inside and c.collective in CHOSEN else (None,)
+            ways: tuple[str | None, ...] = (None,)
+            if self._assumptions.symmetric and inside and c.collective in CHOSEN:
+                copied = self._assumptions.copy_engines and c.collective in COPIED
+                ways = ("copy engine",) if copied else (None, "symmetric")
             group = (c.gpus_per_domain, c.group_size // c.gpus_per_domain, None)
             how: How = {"launch": "grouped" if c.grouped else "xla"}
             prices = (

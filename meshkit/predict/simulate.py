@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -102,12 +102,23 @@ def step_pricer(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, 
 
     Their share of the time, without communication, is where the rates that it gives lead to it again.
     """
+    assumptions = replace(assumptions, copy_engines=assumptions.symmetric and _mostly_asynchronous(schedule))
     pricer = Pricer(cluster, assumptions, gpus=gpus, busy=0.0 if assumptions.full_clock else 1.0)
     for _ in range(0 if cluster.is_cpu or assumptions.full_clock or not assumptions.sustained else _ROUNDS):
         step = _Simulator(schedule, pricer, assumptions, network=False).computation(schedule.entry)
         busy = step.tensor_s / step.duration_s if step.duration_s else 1.0
         pricer = Pricer(cluster, assumptions, gpus=gpus, busy=busy)
     return pricer
+
+
+def _mostly_asynchronous(schedule: Schedule) -> bool:
+    """Whether a program has no fewer asynchronous collectives than blocking ones, by number or by bytes."""
+    numbers, sizes = [0, 0], [0.0, 0.0]
+    for i in (i for body in schedule.computations.values() for i in body):
+        if i.collective is not None and i.kind != "done":
+            numbers[i.kind == "start"] += 1
+            sizes[i.kind == "start"] += i.collective.payload_bytes
+    return numbers[0] <= numbers[1] or sizes[0] <= sizes[1]
 
 
 @dataclass

@@ -131,7 +131,8 @@ def test_names_that_say_too_little_or_what_cannot_be(system, why):
         ("CollnetDirect (SHARP), NCCL 2.28.9", Forced(("collnet",), nccl="2.28.9")),
         ("NCCL symmetric memory", Forced(("symmetric",))),
         ("PAT", Forced(("pat",))),
-        ("copy engine", Forced(missing="copy engine")),
+        ("copy engine", Forced(("copy engine",))),
+        ("CE, symmetric memory, NCCL 2.28.9", Forced(("copy engine",), nccl="2.28.9")),
         ("a word of the lab", Forced(unread=True)),
     ],
 )

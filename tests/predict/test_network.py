@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import meshkit as mk
 from meshkit.config.calibration import Calibration, Fit, write
+from meshkit.errors import ConfigError
 from meshkit.predict.algorithms import CHOSEN, fastest, wire_factor
 from meshkit.predict.nccl import RING_TURNS, Wires, by_hand, fitted_values, nccl_constants
 from meshkit.predict.network import collective_time_s
@@ -402,6 +403,27 @@ def test_one_gpu_a_host_gathers_by_a_tree_of_parts():
 def test_an_algorithm_may_be_forced(h100, algorithm):
     arguments = {"payload_bytes": 2**20, "gpus_per_domain": 8, "cluster": h100}
     assert 5e-6 < collective_time_s("all-reduce", algorithm=algorithm, **arguments) < 500e-6
+
+
+def test_copy_engines_gather_as_they_were_measured_to():
+    """64 GB200s, batches of copies (torchcomms#1089): no fit saw it. NCCL has them from 2.28 on, of whole domains."""
+    rack = mk.Cluster.load("gb200_nvl72", hosts=36)
+    arguments = {"gpus_per_domain": 64, "cluster": rack, "algorithm": "copy engine", "launch": "nccl-tests"}
+    for mib, bytes_per_s in ((32, 134.8e9), (64, 237.7e9), (128, 351.2e9), (256, 481.9e9), (512, 590e9)):
+        seconds = collective_time_s("all-gather", payload_bytes=mib * 2**20, **arguments)
+        assert seconds == pytest.approx(mib * 2**20 / bytes_per_s, rel=0.06)
+    for refused in ({"nccl": "2.27.7"}, {"domains": 2}):
+        with pytest.raises(ConfigError, match="not in the model: copy engine of all-gather"):
+            collective_time_s("all-gather", payload_bytes=2**20, **arguments, **refused)
+
+
+def test_symmetric_kernels_take_what_they_were_measured_to_take(h100):
+    """8 H100s, all-gather and reduce-scatter (Megatron-LM#5596), the kernels alone."""
+    measured_us = {2: (10.9, 10.8), 8: (27.4, 28.8), 32: (95.3, 100.5), 128: (363.2,)}
+    for mib, each in measured_us.items():
+        for kind, us in zip(("all-gather", "reduce-scatter"), each):
+            arguments = {"payload_bytes": mib * 2**20, "gpus_per_domain": 8, "cluster": h100, "launch": "nccl-tests"}
+            assert collective_time_s(kind, algorithm="symmetric", **arguments) == pytest.approx(us * 1e-6, rel=0.14)
 
 
 def test_switches_that_add_halve_what_ports_carry():

@@ -9,16 +9,18 @@ from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
 from meshkit.hlo.module import parse_hlo, read_schedule
-from meshkit.hlo.schedule import Collective, Instruction
+from meshkit.hlo.schedule import Collective, Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.kernels import KernelWork
 from meshkit.predict.nccl import by_hand, fitted_values
-from meshkit.predict.network import Price, collective_time_s
+from meshkit.predict.network import Price, collective_price, collective_time_s
 from meshkit.predict.pricing import NO_LOAD, Load, Pricer, load_of, together
+from meshkit.predict.simulate import step_pricer
 
 H100, B200 = catalog.gpu("h100_sxm"), catalog.gpu("b200")
 GATHER = Collective("g", "g", "all-gather", ("fsdp",), True, "nvlink", None, "bf16", 8, 1, 8, 8 * 10**9)
 HBM = 3e12
+CLUSTER = Cluster.load("dgx_h100", hosts=1)
 GATHERED = Price(0.02, 0.02, 0.0, 0.02, channels=24)
 
 
@@ -68,6 +70,24 @@ def test_symmetric_memory_is_priced_where_its_kernels_are_faster():
     assert seconds(symmetric, **small) == forced < seconds(usual, **small)
     for kind in ({"collective": "all-to-all"}, {"group_size": 16}):
         assert seconds(symmetric, **small, **kind) == seconds(usual, **small, **kind)
+
+
+def test_a_copy_engine_takes_no_multiprocessor_and_two_passes():
+    price = collective_price("all-gather", 8e9, (8, 1, None), CLUSTER, {"algorithm": "copy engine"})
+    load = load_of(GATHER, price, H100, HBM)
+    wire = GATHER.payload_bytes * 7 / 8
+    assert (load.arithmetic, load.memory) == (1.0, pytest.approx(1 - 2 * wire / price.seconds / HBM))
+
+
+@pytest.mark.parametrize(("starts", "algorithm"), [(1, "copy engine"), (0, "symmetric")])
+def test_gathers_of_a_program_that_overlaps_run_on_copy_engines(starts, algorithm):
+    """With symmetric buffers XLA asks NCCL for no multiprocessors where most collectives are asynchronous."""
+    gather = replace(GATHER, payload_bytes=2**16)
+    body = (Instruction("s", "s", "start" if starts else "collective", collective=gather),)
+    body += (Instruction("d", "d", "done", starts="s"),) if starts else ()
+    pricer = step_pricer(Schedule("m", {"e": body}, "e", "f"), CLUSTER, Assumptions(symmetric=True))
+    forced = collective_price("all-gather", 2**16, (8, 1, None), CLUSTER, {"algorithm": algorithm})
+    assert pricer.collective_s(body[0]) == forced.seconds
 
 
 def test_grouped_and_combined_collectives_are_launched_once():

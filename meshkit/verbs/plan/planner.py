@@ -387,7 +387,7 @@ def _outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
         return []
     message = (
         f"outside of the pool lie {format_bytes(context)} of CUDA's, {format_bytes(nccl)} of NCCL's at most and "
-        f"{format_bytes(symmetric)} of collectives in symmetric memory; "
+        f"{format_bytes(symmetric)} of collectives in symmetric memory, whose prices are derived; "
         f"train.memory_fraction leaves {format_bytes(left)}"
     )
     if outside > left and memory.fits:
