@@ -1,13 +1,15 @@
 """`python -m benchmarks.published.intervals --details DIR/details.csv --rows FILE.csv`: the intervals that plan prints.
 
 Split conformal: the residual of a run is measured over predicted. Rows of one page, model and precision are
-correlated, so that a group weighs one, shared by its rows. A new run is of a new source, and sources err each in its
-own way, so that of n sources a quantile is taken (n + 1) / n of its way from the middle. Written to
-meshkit/config/intervals.csv by stratum, from its own width to all runs of its kind.
+correlated, so that a group weighs one, shared by its rows, and groups are what is exchangeable: of n of them the end of
+an interval is the first residual with a share (1 + level) / 2 of n + 1 groups on its inner side, so that a run of one
+more group lies in it with at least that level, and at most 2 / (n + 1) more (Lee, Barber, Willett, 2306.06342). Written
+to meshkit/config/intervals.csv by stratum, from its own width to all runs of its kind.
 
 Printed: the coverage with each source left out, by stratum: the quantiles are those of all other sources, and the
 rows of the source are looked up in them. A stratum that falls below 20 groups when its source is left out takes the
-next wider one, as in a plan.
+next wider one, as in a plan. Groups weigh one; beside it the same with every source weighing one, which is what a
+source may expect that errs in a way of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import io
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +30,8 @@ from meshkit.errors import MeshkitError
 from meshkit.predict.interval import Stratum, enough, stratum_of
 
 OUT = Path(catalog.__file__).with_name("intervals.csv")
-LEVELS = {"q10": 0.1, "q25": 0.25, "q75": 0.75, "q90": 0.9}
+ENDS = ("q10", "q25", "q75", "q90")
+LEVELS = {0.8: ("q10", "q90"), 0.5: ("q25", "q75")}
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,15 @@ class Residual:
     source: str  # who published it, all of their pages
     group: tuple[str, ...]
     stratum: Stratum
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A run beside the interval that the other sources give it."""
+
+    residual: Residual
+    weight: float
+    ends: dict[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,21 +86,25 @@ def read_residuals(details: Path, rows: Path) -> list[Residual]:
     return found
 
 
-def quantiles(residuals: Sequence[Residual]) -> Mapping[str, float]:
+def quantiles(residuals: Sequence[Residual]) -> dict[str, float]:
     """The ends of the 50 and 80 % intervals, groups weighing alike."""
     sizes = Counter(r.group for r in residuals)
     ordered = sorted((r.ratio, 1 / sizes[r.group]) for r in residuals)
-    count, sources = len(sizes), len({r.source for r in residuals})
-    found: dict[str, float] = {}
-    for name, level in LEVELS.items():  # the smallest ratio at or below which that much of the weight lies
-        outward = level + (level - 0.5) / sources
-        total = 0.0
-        for ratio, weight in ordered:
-            found[name] = ratio
-            total += weight
-            if total >= min(1.0, max(0.0, outward)) * count - 1e-9:
-                break
-    return found
+    found = {}
+    for level, (low, high) in LEVELS.items():
+        inner = (1 + level) / 2 * (len(sizes) + 1)
+        found |= {low: _reached(ordered[::-1], inner), high: _reached(ordered, inner)}
+    return {name: found[name] for name in ENDS}
+
+
+def _reached(ordered: Sequence[tuple[float, float]], weight: float) -> float:
+    """The first value, in this order, up to which there is so much weight; the last one where there is less."""
+    total = 0.0
+    for value, more in ordered:
+        total += more
+        if total >= weight - 1e-9:
+            return value
+    return ordered[-1][0]
 
 
 def by_stratum(residuals: Iterable[Residual]) -> dict[str, list[Residual]]:
@@ -108,7 +124,7 @@ def table_text(residuals: Sequence[Residual]) -> str:
         "# weighs one. Written by `python -m benchmarks.published.intervals`; read by meshkit/predict/interval.py.\n"
     )
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["stratum", "groups", "sources", "rows", *LEVELS])
+    writer.writerow(["stratum", "groups", "sources", "rows", *ENDS])
     for name, members in by_stratum(residuals).items():
         ends = (f"{value:.4f}" for value in quantiles(members).values())
         counts = (len({r.group for r in members}), len({r.source for r in members}), len(members))
@@ -118,31 +134,37 @@ def table_text(residuals: Sequence[Residual]) -> str:
 
 def coverage_text(residuals: Sequence[Residual]) -> str:
     """Coverage of both intervals with each source left out, by stratum."""
-    inside: dict[str, list[tuple[float, bool, bool]]] = defaultdict(list)
-    widths: dict[str, list[float]] = defaultdict(list)
+    found: dict[str, list[_Looked]] = defaultdict(list)
     sizes = Counter(r.group for r in residuals)
     for source in sorted({r.source for r in residuals}):
         others = by_stratum(r for r in residuals if r.source != source)
         ends = {n: quantiles(m) for n, m in others.items() if "," not in n or _enough(m)}
         for r in residuals:
             if r.source == source and (name := next((n for n in r.stratum.names if n in ends), None)):
-                q = ends[name]
-                found = (1 / sizes[r.group], q["q25"] <= r.ratio <= q["q75"], q["q10"] <= r.ratio <= q["q90"])
                 for wide in (r.stratum.names[0], r.stratum.names[-1]):
-                    inside[wide].append(found)
-                    widths[wide].append((q["q90"] - q["q10"]) / 2)
-    lines = ["| stratum | groups | rows | 50 % covers | 80 % covers | half of the 80 % interval | median error | |",
-             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+                    found[wide].append(_Looked(r, 1 / sizes[r.group], ends[name]))
+    lines = ["| stratum | groups | rows | 50 % covers | 80 % covers | by source | half of 80 % | median error | |",
+             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     whole = by_stratum(residuals)
-    for name in sorted(inside, key=lambda n: (n.count(","), n)):
-        members, weight = whole[name], sum(w for w, _, _ in inside[name])
-        half, most = (sum(found[0] for found in inside[name] if found[i]) / weight for i in (1, 2))
+    for name in sorted(found, key=lambda n: (n.count(","), n)):
+        members, looked = whole[name], found[name]
         count, sources = len({r.group for r in members}), len({r.source for r in members})
         note = "" if _enough(members) else f"uncalibrated: {count} groups of {sources} sources"
-        width, error = statistics.median(widths[name]), _median_error(members)
-        cells = (name, count, len(members), f"{half:.0%}", f"{most:.0%}", f"{width:.1%}", f"{error:.1%}", note)
+        alike = [_covered(looked, source) for source in {one.residual.source for one in looked}]
+        shares = [_covered(looked, level=0.5), _covered(looked), statistics.fmean(alike)]
+        width = statistics.median((one.ends["q90"] - one.ends["q10"]) / 2 for one in looked)
+        cells = (name, count, len(members), *(f"{x:.0%}" for x in shares), f"{width:.1%}",
+                 f"{_median_error(members):.1%}", note)  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def _covered(looked: Iterable[_Looked], source: str = "", level: float = 0.8) -> float:
+    """Share of the weight, of one source or of all, that lies in its interval."""
+    low, high = LEVELS[level]
+    some = [one for one in looked if source in ("", one.residual.source)]
+    inside = sum(one.weight for one in some if one.ends[low] <= one.residual.ratio <= one.ends[high])
+    return inside / sum(one.weight for one in some)
 
 
 def _enough(members: Sequence[Residual]) -> bool:

@@ -1,7 +1,7 @@
 """How far a predicted step time may be off: intervals from the errors of published runs, by stratum.
 
 `intervals.csv` has quantiles of measured over predicted, made by `python -m benchmarks.published.intervals` from a
-replay of published runs (split conformal; a group of correlated runs weighs one, sources are what is exchangeable). A
+replay of published runs (split conformal; a group of correlated runs weighs one, and is what is exchangeable). A
 stratum is what the errors differ by: dense or experts, the generation of the GPU, the width of the matmuls. One with
 fewer than 20 groups, or of fewer than three sources, is not calibrated: its interval is that of the next wider one,
 and says so. Coverage with each source left out is in docs/concepts/validation.md.

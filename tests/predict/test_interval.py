@@ -37,6 +37,13 @@ def test_what_calibrates_a_stratum():
     assert not enough(99, 2)  # of one publisher and another: nothing is known of a third
 
 
+@pytest.mark.parametrize("groups", [9, 19, 39, 99])
+def test_the_ends_are_those_of_one_group_more(groups):
+    """Of n groups, the k-th from either end has k / (n + 1) of another one beyond it: k is (n + 1) / 10."""
+    found = quantiles(residuals([float(n) for n in range(1, groups + 1)]))
+    assert (found["q10"], found["q90"]) == ((groups + 1) // 10, groups + 1 - (groups + 1) // 10)
+
+
 def test_a_group_weighs_one_however_many_rows_it_has():
     many = [Residual(1.5, "page", ("page", "same"), stratum_of(H100, "bf16", False)) for _ in range(100)]
     found = quantiles([*residuals([0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3]), *many])
@@ -49,3 +56,12 @@ def test_the_table_has_every_width_and_coverage_leaves_a_source_out():
     names = [line.split(",16" if "16" in line else ",4")[0] for line in table_text(found).splitlines()[3:]]
     assert len(names) == 3
     assert "| dense, hopper, 16 bit | 40 | 40 |" in coverage_text(found)
+
+
+def test_coverage_by_source_weighs_sources_alike():
+    """The three of one group give the fourth an interval from 1.01 on; of them one lies outside of what it gives."""
+    found = residuals([1 + 0.001 * i for i in range(60)], "many")
+    for name, ratio in (("a", 1.01), ("b", 1.02), ("c", 3.0)):
+        found += residuals([ratio], name)
+    row = next(line for line in coverage_text(found).splitlines() if line.startswith("| dense |")).split("|")
+    assert [row[n].strip() for n in (5, 6)] == [f"{52 / 63:.0%}", f"{(50 / 60 + 1 + 1 + 0) / 4:.0%}"]
