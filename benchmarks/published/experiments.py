@@ -129,6 +129,10 @@ def resolve(row: Row) -> Run | str:
     if shape.layers % stages:
         text = f"{stage_layers} on the fullest stage, {last_layers} on that of the output head"
         notes.assume(f"{shape.layers} layers on {stages} stages: {text}")
+    if row.say("attention"):
+        notes.doubt("the scores of unfused attention as XLA's kernels make them, not Transformer Engine's")
+    if "SFT" in row.say("model"):
+        notes.doubt("how much of a sequence is padding, which attention may skip, is not stated")
     common = (shape, precision, remat, length)
     if whole:
         cut = _even_ways(shape.hidden, sharded)
@@ -224,7 +228,8 @@ def _batch(row: Row, replicas: int, notes: Notes) -> tuple[int, int] | str:
     return (micro, max(1, round(each / micro))) if each >= micro else (max(1, int(each)), 1)
 
 
-# What MaxText's policies keep (src/maxtext/layers/nnx_decoders.py, get_remat_policy), by the names of our models.
+# What MaxText's policies keep (src/maxtext/layers/nnx_decoders.py, get_remat_policy) and, last, Pax's
+# (praxis/layers/checkpoint_policy.py), by the names of our models.
 _QKV = ["query", "key", "value"]
 _POLICIES: dict[str, str | list[str] | dict[str, list[str]]] = {
     "full": "full",
@@ -240,7 +245,10 @@ _POLICIES: dict[str, str | list[str] | dict[str, list[str]]] = {
     "save_dot_with_context_except_mlp": [*_QKV, "output"],
     "save_dot_except_mlpwi": [*_QKV, "output", "down"],
     "qkv_proj_offloaded": {"keep": [], "offload": _QKV},
+    "save_dot_with_no_batch_dim": "dots",
+    "save_nothing": "full",
 }
+_A3_ALL_REDUCE = {1: 128, 2: 64, 4: 512}  # MiB by hosts: 1vm.sh to 16vm.sh beside the page, 1024 from 8 hosts on
 _INTERLEAVED = re.compile(r"interleaved", re.IGNORECASE)
 
 
@@ -280,7 +288,7 @@ def _selective(framework: Framework, words: str, notes: Notes) -> str | list[str
     return "dots"
 
 
-def _model(framework: Framework, shape: Shape, layers: int, length: int, context: int) -> dict[str, Any]:
+def _model(row: Row, framework: Framework, shape: Shape, layers: int, length: int, context: int) -> dict[str, Any]:
     sizes = {"vocab": shape.vocab, "embed": shape.hidden, "mlp": shape.ffn, "layers": layers, "heads": shape.heads}
     options: dict[str, Any] = {"context": "ring"} if context > 1 else {}
     if shape.experts:  # an even load fills every expert's slots, each with as many rows
@@ -290,7 +298,7 @@ def _model(framework: Framework, shape: Shape, layers: int, length: int, context
     if shape.gated:
         return {"class": "models.llama:Llama", "preset": "llama3_8b", **sizes, "kv_heads": shape.kv_heads,
                 "head_dim": shape.head_dim, "tied": shape.tied, **options}  # fmt: skip
-    attention = "fused" if framework.fused_attention else "materialized"
+    attention = row.say("attention") or ("fused" if framework.fused_attention else "materialized")
     return {"class": "models.gpt:GPT", "preset": "gpt_debug", **sizes, "kv_heads": shape.kv_heads, "length": length,
             "tied": shape.tied, "attention": attention, **options}  # fmt: skip
 
@@ -307,7 +315,7 @@ def _whole(row: Row, framework: Framework, common, machines: Machines, ways, mic
     train = {"global_batch": micro_batch * count * data * sharded, "sequence_length": length, "accumulate": count,
              "precision": precision, "reduce_precision": framework.reduce, "remat": remat}  # fmt: skip
     return {"name": _name(row), "cluster": machines.table, "mesh": mesh, "rules": rules,
-            "model": _model(framework, shape, shape.layers, length, context), "train": train,
+            "model": _model(row, framework, shape, shape.layers, length, context), "train": train,
             "xla": dict(_options(row, framework))}  # fmt: skip
 
 
@@ -336,7 +344,7 @@ def _stage(row: Row, framework: Framework, common, machines: Machines, ways, mic
              "reduce_precision": "fp32", "remat": remat}  # fmt: skip
     mesh = place({"data": 1, "expert": experts, "context": context, "tensor": tensor}, inside)
     return {"name": "stage", "cluster": table, "mesh": mesh,
-            "rules": rules, "model": _model(framework, shape, layers, length, context), "train": train,
+            "rules": rules, "model": _model(row, framework, shape, layers, length, context), "train": train,
             "xla": dict(framework.xla)}  # fmt: skip
 
 
@@ -359,12 +367,15 @@ def place(sizes: dict[str, int], domain: int) -> dict[str, Any]:
 
 
 def _options(row: Row, framework: Framework) -> dict[str, object]:
-    """XLA options: the framework's, and those of NVIDIA's launchers of MaxText and Paxml, by precision and hosts.
+    """XLA options: the framework's, and those of the launchers of MaxText and Paxml, by precision and hosts.
 
-    NVIDIA/dgxc-benchmarking@35a9aec, maxtext/configure.sh and paxml/configure.sh.
+    NVIDIA/dgxc-benchmarking@35a9aec, maxtext/configure.sh and paxml/configure.sh; on A3 the scripts of the row's page.
     """
     options = dict(framework.xla)
     mib = 2**20
+    if "JAX-Toolbox Pax" in row.source:  # google/paxml@7241216, contrib/gpu/scripts_gpu/*.sh, which the page names
+        few = 32 * mib if "126m" in row.say("model") else 51_200
+        return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_all_reduce_combine_threshold_bytes": few}
     if framework.name == "Paxml" and "dgxc" in row.source.lower():
         options["xla_gpu_enable_triton_gemm"] = False
         options["xla_gpu_all_gather_combine_threshold_bytes"] = 512 * mib
@@ -374,7 +385,11 @@ def _options(row: Row, framework: Framework) -> dict[str, object]:
         hosts = (row.count("n_gpus") or 8) // 8
         options["xla_gpu_enable_triton_gemm"] = False
         options["xla_gpu_enable_while_loop_double_buffering"] = True
-        if "fp8" in row.say("precision"):
+        if "gpu/a3/" in row.source:
+            options["xla_gpu_all_gather_combine_threshold_bytes"] = 128 * mib
+            options["xla_gpu_all_reduce_combine_threshold_bytes"] = _A3_ALL_REDUCE.get(hosts, 1024) * mib
+            options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = (128 if hosts >= 16 else 64) * mib
+        elif "fp8" in row.say("precision"):
             options["xla_gpu_all_gather_combine_threshold_bytes"] = 512 * mib
             options["xla_gpu_all_reduce_combine_threshold_bytes"] = 1024 * mib
             options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = (4 if hosts >= 64 else 8) * mib

@@ -25,7 +25,7 @@ _GPUS = (
 )
 # Words of the `network` column -> a NIC of the catalog, ports per host (None: one per GPU).
 _NETWORKS = (
-    (r"TCPX.*4x200G", ("tcp_200", 4)),
+    (r"TCPX(?!O).*4x200G", ("tcpx_200", 4)),
     (r"4x100Gb RoCE", ("roce_100", 4)),
     (r"8x ?HDR200", ("ib_hdr", None)),
     (r"4x ?ConnectX-7", ("ib_ndr", 4)),
@@ -83,8 +83,6 @@ def find_machines(row: Row, gpus: int) -> Machines | str:
         nic, ports, guess = _network(row.say("network"), key)
         table |= {"nic": nic, "nics_per_host": ports or per_host}
         assumed += [f"network not stated: {table['nics_per_host']} x {nic} a host"] if guess else []
-        if nic.startswith("tcp"):
-            table["gpudirect_rdma"] = False
     return Machines(table, domain, assumed)
 
 

@@ -109,8 +109,9 @@ def _number(cell: str) -> float | None:
 def measured_step_time_s(row: Row, model_flops: float | None = None) -> tuple[float | None, str]:
     """Seconds of a measured step and what they are derived from.
 
-    The step time itself; else tokens/s; else the step that a note derives; else TFLOP/s or MFU, given the model's FLOP
-    of a step over all GPUs (both MaxText's and Meta's TFLOP/s count the whole attention square unless a note says no).
+    The step time itself; else tokens/s; else the step that a note derives; else TFLOP/s, of the FLOP that its source
+    counts (`step_tflop_per_gpu`, of corrections.toml) or of the model's in a step over all GPUs, the whole attention
+    square counted as Meta does.
     """
     numbers, gpus = row.numbers, row.count("n_gpus")
     if (direct := numbers.get("step_time_s", 0)) > 0:
@@ -122,6 +123,8 @@ def measured_step_time_s(row: Row, model_flops: float | None = None) -> tuple[fl
     if found := _DERIVED_STEP.search(row.notes):
         return float(found[1].rstrip(".")), "measured time as the note derives it"
     teraflops = numbers.get("tflops_per_gpu", 0)
+    if teraflops > 0 and (counted := numbers.get("step_tflop_per_gpu", 0)) > 0:
+        return counted / teraflops, "measured time derived from TFLOP/s as its source counted them"
     if teraflops > 0 and gpus and model_flops:
         return model_flops / (teraflops * 1e12 * gpus), "measured time derived from TFLOP/s, formula assumed"
     return None, "no measured time"

@@ -84,6 +84,32 @@ def test_a_row_says_how_its_batch_is_cut():
     }
 
 
+def test_a3_has_the_network_and_the_options_of_its_page():
+    one, sixteen = (matched(f"maxtext-a3-llama2-7b-{n}").document for n in (8, 128))
+    thresholds = [f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_gather", "all_reduce", "reduce_scatter")]
+    assert [[d["xla"][name] >> 20 for name in thresholds] for d in (one, sixteen)] == [[128, 128, 64], [128, 1024, 128]]
+    assert (sixteen["cluster"]["nic"], sixteen["cluster"]["nics_per_host"]) == ("tcpx_200", 4)
+
+
+def test_pax_runs_what_its_page_names():
+    """google/paxml's configurations: recomputation, heads, and XLA options without pipelined collectives."""
+    small, mid, large, tuned = (matched(f"pax-{name}") for name in (
+        "126m-te-H100-64", "5b-A100-256", "175b-tefp8-H100-256", "llama2-7b-sft-16-TE"))  # fmt: skip
+    assert [run.document["train"]["remat"] for run in (small, mid, large, tuned)] == ["none", "dots", "full", "none"]
+    assert [run.configured for run in (small, mid, large, tuned)] == [False, True, True, False]
+    assert (mid.shape.heads, small.document["model"]["attention"]) == (32, "materialized")
+    key = "xla_gpu_all_reduce_combine_threshold_bytes"
+    assert [(run.document["xla"][key], len(run.document["xla"])) for run in (small, large)] == [(2**25, 2), (51_200, 2)]
+
+
+@pytest.mark.parametrize(("mib", "us"), [(64, 1432.6), (256, 5066.8), (1024, 20431), (8192, 160505)])
+def test_all_gathers_over_tcpx_as_published(mib, us):
+    """nccl-tests over two hosts of A3 High: dstackai/dstack@6f6b421, examples/clusters/a3high."""
+    hosts = Cluster.load({"gpu": "h100_sxm", "hosts": 2, "gpus_per_host": 8, "nic": "tcpx_200", "nics_per_host": 4})
+    found = collective_time_s("all-gather", payload_bytes=mib * 2**20, gpus_per_domain=8, domains=2, cluster=hosts)
+    assert found == pytest.approx(us * 1e-6, rel=0.1)
+
+
 def test_scores_of_the_blind_predictions():
     known = {row.id: resolve(row) for row in read_rows(blind.ROWS)}
     whole = known["mlperf-v4.1-NVIDIA-eos_n32_ngc24.09_nemo-gpt3"]

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.holdings import framework_peak_bytes, in_flight, kept_bytes
 from benchmarks.published.replay import predict
-from benchmarks.published.rows import measured_peak_bytes, parse_row, read_rows
+from benchmarks.published.rows import measured_peak_bytes, measured_step_time_s, parse_row, read_rows
 
 RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
 with RUNS.open(encoding="utf-8") as file:
@@ -104,6 +104,18 @@ def test_a_row_that_its_source_contradicts_is_corrected():
     assert (CELLS["kempner-02-7B-2"]["micro_batch"], run.micro_batch, run.micro_batches) == ("4", 2, 4)
     assert "mfu_bench.sh" in run.assumed[0]
     assert not parse_row(CELLS["kempner-04-7B-4"], "x").correction
+
+
+def test_tflops_of_a3_are_counted_as_maxtext_did_when_they_were_published():
+    """6 for every parameter and token, the look-up's and the norms' too; causal attention half; 4 x 4,096 tokens."""
+    row = parse_row(CELLS["maxtext-a3-llama2-7b-128"], "x")
+    parameters = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11_008 + 2 * 4096) + 2 * 32_000 * 4096 + 4096
+    counted = 6 * parameters * 4 * 4096 + 12 * 32 * 4096 * 4096**2 * 4 / 2
+    seconds, how = measured_step_time_s(row, 1e18)
+    assert seconds == pytest.approx(counted / (375e12), rel=1e-4)
+    assert "as its source counted them" in how
+    assert "353fb83" in row.correction
+    assert not parse_row(CELLS["maxtext-llama2-70b-bf16-64"], "x").correction
 
 
 def test_a_peak_needs_no_program(tmp_path):
