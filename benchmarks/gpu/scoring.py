@@ -28,7 +28,6 @@ from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.kernels import KernelWork, kernel_work, memory_bytes_per_s
-from meshkit.predict.nccl import by_hand
 from meshkit.predict.pricing import Load, arithmetic_left
 from meshkit.predict.simulate import simulate
 from meshkit.report.folder import read_report
@@ -394,7 +393,7 @@ def _contention(m: Measurement, folder: Path, values: Mapping[str, Any], card: C
             blocks = int(held[1]) if held else 0
             arithmetic = arithmetic_left(card.gpu, blocks) if blocks else 1.0
             work = KernelWork(arithmetic_s=1.0) if label.startswith("matmul") else KernelWork(memory_s=1.0)
-            predicted = Load(arithmetic, max(by_hand("least_left"), 1.0 - taken)).slowdown(work)
+            predicted, _ = Load(arithmetic, 1.0 - taken).beside(work)
         yield Row(f"slowdown of a {label}", predicted, measured)
 
 

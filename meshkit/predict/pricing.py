@@ -32,6 +32,7 @@ from meshkit.predict.network import How, Price, collective_price
 
 # Of a byte that a copy engine moves: read where it lies, written where it goes. NCCL's kernels have a buffer between.
 _COPY_PASSES = 2
+_FAIR = 0.5  # of memory's bandwidth: what neither a kernel nor the collectives beside it are kept below
 
 
 def arithmetic_left(gpu: Gpu, channels: int | None, *, waves: bool = True) -> float:
@@ -44,7 +45,7 @@ def arithmetic_left(gpu: Gpu, channels: int | None, *, waves: bool = True) -> fl
         waves: False: no measurement counts.
     """
     if channels == 0:
-        return 1.0  # copy engines
+        return by_hand("beside_copies")
     measured = gpu.achieved.get("contended") if waves else None
     return measured or max(by_hand("least_left"), 1.0 - (channels or 0) / gpu.sms)
 
@@ -57,7 +58,7 @@ def load_of(c: Collective, price: Price, gpu: Gpu, memory_bytes_per_s: float, *,
     passes = catalog.kernels()["nccl_memory_passes"] if price.channels != 0 else _COPY_PASSES
     taken = passes * wire / price.seconds / memory_bytes_per_s
     left = arithmetic_left(gpu, price.channels, waves=waves)
-    return Load(left, max(by_hand("least_left"), 1.0 - taken), adds=not (waves and "contended" in gpu.achieved))
+    return Load(left, 1.0 - taken, adds=not (waves and "contended" in gpu.achieved))
 
 
 class Pricer:
@@ -151,17 +152,24 @@ def host_bytes_per_s(cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class Load:
-    """Shares that a collective in flight leaves to a kernel: of its arithmetic rate and of memory bandwidth."""
+    """Shares that a collective in flight at its own rate leaves to a kernel: of arithmetic, and of memory bandwidth."""
 
     arithmetic: float = 1.0
     memory: float = 1.0
     adds: bool = True  # whether another collective takes as much again of the arithmetic; a second wave comes once
 
-    def slowdown(self, work: KernelWork) -> float:
-        """Seconds of the kernel during the collective over its seconds alone."""
+    def beside(self, work: KernelWork) -> tuple[float, float]:
+        """Seconds of the kernel during the collective over its seconds alone, and the collective's rate over its own.
+
+        Memory serves both as they ask while there is enough; else nobody is kept below half of it. So a kernel that
+        memory bounds has what the collective leaves, and one that asks for more than half is slowed by the kernel.
+        """
         if work.alone_s <= 0.0:
-            return 1.0
-        return max(work.arithmetic_s / self.arithmetic, work.memory_s / self.memory, work.host_s) / work.alone_s
+            return 1.0, 1.0
+        seconds = max(work.arithmetic_s / self.arithmetic, work.memory_s / max(_FAIR, self.memory), work.host_s)
+        if self.memory >= _FAIR:
+            return seconds / work.alone_s, 1.0
+        return seconds / work.alone_s, min(1.0, (1.0 - work.memory_s / seconds) / (1.0 - self.memory))
 
 
 NO_LOAD = Load()
@@ -174,8 +182,7 @@ def together(loads: Sequence[tuple[Load, float]]) -> Load:
     held = sum(1.0 - load.arithmetic for load, _ in loads if load.adds)
     once = min((load.arithmetic for load, _ in loads if not load.adds), default=1.0)
     moved = sum((1.0 - load.memory) * speed for load, speed in loads)
-    least = by_hand("least_left")
-    return Load(max(least, min(once, 1.0 - held)), max(least, 1.0 - moved))
+    return Load(max(by_hand("least_left"), min(once, 1.0 - held)), 1.0 - moved)
 
 
 @dataclass(frozen=True)
@@ -261,16 +268,18 @@ class InFlight:
         now, left = start, 1.0
         while self._flying:
             speeds = self._speeds()
-            beside = together([(f.load, speed) for f, speed in zip(self._flying, speeds, strict=True)])
-            seconds = work.alone_s * beside.slowdown(work)
+            load = together([(f.load, speed) for f, speed in zip(self._flying, speeds, strict=True)])
+            slowdown, share = load.beside(work)
+            seconds, speeds = work.alone_s * slowdown, [speed * share for speed in speeds]
             if seconds * left <= self._next_s(speeds):
+                end = now + seconds * left
+                self._pass(end, speeds)
                 break
             self._pass(math.inf, speeds)
             left -= (self._now - now) / seconds
             now = self._now
         else:
-            seconds = work.alone_s
-        end = now + seconds * left
+            end = now + work.alone_s * left
         self.advance(end)
         return end
 

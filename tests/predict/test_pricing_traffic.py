@@ -3,6 +3,8 @@
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshkit.predict.kernels import KernelWork
 from meshkit.predict.pricing import InFlight, Load, Transfer
@@ -76,3 +78,33 @@ def test_no_link_carries_more_than_it_can():
             assert last >= max(sum(t.inside_s for t in some), sum(t.outside_s for t in some)) - 1e-9
             assert last >= max(t.seconds for t in some) - 1e-9
             assert last <= late + sum(t.seconds for t in some) + 1e-9
+
+
+def gather(memory):
+    """A collective of 2 s that leaves so much of memory's bandwidth."""
+    return Transfer(2.0, 2.0, 0.0, 2.0, load=Load(memory=memory))
+
+
+@pytest.mark.parametrize(
+    ("left", "memory_s", "kernel", "collective"),
+    [
+        (0.6, 1.0, 1 / 0.6, 2.0),  # it asks for less than half: the kernel has the rest
+        (0.2, 1.0, 2.0, 2.0 + 2.0 * (1 - 0.5 / 0.8)),  # both have half for 2 s, and then the collective all it wants
+        (0.2, 0.4, 1.0, 2.0 + 1.0 * (1 - 0.6 / 0.8)),  # a matmul takes 0.4 of memory, and leaves 0.6 for its second
+    ],
+)
+def test_a_kernel_and_a_collective_share_memory_and_neither_falls_below_half(left, memory_s, kernel, collective):
+    traffic = InFlight(lambda *_: None)
+    flow = traffic.start(gather(left), 0, 0.0, 0)
+    assert traffic.run(KernelWork(arithmetic_s=1.0, memory_s=memory_s), 0.0) == pytest.approx(kernel)
+    assert traffic.finished(flow) == pytest.approx(collective)
+
+
+@given(left=st.floats(-0.5, 1.0), arithmetic=st.floats(0.0, 1.0), memory=st.floats(0.0, 1.0))
+def test_what_both_take_of_memory_is_no_more_than_there_is(left, arithmetic, memory):
+    work = KernelWork(arithmetic_s=arithmetic, memory_s=memory)
+    slowdown, share = Load(memory=left).beside(work)
+    assert slowdown >= 1.0 - 1e-9
+    assert 0.0 <= share <= 1.0
+    if work.alone_s > 1e-6:
+        assert memory / (slowdown * work.alone_s) + share * (1.0 - left) <= 1.0 + 1e-9
