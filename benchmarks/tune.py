@@ -21,10 +21,9 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 
 from meshkit.units import GIB, format_seconds
-from meshkit.verbs.plan.outcome import Outcome
-from meshkit.verbs.tune.tune_report import TuneReport
-from meshkit.verbs.tune.tune_views import RULE_WORDS, best_first, progress_bar, variants_table, what_text
-from meshkit.verbs.tune.tuner import REPORT_FILE, Sizes, parse_hosts, tune
+from meshkit.verbs.plan.variants import Outcome
+from meshkit.verbs.tune.tune_report import RULE_WORDS, TuneReport, best_first, progress_bar, variants_table, what_text
+from meshkit.verbs.tune.tuner import REPORT_FILE, Sizes, parse_hosts, tune_experiment
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENT = ROOT / "configs" / "experiments" / "llama3_70b.toml"
@@ -190,7 +189,9 @@ def main() -> None:
     start = time.perf_counter()
     budget, sizes, jobs = arguments.candidates, Sizes(arguments.hosts), arguments.jobs
     with progress_bar(Console(stderr=True)) as told:
-        report = tune(EXPERIMENT, SETTINGS, out=arguments.out, budget=budget, jobs=jobs, sizes=sizes, progress=told)
+        report = tune_experiment(
+            EXPERIMENT, SETTINGS, out=arguments.out, budget=budget, jobs=jobs, sizes=sizes, progress=told
+        )
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     cost = {
         "compiled": report.compiled - report.reused,

@@ -46,7 +46,7 @@ _PUBLIC = {
     "sharded_step": "meshkit.step.train_step",
     "sharding_scope": "meshkit.sharding.constrain",
     "shardings": "meshkit.sharding.resolve",
-    "tune": "meshkit.verbs.tune.steps",
+    "tune": "meshkit.verbs.tune.tuner",
 }
 _RENAMED = {"explain": "explain_step", "lint": "lint_step", "load_experiment": "load"}
 
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from meshkit.verbs.plan.planner import plan
     from meshkit.verbs.plan.workers import SubmititExecutor
     from meshkit.verbs.profile.profiler import profile
-    from meshkit.verbs.tune.steps import tune
+    from meshkit.verbs.tune.tuner import tune
 
 __all__ = [
     "Cluster",

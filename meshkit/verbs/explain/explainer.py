@@ -35,7 +35,7 @@ from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import Placed
 from meshkit.units import format_bytes
 from meshkit.verbs.plan.planner import Plan, absent_step, make_plan, plan_experiment
-from meshkit.verbs.plan.proposer import propose
+from meshkit.verbs.plan.proposals import propose
 
 
 class PlacedPart(Part):

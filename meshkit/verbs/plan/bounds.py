@@ -11,27 +11,29 @@ of the step from the same numbers, which only decides what is compiled first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import RematMix
 from meshkit.errors import ConfigError
 from meshkit.predict.kernels import compute_peak_flops, memory_bytes_per_s
+from meshkit.predict.network import collective_time_s
 from meshkit.sharding.resolve import Placed, placements
 from meshkit.step.loss import deferred_axes
 from meshkit.step.pipelined import arrange_description, check_model, find_stack
 from meshkit.step.program import count_model_flops
 from meshkit.step.state import ModelDescription, describe_model
-from meshkit.verbs.plan.proposer import CollectivePrices, group_shape
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # of activations and gathered weights
 _RESIDUAL = "embed"
@@ -52,6 +54,8 @@ _ALL_TWICE = ("full", "nothing_saveable", "offload")  # policies that run all of
 _INPUT = "layer_input"  # as `models.remat` calls it
 
 Where = Literal["keep", "offload", "drop"]
+Shape = tuple[int, int]  # GPUs of a group inside a domain, domains it spans
+CollectiveSeconds = Callable[[str, float, Shape], float]  # of a collective, its bytes and the shape of its groups
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Bounds:
         self._cluster = cluster
         host = cluster.offload_link()
         self._host_bytes_per_s = host.bytes_per_s * host.achieved
-        self._prices = CollectivePrices(cluster)
+        self._seconds_of = collective_seconds(cluster)
         self._placed: deque[tuple[tuple, Mapping[str, Sequence[Placed]]]] = deque(maxlen=_PLACES_KEPT)
 
     @property
@@ -295,7 +299,7 @@ class Bounds:
 
     def _price(self, payload: _Payload, mesh: MeshSpec) -> float:
         """Seconds of one collective on a mesh."""
-        return self._prices.seconds(payload.collective, payload.bytes, group_shape(payload.axes, mesh))
+        return self._seconds_of(payload.collective, payload.bytes, group_shape(payload.axes, mesh))
 
 
 @dataclass(frozen=True)
@@ -419,3 +423,23 @@ def host_pool_bytes(experiment: Experiment) -> float | None:
     """One GPU's part of its host's memory; None where that is unknown."""
     cluster = experiment.cluster
     return cluster.host_memory_bytes and cluster.host_memory_bytes * cluster.hosts / cluster.num_gpus
+
+
+def collective_seconds(cluster: Cluster) -> CollectiveSeconds:
+    """Seconds of one collective by the network model, each asked for once."""
+
+    @functools.cache
+    def seconds(collective: str, payload_bytes: float, shape: Shape) -> float:
+        inside, domains = shape
+        return collective_time_s(
+            collective, payload_bytes=payload_bytes, gpus_per_domain=inside, domains=domains, cluster=cluster
+        )
+
+    return seconds
+
+
+def group_shape(axes: Sequence[str], mesh: MeshSpec) -> Shape:
+    """The shape of groups that cover mesh axes whole."""
+    found = [axis for axis in mesh.axes if axis.name in axes]
+    inside = math.prod(axis.number("nvlink") for axis in found)
+    return inside, math.prod(axis.number("infiniband") for axis in found)

@@ -58,8 +58,8 @@ def plan(
     from meshkit.config.experiment import load
     from meshkit.report.folder import write_folder
     from meshkit.verbs.plan.planner import plan_experiment
-    from meshkit.verbs.plan.proposer import propose as propose_placement
-    from meshkit.verbs.plan.remedies import remedies_table
+    from meshkit.verbs.plan.proposals import propose as propose_placement
+    from meshkit.verbs.plan.proposals import remedies_table
 
     start = time.perf_counter()
     if out is not None:
@@ -100,7 +100,7 @@ def plan(
 
 def _with_remedies(report: Any, experiment: Path, set_: list[str], jobs: int | None) -> Any:
     """The report with the changes by which the step fits, each compiled."""
-    from meshkit.verbs.plan.remedies import TRIES, find_remedies
+    from meshkit.verbs.plan.proposals import TRIES, find_remedies
 
     compiled: list[Any] = []
     with status(f"the step does not fit: compiling up to {TRIES} changes with which it may"):

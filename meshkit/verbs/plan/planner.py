@@ -49,7 +49,7 @@ from meshkit.step.program import TrainProgram
 from meshkit.step.train_step import make_train_step
 from meshkit.timeline import Timeline
 from meshkit.units import format_bytes, format_rate, format_seconds
-from meshkit.verbs.plan.outcome import HOST_MEMORY_EXCEEDED
+from meshkit.verbs.plan.variants import HOST_MEMORY_EXCEEDED
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ from meshkit.errors import MeshkitError
 from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.program import local_bytes
 from meshkit.units import format_bytes
-from meshkit.verbs.plan.outcome import Outcome, outcome_of
 from meshkit.verbs.plan.planner import make_plan, plan_experiment
+from meshkit.verbs.plan.variants import Outcome, outcome_of
 
 COMMAND = ("-P", "-m", "meshkit.verbs.plan.workers")  # beyond the interpreter
 

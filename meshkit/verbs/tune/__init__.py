@@ -2,5 +2,5 @@
 
 Enters: an experiment. Leaves: every outcome, the fastest that fits and why, as `tune/1`. May be imported by the CLI.
 
-    plan/space.py -> plan/bounds.py -> search.py <-> plan/workers.py (other processes) -> tune_report.py
+    plan/variants.py -> plan/bounds.py -> search.py <-> plan/workers.py (other processes) -> tune_report.py
 """

@@ -40,14 +40,13 @@ def tune(
     """
     from meshkit.compile.program import compiling
     from meshkit.config.experiment import load
-    from meshkit.verbs.tune.tune_views import progress_bar, render, write_tune_html
-    from meshkit.verbs.tune.tuner import WINNER_FILE, Sizes, parse_hosts
-    from meshkit.verbs.tune.tuner import tune as run_search
+    from meshkit.verbs.tune.tune_report import progress_bar, render, write_tune_html
+    from meshkit.verbs.tune.tuner import WINNER_FILE, Sizes, parse_hosts, tune_experiment
 
     folder = run_folder(out or Path("runs") / f"{load(experiment, set_).name}-tune")
     names = [name.strip() for name in axes.split(",")] if axes else None
     with compiling(timeout_s=compile_timeout), progress_bar(stderr()) as progress:
-        report = run_search(
+        report = tune_experiment(
             experiment,
             set_,
             out=folder,

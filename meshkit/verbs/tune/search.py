@@ -26,8 +26,7 @@ from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
 from meshkit.units import format_bytes, format_seconds
 from meshkit.verbs.plan.bounds import Bound, Bounds, host_pool_bytes, pool_bytes
-from meshkit.verbs.plan.outcome import Outcome
-from meshkit.verbs.plan.space import PipelineChoice, Space, Variant
+from meshkit.verbs.plan.variants import Outcome, PipelineChoice, Space, Variant
 from meshkit.verbs.plan.workers import Settings, Workers
 from meshkit.verbs.tune.tune_report import PrunedPart
 

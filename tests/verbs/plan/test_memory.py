@@ -18,11 +18,11 @@ from meshkit.hlo.proto import ModuleAttributes
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.memory import cudnn_workspace_bytes, nccl_bytes, reserved_memory
 from meshkit.step.facts import StepFacts
-from meshkit.verbs.plan import remedies
+from meshkit.verbs.plan import proposals as remedies
 from meshkit.verbs.plan.bounds import Bounds
-from meshkit.verbs.plan.outcome import Outcome
 from meshkit.verbs.plan.planner import _outside_warning, memory_part
-from meshkit.verbs.plan.remedies import changes, find_remedies
+from meshkit.verbs.plan.proposals import changes, find_remedies
+from meshkit.verbs.plan.variants import Outcome
 from tests.verbs.plan.made_up import MadeUpWorkers
 
 MIB, GIB = 2**20, 2**30

@@ -6,8 +6,8 @@ import pytest
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.verbs.plan.outcome import Outcome
 from meshkit.verbs.plan.scaling import growing_axis, parse_sweep, scale, sizes_of
+from meshkit.verbs.plan.variants import Outcome
 from tests.verbs.plan.made_up import MadeUpWorkers
 
 TINY = "configs/experiments/mlp.toml"

@@ -15,11 +15,10 @@ from meshkit.config.sections import RematMix
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.plan import workers as pool
 from meshkit.verbs.plan.bounds import Bounds, host_pool_bytes, pool_bytes
-from meshkit.verbs.plan.outcome import Outcome
-from meshkit.verbs.plan.space import REMATS, PipelineChoice, Variant, factorizations, make_space
+from meshkit.verbs.plan.variants import REMATS, Outcome, PipelineChoice, Variant, factorizations, make_space
 from meshkit.verbs.tune.search import JOURNAL_FILE, Journal, Pruned, candidates
 from meshkit.verbs.tune.tune_report import pareto
-from meshkit.verbs.tune.tuner import tune
+from meshkit.verbs.tune.tuner import tune_experiment
 from tests.verbs.plan.made_up import MadeUpWorkers
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "experiments"
@@ -218,7 +217,7 @@ def by_length(settings):
 
 def test_the_experiment_as_it_is_comes_first_and_the_winner_is_the_fastest(plans, tmp_path):
     workers = plans(by_length)
-    report = tune(TINY, ON_16, out=tmp_path, budget=12, jobs=2, axes=AXES)
+    report = tune_experiment(TINY, ON_16, out=tmp_path, budget=12, jobs=2, axes=AXES)
     assert workers.planned[0] == ()
     assert len(workers.planned) == report.compiled == 12
     assert report.winner.time_s == min(o.time_s for o in report.outcomes)
@@ -234,11 +233,11 @@ def test_the_experiment_as_it_is_comes_first_and_the_winner_is_the_fastest(plans
 
 def test_a_killed_search_goes_on_where_it_was(plans, tmp_path):
     plans(by_length)
-    tune(TINY, ON_16, out=tmp_path, budget=6, jobs=1, axes=AXES)
+    tune_experiment(TINY, ON_16, out=tmp_path, budget=6, jobs=1, axes=AXES)
     with (tmp_path / JOURNAL_FILE).open("ab") as file:
         file.write(b'{"settings": ["mesh=')  # the line that the killed process was writing
     workers = plans(by_length)
-    report = tune(TINY, ON_16, out=tmp_path, budget=8, jobs=1, axes=AXES)
+    report = tune_experiment(TINY, ON_16, out=tmp_path, budget=8, jobs=1, axes=AXES)
     assert (report.compiled, report.reused, len(workers.planned)) == (8, 6, 2)
     lines = (tmp_path / JOURNAL_FILE).read_text().splitlines()
     assert len(lines) == 1 + 8
@@ -247,9 +246,9 @@ def test_a_killed_search_goes_on_where_it_was(plans, tmp_path):
 
 def test_a_folder_with_another_search_is_refused(plans, tmp_path):
     plans(by_length)
-    tune(TINY, ON_16, out=tmp_path, budget=1, jobs=1, axes=AXES)
+    tune_experiment(TINY, ON_16, out=tmp_path, budget=1, jobs=1, axes=AXES)
     with pytest.raises(ConfigError, match="this folder holds a search of another experiment"):
-        tune(TINY, (*ON_16, "train.global_batch=32"), out=tmp_path, budget=1, jobs=1, axes=AXES)
+        tune_experiment(TINY, (*ON_16, "train.global_batch=32"), out=tmp_path, budget=1, jobs=1, axes=AXES)
 
 
 @pytest.mark.parametrize("content", ["no json\n", '{"schema": "other"}\n', "[]\n"])
@@ -269,14 +268,14 @@ def test_an_outcome_that_failed_is_tried_again(tmp_path):
 def test_guesses_are_put_right_by_what_was_compiled_of_their_kind(plans):
     """Micro-batches take a hundred times what is guessed: after the first, no other is compiled for its guess."""
     workers = plans(lambda settings: 100.0 if any("accumulate" in s for s in settings) else 1.0)
-    tune(TINY, ON_16, budget=20, jobs=1, axes=["fsdp"])
+    tune_experiment(TINY, ON_16, budget=20, jobs=1, axes=["fsdp"])
     assert sum(any("accumulate" in s for s in settings) for settings in workers.planned[:10]) <= 1
 
 
 def test_what_must_be_slower_than_the_best_is_never_compiled(plans):
     """A base that beats every bound leaves nothing: 1 ns is less than any FLOP at peak takes."""
     workers = plans(lambda _: 1e-9)
-    report = tune(TINY, ON_16, budget=50, jobs=2, axes=AXES)
+    report = tune_experiment(TINY, ON_16, budget=50, jobs=2, axes=AXES)
     assert workers.planned == [()]
     assert report.winner_is_base
     assert report.why == ("no variant that was compiled is faster than the experiment as it is.",)
@@ -287,12 +286,12 @@ def test_what_must_be_slower_than_the_best_is_never_compiled(plans):
 def test_no_plan_at_all_is_an_error(monkeypatch):
     MadeUpWorkers(lambda settings: Outcome(settings=settings, status="error", error="XLA died")).install(monkeypatch)
     with pytest.raises(RunError, match=r"none of 3 variants could be planned; the first: XLA died"):
-        tune(TINY, ON_16, budget=3, jobs=1, axes=AXES)
+        tune_experiment(TINY, ON_16, budget=3, jobs=1, axes=AXES)
 
 
 def test_a_cluster_of_cpus_is_refused():
     with pytest.raises(ConfigError, match="has no GPUs, and tune predicts GPUs"):
-        tune(TINY)
+        tune_experiment(TINY)
 
 
 def test_pareto_keeps_what_no_other_beats():
@@ -335,7 +334,7 @@ def test_the_search_of_70b_finds_that_its_widest_values_can_wait_in_host_memory(
     """Six compiles beside the experiment as it is: recomputing all is beaten by offloading gate and up, whose copies
     the plan finds hidden; the winner needs no more than a host has."""
     monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path / "cache"))
-    report = tune(LLAMA_70B, ON_64, out=tmp_path, budget=7, jobs=2, axes=["fsdp"])
+    report = tune_experiment(LLAMA_70B, ON_64, out=tmp_path, budget=7, jobs=2, axes=["fsdp"])
     remat = load(tmp_path / "winner.toml").train.remat
     assert isinstance(remat, RematMix)
     assert {"gate", "up"} <= set(remat.offload)
@@ -352,7 +351,7 @@ def test_a_search_ends_with_a_winner_that_plan_reproduces(tmp_path, monkeypatch)
     from meshkit.verbs.plan.planner import plan_experiment
 
     monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path / "cache"))
-    report = tune(TINY, ON_16, out=tmp_path, budget=4, jobs=2)
+    report = tune_experiment(TINY, ON_16, out=tmp_path, budget=4, jobs=2)
     assert report.compiled == 4
     assert [o.status for o in report.outcomes] == ["fits"] * 4
     assert report.winner.time_s <= report.base.time_s

@@ -10,9 +10,9 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.predict.interval import StepInterval
 from meshkit.report.schema import Report, StepPart, Warning_, WindowPart
-from meshkit.verbs.plan.outcome import HOST_MEMORY_EXCEEDED, OutcomeRow, outcome_of
+from meshkit.verbs.plan.variants import HOST_MEMORY_EXCEEDED, OutcomeRow, outcome_of
 from meshkit.verbs.tune.tune_report import differences, why
-from meshkit.verbs.tune.tuner import Sizes, parse_hosts, tune
+from meshkit.verbs.tune.tuner import Sizes, parse_hosts, tune_experiment
 from tests.verbs.plan.made_up import MadeUpWorkers
 from tests.verbs.tune.test_tune import AXES, ON_16, TINY, made_up
 
@@ -33,7 +33,7 @@ def test_other_sizes_get_a_share_and_the_objective_says_whose_winner_it_is(monke
     MadeUpWorkers(sized).install(monkeypatch)
     batch = (*ON_16, "train.global_batch=32")
     search = {"out": tmp_path, "budget": 12, "jobs": 2, "axes": ["fsdp"], "sizes": Sizes((1, 2, 4), objective)}
-    report = tune(TINY, batch, **search)
+    report = tune_experiment(TINY, batch, **search)
     assert Counter(o.num_gpus for o in report.outcomes) == {16: 8, 8: 2, 32: 2}
     assert (report.winner.num_gpus, report.base.num_gpus, report.objective) == (gpus, 16, objective)
     assert {report.outcomes[i].num_gpus for i in report.pareto} == {8, 16, 32}
@@ -44,7 +44,7 @@ def test_other_sizes_get_a_share_and_the_objective_says_whose_winner_it_is(monke
     said = [text for text in report.why if "GPU seconds" in text]
     assert said == ([] if objective == "time" else [said[0]])
     MadeUpWorkers(lambda _: 1 / 0).install(monkeypatch)  # a second run plans nothing
-    assert tune(TINY, batch, **search).reused == 12
+    assert tune_experiment(TINY, batch, **search).reused == 12
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_other_sizes_get_a_share_and_the_objective_says_whose_winner_it_is(monke
 )
 def test_a_size_that_cannot_be_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        tune(TINY, ON_16, **options)
+        tune_experiment(TINY, ON_16, **options)
 
 
 @pytest.mark.parametrize("text", ["4,x", "0", "4,,8", "-1"])
@@ -110,7 +110,7 @@ def test_the_reason_names_the_collective_that_went_away(monkeypatch):
         return made_up(settings, 0.6 if settings else 1.1, compute_s=0.5, rows=rows)
 
     MadeUpWorkers(outcome).install(monkeypatch)
-    report = tune(TINY, ON_16, budget=2, jobs=1, axes=AXES)
+    report = tune_experiment(TINY, ON_16, budget=2, jobs=1, axes=AXES)
     assert report.why == (
         "a step takes 600 ms instead of 1.10 s (-45.5 %).",
         "exposed all-gather bf16 over fsdp on infiniband went away: 500 ms.",

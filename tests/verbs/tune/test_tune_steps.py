@@ -9,8 +9,8 @@ import pytest
 import meshkit as mk
 from meshkit.errors import RunError
 from meshkit.verbs.plan import workers as pool
-from meshkit.verbs.plan.outcome import Outcome
-from meshkit.verbs.tune.tuner import tune as tune_experiment
+from meshkit.verbs.plan.variants import Outcome
+from meshkit.verbs.tune.tuner import tune_experiment
 from tests.verbs.tune import tuned_steps
 
 CLUSTER = mk.Cluster.load("dgx_h100", gpus_per_host=2)

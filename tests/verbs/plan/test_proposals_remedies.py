@@ -6,8 +6,8 @@ import pytest
 
 from meshkit.config.experiment import load
 from meshkit.verbs.plan.bounds import Bounds
-from meshkit.verbs.plan.outcome import Outcome
-from meshkit.verbs.plan.remedies import _cost_text, changes, find_remedies
+from meshkit.verbs.plan.proposals import _cost_text, changes, find_remedies
+from meshkit.verbs.plan.variants import Outcome
 
 STAGES = "configs/experiments/llama_pipeline_cpu.toml"
 # Sequences so long and microbatches so few that activations, not the state, are what does not fit.
@@ -76,8 +76,8 @@ ON_64 = (
 )
 def test_two_changes_are_not_shown_where_one_of_them_is_enough(seconds, shown, monkeypatch):
     answers = Answers(seconds)
-    monkeypatch.setattr("meshkit.verbs.plan.remedies.open_workers", answers)
-    monkeypatch.setattr("meshkit.verbs.plan.remedies._may_fit", lambda *_: True)
+    monkeypatch.setattr("meshkit.verbs.plan.proposals.open_workers", answers)
+    monkeypatch.setattr("meshkit.verbs.plan.proposals._may_fit", lambda *_: True)
     found = find_remedies("llama3_8b", ON_64, step_s=1.6, tries=60)
     assert [remedy.settings for remedy in found] == shown
     assert [remedy.cost_s for remedy in found] == [pytest.approx(seconds[settings] - 1.6) for settings in shown]
