@@ -95,7 +95,7 @@ def main(program: str, toy: bool) -> None:
     """Runs the cases of a program one after the other; a line of JSON for each as it ends."""
     experiment = experiment_of(program, toy, "h100_sxm" if toy else gpu_here())
     from meshkit.sharding.mesh import build_mesh, prepare_platform
-    from meshkit.verbs.rehearse.rehearsal_gpu import filled, mock
+    from meshkit.verbs.rehearse.rehearsal import filled, mock
 
     if not toy and program != "llama_1b":
         mock(experiment.cluster)

@@ -207,7 +207,7 @@ def _toy_rehearsal(folder: Path) -> dict[str, Any]:
         "import sys; from pathlib import Path; from meshkit.config.experiment import load\n"
         "from meshkit.sharding.mesh import prepare_platform\n"
         "experiment = load(sys.argv[1], ['profile.steps=']); prepare_platform(experiment.cluster)\n"
-        "import jax; from meshkit.verbs.rehearse.rehearsal_gpu import rehearse\n"
+        "import jax; from meshkit.verbs.rehearse.rehearsal import rehearse\n"
         "rehearse(experiment, jax.devices(), Path(sys.argv[2]), 2)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(DEBUG), str(folder / "run")], cwd=ROOT, **_TEXT)

@@ -197,7 +197,7 @@ def test_a_process_that_plans_finds_the_code_beside_the_experiment(tmp_path, mon
 
 
 def test_a_rehearsal_finds_the_code_beside_the_file_that_was_named(tmp_path, monkeypatch):
-    from meshkit.verbs.rehearse import rehearsal_gpu
+    from meshkit.verbs.rehearse import rehearsal
 
     shared = files(tmp_path / "shared", oc_mine=OWN)
     (tmp_path / "run").mkdir()
@@ -205,9 +205,9 @@ def test_a_rehearsal_finds_the_code_beside_the_file_that_was_named(tmp_path, mon
     for folder in (shared, tmp_path / "run"):
         (folder / "experiment.toml").write_text(text)
     seen = []
-    monkeypatch.setattr(rehearsal_gpu, "rehearse", lambda experiment, *rest: seen.append(experiment))
+    monkeypatch.setattr(rehearsal, "rehearse", lambda experiment, *rest: seen.append(experiment))
     request = {"folder": str(tmp_path / "run"), "steps": 1, "beside": str(shared / "experiment.toml")}
-    rehearsal_gpu.main({**request, "experiment": str(tmp_path / "run" / "experiment.toml")})
+    rehearsal.main({**request, "experiment": str(tmp_path / "run" / "experiment.toml")})
     assert load_object("oc_mine:Mine", seen[0].search_paths).__name__ == "Mine"
 
 

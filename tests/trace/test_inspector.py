@@ -13,7 +13,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError, TraceError
 from meshkit.trace.inspector import FORMATS, Communicator, find_inspector_files, shape_on
-from meshkit.verbs.profile.inspected import profile_inspector
+from meshkit.verbs.profile.profiler import profile_inspector
 
 HOSTS, GPUS, STEPS, LATE = 2, 4, 5, 2
 MESSAGE, WAIT_US = 2**24, 30

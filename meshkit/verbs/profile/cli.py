@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from meshkit.config.cluster import Cluster
     from meshkit.config.mesh import MeshSpec
 
+_FILES = "report.json, report.html and trace.json.gz"
+
 
 def profile(
     run: Annotated[
@@ -55,8 +57,7 @@ def profile(
     from meshkit.report.views.tables import render_comparison
     from meshkit.trace.inspector import find_inspector_files
     from meshkit.trace.loose import is_loose
-    from meshkit.verbs.profile.inspected import profile_inspector
-    from meshkit.verbs.profile.profiler import profile_run, profile_traces
+    from meshkit.verbs.profile.profiler import profile_inspector, profile_run, profile_traces
 
     inspector = find_inspector_files(run)
     if inspector or is_loose(run):
@@ -67,39 +68,23 @@ def profile(
                 report = profile_inspector(inspector, mesh=axes, cluster=where, out=out, predicted=other)
             else:
                 report = profile_traces(run, program=program, mesh=axes, cluster=where, out=out, predicted=other)
-        show_report(report, as_json, run.name)
-        if other is not None and not as_json:
-            output("")
-            stdout().print(render_comparison(compare_reports(other, report)))
-        if out is not None:
-            files = "report.json and report.html" if inspector else "report.json, report.html and trace.json.gz"
-            say(f"wrote {files} into {out}")
-        return
-    options = {"--experiment": experiment, "--mesh": mesh, "--cluster": cluster, "--program": program, "--out": out}
-    if given := [name for name, value in options.items() if value is not None]:
-        _check_there(run)
-        raise ConfigError(
-            f"{given[0]} is for a trace without a run folder; this one knows its mesh and cluster.", at=str(run)
-        )
-    folder = run if run.is_dir() else run.parent
-    other = read_report(predicted) if predicted else find_prediction(folder)
-    with status(f"reading the trace of {run}"):
-        report = profile_run(run, predicted=other)
+    else:
+        options = {"experiment": experiment, "mesh": mesh, "cluster": cluster, "program": program, "out": out}
+        if given := [name for name, value in options.items() if value is not None]:
+            if not run.exists():
+                raise TraceError("there is no such trace or run folder.", at=str(run))
+            message = f"--{given[0]} is for a trace without a run folder; this one knows its mesh and cluster."
+            raise ConfigError(message, at=str(run))
+        out = run if run.is_dir() else run.parent
+        other = read_report(predicted) if predicted else find_prediction(out)
+        with status(f"reading the trace of {run}"):
+            report = profile_run(run, predicted=other)
     show_report(report, as_json, run.name)
     if other is not None and not as_json:
         output("")
         stdout().print(render_comparison(compare_reports(other, report)))
-    say(f"wrote report.json, report.html and trace.json.gz into {folder}")
-
-
-def _check_there(run: Path) -> None:
-    """Refuses a path at which there is nothing.
-
-    Raises:
-        TraceError: there is neither a file nor a folder.
-    """
-    if not run.exists():
-        raise TraceError("there is no such trace or run folder.", at=str(run))
+    if out is not None:
+        say(f"wrote {'report.json and report.html' if inspector else _FILES} into {out}")
 
 
 def _declared(experiment: Path | None, mesh: str | None, cluster: str | None) -> tuple[MeshSpec | None, Cluster | None]:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import statistics
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -26,14 +24,13 @@ import numpy as np
 from rich.console import Console
 
 from meshkit.compile.attached import CompiledStep, compile_cache, compile_step
-from meshkit.config.document import TomlDocument
 from meshkit.config.experiment import Experiment
 from meshkit.config.user_code import device_memory
 from meshkit.console import stderr
 from meshkit.distributed.agreement import Agreement
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import is_first_process, join_gang
-from meshkit.errors import ConfigError, RunError
+from meshkit.errors import RunError
 from meshkit.linting.examine import announce_findings
 from meshkit.predict.kernels import compute_peak_flops
 from meshkit.runs.goodput import Goodput, GoodputLog, read_goodput
@@ -49,26 +46,16 @@ from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
 from meshkit.trace.captured import TRACE_FOLDER
 from meshkit.verbs.checkpoint.store import CheckpointStore, open_store, run_of_checkpoints
-from meshkit.verbs.train.live import StepCaptures
-from meshkit.verbs.train.replicas import ReplicaCheck
-from meshkit.verbs.train.run_log import RunLog, StepProgress
-from meshkit.verbs.train.signals import Preempted, StopRequest
-from meshkit.verbs.train.stragglers import Stragglers, slowest_clock_mhz
-from meshkit.weights.files import first_state
-
-_EXPERIMENT_FILE = "experiment.toml"
-# What a run cannot change on the way: its arrays, its objective, and the order of its data.
-_FIXED = (
-    "model.",
-    "data.",
-    "optimizer.dtype",
-    "train.global_batch",
-    "train.sequence_length",
-    "train.seed",
-    "train.loss",
-    "local_sgd.",
-    "compression.",
+from meshkit.verbs.train.session import (
+    Preempted,
+    RunLog,
+    StepProgress,
+    StopRequest,
+    check_experiment_file,
+    write_experiment_file,
 )
+from meshkit.verbs.train.watch import ReplicaCheck, StepCaptures, Stragglers, slowest_clock_mhz
+from meshkit.weights.files import first_state
 
 
 @dataclass(frozen=True)
@@ -449,46 +436,3 @@ class _Run:
             tokens_per_s=rate["tokens_per_s"],
             mfu=rate["mfu"],
         )
-
-
-def check_experiment_file(experiment: Experiment, folder: Path) -> list[str]:
-    """What the run's own experiment file says differently, one sentence a key; none for a new run.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key differs that the state or the order of the data depends on.
-    """
-    path = folder / _EXPERIMENT_FILE
-    if not path.exists():
-        return []
-    try:
-        saved = _flat(TomlDocument.read(path, what="experiment file of this run").table)
-    except ConfigError as error:
-        hint = "the file that the run began with, copied there; or another --out"
-        raise ConfigError(error.message, at=error.at, hint=hint) from None
-    wanted = _flat(tomllib.loads(experiment.to_toml()))
-    changed = [key for key in {**saved, **wanted} if saved.get(key) != wanted.get(key)]
-    for key in changed:
-        if key.startswith(_FIXED):
-            raise ConfigError(
-                f"this run has {key} = {saved.get(key)!r}, but the experiment now says {wanted.get(key)!r}.",
-                at=str(path),
-                hint="another --out, or the value that the run began with",
-            )
-    return [f"{key} was {saved.get(key)!r} in this run and is now {wanted.get(key)!r}" for key in changed]
-
-
-def write_experiment_file(experiment: Experiment, folder: Path) -> None:
-    """Writes the resolved experiment into the run folder, as a whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if jax.process_index() == 0:
-        partial = folder / f"{_EXPERIMENT_FILE}.tmp"
-        partial.write_text(experiment.to_toml())
-        os.replace(partial, folder / _EXPERIMENT_FILE)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"train": {"seed": 0}}` as `{"train.seed": 0}`."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found

@@ -26,7 +26,7 @@ from meshkit.predict.kernels import kernel_work
 from meshkit.report.summarize import check_invariants
 from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.train_step import make_train_step
-from meshkit.verbs.rehearse import rehearsal, rehearsal_gpu
+from meshkit.verbs.rehearse import rehearsal
 
 TINY = "configs/experiments/mlp.toml"
 ON_16 = ('cluster={ name = "dgx_h100", hosts = 2 }', "mesh={ data = { infiniband = 2 }, fsdp = 8 }")
@@ -42,7 +42,7 @@ STEPS, NS = 2, 1_000_000  # of a made-up trace; nanoseconds of a millisecond
     ],
 )
 def test_every_gpu_of_the_job_is_a_process_of_the_mocked_topology(cluster, topology):
-    rehearsal_gpu.mock(cluster)
+    rehearsal.mock(cluster)
     try:
         assert jax.config.values["jax_mock_gpu_topology"] == topology  # from the environment jax does not take it
     finally:
@@ -362,12 +362,12 @@ def test_the_process_of_the_gpu_compiles_with_the_options_of_the_plan():
 def test_the_process_of_the_gpu_captures_the_steps_it_is_asked_for(tmp_path):
     """On eight virtual devices instead of one GPU of many: the same function, all devices its own."""
     experiment = load("configs/experiments/llama_debug_cpu.toml", ["train.tokens_total=20480"])
-    rehearsal_gpu.rehearse(experiment, list(jax.devices()), tmp_path, 2)
+    rehearsal.rehearse(experiment, list(jax.devices()), tmp_path, 2)
     record = json.loads((tmp_path / "trace" / "capture-p0.json").read_text())
-    assert (record["first_step"], record["num_steps"]) == (rehearsal_gpu.WARM_UP, 2)
+    assert (record["first_step"], record["num_steps"]) == (rehearsal.WARM_UP, 2)
     assert len(record["devices"]) == 8
     assert (record["work"]["tokens"], record["work"]["training_steps"]) == (16 * 128, 10)
-    ids = json.loads((tmp_path / rehearsal_gpu.IDS_FILE).read_text())["tokens"]  # of text, byte by byte
+    ids = json.loads((tmp_path / rehearsal.IDS_FILE).read_text())["tokens"]  # of text, byte by byte
     assert ids["count"] == 16 * 128
     assert 40 < ids["different"] < 128
     assert 0.1 < ids["most"] / ids["count"] < 0.5
@@ -377,8 +377,8 @@ def test_the_process_of_the_gpu_captures_the_steps_it_is_asked_for(tmp_path):
 def test_a_rehearsal_runs_on_the_first_batch_of_its_data_or_on_ids_over_the_whole_vocabulary(source, capsys):
     experiment = load("configs/experiments/llama_debug_cpu.toml", [f"data.source={source}", "model.vocab=4096"])
     program = make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster, devices=list(jax.devices())))
-    state, batch = rehearsal_gpu.filled(program, experiment)
-    ids = rehearsal_gpu.ids_of(batch)["tokens"]
+    state, batch = rehearsal.filled(program, experiment)
+    ids = rehearsal.ids_of(batch)["tokens"]
     assert jax.tree.map(lambda x: (x.shape, x.dtype), (state, batch)) == jax.tree.map(
         lambda x: (x.shape, x.dtype), (program.abstract_state, program.abstract_batch)
     )

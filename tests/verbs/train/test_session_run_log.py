@@ -10,8 +10,8 @@ from rich.console import Console
 
 from meshkit.report.schema import CommunicationPart, Report, StepPart, StepSample, WindowPart
 from meshkit.runs.metrics import read_metrics
-from meshkit.verbs.train import run_log
-from meshkit.verbs.train.run_log import RunLog, StepProgress, metrics_of
+from meshkit.verbs.train import session
+from meshkit.verbs.train.session import RunLog, StepProgress, metrics_of
 
 
 def sample(step, exposed_s):
@@ -97,7 +97,7 @@ def test_a_full_disk_is_said_once(log, monkeypatch):
     def full(self, record):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_log.MetricsLog, "write", full)
+    monkeypatch.setattr(session.MetricsLog, "write", full)
     for step in range(3):
         log.write({"step": step})
     log.close()
@@ -105,7 +105,7 @@ def test_a_full_disk_is_said_once(log, monkeypatch):
 
 
 def test_other_processes_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_log.jax, "process_index", lambda: 1)
+    monkeypatch.setattr(session.jax, "process_index", lambda: 1)
     experiment = SimpleNamespace(train=SimpleNamespace(metrics="no.such:function", tensorboard=True))
     log = RunLog(experiment, tmp_path, 0, print)
     log.write({"step": 1})
@@ -118,14 +118,14 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
 def test_of_several_processes_one_that_fails_waits_for_no_measurement(log, monkeypatch, error, waits):
     """The others wait in a collective until it is gone; a signal that the run has honoured is no failure."""
     asked = []
-    monkeypatch.setattr(run_log.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(session.jax, "process_count", lambda: 2)
     log._measuring = SimpleNamespace(join=asked.append)
     with pytest.raises(error):  # noqa: PT012
         try:
             raise error
         finally:
             log.close()
-    assert asked == [run_log._MEASURE_S if waits else 0]
+    assert asked == [session._MEASURE_S if waits else 0]
 
 
 def test_brackets_are_no_markup():

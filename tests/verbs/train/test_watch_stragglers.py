@@ -15,9 +15,8 @@ import pynvml
 import pytest
 
 from meshkit.errors import RunError
-from meshkit.verbs.train import live
-from meshkit.verbs.train.live import StepCaptures
-from meshkit.verbs.train.stragglers import Stragglers, judge, slowest_clock_mhz
+from meshkit.verbs.train import watch as live
+from meshkit.verbs.train.watch import StepCaptures, Stragglers, judge, slowest_clock_mhz
 
 STEP = {"data_wait_s": 1e-3, "host_s": 2e-3, "step_time_s": 0.1, "host": "n0", "clock_mhz": 1755}
 
@@ -79,8 +78,8 @@ process, _ = mk.init_distributed()
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from meshkit.trace.capture import CapturedStep
-from meshkit.verbs.train.live import StepCaptures
-from meshkit.verbs.train.stragglers import Stragglers
+from meshkit.verbs.train.watch import StepCaptures
+from meshkit.verbs.train.watch import Stragglers
 
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 late = None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshkit.verbs.train.signals import Preempted, StopRequest
+from meshkit.verbs.train.session import Preempted, StopRequest
 from tests.releases import without_jaxlibs_lines
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,7 +19,7 @@ GANG = {"MESHKIT_COORDINATOR": "127.0.0.1:1", "MESHKIT_NUM_PROCESSES": "2", "MES
 BUSY = """
     import ctypes, sys
     from pathlib import Path
-    from meshkit.verbs.train.signals import StopRequest
+    from meshkit.verbs.train.session import StopRequest
     with StopRequest():
         libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
         libc.pthread_mutex_lock(mutex)

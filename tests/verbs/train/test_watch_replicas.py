@@ -14,7 +14,7 @@ from rich.console import Console
 from meshkit.config.experiment import load
 from meshkit.errors import RunError
 from meshkit.verbs.train import trainer
-from meshkit.verbs.train.replicas import ReplicaCheck, hash_bits
+from meshkit.verbs.train.watch import ReplicaCheck, hash_bits
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32, jnp.uint8]
 

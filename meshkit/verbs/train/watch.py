@@ -1,0 +1,555 @@
+"""What a job watches in itself while it trains: who keeps the others waiting, and whether replicas still agree.
+
+    seconds of data and host of each step -> medians of a window -> process 0 compares -> one line, and the sinks
+    one captured step every so many -> read by a process beside it -> a table of some KB -> process 0 -> the same
+    state -> each GPU hashes its own shards -> min and max over the axes that do not cut an array -> equal or not
+
+Processes in lockstep all take equally long for a step, whoever is late: the others wait for it in a collective. So the
+step time says nothing. The late one is known by what it does itself, outside of the devices, longer than the others, by
+the clock of its GPU, or by a captured step. The exchange runs in a thread, and no step waits for it.
+
+Copies of an array are kept equal by computing the same thing everywhere. Nothing notices when that fails: a GPU that
+corrupts silently, a rank that diverged. The hash of a shard of n elements, all in arithmetic modulo 2^32, is
+
+    sum over i of mix(bits_i xor mix(i))
+
+`mix` is one-to-one, so a change within one element always changes the sum; the position in it tells swapped elements
+apart; the sum has no order, so every platform and every reduction gives the same. Two changed elements cancel with
+probability 2^-32. Each GPU reads its shards of the replicated arrays once (at memory bandwidth: 10 GB in 3 ms on an
+H100) and sends two all-reduces of 4 bytes an array. Which GPU differs is found by a second program, run only after a
+difference: an all-gather of 4 bytes an array and GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshkit.compile.scratch import scratch_folder, start_in
+from meshkit.config.user_code import child_path, describe_error
+from meshkit.discover import LiveProbe
+from meshkit.discover.machine import visible_gpus
+from meshkit.distributed.agreement import Agreement
+from meshkit.errors import MeshkitError, RunError, TraceError
+from meshkit.sharding.resolve import path_name
+from meshkit.trace.capture import CapturedStep, serialized_module, start_trace, trace_devices
+from meshkit.units import format_percent, format_seconds
+
+LEAST_SHARE = 0.05  # share of the step that the others must lose, and of the clock that a GPU must lack
+_AGAIN = 1.5  # a straggler is named again where it costs so many times what it did
+_ANSWER_S, _CAPTURE_ANSWER_S = 60.0, 120.0
+_PARTS = {"data_wait_s": "for its data", "host_s": "on its host, outside of the step"}
+# of captured steps
+_BUDGET_S = 1e-3  # of CPU a step
+_OF_ALL = 1.5  # x an even share of all waiting, that one process must cause
+_LONGER = 0.03  # of compute, from which it is said
+# of replicas
+_MOST_NAMED = 4
+_HOST_NAME_BYTES = 64
+
+
+@dataclass(frozen=True)
+class LateProcess:
+    """A process that the others wait for, or whose GPU is slower than theirs."""
+
+    process: int
+    host: str
+    share: float  # of each step that the others wait for it; 0 where only its clock is known
+    message: str
+
+
+class Stragglers:
+    """Compares the processes of a job every so many steps.
+
+    Args:
+        every: steps; 0 never.
+        say: prints a line; process 0 uses it.
+        clock_mhz: of this process's slowest GPU; None where unknown.
+    """
+
+    def __init__(self, every: int, say: Callable[[str], None], clock_mhz: Callable[[], float | None] = lambda: None):
+        self._line = Agreement("stragglers")
+        self._every = every if self._line.size > 1 else 0
+        self._say, self.clock_mhz = say, clock_mhz
+        self._steps: list[Mapping[str, float]] = []
+        self._window, self._thread = 0, None
+        self._named: dict[int, float] = {}  # process -> share when it was named
+        self._news: dict[str, float] = {}
+        self._noted = 0  # steps
+        self.cpu_s = 0.0  # of this process, for all that names stragglers
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts what this thread takes of a CPU meanwhile."""
+        began = time.thread_time()
+        yield
+        self.cpu_s += time.thread_time() - began
+
+    def note(self, step: Mapping[str, float]) -> None:
+        """Takes the seconds of one step, with the names of metrics.jsonl; the window's last starts a comparison."""
+        self._noted += 1
+        if not self._every:
+            return
+        self._steps.append(step)
+        if len(self._steps) < self._every:
+            return
+        mine = {name: statistics.median(s[name] for s in self._steps) for name in (*_PARTS, "step_time_s")}
+        self._steps, self._window = [], self._window + 1
+        self._thread = threading.Thread(
+            target=self._compare, args=(self._window, mine), name="meshkit-stragglers", daemon=True
+        )
+        self._thread.start()
+
+    def news(self) -> dict[str, float]:
+        """What the record of the next step gets, once after a comparison.
+
+        `straggler` (its process) and `straggler_share` if there is one; `straggler_cpu_s`, what naming them takes: CPU
+        seconds a step, since the run began, of the process where it is most.
+        """
+        news, self._news = self._news, {}
+        return news
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the comparison that runs, if one does."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _compare(self, window: int, mine: dict[str, Any]) -> None:
+        said = mine | {"host": socket.gethostname(), "clock_mhz": self.clock_mhz(), "cpu_s": self.cpu_s}
+
+        def decide(every: list[Any]) -> None:
+            self.tell(judge(every), max(s["cpu_s"] for s in every))
+
+        with self.counted(), contextlib.suppress(MeshkitError):  # the next window, or nobody: training goes on
+            self._line.reach(str(window), said, decide, timeout_s=_ANSWER_S)
+
+    def tell(self, found: Sequence[LateProcess], cpu_s: float) -> None:
+        """Says who is late, the worst first, and what finding it took of CPUs so far; process 0 does."""
+        for late in found:
+            if late.share >= _AGAIN * self._named.get(late.process, 0.0):
+                self._named[late.process] = max(late.share, LEAST_SHARE)
+                self._say(f"warning: {late.message}")
+        self._news |= {"straggler_cpu_s": cpu_s / max(1, self._noted)}
+        if found:
+            self._news |= {"straggler": found[0].process, "straggler_share": found[0].share}
+
+
+def judge(said: Sequence[Mapping[str, Any]]) -> list[LateProcess]:
+    """The processes that the others wait for, the worst first.
+
+    Args:
+        said: by process: medians of a window (`data_wait_s`, `host_s`, `step_time_s`), `host`, `clock_mhz`.
+    """
+    step_s = statistics.median(s["step_time_s"] for s in said)
+    usual = {part: statistics.median(s[part] for s in said) for part in _PARTS}
+    found = []
+    for process, s in enumerate(said):
+        where = f"process {process} on {s['host']}"
+        clock = slow_clock(said, process)
+        excess = {part: s[part] - usual[part] for part in _PARTS}
+        late_s = sum(excess.values())
+        if step_s > 0 and late_s > LEAST_SHARE * step_s:
+            part = max(excess, key=lambda name: excess[name])
+            message = f"{where} takes {format_seconds(late_s)} longer than the others {_PARTS[part]}: they wait "
+            message += f"{format_percent(late_s / step_s)} of each step" + (f"; {clock}" if clock else "")
+            found.append(LateProcess(process, s["host"], late_s / step_s, message))
+        elif clock:
+            found.append(LateProcess(process, s["host"], 0.0, f"{where} may keep the others waiting: {clock}"))
+    return sorted(found, key=lambda late: -late.share)
+
+
+def slow_clock(said: Sequence[Mapping[str, Any]], process: int) -> str:
+    """A clause on the clock of a process's GPU where it is slower than the others'; empty where not, or unknown."""
+    clocks = [s["clock_mhz"] for s in said if s["clock_mhz"]]
+    usual_mhz, mhz = statistics.median(clocks or [0.0]), said[process]["clock_mhz"]
+    if len(clocks) < len(said) or mhz >= (1 - LEAST_SHARE) * usual_mhz:
+        return ""
+    return f"its GPU at {mhz:,.0f} MHz, the others at {usual_mhz:,.0f}"
+
+
+def slowest_clock_mhz() -> float | None:
+    """The clock of the multiprocessors of the slowest GPU that this process drives, now; None where nobody says it."""
+    import jax
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()  # for the rest of the process: the next window asks again
+        order = visible_gpus(LiveProbe(), pynvml.nvmlDeviceGetCount(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(order[d.local_hardware_id]) for d in jax.local_devices()]
+        return min(float(pynvml.nvmlDeviceGetClockInfo(h, pynvml.NVML_CLOCK_SM)) for h in handles)
+    except (pynvml.NVMLError, MeshkitError, LookupError, AttributeError, TypeError, ValueError):
+        return None
+
+
+class StepCaptures:
+    """Captures a step of a training every so many, where several processes train; it is read while training goes on.
+
+    A process beside this one, at low priority, reads each. A step waits for nothing but the start and the end of its
+    trace. What all of it takes of CPUs is counted, and captures become rarer until it is at most a millisecond a step,
+    on the process where it is most. Process 0 says which step is next, so far ahead that all hear of it before; who is
+    not heard from ends the captures of all.
+
+    Args:
+        every: steps, at least; 0 never.
+        step: what runs.
+        stragglers: which says who is late, and counts.
+        say: prints a line.
+        first_step: of this attempt.
+        budget_s: CPU seconds a step.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        step: CapturedStep,
+        stragglers: Stragglers,
+        say: Callable[[str], None],
+        *,
+        first_step: int = 1,
+        budget_s: float = _BUDGET_S,
+    ):
+        self._line = Agreement("captures")
+        self._every = every if self._line.size > 1 else 0
+        self._now = first_step - 1  # the last step that began
+        self._next = _multiple_after(self._now, every) if self._every else 0  # to be captured, by all processes
+        self._step, self._stragglers, self._say = step, stragglers, say
+        self._first_step, self._budget_s = first_step, budget_s
+        self._captures, self._suspect, self._warned = 0, -1, False
+        self._thread: threading.Thread | None = None
+        self._reader: subprocess.Popen | None = None
+        self._introduced = False
+        self._around = contextlib.ExitStack()
+        self._folder = self._around.enter_context(scratch_folder()) if self._every else Path()
+        self.active = False
+
+    def is_due(self, first: int, last: int) -> bool:
+        """Whether the call of the step that makes these training steps is captured, by all processes."""
+        self._now = last
+        return first <= self._next <= last
+
+    def start(self, pending: Any) -> None:
+        """Starts the trace once `pending` arrays are ready, which nothing of the step before is to be in."""
+        jax.block_until_ready(pending)
+        with self._stragglers.counted():
+            try:
+                if self._reader is None:  # here, as it would end with a thread that started it
+                    self._reader = self._start_reader()
+                start_trace(self._folder, programs=False)
+                self.active = True
+            except Exception as error:  # somebody else's profiler, or no right to one
+                self._warn(f"no step can be captured: {describe_error(error)}")
+
+    def stop(self, step: int, pending: Any) -> None:
+        """Stops the trace once `pending` arrays are ready; it is read behind the back of the steps that follow."""
+        jax.block_until_ready(pending)
+        self.active, problem = False, None
+        with self._stragglers.counted():
+            try:
+                jax.profiler.stop_trace()
+            except Exception as error:
+                problem = describe_error(error)
+        self._thread = threading.Thread(target=self._exchange, args=(step, problem), name="meshkit-live", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the exchange that runs, if one does."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def close(self) -> None:
+        """Ends the process that reads, and removes what was captured."""
+        if self.active:
+            self.active = False
+            with contextlib.suppress(Exception):
+                jax.profiler.stop_trace()
+        self._around.close()
+
+    def _exchange(self, step: int, problem: str | None) -> None:
+        """Reads the trace of a step, and hears from process 0 when the next one is captured."""
+        said: dict[str, Any] = {"host": socket.gethostname(), "clock_mhz": self._stragglers.clock_mhz(), "step": step}
+        traced = self._folder / "plugins"
+        with self._stragglers.counted():
+            try:
+                if problem is not None:
+                    raise TraceError(problem)
+                if not self._introduced:
+                    self._introduce()
+                said |= self._ask({"trace": str(traced)})
+            except Exception as error:  # of a process, or a disk: the others hear of it
+                said["error"] = error.message if isinstance(error, TraceError) else describe_error(error)
+            shutil.rmtree(traced, ignore_errors=True)
+        said["cpu_s"] = self._stragglers.cpu_s
+        with self._stragglers.counted():
+            try:
+                self._next = self._line.reach(str(step), said, self._decide, timeout_s=_CAPTURE_ANSWER_S)
+            except MeshkitError as error:
+                self._warn(f"no more steps are captured: {error.message}")
+
+    def _decide(self, said: list[Mapping[str, Any]]) -> int:
+        """Says who is late, and which step is captured next: the same for all processes."""
+        step, cpu_s, every = said[0]["step"], max(s["cpu_s"] for s in said), self._every
+        bad = {process: s["error"] for process, s in enumerate(said) if "error" in s}
+        try:
+            late = None if bad else self._late(said, self._ask({"judge": said})["late"])
+            self._stragglers.tell([late] if late else [], cpu_s)
+        except (OSError, ValueError, TraceError) as error:
+            bad[0] = str(error)
+        for process, why in list(bad.items())[:1]:
+            self._warn(f"the captured step {step} of process {process} cannot be read: {why}")
+        self._captures += 1
+        next_s = cpu_s * (1 + 1 / self._captures)  # with a capture that takes what the others took
+        now = max(step, self._now)
+        heard = now + (now - step) + 1  # by all: the answer takes no longer than all the rest has
+        while next_s > self._budget_s * (_multiple_after(heard, every) - self._first_step + 1):
+            every *= 2
+        return _multiple_after(heard, every)
+
+    def _late(self, said: Sequence[Mapping[str, Any]], worst: Mapping[str, Any] | None) -> LateProcess | None:
+        """The process that most waiting is for, if it was in the capture before too."""
+        if worst is None or worst["share"] < LEAST_SHARE or worst["of_all"] < min(0.75, _OF_ALL / len(said)):
+            self._suspect = -1
+            return None
+        process = worst["process"]
+        suspected, self._suspect = self._suspect, process
+        if process != suspected:
+            return None
+        host, others = said[process]["host"], worst["others"]
+        message = f"process {process} on {host} makes {others} other{'s' * (others > 1)} wait "
+        message += f"{format_percent(worst['share'])} of the step"
+        if worst["longer"] > _LONGER:
+            message += f", computing {format_percent(worst['longer'])} longer than the median"
+        clock = slow_clock(said, process)
+        return LateProcess(process, host, worst["share"], message + (f", {clock}" if clock else ""))
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of the process that reads.
+
+        Raises:
+            TraceError: what it could not do.
+            OSError, ValueError: it is gone.
+        """
+        process = self._reader
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        answer = json.loads(process.stdout.readline())
+        self._stragglers.cpu_s += answer.pop("cpu_s")
+        if "error" in answer:
+            raise TraceError(answer["error"])
+        return answer
+
+    def _start_reader(self) -> subprocess.Popen:
+        """The process that reads."""
+        environment = dict(os.environ) | {"PYTHONPATH": child_path(), "OMP_NUM_THREADS": "1"}
+        command, pipe = [sys.executable, "-P", "-m", "meshkit.trace.live"], subprocess.PIPE
+        options: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL, "text": True}
+        return start_in(self._folder, command, environment, **options)
+
+    def _introduce(self) -> None:
+        """Tells the process that reads what it will read traces of."""
+        program, mesh = self._folder / "program.hlo.pb", self._step.mesh
+        program.write_bytes(serialized_module(self._step.program))
+        self._ask(
+            {
+                "program": str(program),
+                "axes": mesh.axis_names,
+                "shape": mesh.devices.shape,
+                "device_ids": [d.id for d in mesh.devices.flat],
+                "devices": {d.ordinal: d.id for d in trace_devices(mesh)},
+            }
+        )
+        self._introduced = True
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._say(f"warning: {what.removesuffix('.')}. Training goes on; this is said once.")
+
+
+def _multiple_after(step: int, n: int) -> int:
+    return (step // n + 1) * n
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Copies of one part of an array that are not all alike."""
+
+    path: str
+    """Path of the array in the state."""
+    devices: tuple[Any, ...]
+    """Those that differ from the majority; all of them where there is none."""
+    copies: int
+    """How many devices hold this part."""
+    majority: bool
+    """Whether more than half of the copies agree."""
+
+
+class ReplicaCheck:
+    """Compares the replicas of every array of a state.
+
+    Args:
+        mesh: attached devices.
+        state: tree of arrays, or ShapeDtypeStructs with NamedShardings on that mesh.
+    """
+
+    paths: list[str]
+    """Arrays that have replicas, in tree order; the others have one copy of each part only."""
+
+    def __init__(self, mesh: jax.sharding.Mesh, state: Any):
+        self._mesh = mesh
+        leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+        axes = [_replica_axes(x, mesh) for _, x in leaves]
+        self._indices = [i for i, replicated in enumerate(axes) if replicated]
+        self._axes = [axes[i] for i in self._indices]
+        self.paths = [path_name(leaves[i][0]) for i in self._indices]
+        self._shardings = [leaves[i][1].sharding for i in self._indices]
+        self._differ = jax.jit(self._over_mesh(self._compare))
+        self._gather = jax.jit(self._over_mesh(self._all_hashes))
+
+    def check(self, state: Any, step: int) -> None:
+        """Stops a run whose replicas differ. Every process must call it.
+
+        Raises:
+            RunError: names the arrays, and the GPUs and hosts that differ from the others.
+        """
+        found = self.differences(state)
+        if not found:
+            return
+        hosts = _host_names()
+        named = "; ".join(_describe(difference, hosts) for difference in found[:_MOST_NAMED])
+        more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        raise RunError(
+            f"after step {step} replicas of {len({d.path for d in found})} of {len(self.paths)} arrays differ: "
+            f"{named}{more}.",
+            hint="the last checkpoint before this step, without the hosts named; a checkpoint after it may be damaged",
+        )
+
+    def differences(self, state: Any) -> list[Difference]:
+        """The parts of arrays whose copies differ, in tree order."""
+        leaves = jax.tree.leaves(state)
+        arrays = [leaves[index] for index in self._indices]
+        if not arrays:
+            return []
+        differ = np.asarray(self._differ(*arrays).addressable_data(0))
+        if not differ.any():
+            return []
+        hashes = np.asarray(self._gather(*arrays).addressable_data(0)).reshape(*self._mesh.devices.shape, -1)
+        return [d for i in np.flatnonzero(differ) for d in self._outliers(int(i), hashes[..., i])]
+
+    def _over_mesh(self, local: Any) -> Any:
+        """`local`, called by each GPU with its own shards; its result is the same on all."""
+        specs = tuple(sharding.spec for sharding in self._shardings)
+        mapped = jax.shard_map(local, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+
+        def run(*arrays):
+            return mapped(*map(_on_device, arrays, self._shardings))
+
+        return run
+
+    def _compare(self, *shards: jax.Array) -> jax.Array:
+        """bool [arrays]: some part of the array has copies that differ."""
+        groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for index, axes in enumerate(self._axes):
+            groups[axes].append(index)
+        differ = jnp.zeros(len(shards), jnp.int32)
+        for axes, members in groups.items():
+            hashes = jnp.stack([hash_bits(shards[i]) for i in members])
+            unequal = lax.pmin(hashes, axes) != lax.pmax(hashes, axes)
+            differ = differ.at[jnp.asarray(members)].set(unequal.astype(jnp.int32))
+        return lax.pmax(differ, self._mesh.axis_names) > 0  # every process must come to the same end
+
+    def _all_hashes(self, *shards: jax.Array) -> jax.Array:
+        """uint32 [devices in mesh order, arrays]."""
+        return lax.all_gather(jnp.stack([hash_bits(x) for x in shards]), self._mesh.axis_names)
+
+    def _outliers(self, index: int, hashes: np.ndarray) -> list[Difference]:
+        """Compares hashes of one array, laid out as the mesh is, among the devices that hold the same part."""
+        replicas = [self._mesh.axis_names.index(a) for a in self._axes[index]]
+        last = range(-len(replicas), 0)
+        copies = int(np.prod([hashes.shape[a] for a in replicas]))
+        parts = np.moveaxis(hashes, replicas, last).reshape(-1, copies)
+        devices = np.moveaxis(self._mesh.devices, replicas, last).reshape(-1, copies)
+        found = []
+        for values, holders in zip(parts, devices):
+            (common, count), *others = Counter(values.tolist()).most_common()
+            if others:
+                majority = 2 * count > copies
+                odd = tuple(d for v, d in zip(values, holders) if not majority or v != common)
+                found.append(Difference(self.paths[index], odd, copies, majority))
+        return found
+
+
+def hash_bits(x: jax.Array) -> jax.Array:
+    """uint32 scalar: the hash of an array's bits that this module's docstring defines."""
+    words = _words(x).reshape(-1)
+    return jnp.sum(_mix(words ^ _mix(lax.iota(jnp.uint32, words.size))), dtype=jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A one-to-one map of uint32 in which every input bit reaches every output bit: MurmurHash3's finalizer."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array as uint32: one an element, or two where an element has 64 bits."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    size = x.dtype.itemsize
+    if size >= 4:
+        return lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(x, jnp.uint16 if size == 2 else jnp.uint8).astype(jnp.uint32)
+
+
+def _replica_axes(x: Any, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    """The mesh axes that do not cut an array, of those with more than one device."""
+    spec = x.sharding.spec
+    cut = {a for axes in spec if axes is not None for a in (axes if isinstance(axes, tuple) else (axes,))}
+    return tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in cut)
+
+
+def _on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """x in device memory, wherever it is kept."""
+    return jax.device_put(x, sharding.with_memory_kind("device")) if sharding.memory_kind == "pinned_host" else x
+
+
+def _host_names() -> list[str]:
+    """The host of every process; a collective."""
+    name = socket.gethostname().encode()[:_HOST_NAME_BYTES].ljust(_HOST_NAME_BYTES)
+    rows = multihost_utils.process_allgather(np.frombuffer(name, np.uint8))
+    return [bytes(row).decode(errors="replace").strip() for row in np.atleast_2d(rows)]
+
+
+def _describe(difference: Difference, hosts: Sequence[str]) -> str:
+    """`params/norm/scale on GPU 3 (process 0, host node7) against 7 others`."""
+    devices = difference.devices
+    where = ", ".join(f"GPU {d.id} (process {d.process_index}, host {hosts[d.process_index]})" for d in devices[:8])
+    where += f" and {len(devices) - 8} more" if len(devices) > 8 else ""
+    if difference.majority:
+        return f"{difference.path} on {where} against {difference.copies - len(devices)} others"
+    return f"{difference.path} among {where}, without a majority"
