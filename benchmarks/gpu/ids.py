@@ -21,7 +21,7 @@ from meshkit.hlo.module import COLLECTIVES
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.predict.kernels import kernel_work
 from meshkit.report.schema import Report
-from meshkit.verbs.rehearse.rehearsal_gpu import IDS_FILE
+from meshkit.verbs.rehearse.rehearsal import IDS_FILE
 
 # Additions to one row take turns, a row of any width at once: to 2,048 neighbours of 4 bytes, 64 lines, an H100 makes
 # 165.4 a ns for 16 threads each, where 16,384 take 525.6 (catalog, `atomics`). A turn lasts as long as so many others.
