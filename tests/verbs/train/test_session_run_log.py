@@ -65,7 +65,7 @@ def test_captured_steps_get_their_numbers_while_training_goes_on(log, report, tm
         assert release.wait(60)
         return SimpleNamespace(report=report)
 
-    monkeypatch.setattr(run_log, "measure_run", measure)
+    monkeypatch.setattr(session, "measure_run", measure)
     for step in (1, 2, 3):
         log.write({"step": step, "loss": 1.0})
     log.measure_capture()
@@ -84,7 +84,7 @@ def test_a_capture_that_cannot_be_measured_is_a_warning(log, tmp_path, monkeypat
     def measure(folder, only_process):
         raise error
 
-    monkeypatch.setattr(run_log, "measure_run", measure)
+    monkeypatch.setattr(session, "measure_run", measure)
     log.write({"step": 1})
     log.measure_capture()
     log.close()
