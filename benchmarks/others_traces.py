@@ -15,7 +15,7 @@ from pathlib import Path
 from jax.profiler import ProfileData
 
 from meshkit.errors import MeshkitError
-from meshkit.report.rows import group_rows
+from meshkit.report.summarize import group_rows
 from meshkit.timeline import DeviceStep
 from meshkit.trace.loose import open_loose
 from meshkit.trace.operations import TracedProgram

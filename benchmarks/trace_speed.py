@@ -68,8 +68,7 @@ def report(options: argparse.Namespace, folder: Path) -> None:
 
 def measure(file: Path, devices: int, steps: int, layers: int) -> dict[str, float]:
     """One reading, from the file to the report; seconds are of this process's CPU, memory is its peak."""
-    from meshkit.report.rows import group_rows
-    from meshkit.report.summarize import summarize
+    from meshkit.report.summarize import group_rows, summarize
     from meshkit.trace import operations
     from meshkit.trace import reader as trace
 

@@ -14,6 +14,7 @@ from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
 from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
+from meshkit.hlo.schedule import Collective
 from meshkit.predict.algorithms import FORCED, channels_of, fastest, forced, wire_factor
 from meshkit.predict.nccl import (
     FABRICS,
@@ -228,3 +229,31 @@ def _calibrated_s(known: calibration.Calibration, collective: str, payload: floa
     n, measured_n = g * k, fit.gpus_per_domain * fit.domains
     steps = max(1, RING_TURNS[collective] * (n - 1)) / max(1, RING_TURNS[collective] * (measured_n - 1))
     return fit.latency_s * steps + payload * wire_factor(collective, n) / fit.bytes_per_s
+
+
+def infiniband_share(c: Collective) -> float:
+    """Share of the wire bytes that leave the NVLink domain.
+
+    A ring with g GPUs per domain leaves it on one of every g hops: 1 / g. An all-to-all has no ring: of the n - 1 peers
+    of a GPU, n - g are in other domains.
+    """
+    if c.link != "infiniband" or c.group_size < 2:
+        return 0.0
+    if c.collective.endswith("all-to-all"):
+        return (c.group_size - c.gpus_per_domain) / (c.group_size - 1)
+    return 1.0 / max(1, c.gpus_per_domain)
+
+
+def peak_bus_bandwidth_bytes_per_s(c: Collective, cluster: Cluster | None) -> float | None:
+    """The bus bandwidth at which the links that a collective crosses carry their peak rate; None where unknown.
+
+    Of the wire bytes of a GPU a share crosses InfiniBand (see `infiniband_share`), so that link is full at its rate
+    divided by the share. What stays inside a domain is bounded by NVLink.
+    """
+    if cluster is None or cluster.is_cpu or c.group_size < 2:
+        return None
+    inside = cluster.link("nvlink", gpus=c.gpus_per_domain).bytes_per_s if c.gpus_per_domain > 1 else None
+    if c.link != "infiniband":
+        return inside
+    across = cluster.link("infiniband").bytes_per_s / infiniband_share(c)
+    return across if inside is None else min(across, inside)

@@ -24,7 +24,6 @@ from meshkit.predict.kernels import peak_flops
 from meshkit.predict.nccl import RING_TURNS
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.simulate import Simulation
-from meshkit.report.rows import combined_text
 from meshkit.report.schema import CommunicationPart, FindingPart, MemoryPart, OpPart, Report
 from meshkit.units import format_bytes, format_percent, format_rate, format_seconds
 
@@ -298,7 +297,7 @@ def named(row: CommunicationPart) -> str:
 def source(row: CommunicationPart) -> str:
     """` (models/llama.py:116)`, of the operation that is exposed most."""
     op = max(row.ops, key=lambda op: op.exposed_s or 0.0, default=None)
-    where = (combined_text(op, 2) or op.line or op.source) if op else None
+    where = (op.combined_text(2) or op.line or op.source) if op else None
     return f" ({where})" if where else ""
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from meshkit.config.cluster import Cluster
 from meshkit.discover.topology import gpu_by_name
+from meshkit.hlo.schedule import Schedule
 from meshkit.report.schema import (
     CommunicationPart,
     GoodputPart,
     HistoryPart,
+    ProgramPart,
     QualityPart,
     Report,
     StragglerPart,
@@ -22,6 +24,7 @@ from meshkit.report.schema import (
 from meshkit.report.views.words import goodput_part
 from meshkit.runs.goodput import read_goodput
 from meshkit.runs.metrics import read_metrics, within
+from meshkit.trace.captured import CaptureRecord
 from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED, Facts, Note
 from meshkit.trace.reader import Trace
 from meshkit.trace.skew import Skew
@@ -131,6 +134,11 @@ def bandwidth_notes(rows: Iterable[CommunicationPart]) -> Iterator[Note]:
 def noted(notes: Iterable[Note]) -> list[Warning_]:
     """What a reader of a trace must know, as warnings."""
     return [Warning_(code=n.code, message=n.message, seconds=n.seconds) for n in notes]
+
+
+def captured_program(record: CaptureRecord, schedule: Schedule | None) -> ProgramPart:
+    """What is known of a program that a process captured."""
+    return ProgramPart.of(record, fingerprint=schedule.fingerprint if schedule else None, options=None)
 
 
 def withhold_axes(report: Report, trace: Trace) -> Report:

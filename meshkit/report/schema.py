@@ -18,6 +18,7 @@ from meshkit.config.bounded import write_file
 from meshkit.hlo.pipeline_report import ScheduleCost
 from meshkit.predict.interval import StepInterval
 from meshkit.report.readable import Readable
+from meshkit.units import format_percent
 
 SCHEMA = "meshkit.report/1"
 REPORT_FILE = "report.json"
@@ -144,6 +145,20 @@ class OpPart(Part):
     exposed_s: float | None = None
     arrays: int = 1
     causes: dict[str, float] = {}
+
+    def combined_text(self, most: int = 3) -> str:
+        """`24 arrays: 62 % models/llama.py:88 attention/dot_general, ...`; "" of a collective of one.
+
+        An origin that all arrays have stands alone.
+        """
+        whole = sum(self.causes.values())
+        if not whole or self.arrays < 2:
+            return ""
+        if len(self.causes) == 1:
+            return next(iter(self.causes))
+        listed = [f"{format_percent(size / whole)} {cause}" for cause, size in list(self.causes.items())[:most]]
+        rest = len(self.causes) - len(listed)
+        return f"{self.arrays} arrays: {', '.join(listed)}" + (f", {rest} other{'s' * (rest > 1)}" if rest else "")
 
 
 class CommunicationPart(Part):

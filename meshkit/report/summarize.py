@@ -1,6 +1,7 @@
-"""Timeline -> Report: means over devices and steps, rows of communication, and the invariants.
+"""Timeline -> Report: means over devices and steps, rows of communication, compute by kind, and the invariants.
 
-plan hands in a simulated timeline, rehearse and profile a measured one; from here on nothing differs.
+plan hands in a simulated timeline, rehearse and profile a measured one; from here on nothing differs. Collectives of
+one row have axes, link, kind, dtype and group shape in common; kernels of one kind what they do.
 """
 
 from __future__ import annotations
@@ -9,47 +10,35 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
-from meshkit.hlo.instructions import InstructionInfo
+from meshkit.hlo.instructions import OTHER_KERNELS, InstructionInfo, kind_of_kernel
 from meshkit.hlo.pipeline_report import PipelineReport, useful_flops
-from meshkit.hlo.schedule import Schedule
+from meshkit.hlo.schedule import Collective, Schedule
+from meshkit.predict.algorithms import wire_factor
 from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.predict.interval import step_interval, stratum_of
 from meshkit.predict.kernels import compute_peak_flops, peak_flops
-from meshkit.predict.network import checkpoint_time_s
-from meshkit.report.rows import communication_rows, group_rows, kernels_part
-from meshkit.report.schema import (
-    ClusterPart,
-    CommunicationPart,
-    MeshAxisPart,
-    OptionPart,
-    PipelinePart,
-    ProgramPart,
-    Report,
-    Source,
-    SpreadPart,
-    SpreadsPart,
-    StepPart,
-    StepSample,
-    TrainingPart,
-    Warning_,
-    WindowPart,
-)
+from meshkit.predict.network import checkpoint_time_s, infiniband_share, peak_bus_bandwidth_bytes_per_s
+from meshkit.report import schema
+from meshkit.report.schema import CommunicationPart, KernelsPart, Report, StepPart, Warning_
 from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.timeline import KernelTotals, Sweep, Timeline, kernel_totals, sweep
 from meshkit.units import format_seconds
 
 if TYPE_CHECKING:
-    from meshkit.compile.program import CompiledProgram
-    from meshkit.config.cluster import Cluster
     from meshkit.predict.simulate import Simulation
-    from meshkit.trace.captured import CaptureRecord
+    from meshkit.trace.reader import Trace
 
+UNMAPPED = "unmapped"
+# What the collectives of one row of communication have in common.
+_ROW = ("axes", "axes_complete", "link", "fabric", "collective", "dtype", "group_size", "num_groups", "gpus_per_domain",
+        "replica_groups")  # fmt: skip
+_MAX_KERNELS = 25  # a kind's instructions that are kept by name; the rest are in its sums
 _ADDITIVE = ("time_s", "compute_s", "communication_s", "overlapped_s", "exposed_s", "other_s", "idle_s")
 _MOST_CELLS = 200_000  # of a pipeline's picture in report.json; a larger one is left out
 _EXPERTS = re.compile(r"\b(experts?|moe|router)\b", re.IGNORECASE)  # in the names of a mixture's modules
@@ -71,23 +60,14 @@ class Machines:
         return self.placement.num_partitions if self.placement else None
 
 
-class Swept(Protocol):
-    """A timeline that somebody has swept already; its steps then need no spans."""
-
-    @property
-    def sweeps(self) -> Sequence[Sweep]: ...
-    @property
-    def kernels(self) -> KernelTotals: ...
-
-
 def summarize(
     timeline: Timeline,
     *,
-    source: Source,
+    source: schema.Source,
     machines: Machines = Machines(),
     facts: StepFacts = NO_FACTS,
     instructions: Mapping[str, InstructionInfo] | None = None,
-    swept: Swept | None = None,
+    swept: Trace | None = None,
     step_bounds: tuple[float | None, float | None] = (None, None),
     warnings: Sequence[Warning_] = (),
 ) -> Report:
@@ -124,19 +104,19 @@ def summarize(
         source=source,
         cluster=cluster_part(machines.cluster, machines.num_gpus),
         mesh=mesh_part(machines.placement) if machines.placement else (),
-        window=WindowPart(
+        window=schema.WindowPart(
             steps=len({s.step for s in timeline.steps}) * each,
             devices=len({s.device for s in timeline.steps}),
             processes_seen=machines.processes_seen,
             processes_expected=machines.processes_expected,
         ),
         step=step,
-        spread=SpreadsPart() if source == "plan" else _spreads(timeline, sweeps, each),
+        spread=schema.SpreadsPart() if source == "plan" else _spreads(timeline, sweeps, each),
         communication=rows,
         training=training_cost(step.time_s, facts, machines),
         pipeline=pipeline_part(facts.pipeline, rows) if facts.pipeline else None,
         kernels=kernels_part(timeline.op_names, totals, known, steps_per_execution=each) if totals else None,
-        per_step=None if source == "plan" else step_samples(timeline, sweeps, each),
+        per_step=None if source == "plan" else _step_samples(timeline, sweeps, each),
         warnings=(*warnings, *_unmapped_warning(rows)),
     )
     check_invariants(report)
@@ -147,7 +127,7 @@ def summarize_simulation(
     simulation: Simulation,
     schedule: Schedule,
     *,
-    source: Source,
+    source: schema.Source,
     machines: Machines,
     facts: StepFacts,
     instructions: Mapping[str, InstructionInfo],
@@ -220,41 +200,41 @@ def check_invariants(report: Report) -> None:
             check(f"{name} ops' exposed_s", [op.exposed_s for op in row.ops], row.exposed_s)
 
 
-def training_cost(step_time_s: float | None, facts: StepFacts, machines: Machines) -> TrainingPart:
+def training_cost(step_time_s: float | None, facts: StepFacts, machines: Machines) -> schema.TrainingPart:
     """Time and cost of the whole training at one step time; what cannot be known is None."""
     steps, cluster = facts.training_steps, machines.cluster
     checkpoint_s = checkpoint_time_s(facts.state_bytes, cluster) if cluster else None
     if step_time_s is None or steps is None:
-        return TrainingPart(steps=steps, checkpoint_s=checkpoint_s)
+        return schema.TrainingPart(steps=steps, checkpoint_s=checkpoint_s)
     hours = step_time_s * steps / 3600
     gpu_hours = hours * machines.num_gpus if machines.num_gpus else None
     price = cluster.price_per_gpu_hour if cluster else None
     cost = gpu_hours * price if gpu_hours is not None and price is not None else None
-    return TrainingPart(steps=steps, hours=hours, gpu_hours=gpu_hours, cost=cost, checkpoint_s=checkpoint_s)
+    return schema.TrainingPart(steps=steps, hours=hours, gpu_hours=gpu_hours, cost=cost, checkpoint_s=checkpoint_s)
 
 
-def cluster_part(cluster: Cluster | None, num_gpus: int | None = None) -> ClusterPart:
+def cluster_part(cluster: Cluster | None, num_gpus: int | None = None) -> schema.ClusterPart:
     """The cluster as a report has it; without a description only the number of GPUs."""
     if cluster is None:
-        return ClusterPart(num_gpus=num_gpus)
-    return ClusterPart.of(cluster, gpu=cluster.gpu.key)
+        return schema.ClusterPart(num_gpus=num_gpus)
+    return schema.ClusterPart.of(cluster, gpu=cluster.gpu.key)
 
 
-def mesh_part(placement: Placement) -> tuple[MeshAxisPart, ...]:
+def mesh_part(placement: Placement) -> tuple[schema.MeshAxisPart, ...]:
     """Each mesh axis with its factors: the domains that a line along it crosses, and the rest."""
     across = placement.domains_along()
     return tuple(
-        MeshAxisPart(axis=name, size=size, nvlink=size // across[name], infiniband=across[name])
+        schema.MeshAxisPart(axis=name, size=size, nvlink=size // across[name], infiniband=across[name])
         for name, size in zip(placement.axis_names, placement.shape)
     )
 
 
-def pipeline_part(pipeline: PipelineReport, rows: Iterable[CommunicationPart]) -> PipelinePart:
+def pipeline_part(pipeline: PipelineReport, rows: Iterable[CommunicationPart]) -> schema.PipelinePart:
     """A pipeline's schedule, and what its permutes took of the communication."""
     permutes = [r for r in rows if r.axes == (pipeline.axis,) and r.collective == "collective-permute"]
     time_s, exposed_s = ([getattr(r, key) for r in permutes] for key in ("time_s", "exposed_s"))
     known = pipeline.model_dump(exclude={"useful", "picture"})
-    return PipelinePart(
+    return schema.PipelinePart(
         **known,
         permute_count=sum(r.count for r in permutes),
         permute_s=_sum(time_s),
@@ -277,7 +257,7 @@ def _bubble_s(
 
 
 def step_part(
-    source: Source,
+    source: schema.Source,
     sweeps: Sequence[Sweep],
     facts: StepFacts = NO_FACTS,
     num_gpus: int | None = None,
@@ -286,9 +266,8 @@ def step_part(
     """The step as a mean over device steps, and what it achieves."""
     if not sweeps:
         return StepPart(model_flops=facts.model_flops)
-    means = _means(sweeps)
+    means, measured = _means(sweeps), source == "profile"
     time_s = means["time_s"]
-    measured = source == "profile"
     bubble_s = None if measured else 0.0  # a trace does not say which slots of a pipeline were masked
     peak = facts.peak_flops_per_gpu
     peak_of_all = peak * num_gpus if peak and num_gpus else None
@@ -309,9 +288,7 @@ def step_part(
 
 def _idle_parts(sweeps: Sequence[Sweep], idle_s: float) -> dict[str, float]:
     """Where the idle time of measured steps lies."""
-    between_s, input_s = (
-        math.fsum(getattr(s, name) for s in sweeps) / len(sweeps) for name in ("between_s", "input_s")
-    )
+    between_s, input_s = (math.fsum(getattr(s, n) for s in sweeps) / len(sweeps) for n in ("between_s", "input_s"))
     inside_s = max(0.0, idle_s - between_s - input_s)
     return {"idle_inside_s": inside_s, "idle_between_s": between_s, "idle_input_s": input_s}
 
@@ -331,20 +308,20 @@ def _utilization(amount: float | None, time_s: float, capacity: float | None) ->
     return _ratio(amount, time_s * capacity if capacity else None)
 
 
-def _spreads(timeline: Timeline, sweeps: Sequence[Sweep], steps_per_execution: int) -> SpreadsPart:
+def _spreads(timeline: Timeline, sweeps: Sequence[Sweep], steps_per_execution: int) -> schema.SpreadsPart:
     if not sweeps:
-        return SpreadsPart()
+        return schema.SpreadsPart()
     steps = _training_steps(timeline, steps_per_execution)
 
-    def spread(field: str) -> SpreadPart:
+    def spread(field: str) -> schema.SpreadPart:
         values = np.array([getattr(s.total, field) for s in sweeps])
         low, median, p90, high = map(float, np.percentile(values, [0, 50, 90, 100]))
         worst = int(np.argmax(values))
-        worst_device = timeline.steps[worst].device
-        return SpreadPart(min=low, median=median, p90=p90, max=high, worst_device=worst_device, worst_step=steps[worst])
+        where = {"worst_device": timeline.steps[worst].device, "worst_step": steps[worst]}
+        return schema.SpreadPart(min=low, median=median, p90=p90, max=high, **where)
 
     fields = {"time_s": "window_s", "compute_s": "compute_s", "exposed_s": "exposed_s", "idle_s": "idle_s"}
-    return SpreadsPart(**{key: spread(field) for key, field in fields.items()})
+    return schema.SpreadsPart(**{key: spread(field) for key, field in fields.items()})
 
 
 def _training_steps(timeline: Timeline, steps_per_execution: int) -> list[int]:
@@ -353,19 +330,19 @@ def _training_steps(timeline: Timeline, steps_per_execution: int) -> list[int]:
     return [first + (s.step - first) * steps_per_execution for s in timeline.steps]
 
 
-def step_samples(timeline: Timeline, sweeps: Sequence[Sweep], steps_per_execution: int = 1) -> tuple[StepSample, ...]:
+def _step_samples(timeline: Timeline, sweeps: Sequence[Sweep], each: int) -> tuple[schema.StepSample, ...]:
     """Each captured step by itself: means over its devices, which add up as those of the whole report do.
 
     Where one execution makes several training steps it is one sample, a mean of them, with the number of the last.
     """
     by_step: dict[int, list[int]] = {}
-    for i, number in enumerate(_training_steps(timeline, steps_per_execution)):
+    for i, number in enumerate(_training_steps(timeline, each)):
         by_step.setdefault(number, []).append(i)
     samples = []
     for number, members in sorted(by_step.items()):
         slowest = max(members, key=lambda i: sweeps[i].total.window_s)
         samples.append(
-            StepSample(
+            schema.StepSample(
                 step=number,
                 **_means([sweeps[i] for i in members]),
                 slowest_device=timeline.steps[slowest].device,
@@ -386,13 +363,205 @@ def _unmapped_warning(rows: Sequence[CommunicationPart]) -> list[Warning_]:
     return [Warning_(code="unmapped_communication", message=message, seconds=seconds)]
 
 
-def program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
-    """What is known of a program that was compiled for GPUs that are not there."""
-    options = tuple(map(OptionPart.of, compiled.chosen))
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
-    return ProgramPart.of(schedule, compiled, options=options, **versions)
+def group_rows(collectives: Sequence[Collective]) -> tuple[np.ndarray, list[list[int]]]:
+    """The row of every collective, and the collectives of every row.
+
+    Returns:
+        [n + 1] row of each collective, the last for communication that maps to no instruction (a row of its own);
+        and for each row its collectives.
+    """
+    rows: dict[tuple, list[int]] = {}
+    for i, collective in enumerate(collectives):
+        rows.setdefault(tuple(getattr(collective, name) for name in _ROW), []).append(i)
+    groups = [*rows.values(), []]
+    row_of = np.full(len(collectives) + 1, len(groups) - 1, np.intp)
+    for row, members in enumerate(groups):
+        row_of[members] = row
+    return row_of, groups
 
 
-def captured_program(record: CaptureRecord, schedule: Schedule | None) -> ProgramPart:
-    """What is known of a program that a process captured."""
-    return ProgramPart.of(record, fingerprint=schedule.fingerprint if schedule else None, options=None)
+def communication_rows(
+    timeline: Timeline,
+    sweeps: Sequence[Sweep],
+    row_of: np.ndarray,
+    groups: Sequence[Sequence[int]],
+    instructions: Mapping[str, InstructionInfo] | None = None,
+    cluster: Cluster | None = None,
+) -> tuple[CommunicationPart, ...]:
+    """Mean rows over the device steps, the most exposed first; collectives that never ran are left out.
+
+    Args:
+        timeline: what is summarized.
+        sweeps: of its device steps.
+        row_of, groups: from `group_rows`.
+        instructions: name of a collective -> what is known of what caused it.
+        cluster: whose links bound the bus bandwidth, where known.
+    """
+    if not sweeps:
+        return ()
+    mean = {
+        name: np.mean([getattr(s, name) for s in sweeps], axis=0)
+        for name in ("share_s", "exposed_share_s", "sole_exposed_s", "busy_s", "count")
+    }
+    for name in ("transfer_s", "exposed_wait_s"):
+        known = [value for s in sweeps if (value := getattr(s, name)) is not None]
+        mean[name] = np.mean(known, axis=0) if len(known) == len(sweeps) else np.full(len(row_of), np.nan)
+    rows = [_row(timeline.collectives, members, mean, instructions or {}, cluster) for members in groups[:-1]]
+    unmapped = len(timeline.collectives)
+    if mean["count"][unmapped] > 0:
+        rows.append(CommunicationPart(axes=(), **_seconds([unmapped], mean)))
+    return tuple(sorted((r for r in rows if r.count), key=lambda r: (-(r.exposed_s or 0), -(r.time_s or 0), r.axes)))
+
+
+def _row(
+    collectives: Sequence[Collective],
+    members: Sequence[int],
+    mean: dict[str, np.ndarray],
+    instructions: Mapping[str, InstructionInfo],
+    cluster: Cluster | None,
+) -> CommunicationPart:
+    first = collectives[members[0]]
+    payload = _whole(sum(float(mean["count"][i]) * collectives[i].payload_bytes for i in members))
+    seconds = _seconds(members, mean)
+    linked, grouped = first.link or None, first.group_size or None
+    moving_s = seconds["busy_s"] if seconds["transfer_s"] is None else seconds["transfer_s"]
+    return CommunicationPart.of(
+        first,
+        link=linked,
+        group_size=grouped,
+        num_groups=grouped and first.num_groups,
+        gpus_per_domain=linked and first.gpus_per_domain,
+        dtype=first.dtype or None,
+        payload_bytes=grouped and payload,
+        ops=_ops(collectives, members, mean, instructions),
+        **seconds,
+        **wire_numbers(first, payload, moving_s, cluster),
+    )
+
+
+def wire_numbers(c: Collective, payload: float, moving_s: float | None, cluster: Cluster | None) -> dict[str, Any]:
+    """What of a row's payload one GPU's links carry, and how fast; None where groups, links or seconds are unknown."""
+    wire = payload * wire_factor(c.collective, c.group_size)
+    across = wire * infiniband_share(c)
+    linked, grouped = c.link or None, c.group_size or None
+    return {
+        "wire_bytes": grouped and _whole(wire),
+        "wire_bytes_nvlink": linked and _whole(wire - across),
+        "wire_bytes_infiniband": linked and _whole(across),
+        "bus_bandwidth_bytes_per_s": wire / moving_s if wire and moving_s else None,
+        "bus_bandwidth_peak_bytes_per_s": peak_bus_bandwidth_bytes_per_s(c, cluster) if wire else None,
+    }
+
+
+def _seconds(members: Sequence[int], mean: dict[str, np.ndarray]) -> dict:
+    total = {name: float(values[list(members)].sum()) for name, values in mean.items()}
+    transfer_s, waited_s = (None if np.isnan(total[name]) else total[name] for name in ("transfer_s", "exposed_wait_s"))
+    return {
+        "count": _whole(total["count"]),
+        "time_s": total["share_s"],
+        "overlapped_s": _difference(total["share_s"], total["exposed_share_s"]),
+        "exposed_s": total["exposed_share_s"],
+        "sole_exposed_s": total["sole_exposed_s"],
+        "exposed_wait_s": None if transfer_s is None or waited_s is None else min(waited_s, total["exposed_share_s"]),
+        "busy_s": total["busy_s"],
+        "transfer_s": transfer_s,
+        "wait_s": None if transfer_s is None else max(0.0, total["busy_s"] - transfer_s),
+    }
+
+
+def _difference(whole: float, part: float) -> float:
+    """What is left, without the rounding of the two sums: 1e-18 s is no overlap."""
+    rest = whole - part
+    return rest if rest > 1e-9 * whole else 0.0
+
+
+def _ops(
+    collectives: Sequence[Collective],
+    members: Sequence[int],
+    mean: dict[str, np.ndarray],
+    instructions: Mapping[str, InstructionInfo],
+) -> tuple[schema.OpPart, ...]:
+    ops = []
+    for i in (i for i in members if mean["count"][i] > 0):
+        each, info = collectives[i], instructions.get(collectives[i].name)
+        payload = _whole(mean["count"][i] * each.payload_bytes)
+        whole = sum(info.causes.values()) if info else 0
+        part = schema.OpPart.of(
+            each,
+            source=each.source or None,
+            line=info.line if info else None,
+            count=_whole(mean["count"][i]),
+            payload_bytes=payload,
+            busy_s=float(mean["busy_s"][i]),
+            exposed_s=float(mean["exposed_share_s"][i]),
+            arrays=info.arrays if info else 1,
+            causes={cause: payload * n / whole for cause, n in info.causes.items()} if info and whole else {},
+        )
+        ops.append(part)
+    return tuple(sorted(ops, key=lambda op: (-(op.exposed_s or 0), -(op.busy_s or 0), op.name)))
+
+
+def kernels_part(
+    op_names: Sequence[str],
+    totals: KernelTotals,
+    instructions: Mapping[str, InstructionInfo],
+    *,
+    steps_per_execution: int = 1,
+) -> KernelsPart | None:
+    """Compute by kind, as means over the device steps; None where nothing is known of the kernels.
+
+    The seconds of a kind are shares, as those of communication rows are: an instant at which k operations run gives 1/k
+    to each, so that they add up to the step's `compute_s`.
+
+    Args:
+        op_names: names of instructions, or of kernels that could not be joined to one.
+        totals: what each took, as means over executions of the program.
+        instructions: what they are; without any, kinds are told by names.
+        steps_per_execution: training steps in each execution.
+    """
+    if not op_names:
+        return None
+    known = [instructions.get(name) for name in op_names]
+    unknown = {OTHER_KERNELS: UNMAPPED} if instructions else {}
+    by_name = {name: kind_of_kernel(name) for name, info in zip(op_names, known) if info is None}
+    kind_of = [info.kind if info else unknown.get(by_name[n], by_name[n]) for n, info in zip(op_names, known)]
+    kinds = list(dict.fromkeys(kind_of))
+    kind_of_op = np.array([kinds.index(kind) for kind in kind_of], np.intp)
+    time_s, busy_s, count = (
+        np.pad(v, (0, len(known) - len(v))) / steps_per_execution for v in (totals.time_s, totals.busy_s, totals.count)
+    )
+    classes = [
+        schema.KernelClassPart(
+            kind=kind,
+            count=_whole(float(count[kind_of_op == k].sum())),
+            time_s=float(time_s[kind_of_op == k].sum()),
+            busy_s=float(busy_s[kind_of_op == k].sum()),
+            ops=_kernel_ops(op_names, known, np.flatnonzero(kind_of_op == k), busy_s, count),
+        )
+        for k, kind in enumerate(kinds)
+    ]
+    return KernelsPart(classes=tuple(sorted((c for c in classes if c.count), key=lambda c: -(c.time_s or 0))))
+
+
+def _kernel_ops(
+    op_names: Sequence[str], known: Sequence[InstructionInfo | None], members: np.ndarray, busy_s, count
+) -> tuple[schema.KernelPart, ...]:
+    """The instructions of one kind with the most busy seconds; what has the same name is one."""
+    chosen: list[int] = members.tolist()
+    first = {op_names[i]: i for i in reversed(chosen)}
+    number = {name: n for n, name in enumerate(first)}
+    index = [number[op_names[i]] for i in chosen]
+    seconds, runs = (np.bincount(index, weights=values[members]).tolist() for values in (busy_s, count))
+    most = sorted(((-seconds[n], name, runs[n]) for name, n in number.items() if runs[n]))[:_MAX_KERNELS]
+    parts = []
+    for busy, name, total in most:
+        info = known[first[name]]
+        source = (info.source or None) if info else None
+        parts.append(schema.KernelPart.of(info, name=name, source=source, count=_whole(total), busy_s=-busy))
+    return tuple(parts)
+
+
+def _whole(x: float) -> int | float:
+    """An int where the value is one (a count, bytes), so that 3 prints as 3; a mean of unequal devices is a float."""
+    nearest = round(float(x))
+    return nearest if abs(x - nearest) <= 1e-9 * max(1.0, abs(x)) else float(x)

@@ -42,9 +42,8 @@ from meshkit.report.causes import (
     source,
     waiting,
 )
-from meshkit.report.rows import communication_rows, group_rows
 from meshkit.report.schema import CommunicationPart, FindingPart, HistoryPart, Report
-from meshkit.report.summarize import step_part
+from meshkit.report.summarize import communication_rows, group_rows, step_part
 from meshkit.timeline import DeviceStep, exposed_spans
 from meshkit.trace.operations import TracedProgram
 from meshkit.trace.reader import Trace

@@ -5,8 +5,7 @@ import pytest
 
 from meshkit.hlo.instructions import InstructionInfo
 from meshkit.report.compare import compare
-from meshkit.report.rows import kernels_part
-from meshkit.report.summarize import summarize
+from meshkit.report.summarize import kernels_part, summarize
 from meshkit.step.facts import StepFacts
 from meshkit.timeline import DeviceStep, Timeline, kernel_totals
 

@@ -6,9 +6,8 @@ import pytest
 from meshkit.config.cluster import Cluster
 from meshkit.report.compare import plan_warnings
 from meshkit.report.measured import bandwidth_notes, machine_notes
-from meshkit.report.rows import group_rows
 from meshkit.report.schema import ClusterPart, CommunicationPart, MeshAxisPart
-from meshkit.report.summarize import summarize
+from meshkit.report.summarize import group_rows, summarize
 from meshkit.trace.checks import Facts
 from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_trace

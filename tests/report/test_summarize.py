@@ -11,7 +11,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.algorithms import wire_factor
-from meshkit.report.rows import infiniband_share, peak_bus_bandwidth_bytes_per_s
+from meshkit.predict.network import infiniband_share, peak_bus_bandwidth_bytes_per_s
 from meshkit.report.schema import StepPart
 from meshkit.report.summarize import Machines, check_invariants, summarize, training_cost
 from meshkit.step.facts import StepFacts

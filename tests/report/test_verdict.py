@@ -11,9 +11,8 @@ from meshkit.hlo.instructions import InstructionInfo
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.predict.network import collective_time_s
 from meshkit.report.measured import quality_part
-from meshkit.report.rows import combined_text, group_rows
 from meshkit.report.schema import HistoryPart
-from meshkit.report.summarize import summarize
+from meshkit.report.summarize import group_rows, summarize
 from meshkit.report.verdict import Known, judged
 from meshkit.trace.operations import TraceFile
 from meshkit.trace.reader import read_trace
@@ -97,8 +96,8 @@ def test_a_combined_collective_is_named_by_what_its_arrays_are_for(tmp_path):
     assert op.causes == {cause: pytest.approx(n / 10_000 * op.payload_bytes) for cause, n in causes.items()}
     parts = "24 arrays: 62.0 % models/llama.py:88 attention/dot, 33.0 % models/llama.py:116 mlp/dot, 2 others"
     assert parts in report.findings[0].message
-    assert parts.replace("2 others", "4.0 % x, 1 other") == combined_text(op)
-    assert combined_text(op.model_copy(update={"causes": {"x": 400.0}})) == "x"
+    assert parts.replace("2 others", "4.0 % x, 1 other") == op.combined_text()
+    assert op.model_copy(update={"causes": {"x": 400.0}}).combined_text() == "x"
 
 
 def exposed(c=GATHER, *, compute=600, until=1000):

@@ -10,7 +10,7 @@ from jax.profiler import ProfileData
 from meshkit.hlo.instructions import kind_of_kernel, read_instructions
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.simulate import step_pricer
-from meshkit.report.rows import UNMAPPED, kernels_part
+from meshkit.report.summarize import UNMAPPED, kernels_part
 from meshkit.report.views.report import write_html
 from meshkit.report.views.words import training_text
 from meshkit.timeline import sweep

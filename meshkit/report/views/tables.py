@@ -16,7 +16,6 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshkit.report.compare import Comparison, Pair, compare
-from meshkit.report.rows import combined_text
 from meshkit.report.schema import QualityPart, Report
 from meshkit.report.views.page import (
     Cell,
@@ -172,7 +171,7 @@ def ops_table(shown: Shown) -> Table:
     rows = [
         [
             op.name, axes_text(row.axes), *shown.numbers(f"communication.{i}.ops.{j}", keys),
-            Source(op.source, op.line, combined_text(op)),
+            Source(op.source, op.line, op.combined_text()),
         ]
         for i, j, row, op in ops
     ]  # fmt: skip

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -41,8 +42,8 @@ from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_o
 from meshkit.predict.memory import reserved_memory
 from meshkit.predict.simulate import Simulation, simulate
 from meshkit.report.causes import Planned, judged_plan
-from meshkit.report.schema import CompilePart, MemoryPart, Report, Warning_
-from meshkit.report.summarize import Machines, program_part, summarize_simulation
+from meshkit.report.schema import CompilePart, MemoryPart, OptionPart, ProgramPart, Report, Warning_
+from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, described, use_no_accelerator
 from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.step.program import TrainProgram
@@ -166,12 +167,19 @@ def make_plan(
     )
     parts = {
         "memory": memory,
-        "program": program_part(compiled, schedule),
+        "program": _program_part(compiled, schedule),
         "compile": CompilePart(lower_s=compiled.lower_s, compile_s=compiled.compile_s, cached=compiled.cached),
     }
     planned = Planned(simulation, schedule, instructions, cluster, facts.steps_per_call)
     report = judged_plan(report.model_copy(update=parts), planned)
     return Plan(report, simulation.timeline, compiled, schedule, facts, examined, lint)
+
+
+def _program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
+    """What is known of a program that was compiled for GPUs that are not there."""
+    options = tuple(map(OptionPart.of, compiled.chosen))
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    return ProgramPart.of(schedule, compiled, options=options, **versions)
 
 
 def memory_part(

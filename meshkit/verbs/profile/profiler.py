@@ -28,13 +28,13 @@ from meshkit.errors import ConfigError, a_type
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.pipeline_report import useful_flops
 from meshkit.hlo.schedule import Collective, Schedule
-from meshkit.predict.algorithms import wire_factor
 from meshkit.report.causes import judged_by_communication
 from meshkit.report.compare import plan_warnings
 from meshkit.report.folder import feedback_part, write_folder
 from meshkit.report.measured import (
     METRICS_FILE,
     bandwidth_notes,
+    captured_program,
     machine_notes,
     noted,
     quality_part,
@@ -43,7 +43,6 @@ from meshkit.report.measured import (
     untraced_step_s,
     withhold_axes,
 )
-from meshkit.report.rows import group_rows, infiniband_share, peak_bus_bandwidth_bytes_per_s
 from meshkit.report.schema import (
     CommunicationPart,
     HistoryPart,
@@ -55,7 +54,7 @@ from meshkit.report.schema import (
     StragglersPart,
     WindowPart,
 )
-from meshkit.report.summarize import Machines, captured_program, cluster_part, mesh_part, summarize
+from meshkit.report.summarize import Machines, cluster_part, group_rows, mesh_part, summarize, wire_numbers
 from meshkit.report.verdict import Known, judged
 from meshkit.runs.metrics import read_metrics
 from meshkit.step.facts import NO_FACTS, StepFacts
@@ -474,10 +473,8 @@ def _part(row: InspectedRow, per: float, placement: Placement | None, cluster: C
         gpus_per_domain=shape.gpus_per_domain if shape else group.ranks, payload_bytes=0,
     )  # fmt: skip
     payload, busy_s = row.payload_bytes * per, row.busy_s * per
-    wire = payload * wire_factor(row.collective, group.ranks)
     wait_s = None if row.wait_s is None else row.wait_s * per
-    moving_s = busy_s if wait_s is None else busy_s - wait_s
-    across = wire * infiniband_share(like)
+    transfer_s = None if wait_s is None else busy_s - wait_s
     return CommunicationPart.of(
         like,
         axes_complete=None if placement is None else shape is not None,
@@ -486,14 +483,10 @@ def _part(row: InspectedRow, per: float, placement: Placement | None, cluster: C
         gpus_per_domain=like.gpus_per_domain if shape else None,
         count=row.count * per,
         payload_bytes=payload,
-        wire_bytes=wire,
-        wire_bytes_nvlink=wire - across if shape else None,
-        wire_bytes_infiniband=across if shape else None,
         busy_s=busy_s,
-        transfer_s=None if wait_s is None else moving_s,
+        transfer_s=transfer_s,
         wait_s=wait_s,
-        bus_bandwidth_bytes_per_s=wire / moving_s if wire and moving_s > 0 and wait_s is not None else None,
-        bus_bandwidth_peak_bytes_per_s=peak_bus_bandwidth_bytes_per_s(like, cluster) if shape and wire else None,
+        **wire_numbers(like, payload, transfer_s, cluster if shape else None),
     )
 
 

@@ -41,9 +41,9 @@ from meshkit.hlo.module import Schedule
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.memory import Reserved, reserved_memory
 from meshkit.predict.simulate import simulate, step_pricer
-from meshkit.report.measured import noted
+from meshkit.report.measured import captured_program, noted
 from meshkit.report.schema import MemoryPart, Report, Warning_
-from meshkit.report.summarize import Machines, captured_program, summarize_simulation
+from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh
 from meshkit.step.data import Batches, check_tokens, open_data, vocab_of
 from meshkit.step.facts import training_steps
