@@ -6,8 +6,10 @@ does, to hold its collectives against the strategy and to say which link each me
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, Literal
 
 from pydantic import Field
@@ -36,6 +38,8 @@ from meshkit.sharding.resolve import Placed
 from meshkit.units import format_bytes
 from meshkit.verbs.plan.planner import Plan, absent_step, make_plan, plan_experiment
 from meshkit.verbs.plan.proposals import propose
+
+_LONGEST_ROW = 62  # columns that an activation takes of a terminal
 
 
 class PlacedPart(Part):
@@ -90,6 +94,7 @@ class Explanation(Printed, Part):
     collectives_note: str | None
     placement: PlacementPart | None
     of_file: bool = Field(default=True, exclude=True)
+    device: str = Field(default="GPU", exclude=True)
 
     @property
     def failing(self) -> tuple[Finding, ...]:
@@ -182,6 +187,7 @@ def _explanation(
         collectives_note=None if note is None else f"collectives were not checked: {note}",
         placement=None if made is None else _placement(made, subject.spec, cluster),
         of_file=subject.of_file,
+        device="device" if cluster.is_cpu else "GPU",
     )
 
 
@@ -224,8 +230,11 @@ def render(explanation: Explanation) -> RenderableType:
     parts: list[RenderableType] = [_headline(explanation)]
     parts += [line for f in explanation.findings for line in finding_lines(f)]
     parts += [Text(f"allowed {f.code} at {f.path}: {f.reason}", "dim") for f in explanation.allowed]
-    parts += ["", _parameters_table(explanation.parameters), _held(explanation)]
-    parts += ["", _activations_table(explanation.activations)]
+    parameters, optimizer = explanation.parameters_bytes_per_gpu, explanation.optimizer_bytes_per_gpu
+    held = f"{format_bytes(parameters)} of parameters and {format_bytes(optimizer)} of optimizer state"
+    parts += ["", _placed_table("Parameters", explanation.parameters, explanation.device)]
+    parts += [f"one {explanation.device} holds {held}", ""]
+    parts += [_placed_table("Activations", explanation.activations, explanation.device)]
     if explanation.collectives is not None:
         parts += ["", _collectives_table(explanation.collectives)]
     if explanation.placement is not None:
@@ -248,11 +257,6 @@ def _headline(explanation: Explanation) -> Text:
         checked += f", {len(explanation.collectives)} kinds of collectives"
     verdict = (found, "yellow") if found else ("nothing looks wrong", "green")
     return Text.assemble(f"{explanation.experiment} on {' x '.join(axes) or 'one GPU'}\n", verdict, f" in {checked}")
-
-
-def _held(explanation: Explanation) -> str:
-    parameters, optimizer = explanation.parameters_bytes_per_gpu, explanation.optimizer_bytes_per_gpu
-    return f"one GPU holds {format_bytes(parameters)} of parameters and {format_bytes(optimizer)} of optimizer state"
 
 
 def _placement_lines(placement: PlacementPart, of_file: bool) -> Iterator[RenderableType]:
@@ -281,35 +285,21 @@ def _collectives_table(rows: tuple[CollectivePart, ...]) -> RenderableType:
     return Table(columns, cells).terminal(title="Collectives of a step")
 
 
-def _parameters_table(rows: tuple[PlacedPart, ...]) -> RenderableType:
-    return _placed_table("Parameters", rows, lambda row: (row.path, _dims(map(str, row.shape), row)))
+def _placed_table(title: str, placed: tuple[PlacedPart, ...], device: str) -> RenderableType:
+    """Each array with its mesh axes, into how many pieces it is cut, and what one device holds.
 
-
-def _activations_table(rows: tuple[PlacedPart, ...]) -> RenderableType:
-    def cells(row: PlacedPart) -> tuple[str]:
-        names = row.logical_axes or (None,) * len(row.shape)
-        return (_dims((f"{name} {n}" if name else str(n) for name, n in zip(names, row.shape)), row),)
-
-    return _placed_table("Activations", rows, cells)
-
-
-def _placed_table(
-    title: str, placed: tuple[PlacedPart, ...], cells: Callable[[PlacedPart], tuple[str, ...]]
-) -> RenderableType:
-    """What `cells` says of each array, into how many pieces it is cut, and what one GPU holds.
-
-    The dtype that most arrays have is said once, in the title.
+    A parameter has a path, an activation names of its dims. The dtype that most arrays have is said once, in the title.
     """
     usual = Counter(row.dtype for row in placed).most_common(1)[0][0] if placed else "none"
-    rows = []
+    named, rows = title == "Parameters", []
     for row in placed:
-        *first, dims = cells(row)
-        dims += "" if row.dtype == usual else f" {row.dtype}"
-        rows.append((*first, dims, str(row.shards), format_bytes(row.bytes_per_gpu)))
-    words = ("array", "shape: axes")[-len(cells(placed[0])) :] if placed else ()
-    columns = (*text_columns(*words), *number_columns("cut in", "a GPU"))
+        names = () if named else row.logical_axes or ()
+        dims = [f"{name} {n}" if name else str(n) for name, n in zip_longest(names, row.shape)]
+        text = ", ".join(f"{d}:{'+'.join(axes)}" if axes else d for d, axes in zip(dims, row.spec)) or "scalar"
+        text += "" if row.dtype == usual else f" {row.dtype}"
+        first = [row.path] if named else []
+        wrapped = text if named else "\n".join(textwrap.wrap(text, _LONGEST_ROW, subsequent_indent="  "))
+        rows.append((*first, wrapped, str(row.shards), format_bytes(row.bytes_per_gpu)))
+    heads = ("array", "shape: axes") if named else ("shape: axes",)
+    columns = (*text_columns(*(heads if placed else ())), *number_columns("cut in", f"a {device}"))
     return Table(columns, rows).terminal(title=f"{title}, {usual}")
-
-
-def _dims(names: Iterable[str], row: PlacedPart) -> str:
-    return ", ".join(f"{name}:{'+'.join(axes)}" if axes else name for name, axes in zip(names, row.spec)) or "scalar"
