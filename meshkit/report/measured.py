@@ -25,8 +25,7 @@ from meshkit.report.views.words import goodput_part
 from meshkit.runs.goodput import read_goodput
 from meshkit.runs.metrics import read_metrics, within
 from meshkit.trace.captured import CaptureRecord
-from meshkit.trace.checks import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED, Facts, Note
-from meshkit.trace.reader import Trace
+from meshkit.trace.reader import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED, Facts, Note, Trace
 from meshkit.trace.skew import Skew
 from meshkit.units import format_bytes, format_percent
 

@@ -25,10 +25,9 @@ from meshkit.hlo.costs import opcode
 from meshkit.hlo.module import Program, load_module, read_program
 from meshkit.hlo.schedule import Schedule
 from meshkit.step.facts import NO_FACTS, StepFacts
-from meshkit.trace.checks import Note, some
 from meshkit.trace.graphs import graph_nodes
 from meshkit.trace.operations import TracedProgram, TraceFile
-from meshkit.trace.reader import Trace, read_trace
+from meshkit.trace.reader import Note, Trace, read_trace, some
 from meshkit.units import format_bytes
 
 TRACE_FOLDER = "trace"  # of a run folder

@@ -27,7 +27,7 @@ from meshkit.config.bounded import open_regular
 from meshkit.config.mesh import Placement
 from meshkit.errors import TraceError
 from meshkit.hlo.schedule import GroupShape, group_shape
-from meshkit.trace.checks import Note
+from meshkit.trace.reader import Note
 from meshkit.trace.skew import Skew, stragglers
 from meshkit.units import format_percent
 

@@ -24,8 +24,8 @@ from meshkit.hlo.module import COLLECTIVES, Program, load_module, read_program
 from meshkit.hlo.proto import attributes_of, ints, message, messages, read_fields, text
 from meshkit.hlo.schedule import Collective, read_groups
 from meshkit.trace.captured import LARGEST_PROGRAM_BYTES, TRACE_FOLDER, traced_program
-from meshkit.trace.checks import Note, some
 from meshkit.trace.operations import KINDS, Operations, TracedProgram, TraceFile, is_container, read_operations
+from meshkit.trace.reader import Note, some
 from meshkit.trace.xspace import XSpace, read_xspace
 from meshkit.units import format_percent
 

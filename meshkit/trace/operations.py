@@ -1,4 +1,4 @@
-"""One process's trace file -> the operations that ran on its devices, as columns, and what each of them is.
+"""One process's trace file -> the operations of its devices as columns, what each is, and in which execution it ran.
 
 Operations that have the same kernel name, HLO instruction and module share a `Label`, so that whatever must be decided
 about them by name is decided once: compute, communication, copies, containers, or compute and communication at once.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 
 import numpy as np
@@ -295,6 +295,7 @@ def _distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 COMPUTE, COMMUNICATION, COPY, CONTAINER, FUSED = range(5)
+_MOST_FOUND = 10_000  # executions in a trace that numbers none; real ones have some tens
 
 # ncclKernel (before 2.19), ncclDevKernel, ncclSymk (symmetric memory, 2.27); the other libraries that XLA can call;
 # XLA's own kernels (one-shot and multimem all-reduce, ragged all-to-all, their barrier); DeepEP's dispatch and combine
@@ -470,3 +471,90 @@ def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, 
         return COMMUNICATION, collective or program.kinds.get(kind_of_collective(label))
     inside = of_program and label.op in program.kernels and not _OVER_HOST.search(label.name)
     return (COPY if label.copy and not inside else COMPUTE), None
+
+
+def step_windows(
+    start: np.ndarray, end: np.ndarray, op: np.ndarray, run: np.ndarray, num_steps: int | None = None
+) -> list[tuple[float, float]]:
+    """Windows of the executions, in order; the last one is dropped unless it is the only one.
+
+    What follows the last execution is not in the trace, so its idle time is unknown: alone, it ends with its last
+    operation.
+
+    Args:
+        start, end: times of the program's operations on one device, sorted by start.
+        op: an id of the instruction of each operation.
+        run: the runtime's id of the execution, negative or positive; -1 everywhere where the trace has none.
+        num_steps: executions in the trace, if known.
+    """
+    first = runs_in_order(start, run)[1] if (run != -1).any() else _starts_by_count(start, op, num_steps)
+    if len(first) == 1:
+        return [(float(first[0]), float(end.max()))]
+    return list(zip(first[:-1].tolist(), first[1:].tolist()))
+
+
+def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.ndarray) -> list[tuple[float, float]]:
+    """Windows of the executions where nobody numbered or counted them, and the trace may begin and end inside of one.
+
+    The operations that ran equally often tell where executions begin: of those that run once an execution, where
+    `once` [ids] knows them, the most; else all where their numbers have a divisor in common, else the rarest that are
+    a quarter of all. More than any trace has are no executions: then the trace is one.
+
+    Args:
+        start, end, op: as of `step_windows`.
+        once: of each id of an operation, whether one execution runs it once.
+    """
+    every = np.bincount(op, minlength=len(once))
+    ids = np.flatnonzero(every)
+    count = every[ids]
+    chosen = np.ones(len(ids), bool)
+    if once[ids].any():
+        values, votes = np.unique(count[once[ids]], return_counts=True)
+        chosen = once[ids] & (count == values[np.argmax(votes)])
+    elif np.gcd.reduce(count) == 1 and (count == 1).mean() < 0.1:
+        repeated = (c for c in np.unique(count[count > 1]).tolist() if (count % c == 0).mean() >= 0.25)
+        number = next(repeated, 1)
+        chosen = (count % number == 0) if number > 1 else chosen
+    rows = slice(None) if chosen.all() else np.isin(op, ids[chosen])
+    windows = step_windows(start[rows], end[rows], op[rows], np.broadcast_to(-1, len(op[rows])))
+    return windows if 1 < len(windows) <= _MOST_FOUND else [(float(start[0]), float(end.max()))]
+
+
+def runs_in_order(start: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The runtime's ids of the executions and when each starts, in time; empty where the trace has none.
+
+    Args:
+        start: times of the program's operations on one device, sorted.
+        run: the runtime's id of the execution of each.
+    """
+    numbered = run != -1
+    ids, index = np.unique(run[numbered], return_index=True)  # first of each run, as start is sorted
+    starts = start[numbered][index]
+    order = np.argsort(starts, kind="stable")
+    return ids[order], starts[order]
+
+
+def _starts_by_count(start: np.ndarray, op: np.ndarray, num_steps: int | None) -> np.ndarray:
+    """Start of each execution where none is numbered: an op that ran m times per execution opens one every m times.
+
+    Ops whose count is no multiple of the number of executions (a conditional; events that the profiler dropped) are
+    left out.
+    """
+    # by op, in time; numpy sorts 16-bit numbers by radix, in one pass
+    count = np.bincount(op)
+    begin = np.cumsum(count) - count
+    begin, count = begin[count > 0], count[count > 0]
+    order = np.argsort(op.astype(np.uint16) if len(op) and op.max() < 2**16 else op, kind="stable")
+    steps = _number_of_runs(count, num_steps)
+    regular = count % steps == 0
+    begin, every = begin[regular], count[regular] // steps
+    if steps < len(begin):
+        return np.sort([start[order[begin + every * i]].min() for i in range(steps)])
+    return np.sort(reduce(np.minimum, (start[order[b + e * np.arange(steps)]] for b, e in zip(begin, every))))
+
+
+def _number_of_runs(count: np.ndarray, num_steps: int | None) -> int:
+    """The number given, if it fits most ops; else the largest number that fits all."""
+    if num_steps and np.mean(count % num_steps == 0) > 0.5:
+        return num_steps
+    return int(np.gcd.reduce(count))

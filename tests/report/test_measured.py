@@ -8,9 +8,8 @@ from meshkit.report.compare import plan_warnings
 from meshkit.report.measured import bandwidth_notes, machine_notes
 from meshkit.report.schema import ClusterPart, CommunicationPart, MeshAxisPart
 from meshkit.report.summarize import group_rows, summarize
-from meshkit.trace.checks import Facts
 from meshkit.trace.operations import TraceFile
-from meshkit.trace.reader import read_trace
+from meshkit.trace.reader import Facts, read_trace
 from tests.trace.trace_files import clock_text, collective, gpu_op, plane_text, program, write_planes
 
 H100 = Cluster.load("dgx_h100")

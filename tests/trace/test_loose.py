@@ -13,8 +13,8 @@ from meshkit.report.measured import withhold_axes
 from meshkit.report.summarize import summarize
 from meshkit.timeline import sweep
 from meshkit.trace.loose import find_traces, is_loose, open_loose
-from meshkit.trace.operations import TraceFile
-from meshkit.trace.reader import found_windows, read_trace
+from meshkit.trace.operations import TraceFile, found_windows
+from meshkit.trace.reader import read_trace
 from tests.trace.trace_files import collective, gpu_op, plane_text, program, write_planes
 
 DATA = Path(__file__).parent.parent / "data"

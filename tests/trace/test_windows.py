@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshkit.trace.reader import found_windows, step_windows
+from meshkit.trace.operations import found_windows, step_windows
 
 
 def windows(ops, num_steps=None, run=None):

@@ -61,11 +61,10 @@ from meshkit.step.facts import NO_FACTS, StepFacts
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes, traced_block
 from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_of_capture, open_capture, read_captured
-from meshkit.trace.checks import Note
 from meshkit.trace.inspector import InspectedRow, inspect, shape_on
 from meshkit.trace.loose import open_loose
 from meshkit.trace.measured import PGLE_FILE, measured_costs, write_calibration, write_pgle
-from meshkit.trace.reader import Trace, read_trace
+from meshkit.trace.reader import Note, Trace, read_trace
 
 _UNCOUNTED = {"unknown trip count", "conditional", "opaque custom call"}  # notes of a schedule that hides FLOP
 

@@ -51,8 +51,8 @@ from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import Capture, CapturedStep
 from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_of_capture, open_capture, read_captured
-from meshkit.trace.checks import COMMAND_BUFFERS_FLAG
 from meshkit.trace.measured import MeasuredKernels, kernel_seconds, rates_of, tensor_share
+from meshkit.trace.reader import COMMAND_BUFFERS_FLAG
 from meshkit.units import format_bytes, format_percent, format_seconds
 from meshkit.verbs.plan.planner import absent_step
 
