@@ -17,18 +17,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from meshkit.errors import ConfigError
-from meshkit.report.schema import (
-    CommunicationPart,
-    KernelPart,
-    LinkName,
-    OpPart,
-    Part,
-    ProgramPart,
-    Report,
-    Source,
-    StepPart,
-    Warning_,
-)
+from meshkit.report import schema
+from meshkit.report.schema import KernelPart, OpPart, Part, Report
 from meshkit.units import format_bytes, format_count, format_percent, format_seconds
 
 _SAME = 0.01  # of the step: two captures of one run differ by as much
@@ -52,15 +42,15 @@ class Pair(Part):
 class ComparedSide(Part):
     """Which report this side is."""
 
-    source: Source
-    program: ProgramPart
+    source: schema.Source
+    program: schema.ProgramPart
 
 
 class ComparedRow(Part):
     """Communication of one kind over the same axes and link, in both reports; one that has none has None."""
 
     axes: tuple[str, ...]
-    link: LinkName | None
+    link: schema.LinkName | None
     collective: str | None
     dtype: str | None
     replica_groups: str | None = None
@@ -181,7 +171,7 @@ def compare(a: Report, b: Report) -> Comparison:
         b=ComparedSide(source=b.source, program=b.program),
         step={
             name: pair(getattr(a.step, name), getattr(b.step, name))
-            for name in StepPart.model_fields
+            for name in schema.StepPart.model_fields
             if name != "time_interval"
         },
         memory={
@@ -268,7 +258,7 @@ def _verdict(found: Comparison, parts: Sequence[ComparedPart]) -> str | None:
     return text + (f": {'; '.join(listed)}." if listed else ".")
 
 
-def plan_warnings(plan: Report, measured: Report) -> Iterator[Warning_]:
+def plan_warnings(plan: Report, measured: Report) -> Iterator[schema.Warning_]:
     """Where a plan beside a measurement is of another job."""
     differs = []
     for what in ("mesh", "cluster"):
@@ -285,7 +275,7 @@ def plan_warnings(plan: Report, measured: Report) -> Iterator[Warning_]:
         message = (
             f"The plan beside this measurement is of another {' and '.join(differs)}: their numbers do not compare."
         )
-        yield Warning_(code="other_plan", message=message)
+        yield schema.Warning_(code="other_plan", message=message)
 
 
 def pair(a: float | None, b: float | None) -> Pair:
@@ -306,8 +296,8 @@ def _joined_rows(a: Report, b: Report) -> tuple[ComparedRow, ...]:
     return tuple(sorted(rows, key=lambda row: (-abs(row.exposed_s.difference), -abs(row.time_s.difference))))
 
 
-def _rows_by_key(rows: Sequence[CommunicationPart]) -> dict[tuple, list[CommunicationPart]]:
-    found: dict[tuple, list[CommunicationPart]] = {}
+def _rows_by_key(rows: Sequence[schema.CommunicationPart]) -> dict[tuple, list[schema.CommunicationPart]]:
+    found: dict[tuple, list[schema.CommunicationPart]] = {}
     for row in rows:
         found.setdefault((row.axes, row.link, row.collective, row.dtype, row.replica_groups), []).append(row)
     return found

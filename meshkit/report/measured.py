@@ -10,17 +10,8 @@ from typing import Any
 from meshkit.config.cluster import Cluster
 from meshkit.discover.topology import gpu_by_name
 from meshkit.hlo.schedule import Schedule
-from meshkit.report.schema import (
-    CommunicationPart,
-    GoodputPart,
-    HistoryPart,
-    ProgramPart,
-    QualityPart,
-    Report,
-    StragglerPart,
-    StragglersPart,
-    Warning_,
-)
+from meshkit.report import schema
+from meshkit.report.schema import CommunicationPart, Report, Warning_
 from meshkit.report.views.words import goodput_part
 from meshkit.runs.goodput import read_goodput
 from meshkit.runs.metrics import read_metrics, within
@@ -39,7 +30,7 @@ _SECONDS = (
 
 def quality_part(
     trace: Trace, *, missing: Sequence[int] = (), overhead_s: float | None = None, steps_per_execution: int = 1
-) -> QualityPart:
+) -> schema.QualityPart:
     """The data quality of a trace; seconds are means per step.
 
     Args:
@@ -53,7 +44,7 @@ def quality_part(
     clocks = skew.clocks
     swept = max(1, len(trace.sweeps)) * steps_per_execution
     free, clocked = skew.wait_clock_free_s, skew.wait_clocked_s
-    return QualityPart.of(
+    return schema.QualityPart.of(
         facts,
         dropped_events=facts.dropped,
         graph_s=facts.graph_s / each,
@@ -71,7 +62,9 @@ def quality_part(
     )
 
 
-def stragglers_part(skew: Skew, hosts: Mapping[int, str], compute_s: Mapping[int, float], steps: int) -> StragglersPart:
+def stragglers_part(
+    skew: Skew, hosts: Mapping[int, str], compute_s: Mapping[int, float], steps: int
+) -> schema.StragglersPart:
     """The devices that others wait for, the worst first.
 
     Args:
@@ -81,7 +74,7 @@ def stragglers_part(skew: Skew, hosts: Mapping[int, str], compute_s: Mapping[int
         steps: how many training steps `skew` is of.
     """
     devices = [
-        StragglerPart.of(
+        schema.StragglerPart.of(
             s,
             host=hosts.get(s.process),
             caused_wait_s=s.caused_wait_s / steps,
@@ -91,7 +84,7 @@ def stragglers_part(skew: Skew, hosts: Mapping[int, str], compute_s: Mapping[int
         )
         for s in skew.stragglers[:_MAX_STRAGGLERS]
     ]
-    return StragglersPart.of(skew, devices=tuple(devices))
+    return schema.StragglersPart.of(skew, devices=tuple(devices))
 
 
 def machine_notes(cluster: Cluster | None, facts: Facts, device_kind: str | None = None) -> Iterator[Note]:
@@ -135,9 +128,9 @@ def noted(notes: Iterable[Note]) -> list[Warning_]:
     return [Warning_(code=n.code, message=n.message, seconds=n.seconds) for n in notes]
 
 
-def captured_program(record: CaptureRecord, schedule: Schedule | None) -> ProgramPart:
+def captured_program(record: CaptureRecord, schedule: Schedule | None) -> schema.ProgramPart:
     """What is known of a program that a process captured."""
-    return ProgramPart.of(record, fingerprint=schedule.fingerprint if schedule else None, options=None)
+    return schema.ProgramPart.of(record, fingerprint=schedule.fingerprint if schedule else None, options=None)
 
 
 def withhold_axes(report: Report, trace: Trace) -> Report:
@@ -196,25 +189,25 @@ _FEWEST = 9  # steps for a trend: three in each third
 _NOTABLE, _FEWEST_TO_WARN = 0.1, 30  # below, a busy neighbour or one slow step makes a trend
 
 
-def read_history(run: str | Path) -> HistoryPart | None:
+def read_history(run: str | Path) -> schema.HistoryPart | None:
     """The history of a run folder; None where it has no metrics."""
     return history_of(read_metrics(Path(run) / METRICS_FILE))
 
 
-def history_of(records: Sequence[Mapping[str, Any]]) -> HistoryPart | None:
+def history_of(records: Sequence[Mapping[str, Any]]) -> schema.HistoryPart | None:
     """Records of metrics as columns, thinned out evenly to 300 points; the trend is of all records."""
     if not records:
         return None
     present = [c for c in COLUMNS if any(_number(r.get(c)) is not None for r in records)]
     shown = records[:: -(-len(records) // _MAX_POINTS)]
-    return HistoryPart(
+    return schema.HistoryPart(
         steps=tuple(int(r["step"]) for r in shown),
         values={c: tuple(_number(r.get(c)) for r in shown) for c in present},
         trend={c: _trend([_number(r.get(c)) for r in records]) for c in present},
     )
 
 
-def untraced_step_s(history: HistoryPart | None, first_traced: int) -> float | None:
+def untraced_step_s(history: schema.HistoryPart | None, first_traced: int) -> float | None:
     """The median step before a trace began, but for the first, which warms up; None of fewer than three."""
     if history is None:
         return None
@@ -223,7 +216,7 @@ def untraced_step_s(history: HistoryPart | None, first_traced: int) -> float | N
     return statistics.median(before) if len(before) >= _FEWEST_UNTRACED else None
 
 
-def trend_warnings(history: HistoryPart | None) -> list[Warning_]:
+def trend_warnings(history: schema.HistoryPart | None) -> list[Warning_]:
     """Says that the steps of a run got longer, where they did by more than a tenth and the run is long enough."""
     grown = history.trend.get("step_time_s") if history else None
     if history is None or grown is None or grown <= _NOTABLE or len(history.steps) < _FEWEST_TO_WARN:
@@ -235,7 +228,7 @@ def trend_warnings(history: HistoryPart | None) -> list[Warning_]:
     return [Warning_(code="step_time_trend", message=message)]
 
 
-def read_goodput_part(run: str | Path) -> GoodputPart | None:
+def read_goodput_part(run: str | Path) -> schema.GoodputPart | None:
     """The goodput of a run folder; None where it has none."""
     found = read_goodput(Path(run))
     return goodput_part(found) if found else None

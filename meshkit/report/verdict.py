@@ -23,25 +23,8 @@ from meshkit.hlo.instructions import InstructionInfo
 from meshkit.hlo.schedule import Schedule
 from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.pricing import Pricer
-from meshkit.report.causes import (
-    BESIDE_WORK,
-    COMBINED,
-    EXPOSED_WARNS,
-    KEEP_MORE,
-    LEAST,
-    WAITING,
-    WARNS,
-    JudgedReport,
-    Mended,
-    finding,
-    findings_of,
-    named,
-    recomputes,
-    slow_link,
-    small_collectives,
-    source,
-    waiting,
-)
+from meshkit.report import causes
+from meshkit.report.causes import JudgedReport, Mended, finding
 from meshkit.report.schema import CommunicationPart, FindingPart, HistoryPart, Report
 from meshkit.report.summarize import communication_rows, group_rows, step_part
 from meshkit.timeline import DeviceStep, exposed_spans
@@ -53,7 +36,7 @@ _OUTLIER = 1.5  # x the median step
 _LOW_RATE = 2.0  # x the model's seconds, of a kernel
 _PART = {  # of the step, which a cause takes from
     **dict.fromkeys(
-        (WAITING, "slow_link", "small_collectives", "synchronous_collectives", "serialized_by_xla",
+        (causes.WAITING, "slow_link", "small_collectives", "synchronous_collectives", "serialized_by_xla",
          "exposed_communication"), "exposed communication",
     ),
     "host_bound": "idle",
@@ -82,7 +65,7 @@ def judged(report: Report, known: Known, history: HistoryPart | None = None) -> 
     if not report.step.time_s or not known.trace.sweeps:
         return report
     case = _Measured(report, known, history)
-    findings = findings_of(case, _CAUSES)
+    findings = causes.findings_of(case, _CAUSES)
     return report.model_copy(update={"findings": findings, "verdict": _verdict(case, findings)})
 
 
@@ -188,11 +171,12 @@ def _exposed(case: _Measured) -> Iterator[FindingPart]:
         shared = {code: rest * s / total if total else 0.0 for code, s in of.items()}
         shared["exposed_communication"] = rest - sum(shared.values())
         evidence = (f"communication.{i}.exposed_s",)
-        hidden = case.with_(Mended(hidden=case.members(row))) if rest >= LEAST * case.time_s and row.ops else None
+        least_s = causes.LEAST * case.time_s
+        hidden = case.with_(Mended(hidden=case.members(row))) if rest >= least_s and row.ops else None
         for code, seconds in shared.items():
-            if seconds < LEAST * case.time_s:
+            if seconds < least_s:
                 continue
-            what = f"{named(row)}{source(row)} is exposed for {format_seconds(seconds)} a step"
+            what = f"{causes.named(row)}{causes.source(row)} is exposed for {format_seconds(seconds)} a step"
             message, hint, warns = _reason(code, what, off, row)
             yield finding(case, code, seconds, message, warns=warns, evidence=evidence, hint=hint, step_s=hidden)
 
@@ -202,13 +186,14 @@ def _reason(code: str, what: str, off: Any, row: CommunicationPart) -> tuple[str
     if code == "synchronous_collectives":
         said = f" ({_ASYNC_OFF} = {off})" if off else ""
         hint = f"[xla] without {_ASYNC_OFF}" if off else f"[xla] {_HIDES} = true"
-        return f"{what}: XLA compiled it synchronous{said}, so nothing can run beside it.", hint, WARNS
+        return f"{what}: XLA compiled it synchronous{said}, so nothing can run beside it.", hint, causes.WARNS
     if code == "serialized_by_xla":
         message = f"{what}: XLA waits for it right where it starts, with no work between."
         loops = f", and xla_gpu_pipeline_{(row.collective or '').replace('-', '_')} in a loop over layers"
-        return message, f"[xla] {_HIDES} = true{loops if row.collective in list(COMBINED)[:3] else ''}", WARNS
+        loops = loops if row.collective in list(causes.COMBINED)[:3] else ""
+        return message, f"[xla] {_HIDES} = true{loops}", causes.WARNS
     message = f"{what}, with nothing to compute beside it."
-    return message, BESIDE_WORK, EXPOSED_WARNS
+    return message, causes.BESIDE_WORK, causes.EXPOSED_WARNS
 
 
 def _schedules(schedule: Schedule | None) -> tuple[set[str], set[str]]:
@@ -290,7 +275,7 @@ def _recomputation(case: _Measured) -> Iterator[FindingPart]:
     trace, each = case.known.trace, case.known.steps_per_execution
     seconds, known = 0.0, case.known.instructions
     for name, s in zip(trace.timeline.op_names, trace.kernels.time_s.tolist()):
-        seconds += s / each if recomputes(name, known.get(name)) else 0.0
+        seconds += s / each if causes.recomputes(name, known.get(name)) else 0.0
     memory = case.report.memory
     room = f", and {format_bytes(memory.margin_bytes)} are free" if (memory.margin_bytes or 0) > 0 else ""
     share = seconds / case.step.compute_s if case.step.compute_s else 0.0
@@ -300,7 +285,7 @@ def _recomputation(case: _Measured) -> Iterator[FindingPart]:
         seconds,
         f"{format_percent(share)} of the compute, {format_seconds(seconds)} a step, is the forward pass again{room}.",
         evidence=("kernels",),
-        hint=KEEP_MORE,
+        hint=causes.KEEP_MORE,
         step_s=case.time_s - seconds,
     )
 
@@ -341,8 +326,8 @@ def _low_rate(case: _Measured) -> Iterator[FindingPart]:
 
 
 _CAUSES = (
-    _capture_overhead, _outlier_steps, waiting, slow_link, small_collectives, _exposed, _idle, _copies,
-    _recomputation, _low_rate,
+    _capture_overhead, _outlier_steps, causes.waiting, causes.slow_link, causes.small_collectives, _exposed, _idle,
+    _copies, _recomputation, _low_rate,
 )  # fmt: skip
 
 
@@ -368,7 +353,7 @@ def _verdict(case: _Measured, findings: Sequence[FindingPart]) -> str:
     first = ranked[0][1][0]
     told = first.code == "capture_overhead"  # it has its own words for the step without it
     if not told and first.step_s is not None and first.step_s < 0.995 * case.mean_s:
-        without = f"Were no {case.device} slower than the median" if first.code == WAITING else "Without that"
+        without = f"Were no {case.device} slower than the median" if first.code == causes.WAITING else "Without that"
         without += f" the step would take {format_seconds(first.step_s)}."
         sentences.insert(2 if ranked[0][0] in totals else 1, without)
     return " ".join(sentences)

@@ -29,15 +29,7 @@ from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError, a_type
 from meshkit.redaction import recorded_environment
 from meshkit.step.facts import NO_FACTS, StepFacts
-from meshkit.trace.captured import (
-    CapturedCost,
-    CapturedDevice,
-    CapturedMemory,
-    CapturedMesh,
-    CapturedTrace,
-    CaptureRecord,
-    digest,
-)
+from meshkit.trace import captured
 
 _HOST_TRACER_LEVEL = 1  # the lowest level at which XLA:CPU's operations are traced; GPU kernels need none
 
@@ -124,7 +116,7 @@ class Capture:
         ended = time.perf_counter()
         jax.profiler.stop_trace()
         self.active = False
-        cost = CapturedCost(
+        cost = captured.CapturedCost(
             start_s=self._start_s,
             stop_s=time.perf_counter() - ended,
             traced_step_s=(ended - self._began) / self._done / self._step.facts.steps_per_call if self._done else None,
@@ -139,20 +131,20 @@ class Capture:
             jax.profiler.stop_trace()
             clean(self.folder)
 
-    def _write(self, cost: CapturedCost) -> None:
+    def _write(self, cost: captured.CapturedCost) -> None:
         """Writes the program and the sidecar."""
         process = jax.process_index()
         program_file = f"program-p{process}.hlo.pb.gz"
         serialized = self._module.as_serialized_hlo_module_proto()
         (self.folder / program_file).write_bytes(gzip.compress(serialized, compresslevel=6))
         step, mesh = self._step, self._step.mesh
-        devices = CapturedMesh(
+        devices = captured.CapturedMesh(
             axes=mesh.axis_names, shape=mesh.devices.shape, device_ids=tuple(d.id for d in mesh.devices.flat)
         )
         placement = devices.placement(step.cluster, step.mesh_spec) if step.cluster else None
         across = placement.domains_along().items() if placement else ()
         links = {name: "infiniband" if domains > 1 else "nvlink" for name, domains in across} or None
-        record = CaptureRecord(
+        record = captured.CaptureRecord(
             process=process,
             processes=jax.process_count(),
             host=socket.gethostname(),
@@ -247,13 +239,13 @@ def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tupl
     return tuple(sorted(set(choice)))
 
 
-def _written_trace(folder: Path, process: int) -> CapturedTrace | None:
+def _written_trace(folder: Path, process: int) -> captured.CapturedTrace | None:
     """The trace file that the profiler left."""
     found = sorted((folder / "plugins" / "profile" / f"p{process}").glob("*.xplane.pb"))
     if not found:
         return None
-    file = found[0]
-    return CapturedTrace(file=str(file.relative_to(folder)), bytes=file.stat().st_size, blake2b=digest(file))
+    file, size = str(found[0].relative_to(folder)), found[0].stat().st_size
+    return captured.CapturedTrace(file=file, bytes=size, blake2b=captured.digest(found[0]))
 
 
 def _compiled_module(program: Any) -> Any:
@@ -277,9 +269,9 @@ def serialized_module(program: Any) -> bytes:
     return _compiled_module(program).as_serialized_hlo_module_proto()
 
 
-def trace_devices(mesh: jax.sharding.Mesh) -> tuple[CapturedDevice, ...]:
+def trace_devices(mesh: jax.sharding.Mesh) -> tuple[captured.CapturedDevice, ...]:
     """This process's devices, as its traces number them."""
-    return tuple(CapturedDevice(id=d.id, ordinal=_ordinal(d)) for d in mesh.local_devices)
+    return tuple(captured.CapturedDevice(id=d.id, ordinal=_ordinal(d)) for d in mesh.local_devices)
 
 
 def _ordinal(device: Any) -> int:
@@ -289,13 +281,13 @@ def _ordinal(device: Any) -> int:
     return device.id if device.local_hardware_id is None else device.local_hardware_id
 
 
-def _memory(devices: Any, before_bytes: int | None = None, program_bytes: int | None = None) -> CapturedMemory:
+def _memory(devices: Any, before_bytes: int | None = None, program_bytes: int | None = None) -> captured.CapturedMemory:
     """The allocator of the fullest of some devices; none of CPU devices, which count nothing."""
     found = [stats for d in devices if (stats := d.memory_stats())]
     if not found:
-        return CapturedMemory()
+        return captured.CapturedMemory()
     fullest = max(found, key=lambda stats: stats.get("peak_bytes_in_use", 0))
-    return CapturedMemory(
+    return captured.CapturedMemory(
         pool_bytes=fullest.get("bytes_limit"),
         peak_bytes=fullest.get("peak_bytes_in_use"),
         before_bytes=before_bytes,

@@ -9,23 +9,13 @@ from typing import Any
 import numpy as np
 
 from meshkit.report.schema import GoodputPart, PipelinePart, Report
-from meshkit.report.views.words import (
-    LOOKS,
-    Share,
-    axes_text,
-    goodput_shares,
-    link_text,
-    memory_shares,
-    names_of,
-    report_shares,
-    row_name,
-    share_text,
-    step_shares,
-)
+from meshkit.report.views import words
+from meshkit.report.views.words import Share
 from meshkit.timeline import DeviceStep, Timeline, exposed_spans
 from meshkit.units import GIB, format_bytes, format_seconds
 
-COLORS = {key: look.color for key, look in LOOKS.items()} | {"overlapped": "#95c5e8", "copies": LOOKS["other"].color}
+COLORS = {key: look.color for key, look in words.LOOKS.items()}
+COLORS |= {"overlapped": "#95c5e8", "copies": COLORS["other"]}
 AXIS_COLORS = ("#4c9f70", "#8f6bb0", "#c77d2e", "#2a9d9d", "#b5678a", "#7a8b3a", "#5b6fb5", "#8d6e63")
 # column of a run's metrics -> its label, and what its value is shown in
 HISTORY = {
@@ -56,13 +46,13 @@ _READABLE_TICKS = 44  # at 1280 pixels, a cell is wide enough for the number of 
 
 def step_chart(reports: Sequence[Report]) -> dict:
     """The step's time, one stacked bar per report."""
-    names = names_of([r.source for r in reports])
+    names = words.names_of([r.source for r in reports])
     scale, unit = unit_of(max(r.step.time_s or 0.0 for r in reports))
     data = []
-    of_report = [{share.key: share for share in report_shares(r)} for r in reports]
+    of_report = [{share.key: share for share in words.report_shares(r)} for r in reports]
     for share in step_parts(reports):
         values = [of[share.key].value if share.key in of else None for of in of_report]
-        percents = [share_text(v or None, r.step.time_s, unknown="") for v, r in zip(values, reports)]
+        percents = [words.share_text(v or None, r.step.time_s, unknown="") for v, r in zip(values, reports)]
         texts = [f"{format_seconds(v)}<br>{p}" for v, p in zip(values, percents)]
         data.append(bar(share.label, _scaled(values, scale), names, share.look.color, texts))
     return bars(data, names, names, unit, bar_height=50)
@@ -70,8 +60,8 @@ def step_chart(reports: Sequence[Report]) -> dict:
 
 def step_parts(reports: Sequence[Report]) -> list[Share]:
     """Everything that any of the reports' steps is made of, in the order of the bar; values are those of the last."""
-    found = {share.key: share for r in reports for share in report_shares(r)}
-    return sorted(found.values(), key=lambda share: list(LOOKS).index(share.key) if share.key != "wait" else 1.5)
+    found = {share.key: share for r in reports for share in words.report_shares(r)}
+    return sorted(found.values(), key=lambda share: list(words.LOOKS).index(share.key) if share.key != "wait" else 1.5)
 
 
 def communication_parts(reports: Sequence[Report]) -> dict[str, str]:
@@ -85,7 +75,7 @@ def communication_chart(reports: Sequence[Report]) -> dict:
     """Overlapped and exposed time of each axis, link and collective; a bar each where there are two reports."""
     parts = communication_parts(reports)
     found = [_seconds_by_label(report, heard="overlapped" not in parts) for report in reports]
-    y, ticks, places = _places(_largest_labels(reports, found), names_of([r.source for r in reports]))
+    y, ticks, places = _places(_largest_labels(reports, found), words.names_of([r.source for r in reports]))
     scale, unit = unit_of(max((float(sums.sum()) for of in found for sums in of.values()), default=0.0))
     data = []
     for key, name in parts.items():
@@ -103,7 +93,7 @@ def _seconds_by_label(report: Report, *, heard: bool) -> dict[str, np.ndarray]:
     """
     found: dict[str, np.ndarray] = {}
     for row in report.communication:
-        label = f"{axes_text(row.axes)} · {link_text(row)} · {row_name(row)}"
+        label = f"{words.axes_text(row.axes)} · {words.link_text(row)} · {words.row_name(row)}"
         known = (row.busy_s, row.wait_s) if heard else (row.exposed_s, row.exposed_wait_s)
         exposed_s, wait_s = (seconds or 0.0 for seconds in known)
         found[label] = found.get(label, 0.0) + np.array([row.overlapped_s or 0.0, exposed_s - wait_s, wait_s])
@@ -128,10 +118,10 @@ def _places(labels: Sequence[str], names: Sequence[str]) -> tuple[list[str], lis
 
 def memory_chart(reports: Sequence[Report]) -> dict:
     """What the fullest GPU holds, against its capacity and what the program may take; of reports that know it."""
-    names = names_of([r.source for r in reports])
+    names = words.names_of([r.source for r in reports])
     data = []
     for part in memory_parts(reports):
-        values = [next((s.value for s in memory_shares(r) if s.key == part.key), None) for r in reports]
+        values = [next((s.value for s in words.memory_shares(r) if s.key == part.key), None) for r in reports]
         texts = [format_bytes(v) if v else "" for v in values]
         data.append(bar(part.label, [(v or 0) / GIB for v in values], names, part.look.color, texts))
     figure = bars(data, names, names, "GiB", bar_height=50)
@@ -139,14 +129,14 @@ def memory_chart(reports: Sequence[Report]) -> dict:
     drawn = [(v / GIB, dash) for v, dash in ((m.capacity_bytes, "solid"), (m.pool_bytes, "dash")) if v]
     figure["layout"]["shapes"] = [limit(x, dash) for x, dash in drawn]
     if drawn:
-        peak = max(sum(s.value or 0 for s in memory_shares(r)) for r in reports) / GIB
+        peak = max(sum(s.value or 0 for s in words.memory_shares(r)) for r in reports) / GIB
         figure["layout"]["xaxis"]["range"] = [0, 1.04 * max(peak, *(x for x, _ in drawn))]
     return figure
 
 
 def memory_parts(reports: Sequence[Report]) -> list[Share]:
     """Everything that any of the reports' memory holds."""
-    return list({share.key: share for r in reports for share in memory_shares(r)}.values())
+    return list({share.key: share for r in reports for share in words.memory_shares(r)}.values())
 
 
 def per_step_chart(report: Report) -> dict | None:
@@ -157,7 +147,7 @@ def per_step_chart(report: Report) -> dict | None:
     scale, unit = unit_of(max(s.time_s for s in samples))
     names = [f"step {s.step}" for s in samples]
     data = []
-    for shares in zip(*map(step_shares, samples)):
+    for shares in zip(*map(words.step_shares, samples)):
         values = [share.value for share in shares]
         texts = [format_seconds(v) for v in values]
         data.append(bar(shares[0].label, _scaled(values, scale), names, shares[0].look.color, texts))
@@ -166,7 +156,8 @@ def per_step_chart(report: Report) -> dict | None:
 
 def kernels_chart(reports: Sequence[Report]) -> dict | None:
     """Compute by kind of work, the longest first; None where no report knows it."""
-    known = [(name, r.kernels.classes) for name, r in zip(names_of([r.source for r in reports]), reports) if r.kernels]
+    names = words.names_of([r.source for r in reports])
+    known = [(name, r.kernels.classes) for name, r in zip(names, reports) if r.kernels]
     if not known:
         return None
     seconds = [{c.kind: c.time_s for c in classes} for _, classes in known]
@@ -225,8 +216,8 @@ def goodput_chart(part: GoodputPart) -> dict:
     wall_s = part.wall_s or 0.0
     scale, unit = (1 / 3600, "h") if wall_s >= 2 * 3600 else unit_of(wall_s)
     data = []
-    for share in goodput_shares(part):
-        texts = [f"{format_seconds(share.value)}<br>{share_text(share.value, part.wall_s)}"]
+    for share in words.goodput_shares(part):
+        texts = [f"{format_seconds(share.value)}<br>{words.share_text(share.value, part.wall_s)}"]
         data.append(bar(share.label, [(share.value or 0.0) * scale], ["run"], share.look.color, texts))
     return bars(data, ["run"], ["run"], unit, bar_height=50)
 
@@ -347,8 +338,8 @@ def lanes(timeline: Timeline, step: DeviceStep) -> list[Lane]:
     exposed = exposed_spans(step)
     found.append(_lane("exposed", "exposed", exposed, None, (), step))
     names = [f"{c.name} ({c.collective} {c.dtype})" for c in timeline.collectives] + ["unmapped communication"]
-    axes = [f"{c.replica_groups or axes_text(c.axes)} · {link_text(c)}" for c in timeline.collectives]
-    axes.append(axes_text(()))
+    axes = [f"{c.replica_groups or words.axes_text(c.axes)} · {words.link_text(c)}" for c in timeline.collectives]
+    axes.append(words.axes_text(()))
     present = list(dict.fromkeys(axes[i] for i in step.collective))
     for axis in sorted(present):
         mine = np.array([axes[i] == axis for i in step.collective], bool)

@@ -29,15 +29,8 @@ from meshkit.hlo.module import Schedule
 from meshkit.linting.contract import rematerialization_findings
 from meshkit.linting.examine import Examined, Lint, examine
 from meshkit.linting.findings import Finding
+from meshkit.predict import coverage
 from meshkit.predict.assumptions import assumptions_for
-from meshkit.predict.coverage import (
-    REMATERIALIZED,
-    flop_note,
-    kernel_seconds_by_name,
-    rematerialized,
-    short_kernels,
-    unpriced_seconds,
-)
 from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_of
 from meshkit.predict.memory import reserved_memory
 from meshkit.predict.simulate import Simulation, simulate
@@ -351,17 +344,17 @@ def _flop_warning(
 ) -> list[Warning_]:
     """That the compiled program does other work than the traced one, where it does, and what more of it takes."""
     start, end = simulation.timeline.steps[0].window
-    note = flop_note(
+    note = coverage.flop_note(
         schedule,
         compiled.traced_flops,
         cluster.num_gpus,
         step_s=end - start,
         peak_flops=max(cluster.gpu.peak_flops.values()),
-        recomputed=rematerialized(simulation, compiled.log).kernels > 0,
+        recomputed=coverage.rematerialized(simulation, compiled.log).kernels > 0,
     )
     if note is None:
         return []
-    seconds = kernel_seconds_by_name(simulation) if note.names else {}
+    seconds = coverage.kernel_seconds_by_name(simulation) if note.names else {}
     known = note.share * sum(seconds.get(name, 0.0) for name in set(note.names)) / steps
     return [Warning_(code=note.code, message=note.message, seconds=known or None)]
 
@@ -370,7 +363,7 @@ def _rematerialization_warning(
     compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, steps: int
 ) -> list[Warning_]:
     """What XLA computes twice because it counts more memory than the step may take, and what to try."""
-    found = rematerialized(simulation, compiled.log)
+    found = coverage.rematerialized(simulation, compiled.log)
     if not found.kernels:
         return []
     seconds = found.seconds / steps
@@ -384,7 +377,7 @@ def _rematerialization_warning(
         way = f"it may fit without: try the XLA option {LIMIT} = {NO_LIMIT}"
     else:
         way = "try more recomputation in the layers (train.remat), where it costs less, or more micro-batches"
-    return [Warning_(code=REMATERIALIZED, message=f"{message}; {way}", seconds=seconds)]
+    return [Warning_(code=coverage.REMATERIALIZED, message=f"{message}; {way}", seconds=seconds)]
 
 
 def _outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
@@ -406,7 +399,7 @@ def _outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
 
 def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:
     """That the step is mostly kernels too small for their price to hold."""
-    found = short_kernels(simulation)
+    found = coverage.short_kernels(simulation)
     start, end = simulation.timeline.steps[0].window
     if found.seconds < _NOTABLE * (end - start):
         return []
@@ -440,7 +433,7 @@ def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cl
 
 def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, each: int) -> list[Warning_]:
     """What was assumed of single instructions, what the compiler said, and by how much the step is too large."""
-    seconds = unpriced_seconds(simulation, steps=each)
+    seconds = coverage.unpriced_seconds(simulation, steps=each)
     found = [
         Warning_(code=kind.replace(" ", "_"), message=f"{_NOTES.get(kind, kind)}: {', '.join(names[:5])}"
                  + (f" and {len(names) - 5} more" if len(names) > 5 else ""), seconds=seconds.get(kind))

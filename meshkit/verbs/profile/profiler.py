@@ -28,6 +28,7 @@ from meshkit.errors import ConfigError, a_type
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.pipeline_report import useful_flops
 from meshkit.hlo.schedule import Collective, Schedule
+from meshkit.report import schema
 from meshkit.report.causes import judged_by_communication
 from meshkit.report.compare import plan_warnings
 from meshkit.report.folder import feedback_part, write_folder
@@ -43,17 +44,7 @@ from meshkit.report.measured import (
     untraced_step_s,
     withhold_axes,
 )
-from meshkit.report.schema import (
-    CommunicationPart,
-    HistoryPart,
-    MemoryPart,
-    ProgramPart,
-    QualityPart,
-    Report,
-    StepPart,
-    StragglersPart,
-    WindowPart,
-)
+from meshkit.report.schema import CommunicationPart, Report
 from meshkit.report.summarize import Machines, cluster_part, group_rows, mesh_part, summarize, wire_numbers
 from meshkit.report.verdict import Known, judged
 from meshkit.runs.metrics import read_metrics
@@ -345,7 +336,7 @@ def measure_traces(path: str | Path, job: TracedJob, *, program: str | None = No
     else:
         report = withhold_axes(report, trace)
     schedule = loose.read.schedule if loose.read else None
-    compiled = ProgramPart(
+    compiled = schema.ProgramPart(
         fingerprint=schedule.fingerprint if schedule else None,
         jax=loose.versions.get("jax"),
         jaxlib=loose.versions.get("jaxlib"),
@@ -360,14 +351,14 @@ def _with_bandwidths(report: Report) -> Report:
     return report.model_copy(update={"warnings": (*report.warnings, *noted(bandwidth_notes(report.communication)))})
 
 
-def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> MemoryPart:
+def _memory(records: Sequence[CaptureRecord], cluster: Cluster | None) -> schema.MemoryPart:
     """What the allocator counted on the fullest GPU; CPU devices count nothing."""
     peaks = [r.memory for r in records if r.memory.peak_bytes is not None]
     if not peaks:
-        return MemoryPart()
+        return schema.MemoryPart()
     fullest = max(peaks, key=lambda m: m.peak_bytes or 0)
     pool, peak = fullest.pool_bytes, fullest.peak_bytes
-    return MemoryPart(
+    return schema.MemoryPart(
         capacity_bytes=cluster.gpu.memory_bytes if cluster else None,
         pool_bytes=pool,
         peak_bytes=peak,
@@ -385,14 +376,14 @@ def _executed(facts: StepFacts, schedule: Schedule | None) -> StepFacts:
     return facts.model_copy(update={"hardware_flops_per_gpu": flops or None})
 
 
-def _untraced_s(records: Sequence[CaptureRecord], history: HistoryPart | None) -> float | None:
+def _untraced_s(records: Sequence[CaptureRecord], history: schema.HistoryPart | None) -> float | None:
     """A step of the same run before the trace began; without a history what the slowest process counted itself."""
     if history is not None and "step_time_s" in history.values:
         return untraced_step_s(history, records[0].first_step)
     return max((r.cost.untraced_step_s for r in records if r.cost and r.cost.untraced_step_s), default=None)
 
 
-def waited_for(trace: Trace, hosts: Mapping[int, str], steps_per_execution: int = 1) -> StragglersPart | None:
+def waited_for(trace: Trace, hosts: Mapping[int, str], steps_per_execution: int = 1) -> schema.StragglersPart | None:
     """Who is waited for, with the compute and the host of each; `hosts` by process."""
     if not trace.skew.instances:
         return None
@@ -442,15 +433,15 @@ def profile_inspector(
         source="profile",
         cluster=cluster_part(cluster, found.devices),
         mesh=mesh_part(placement) if placement is not None else (),
-        window=WindowPart(
+        window=schema.WindowPart(
             steps=steps,
             devices=found.devices,
             processes_seen=len(found.hosts),
             processes_expected=len(found.hosts),
         ),
-        step=StepPart(time_s=statistics.median(times) if times else None),
+        step=schema.StepPart(time_s=statistics.median(times) if times else None),
         communication=tuple(rows),
-        quality=QualityPart(events=found.operations, dropped_events=found.dropped, wait_method="clock_free"),
+        quality=schema.QualityPart(events=found.operations, dropped_events=found.dropped, wait_method="clock_free"),
         stragglers=stragglers_part(found.skew, hosts, {}, steps) if found.skew.stragglers else None,
         warnings=tuple(noted(notes)),
     )
