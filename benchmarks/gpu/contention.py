@@ -1,4 +1,5 @@
-"""What a kernel loses beside one that holds multiprocessors or streams device memory, as a collective does."""
+"""What a kernel loses beside one that holds multiprocessors or streams device memory, as a collective does; and what
+such a collective, or a copy from the host, loses beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import ctypes
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +19,88 @@ from meshkit.compile.options import cuda_roots
 
 HELD = (0, 8, 16, 24)
 STREAMING = (8, 16, 24)
+# What passes device memory beside a ring over NVLink: 450 GB/s in and out, each byte three times (nccl_memory_passes),
+# of 24 channels as inside a domain of H100s, or of 8.
+CHANNELS = (8, 24)
+PACE_BYTES_PER_NS = 3 * 450.0
 _SOURCE = Path(__file__).with_name("hold.cu")
 _LIMIT_S = 20.0
+_COPIES = 48  # from the host, 256 MiB each: a quarter of a second
 
 
 def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
-    """Slowdown of a matmul and of a copy, by multiprocessors held and by blocks that stream."""
+    """Slowdown of a matmul and of a copy, by multiprocessors held and by blocks that stream; and of what a collective
+    and the host's link do with device memory, beside them."""
     n, size = (64, 2**12) if toy else (8192, 2**30)
     a = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (size // 4,), jnp.float32)
     work: dict[str, tuple[Callable, Any]] = {"matmul": (lambda m: m @ m, a), "copy": (lambda v: v + 1, x)}
     library = None if toy else build(folder)
-    for name, (function, operands) in work.items():
-        alone, program = None, compiled(function, operands)  # before anything holds the GPU: XLA times kernels
+    seconds = 0.05 if toy else 1.0
+    programs = {name: (compiled(*each), each[1]) for name, each in work.items()}  # before anything holds the GPU
+    alone = {name: timed(*program, seconds)[1] for name, program in programs.items()}
+    for name, program in programs.items():
         for held, streaming in [*((h, 0) for h in HELD), *((0, s) for s in STREAMING)]:
-            began, moved = time.perf_counter(), 0.0
-            if library is not None and library.begin(held, streaming, ctypes.c_double(_LIMIT_S)):
-                raise RuntimeError("the kernel that holds multiprocessors did not start")
-            _, seconds = timed(program, operands, 0.05 if toy else 1.0)
-            if library is not None:
-                moved = library.finish()
-            alone = alone or seconds
+            began, beside = time.perf_counter(), Beside(library, held, streaming)
+            slowdown = timed(*program, seconds)[1] / alone[name]
+            moved, _ = beside.end()
             label = f"{name}, {held} held" if not streaming else f"{name}, {streaming} blocks stream"
-            yield {f"{label}: slowdown": seconds / alone}
-            if streaming and library is not None:
+            yield {f"{label}: slowdown": slowdown}
+            if streaming and moved:
                 yield {f"{label}: streamed bytes_per_s": moved / (time.perf_counter() - began)}
+    for channels in CHANNELS:
+        yield from _channels(library, channels, programs, alone, seconds)
+    for name, program in (("nothing", None), *programs.items()):
+        if library is not None and library.begin_copies(_COPIES):
+            raise RuntimeError("the copies from the host did not start")
+        slowdown = timed(*program, seconds / 4)[1] / alone[name] if program else 0.0
+        if library is not None:
+            yield {f"copies from the host, beside {name}: bytes_per_s": library.finish_copies(_COPIES)}
+        if program:
+            yield {f"{name}, copies from the host: slowdown": slowdown}
+
+
+def _channels(
+    library: ctypes.CDLL | None,
+    channels: int,
+    programs: Mapping[str, tuple[Callable, Any]],
+    alone: Mapping[str, float],
+    seconds: float,
+) -> Iterator[dict[str, Any]]:
+    """What so many channels move alone and beside each program, as fast as NVLink would ask for and as fast as they
+    can; and what the programs lose to them at the link's pace."""
+    for name, program in (("nothing", None), *programs.items()):
+        for pace, label in ((PACE_BYTES_PER_NS / channels, ""), (1e6, " without a link")):
+            beside, slowdown = Beside(library, channels=channels, pace=pace), 0.0
+            if program:
+                slowdown = timed(*program, seconds / 2)[1] / alone[name]
+            else:
+                time.sleep(seconds / 2)
+            moved, block_ns = beside.end()
+            if program:
+                yield {f"{name}, {channels} channels{label}: slowdown": slowdown}
+            if block_ns:
+                yield {f"{channels} channels{label}, beside {name}: bytes_per_s": 1e9 * channels * moved / block_ns}
+
+
+class Beside:
+    """A kernel that runs until it is ended; nothing where there is no library, on CPUs."""
+
+    def __init__(
+        self, library: ctypes.CDLL | None, held: int = 0, streaming: int = 0, channels: int = 0, pace: float = 1.0
+    ):
+        self._library = library
+        numbers = (ctypes.c_double(pace), ctypes.c_double(_LIMIT_S))
+        if library is not None and library.begin(held, streaming, channels, *numbers):
+            raise RuntimeError("the kernel that holds multiprocessors did not start")
+
+    def end(self) -> tuple[float, float]:
+        """Bytes that it moved, and nanoseconds in which its channels did, all added up."""
+        block_ns = ctypes.c_double()
+        moved = self._library.finish(ctypes.byref(block_ns)) if self._library is not None else 0.0
+        if moved < 0:
+            raise RuntimeError("the kernel that holds multiprocessors did not end")
+        return moved, block_ns.value
 
 
 def build(folder: Path) -> ctypes.CDLL:
@@ -53,7 +111,7 @@ def build(folder: Path) -> ctypes.CDLL:
         raise RuntimeError(f"nvcc: {done.stderr[-1000:]}")
     jax.block_until_ready(jnp.ones(1))  # jax makes the context first
     library = ctypes.CDLL(str(target))
-    library.finish.restype = ctypes.c_double
+    library.finish.restype = library.finish_copies.restype = ctypes.c_double
     if code := library.prepare():
         raise RuntimeError(f"preparing the kernels failed with {code}")
     return library

@@ -25,7 +25,7 @@ from meshkit.verbs.rehearse.rehearsal import IDS_FILE
 
 # Additions to one row take turns, a row of any width at once: to 2,048 neighbours of 4 bytes, 64 lines, an H100 makes
 # 165.4 a ns for 16 threads each, where 16,384 take 525.6 (catalog, `atomics`). A turn lasts as long as so many others.
-_TURN = 64 * 32 * 525.6 / 165.4
+TURN = 64 * 32 * 525.6 / 165.4
 _DRAWN = 256  # what rehearsals drew their ids from before they wrote them down
 _HANDS_ON = {
     "add", "and", "bitcast", "broadcast", "clamp", "concatenate", "convert", "copy", "copy-done", "copy-start",
@@ -70,9 +70,8 @@ def as_it_ran(
     Returns:
         the schedule, and by kernel what memory held instead of ids: nothing but the measured time tells which.
     """
-    seen = {
-        op.name: op.busy_s / op.count for c in (measured.kernels.classes if measured.kernels else ()) for op in c.ops
-    }
+    classes = measured.kernels.classes if measured.kernels else ()
+    seen = {op.name: op.busy_s / op.count for c in classes for op in c.ops if op.busy_s}
     found, held = {use.name: use for use in uses(module)}, {}
 
     def priced(i: Instruction) -> Instruction:
@@ -98,13 +97,13 @@ def _present(cost: Cost, use: Use, own: Ids | None) -> Cost:
     counted = min(use.rows, use.table_rows) if use.adds else use.rows
     again = 0.0 if cost.sectors else (1 + use.adds) * use.row_bytes * max(0, counted - different)
     along, apart = cost.added
-    turns = share * use.rows * _TURN if along else 0.0
+    turns = share * use.rows * TURN if along else 0.0
     return replace(cost, bytes_accessed=cost.bytes_accessed - again, added=((1 - share) * along + turns, apart))
 
 
 def _missing(cost: Cost, use: Use) -> dict[str, Cost]:
     """What memory held instead: ids beyond the table, so that blocks start and end, or all of them alike."""
-    held = {"ids beyond the table": 0.0, "ids all alike": use.rows * _TURN}
+    held = {"ids beyond the table": 0.0, "ids all alike": use.rows * TURN}
     return {way: replace(cost, bytes_accessed=0.0, added=(added, 0.0)) for way, added in held.items()}
 
 

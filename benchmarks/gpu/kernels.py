@@ -38,6 +38,16 @@ SHAPES = {
 }
 
 
+# Additions to a table that fits the L2 cache: along memory; each in a line of its own; updates of its busiest row.
+_UPDATES, _WIDTH, _FEW = 8192, 4096, 1024
+ADDED = {
+    "gradient of 1024 rows": (float(_UPDATES * _WIDTH), 0.0, _UPDATES / _FEW),
+    "gradient of 256 rows": (float(_UPDATES * _WIDTH), 0.0, _UPDATES / 256),
+    "gradient of one row": (0.0, 0.0, float(_UPDATES)),
+    "gradient across rows": (0.0, float(_UPDATES * _WIDTH), 0.0),
+}
+
+
 def matmuls(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
     """FLOP/s of a large square for 20 s in each precision (burst and sustained), then of each shape for 1 s."""
     for name in ("bf16", "fp8"):
@@ -132,6 +142,11 @@ def small(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
         ),
         "adamw": (update, (weights, state), 7 * 4 * parameters),
     }
+    few, read = jnp.arange(tokens) % _FEW, 4.0 * (tokens + _FEW) * width  # and the fill
+    gradient = lambda o: jnp.zeros((_FEW, width), jnp.float32).at[o[1]].add(o[0])
+    across = lambda o: jnp.zeros((width, _FEW), jnp.float32).at[:, o[1]].add(o[0])
+    cases |= {name: (gradient, (wide, of), read) for name, of in zip(ADDED, (few, few % 256, few * 0))}
+    cases["gradient across rows"] = (across, (wide.T.copy(), few), read)
     for name, (work, operands, moved) in cases.items():
         seconds = kernels_s(work, operands, 0.05 if toy else 1.5)
         yield {f"{name} s": seconds, f"{name} bytes_per_s": moved / seconds}

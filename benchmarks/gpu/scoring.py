@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.ids import as_it_ran, ids_of
-from benchmarks.gpu.kernels import SHAPES
+from benchmarks.gpu.ids import TURN, as_it_ran, ids_of
+from benchmarks.gpu.kernels import ADDED, SHAPES
 from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
 from benchmarks.gpu.options import OWN
 from benchmarks.gpu.verbs import LLAMA_1B, MEASURED
@@ -376,25 +376,39 @@ def _small(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) 
     for key, seconds in values.items():
         if key.endswith(" s"):
             name = key.removesuffix(" s")
-            yield Row(name, _streaming_s(seconds * values[f"{name} bytes_per_s"], card), seconds, "s")
+            predicted = _streaming_s(seconds * values[f"{name} bytes_per_s"], card)
+            along, apart, turns = ADDED.get(name, (0.0, 0.0, 0.0))
+            work = _work(Cost(added=(along + turns * TURN, apart)), card)  # its bytes are those of the fill before it
+            yield Row(name, predicted and work and predicted + work.alone_s, seconds, "s")
 
 
 def _contention(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
-    """Slowdowns: held multiprocessors as a collective's, streamed bytes as those it moves."""
+    """Slowdowns: held multiprocessors as a collective's, streamed bytes as those it moves; and what channels and copies
+    from the host move beside a kernel, of what they move alone."""
     for key, measured in values.items():
-        if not key.endswith(": slowdown"):
-            continue
-        label = key.removesuffix(": slowdown")
-        held = re.search(r", (\d+) ", label)
-        streamed = values.get(f"{label}: streamed bytes_per_s", 0.0)
-        predicted = None
-        if card.gpu:
-            taken = streamed / memory_bytes_per_s(card.gpu)
-            blocks = int(held[1]) if held else 0
-            arithmetic = arithmetic_left(card.gpu, blocks) if blocks else 1.0
-            work = KernelWork(arithmetic_s=1.0) if label.startswith("matmul") else KernelWork(memory_s=1.0)
-            predicted, _ = Load(arithmetic, 1.0 - taken).beside(work)
-        yield Row(f"slowdown of a {label}", predicted, measured)
+        label, _, what = key.rpartition(": ")
+        moves, _, name = label.rpartition(", beside ")
+        if moves and name != "nothing":
+            alone = values.get(f"{moves}, beside nothing: {what}", 0.0)
+            expected = _beside(card, moves, alone, name)
+            yield Row(label, expected and expected[1] * alone, measured, "bytes/s")
+        elif what == "slowdown":
+            name, _, beside = label.partition(", ")
+            streamed = values.get(f"{label}: streamed bytes_per_s", 0.0)
+            moved = values.get(f"{beside}, beside nothing: bytes_per_s", streamed)
+            expected = _beside(card, beside, moved, name)
+            yield Row(f"slowdown of a {label}", expected and expected[0], measured)
+
+
+def _beside(card: Card, what: str, moved: float, name: str) -> tuple[float, float] | None:
+    """A kernel's slowdown beside something that moves so many bytes a second, and what is left of those; by the law of
+    collectives."""
+    if card.gpu is None:
+        return None
+    blocks = re.match(r"(\d+) ", what)
+    arithmetic = arithmetic_left(card.gpu, int(blocks[1])) if blocks and int(blocks[1]) else 1.0
+    work = KernelWork(arithmetic_s=1.0) if name == "matmul" else KernelWork(memory_s=1.0)
+    return Load(arithmetic, max(0.0, 1.0 - moved / memory_bytes_per_s(card.gpu))).beside(work)
 
 
 def _options(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
@@ -404,6 +418,33 @@ def _options(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card
         program, _, case = label.partition(", ")
         own = None if case == OWN else values.get(f"{program}, {OWN}: {what}")
         yield Row(f"{label}: {what}", own, measured, "bytes" if what == "bytes" else "s")
+
+
+def _rates(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
+    """What `meshkit bench` says of one GPU, beside the rates of a long run that plans go by without it."""
+    n, gpu = 8192, card.gpu
+    for key, measured in values.items():
+        what, _, name = key.partition(" ")
+        predicted = None
+        if gpu and what == "matmul" and name in gpu.peak_flops:
+            dtype = {"fp8": "f8e4m3fn", "fp16": "f16", "tf32": "f32", "fp32": "f32_highest"}.get(name, name)
+            matmul = Matmul(dtype, batch=1, m=n, n=n, k=n)
+            predicted = matmul.flops / kernel_work(Cost({dtype: matmul.flops}, matmuls=(matmul,)), gpu).alone_s
+        elif gpu and what == "attention":
+            flops = (2.5 if name == "backward" else 1.0) * 2 * 4 * 16 * 4096**2 * 128
+            cost = Cost(attention_flops=flops, attention_backward=name == "backward", attention_length=4096)
+            cost = replace(cost, attention_queries=4 * 16 * 4096, attention_head_dim=128, attention_causal=True)
+            predicted = flops / kernel_work(cost, gpu).alone_s
+        elif gpu:
+            predicted = memory_bytes_per_s(gpu)
+        yield Row(key, predicted, measured, "bytes/s" if what == "memory" else "FLOP/s")
+
+
+def _said(m: Measurement, folder: Path, values: Mapping[str, Any], card: Card) -> Iterator[Row]:
+    """What was measured and nothing predicts."""
+    for key, measured in values.items():
+        unit = next((unit for suffix, unit in ((" s", "s"), (" bytes", "bytes")) if key.endswith(suffix)), "")
+        yield Row(key, None, measured, unit)
 
 
 _EXPECTED = {
@@ -441,6 +482,8 @@ _ROWS: dict[str, Callable[[Measurement, Path, Mapping[str, Any], Card], Iterator
     "kernels:small": _small,
     "contention:measure": _contention,
     "options:measure": _options,
+    "verbs:bench": _rates,
+    "captures:measure": _said,
 }
 
 

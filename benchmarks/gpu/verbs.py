@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.sampling import Sampler
+from meshkit.config.experiment import load
+from meshkit.predict.kernels import measured_rates
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = ROOT / "configs/experiments"
@@ -95,6 +97,23 @@ def rehearse(folder: Path, toy: bool, experiment: Path, settings: Sequence[str])
     (folder / MEASURED).write_text(text, encoding="utf-8")
     report = json.loads(text)
     yield _shown(report) | sampler.summary() | {"warnings": [w["code"] for w in report["warnings"]]}
+
+
+def bench(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
+    """`meshkit bench` of one device: its rates, which are a calibration that a plan then reads."""
+    gpu = "cpu" if toy else gpu_here()
+    cluster = "cluster={ gpu='cpu', hosts=1, gpus_per_host=1 }" if toy else f"cluster.gpu={gpu}"
+    log, run = folder / "verbs.log", folder / "run"
+    sizes = ("--sizes", "65536" if toy else "1048576,67108864")
+    text = meshkit("bench", LLAMA_1B, *_sets(cluster), *sizes, "--out", run, "--json", log=log).stdout
+    rates = json.loads(text)["rates"]
+    yield {"memory": rates["memory_bytes_per_s"]}
+    yield {f"matmul {name}": rate for name, rate in rates["matmul_flops_per_s"].items()}
+    yield {f"attention {name}": rate for name, rate in rates["attention_flops_per_s"].items()}
+    named = load(LLAMA_1B, [cluster, f"cluster.calibration={run / 'calibration.toml'}"])
+    taken = measured_rates(named.cluster).matmul_flops_per_s
+    if taken != rates["matmul_flops_per_s"]:
+        raise RuntimeError(f"a plan takes {taken} from the calibration")
 
 
 def resume(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from benchmarks.gpu import __main__ as runner
-from benchmarks.gpu import checks
+from benchmarks.gpu import checks, contention
+from benchmarks.gpu.kernels import ADDED
 from benchmarks.gpu.measurements import MEASUREMENTS, Measurement
 from meshkit.config.experiment import load
 
@@ -168,6 +169,54 @@ def test_what_travels_back_is_three_archives_each_under_16_mib():
 def test_kernels_are_measured_at_toy_size(name, tmp_path):
     found = found_by(name, tmp_path)
     assert all(value > 0 for key, value in found.items() if key.endswith(("flops_per_s", "slowdown", " s")))
+    asked = {
+        "matmul": ["bf16 128 cubed burst_flops_per_s", "fp8 llama3_8b attention output flops_per_s"],
+        "attention": ["64 burst forward_flops_per_s", "64 burst backward_flops_per_s"],
+        "small_kernels": [f"{name} s" for name in ADDED],
+        "contention": ["copy, 24 channels: slowdown", "matmul, copies from the host: slowdown"],
+    }
+    assert set(asked.get(name, ())) <= set(found)
+
+
+class Library:
+    """The kernels of `hold.cu`, as a card would run them: what they were asked for, and made-up answers."""
+
+    def __init__(self):
+        self.begun, self.running = [], False
+
+    def begin(self, held, streaming, channels, pace, limit_s):
+        assert not self.running
+        self.running = True
+        self.begun.append((held, streaming, channels, pace.value))
+        return 0
+
+    def finish(self, block_ns):
+        assert self.running
+        self.running, (_, _, channels, pace) = False, self.begun[-1]
+        block_ns._obj.value = 1e9 * channels
+        return 1e9 * channels * min(pace, 40.0) or 5e9  # no block moves more than 40 bytes a ns
+
+    def begin_copies(self, times):
+        return 0
+
+    def finish_copies(self, times):
+        return 55e9
+
+
+def test_what_a_collective_loses_beside_kernels_is_asked_at_the_pace_of_its_link_and_without(tmp_path, monkeypatch):
+    library = Library()
+    monkeypatch.setattr(contention, "build", lambda folder: library)
+    real = contention.timed
+    monkeypatch.setattr(contention, "timed", lambda program, operands, seconds: real(program, operands, 0.01))
+    monkeypatch.setattr(contention, "compiled", lambda work, operands: lambda operands: 1.0)
+    monkeypatch.setattr(contention.jax.random, "normal", lambda *_: None)
+    found = {key: value for part in contention.measure(tmp_path, False) for key, value in part.items()}
+    assert not library.running
+    assert found["24 channels, beside copy: bytes_per_s"] == pytest.approx(24 * 40e9)  # NVLink asks each for 56
+    assert found["8 channels without a link, beside nothing: bytes_per_s"] == pytest.approx(8 * 40e9)
+    assert found["copies from the host, beside matmul: bytes_per_s"] == 55e9
+    assert {pace for *_, channels, pace in library.begun if channels == 24} == {1350 / 24, 1e6}
+    assert found["copy, 8 blocks stream: streamed bytes_per_s"] > 0
 
 
 @pytest.mark.deviceless

@@ -47,11 +47,16 @@ MADE = {
         "matmul, 24 held: slowdown": 1 / H100.achieved["contended"],
         "copy, 24 blocks stream: slowdown": 2.0,
         "copy, 24 blocks stream: streamed bytes_per_s": MEMORY / 2,
+        "24 channels, beside nothing: bytes_per_s": 1000e9,
+        "24 channels, beside copy: bytes_per_s": 800e9,
+        "copy, 24 channels: slowdown": 1 / (1 - 1000e9 / MEMORY),
     },
     "xla_options": {
         "llama_1b, as meshkit sets them: step_s": 0.4,
         "llama_1b, no Triton matmuls: step_s": 0.5,
     },
+    "bench": {"memory": MEMORY, "matmul bf16": 0.9 * MATMUL, "attention forward": 400e12},
+    "live_captures": {"a step, captured s": 0.2, "captures": 4, "warnings": []},
     "preemption": {"exit code": 75, "verify exit code": 3},
     "kill_and_resume": {"killed exit code": -9, "equal": True},
     "out_of_memory": {"exit code": 4, "traceback": False, "remedy": True},
@@ -124,6 +129,15 @@ def test_every_question_has_a_table_of_predicted_measured_and_ratio(made):
     assert lines(text, "small_kernels")["rms norm"][0] == "2.000"
     assert lines(text, "contention")["slowdown of a matmul, 24 held"][0] == "1.000"
     assert lines(text, "contention")["slowdown of a copy, 24 blocks stream"][0] == "1.000"
+    assert lines(text, "contention")["24 channels, beside copy"][0] == "0.800"  # of what they move alone
+    assert lines(text, "contention")["slowdown of a copy, 24 channels"][0] == "1.000"
+    assert lines(text, "bench") == {
+        "memory": ("1.000", ""),
+        "matmul bf16": ("0.900", ""),
+        "attention forward": (lines(text, "bench")["attention forward"][0], ""),
+    }
+    assert 0.7 < float(lines(text, "bench")["attention forward"][0]) < 1.0
+    assert lines(text, "live_captures")["a step, captured s"] == ("", "")
     assert lines(text, "xla_options")["llama_1b, no Triton matmuls: step_s"][0] == "1.250"
     assert lines(text, "preemption") == {"exit code": ("", "yes"), "verify exit code": ("", "no")}
     assert set(lines(text, "out_of_memory").values()) == {("", "yes")}
@@ -194,6 +208,22 @@ def test_a_training_is_read_from_its_trace_and_its_clock(tmp_path):
     found = lines(scoring.score(tmp_path), "train_llama_1b")
     assert found["step"] == ("1.066", "yes (within 10%)")
     assert (found["matmul kernels"][0], found["attention kernels"][0]) == ("0.902", "1.579")
+
+
+def test_a_peak_is_judged_by_the_plan_of_the_jaxlib_that_ran(made):
+    folder = made / "rehearse_llama3_70b"
+    for file, jaxlib, peak in (
+        ("plan", "0.12.0.1", 50e9),
+        ("plan-0.11.2", "0.11.2", 63e9),
+        ("measured", "0.11.2", 64e9),
+    ):
+        path = folder / f"{file}.json"
+        like = scoring.read_report(folder / f"{file.partition('-')[0]}.json")
+        program = like.program.model_copy(update={"jaxlib": jaxlib})
+        like.model_copy(update={"program": program, "memory": MemoryPart(peak_bytes=int(peak))}).write(path)
+    found = lines(scoring.score(made), "rehearse_llama3_70b")
+    assert found["peak of memory, planned by jaxlib 0.12.0.1, run by 0.11.2"] == ("1.280", "")
+    assert found["peak of memory, planned by jaxlib 0.11.2"] == ("1.016", "yes (within 5%)")
 
 
 @pytest.mark.slow

@@ -409,6 +409,7 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
     program = make_train_step(experiment, mesh)
     compiled = compile_step(program, experiment)
     state, batch = filled(program, experiment)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / IDS_FILE).write_text(json.dumps(ids_of(batch)), encoding="utf-8")
     capture = Capture(
         folder / TRACE_FOLDER,

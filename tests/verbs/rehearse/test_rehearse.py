@@ -362,6 +362,7 @@ def test_the_process_of_the_gpu_compiles_with_the_options_of_the_plan():
 def test_the_process_of_the_gpu_captures_the_steps_it_is_asked_for(tmp_path):
     """On eight virtual devices instead of one GPU of many: the same function, all devices its own."""
     experiment = load("configs/experiments/llama_debug_cpu.toml", ["train.tokens_total=20480"])
+    tmp_path /= "new"
     rehearsal.rehearse(experiment, list(jax.devices()), tmp_path, 2)
     record = json.loads((tmp_path / "trace" / "capture-p0.json").read_text())
     assert (record["first_step"], record["num_steps"]) == (rehearsal.WARM_UP, 2)

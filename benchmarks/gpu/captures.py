@@ -1,0 +1,82 @@
+"""What live captures (`[profile] every`) do on a GPU: one step in five is traced, and read by the process beside it.
+
+A job of one process makes none, as nobody waits for it. So it is asked here as process 0 of a job of one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.gpu.verbs import DEBUG, LLAMA_1B, gpu_here
+from meshkit.config.experiment import load
+from meshkit.distributed.agreement import Agreement
+
+_EVERY, _CAPTURES, _WARM_UP, _BEHIND, _MOST = 5, 4, 3, 2, 200
+
+
+class _OfOne(Agreement):
+    """The line between processes of which only this one is there."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.size = 2
+
+    def reach(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any], *, timeout_s: float) -> Any:
+        """What this process decides from what it says."""
+        return decide([mine])
+
+
+def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
+    """Seconds of a step without and with a capture, and of those behind it; CPU seconds of a capture in all."""
+    experiment = load(DEBUG) if toy else load(LLAMA_1B, [f"cluster.gpu={gpu_here()}", "model.layers=4"])
+    from meshkit.sharding.mesh import build_mesh, prepare_platform
+
+    prepare_platform(experiment.cluster, memory_fraction=experiment.train.memory_fraction)
+    import jax
+
+    from meshkit.compile.attached import compile_step
+    from meshkit.step.train_step import make_train_step
+    from meshkit.trace.capture import CapturedStep
+    from meshkit.verbs.rehearse.rehearsal import filled
+    from meshkit.verbs.train import watch
+
+    mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=sorted(jax.devices(), key=lambda d: d.id))
+    made = make_train_step(experiment, mesh)
+    step = compile_step(made, experiment)
+    captured = CapturedStep(step.program, mesh, experiment.cluster, experiment.mesh, made.facts, step.options)
+    said: list[str] = []
+    stragglers = watch.Stragglers(0, said.append)
+    with mock.patch.object(watch, "Agreement", _OfOne):
+        captures = watch.StepCaptures(_EVERY, captured, stragglers, said.append, first_step=_WARM_UP + 1, budget_s=1e9)
+    state, batch = filled(made, experiment)
+    took: dict[str, list[float]] = {"plain": [], "captured": [], "behind": []}
+    number = last = 0
+    try:
+        while len(took["captured"]) < _CAPTURES and number < _MOST:
+            number += 1
+            began = time.perf_counter()
+            if due := number > _WARM_UP and captures.is_due(number, number):
+                captures.start(state)
+            state, metrics = step.program(state, batch)
+            jax.block_until_ready(metrics)
+            if due:
+                captures.stop(number, (state, metrics))
+                last = number
+            seconds = time.perf_counter() - began
+            if number > _WARM_UP:
+                took["captured" if due else "behind" if 0 < number - last <= _BEHIND and last else "plain"].append(
+                    seconds
+                )
+            if number - last == _BEHIND:
+                captures.join(60.0)
+        captures.join(60.0)
+    finally:
+        captures.close()
+    found = {f"a step, {kind} s": statistics.median(seconds) for kind, seconds in took.items() if seconds}
+    yield found | {"captures": len(took["captured"]), "warnings": said}
+    yield {"CPU of a capture s": stragglers.cpu_s / max(1, len(took["captured"]))}
