@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.published.frameworks import Framework, find_framework
 from benchmarks.published.machines import Machines, find_machines
+from benchmarks.published.recipes import Recipe, find_recipe
 from benchmarks.published.rows import Row
 from benchmarks.published.shapes import Notes, Shape, find_shape
 from meshkit.config.toml_text import to_toml
@@ -33,6 +34,7 @@ class Run:
         machines: of the whole run.
         experts: replicas that share the experts of a stage (expert parallelism).
         precision: of the linear layers, bf16 or fp8.
+        recipe: how Megatron ran the experts.
     """
 
     row: Row
@@ -56,6 +58,7 @@ class Run:
     assumed: tuple[str, ...] = ()
     experts: int = 1
     precision: str = "bf16"
+    recipe: Recipe = field(default_factory=Recipe)
 
     @property
     def toml(self) -> str:
@@ -88,6 +91,12 @@ def resolve(row: Row) -> Run | str:
     shape = find_shape(row, notes)
     if isinstance(shape, str):
         return shape
+    recipe = find_recipe(row) if shape.experts else Recipe()
+    if recipe.regressed:
+        return f"by its page it is {recipe.regressed}"
+    if recipe.why:
+        framework = replace(framework, reduce=recipe.reduce, attention=recipe.attention or framework.attention)
+        notes.assume(f"experts as in the recipe beside the page: {recipe.why}")
     precision = _precision(row, notes)
     if precision not in ("bf16", "fp8"):
         return precision
@@ -149,7 +158,7 @@ def resolve(row: Row) -> Run | str:
         document = _stage(row, framework, common, machines, (stages, experts, context, tensor), micro_batch)
     return Run(row, framework, shape, length, gpus, tensor, context, stages, chunks, data, sharded, micro_batch,
                micro_batches, stage_layers, last_layers, whole, document, machines, tuple(notes.assumed), experts,
-               precision)  # fmt: skip
+               precision, recipe)  # fmt: skip
 
 
 def _expert_ways(row: Row, shape: Shape, whole: bool, data: int, tensor: int) -> int | str:

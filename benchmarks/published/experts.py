@@ -4,31 +4,75 @@
                       RouterGatingLinearFunction, megatron/core/transformer/moe/moe_utils.py)
     8 bits            our experts multiply in 16: the same matmuls at the fp8 rate, and the casts that go with them
     sliding window    our layers all see the whole length: attention of a layer is the mean of both kinds
+    tokens' travel    ours is an all-to-all of every copy of a token, of a tensor-parallel replica in each of its GPUs,
+                      as XLA schedules it; Megatron's is `exchange_s`, and blocks unless the recipe overlaps it
+    around experts    what our program does to rows before and after their matmuls goes (`is_routing`); what Megatron
+                      launches there is counted instead, by operators (`passes_s`)
 
-Not there: norms of queries and keys, sinks of attention, padding of expert rows, and dispatchers that send a token only
-once to each GPU (DeepEP, HybridEP): ours sends a copy to every expert, as Megatron's `alltoall` does.
+Not there: norms of queries and keys, the sink of attention, eager kernels' own rate, the host that launches all this and
+waits for the counts of rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+
+import numpy as np
 
 from benchmarks.published.experiments import Run
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.kernels import memory_bytes_per_s
+from meshkit.predict.network import collective_time_s
+from meshkit.predict.pricing import arithmetic_left
 
 _ROUTER, _HALF, _EIGHT = "f32_highest", "bf16", "f8e4m3fn"
+_ACTIVATION = 2  # bytes
 _CAST_BYTES = 4  # an operand read in 16 bits, written in 8 along both of its dims (TransformerEngine's MXFP8)
+
+# Shares of the peak of device memory. A cast: 8192 x 8192 in 52.3 us on B200 (ROCm/TransformerEngine, pull request 598).
+# TransformerEngine's permutations: 0.50 and backward 0.51 (SimuMax 4dcaae5, configs/system/b200_bf16_ceperm.json).
+# DeepEP's own, before the experts and behind them: its issue 590, 16 B300s, 4,096 tokens of 14,336 bytes to 8 of 128
+# experts: 864 MB in the 229 us that a dispatch takes longer with one, and in 633 of a combine.
+_CAST_SHARE, _PERMUTE_SHARE, _HYBRID_PERMUTE_SHARE, _HYBRID_RETURN_SHARE = 0.68, 0.5, 0.475, 0.172
+
+# A grouped call over its price as one batched matmul, by rows of an expert: forward and gradients of inputs; gradients of
+# weights. Medians of 108 calls of TransformerEngine in bf16 on a B200, each over what kernels.py gives, less the 1.26 of
+# that machine's 468 plain matmuls (the same file of SimuMax); 1,024 and 1,232 rows together.
+_GROUPED_ROWS = (128, 256, 512, 1024, 2460)
+_GROUPED = (1.56, 1.74, 1.34, 1.13, 1.0)
+_GROUPED_WEIGHTS = (1.03, 1.19, 1.49, 1.52, 1.17)
+
+# Bytes an element, forward and backward, in Megatron-LM d7288711 (transformer/moe/experts.py, _apply_bias;
+# fusions/fused_bias_geglu.py; models/common/embeddings/rope_utils.py): what is no fused kernel runs operator by operator.
+#   gated      an output of the gate: two inputs and the output; a gradient, both inputs and their gradients
+#   clamp      an output of the first matmul: two clamps and a concatenation
+#   bias       an output of the second: b p, t + b p, their concatenation; with fp32 p, which HybridEP wants, a cast too
+#   residual   a token's, twice a layer: bias and residual without bias_dropout_fusion
+#   rotation   of queries and keys, beyond our program's: YaRN's scale has no fused kernel
+_GATED, _CLAMP, _BIAS, _BIAS_FLOAT = (6, 10), (8, 10), (12, 16), (28, 40)
+_RESIDUAL, _ROTATION = (10, 4), (20, 22)
+
+# DeepEP, branch hybrid-ep, docs/README_Hybrid-EP.md: GB/s of received tokens in 16 bits through PyTorch, by GPUs that
+# share experts. GB200 with 32 multiprocessors, as in the recipes (B200: 536 and 531 with 16); beyond 36 GPUs the last.
+# Between hosts of H100s by what goes to hosts, the own among them, with 16.
+_HYBRID = {"gpus": (8, 16, 24, 32, 36), "dispatch": (546, 523, 507, 484, 479), "combine": (569, 522, 484, 465, 448)}
+_HYBRID_IB = {"gpus": (16, 32, 64), "dispatch": (54.5, 47.4, 41.2), "combine": (53.4, 52.5, 46.6)}
+_HYBRID_CHANNELS = 32  # moe_hybridep_num_sms, utils/overrides.py of the recipes
 
 
 def as_in_megatron(run: Run, schedule: Schedule) -> Schedule:
-    """The schedule with the precision and the attention of the row's model; unchanged without experts."""
+    """The schedule with the precision and the attention of the row's model; unchanged without experts.
+
+    Without what moves tokens to experts and back, and what is done to rows around the matmuls there.
+    """
     if not run.shape.experts:
         return schedule
     attended = run.shape.attended(run.length)
+    rows = _tokens(run) * run.shape.experts_per_token * run.experts / run.shape.experts
 
     def one(i: Instruction) -> Instruction:
         if i.cost is None:
@@ -38,12 +82,29 @@ def as_in_megatron(run: Run, schedule: Schedule) -> Schedule:
         if not i.cost.matmul_flops:
             return i
         names = {_ROUTER: _HALF}
+        grouped = run.recipe.grouped and "/moe/experts/" in i.source
+        cost = _grouped(i.cost, rows) if grouped else i.cost
         if run.precision == "fp8" and "logits" not in i.source:
             names[_HALF] = _EIGHT
-        return replace(i, cost=_renamed(i.cost, names))
+        return replace(i, cost=_renamed(cost, names))
 
     bodies = {name: tuple(one(i) for i in body) for name, body in schedule.computations.items()}
     return replace(schedule, computations=bodies)
+
+
+def _grouped(cost: Cost, rows: float) -> Cost:
+    """A batched matmul of experts as a grouped call: what it takes longer as FLOP of no shape."""
+    weights = any(m.k == round(rows) for m in cost.matmuls)
+    slower = float(np.interp(np.log(rows), np.log(_GROUPED_ROWS), _GROUPED_WEIGHTS if weights else _GROUPED))
+    return replace(cost, matmul_flops={dtype: flops * slower for dtype, flops in cost.matmul_flops.items()})
+
+
+def is_routing(i: Instruction) -> bool:
+    """Whether an instruction of our program moves tokens to experts and back, or works on rows there."""
+    if i.collective is not None:
+        return "/moe/" in i.source
+    plain = i.cost is not None and not i.cost.matmul_flops and not i.bodies
+    return plain and "/moe/experts/" in i.source and "dynamic_update" not in i.source
 
 
 def _renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
@@ -53,6 +114,11 @@ def _renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
         flops[name] = flops.get(name, 0.0) + value
     matmuls = tuple(replace(m, dtype=names.get(m.dtype, m.dtype)) for m in cost.matmuls)
     return replace(cost, matmul_flops=flops, matmuls=matmuls)
+
+
+def _tokens(run: Run) -> float:
+    """Of a micro-batch on one GPU, those of a tensor-parallel replica together."""
+    return run.micro_batch * run.length / run.context
 
 
 def quantization_s(run: Run, cluster: Cluster) -> float:
@@ -65,6 +131,84 @@ def quantization_s(run: Run, cluster: Cluster) -> float:
     s, k = run.shape, run.shape.experts_per_token
     queries = s.heads * s.head_dim
     attention = (s.hidden + queries) + (queries + 2 * s.keys + s.hidden)
-    experts = k * (s.hidden + s.ffn) + k * (2 * s.ffn + s.hidden)
-    tokens = run.micro_batch * run.length / run.context
-    return _CAST_BYTES * tokens * (attention + experts) / run.tensor / memory_bytes_per_s(cluster.gpu)
+    between = 0 if run.recipe.fused else 3 * s.ffn  # of both matmuls of an expert
+    experts = k * (2 * s.hidden + between)
+    moved = _CAST_BYTES * _tokens(run) * (attention + experts) / run.tensor
+    return moved / (_CAST_SHARE * cluster.gpu.memory_bytes_per_s)
+
+
+def copies(run: Run, groups: int) -> float:
+    """Of so many equal groups of experts, those that a token goes to on average: k of E are drawn evenly."""
+    e, k = run.shape.experts, run.shape.experts_per_token
+    return groups * (1 - math.comb(e - e // groups, k) / math.comb(e, k))
+
+
+def exchange_s(run: Run, cluster: Cluster) -> float:
+    """Seconds of a layer and micro-batch of sending tokens to experts and back, both passes, none of it hidden.
+
+    A tensor-parallel replica cuts its tokens over its GPUs, and gathers the rows of all of them behind the all-to-all.
+    """
+    s, ways = run.shape, run.experts
+    sent = _tokens(run) / run.tensor * s.hidden * _ACTIVATION
+    rows = sent * s.experts_per_token
+    total = 0.0
+    if run.tensor > 1:
+        gathered = {"payload_bytes": rows * run.tensor, "gpus_per_domain": run.tensor, "cluster": cluster}
+        total += 2 * (collective_time_s("all-gather", **gathered) + collective_time_s("reduce-scatter", **gathered))
+    if ways == 1:
+        return total
+    inside = math.gcd(ways, max(1, cluster.gpus_used_per_domain // run.tensor))
+    hosts = ways // inside
+    if run.recipe.dispatcher == "hybridep":
+        table, received = (_HYBRID, sent * copies(run, ways))
+        if hosts > 1:
+            table, received = _HYBRID_IB, sent * copies(run, hosts)
+        return total + sum(
+            2 * received / 1e9 / np.interp(ways, table["gpus"], table[way]) for way in ("dispatch", "combine")
+        )
+    return total + 4 * collective_time_s(
+        "all-to-all", payload_bytes=rows, gpus_per_domain=inside, domains=hosts, cluster=cluster
+    )
+
+
+def beside_s(run: Run, cluster: Cluster, compute_s: float) -> float:
+    """Seconds that the exchange of a layer adds to it, as the recipe runs it.
+
+    Overlapped it runs beside the layers of the micro-batch before, and the first and the last are beside nothing.
+    """
+    alone = exchange_s(run, cluster)
+    if not run.recipe.overlapped:
+        return alone
+    left = arithmetic_left(cluster.gpu, _HYBRID_CHANNELS)
+    slowed = compute_s + alone * (1 - left) if alone * left <= compute_s else alone
+    return max(slowed, alone) - compute_s + alone / run.micro_batches
+
+
+def passes_s(run: Run, cluster: Cluster) -> float:
+    """Seconds of a layer and micro-batch of what Megatron does to rows before, between and after an expert's matmuls.
+
+    Permutations: by destination, then by expert where a GPU has several, and back. What our program does to tokens as
+    the sum of their copies counts already.
+    """
+    s, recipe = run.shape, run.recipe
+    tokens = _tokens(run) / run.tensor
+    rows = tokens * s.experts_per_token
+    wide = s.hidden * _ACTIVATION / cluster.gpu.memory_bytes_per_s
+    if recipe.dispatcher == "hybridep":
+        moved = 2 * (tokens * copies(run, run.experts) + rows)
+        seconds = moved * wide * (1 / _HYBRID_PERMUTE_SHARE + 1 / _HYBRID_RETURN_SHARE)
+    else:
+        sorts = run.tensor if recipe.grouped and s.experts > run.experts else 0
+        seconds = 2 * (tokens + rows + 4 * rows * sorts) * wide / _PERMUTE_SHARE
+        if run.precision == "fp8" and not recipe.capacity:
+            seconds += 8 * rows * s.hidden * _ACTIVATION / memory_bytes_per_s(cluster.gpu)
+    again = "moe_act" in recipe.recomputes
+    moved = 0.0
+    if not recipe.fused:
+        moved += rows * (sum(_GATED) + again * _GATED[0]) * s.ffn
+    if s.biased and not recipe.fused:
+        bias = _BIAS_FLOAT if recipe.dispatcher == "hybridep" else _BIAS
+        moved += rows * ((sum(_CLAMP) + again * _CLAMP[0]) * 2 * s.ffn + sum(bias) * s.hidden)
+    if s.biased:
+        moved += tokens * (2 * sum(_RESIDUAL) * s.hidden + sum(_ROTATION) * (s.heads * s.head_dim + s.keys))
+    return seconds + moved / memory_bytes_per_s(cluster.gpu)

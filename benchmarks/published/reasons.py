@@ -176,10 +176,11 @@ REASONS: Sequence[Callable[[Case], str]] = (
     _said("MXFP8's scales, one for 32 elements, are predicted as one for each tensor", "Megatron-Core",
           when=lambda run: not run.shape.experts and _says(r"MXFP8|FP8-MX")(run)),
     _said("which dispatcher moved its tokens, and what of it hid, is not stated", "Megatron-Core",
-          when=lambda run: run.shape.experts > 0),
-    _said("what its clamped activation and its biases cost is not stated (as much is missing a token at 4,096 as at "
-          "8,192, so it is not attention)", "Megatron-Core", slower=True,
-          when=lambda run: run.shape.window > 0),
+          when=lambda run: run.shape.experts > 0 and not run.recipe.why),
+    _said("kernels of its experts are launched one by one, by a host whose time is not modelled", "Megatron-Core",
+          slower=True, when=lambda run: bool(run.recipe.why) and run.recipe.graph != "all"),
+    _said("its biases and clamped activation are counted as eager PyTorch runs them, the rest is not explained",
+          "Megatron-Core", slower=True, when=lambda run: run.shape.biased),
     _each_micro_batch,
     _said("not explained: what runs between its matmuls moves as many bytes here (README.md), its matmuls' own rate is "
           "not known",

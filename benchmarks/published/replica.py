@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.published.experiments import Run
-from benchmarks.published.experts import as_in_megatron, quantization_s
+from benchmarks.published.experts import as_in_megatron, beside_s, exchange_s, is_routing, passes_s, quantization_s
 from benchmarks.published.kernels import kernels_of
 from benchmarks.published.ours import is_ours, repeats
 from benchmarks.published.programs import Program
@@ -70,7 +70,8 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
     if run.context * run.experts > 1:
         schedule = without(schedule, _reduces_gradients)
         schedule = without(schedule, _sends_around_ring) if view.windows else schedule
-    schedule = as_in_megatron(run, schedule)
+    if run.shape.experts:
+        schedule = without(as_in_megatron(run, schedule), is_routing)
     loops = layer_loops(schedule)
     compute = without(schedule, lambda i: _OPTIMIZER in i.source)
     share = run.stage_layers if run.stages > 1 else None
@@ -82,9 +83,9 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
 
     last = run.last_layers if run.stages > 1 else None
     edges, backward_s = seconds(compute, 0, 0), seconds(compute, 0)
-    casts = quantization_s(run, cluster)
-    layers = seconds(compute) - edges + run.stage_layers * casts
-    slow = max(layers, seconds(compute, last, last) + run.last_layers * casts)
+    more = _around_experts_s(run, cluster, view, (seconds(compute) - edges) / run.stage_layers)
+    layers = seconds(compute) - edges + run.stage_layers * more
+    slow = max(layers, seconds(compute, last, last) + run.last_layers * more)
     bubble = (run.stages - 1) / run.chunks * layers
     optimizer = (seconds(schedule, None, None) - seconds(compute, None, None)) * _optimizer_share(run)
     step = run.micro_batches * slow + bubble + optimizer + copies_s(run, cluster)
@@ -93,6 +94,16 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
     window = (backward_s, slow - backward_s) if view.windows else (0.0, 0.0)
     sends = 0.0 if run.framework.overlaps_stages and view.windows else _sends_s(run, cluster)
     return step + gradients_s(run, cluster, *window) + sends
+
+
+def _around_experts_s(run: Run, cluster: Cluster, view: View, matmuls_s: float) -> float:
+    """Seconds of a layer and micro-batch of what Megatron does for experts beside the matmuls of `matmuls_s`."""
+    if not run.shape.experts:
+        return 0.0
+    more = quantization_s(run, cluster) + passes_s(run, cluster)
+    if not view.outside:
+        return more
+    return more + (beside_s(run, cluster, matmuls_s + more) if view.windows else exchange_s(run, cluster))
 
 
 def layer_loops(schedule: Schedule) -> list[str]:

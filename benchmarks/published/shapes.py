@@ -40,6 +40,7 @@ class Shape:
         head_size: of a head; 0 for hidden / heads.
         experts, experts_per_token: 0 for a dense one; `ffn` is the width of one expert.
         window: of attention in every second layer; 0 for none.
+        biased: linear layers and experts have biases, and gates are clamped.
     """
 
     layers: int
@@ -54,6 +55,7 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 0
     window: int = 0
+    biased: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -133,7 +135,8 @@ def find_shape(row: Row, notes: Notes) -> Shape | str:
     if known:
         notes.assume(f"dims: {known['source']}; routing forced to be even")
     experts = (known.get(name, 0) for name in ("experts", "experts_per_token", "window"))
-    return Shape(layers, hidden, heads, kv_heads, ffn, vocab, gated, tied, head_dim, *experts)
+    biased = known.get("biased", False)
+    return Shape(layers, hidden, heads, kv_heads, ffn, vocab, gated, tied, head_dim, *experts, biased)
 
 
 def _ffn(row: Row, layers, hidden, heads, kv_heads, vocab, gated: bool, notes: Notes) -> int:
