@@ -9,8 +9,8 @@
     around experts    what our program does to rows before and after their matmuls goes (`is_routing`); what Megatron
                       launches there is counted instead, by operators (`passes_s`)
 
-Not there: norms of queries and keys, the sink of attention, eager kernels' own rate, the host that launches all this and
-waits for the counts of rows.
+Not there: norms of queries and keys, the sink of attention, eager kernels' own rate, the host that launches all
+this and waits for the counts of rows.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _ROUTER, _HALF, _EIGHT = "f32_highest", "bf16", "f8e4m3fn"
 _ACTIVATION = 2  # bytes
 _CAST_BYTES = 4  # an operand read in 16 bits, written in 8 along both of its dims (TransformerEngine's MXFP8)
 
-# Shares of the peak of device memory. A cast: 8192 x 8192 in 52.3 us on B200 (ROCm/TransformerEngine, pull request 598).
+# Shares of the peak of device memory. A cast: 8192 x 8192 in 52.3 us on B200 (ROCm/TransformerEngine, pull 598).
 # TransformerEngine's permutations: 0.50 and backward 0.51 (SimuMax 4dcaae5, configs/system/b200_bf16_ceperm.json).
 # DeepEP's own, before the experts and behind them: its issue 590, 16 B300s, 4,096 tokens of 14,336 bytes to 8 of 128
 # experts: 864 MB in the 229 us that a dispatch takes longer with one, and in 633 of a combine.
 _CAST_SHARE, _PERMUTE_SHARE, _HYBRID_PERMUTE_SHARE, _HYBRID_RETURN_SHARE = 0.68, 0.5, 0.475, 0.172
 
-# A grouped call over its price as one batched matmul, by rows of an expert: forward and gradients of inputs; gradients of
-# weights. Medians of 108 calls of TransformerEngine in bf16 on a B200, each over what kernels.py gives, less the 1.26 of
-# that machine's 468 plain matmuls (the same file of SimuMax); 1,024 and 1,232 rows together.
+# A grouped call over its price as one batched matmul, by rows of an expert: forward and gradients of inputs; gradients
+# of weights. Medians of 108 calls of TransformerEngine in bf16 on a B200, each over what kernels.py gives, less the
+# 1.26 of that machine's 468 plain matmuls (the same file of SimuMax); 1,024 and 1,232 rows together.
 _GROUPED_ROWS = (128, 256, 512, 1024, 2460)
 _GROUPED = (1.56, 1.74, 1.34, 1.13, 1.0)
 _GROUPED_WEIGHTS = (1.03, 1.19, 1.49, 1.52, 1.17)
 
 # Bytes an element, forward and backward, in Megatron-LM d7288711 (transformer/moe/experts.py, _apply_bias;
-# fusions/fused_bias_geglu.py; models/common/embeddings/rope_utils.py): what is no fused kernel runs operator by operator.
+# fusions/fused_bias_geglu.py; models/common/embeddings/rope_utils.py): what is no fused kernel runs by operators.
 #   gated      an output of the gate: two inputs and the output; a gradient, both inputs and their gradients
 #   clamp      an output of the first matmul: two clamps and a concatenation
 #   bias       an output of the second: b p, t + b p, their concatenation; with fp32 p, which HybridEP wants, a cast too

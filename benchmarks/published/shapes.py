@@ -136,7 +136,7 @@ def find_shape(row: Row, notes: Notes) -> Shape | str:
         notes.assume(f"dims: {known['source']}; routing forced to be even")
     experts = (known.get(name, 0) for name in ("experts", "experts_per_token", "window"))
     biased = known.get("biased", False)
-    return Shape(layers, hidden, heads, kv_heads, ffn, vocab, gated, tied, head_dim, *experts, biased)
+    return Shape(layers, hidden, heads, kv_heads, ffn, vocab, gated, tied, head_dim, *experts, biased=biased)
 
 
 def _ffn(row: Row, layers, hidden, heads, kv_heads, vocab, gated: bool, notes: Notes) -> int:
