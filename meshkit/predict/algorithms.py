@@ -321,7 +321,7 @@ def _symmetric(collective: str, payload: float, wires: Wires) -> Algorithm | Non
     """NCCL's symmetric kernels: GPUs read each other's memory directly, between two barriers; no piece is handed on."""
     if wires.k > 1 or wires.inside != "nvlink":
         return None
-    rate = wires.inside_bytes_per_s * by_hand("symmetric_share")
+    rate = wires.inside_bytes_per_s * wires.fitted["symmetric_share"]
     passes = 1 + 1 / wires.g if collective == "all-reduce" and wires.nvls else wire_factor(collective, wires.g)
     latency = wires.fitted["kernel_s"] + 2 * by_hand("symmetric_barrier_s")
     return Algorithm("symmetric", latency, payload * passes / rate, 0.0, 0.0)
