@@ -42,7 +42,7 @@ test-slow: setup
 test-sinks: setup
 	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --upgrade --target build/sinks \
 	  wandb tensorboard mlflow-skinny sqlalchemy alembic
-	PYTHONPATH=build/sinks $(PY) -m pytest -q tests/runs/test_copied_sinks.py tests/runs/test_sinks.py
+	PYTHONPATH=build/sinks $(PY) -m pytest -q tests/runs/test_metrics_copied_sinks.py tests/runs/test_metrics_sinks.py
 
 # What a user has: the wheel alone in a new environment, an empty folder, an empty HOME. Downloads what `[plan]` needs.
 WHEEL := build/wheel-check

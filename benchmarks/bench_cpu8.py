@@ -38,7 +38,7 @@ def run(out: str, overrides: list[str]) -> None:
     prepare_platform(experiment.cluster)
     from rich.console import Console
 
-    from meshkit.verbs.bench.bench_views import render
+    from meshkit.verbs.bench.bench_report import render
     from meshkit.verbs.bench.bencher import bench
 
     report = bench(experiment, out)

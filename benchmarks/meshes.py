@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.config.experiment import Experiment, load
-from meshkit.config.toml_text import inline
+from meshkit.config.toml import inline
 from meshkit.units import GIB, format_percent, format_seconds
 from meshkit.verbs.plan.planner import plan_experiment
 

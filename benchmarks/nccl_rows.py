@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.nccl_systems import assumed, describe
 from meshkit.config.cluster import Cluster
-from meshkit.config.validate import did_you_mean
+from meshkit.config.toml import did_you_mean
 from meshkit.errors import ConfigError
 from meshkit.predict.algorithms import CHOSEN, wire_factor
 from meshkit.predict.network import collective_time_s

@@ -32,13 +32,13 @@ _PUBLIC = {
     "explain": "meshkit.verbs.explain.explainer",
     "lint": "meshkit.linting.examine",
     "load_experiment": "meshkit.config.experiment",
-    "init_distributed": "meshkit.runs.own_loop",
+    "init_distributed": "meshkit.runs.phases",
     "make_train_step": "meshkit.step.train_step",
     "overlap": "meshkit.timeline",
     "pipeline": "meshkit.parallel.pipeline",
     "plan": "meshkit.verbs.plan.planner",
     "prepare_platform": "meshkit.sharding.mesh",
-    "progress": "meshkit.runs.own_loop",
+    "progress": "meshkit.runs.phases",
     "profile": "meshkit.verbs.profile.profiler",
     "read_report": "meshkit.report.folder",
     "shard_model": "meshkit.sharding.resolve",
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from meshkit.report.compare import compare
     from meshkit.report.folder import read_report
     from meshkit.report.schema import Report
-    from meshkit.runs.own_loop import init_distributed, progress
+    from meshkit.runs.phases import init_distributed, progress
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
     from meshkit.sharding.mesh import build_mesh, describe_devices, prepare_platform
     from meshkit.sharding.resolve import abstract, shard_model, shardings
@@ -132,7 +132,11 @@ def __dir__() -> list[str]:
 # Documented paths of 0.1 -> where they are now. An old one warns and works until the next release.
 _MOVED = {
     "meshkit.parallel.balance": "meshkit.parallel.layout",
+    "meshkit.parallel.local_sgd": "meshkit.step.local_sgd",
     "meshkit.parallel.pipeline.sums": "meshkit.parallel.pipeline.manual",
+    "meshkit.parallel.ring": "meshkit.parallel.context",
+    "meshkit.parallel.ulysses": "meshkit.parallel.context",
+    "meshkit.step.program": "meshkit.step.program",
     "meshkit.step.stages": "meshkit.step.pipelined",
     "meshkit.training.layout": "meshkit.weights.layout",
     "meshkit.training.stages": "meshkit.step.pipelined",

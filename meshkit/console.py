@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import io
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,8 @@ def run_folder(folder: Path) -> Path:
     Raises:
         ConfigError: it cannot be made or written to.
     """
+    import tempfile  # takes longer to import than all else here
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

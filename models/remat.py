@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshkit.parallel.ring import ATTENTION
+from meshkit.parallel.context import ATTENTION
 from models.layers import PROJECTION
 from models.offload import scan_offloaded
 

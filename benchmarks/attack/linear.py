@@ -135,7 +135,7 @@ def _report(folder: Path) -> Reader:
 
 def _metrics(folder: Path) -> Reader:
     from meshkit.report.measured import read_history
-    from meshkit.verbs.launch.supervisor import last_step
+    from meshkit.verbs.launch.local import last_step
 
     line = '{{"step": {}, "loss": 1.5, "step_time_s": 0.1}}\n'
     forms = {repr(p): _of(p) for p in ("[", "{", '{"step":', "1", "\n", '"', "\\", "{}\n")} | {
@@ -253,7 +253,7 @@ def _console(folder: Path) -> Reader:
 
 
 def _logs(folder: Path) -> Reader:
-    from meshkit.verbs.launch.supervisor import Follower, last_words
+    from meshkit.verbs.launch.local import Follower, last_words
 
     file = folder / "rank0.log"
     pieces = (*_TEXT, "\x1b[0;", "Traceback (most recent call last)\n", "[Gloo] Rank\n", "\x1b[0m", "a\n")

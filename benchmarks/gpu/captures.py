@@ -14,7 +14,7 @@ from unittest import mock
 
 from benchmarks.gpu.verbs import DEBUG, LLAMA_1B, gpu_here
 from meshkit.config.experiment import load
-from meshkit.distributed.agreement import Agreement
+from meshkit.distributed.join import Agreement
 
 _EVERY, _CAPTURES, _WARM_UP, _BEHIND, _MOST = 5, 4, 3, 2, 200
 

@@ -34,7 +34,7 @@ from meshkit.report.folder import read_report
 from meshkit.report.measured import read_history, untraced_step_s
 from meshkit.report.schema import Report
 from meshkit.report.summarize import Machines, summarize_simulation
-from meshkit.step.facts import StepFacts
+from meshkit.step.program import StepFacts
 from meshkit.trace.captured import open_program
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 

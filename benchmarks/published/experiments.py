@@ -15,7 +15,7 @@ from benchmarks.published.machines import Machines, find_machines
 from benchmarks.published.recipes import Recipe, find_recipe
 from benchmarks.published.rows import Row
 from benchmarks.published.shapes import Notes, Shape, find_shape
-from meshkit.config.toml_text import to_toml
+from meshkit.config.toml import to_toml
 
 _DOMAIN_KEYS = ("gpu", "hosts", "gpus_per_host", "nvlink_domain_size")
 LAYERS = 4  # of the program of a pipeline stage; its loops are stretched to the row's own number afterwards

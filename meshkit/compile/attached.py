@@ -59,7 +59,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import Placement
 from meshkit.console import say
-from meshkit.distributed.agreement import Agreement
+from meshkit.distributed.join import Agreement
 from meshkit.errors import ConfigError
 from meshkit.hlo.module import Schedule, read_schedule
 from meshkit.step.train_step import TrainProgram

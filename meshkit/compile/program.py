@@ -41,8 +41,8 @@ from meshkit.compile.options import (
     version_of,
 )
 from meshkit.compile.scratch import scratch_folder, start_in, sweep
-from meshkit.config.bounded import integer
 from meshkit.config.cluster import Cluster
+from meshkit.config.files import integer
 from meshkit.config.mesh import Placement
 from meshkit.config.user_code import child_path
 from meshkit.errors import ConfigError, ProgramError

@@ -21,10 +21,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, GetPydanticSchema
 from pydantic_core import core_schema
 
-from meshkit.config.bounded import write_file
-from meshkit.config.document import TomlDocument
-from meshkit.config.toml_text import to_toml
-from meshkit.config.validate import SpecError, TomlTable, check_plain, did_you_mean, kind, validate
+from meshkit.config.files import TomlDocument, write_file
+from meshkit.config.toml import SpecError, TomlTable, check_plain, did_you_mean, kind, to_toml, validate
 from meshkit.errors import ConfigError
 
 SCHEMA = "meshkit.calibration/1"

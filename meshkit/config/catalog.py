@@ -10,7 +10,7 @@ import functools
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 
@@ -70,7 +70,7 @@ class CpuLink:
 @functools.cache
 def catalog() -> Mapping[str, Any]:
     """The whole catalog as plain tables."""
-    return tomllib.loads(resources.files("meshkit.config").joinpath("catalog.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8"))
 
 
 def gpu_keys() -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def _numbers(table: str, key: str) -> dict[str, Any]:
 @functools.cache
 def measured_table(name: str) -> tuple[Mapping[str, str], ...]:
     """The rows of a table of measured rates beside this module: matmul_rates.csv, matmul_shapes.csv, ..."""
-    text = resources.files("meshkit.config").joinpath(name).read_text(encoding="utf-8")
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     return tuple(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 
 

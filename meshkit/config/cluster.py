@@ -15,15 +15,14 @@ import functools
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshkit.config import catalog
 from meshkit.config.catalog import CpuLink, Gpu, Nic
-from meshkit.config.document import TomlDocument, absolute, as_table
+from meshkit.config.files import TomlDocument, absolute, as_table
 from meshkit.config.sections import ClusterTable
-from meshkit.config.validate import SpecError, check_plain, did_you_mean, kind, show, validate
+from meshkit.config.toml import SpecError, check_plain, did_you_mean, kind, show, validate
 from meshkit.errors import ConfigError
 
 if TYPE_CHECKING:  # numpy takes longer to import than an experiment to load
@@ -31,6 +30,7 @@ if TYPE_CHECKING:  # numpy takes longer to import than an experiment to load
 
 __all__ = ["Cluster", "Gpu", "Link", "Nic", "shipped_clusters"]
 
+_SHIPPED = Path(__file__).with_name("clusters")
 _NVSWITCH_GENERATION = 3  # earlier NVLink came without a switch on 8-GPU hosts
 _LARGEST_MESH = {True: 4, False: 8}  # GPUs wired to each other directly, from that generation on and before it
 
@@ -196,8 +196,7 @@ class Cluster(ClusterTable):
 @functools.cache
 def shipped_clusters() -> tuple[str, ...]:
     """Names of the clusters that come with meshkit."""
-    folder = resources.files("meshkit.config").joinpath("clusters")
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+    return tuple(sorted(file.stem for file in _SHIPPED.glob("*.toml")))
 
 
 def load_table(table: Mapping[str, Any], *, folder: Path) -> Cluster:
@@ -222,8 +221,7 @@ def _resolve(table: dict[str, Any], folder: Path, inside: tuple[Path, ...] = ())
     if file is not None:
         return _merge_file(table, file, folder, inside)
     if isinstance(name, str) and name in shipped_clusters():
-        text = resources.files("meshkit.config").joinpath(f"clusters/{name}.toml").read_text(encoding="utf-8")
-        return {**tomllib.loads(text), **table}, name
+        return {**tomllib.loads((_SHIPPED / f"{name}.toml").read_text(encoding="utf-8")), **table}, name
     if name is not None and "gpu" not in table:
         hint = did_you_mean(str(name), shipped_clusters(), what="a path that ends in .toml, or one of")
         raise _refused("name", name, f"there is no shipped cluster {show(name)}.", hint)
@@ -292,7 +290,7 @@ def _build(table: ClusterTable, name: str) -> Cluster:
     }
     if gpu.key == "cpu" and "scale_up" not in table.model_fields_set:
         filled["scale_up"] = "shared_memory"  # the only one that CPU devices have
-    cluster = Cluster(**(table.model_dump() | filled))
+    cluster = Cluster.model_construct(**(table.model_dump() | filled))  # checked already
     _check_domains(cluster)
     _check_scale_up(cluster)
     _check_nvlink_switch(cluster)

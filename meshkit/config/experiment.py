@@ -19,9 +19,8 @@ from typing import Any
 
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster, load_table, shipped_clusters
-from meshkit.config.document import Override, TomlDocument, as_table
+from meshkit.config.files import Override, TomlDocument, as_table
 from meshkit.config.mesh import MeshSpec
-from meshkit.config.places import check_files, find_experiment
 from meshkit.config.rules import PRESETS, ShardingRules, preset_rules
 from meshkit.config.sections import (
     PGLE_OPTION,
@@ -42,8 +41,18 @@ from meshkit.config.sections import (
     TrainTable,
     plain_value,
 )
-from meshkit.config.toml_text import split_key, to_toml
-from meshkit.config.validate import Key, SpecError, TomlTable, check_plain, did_you_mean, dotted, validate
+from meshkit.config.toml import (
+    Key,
+    SpecError,
+    TomlTable,
+    check_plain,
+    did_you_mean,
+    dotted,
+    split_key,
+    to_toml,
+    validate,
+)
+from meshkit.config.user_code import check_files, find_experiment
 from meshkit.errors import ConfigError
 from meshkit.redaction import has_credentials, is_secret_name
 

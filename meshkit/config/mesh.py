@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshkit.config.toml_text import inline
-from meshkit.config.validate import SpecError, did_you_mean, kind
+from meshkit.config.toml import SpecError, did_you_mean, inline, kind
 from meshkit.errors import ConfigError
 
 if TYPE_CHECKING:  # numpy takes longer to import than an experiment to load

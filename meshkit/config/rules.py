@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
-from meshkit.config.validate import SpecError, did_you_mean, kind
+from meshkit.config.toml import SpecError, did_you_mean, kind
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]

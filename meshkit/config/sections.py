@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from meshkit.config.rules import from_pairs
-from meshkit.config.validate import FUNCTION_PATTERN, NAME_PATTERN, TomlTable, kind, show
+from meshkit.config.toml import FUNCTION_PATTERN, NAME_PATTERN, TomlTable, kind, show
 
 # The XLA options that name a profile or a table of collectives to schedule by; what `train.pgle` says instead of them.
 PGLE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
@@ -420,14 +420,16 @@ class ExperimentTable(TomlTable):
     )
     model: ModelTable = Field(description="the model")
     mesh: dict[str, MeshAxisValue] = Field(description="mesh axis = ways; outermost first")
-    rules: RulesTable = Field(default=RulesTable(), description="what is sharded over which axis")
+    rules: RulesTable = Field(default=RulesTable.model_construct(), description="what is sharded over which axis")
     train: TrainTable = Field(description="the training loop")
-    optimizer: OptimizerTable = Field(default=OptimizerTable(), description="AdamW")
-    data: DataTable = Field(default=DataTable(), description="where examples come from")
-    checkpoint: CheckpointTable = Field(default=CheckpointTable(), description="when checkpoints are written")
-    profile: ProfileTable = Field(default=ProfileTable(), description="which steps are captured")
+    optimizer: OptimizerTable = Field(default=OptimizerTable.model_construct(), description="AdamW")
+    data: DataTable = Field(default=DataTable.model_construct(), description="where examples come from")
+    checkpoint: CheckpointTable = Field(
+        default=CheckpointTable.model_construct(), description="when checkpoints are written"
+    )
+    profile: ProfileTable = Field(default=ProfileTable.model_construct(), description="which steps are captured")
     local_sgd: LocalSgdTable | None = Field(default=None, description="replicas that step on their own")
     compression: CompressionTable | None = Field(default=None, description="gradients in fewer bits over one axis")
     pipeline: PipelineTable | None = Field(default=None, description="layers in stages over one axis")
-    lint: LintTable = Field(default=LintTable(), description="what the lint shall not report")
+    lint: LintTable = Field(default=LintTable.model_construct(), description="what the lint shall not report")
     xla: dict[str, Option] = Field(default={}, description="options of the compiler, by their names")

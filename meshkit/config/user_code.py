@@ -1,4 +1,4 @@
-"""The user's own code, named by import path: found, and what it raises said in terms of the experiment.
+"""What an experiment names that lies elsewhere: the user's code, what meshkit ships, within what the site allows.
 
     "pkg.mod", folders -> find_folder -> its folder -> check_writers, serve -> importlib imports pkg from there
 
@@ -7,8 +7,18 @@ it: jax looks for plugins in `jax_plugins`, packages for their entry points. Her
 an experiment names, and for what the code that came from there imports itself; everybody else is told that nothing is
 there.
 
-Devices run behind the program: the error of a step that found too little memory surfaces where something waits for its
-values (metrics, a checkpoint, a capture), so whole runs stand inside `device_memory`, not single calls.
+Shipped are models (`models.llama:Llama`) and experiments (`llama3_8b`). In a clone they lie at its top, `models/` and
+`configs/experiments/`; in the wheel below the package. No installed package is called `models`, and a user's own comes
+before.
+
+    /etc/meshkit/site.toml, MESHKIT_MODEL_ROOTS, MESHKIT_FILE_ROOTS -> Site -> load_object, load
+
+    model_roots = ["/opt/models", "/home/shared/experiments"]    # code that `pkg.mod:Name` may come from
+    file_roots  = ["/data"]                                      # files and folders that an experiment may name
+
+Without them an experiment may name any file, and code where `find_folder` finds it. An experiment file has no key for
+it, so it cannot widen what is declared; the variables can only narrow what the site's file says. This protects whoever
+runs somebody else's experiment; it does not confine code once it runs, nor a user who writes their own.
 """
 
 from __future__ import annotations
@@ -19,26 +29,31 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import site
 import stat
 import sys
 import sysconfig
+import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from importlib.machinery import SOURCE_SUFFIXES, ModuleSpec, PathFinder, all_suffixes
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
-from meshkit.config.experiment import Experiment
-from meshkit.config.places import MODELS, is_shipped_name, is_under, listed, read_site, shipped_folder
+from meshkit.config.files import PATH_KEYS
+from meshkit.config.toml import SpecError, did_you_mean, dotted
 from meshkit.console import say
-from meshkit.errors import ConfigError, MeshkitError, RunError, a_type
+from meshkit.errors import ConfigError, MeshkitError, a_type
 from meshkit.redaction import redact
-from meshkit.units import GIB, KIB, MIB, TIB, format_bytes
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+MODELS = "models"
+SITE_FILE = Path("/etc/meshkit/site.toml")
+_VARIABLES = {"model_roots": "MESHKIT_MODEL_ROOTS", "file_roots": "MESHKIT_FILE_ROOTS"}
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _LONGEST_MESSAGE = 300
@@ -46,15 +61,19 @@ _IMPORTING = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 _OF_PYTHON = {*sys.stdlib_module_names, *sys.builtin_module_names, "__main__", "__mp_main__", "test"}
 _MOST_WRAPPERS = 100
 _warned: set[str] = set()
-_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
-_EXHAUSTED = re.compile(r"out[ _]of[ _]memory|RESOURCE_EXHAUSTED: .*\b(allocat|memory)", re.IGNORECASE)
-_ASKED = re.compile(r"allocat\w+ ([\d.]+) ?(\w+)")
-_PROGRAM = re.compile(r"executable_name='(\w+)'")
-_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}  # as XLA writes them; "bytes" beside them
+
+
+class NamesCode(Protocol):
+    """An experiment, as far as it says where a key was written and where its code may lie."""
+
+    @property
+    def search_paths(self) -> list[Path]: ...
+    def where(self, key: str) -> str: ...
+    def error(self, key: str, message: str, hint: str | None = None) -> ConfigError: ...
 
 
 @contextmanager
-def user_code(experiment: Experiment, key: str, what: str, hint: str | None = None) -> Iterator[None]:
+def user_code(experiment: NamesCode, key: str, what: str, hint: str | None = None) -> Iterator[None]:
     """A block that runs the user's code: what it raises is the user's to mend, so it becomes a ConfigError at `key`.
 
     Errors of meshkit pass, and so do those of a device or of memory, which say nothing about the code.
@@ -97,7 +116,7 @@ def load_object(
     """What `"pkg.mod:Name"` names: of an installed package, or of the first of the experiment's folders that holds it.
 
     The models that meshkit ships come last. Python's own modules are refused before anything is imported. Where the
-    site declares roots of models (`meshkit.config.places`), every module on the way lies in one of them or is a shipped
+    site declares roots of models, every module on the way lies in one of them or is a shipped
     model, and only they are searched beside what Python finds anyway. `also` names packages on which meshkit rests
     itself, which are as allowed as it is where they are installed.
 
@@ -142,7 +161,7 @@ def load_object(
     return getattr(module, attribute)
 
 
-def load_function(experiment: Experiment, key: str, name: str) -> Callable[..., Any]:
+def load_function(experiment: NamesCode, key: str, name: str) -> Callable[..., Any]:
     """The user's function that a key of the experiment names.
 
     Raises:
@@ -394,69 +413,141 @@ def _is_private(uid: int, gid: int) -> bool:
     return group.gr_name == user.pw_name and not set(group.gr_mem) - {user.pw_name}
 
 
-@contextmanager
-def device_memory(experiment: Experiment, *, hint: str | None = None) -> Iterator[None]:
-    """A block that runs programs on devices: where one has too little memory, the error says what helps.
+def shipped_folder() -> Path:
+    """The folder that holds `models/` and `configs/experiments/`."""
+    inside = _PACKAGE / "_shipped"
+    return inside if inside.is_dir() else _PACKAGE.parent
+
+
+def is_shipped_name(module_name: str) -> bool:
+    """Whether a module may be one of the shipped models, by its name."""
+    return module_name.partition(".")[0] == MODELS
+
+
+@cache
+def shipped_experiments() -> dict[str, Path]:
+    """Name -> file of every shipped experiment."""
+    return {file.stem: file for file in sorted((shipped_folder() / "configs" / "experiments").glob("*.toml"))}
+
+
+def find_experiment(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The file of an experiment: as given, or a shipped one by its name where no such file is.
 
     Raises:
-        RunError: jax ran out of a device's memory, wherever in the block it came to say so.
+        ConfigError: a bare name of which there is neither.
     """
-    try:
-        yield
-    except MeshkitError:
-        raise
-    except Exception as error:
-        found: BaseException | None = error
-        while found is not None:
-            if type(found).__name__ in _ERRORS and is_of_memory(str(found)):
-                raise too_little_memory(experiment, str(found), stats=_stats(), hint=hint) from error
-            found = found.__cause__ or found.__context__
-        raise
+    name = os.fspath(path)
+    if not name or "/" in name or os.sep in name or name.endswith(".toml") or os.path.isfile(name):
+        return path
+    known = shipped_experiments()
+    if name in known:
+        return known[name]
+    if not name.isidentifier() or os.path.exists(name):
+        return path
+    hint = did_you_mean(name, known)
+    raise ConfigError("there is no such experiment file, nor one that meshkit ships.", at=name, hint=hint)
 
 
-def is_of_memory(said: str) -> bool:
-    """Whether an error of XLA's or CUDA's says that memory has run out."""
-    return _EXHAUSTED.search(said) is not None
+@dataclass(frozen=True)
+class Site:
+    """The declared folders, resolved; None where nothing is declared and any will do.
 
-
-def too_little_memory(
-    experiment: Experiment,
-    said: str,
-    *,
-    stats: Mapping[str, int] | None = None,
-    at: str | None = None,
-    hint: str | None = None,
-) -> RunError:
-    """The error of a run that did not fit.
-
-    Args:
-        experiment: that ran.
-        said: by XLA.
-        stats: of the device's allocator; without them its pool is what the experiment gives it.
-        at: where; default the experiment's file.
-        hint: default plan's remedies.
+    Attributes:
+        model_roots: that models, losses, data and metrics functions may come from.
+        file_roots: that files and folders named by an experiment may lie in.
     """
-    cluster, train, stats = experiment.cluster, experiment.train, stats or {}
-    asked, program = _ASKED.search(said), _PROGRAM.search(said)
-    message = f"the device has too little memory for {program[1] if program else 'the run'}"
-    if asked:
-        message += f", which asked for {format_bytes(float(asked[1]) * _UNITS.get(asked[2], 1))} at once"
-    if not cluster.is_cpu:
-        pool = stats.get("bytes_limit", int(cluster.gpu.memory_bytes * train.memory_fraction))
-        used = f", {format_bytes(stats['bytes_in_use'])} of them in use" if "bytes_in_use" in stats else ""
-        name, there = cluster.gpu.name, format_bytes(cluster.gpu.memory_bytes)
-        message += f": of the {there} of {name} XLA has {format_bytes(pool)}{used}"
-    file = str(experiment.path or experiment.name)
-    less = [] if train.remat == "full" else ['train.remat = "full"']
-    less += [f"train.accumulate above {train.accumulate}", f"train.global_batch below {train.global_batch}"]
-    remedies = f"`meshkit plan {file}`, which says what makes it fit, as {', '.join(less)}, or more GPUs to shard over"
-    return RunError(f"{message}.", at=at or file, hint=hint or remedies)
+
+    model_roots: tuple[Path, ...] | None = None
+    file_roots: tuple[Path, ...] | None = None
 
 
-def _stats() -> Mapping[str, Any] | None:
-    """Of the allocator of this process's first device; None where it has none or cannot be asked."""
-    jax = sys.modules.get("jax")
+def read_site() -> Site:
+    """The site's file, narrowed by the variables.
+
+    Raises:
+        ConfigError: the file can be changed by others, or says something else; a root is not absolute, or a variable
+            names one that the file does not allow.
+    """
+    declared = _read_file(SITE_FILE)
+    found: dict[str, tuple[Path, ...] | None] = {}
+    for key, variable in _VARIABLES.items():
+        allowed = declared.get(key)
+        wanted = _roots(os.environ[variable].split(os.pathsep), variable) if os.environ.get(variable) else None
+        if wanted is not None and allowed is not None:
+            for root in wanted:
+                if not is_under(root, allowed):
+                    raise ConfigError(
+                        f"{variable} names {root}, which {SITE_FILE} does not allow.",
+                        at="environment",
+                        hint=f"a folder in {listed(allowed)}",
+                    )
+        found[key] = allowed if wanted is None else wanted
+    return Site(found["model_roots"], found["file_roots"])
+
+
+def is_under(path: str | Path, roots: Sequence[Path]) -> bool:
+    """Whether a path, with `..` and links resolved, is one of the roots or lies in one."""
+    real = Path(os.path.realpath(path))
+    return any(real == root or root in real.parents for root in roots)
+
+
+def listed(roots: Sequence[Path]) -> str:
+    """The roots in words."""
+    return ", ".join(map(str, roots)) or "no folder at all"
+
+
+def check_files(table: Mapping[str, Any]) -> None:
+    """Stops where an experiment names a file outside of the declared folders; its paths are absolute by now.
+
+    Raises:
+        ConfigError: which key, and where it may lie.
+    """
+    roots = read_site().file_roots
+    if roots is None:
+        return
+    for key in PATH_KEYS:
+        value: Any = table
+        for name in key:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        # what is no path: the name of a cluster, a function, the standard library
+        if isinstance(value, str) and os.path.isabs(value) and not is_under(value, roots):
+            raise SpecError(
+                f"{dotted(key)} is outside of the folders that this site allows.",
+                key=key,
+                value=value,
+                hint=f"a path in {listed(roots)}",
+            )
+
+
+def _read_file(path: Path) -> dict[str, tuple[Path, ...]]:
+    """The folders that the site's file declares; none without a file."""
     try:
-        return jax and jax.local_devices()[0].memory_stats()
-    except Exception:
-        return None
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != 0 or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ConfigError(
+                    f"{path} could be changed by others than the administrator (uid {found.st_uid}, mode "
+                    f"{stat.S_IMODE(found.st_mode):04o}).",
+                    hint=f"chown root {path} && chmod 644 {path}",
+                )
+            table = tomllib.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:  # not TOML, not UTF-8
+        hint = "model_roots and file_roots, each a list of folders"
+        raise ConfigError(f"the site's file cannot be read: {error}.", at=str(path), hint=hint) from None
+    for key, value in table.items():
+        if key not in _VARIABLES:
+            hint = did_you_mean(key, _VARIABLES)
+            raise ConfigError(f"the site's file has an unknown key '{key}'.", at=str(path), hint=hint)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{key} is not a list of folders.", at=str(path), hint=f'{key} = ["/opt/models"]')
+    return {key: _roots(value, str(path)) for key, value in table.items()}
+
+
+def _roots(texts: Sequence[str], at: str) -> tuple[Path, ...]:
+    """Absolute folders, with links resolved."""
+    for text in texts:
+        if not os.path.isabs(text):
+            raise ConfigError(f"'{text}' is not an absolute path.", at=at, hint="folders from / on")
+    return tuple(Path(os.path.realpath(text)) for text in texts)

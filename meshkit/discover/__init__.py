@@ -9,15 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from meshkit.config.bounded import decode, read_bounded
-from meshkit.discover.bundle import record, replay
+from meshkit.config.files import decode, read_bounded
 from meshkit.discover.describe import Mismatch, check, to_cluster
-from meshkit.discover.machine import discover, domain_identities, identity_record, local_identities
-from meshkit.discover.nccl_xml import parse_topology
+from meshkit.discover.machine import discover, domain_identities, identity_record, local_identities, record, replay
 from meshkit.discover.nvidia_smi import from_matrix, parse_matrices
 from meshkit.discover.probe import FixtureProbe, LiveProbe, Probe
-from meshkit.discover.rack import from_rack
 from meshkit.discover.topology import Topology, merge
+from meshkit.discover.topology_files import from_rack, parse_topology
 
 __all__ = [
     "FixtureProbe",

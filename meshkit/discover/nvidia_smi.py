@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshkit.config.bounded import integer, short
+from meshkit.config.files import integer, short
 from meshkit.discover.probe import Probe, Snapshot, check_snapshot, short_bus
 from meshkit.discover.topology import (
     Connection,

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meshkit.config.bounded import LARGEST_FILE_BYTES, short
+from meshkit.config.files import LARGEST_FILE_BYTES, short
 from meshkit.discover.topology import NvLink, PcieLink, Small, Text
 from meshkit.errors import TraceError
 

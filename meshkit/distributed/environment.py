@@ -15,7 +15,6 @@ A process that fails, or that another one has failed, leaves at once, so that no
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sys
@@ -290,6 +289,8 @@ def first_host(nodelist: str) -> str:
 
 def derived_port(*parts: str) -> int:
     """A port that every process of a job finds for itself, and another job, step or attempt most likely does not."""
+    import hashlib  # with OpenSSL, which takes longer than all else here
+
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=8).digest()
     return FIRST_PORT + int.from_bytes(digest, "big") % NUM_PORTS
 

@@ -5,10 +5,10 @@
     process 0 answers all with what it has seen, and proves it too -> Attendance, the same on all
 
 jax's own start knows one answer to a process that does not come, comes twice, or belongs to another job: it ends all
-others after the timeout, and names none. With certificates (distributed/mtls.py) the roll call is mutual TLS too;
-without, the secret (MESHKIT_SECRET) is never sent, but every process answers a question that only who knows it can.
-Anybody who reaches the port may connect to it: process 0 waits for none of them, those that stay silent make room, and
-who has neither certificate nor secret is not heard. In the open a word counts as long as its connection stands.
+others after the timeout, and names none. With certificates (certificates.py) the roll call is mutual TLS too; without,
+the secret (MESHKIT_SECRET) is never sent, but every process answers a question that only who knows it can. Anybody who
+reaches the port may connect to it: process 0 waits for none of them, those that stay silent make room, and who has
+neither certificate nor secret is not heard. In the open a word counts as long as its connection stands.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from weakref import WeakKeyDictionary
 
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError
 
+from meshkit.distributed.certificates import Certificates
 from meshkit.distributed.environment import SECRET, Gang, split_address
-from meshkit.distributed.mtls import Certificates
 from meshkit.errors import ConfigError, RunError
 
 _ANSWER_BYTES, _LINE_BYTES = 1 << 24, 1024

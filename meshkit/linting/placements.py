@@ -1,7 +1,7 @@
-"""The lint of placements: what is legal and probably not meant.
+"""Findings, the allow list that silences them, and the lint of placements: what is legal and probably not meant.
 
 It reads where the rules put parameters and activations. What only the compiled program can show is found by
-`meshkit.linting.contract`, in the same form.
+`meshkit.linting.examine`, in the same form.
 """
 
 from __future__ import annotations
@@ -11,22 +11,109 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.text import Text
 
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import AutoRule, ShardingRules, path_matches
-from meshkit.linting.findings import Finding, sort_findings
+from meshkit.config.sections import AllowTable
+from meshkit.errors import ConditionError
+from meshkit.report.schema import Part
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import Placed
 from meshkit.sharding.strategy import AxisRoles
 from meshkit.units import format_bytes
 
+Severity = Literal["error", "warning", "note"]
+SEVERITY_COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 # A parameter of this many bytes that no axis cuts is worth a finding: below it, gathering costs more than it saves
 # (one NCCL ring step's latency buys about 1 MB at NVLink speed: 3.4 us x 360 GB/s).
 SMALL_BYTES = 2**20
 # And of this share of what a GPU holds of all parameters: norms of a large model are meant to be whole.
 _WORTH = 1e-3
 _MOST_ALIKE = 3  # findings of one kind, above which a sum says more
+
+
+class Finding(Part):
+    """Something that is legal and probably not meant."""
+
+    code: str  # of its class, e.g. `idle_axis`
+    severity: Severity  # `error` stops, `warning` stops `explain --strict`, `note` only tells
+    path: str  # what it is about: a parameter's path, a logical or mesh axis, `collective/<kind>/<axes>`
+    message: str  # one sentence with the numbers
+    hint: str | None = None  # what to do, where possible a line of TOML
+    allowed: bool = False  # whether the experiment's allow list silences it
+    reason: str | None = None  # why it is allowed
+
+    def __str__(self) -> str:
+        """One line."""
+        what = f"{self.severity} {self.code} at {self.path}: {self.message}"
+        return what + (f"; try {self.hint}" if self.hint else "")
+
+
+def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
+    """Errors, warnings, notes; otherwise in the order given."""
+    order = {"error": 0, "warning": 1, "note": 2}
+    return sorted(findings, key=lambda f: order[f.severity])
+
+
+def apply_allow_list(
+    findings: Iterable[Finding], allow: Sequence[AllowTable], *, unchecked: Iterable[str] = ()
+) -> tuple[list[Finding], list[Finding]]:
+    """What stays and what is allowed; an entry that silences nothing is itself a finding.
+
+    Args:
+        findings: of all checks that ran.
+        allow: `[[lint.allow]]` of the experiment; `path` is a glob as in `[[rules.override]]`.
+        unchecked: codes that nobody looked for, so that an entry about them says nothing.
+    """
+    kept, allowed, used = [], [], set()
+    for f in findings:
+        matching = [i for i, a in enumerate(allow) if a.code == f.code and path_matches(a.path, f.path)]
+        used.update(matching)
+        if matching and f.severity != "error":
+            allowed.append(f.model_copy(update={"allowed": True, "reason": allow[matching[0]].reason}))
+        else:
+            kept.append(f)
+    idle = [a for i, a in enumerate(allow) if i not in used and a.code not in set(unchecked)]
+    kept += [
+        Finding(
+            code="unused_allow",
+            severity="note",
+            path=f"lint/allow/{a.code}/{a.path}",
+            message=f"the allow entry for {a.code} at '{a.path}' silences nothing",
+            hint="remove the entry, or correct its code or path",
+        )
+        for a in idle
+    ]
+    return sort_findings(kept), allowed
+
+
+def check_strict(findings: Iterable[Finding]) -> None:
+    """Stops if any finding is more than a note.
+
+    Raises:
+        ConditionError: with how many, and which.
+    """
+    failing = [f for f in findings if f.severity != "note"]
+    if failing:
+        codes = ", ".join(dict.fromkeys(f.code for f in failing))
+        number = "is 1 finding" if len(failing) == 1 else f"are {len(failing)} findings"
+        raise ConditionError(
+            f"there {number} ({codes}), and --strict asks for none.",
+            hint="mend it, or allow it: [[lint.allow]] code, path, reason",
+        )
+
+
+def finding_lines(f: Finding) -> Iterator[RenderableType]:
+    """Its class and place, what is wrong, and what to do."""
+    yield Text.assemble((f"{f.severity} {f.code}", SEVERITY_COLOURS[f.severity]), f" at {f.path}")
+    yield Padding(Text(f.message), (0, 0, 0, 2))
+    if f.hint:
+        yield Padding(Text(f"try {f.hint}"), (0, 0, 0, 2))
 
 
 @dataclass(frozen=True)

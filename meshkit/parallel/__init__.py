@@ -4,7 +4,6 @@ Enters: arrays inside of a jitted program, and the mesh axes that cut them. Leav
 over those axes. May be imported by step and all above it, and by models.
 """
 
-from meshkit.parallel.ring import gathered_attention, ring_attention
-from meshkit.parallel.ulysses import ulysses_attention
+from meshkit.parallel.context import gathered_attention, ring_attention, ulysses_attention
 
 __all__ = ["gathered_attention", "ring_attention", "ulysses_attention"]

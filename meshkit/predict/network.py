@@ -12,7 +12,7 @@ from typing import TypedDict, Unpack
 
 from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
-from meshkit.config.validate import did_you_mean
+from meshkit.config.toml import did_you_mean
 from meshkit.errors import ConfigError
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.algorithms import FORCED, channels_of, fastest, forced, wire_factor

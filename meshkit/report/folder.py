@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshkit.config.bounded import read_regular
+from meshkit.config.files import read_regular
 from meshkit.config.sections import PGLE_OPTION, PREDICTED
 from meshkit.errors import TraceError
 from meshkit.report.compare import plan_warnings

@@ -13,8 +13,8 @@ from meshkit.hlo.schedule import Schedule
 from meshkit.report import schema
 from meshkit.report.schema import CommunicationPart, Report, Warning_
 from meshkit.report.views.words import goodput_part
-from meshkit.runs.goodput import read_goodput
 from meshkit.runs.metrics import read_metrics, within
+from meshkit.runs.phases import read_goodput
 from meshkit.trace.captured import CaptureRecord
 from meshkit.trace.reader import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED, Facts, Note, Trace
 from meshkit.trace.skew import Skew

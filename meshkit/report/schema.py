@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from meshkit.config.bounded import write_file
+from meshkit.config.files import write_file
 from meshkit.hlo.pipeline_report import ScheduleCost
 from meshkit.predict.interval import StepInterval
 from meshkit.report.readable import Readable

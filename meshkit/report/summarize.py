@@ -26,7 +26,7 @@ from meshkit.predict.kernels import compute_peak_flops, peak_flops
 from meshkit.predict.network import checkpoint_time_s, infiniband_share, peak_bus_bandwidth_bytes_per_s
 from meshkit.report import schema
 from meshkit.report.schema import CommunicationPart, KernelsPart, Report, StepPart, Warning_
-from meshkit.step.facts import NO_FACTS, StepFacts
+from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.timeline import KernelTotals, Sweep, Timeline, kernel_totals, sweep
 from meshkit.units import format_seconds
 

@@ -2,15 +2,20 @@
 
 The order is the cluster's GPU index: NVLink domain by domain. Which attached GPUs share a domain is read from the
 hardware (NVML's fabric identity), never guessed from processes.
+
+Devices run behind the program: the error of a step that found too little memory surfaces where something waits for its
+values (metrics, a checkpoint, a capture), so whole runs stand inside `device_memory`, not single calls.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +24,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from meshkit.config.cluster import Cluster
+from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshSpec, Placement
-from meshkit.config.validate import did_you_mean
+from meshkit.config.toml import did_you_mean
 from meshkit.discover import LiveProbe, domain_identities, identity_record, local_identities
 from meshkit.discover.probe import has_driver
-from meshkit.distributed.agreement import Agreement, jax_runtime
 from meshkit.distributed.environment import MEMORY_FRACTIONS
-from meshkit.errors import ConfigError, a_type
+from meshkit.distributed.join import Agreement, jax_runtime
+from meshkit.errors import ConfigError, MeshkitError, RunError, a_type
+from meshkit.units import GIB, KIB, MIB, TIB, format_bytes
 
 _FABRIC_S = 60.0  # for all processes to say where their devices are
 # Two cores that run eight virtual devices starve XLA:CPU's rendezvous for minutes; its defaults (20 s warn, 40 s abort)
@@ -35,6 +42,11 @@ _CPU_FLAGS = {
     "xla_cpu_collective_call_terminate_timeout_seconds": 1200,
     "xla_cpu_collective_timeout_seconds": 1200,
 }
+_DEVICE_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
+_EXHAUSTED = re.compile(r"out[ _]of[ _]memory|RESOURCE_EXHAUSTED: .*\b(allocat|memory)", re.IGNORECASE)
+_ASKED = re.compile(r"allocat\w+ ([\d.]+) ?(\w+)")
+_PROGRAM = re.compile(r"executable_name='(\w+)'")
+_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}  # as XLA writes them; "bytes" beside them
 
 
 @dataclass(frozen=True)
@@ -291,3 +303,71 @@ def _num_processes() -> int:
 def _backend_started() -> bool:
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bool(bridge and bridge.backends_are_initialized())
+
+
+@contextmanager
+def device_memory(experiment: Experiment, *, hint: str | None = None) -> Iterator[None]:
+    """A block that runs programs on devices: where one has too little memory, the error says what helps.
+
+    Raises:
+        RunError: jax ran out of a device's memory, wherever in the block it came to say so.
+    """
+    try:
+        yield
+    except MeshkitError:
+        raise
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not None:
+            if type(found).__name__ in _DEVICE_ERRORS and is_of_memory(str(found)):
+                raise too_little_memory(experiment, str(found), stats=_stats(), hint=hint) from error
+            found = found.__cause__ or found.__context__
+        raise
+
+
+def is_of_memory(said: str) -> bool:
+    """Whether an error of XLA's or CUDA's says that memory has run out."""
+    return _EXHAUSTED.search(said) is not None
+
+
+def too_little_memory(
+    experiment: Experiment,
+    said: str,
+    *,
+    stats: Mapping[str, int] | None = None,
+    at: str | None = None,
+    hint: str | None = None,
+) -> RunError:
+    """The error of a run that did not fit.
+
+    Args:
+        experiment: that ran.
+        said: by XLA.
+        stats: of the device's allocator; without them its pool is what the experiment gives it.
+        at: where; default the experiment's file.
+        hint: default plan's remedies.
+    """
+    cluster, train, stats = experiment.cluster, experiment.train, stats or {}
+    asked, program = _ASKED.search(said), _PROGRAM.search(said)
+    message = f"the device has too little memory for {program[1] if program else 'the run'}"
+    if asked:
+        message += f", which asked for {format_bytes(float(asked[1]) * _UNITS.get(asked[2], 1))} at once"
+    if not cluster.is_cpu:
+        pool = stats.get("bytes_limit", int(cluster.gpu.memory_bytes * train.memory_fraction))
+        used = f", {format_bytes(stats['bytes_in_use'])} of them in use" if "bytes_in_use" in stats else ""
+        name, there = cluster.gpu.name, format_bytes(cluster.gpu.memory_bytes)
+        message += f": of the {there} of {name} XLA has {format_bytes(pool)}{used}"
+    file = str(experiment.path or experiment.name)
+    less = [] if train.remat == "full" else ['train.remat = "full"']
+    less += [f"train.accumulate above {train.accumulate}", f"train.global_batch below {train.global_batch}"]
+    remedies = f"`meshkit plan {file}`, which says what makes it fit, as {', '.join(less)}, or more GPUs to shard over"
+    return RunError(f"{message}.", at=at or file, hint=hint or remedies)
+
+
+def _stats() -> Mapping[str, Any] | None:
+    """Of the allocator of this process's first device; None where it has none or cannot be asked."""
+    jax = sys.modules.get("jax")
+    try:
+        return jax and jax.local_devices()[0].memory_stats()
+    except Exception:
+        return None

@@ -28,8 +28,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshkit.config.bounded import short
 from meshkit.config.experiment import Experiment
+from meshkit.config.files import short
 from meshkit.config.rules import ShardingRules
 from meshkit.config.user_code import describe_error, load_function, user_code
 from meshkit.errors import ConfigError, MeshkitError, RunError, a_type

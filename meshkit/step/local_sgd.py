@@ -1,11 +1,42 @@
-"""`[local_sgd]`: the training step of one replica -> a program of H steps and one outer step.
+"""Local SGD and DiLoCo: replicas that step on their own and are averaged once in H steps.
+
+Over a slow axis of R replicas, an *outer step* is (Stich 2019, arXiv:1805.09767; Douillard et al. 2023,
+arXiv:2311.08105):
+
+    every replica r starts at the anchor a_t and makes H inner steps on its own part of each batch -> w_t,r
+    outer gradient      G_t = a_t - mean_r w_t,r                    the one exchange of the outer step
+    outer optimizer     m_t = momentum * m_(t-1) + G
+                        a_(t+1) = a_t - learning_rate * (G + momentum * m_t   if nesterov else   m_t)
+
+with G = G_t when `staleness` is 0. The inner optimizer's state stays with its replica and is never exchanged. With
+learning_rate = 1 and momentum = 0 the new anchor is the mean of the replicas: plain local SGD.
+
+**staleness = 1** puts G = G_(t-1), G_(-1) = 0, in the same formulas: the outer gradient that is applied at the end of
+outer step t is the one measured in the one before, at a_(t-1). Its exchange depends on nothing of step t, so it runs
+under its H inner steps. All replicas still restart from one common point, the new anchor; what a replica did in outer
+step t reaches everyone, itself included, at the end of t+1. This is the stale-gradient form of asynchronous data
+parallelism with a delay of exactly one (the naive delayed update that Kale et al. 2025, arXiv:2502.12996, compare
+with). Three things follow: step 0 leaves the anchor where it is; the outer gradient of the last one is not applied; and
+a delay narrows what is stable. Where an outer step contracts the distance to the optimum by 1 - c, the roots of the
+recurrence above stay inside the unit circle for learning_rate * c below 2 without momentum, 1.35 with Nesterov's 0.9;
+with the delay below 1 without momentum, 0.56 with Nesterov's 0.5 and 0.25 with 0.9.
+
+Everything is one jitted program: a `scan` over the inner steps, each of them `vmap` over the replicas with
+`spmd_axis_name`, so that every replica stays on its own GPUs and no collective of an inner step crosses the axis.
+
+XLA hides a collective under the kernels of its own computation and not under a whole loop of loops
+(docs/adr/0007-stale-exchange.md has what was tried). So the exchange of the stale outer gradient is cut into H pieces,
+and inner step h exchanges piece h during its own work: one all-reduce of 1/H of the parameters in the body of the
+scan. The step waits for it before its backward pass (`wait_before_backward`): it runs under the output head.
+
+`[local_sgd]` makes such a program of the training step of one replica:
 
     state.params              the anchor, the same for all replicas: what is evaluated, and where all inner steps start
     state.opt_state           the inner optimizer's, one per replica: [R, ...] cut over the axis
     state.extra["outer"]      the outer optimizer's momentum, and the pending outer gradients of staleness = 1
 
 The model's other variables (batch statistics) start alike and are averaged over the replicas at the end. Each replica
-draws from a random stream of its own. The formulas are in meshkit/parallel/local_sgd.py.
+draws from a random stream of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +48,209 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.experiment import Experiment
-from meshkit.parallel.local_sgd import LocalSgd
 from meshkit.sharding.constrain import spec_axes
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.state import StateLayout, TrainState
+
+InnerStep = Callable[..., tuple[Any, Any, Any]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class OuterState:
+    """What the outer optimizer carries from one outer step to the next.
+
+    Attributes:
+        optimizer: of optax; momentum shaped and sharded like the anchor.
+        pending: with staleness 1, a_(t-1) - w_(t-1),r: fp32 [R, ...], not exchanged yet; else None.
+    """
+
+    optimizer: Any
+    pending: Any
+
+
+@dataclass(frozen=True)
+class LocalSgd:
+    """Local SGD along one axis; see the formulas at the top.
+
+    Attributes:
+        mesh: attached or described.
+        axis: the slow axis; its R replicas step on their own.
+        every: H, inner steps of an outer step.
+        specs: tree of PartitionSpec of the parameters, none of which may name the axis.
+        learning_rate, momentum, nesterov: of the outer optimizer.
+        staleness: 0 or 1 outer steps between an outer gradient and its use.
+    """
+
+    mesh: AnyMesh
+    axis: str
+    every: int
+    specs: Any
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    staleness: int = 0
+
+    @property
+    def replicas(self) -> int:
+        """R."""
+        return self.mesh.shape[self.axis]
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The outer optimizer."""
+        return optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
+
+    def init(self, anchor: Any) -> OuterState:
+        """The outer state before the first outer step."""
+        pending = None
+        if self.staleness:
+            pending = jax.tree.map(lambda a: jnp.zeros((self.replicas, *a.shape), jnp.float32), anchor)
+        return OuterState(self.optimizer.init(anchor), pending)
+
+    def outer_shardings(self, anchor: Any) -> OuterState:
+        """NamedShardings of the outer state of an (abstract) anchor."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        like = self._map_specs(lambda s: NamedSharding(self.mesh, s))
+        abstract = jax.eval_shape(self.optimizer.init, anchor)
+        optimizer = optax.tree.map_params(
+            self.optimizer, lambda _, s: s, abstract, like, transform_non_params=lambda _: whole
+        )
+        return OuterState(optimizer, self.replicated_shardings() if self.staleness else None)
+
+    def replicated_shardings(self) -> Any:
+        """NamedShardings of parameters with a leading replica dim."""
+        return self._map_specs(lambda s: NamedSharding(self.mesh, PartitionSpec(self.axis, *s)))
+
+    def replicate(self, tree: Any) -> Any:
+        """Each array with a leading replica dim, the same for every replica."""
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *jnp.shape(x))), tree)
+
+    def outer_step(self, inner: InnerStep, anchor: Any, outer: OuterState, carry: Any, batches: Any):
+        """H inner steps and one outer step; to be traced inside `jit`.
+
+        Args:
+            inner: one replica's step, (params, carry, batch, exchanged) -> (params, carry, metrics). `exchanged` is
+                what travels during the step, the same for all replicas, or None; a step that ends its loss with
+                `wait_before_backward(loss, exchanged)` hides the exchange under the end of its forward pass.
+            anchor: parameters without replica dim, fp32.
+            outer: of `init`, or of the outer step before.
+            carry: whatever else `inner` carries (its optimizer's state): every array [R, ...].
+            batches: every array [H, R, ...].
+
+        Returns:
+            anchor, outer state and carry afterwards, and metrics, every array [H, R, ...].
+        """
+        replicated = jax.vmap(inner, in_axes=(0, 0, 0, None), spmd_axis_name=self.axis)
+        shardings = self.replicated_shardings()
+        pieces = self._cut(outer.pending) if self.staleness else None
+
+        def body(state, inputs):
+            batch, piece = inputs
+            stale = None if piece is None else self._exchange(piece)
+            params, carry, metrics = replicated(*state, batch, stale)
+            params = jax.lax.with_sharding_constraint(params, shardings)
+            return (params, carry), (metrics, stale)
+
+        start = jax.lax.with_sharding_constraint(self.replicate(anchor), shardings)
+        (params, carry), (metrics, stale) = jax.lax.scan(body, (start, carry), (batches, pieces), length=self.every)
+        with jax.named_scope("outer_optimizer"):
+            local = jax.tree.map(lambda a, w: a.astype(jnp.float32) - w.astype(jnp.float32), anchor, params)
+            local = jax.lax.with_sharding_constraint(local, shardings)
+            gradient = self._join(stale, anchor) if self.staleness else self._mean(local)
+            updates, optimizer = self.optimizer.update(gradient, outer.optimizer, anchor)
+            anchor = optax.apply_updates(anchor, updates)
+        return anchor, OuterState(optimizer, local if self.staleness else None), carry, metrics
+
+    def _mean(self, deltas: Any) -> Any:
+        """Means over the leading replica dim: the exchange, one fp32 all-reduce over the axis."""
+        with jax.named_scope("outer_gradient"):
+            means = jax.tree.map(lambda d: jnp.sum(d, axis=0) / self.replicas, deltas)
+            return jax.lax.with_sharding_constraint(means, self._map_specs(lambda s: NamedSharding(self.mesh, s)))
+
+    @property
+    def _others(self) -> tuple[str, ...]:
+        return tuple(a for a in self.mesh.axis_names if a != self.axis)
+
+    def _cut(self, deltas: Any) -> jax.Array:
+        """Trees of [R, ...] as [H, R, GPUs of a replica, n]: what a GPU holds of all leaves, in H equal pieces."""
+
+        def local(*leaves):
+            flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+            return jnp.pad(flat, (0, -flat.size % (2 * self.every))).reshape(self.every, 1, 1, -1)
+
+        specs = [PartitionSpec(self.axis, *s) for s in jax.tree.leaves(self.specs, is_leaf=_is_spec)]
+        return self._manual(local, specs, PartitionSpec(None, self.axis, self._others))(*jax.tree.leaves(deltas))
+
+    def _exchange(self, piece: jax.Array) -> jax.Array:
+        """[R, GPUs of a replica, n] as its mean [GPUs of a replica, n]: two all-reduces, one after the other.
+
+        XLA believes the slow axis faster than it is, and starts an all-reduce too late to hide all of it. It places
+        each of two on its own, so that the first starts a kernel earlier.
+        """
+
+        def local(piece):
+            first, second = jnp.split(piece[0], 2, axis=-1)
+            first = jax.lax.psum(first, self.axis)
+            second = jax.lax.psum(_after(second, first), self.axis)
+            return jnp.concatenate([first, second], axis=-1) / self.replicas
+
+        with jax.named_scope("outer_gradient"):
+            return self._manual(local, [PartitionSpec(self.axis, self._others)], PartitionSpec(self._others))(piece)
+
+    def _join(self, pieces: Any, like: Any) -> Any:
+        """[H, GPUs of a replica, n] as the tree that `_cut` took apart, without its replica dim."""
+        leaves, tree = jax.tree.flatten(like)
+        specs = tree.flatten_up_to(self.specs)
+        shapes = [NamedSharding(self.mesh, s).shard_shape(x.shape) for x, s in zip(leaves, specs)]
+        ends = np.cumsum([math.prod(shape) for shape in shapes])
+
+        def local(pieces):
+            parts = jnp.split(pieces.reshape(-1), ends)[: len(shapes)]
+            return [part.reshape(shape) for part, shape in zip(parts, shapes)]
+
+        return tree.unflatten(self._manual(local, [PartitionSpec(None, self._others)], specs)(pieces))
+
+    def _manual(self, fn: Callable, inputs: list[PartitionSpec], output: Any) -> Callable:
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=tuple(inputs), out_specs=output, check_vma=False)
+
+    def _map_specs(self, fn: Callable[[PartitionSpec], Any]) -> Any:
+        return jax.tree.map(fn, self.specs, is_leaf=_is_spec)
+
+
+@jax.custom_vjp
+def wait_before_backward(loss: jax.Array, exchanged: jax.Array) -> jax.Array:
+    """The loss, unchanged; its gradient is computed once `exchanged` is there, to which no gradient flows."""
+    return loss
+
+
+def _wait_forward(loss, exchanged):
+    return loss, exchanged
+
+
+def _wait_backward(exchanged, cotangent):
+    return _after(cotangent, exchanged), jnp.zeros_like(exchanged)
+
+
+wait_before_backward.defvjp(_wait_forward, _wait_backward)
+
+
+def _after(x: jax.Array, other: jax.Array) -> jax.Array:
+    """x, to be computed after `other`: a dependence that XLA keeps, since it cannot know that nothing exceeds inf.
+
+    (`optimization_barrier` is gone before the scheduler runs.)
+    """
+    never = other[(0,) * other.ndim] > jnp.inf
+    return x + never.astype(x.dtype)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""TrainProgram: all that is needed to compile, run and describe a training step.
+"""A training step: what is known of it (StepFacts), and all that compiles, runs and describes it (TrainProgram).
+
+    TrainProgram.facts -> plan's verdicts, the sidecar of a trace -> summarize
 
 Model FLOP of a step, the numerator of MFU (Chowdhery et al., 2022, appendix B):
 
@@ -6,6 +8,8 @@ Model FLOP of a step, the numerator of MFU (Chowdhery et al., 2022, appendix B):
 
 N counts the parameters that multiply activations: the output head does, a tied table once, an input look-up not. The
 second term is attention's two matmuls over a full T x T square; a causal kernel computes half of it.
+
+Reports and traces read facts without jax, which only the functions of a program import.
 """
 
 from __future__ import annotations
@@ -13,21 +17,63 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
-from flax import nnx
-from jax.sharding import NamedSharding
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
+from meshkit.config.sections import TrainTable
 from meshkit.config.user_code import user_code
-from meshkit.parallel.pipeline import Pipeline
-from meshkit.sharding.mesh import AnyMesh
-from meshkit.step.facts import StepFacts, training_steps
-from meshkit.step.pipelined import Arrangement
-from meshkit.step.state import HOST_MEMORY, ModelDescription, TrainState
+from meshkit.hlo.pipeline_report import PipelineReport
+
+if TYPE_CHECKING:
+    import jax
+
+    from meshkit.parallel.pipeline import Pipeline
+    from meshkit.sharding.mesh import AnyMesh
+    from meshkit.step.pipelined import Arrangement
+    from meshkit.step.state import ModelDescription, TrainState
+
+
+class StepFacts(BaseModel):
+    """What one step computes, holds and belongs to; None where unknown. FLOP, tokens and examples are of all GPUs."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+    model_flops: float | None = None  # of the model, without recompute
+    model_flops_causal: float | None = None  # the same with half of the attention term
+    flops_source: str | None = None  # `model` where it describes itself, else `shapes`
+    hardware_flops_per_gpu: float | None = None  # executed matmul FLOP of one GPU, with recompute
+    peak_flops_per_gpu: float | None = None  # dense peak of the compute precision, FLOP/s
+    precision: str | None = None  # of the matmuls; None takes that of most of the program's FLOP
+    tokens: float | None = None
+    examples: int | None = None
+    parameters: int | None = None  # numbers in the model
+    matmul_parameters: int | None = None  # of them, those used in matmuls
+    parameters_bytes: int | None = None  # on one GPU
+    optimizer_bytes: int | None = None  # on one GPU, without what lies in host memory
+    gradients_bytes: int | None = None  # on one GPU, as micro-batches add them up in fp32
+    state_bytes: int | None = None  # of a checkpoint: over all GPUs, replicas counted once
+    training_steps: int | None = None  # of the whole training
+    steps_per_call: int = Field(
+        default=1,
+        ge=1,
+        validation_alias=AliasChoices("steps_per_call", "steps_per_execution"),
+        serialization_alias="steps_per_execution",
+    )
+    """Training steps that one call of the program makes: a round of local SGD makes several."""
+    pipeline: PipelineReport | None = None  # what the schedule of its pipeline costs; None without one
+
+
+NO_FACTS = StepFacts()
+
+
+def training_steps(train: TrainTable) -> int:
+    """Steps of the whole training: `tokens_total` where given, else `steps`."""
+    if train.tokens_total is None:
+        return train.steps
+    return -(-train.tokens_total // (train.global_batch * train.sequence_length))
 
 
 @dataclass(frozen=True)
@@ -100,6 +146,9 @@ def find_facts(
         state: abstract, with its shardings.
         gradients_bytes, steps_per_call, pipeline: of the program.
     """
+    import jax
+    from flax import nnx
+
     train = experiment.train
     tokens = train.global_batch * train.sequence_length
     name, params = experiment.model.class_path, nnx.to_pure_dict(model.params)
@@ -113,7 +162,7 @@ def find_facts(
         parameters_bytes=local_bytes(state.params),
         optimizer_bytes=local_bytes(state.opt_state),
         gradients_bytes=gradients_bytes,
-        state_bytes=sum(int(np.prod(x.shape, dtype=np.int64)) * x.dtype.itemsize for x in jax.tree.leaves(state)),
+        state_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state)),
         training_steps=training_steps(train),
         steps_per_call=steps_per_call,
         pipeline=pipeline and pipeline.report(experiment.pipeline.microbatches),
@@ -130,6 +179,8 @@ def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_le
         tokens: of one step, over all GPUs.
         sequence_length: T.
     """
+    import jax
+
     described = hasattr(model, "matmul_parameters")
     if described:
         n = int(model.matmul_parameters())
@@ -149,6 +200,11 @@ def count_model_flops(model: Any, abstract_params: Any, tokens: int, sequence_le
 
 def local_bytes(tree: Any) -> int:
     """Bytes of one GPU's shards of a tree, without keys, what has no sharding, and what lies in host memory."""
+    import jax
+    from jax.sharding import NamedSharding
+
+    from meshkit.step.state import HOST_MEMORY
+
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)

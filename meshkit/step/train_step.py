@@ -30,15 +30,14 @@ from jax.sharding import AxisType
 from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import OptimizerTable
+from meshkit.config.toml import did_you_mean
 from meshkit.config.user_code import load_object, user_code
-from meshkit.config.validate import did_you_mean
 from meshkit.errors import ConfigError
 from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
-from meshkit.parallel.local_sgd import wait_before_backward
 from meshkit.sharding import sharding_scope, shardings
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.data import abstract_batch
-from meshkit.step.local_sgd import LocalSgdStep, check_replicas, find_local_sgd
+from meshkit.step.local_sgd import LocalSgdStep, check_replicas, find_local_sgd, wait_before_backward
 from meshkit.step.loss import (
     Loss,
     MicroBatches,

@@ -28,7 +28,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError, a_type
 from meshkit.redaction import recorded_environment
-from meshkit.step.facts import NO_FACTS, StepFacts
+from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.trace import captured
 
 _HOST_TRACER_LEVEL = 1  # the lowest level at which XLA:CPU's operations are traced; GPU kernels need none

@@ -17,14 +17,14 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, model_validator
 
-from meshkit.config.bounded import gunzip, inside, open_regular, read_regular
 from meshkit.config.cluster import Cluster
+from meshkit.config.files import gunzip, inside, open_regular, read_regular
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import MeshkitError, TraceError
 from meshkit.hlo.costs import opcode
 from meshkit.hlo.module import Program, load_module, read_program
 from meshkit.hlo.schedule import Schedule
-from meshkit.step.facts import NO_FACTS, StepFacts
+from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.trace.graphs import graph_nodes
 from meshkit.trace.operations import TracedProgram, TraceFile
 from meshkit.trace.reader import Note, Trace, read_trace, some

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import from_json
 
-from meshkit.config.bounded import open_regular
+from meshkit.config.files import open_regular
 from meshkit.config.mesh import Placement
 from meshkit.errors import TraceError
 from meshkit.hlo.schedule import GroupShape, group_shape

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from meshkit.config.bounded import gunzip, read_regular
 from meshkit.config.cluster import Cluster
+from meshkit.config.files import gunzip, read_regular
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
 from meshkit.hlo.module import COLLECTIVES, Program, load_module, read_program

@@ -17,9 +17,9 @@ import numpy as np
 
 from meshkit.compile.cache import profile_text
 from meshkit.config import calibration
-from meshkit.config.bounded import write_file
 from meshkit.config.calibration import Calibration, Fit, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
+from meshkit.config.files import write_file
 from meshkit.errors import TraceError
 from meshkit.hlo.schedule import Collective, Instruction, Schedule
 from meshkit.predict.algorithms import wire_factor

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshkit.config.bounded import open_regular, unpacked
+from meshkit.config.files import open_regular, unpacked
 
 _LARGEST_UNPACKED_BYTES = 8 * 2**30
 _MOST_TOGETHER_BYTES = 1 << 20  # of strings that are decoded at once

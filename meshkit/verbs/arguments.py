@@ -14,7 +14,7 @@ from meshkit.console import output, stdout
 
 def complete_experiment(incomplete: str) -> list[str]:
     """The shipped experiments, folders and TOML files that begin so, for the shell."""
-    from meshkit.config.places import shipped_experiments
+    from meshkit.config.user_code import shipped_experiments
 
     found = sorted(
         path for path in glob.glob(f"{glob.escape(incomplete)}*") if os.path.isdir(path) or path.endswith(".toml")

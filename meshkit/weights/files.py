@@ -34,8 +34,8 @@ from jax.experimental import multihost_utils
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from meshkit.config.bounded import read_regular
 from meshkit.config.experiment import Experiment
+from meshkit.config.files import read_regular
 from meshkit.config.user_code import user_code
 from meshkit.errors import ConfigError, RunError, a_type
 from meshkit.sharding.resolve import path_name

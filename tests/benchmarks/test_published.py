@@ -23,7 +23,7 @@ from benchmarks.published.runner import grouped
 from benchmarks.published.summary import main as summarize
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
-from meshkit.config.validate import NAME_PATTERN
+from meshkit.config.toml import NAME_PATTERN
 from meshkit.errors import ConfigError
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule

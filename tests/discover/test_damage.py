@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from meshkit.config.cluster import Cluster
 from meshkit.discover import check, record, to_cluster
-from meshkit.discover.bundle import replay
-from meshkit.discover.nccl_xml import parse_topology
+from meshkit.discover.machine import replay
 from meshkit.discover.nvidia_smi import from_matrix, parse_matrices
-from meshkit.discover.rack import from_rack
+from meshkit.discover.topology_files import from_rack, parse_topology
 from meshkit.errors import ConfigError, MeshkitError, TraceError
 
 DATA = Path(__file__).parents[1] / "data/topo"

@@ -7,8 +7,7 @@ import pytest
 
 import meshkit as mk
 from meshkit.config.sections import AllowTable
-from meshkit.linting.findings import Finding, apply_allow_list
-from meshkit.linting.placements import Subject, in_sums, lint
+from meshkit.linting.placements import Finding, Subject, apply_allow_list, in_sums, lint
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.resolve import Placed
 

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, Mesh
 
 from meshkit.errors import ConfigError
 from meshkit.parallel import blocks, gathered_attention, ring_attention, ulysses_attention
+from meshkit.parallel.context import ATTENTION
 from meshkit.parallel.layout import ContextLayout, balance, balanced_positions, restore
-from meshkit.parallel.ring import ATTENTION
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 64, 8, 16
 

@@ -14,7 +14,7 @@ from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.coverage import executed_flops, flop_note, kernel_seconds_by_name, rematerialized, unpriced_seconds
 from meshkit.predict.simulate import simulate
 from meshkit.report.schema import MemoryPart
-from meshkit.step.facts import StepFacts
+from meshkit.step.program import StepFacts
 from meshkit.verbs.plan.planner import plan_warnings
 
 

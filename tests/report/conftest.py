@@ -7,7 +7,7 @@ from meshkit.config.mesh import Placement
 from meshkit.hlo.schedule import Collective
 from meshkit.report.schema import CompilePart, MemoryPart, ProgramPart, Warning_
 from meshkit.report.summarize import Machines, summarize
-from meshkit.step.facts import StepFacts
+from meshkit.step.program import StepFacts
 from meshkit.timeline import DeviceStep, Timeline
 
 

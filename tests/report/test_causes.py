@@ -14,7 +14,7 @@ from meshkit.report.causes import Planned, judged_plan
 from meshkit.report.schema import MemoryPart, PipelinePart, Warning_
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.report.views.report import write_html
-from meshkit.step.facts import StepFacts
+from meshkit.step.program import StepFacts
 from tests.report.conftest import make_collective
 
 CLUSTER = Cluster.load("dgx_h100", hosts=2)

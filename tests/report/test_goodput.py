@@ -10,7 +10,7 @@ from meshkit.report.folder import read_report, write_folder
 from meshkit.report.schema import Report
 from meshkit.report.views.report import render
 from meshkit.report.views.words import goodput_part, goodput_summary
-from meshkit.runs.goodput import Goodput
+from meshkit.runs.phases import Goodput
 from meshkit.verbs.train.cli import training_summary
 
 SECONDS = {"start": 20.0, "compile": 60.0, "restore": 8.0, "init": 12.0, "data": 3.0, "step": 3000.0, "evaluate": 40.0,

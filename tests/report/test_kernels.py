@@ -6,7 +6,7 @@ import pytest
 from meshkit.hlo.instructions import InstructionInfo
 from meshkit.report.compare import compare
 from meshkit.report.summarize import kernels_part, summarize
-from meshkit.step.facts import StepFacts
+from meshkit.step.program import StepFacts
 from meshkit.timeline import DeviceStep, Timeline, kernel_totals
 
 INSTRUCTIONS = {

@@ -20,7 +20,7 @@ from meshkit.report.schema import (
 )
 from meshkit.report.views.report import write_html
 from meshkit.report.views.words import goodput_part
-from meshkit.runs.goodput import Goodput
+from meshkit.runs.phases import Goodput
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 from tests.report.browser import Browser, find_chromium
 

@@ -15,7 +15,7 @@ from meshkit.report.summarize import pipeline_part, summarize
 from meshkit.report.views.charts import schedule_chart
 from meshkit.report.views.report import write_html
 from meshkit.report.views.words import pipeline_lines
-from meshkit.step.facts import StepFacts
+from meshkit.step.program import StepFacts
 from meshkit.timeline import DeviceStep, Timeline
 
 S, V, M, LAYERS = 4, 2, 8, 15

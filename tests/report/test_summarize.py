@@ -14,7 +14,7 @@ from meshkit.predict.algorithms import wire_factor
 from meshkit.predict.network import infiniband_share, peak_bus_bandwidth_bytes_per_s
 from meshkit.report.schema import StepPart
 from meshkit.report.summarize import Machines, check_invariants, summarize, training_cost
-from meshkit.step.facts import StepFacts
+from meshkit.step.program import StepFacts
 from meshkit.timeline import DeviceStep, Timeline
 from tests.report.conftest import make_collective
 

@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 
 from benchmarks import trace_speed
-from meshkit.config import bounded
+from meshkit.config import files as bounded
 from meshkit.trace import operations, xspace
 from meshkit.trace.operations import TracedProgram, TraceFile
 from meshkit.trace.reader import read_trace

@@ -8,8 +8,7 @@ from meshkit.hlo.pipeline_report import PipelineReport
 from meshkit.parallel.pipeline import vocabulary
 from meshkit.parallel.pipeline.engine import XLA_OPTIONS, Pipeline, make_pipeline, pipeline
 from meshkit.parallel.pipeline.manual import ManualAxes
-from meshkit.parallel.pipeline.report import make_report
-from meshkit.parallel.pipeline.schedules import SCHEDULES, Tables, make_tables
+from meshkit.parallel.pipeline.schedules import SCHEDULES, Tables, make_report, make_tables
 from meshkit.parallel.pipeline.stack import Stack, parse_layout
 from meshkit.parallel.pipeline.worker import Functions, StageContext, StageOutput, scan_layers
 

@@ -22,12 +22,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError
 from meshkit.hlo.pipeline_report import PipelineReport
-from meshkit.parallel.pipeline.lockstep import Lockstep
-from meshkit.parallel.pipeline.loop import loop_gradients, loop_sums
+from meshkit.parallel.pipeline.loops import Lockstep, Residuals, find_policy, loop_gradients, loop_sums
 from meshkit.parallel.pipeline.manual import ManualAxes
-from meshkit.parallel.pipeline.report import make_report
-from meshkit.parallel.pipeline.residuals import Residuals, find_policy
-from meshkit.parallel.pipeline.schedules import Tables, check_sizes, make_tables
+from meshkit.parallel.pipeline.schedules import Tables, check_sizes, make_report, make_tables
 from meshkit.parallel.pipeline.stack import Stack
 from meshkit.parallel.pipeline.worker import Functions, Sums, Worker
 from meshkit.sharding.constrain import current_scope, sharding_scope, spec_axes

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from meshkit.parallel.pipeline.manual import ManualAxes, psum
-from meshkit.parallel.pipeline.report import FIRST, LAST, STAGE
+from meshkit.parallel.pipeline.schedules import FIRST, LAST, STAGE
 from meshkit.parallel.pipeline.stack import Stack
 
 Sums = dict[str, Any]

@@ -27,7 +27,7 @@ import rich.table
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshkit.config.bounded import write_file
+from meshkit.config.files import write_file
 from meshkit.errors import ConfigError
 
 

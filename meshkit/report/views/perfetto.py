@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from meshkit.config.bounded import write_file
+from meshkit.config.files import write_file
 from meshkit.hlo.schedule import Collective
 from meshkit.report.views.words import axes_text, link_text
 from meshkit.timeline import DeviceStep, Timeline, exposed_spans

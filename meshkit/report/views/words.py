@@ -13,7 +13,7 @@ from meshkit.hlo.schedule import Collective
 from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.report.compare import ComparedRow
 from meshkit.report.schema import CommunicationPart, GoodputPart, MeshAxisPart, Report, StepPart, StepSample
-from meshkit.runs.goodput import Goodput
+from meshkit.runs.phases import Goodput
 from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
 WORD = {"plan": "predicted", "rehearse": "rehearsed", "profile": "measured"}

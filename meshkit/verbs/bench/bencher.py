@@ -27,7 +27,6 @@ from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis
-from meshkit.config.user_code import device_memory
 from meshkit.console import stderr
 from meshkit.distributed.join import join_gang
 from meshkit.errors import ConfigError
@@ -35,8 +34,10 @@ from meshkit.predict.refit import network_constants, shipped_constants
 from meshkit.report.schema import LinkName
 from meshkit.report.summarize import cluster_part, mesh_part
 from meshkit.sharding import build_mesh, prepare_platform
+from meshkit.sharding.mesh import device_memory
 from meshkit.units import KIB, format_bytes, format_percent, format_seconds
 from meshkit.verbs.bench.bench_report import (
+    GOOD_FIT,
     BenchFit,
     BenchReport,
     BenchRow,
@@ -45,20 +46,21 @@ from meshkit.verbs.bench.bench_report import (
     DevicesPart,
     NetworkPart,
     RatesPart,
+    write_bench_html,
 )
-from meshkit.verbs.bench.bench_views import GOOD_FIT, write_bench_html
-from meshkit.verbs.bench.collectives import COPY_KIND, kinds
 from meshkit.verbs.bench.measure import (
+    COPY_KIND,
     DTYPE,
     Case,
     CaseTiming,
     gather,
+    kinds,
     largest_size_bytes,
     make_case,
     measure,
+    measure_rates,
     platform_of,
 )
-from meshkit.verbs.bench.rates import measure_rates
 
 HTML_FILE = "bench.html"
 SMALLEST_BYTES, FACTOR = KIB, 4

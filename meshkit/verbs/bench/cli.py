@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from meshkit.config.bounded import integer
 from meshkit.console import output, run_folder, say, stderr, stdout
 from meshkit.errors import ConfigError, RunError
 from meshkit.verbs.arguments import ExperimentArg, JsonOption, SetOption
@@ -37,7 +36,7 @@ def bench(
     loaded = load(experiment, set_)
     prepare_platform(loaded.cluster)
     from meshkit.distributed.join import is_first_process, keep_stdout
-    from meshkit.verbs.bench.bench_views import render
+    from meshkit.verbs.bench.bench_report import render
     from meshkit.verbs.bench.bencher import bench as run_bench
 
     keep_stdout()
@@ -56,6 +55,8 @@ def byte_sizes(text: str | None) -> list[int] | None:
     Raises:
         ConfigError: not positive whole numbers.
     """
+    from meshkit.config.files import integer  # with pydantic
+
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]

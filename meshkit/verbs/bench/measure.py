@@ -1,7 +1,20 @@
-"""One case of bench, a collective of one size over one axis: compiled, verified against numpy, timed.
+"""What bench measures: collectives, each a case of one size over one axis, and the sustained rates of one device.
+
+    size, axis, Kind -> Case -> compiled, verified against what numpy says must come out, timed
+
+Sizes follow nccl-tests: the larger of the buffers a GPU gives and takes. Where a buffer is cut into one piece per GPU
+(all-gather, reduce-scatter, all-to-all, scatter, gather), `count` is that of a piece.
+
+XLA has no rooted collective but broadcast, and broadcast on NVIDIA GPUs only. The others are emulated by the
+collective that `emulated` names, which may move more bytes than the real one would: nccl-tests' factor of the rooted
+one is kept, so their bus bandwidth says what a program gets, not what the link does.
 
 All groups along the axis run at once, as in a training step. A small collective is repeated inside the program, where
 a barrier of the compiler keeps the repetitions apart, so that the time of a launch does not hide that of the wire.
+
+Sustained: a GPU under its power cap clocks down within a second, so each rate is the median over the second half of a
+run that is long enough. Operands are random: a GPU that multiplies zeros draws less power and is faster than any
+training.
 """
 
 from __future__ import annotations
@@ -9,25 +22,165 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshkit.predict.algorithms import wire_factor
 from meshkit.units import GIB, MIB
-from meshkit.verbs.bench.collectives import Kind, Place, make_operand
+from meshkit.verbs.bench.bench_report import RatesPart
 
+# Operands repeat a table of a prime length, so that no two pieces of a buffer are alike; every rank starts elsewhere in
+# it. Small integers: a sum over any number of GPUs is exact in float32, and results are compared for equality.
+_PERIOD = 8191
+_RANK_SHIFT = 577
+_TABLE = np.random.default_rng(0).integers(-30, 31, _PERIOD).astype(np.float32)
+
+COPY, BARRIER = "copy", "barrier"
 DTYPE = "float32"
 ITEM_BYTES = 4
 _MOST_LOOPS = 32
 _LOOP_BYTES = {"cpu": 2 * MIB, "gpu": 512 * MIB}  # a program shall move about this much
 _MOST_CHECKED = 2**20  # elements of a device's result; of a larger one every k-th
 _ROUND, _MOST_RUNS = 3, 21  # runs between two looks at the clock, and in all
-
 Program = Callable[[jax.Array, jax.Array], jax.Array]
+_REPEATS = 8  # inside one program
+_FEWEST_RUNS = 6
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one device stands in its group."""
+
+    members: np.ndarray
+    """Ranks of the group, in the order of the axis."""
+    place: int
+    """Position of the device among them."""
+    piece: int
+    """Elements of a piece."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One collective."""
+
+    name: str
+    """HLO opcode; `scatter`, `gather`, `reduce`, `barrier` and `copy` are not opcodes of a collective."""
+    run: Callable[[jax.Array, str, int], jax.Array]
+    """Maps (operand of one device, mesh axis, group size) to its result."""
+    expected: Callable[[Place, np.ndarray], np.ndarray]
+    """Maps (place, index array) to the result at these indices."""
+    is_split: bool = False
+    """Whether the size is that of n pieces."""
+    gives: str = "whole"
+    """The operand of one device, where cut: `whole` (n pieces) or `piece`."""
+    takes: str = "whole"
+    """The result of one device."""
+    emulated: str | None = None
+    """The collective that stands in for it; None where XLA has it."""
+    root_only: bool = False
+    """Whether only the first member's result means anything."""
+
+    @property
+    def is_barrier(self) -> bool:
+        """Whether it moves nothing: one element, whatever the size."""
+        return self.name == BARRIER
+
+    def bus_factor(self, n: int) -> float | None:
+        """Bus bandwidth over algorithm bandwidth, as nccl-tests has it; None where neither means anything."""
+        if self.is_barrier:
+            return None
+        return 1.0 if self.name in ("reduce", COPY) else wire_factor(self.name, n)
+
+
+def operand_values(rank: int | np.ndarray, index: np.ndarray) -> np.ndarray:
+    """The operand of a rank at these indices, with numpy."""
+    return _TABLE[(index % _PERIOD + np.asarray(rank) * _RANK_SHIFT) % _PERIOD]
+
+
+def make_operand(rank: jax.Array, elements: int) -> jax.Array:
+    """The same, of one device, made there: large operands never pass through the host."""
+    index = lax.iota(jnp.int32, elements) % _PERIOD
+    return jnp.asarray(_TABLE)[(index + rank % _PERIOD * _RANK_SHIFT % _PERIOD) % _PERIOD]
+
+
+def kinds(platform: str) -> tuple[Kind, ...]:
+    """Every collective over a mesh axis, as this platform (`cpu`, `gpu`) runs it."""
+    if platform == "gpu":
+        return _KINDS
+    by_sum = replace(_BROADCAST, run=_broadcast_by_sum, emulated="all-reduce")
+    return tuple(by_sum if kind is _BROADCAST else kind for kind in _KINDS)
+
+
+def _sum(p: Place, index: np.ndarray) -> np.ndarray:
+    return operand_values(p.members[:, None], index[None]).sum(0) if len(index) else np.zeros(0, np.float32)
+
+
+def _pieces_of_all(p: Place, index: np.ndarray) -> np.ndarray:
+    return operand_values(p.members[index // p.piece], index % p.piece)
+
+
+def _broadcast_by_sum(x: jax.Array, axis: str, n: int) -> jax.Array:
+    return lax.psum(jnp.where(lax.axis_index(axis) == 0, x, 0), axis)
+
+
+def _all_to_all(x: jax.Array, axis: str, n: int) -> jax.Array:
+    return lax.all_to_all(x.reshape(n, -1), axis, 0, 0)
+
+
+def _shift(x: jax.Array, axis: str, n: int) -> jax.Array:
+    return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+
+
+def _all_gather(x: jax.Array, axis: str, n: int) -> jax.Array:
+    return lax.all_gather(x, axis, tiled=True)
+
+
+def _own(p: Place, index: np.ndarray) -> np.ndarray:
+    return operand_values(p.members[p.place], index)
+
+
+_BROADCAST = Kind(
+    "collective-broadcast",
+    lambda x, axis, n: lax.pbroadcast(x, (axis,), 0),
+    lambda p, index: operand_values(p.members[0], index),
+)
+_KINDS = (
+    Kind("collective-permute", _shift, lambda p, index: operand_values(p.members[p.place - 1], index)),
+    _BROADCAST,
+    Kind("all-reduce", lambda x, axis, n: lax.psum(x, axis), _sum),
+    Kind("all-gather", _all_gather, _pieces_of_all, is_split=True, gives="piece"),
+    Kind(
+        "reduce-scatter",
+        lambda x, axis, n: lax.psum_scatter(x, axis, tiled=True),
+        lambda p, index: _sum(p, p.place * p.piece + index),
+        is_split=True,
+        takes="piece",
+    ),
+    Kind(
+        "all-to-all",
+        lambda x, axis, n: _all_to_all(x, axis, n).reshape(-1),
+        lambda p, index: operand_values(p.members[index // p.piece], p.place * p.piece + index % p.piece),
+        is_split=True,
+    ),
+    Kind("reduce", lambda x, axis, n: lax.psum(x, axis), _sum, emulated="all-reduce", root_only=True),
+    Kind(
+        "scatter",
+        lambda x, axis, n: _all_to_all(x, axis, n)[0],
+        lambda p, index: operand_values(p.members[0], p.place * p.piece + index),
+        is_split=True,
+        takes="piece",
+        emulated="all-to-all",
+    ),
+    Kind("gather", _all_gather, _pieces_of_all, is_split=True, gives="piece", emulated="all-gather", root_only=True),
+    Kind(BARRIER, lambda x, axis, n: lax.psum(x, axis), _sum, emulated="all-reduce"),
+)
+COPY_KIND = Kind(COPY, lambda x, axis, n: jnp.copy(x), _own)
 
 
 @dataclass(frozen=True)
@@ -212,3 +365,98 @@ def largest_size_bytes(mesh: jax.sharding.Mesh, host_available_bytes: int | None
         most = 4096 * MIB  # 2^30 elements: indices stay in 32 bits
     fits = min(most, free / 4)
     return int(gather([max(fits, 1024.0)])[:, 0].min())
+
+
+@dataclass(frozen=True)
+class RateSizes:
+    """How large the work is, by platform, and how long each rate is measured."""
+
+    matmul: int
+    attention: tuple[int, int, int, int]
+    """Batch, length, heads, head_dim."""
+    copy_bytes: int
+    seconds: float
+
+
+_SIZES = {
+    "gpu": RateSizes(matmul=8192, attention=(4, 4096, 16, 128), copy_bytes=2 * GIB, seconds=3.0),
+    "cpu": RateSizes(matmul=512, attention=(1, 256, 4, 32), copy_bytes=32 * MIB, seconds=0.2),
+}
+
+
+def measure_rates(device: Any) -> RatesPart:
+    """The rates of one device, alone: matmul by precision, causal attention forward and backward, a copy."""
+    platform = platform_of(device)
+    sizes = _SIZES[platform]
+    with jax.default_device(device):
+        return RatesPart(
+            matmul_flops_per_s={name: _matmul_flops_per_s(name, sizes) for name in _precisions(device, platform)},
+            attention_flops_per_s=_attention_flops_per_s(sizes, device, platform),
+            memory_bytes_per_s=_memory_bytes_per_s(sizes),
+        )
+
+
+def _precisions(device: Any, platform: str) -> tuple[str, ...]:
+    if platform == "cpu":
+        return ("fp32",)
+    if _capability(device) >= (8, 9):
+        return ("bf16", "fp16", "tf32", "fp32", "fp8")
+    return ("bf16", "fp16", "tf32", "fp32") if _capability(device) >= (8, 0) else ("fp16", "fp32")
+
+
+def _capability(device: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in str(getattr(device, "compute_capability", "0.0")).split("."))
+
+
+def _matmul_flops_per_s(precision: str, sizes: RateSizes) -> float:
+    """The rate of a matmul as large as the catalog's `achieved.matmul` refers to: no shape could be faster."""
+    n = sizes.matmul
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp8": jnp.float8_e4m3fn}.get(precision, jnp.float32)
+    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.float32).astype(dtype) for i in range(2))
+    # fp32 operands run as TF32 on GPUs unless the highest precision is asked for; fp8 results leave in bf16
+    asked = lax.Precision.HIGHEST if precision == "fp32" else lax.Precision.DEFAULT
+    out = jnp.bfloat16 if precision == "fp8" else dtype
+    multiply = functools.partial(jnp.matmul, precision=asked, preferred_element_type=out)
+    return 2 * n**3 / _seconds_each(lambda x: multiply(*x), (a, b), sizes.seconds)
+
+
+def _attention_flops_per_s(sizes: RateSizes, device: Any, platform: str) -> dict[str, float]:
+    batch, length, heads, head_dim = shape = sizes.attention
+    fused = platform == "gpu" and _capability(device) >= (8, 0)
+    dtype = jnp.bfloat16 if fused else jnp.float32
+    qkv = tuple(jax.random.normal(jax.random.key(i), shape, dtype) for i in range(3))
+    name = "cudnn" if fused else "xla"
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=name)
+    # two matmuls, of which the causal mask leaves half
+    forward_flops = 2 * batch * heads * length**2 * head_dim
+    forward_s = _seconds_each(lambda x: attend(*x), qkv, sizes.seconds)
+    gradient = jax.grad(lambda x: attend(*x).astype(jnp.float32).sum())
+    both_s = _seconds_each(gradient, qkv, sizes.seconds)
+    # five matmuls where the forward pass has two
+    backward_s = max(both_s - forward_s, forward_s / 10)
+    return {"forward": forward_flops / forward_s, "backward": 2.5 * forward_flops / backward_s}
+
+
+def _memory_bytes_per_s(sizes: RateSizes) -> float:
+    x = jax.random.normal(jax.random.key(0), (sizes.copy_bytes // 4,), jnp.float32)
+    return 2 * sizes.copy_bytes / _seconds_each(lambda x: x + 1, x, sizes.seconds)
+
+
+def _seconds_each(work: Callable, operands, seconds: float) -> float:
+    """Median seconds of one call, over the second half of `seconds` of calls."""
+
+    def repeated(operands):
+        def again(_, carry):
+            operands, _ = lax.optimization_barrier(carry)  # as in _program
+            return operands, work(operands)
+
+        return lax.fori_loop(0, _REPEATS - 1, again, (operands, work(operands)))[1]
+
+    program = jax.jit(repeated)
+    jax.block_until_ready(program(operands))
+    times: list[float] = []
+    while len(times) < _FEWEST_RUNS or sum(times) < seconds:
+        began = time.perf_counter()
+        jax.block_until_ready(program(operands))
+        times.append(time.perf_counter() - began)
+    return float(np.median(times[len(times) // 2 :])) / _REPEATS

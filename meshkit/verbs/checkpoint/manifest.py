@@ -40,7 +40,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from meshkit.config.bounded import inside, integer, open_regular, read_regular
+from meshkit.config.files import inside, integer, open_regular, read_regular
 from meshkit.errors import ConfigError, MeshkitError, RunError
 
 MANIFEST = "meshkit.json"
@@ -52,7 +52,7 @@ _CORRUPT = "corrupt"
 _UNFINISHED = ("partial", "deleting", "orbax-checkpoint-tmp")
 _THREADS = 4  # hashing leaves the interpreter's lock; more of them than disks read at once gain nothing
 PAUSES_S = (0.5, 2.0, 8.0)  # between attempts to read what cannot be read
-# Also a pipe or a device in the file's place (ENXIO), and far too many bytes (EFBIG): see meshkit.config.bounded.
+# Also a pipe or a device in the file's place (ENXIO), and far too many bytes (EFBIG): see meshkit.config.files.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")

@@ -25,7 +25,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from meshkit.distributed.agreement import Agreement
+from meshkit.distributed.join import Agreement
 from meshkit.errors import ConfigError
 from meshkit.runs.owner import RunOwner
 from meshkit.step.state import TrainState

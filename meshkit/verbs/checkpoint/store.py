@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.sections import CheckpointTable
-from meshkit.distributed.agreement import Agreement
+from meshkit.distributed.join import Agreement
 from meshkit.errors import ConfigError, RunError, TraceError
 from meshkit.runs.owner import RunOwner, is_owned
 from meshkit.sharding.resolve import path_name

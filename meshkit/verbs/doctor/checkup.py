@@ -1,20 +1,37 @@
-"""All checks in their order."""
+"""All checks in their order; among them how this machine and others reach each other: name, ports, clock, certificates.
+
+With --gang whether they do:
+
+    check_gang -> roll call -> child process (all_reduce_child.py) -> joins, all-reduce -> one line of JSON
+
+A child makes the all-reduce, because jax ends a process whose partners are gone.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import math
 import os
+import re
 import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from meshkit.config.experiment import Experiment
+from meshkit.config.user_code import child_path
 from meshkit.discover import LiveProbe
-from meshkit.distributed.environment import read_gang
+from meshkit.distributed.environment import FIRST_PORT, NUM_PORTS, Gang, read_gang, split_address
+from meshkit.distributed.join import bind_address, certificates_of
+from meshkit.distributed.roll_call import Attendance, call_roll, wait_for_name
 from meshkit.errors import MeshkitError
 from meshkit.units import format_bytes
-from meshkit.verbs.doctor.diagnosis import Diagnosis, Result, failed, ok
-from meshkit.verbs.doctor.network import check_gang, check_network
 from meshkit.verbs.doctor.node import (
+    Diagnosis,
+    Result,
     check_disk,
     check_hardware,
     check_limits,
@@ -22,7 +39,20 @@ from meshkit.verbs.doctor.node import (
     check_site,
     check_variables,
     check_xla_flags,
+    error,
+    failed,
+    ok,
+    warning,
 )
+
+_BUILT = 1_760_000_000  # October 2025: a clock before it is wrong, whatever it says
+_NTP = "chrony or ntpd, on all machines"
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_RESERVED_PORTS = Path("/proc/sys/net/ipv4/ip_local_reserved_ports")
+# adjtimex(2): what it returns while nothing keeps the clock, and the size of its argument on 64-bit Linux (208 bytes).
+_TIME_ERROR, _TIMEX_BYTES = 5, 208
+# Time stamps of logs and of SLURM's accounting are of no use beyond it; a message takes a part of it.
+_CLOCK_S = 1.0
 
 
 def examine(
@@ -91,3 +121,192 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
     if not experiment.checkpoint.every:
         return ok("experiment", f"{text}, of which none is written"), None
     return ok("experiment", text), each * (experiment.checkpoint.keep + 1)
+
+
+def check_network(
+    gang: Gang | None, *, several: bool, ports: Path = _PORT_RANGE, reserved: Path = _RESERVED_PORTS
+) -> list[Result]:
+    """This machine's name, a port on it, the range of ports that launchers use, its clock, and the certificates.
+
+    Args:
+        gang: the job of the process that would train, if it is part of one.
+        several: whether it is one of several, even where the environment is wrong and `gang` is None.
+        ports, reserved: where Linux says from which ports connections get theirs, and which it leaves out.
+    """
+    found = [_host_name(gang, several), _port(), *_port_range(ports, reserved, several)]
+    if gang is not None and gang.num_processes > 1:
+        found += [*_coordinator(gang), _certificates(gang)]
+    return [*found, check_clock(several=several)]
+
+
+def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None = None) -> Result:
+    """Whether the clock can be right, and whether a time service keeps it.
+
+    Args:
+        several: whether other machines are part of the job; their clocks are compared with `--gang`.
+        now_s: in place of the clock.
+        kept: in place of what the kernel says; None where it does not.
+    """
+    now_s = time.time() if now_s is None else now_s
+    if now_s < _BUILT:
+        date = time.strftime("%Y-%m-%d", time.gmtime(now_s))
+        return error("clock", f"the clock says {date}, which is before meshkit was made.", _NTP)
+    kept = _clock_is_kept() if kept is None else kept
+    if several and kept is False:
+        need = "logs, certificates and goodput of several machines need it"
+        message = f"no time service keeps this machine's clock; {need}."
+        return warning("clock", message, _NTP)
+    return ok("clock", "the clock is kept by a time service" if kept else "the clock is plausible")
+
+
+def _clock_is_kept() -> bool | None:
+    """What the kernel says; None where it does not, or is not Linux."""
+    if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_long) != 8:
+        return None
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # modes = 0: it only reads
+    return None if state < 0 else state != _TIME_ERROR
+
+
+def _host_name(gang: Gang | None, several: bool) -> Result:
+    host = socket.gethostname()
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        text = f"the name {host} has no address."
+        return warning("host_name", text, "/etc/hosts or DNS") if several else ok("host_name", text)
+    first = gang is None or gang.process_id == 0
+    if several and first and address.startswith("127.") and not (gang and gang.on_loopback):
+        message = f"the name {host} means {address} here, so other machines cannot be told it as coordinator."
+        return warning("host_name", message, "MESHKIT_COORDINATOR with an address that others reach")
+    return ok("host_name", f"{host} is {address}")
+
+
+def _port() -> Result:
+    try:
+        with socket.socket() as server, socket.socket() as client:
+            server.bind(("127.0.0.1", 0))
+            server.listen(1)
+            client.settimeout(5)
+            client.connect(server.getsockname())
+    except OSError as e:
+        message = f"a port of this machine cannot be opened and reached: {e}."
+        return error("ports", message, "the firewall, or a sandbox")
+    return ok("ports", "a port can be opened and reached")
+
+
+def _port_range(ports: Path, reserved: Path, several: bool) -> list[Result]:
+    """Connections that get the coordinator's port for themselves: rare, and then the first attempt is lost."""
+    try:
+        first, last = (int(word) for word in ports.read_text().split())
+        kept = reserved.read_text().strip() if reserved.is_file() else ""
+    except (OSError, ValueError):
+        return []
+    ours = range(FIRST_PORT, FIRST_PORT + NUM_PORTS)
+    if first > ours[-1] or last < ours[0] or _covers(kept, ours):
+        return []
+    text = f"connections get ports {first} to {last}, among them those of coordinators, {ours[0]} to {ours[-1]}."
+    hint = f"sysctl net.ipv4.ip_local_reserved_ports={ours[0]}-{ours[-1]}"
+    return [warning("ports", text, hint)] if several else []
+
+
+def _covers(reserved: str, ours: range) -> bool:
+    spans = re.findall(r"(\d+)(?:-(\d+))?", reserved)
+    return any(int(a) <= ours[0] and ours[-1] <= int(b or a) for a, b in spans)
+
+
+def _coordinator(gang: Gang) -> list[Result]:
+    """Process 0: whether it can listen. The others: whether they know its name; it may not listen yet."""
+    try:
+        socket.getaddrinfo(*gang.address)
+    except OSError as e:
+        message = f"this machine knows no host by the name of the coordinator {gang.coordinator} ({e.strerror})."
+        return [error("coordinator", message, "its address, or a name that is in /etc/hosts or DNS here")]
+    if gang.process_id != 0:
+        return []
+    bind = bind_address(gang.coordinator)
+    if bind is None:
+        message = f"{gang.coordinator} is no address of this machine, on which process 0 listens; it listens on all."
+        return [warning("coordinator", message, "an address of this machine that the others reach")]
+    address = split_address(bind)
+    try:
+        socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET).close()
+    except OSError as e:
+        message = f"process 0 cannot listen on {gang.coordinator}: {e.strerror or e}."
+        return [error("coordinator", message, "a port that is free on its host")]
+    return [ok("coordinator", f"process 0 can listen on {bind}, and on no other interface")]
+
+
+def _certificates(gang: Gang) -> Result:
+    if gang.mtls is None:
+        text = "whoever reaches the coordinator's port can join or stop the job (--mtls)"
+        known = "processes know each other by a secret, but jax's meeting" if gang.secret else "the processes' meeting"
+        return ok("mtls", f"{known} is in the open: {text}")
+    try:
+        certificates_of(gang)
+    except MeshkitError as e:
+        return failed("mtls", e, "meshkit launch certificates")
+    return ok("mtls", f"the certificates in {gang.mtls} fit each other")
+
+
+def check_gang(env: Mapping[str, str], timeout_s: float = 60.0) -> list[Result]:
+    """A roll call and one all-reduce over all processes that the environment names.
+
+    Args:
+        env: of this process, one of the job's.
+        timeout_s: for the others to come, and again for the all-reduce.
+    """
+    try:
+        gang = read_gang(env)
+        if gang is None or gang.num_processes == 1:
+            alone = "the environment names no job of several processes."
+            return [error("gang", alone, "meshkit launch, or srun, around it")]
+        certificates = certificates_of(gang)
+        wait_for_name(gang, timeout_s)
+        attendance = call_roll(gang, timeout_s, bind=bind_address(gang.coordinator), certificates=certificates)
+    except MeshkitError as e:
+        return [failed("gang", e, "meshkit launch sets these variables")]
+    if attendance.problem is not None:
+        return [error("gang", attendance.problem, "the log of that process, or of the machine it should run on")]
+    return [_clocks(attendance), _all_reduce(env, gang, timeout_s)]
+
+
+def _clocks(attendance: Attendance) -> Result:
+    clocks = attendance.clocks_s
+    spread = max(clocks.values()) - min(clocks.values())
+    text = f"{attendance.expected} processes on {len(set(attendance.hosts.values()))} hosts came to the roll call"
+    if spread <= _CLOCK_S:
+        return ok("roll_call", f"{text}; their clocks agree within {spread + 0.05:.1f} s")
+    worst = max(clocks, key=lambda i: abs(clocks[i]))
+    message = f"{text}, but the clock of process {worst} ({attendance.hosts[worst]}) is {clocks[worst]:+.1f} s off."
+    return warning("roll_call", message, "chrony or ntpd on all machines")
+
+
+def _all_reduce(env: Mapping[str, str], gang: Gang, timeout_s: float) -> Result:
+    """The sum over all devices of the job, in a child process, since what hangs must be ended."""
+    child = {**env, "MESHKIT_DOCTOR_TIMEOUT": str(timeout_s), "PYTHONPATH": child_path()}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "meshkit.verbs.doctor.all_reduce_child"],
+            env=child,
+            capture_output=True,
+            text=True,
+            timeout=2 * timeout_s + 30,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        message = f"an all-reduce over {gang.num_processes} processes did not end in {2 * timeout_s + 30:g} s."
+        return error("gang", message, "interfaces and firewalls between the machines; NCCL_DEBUG=INFO tells more")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and lines:
+        return _judge(json.loads(lines[-1]), gang.num_processes)
+    last = next((line for line in reversed(done.stderr.splitlines()) if "rror" in line), f"exit {done.returncode}")
+    message = f"all came, but the all-reduce failed; process {gang.process_id} said: {last.strip()[:300]}"
+    return error("gang", message, "the logs of all; NCCL_DEBUG=INFO tells what NCCL tried")
+
+
+def _judge(found: dict, processes: int) -> Result:
+    if found["sum"] != found["wanted"]:
+        message = f"an all-reduce over {found['devices']} devices gave {found['sum']}, not {found['wanted']}."
+        return error("gang", message, "the machine with the wrong GPU: bench each host alone")
+    text = f"{processes} processes with {found['devices']} devices joined in {found['join_s']:.1f} s"
+    return ok("gang", f"{text}; an all-reduce took {found['all_reduce_s']:.1f} s with its set-up")

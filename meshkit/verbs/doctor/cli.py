@@ -31,7 +31,7 @@ def doctor(
     """
     from meshkit.config.experiment import load
     from meshkit.verbs.doctor.checkup import examine
-    from meshkit.verbs.doctor.diagnosis import show
+    from meshkit.verbs.doctor.node import show
 
     loaded = load(experiment, set_) if experiment else None
     diagnosis = examine(loaded, folder=out, gang_timeout_s=timeout if gang else None)

@@ -51,6 +51,6 @@ def explain(
     if propose and explanation.placement is None:
         raise ConfigError(f"there is no placement to propose: {explanation.collectives_note}.")
     if strict:
-        from meshkit.linting.findings import check_strict
+        from meshkit.linting.placements import check_strict
 
         check_strict(explanation.findings)

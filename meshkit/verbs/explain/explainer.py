@@ -22,12 +22,10 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import ShardingRules
-from meshkit.config.toml_text import to_toml
+from meshkit.config.toml import to_toml
 from meshkit.errors import ConfigError
-from meshkit.linting.contract import SCALARS, Explained
-from meshkit.linting.examine import Examined, examine, examine_step
-from meshkit.linting.findings import SEVERITY_COLOURS, Finding, finding_lines
-from meshkit.linting.placements import Subject
+from meshkit.linting.examine import SCALARS, Examined, Explained, examine, examine_step
+from meshkit.linting.placements import SEVERITY_COLOURS, Finding, Subject, finding_lines
 from meshkit.report.readable import Printed
 from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part

@@ -107,10 +107,9 @@ def local(
     """
     from meshkit.config.experiment import load
     from meshkit.discover.probe import has_driver
-    from meshkit.verbs.launch.job import Job, command_name, job_name
-    from meshkit.verbs.launch.local import LocalPart, check_part
-    from meshkit.verbs.launch.supervisor import Policy
-    from meshkit.verbs.launch.watchdog import read_limits
+    from meshkit.verbs.launch.jobs import Job, command_name, job_name
+    from meshkit.verbs.launch.local import LocalPart, Policy, check_part
+    from meshkit.verbs.launch.processes import read_limits
 
     own = _own_command(context, experiment)
     loaded, limits = load(experiment, set_) if experiment else None, read_limits(stall_timeout, own=bool(own))
@@ -160,8 +159,7 @@ def slurm(
     dry_run: DryRunOption = False,
 ) -> None:
     """An sbatch script: one allocation, restarts in it, and back into the queue when preempted."""
-    from meshkit.verbs.launch.batch import Slurm, slurm_script
-    from meshkit.verbs.launch.job import make_job, submit
+    from meshkit.verbs.launch.jobs import Slurm, make_job, slurm_script, submit
 
     own = _own_command(context, experiment)
     machines = (hosts, gpus_per_host)
@@ -204,8 +202,7 @@ def jobset(
     dry_run: DryRunOption = False,
 ) -> None:
     """A Kubernetes JobSet: one pod a host, and all pods start again together."""
-    from meshkit.verbs.launch.job import make_job
-    from meshkit.verbs.launch.jobset import Kubernetes, jobset_yaml, submit_jobset
+    from meshkit.verbs.launch.jobs import Kubernetes, jobset_yaml, make_job, submit_jobset
 
     own = _own_command(context, experiment)
     machines = (hosts, gpus_per_host)
@@ -233,8 +230,7 @@ def mpi(
     dry_run: DryRunOption = False,
 ) -> None:
     """A script around OpenMPI's mpirun, which runs until the job is done."""
-    from meshkit.verbs.launch.batch import mpi_script
-    from meshkit.verbs.launch.job import make_job
+    from meshkit.verbs.launch.jobs import make_job, mpi_script
 
     own = _own_command(context, experiment)
     machines = (hosts, gpus_per_host)
@@ -261,7 +257,7 @@ def certificates(
 
     The launchers make their own: slurm, jobset and mpi unless --no-mtls, local with --mtls.
     """
-    from meshkit.verbs.launch.certificates import make_certificates, write_certificates
+    from meshkit.distributed.certificates import make_certificates, write_certificates
 
     write_certificates(folder, make_certificates(host, days=days))
     say(f"certificates of {', '.join(host)} for {days} days are in {folder}")

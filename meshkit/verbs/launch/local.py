@@ -1,21 +1,34 @@
-"""`meshkit launch local`: the gang of an experiment on this machine.
+"""`meshkit launch local`: the gang of an experiment on this machine, kept going.
 
-experiment, N processes, M devices -> LocalPart -> environment of each process and attempt -> Supervisor
+    experiment, N processes, M devices -> LocalPart -> environment of each process and attempt -> Supervisor
+    attempt -> LocalGang -> first failure -> whole gang killed -> Verdict: done | stop with a code | restart
+
+One process that fails leaves the others waiting in a collective for ever, and one that comes back alone cannot join
+them. So an attempt ends as a whole, and the next one is a new gang with a new coordinator port.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import re
 import secrets
 import shlex
+import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
 from meshkit.config.experiment import Experiment
+from meshkit.config.files import integer
+from meshkit.distributed.certificates import certificates_for
 from meshkit.distributed.environment import (
     FIRST_PORT,
     JOIN_TIMEOUT,
@@ -26,13 +39,23 @@ from meshkit.distributed.environment import (
     split_address,
     without_launchers,
 )
-from meshkit.errors import ConfigError, RunError
-from meshkit.verbs.launch.certificates import certificates_for
-from meshkit.verbs.launch.supervisor import Policy, Supervisor, only_launcher
+from meshkit.errors import DONE, INTERRUPTED, PREEMPTED, RUN_FAILED, ConfigError, RunError
+from meshkit.runs.owner import LAUNCH_VARIABLE, LEASE_S, renewing
+from meshkit.runs.phases import PULSE_VARIABLE, Pulse
+from meshkit.verbs.launch.processes import Ending, Limits, LocalGang, Member, Watchdog
 
 _LOOPBACK = "127.0.0.1"
 _JOIN_S = "120"
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_POLL_S, _LOCK_POLL_S, _SHOWN_LINES = 0.02, 0.5, 15
+_NEVER = float("inf")
+# Two attempts in a row that reach no new step will not get there by a third.
+_FRUITLESS_ATTEMPTS = 2
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+_MOST_BYTES = 1 << 20
+_MOST_AT_ONCE, _MOST_AT_THE_END = 4 << 20, 64 << 20
+_MOST_OF_A_TRACEBACK = 60
+_CHATTER = "[Gloo] Rank"
 
 
 @dataclass(frozen=True)
@@ -190,3 +213,384 @@ def _even_share(devices: int, part: LocalPart) -> str:
     if devices % processes:
         return f"a number of processes that divides {devices}"
     return f"--processes {part.processes} --devices {devices // processes}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the supervisor may do."""
+
+    max_restarts: int = 3
+    """Attempts after the first one."""
+    save_grace_s: float = 120.0
+    """Seconds that the processes get to save a checkpoint and end, once they are asked to stop."""
+    failure_grace_s: float = 5.0
+    """Seconds that the others get once one has failed. They cannot save: that takes all of them."""
+    pause_s: float = 1.0
+    """Seconds between two attempts."""
+    limits: Limits = field(default_factory=Limits)
+    """When a process that is alive counts as stuck."""
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """What one attempt came to."""
+
+    number: int
+    """Restarts before it."""
+    failed: Member | None = None
+    """The process that failed first, or is stuck; None if none is."""
+    received: signal.Signals | None = None
+    """SIGTERM or SIGINT, where one has come."""
+    endings: tuple[Ending, ...] = ()
+    """How every process ended, those included that were killed with the rest."""
+    stuck: str | None = None
+    """Why it was called stuck; None where it ended by itself."""
+    left: bool = False
+    """Whether it ended with exit code 0 in the midst of its work, and so failed the others."""
+    where: str = ""
+    """What that process did."""
+    before_steps: bool = False
+    """Whether none had reached the training loop, so that there was nothing to save."""
+
+
+class Supervisor:
+    """Runs a command as a gang until it is done, or nothing more can be done.
+
+    Args:
+        command: what every process runs.
+        environments: attempt number -> the environment of each process; called for every attempt, so that each has
+            a coordinator port of its own.
+        folder: the run folder, whose `metrics.jsonl` shows progress.
+        policy: restarts and graces.
+        show: takes a line for the person who waits.
+        logs: where `attempt0/rank0.log`, ... go; `logs` of the run folder by default.
+        first_rank: of the processes here.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Callable[[int], Sequence[Mapping[str, str]]],
+        folder: Path,
+        policy: Policy,
+        show: Callable[[str], None],
+        *,
+        logs: Path | None = None,
+        first_rank: int = 0,
+    ):
+        self._command, self._environments, self._folder = command, environments, folder
+        self._policy, self._print, self._first_rank = policy, show, first_rank
+        self._logs = logs or folder / "logs"
+        self._signals: list[signal.Signals] = []
+        self._launch = str(uuid.uuid4())
+
+    def run(self) -> int:
+        """Attempts until the end.
+
+        Returns:
+            0 done; 2 or 3 as a process said; 75 preempted with a checkpoint saved; 130 interrupted.
+
+        Raises:
+            RunError: it failed for good: no restarts are left, or restarts bring no progress.
+        """
+        first = next_attempt(self._logs)
+        best, fruitless = last_step(self._folder), 0
+        with self._note_signals(), renewing(self._folder, self._launch):
+            for number in range(first, first + self._policy.max_restarts + 1):
+                attempt = self._attempt(number)
+                if attempt.received is not None or attempt.failed is None:
+                    return _stopped(attempt)
+                self._report(attempt.failed, attempt)
+                ending = attempt.failed.ending
+                assert ending is not None
+                if not ending.is_restartable and attempt.stuck is None and not attempt.left:
+                    return ending.code
+                reached = last_step(self._folder)
+                best, fruitless = (reached, 0) if reached > best else (best, fruitless + 1)
+                if fruitless >= _FRUITLESS_ATTEMPTS:
+                    raise _failed(attempt, f"and {fruitless} attempts in a row have reached no step after {best}")
+                if number == first + self._policy.max_restarts:
+                    raise _failed(attempt, f"and its {self._policy.max_restarts} restarts are used up")
+                self._show(f"restart {number + 1 - first} of {self._policy.max_restarts}; step {reached} was reached")
+                if (received := self._pause()) is not None:
+                    return INTERRUPTED if received == signal.SIGINT else PREEMPTED
+        raise AssertionError("the last attempt returns or raises")
+
+    def _attempt(self, number: int) -> AttemptEnd:
+        """One attempt from its start to its end, with nothing of it left running."""
+        logs = self._logs / f"attempt{number}"
+        environments = self._environments(number)
+        with ExitStack() as stack:
+            pulses = [stack.enter_context(closing(Pulse())) for _ in environments]
+            told = [{PULSE_VARIABLE: str(pulse.path), LAUNCH_VARIABLE: self._launch} for pulse in pulses]
+            environments = [{**e, **of_process} for e, of_process in zip(environments, told)]
+            watchdog = Watchdog(pulses, self._policy.limits)
+            shared = [pulse.descriptor for pulse in pulses]
+            gang = stack.enter_context(LocalGang(self._command, environments, logs, self._first_rank, shared))
+            follower = Follower(gang.members[0].log)
+            try:
+                end = self._watch(number, gang, follower, watchdog)
+                if end.stuck is not None:
+                    watchdog.stacks(gang)  # and then no grace: what is stuck does not end by itself
+                elif end.failed is not None:
+                    gang.stop(self._policy.failure_grace_s)
+            finally:
+                gang.kill()
+                self._follow(gang, follower, last=True)
+            where = watchdog.where(end.failed, gang) if end.failed is not None else ""
+            before_steps = watchdog.before_steps(gang)
+        endings = tuple(m.ending for m in gang.members if m.ending is not None)
+        return replace(end, endings=endings, where=where, before_steps=before_steps)
+
+    def _watch(self, number: int, gang: LocalGang, follower: Follower, watchdog: Watchdog) -> AttemptEnd:
+        """Until all are done, one has failed or is stuck (and why), or the grace after a signal is over."""
+        forwarded, saved, deadline, stop_others_at = 0, False, _NEVER, _NEVER
+        while True:
+            ended = gang.poll()
+            self._follow(gang, follower)
+            now = time.monotonic()
+            if len(self._signals) > forwarded:
+                if forwarded:  # the second signal: now
+                    return AttemptEnd(number, received=self._signals[0])
+                forwarded, deadline = len(self._signals), now + self._policy.save_grace_s
+                gang.signal(self._signals[0])
+                self._show(f"{self._signals[0].name}: passed on; up to {self._policy.save_grace_s:g} s to save and end")
+            codes = {m.rank: m.ending.code for m in ended if m.ending is not None}
+            if PREEMPTED in codes.values() and not saved:  # it has saved, together with the others, which now end too
+                saved, deadline = True, min(deadline, now + self._policy.save_grace_s)
+                stop_others_at = now + self._policy.failure_grace_s
+            failures = [m for m in ended if codes.get(m.rank) not in (DONE, PREEMPTED)]
+            left = [m for m in ended if codes.get(m.rank) == DONE and watchdog.has_left(m, gang)]
+            if (failures or left) and not forwarded and not saved:
+                first = min(failures + left, key=_is_a_consequence)
+                return AttemptEnd(number, first, left=first in left)
+            if any(codes[m.rank] != INTERRUPTED for m in failures):  # the others cannot save without it
+                deadline = min(deadline, now + self._policy.failure_grace_s)
+            if not gang.running or now > deadline:
+                return AttemptEnd(number, received=self._signals[0] if forwarded else None)
+            if now > stop_others_at:
+                deadline, stop_others_at = min(deadline, self._stop_others(gang, watchdog, now)), _NEVER
+            if not forwarded and not saved and (stuck := watchdog.look(gang)) is not None:
+                return AttemptEnd(number, stuck.member, stuck=stuck.why)
+            time.sleep(_POLL_S)
+
+    def _stop_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
+        """Passes on to the others the signal that one process got alone: before the training loop it ends without them.
+
+        Returns:
+            When they have to be gone; one that writes a checkpoint has the whole grace.
+        """
+        gang.signal(signal.SIGTERM)
+        return _NEVER if watchdog.finishing(gang) else now + self._policy.failure_grace_s
+
+    def _follow(self, gang: LocalGang, follower: Follower, *, last: bool = False) -> None:
+        for line in follower.new_lines(last=last):
+            self._show(f"[{gang.members[0].rank}] {line}")
+
+    def _show(self, line: str) -> None:
+        """A terminal that is gone is no reason to stop; the logs have it all."""
+        with suppress(OSError):
+            self._print(line)
+
+    def _pause(self) -> signal.Signals | None:
+        deadline = time.monotonic() + self._policy.pause_s
+        while time.monotonic() < deadline and not self._signals:
+            time.sleep(_POLL_S)
+        return self._signals[0] if self._signals else None
+
+    def _report(self, failed: Member, end: AttemptEnd) -> None:
+        if end.stuck is not None:
+            self._show(f"process {failed.rank} is stuck in attempt {end.number}: it {end.stuck}; all are stopped")
+        else:
+            when = f"{failed.ended_s:.1f} s into attempt {end.number}"
+            told = end.left or (failed.ending is not None and failed.ending.code < 0)  # else of its way out
+            self._show(f"process {failed.rank} ended first: {_how(end)}, {when}{f', {end.where}' if told else ''}")
+        for line in last_words(failed.log, _SHOWN_LINES):
+            self._show(f"  | {line}")
+        self._show(f"  its whole log: {failed.log}")
+
+    @contextmanager
+    def _note_signals(self) -> Iterator[None]:
+        """Notes SIGINT and SIGTERM, which the loop then passes on; the processes have sessions of their own.
+
+        A closed terminal (SIGHUP) counts as SIGTERM, unless nohup or the like has it ignored.
+        """
+        meanings = {n: n for n in (signal.SIGINT, signal.SIGTERM)}
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            meanings[signal.SIGHUP] = signal.SIGTERM
+        note = lambda number, _: self._signals.append(meanings[signal.Signals(number)])
+        before = {number: signal.signal(number, note) for number in meanings}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def last_step(folder: Path) -> int:
+    """The last step that the run's metrics.jsonl has; 0 where it has none."""
+    for line in reversed(last_lines(folder / "metrics.jsonl", 5)):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # cut short by a crash, or no record
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            return record["step"]
+    return 0
+
+
+@contextmanager
+def only_launcher(logs: Path, show: Callable[[str], None]) -> Iterator[None]:
+    """Keeps other launchers off a folder of logs. The kernel lets go of it with this process, however that ends.
+
+    One of another host may be one that is gone, whose lock the file server keeps for its lease: it is waited for.
+
+    Raises:
+        ConfigError: another launcher has it, or it cannot be written.
+    """
+    here, until, told = f"on host {socket.gethostname()}", time.monotonic() + LEASE_S, False
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        file = (logs / "launcher").open("a+")
+    except OSError as e:
+        raise ConfigError(f"the folder of logs cannot be written: {e}.", at=str(logs), hint="another --out") from None
+    with file:
+        while _is_locked(file):
+            file.seek(0)
+            who = file.read(200).strip() or "unknown"
+            if who.endswith(here) or time.monotonic() > until:
+                hint = "another --out, or the same command when that one has ended"
+                raise ConfigError(f"another launcher has this run folder: {who}.", at=str(logs), hint=hint)
+            if not told:
+                show(f"waiting for the launcher that has the run folder ({who}) to end, up to {LEASE_S:.0f} s")
+            told = True
+            time.sleep(_LOCK_POLL_S)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} {here}\n")
+        file.flush()
+        yield
+
+
+def _is_locked(file: IO[str]) -> bool:
+    """Whether another process has locked a file; if not, this one has. Where there are no locks, nobody has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # logs are not written over there either
+        return False
+    return False
+
+
+def next_attempt(logs: Path) -> int:
+    """The number of the next attempt: one after the last whose logs are there.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
+    try:
+        names = [p.name.removeprefix("attempt") for p in logs.glob("attempt*")]
+    except OSError as e:
+        raise ConfigError(f"the folder of logs cannot be read: {e}.", at=str(logs)) from None
+    return max((number + 1 for name in names if (number := integer(name)) is not None), default=0)
+
+
+def _is_a_consequence(member: Member) -> tuple[int, float]:
+    """Sorts failures seen at one look, the cause first.
+
+    When a process is gone, jax aborts the others (SIGABRT), or they lose their connection to it (exit code 4).
+    """
+    assert member.ending is not None
+    return {-signal.SIGABRT: 2, RUN_FAILED: 1}.get(member.ending.code, 0), member.ended_s
+
+
+def _stopped(attempt: AttemptEnd) -> int:
+    """The exit code of an attempt that no process has failed, or that a signal stopped.
+
+    Raises:
+        RunError: a process neither saved nor ended well.
+    """
+    if attempt.received == signal.SIGINT:
+        return INTERRUPTED
+    codes = {ending.code for ending in attempt.endings}
+    if PREEMPTED in codes:  # a checkpoint is whole, or nobody says so
+        return PREEMPTED
+    if codes == {DONE}:
+        return DONE
+    if attempt.received is not None and attempt.before_steps:  # nothing was made since the last checkpoint
+        return PREEMPTED
+    bad = next(ending for ending in attempt.endings if ending.code != DONE)
+    raise RunError(
+        f"told to stop by SIGTERM, but a process did not save and end: {bad}.",
+        hint="the same command, which resumes from the last checkpoint; a longer --grace if saving takes longer",
+    )
+
+
+def _how(attempt: AttemptEnd) -> str:
+    """How the process that failed ended."""
+    assert attempt.failed is not None
+    if attempt.left:
+        return "exit code 0 in the midst of its work, while the others went on"
+    return "stuck" if attempt.stuck is not None else str(attempt.failed.ending)
+
+
+def _failed(attempt: AttemptEnd, why: str) -> RunError:
+    failed = attempt.failed
+    assert failed is not None
+    return RunError(
+        f"process {failed.rank} failed ({_how(attempt)}) in attempt {attempt.number}, {why}.",
+        at=str(failed.log),
+        hint="the last lines of that log; the same command then resumes",
+    )
+
+
+class Follower:
+    """Reads a log that grows, in whole lines; a line of more than a mebibyte comes in pieces.
+
+    Of a log that grows faster than it is read every call takes a part: whoever follows has other things to look after.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._offset, self._rest = path, 0, b""
+
+    def new_lines(self, *, last: bool = False) -> list[str]:
+        """The lines that came since the last call; with `last` also one that has no end."""
+        try:
+            with self._path.open("rb") as file:
+                if last and file.seek(0, 2) - self._offset > _MOST_AT_THE_END:  # the log has it all
+                    self._offset, self._rest = file.tell() - _MOST_AT_THE_END, b""
+                file.seek(self._offset)
+                data = file.read(_MOST_AT_THE_END if last else _MOST_AT_ONCE)
+        except OSError:
+            data = b""
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if self._rest and (last or len(self._rest) >= _MOST_BYTES):
+            lines, self._rest = [*lines, self._rest], b""
+        return [_printable(line) for line in lines]
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last non-empty lines of a file; none where there is no file. Reads its last mebibyte at most."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _MOST_BYTES))
+            data = file.read()
+    except OSError:
+        return []
+    lines = [_printable(line) for line in data.split(b"\n")]
+    return [line for line in lines if line.strip()][-count:]
+
+
+def last_words(path: Path, count: int) -> list[str]:
+    """What a process that failed said last: its last traceback if it ends with one, else `count` lines."""
+    lines = [line for line in last_lines(path, _MOST_OF_A_TRACEBACK) if not line.startswith(_CHATTER)]
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return lines[min(starts[-1], max(0, len(lines) - count)) :] if starts else lines[-count:]
+
+
+def _printable(line: bytes) -> str:
+    """Without what moves a terminal's cursor; of a line that was drawn over, the last drawing."""
+    text = line.decode(errors="replace").rstrip("\r")
+    return _CONTROL.sub("", text.rsplit("\r", 1)[-1])

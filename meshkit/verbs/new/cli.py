@@ -25,7 +25,7 @@ def new(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="File to write; stdout without it.")] = None,
 ) -> None:
     """Write a commented experiment file."""
-    from meshkit.config.places import copy_model as copy
+    from meshkit.verbs.new.template import copy_model as copy
     from meshkit.verbs.new.template import new_experiment
 
     if copy_model is not None and model is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import textwrap
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +16,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from meshkit.config.cluster import Cluster, shipped_clusters
-from meshkit.config.document import STDLIB_SOURCE
-from meshkit.config.places import example_of, is_shipped_name, shipped_folder
+from meshkit.config.files import STDLIB_SOURCE
 from meshkit.config.rules import PRESETS, ShardingRules
 from meshkit.config.sections import ExperimentTable
-from meshkit.config.toml_text import inline, string_text
-from meshkit.config.user_code import find_source
-from meshkit.config.validate import did_you_mean
+from meshkit.config.toml import did_you_mean, inline, string_text
+from meshkit.config.user_code import MODELS, find_source, is_shipped_name, shipped_experiments, shipped_folder
 from meshkit.errors import ConfigError
 
 _TEXT = """\
@@ -281,3 +281,61 @@ def _presets(tree: ast.Module) -> list[str]:
     named = (n.value for n in tables if any(isinstance(t, ast.Name) and t.id == "PRESETS" for t in n.targets))
     keys = next((table.keys for table in named if isinstance(table, ast.Dict)), [])
     return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
+
+
+def example_of(model: str, preset: str | None = None) -> dict[str, Any]:
+    """The tables of a shipped experiment with that model: the one of its preset, else one on a CPU; empty if none."""
+    return next((t for t in _tables(model) if t["model"].get("preset") == preset), None) or next(_on_cpu(model), {})
+
+
+def _on_cpu(model: str | None = None) -> Iterator[dict[str, Any]]:
+    """Those of them on virtual CPU devices."""
+    return (table for table in _tables(model) if table["cluster"] == "cpu8")
+
+
+def _tables(model: str | None = None) -> Iterator[dict[str, Any]]:
+    """The shipped experiments with a model, or all."""
+    tables = (tomllib.loads(file.read_text(encoding="utf-8")) for file in shipped_experiments().values())
+    return (table for table in tables if model in (None, table["model"]["class"]))
+
+
+def copy_model(name: str, folder: Path) -> tuple[str, list[Path]]:
+    """Copies a shipped model, and the modules that it imports, to `models/` in a folder; overwrites nothing.
+
+    Returns:
+        Import path of the model, and the files that were written.
+
+    Raises:
+        ConfigError: no such model, a file that exists, or one that cannot be written.
+    """
+    paths = (table["model"]["class"] for table in _on_cpu())
+    known = {path.partition(":")[0].removeprefix(f"{MODELS}."): path for path in paths}
+    if name not in known:
+        raise ConfigError(f"there is no shipped model '{name}'.", at="--copy-model", hint=did_you_mean(name, known))
+    source, target = shipped_folder() / MODELS, folder / MODELS
+    files = {target / f"{module}.py": source / f"{module}.py" for module in ["__init__", *_closure(source, name)]}
+    if existing := next((file for file in files if os.path.lexists(file)), None):
+        raise ConfigError(f"{existing} exists, and `new` overwrites nothing.", hint="another --out")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for file, original in files.items():
+            file.write_text(original.read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}.", at="--copy-model") from None
+    return known[name], list(files)
+
+
+def _closure(folder: Path, name: str) -> list[str]:
+    """A model's module and those of its package that it imports, and what they import."""
+    found, pending = set(), [name]
+    while pending:
+        module = pending.pop()
+        if module in found:
+            continue
+        found.add(module)
+        for node in ast.walk(ast.parse((folder / f"{module}.py").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == MODELS:
+                pending += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{MODELS}."):
+                pending.append(str(node.module).split(".")[1])
+    return sorted(found)

@@ -93,7 +93,7 @@ def plan(
     if require_fit and report.memory.fits is False:
         raise ConditionError("the step does not fit, and --require-fit asks that it does.")
     if strict and made.lint is not None:
-        from meshkit.linting.findings import check_strict
+        from meshkit.linting.placements import check_strict
 
         check_strict(made.lint.findings)
 

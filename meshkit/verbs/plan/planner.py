@@ -26,9 +26,8 @@ from meshkit.console import notebook_line
 from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
-from meshkit.linting.contract import rematerialization_findings
-from meshkit.linting.examine import Examined, Lint, examine
-from meshkit.linting.findings import Finding
+from meshkit.linting.examine import Examined, Lint, examine, rematerialization_findings
+from meshkit.linting.placements import Finding
 from meshkit.predict import coverage
 from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_of
@@ -38,8 +37,7 @@ from meshkit.report.causes import Planned, judged_plan
 from meshkit.report.schema import CompilePart, MemoryPart, OptionPart, ProgramPart, Report, Warning_
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, described, use_no_accelerator
-from meshkit.step.facts import NO_FACTS, StepFacts
-from meshkit.step.program import TrainProgram
+from meshkit.step.program import NO_FACTS, StepFacts, TrainProgram
 from meshkit.step.train_step import make_train_step
 from meshkit.timeline import Timeline
 from meshkit.units import format_bytes, format_rate, format_seconds

@@ -22,7 +22,7 @@ from rich.table import Table
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.mesh import MeshAxis, MeshSpec
-from meshkit.config.toml_text import inline
+from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 from meshkit.report.schema import RemedyPart, Report
 from meshkit.units import format_bytes, format_percent, format_seconds

@@ -18,7 +18,7 @@ from rich.text import Text
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.mesh import MeshAxis
-from meshkit.config.toml_text import inline
+from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 from meshkit.report.schema import Part
 from meshkit.report.views.charts import COLORS, GRID, frame

@@ -21,7 +21,7 @@ from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.rules import PRESETS, preset_rules
 from meshkit.config.sections import PGLE_OPTION, PREDICTED, RematMix, plain_value
-from meshkit.config.toml_text import inline
+from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 from meshkit.predict.interval import StepInterval
 from meshkit.report.schema import LinkName, Part, Report

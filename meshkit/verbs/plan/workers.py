@@ -39,7 +39,7 @@ from meshkit.compile.scratch import die_with_parent, scratch_folder, start_in
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.config.mesh import MeshSpec
-from meshkit.config.toml_text import inline
+from meshkit.config.toml import inline
 from meshkit.config.user_code import child_path
 from meshkit.errors import MeshkitError
 from meshkit.sharding.mesh import build_mesh, describe_devices

@@ -48,7 +48,7 @@ from meshkit.report.schema import CommunicationPart, Report
 from meshkit.report.summarize import Machines, cluster_part, group_rows, mesh_part, summarize, wire_numbers
 from meshkit.report.verdict import Known, judged
 from meshkit.runs.metrics import read_metrics
-from meshkit.step.facts import NO_FACTS, StepFacts
+from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes, traced_block
 from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_of_capture, open_capture, read_captured

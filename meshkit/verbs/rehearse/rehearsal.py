@@ -32,7 +32,7 @@ from meshkit.config import calibration, catalog
 from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, load
-from meshkit.config.user_code import child_path, is_of_memory, too_little_memory
+from meshkit.config.user_code import child_path
 from meshkit.discover.probe import read_nvml
 from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
@@ -44,9 +44,9 @@ from meshkit.predict.simulate import simulate, step_pricer
 from meshkit.report.measured import captured_program, noted
 from meshkit.report.schema import MemoryPart, Report, Warning_
 from meshkit.report.summarize import Machines, summarize_simulation
-from meshkit.sharding.mesh import DescribedMesh, build_mesh
+from meshkit.sharding.mesh import DescribedMesh, build_mesh, is_of_memory, too_little_memory
 from meshkit.step.data import Batches, check_tokens, open_data, vocab_of
-from meshkit.step.facts import training_steps
+from meshkit.step.program import training_steps
 from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import Capture, CapturedStep

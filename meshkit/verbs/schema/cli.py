@@ -15,7 +15,7 @@ from meshkit.errors import ConfigError
 SCHEMAS = {
     "bench": "meshkit.verbs.bench.bench_report:BenchReport",
     "compare": "meshkit.report.compare:Comparison",
-    "doctor": "meshkit.verbs.doctor.diagnosis:Diagnosis",
+    "doctor": "meshkit.verbs.doctor.node:Diagnosis",
     "experiment": "meshkit.config.experiment:experiment_json_schema",
     "explain": "meshkit.verbs.explain.explainer:Explanation",
     "report": "meshkit.report.schema:Report",

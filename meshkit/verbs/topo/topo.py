@@ -17,7 +17,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from meshkit.config.cluster import Cluster, shipped_clusters
-from meshkit.config.toml_text import inline, to_toml
+from meshkit.config.toml import inline, to_toml
 from meshkit.discover import Form, LiveProbe, Topology, discover, read_recorded, to_cluster
 from meshkit.discover import check as check_topology
 from meshkit.discover import record as record_bundle

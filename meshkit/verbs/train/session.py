@@ -35,16 +35,15 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshkit.config.document import TomlDocument
 from meshkit.config.experiment import Experiment
+from meshkit.config.files import TomlDocument
 from meshkit.config.user_code import describe_error
-from meshkit.distributed.agreement import jax_runtime
 from meshkit.distributed.environment import read_gang
+from meshkit.distributed.join import jax_runtime
 from meshkit.errors import INTERRUPTED, PREEMPTED, ConfigError, RunError
 from meshkit.report.schema import Report
-from meshkit.runs.metrics import MetricsLog
+from meshkit.runs.metrics import MetricsLog, open_sinks
 from meshkit.runs.phases import PULSE_VARIABLE
-from meshkit.runs.sinks import open_sinks
 from meshkit.units import format_count, format_percent
 from meshkit.verbs.profile.profiler import measure_run
 

@@ -25,22 +25,19 @@ from rich.console import Console
 
 from meshkit.compile.attached import CompiledStep, compile_cache, compile_step
 from meshkit.config.experiment import Experiment
-from meshkit.config.user_code import device_memory
 from meshkit.console import stderr
-from meshkit.distributed.agreement import Agreement
 from meshkit.distributed.environment import read_gang
-from meshkit.distributed.join import is_first_process, join_gang
+from meshkit.distributed.join import Agreement, is_first_process, join_gang
 from meshkit.errors import RunError
 from meshkit.linting.examine import announce_findings
 from meshkit.predict.kernels import compute_peak_flops
-from meshkit.runs.goodput import Goodput, GoodputLog, read_goodput
-from meshkit.runs.metrics import finite, read_metrics
+from meshkit.runs.metrics import check_sinks, finite, read_metrics
 from meshkit.runs.owner import RunOwner, take_run
-from meshkit.runs.phases import Phases
-from meshkit.runs.sinks import check_sinks
+from meshkit.runs.phases import Goodput, GoodputLog, Phases, read_goodput
 from meshkit.sharding import build_mesh
+from meshkit.sharding.mesh import device_memory
 from meshkit.step.data import Batches, Data, Stream, check_tokens, open_data
-from meshkit.step.facts import StepFacts
+from meshkit.step.program import StepFacts
 from meshkit.step.state import TrainState
 from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes

@@ -49,7 +49,7 @@ from meshkit.compile.scratch import scratch_folder, start_in
 from meshkit.config.user_code import child_path, describe_error
 from meshkit.discover import LiveProbe
 from meshkit.discover.machine import visible_gpus
-from meshkit.distributed.agreement import Agreement
+from meshkit.distributed.join import Agreement
 from meshkit.errors import MeshkitError, RunError, TraceError
 from meshkit.sharding.resolve import path_name
 from meshkit.trace.capture import CapturedStep, serialized_module, start_trace, trace_devices

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from meshkit.config.bounded import read_regular
 from meshkit.config.experiment import Experiment, load
+from meshkit.config.files import read_regular
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
 from meshkit.units import format_bytes, format_seconds

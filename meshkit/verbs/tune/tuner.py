@@ -24,7 +24,7 @@ from typing import Any
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.mesh import MeshAxis, MeshSpec
-from meshkit.config.toml_text import inline
+from meshkit.config.toml import inline
 from meshkit.console import notebook_line
 from meshkit.errors import ConfigError
 from meshkit.units import format_seconds

@@ -20,12 +20,11 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, RunError
 from meshkit.predict.network import collective_time_s
-from meshkit.verbs.bench import bencher, collectives
-from meshkit.verbs.bench.bench_report import BenchReport
-from meshkit.verbs.bench.bench_views import render, write_bench_html
+from meshkit.verbs.bench import bencher
+from meshkit.verbs.bench import measure as collectives
+from meshkit.verbs.bench.bench_report import BenchReport, render, write_bench_html
 from meshkit.verbs.bench.bencher import bench, fit_line, network_part
-from meshkit.verbs.bench.collectives import COPY_KIND, Kind, kinds
-from meshkit.verbs.bench.measure import largest_size_bytes, make_case, measure
+from meshkit.verbs.bench.measure import COPY_KIND, Kind, kinds, largest_size_bytes, make_case, measure
 
 ROOT = Path(__file__).resolve().parents[3]
 EXPERIMENT = ROOT / "configs/experiments/llama_debug_cpu.toml"

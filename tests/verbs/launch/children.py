@@ -6,7 +6,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from meshkit.verbs.launch.supervisor import Policy, Supervisor
+from meshkit.verbs.launch.local import Policy, Supervisor
 
 FAST = Policy(max_restarts=2, save_grace_s=10, failure_grace_s=0.3, pause_s=0.01)
 PRELUDE = """

@@ -238,7 +238,7 @@ def test_whom_a_process_waits_for_is_said_in_time(tmp_path):
 
 @real
 def test_processes_of_which_one_alone_has_certificates(tmp_path):
-    from meshkit.verbs.launch.certificates import make_certificates, write_certificates
+    from meshkit.distributed.certificates import make_certificates, write_certificates
 
     write_certificates(tmp_path / "mtls", make_certificates(["127.0.0.1"]))
     address = here()

@@ -85,7 +85,7 @@ def test_an_error_that_another_process_caused_is_no_bug(environment, error, code
 def test_launching_needs_no_jax():
     code = """
 import sys
-import meshkit.verbs.launch.cli, meshkit.verbs.launch.batch, meshkit.verbs.launch.jobset, meshkit.verbs.launch.local
+import meshkit.verbs.launch.cli, meshkit.verbs.launch.jobs, meshkit.verbs.launch.jobs, meshkit.verbs.launch.local
 sys.exit('jax' in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
@@ -111,7 +111,7 @@ def test_a_wrong_experiment_ends_the_gang_once_and_says_why(tmp_path):
 
 
 def test_a_second_launcher_of_a_run_folder_ends_before_it_touches_anything(tmp_path, capsys):
-    from meshkit.verbs.launch.supervisor import only_launcher
+    from meshkit.verbs.launch.local import only_launcher
 
     words = ["--processes", "2", "--devices", "4", "--mtls", "llama_debug_cpu", "--out", str(tmp_path)]
     with only_launcher(tmp_path / "logs", print):

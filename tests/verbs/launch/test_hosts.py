@@ -28,7 +28,7 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from meshkit.verbs.launch.local import LocalPart
-from meshkit.verbs.launch.supervisor import Policy
+from meshkit.verbs.launch.local import Policy
 index, folder, process = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 part = LocalPart(1, 2, hosts=2, host_index=index, coordinator="mk-host0:61000", attempt=0, virtual=True)
 sys.exit(part.run([sys.executable, "-c", process], folder, Policy(max_restarts=0), print))
@@ -206,7 +206,7 @@ def test_a_training_over_two_hosts(hosts, tmp_path, mtls):
 
     variables = {}
     if mtls:
-        from meshkit.verbs.launch.certificates import make_certificates, write_certificates
+        from meshkit.distributed.certificates import make_certificates, write_certificates
 
         write_certificates(tmp_path / "mtls", make_certificates(["mk-host0"]))
         variables["MESHKIT_MTLS"] = str(tmp_path / "mtls")

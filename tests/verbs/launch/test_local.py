@@ -12,7 +12,7 @@ import pytest
 from meshkit.config.experiment import load
 from meshkit.distributed.environment import read_gang
 from meshkit.errors import ConfigError
-from meshkit.verbs.launch.job import Job, check_share, job_name
+from meshkit.verbs.launch.jobs import Job, check_share, job_name
 from meshkit.verbs.launch.local import LocalPart, check_part, free_port
 from meshkit.verbs.launch.processes import Ending
 

@@ -20,11 +20,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from meshkit.distributed.certificates import make_certificates, read_certificates, write_certificates
 from meshkit.distributed.environment import Gang
-from meshkit.distributed.mtls import read_certificates
 from meshkit.distributed.roll_call import call_roll
 from meshkit.errors import RunError
-from meshkit.verbs.launch.certificates import make_certificates, write_certificates
 from meshkit.verbs.launch.local import free_port
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from meshkit.errors import RunError
-from meshkit.verbs.launch.supervisor import Policy, next_attempt
+from meshkit.verbs.launch.local import Policy, next_attempt
 from tests.verbs.launch.children import Run, wait_for
 
 

@@ -17,7 +17,7 @@ from meshkit.hlo.module import Instruction, Schedule, parse_hlo
 from meshkit.hlo.proto import ModuleAttributes
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.memory import cudnn_workspace_bytes, nccl_bytes, reserved_memory
-from meshkit.step.facts import StepFacts
+from meshkit.step.program import StepFacts
 from meshkit.verbs.plan import proposals as remedies
 from meshkit.verbs.plan.bounds import Bounds
 from meshkit.verbs.plan.planner import _outside_warning, memory_part

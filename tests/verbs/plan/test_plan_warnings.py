@@ -13,7 +13,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Schedule
 from meshkit.report.schema import MemoryPart, Report, StepPart, Warning_, WindowPart
 from meshkit.report.views.words import step_text
-from meshkit.step.facts import StepFacts
+from meshkit.step.program import StepFacts
 from meshkit.verbs.plan.planner import plan_warnings
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "a100x4_fsdp_gpu0.csv.gz"

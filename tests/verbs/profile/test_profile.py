@@ -20,7 +20,7 @@ from meshkit.hlo import proto
 from meshkit.report.folder import feedback_part, read_report
 from meshkit.report.measured import withhold_axes
 from meshkit.report.summarize import check_invariants
-from meshkit.step.facts import StepFacts
+from meshkit.step.program import StepFacts
 from meshkit.trace.capture import Capture, CapturedStep, _memory, _program_bytes, chosen_processes
 from meshkit.trace.captured import read_records
 

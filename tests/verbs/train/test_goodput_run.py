@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.report.views.words import goodput_part
-from meshkit.runs.goodput import read_attempts, read_goodput
+from meshkit.runs.phases import read_attempts, read_goodput
 
 ROOT = Path(__file__).parents[3]
 SETS = ["train.steps=60", "checkpoint.every=4", "profile=", "train.evaluate_every=30", "train.sequence_length=32"]

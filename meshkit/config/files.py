@@ -1,0 +1,482 @@
+"""Files as they are read: any one within bounds, and a TOML one, which knows where each key was written.
+
+A capture, a bundle, a topology or a checkpoint travels between machines and people. Under any of their names there may
+be a pipe that nobody writes to, or a device without an end: regular files are read, and nothing else.
+
+    TomlDocument: file -> text, table -> paths made absolute -> `--set key=value` -> table, and `where()` for errors
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gzip
+import io
+import os
+import re
+import stat
+import tomllib
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshkit.config.toml import (
+    FUNCTION_PATTERN,
+    Key,
+    SpecError,
+    did_you_mean,
+    dotted,
+    find_duplicate,
+    kind,
+    locate,
+    split_key,
+)
+from meshkit.errors import ConfigError, MeshkitError, TraceError
+
+LARGEST_FILE_BYTES = 4 * 2**20
+_PIECE_BYTES = 33 * 2**20
+_SHORT_INTEGER = re.compile(r"[0-9]{1,12}", re.ASCII)
+DEEPEST_KEY = 32
+_KEY_PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
+_DEEP_KEY = re.compile(rf"""(?<![A-Za-z0-9_."'-])(?:{_KEY_PART}\.[ \t]*+){{{DEEPEST_KEY}}}""")
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+STDLIB_SOURCE = "python-stdlib"
+# The keys of an experiment that may hold a path. A cluster may also be a name, a source also a function or the standard
+# library.
+PATH_KEYS: tuple[Key, ...] = (
+    ("cluster",),
+    ("cluster", "file"),
+    ("cluster", "calibration"),
+    ("checkpoint", "initial"),
+    ("data", "source"),
+)
+_TOML_POSITION = re.compile(r"^(.*?) \(at (?:line (\d+), column (\d+)|end of document)\)$", re.DOTALL)
+_LONGEST_VALUE = 80
+_LARGEST_DOCUMENT_BYTES = 2**20  # what takes the parser some seconds, and no file that a person has written
+_REMOVED = object()
+_STARTS_A_STRUCTURE = ("[", "{", '"', "'")
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """A file opened to read. Waits for nobody: a pipe is refused, also one that was put there a moment ago.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+        ValueError: a NUL byte in the path.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        reason = f"it is {_KINDS.get(kind, 'something else')}, not a regular file"
+        number = errno.EISDIR if kind == stat.S_IFDIR else errno.ENXIO
+        raise OSError(number, reason, os.fspath(path))
+    return open(descriptor, "rb")
+
+
+def read_regular(path: str | os.PathLike[str], largest: int = LARGEST_FILE_BYTES) -> bytes:
+    """The bytes of a regular file that is not larger than `largest`; no more than that is ever read.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger.
+        ValueError: a NUL byte in the path.
+    """
+    with open_regular(path) as file:
+        data = file.read(largest + 1) if os.fstat(file.fileno()).st_size <= largest else b""
+        if len(data) > largest or os.fstat(file.fileno()).st_size > largest:
+            raise OSError(errno.EFBIG, f"it is larger than {largest / 2**20:g} MiB", os.fspath(path))
+    return data
+
+
+def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a file, which may be there. Waits for nobody: a pipe in its place that nobody reads is refused.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def find_deep_key(toml: str) -> int | None:
+    """The line of the first dotted key of more than 32 parts: parsing one takes memory by the square of its length."""
+    found = _DEEP_KEY.search(toml)
+    return toml.count("\n", 0, found.start()) + 1 if found else None
+
+
+def read_bounded(
+    path: str | os.PathLike[str],
+    what: str,
+    largest: int = LARGEST_FILE_BYTES,
+    unfit: type[MeshkitError] = TraceError,
+) -> bytes:
+    """The bytes of a file that is not larger than `largest`.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be read.
+        TraceError: it is too large to be what it should be; or the error `unfit`.
+    """
+    at = os.fspath(path)
+    try:
+        if os.path.isdir(path):
+            raise ConfigError(f"the {what} is a folder.", at=at, hint=f"the {what} in it")
+        with open_regular(path) as file:
+            data = file.read(largest + 1)
+    except FileNotFoundError:
+        hint = "a path that exists" + (", or `meshkit new` to write one" if what.startswith("experiment") else "")
+        raise ConfigError(f"there is no such {what}.", at=at, hint=hint) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"the {what} cannot be read: {reason}.", at=at, hint="a readable file") from None
+    if len(data) > largest:
+        hint = f"a {what}: a few pages of text"
+        raise unfit(f"the {what} is larger than {largest // 2**20} MiB.", at=at, hint=hint)
+    return data
+
+
+def decode(data: bytes, what: str, at: str, unfit: type[MeshkitError] = TraceError) -> str:
+    """UTF-8 text, its lines ended by a line feed.
+
+    Raises:
+        TraceError: it is something else; or the error `unfit`.
+    """
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        message = f"the {what} is not UTF-8 text (byte 0x{data[error.start]:02x})."
+        line = data[: error.start].count(b"\n") + 1
+        raise unfit(message, at=f"{at}:{line}", hint="a text file, saved as UTF-8") from None
+
+
+def integer(text: str | None) -> int | None:
+    """A non-negative integer of plain digits; None for anything else, such as `N/A`, or nothing."""
+    text = (text or "").strip()
+    return int(text) if _SHORT_INTEGER.fullmatch(text) else None
+
+
+def short(text: str, length: int = 60) -> str:
+    """A piece of a file, printable and on one line, for an error message."""
+    line = "".join(char if char.isprintable() else " " for char in text).strip()
+    return line if len(line) <= length else line[: length - 3] + "..."
+
+
+def gunzip(data: bytes, most_bytes: int) -> bytes:
+    """The content of gzip data (all of its members).
+
+    Raises:
+        ValueError: it is damaged or incomplete, or has more than `most_bytes`; no more than that is ever unpacked.
+    """
+    return b"".join(unpacked(io.BytesIO(data), most_bytes))
+
+
+def unpacked(packed: io.BufferedReader | io.BytesIO, most_bytes: int) -> Iterator[bytes]:
+    """`gunzip` in pieces, each so large that its memory goes back to the system with it.
+
+    Raises:
+        ValueError: as of `gunzip`.
+    """
+    left = most_bytes + 1
+    try:
+        with gzip.GzipFile(fileobj=packed) as file:
+            while piece := file.read(min(left, _PIECE_BYTES)):
+                if (left := left - len(piece)) == 0:
+                    raise ValueError(f"it unpacks to more than {most_bytes / 2**20:g} MiB")
+                yield piece
+    except EOFError:
+        raise ValueError("it ends before its content does") from None
+    except (OSError, zlib.error) as error:
+        raise ValueError(f"it is no gzip data: {error}") from None
+
+
+def inside(folder: Path, name: str) -> Path | None:
+    """The path of a file that a document in a folder names; None where it leads out of it, by `..`, `/` or a link."""
+    if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts:
+        return None
+    path = folder / name
+    home = os.path.realpath(folder)
+    return path if os.path.realpath(path).startswith(home.rstrip(os.sep) + os.sep) else None
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `--set key=value`: the key's path and the text as the user gave it."""
+
+    key: Key
+    raw: str
+
+    @classmethod
+    def parse(cls, raw: str) -> Override:
+        """The override of a text.
+
+        Raises:
+            ConfigError: no `key=value`, or no key.
+        """
+        key, equals, _ = raw.partition("=")
+        hint = "--set mesh.tensor=8"
+        if not equals:
+            raise ConfigError("an override needs a key and a value.", at=f"--set {raw}", hint=hint)
+        try:
+            path = split_key(key.strip())
+        except ValueError:
+            raise ConfigError(f"'{key.strip()}' is not a key.", at=f"--set {raw}", hint=hint) from None
+        if len(path) > DEEPEST_KEY or find_deep_key(raw):
+            raise ConfigError(
+                f"a key of more than {DEEPEST_KEY} parts is no key of an experiment.",
+                at=f"--set {short(raw)}",
+                hint=hint,
+            )
+        return cls(path, raw)
+
+    def value(self) -> Any:
+        """The value: TOML; what is not is a string; `_REMOVED` where there is none.
+
+        Raises:
+            ConfigError: it begins like TOML and is none, or is out of range.
+        """
+        text = self.raw.partition("=")[2].strip()
+        if not text:
+            return _REMOVED
+        try:
+            table = tomllib.loads(f"value = {text}")
+            if set(table) == {"value"}:
+                return table["value"]
+        except tomllib.TOMLDecodeError as error:
+            if text.startswith(_STARTS_A_STRUCTURE):
+                problem = str(error).split(" (at ")[0]
+                raise self.error(
+                    f"the value of {dotted(self.key)} is not TOML: {problem[:1].lower()}{problem[1:]}.",
+                    "quoting it for the shell: --set 'mesh.fsdp={ nvlink = 2, infiniband = 4 }'",
+                ) from None
+        except (RecursionError, ValueError):
+            raise self.error(f"the value of {dotted(self.key)} is out of range.", "a smaller value") from None
+        return text
+
+    def error(self, message: str, hint: str) -> ConfigError:
+        """An error that points at the override."""
+        return ConfigError(message, at=f"--set {self.raw}", hint=hint)
+
+
+@dataclass(frozen=True)
+class TomlDocument:
+    """A parsed TOML file."""
+
+    path: Path  # absolute
+    display: str  # the file as the user named it
+    text: str  # its content, lines ended by a line feed
+    table: dict[str, Any]  # the parsed content, with the overrides laid over it
+    root: Key = ()  # what leads to its keys for the reader: () of an experiment, ("cluster",) of a cluster file
+    overrides: tuple[Override, ...] = ()  # what was laid over it, in order
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], *, what: str = "experiment file", root: Key = ()) -> TomlDocument:
+        """The file at `path`.
+
+        Raises:
+            ConfigError: it cannot be read, or is not TOML.
+        """
+        display = os.fspath(path)
+        data = read_bounded(path, what, _LARGEST_DOCUMENT_BYTES, ConfigError)
+        text = decode(data, what, display, ConfigError)
+        return cls(Path(path).resolve(), display, text, _parse(text, display, what), root)
+
+    def with_overrides(self, raw: Sequence[str]) -> TomlDocument:
+        """The experiment with every `key=value` laid over it, in order, and its paths made absolute.
+
+        An empty value removes the key. Relative paths in a value are relative to the working directory, unlike those in
+        the file.
+
+        Raises:
+            ConfigError: no `key=value`, a key that cannot be, or one to remove that is not there.
+        """
+        table = copy.deepcopy(absolute_paths((), self.table, self.path.parent))
+        overrides = []
+        for text in raw:
+            override = Override.parse(text)
+            value = override.value()
+            if isinstance(table.get("cluster"), str) and len(override.key) > 1 and override.key[0] == "cluster":
+                table["cluster"] = as_table(table["cluster"])
+            _lay(table, override, absolute_paths(override.key, value, Path.cwd()))
+            overrides.append(override)
+        return replace(self, table=table, overrides=tuple(overrides))
+
+    def where(self, key: Sequence[str]) -> str:
+        """Where a key was written: `file:line: key = value`, `--set key=value`, or the file that does not set it."""
+        key = tuple(key)
+        override = self._override_of(key)
+        if override is not None:
+            return f"--set {override.raw}"
+        path = key[len(self.root) :]
+        for length in range(len(path), 0, -1):  # an unwritten key is in its table
+            position = locate(self.text, path[:length])
+            if position is not None:
+                statement = _statement(path[:length], position.value) + self._changes_inside(path, position.value)
+                is_table = position.value is None or position.value.startswith("{")
+                unset = f" ({dotted(path)} is not set)" if length < len(path) and is_table else ""
+                return f"{self.display}:{position.line}: {statement}{unset}"
+        return self.display if not path else f"{self.display}: {dotted(path)} is not set"
+
+    def locate(self, error: SpecError) -> ConfigError:
+        """The error, pointing into this document unless it points elsewhere already."""
+        if error.located:
+            return ConfigError(error.message, at=error.at, hint=error.hint)
+        return ConfigError(error.message, at=self.where(error.key), hint=error.hint)
+
+    def _override_of(self, key: Key) -> Override | None:
+        """The last override that set the key or a table around it; of a key that the file lacks, one inside it."""
+        for override in reversed(self.overrides):
+            if key[: len(override.key)] == override.key:
+                return override
+        if locate(self.text, key[len(self.root) :]) is None:
+            inside = [o for o in self.overrides if key and o.key[: len(key)] == key]
+            return inside[-1] if inside else None
+        return None
+
+    def _changes_inside(self, table: Key, value: str | None) -> str:
+        """The overrides of keys inside a table section."""
+        inside = [o.raw for o in self.overrides if o.key[: len(table)] == table] if value is None else []
+        return f" with {' '.join(f'--set {raw}' for raw in inside)}" if inside else ""
+
+
+def _statement(path: Key, value: str | None) -> str:
+    """A key with its value as the file has it, on one line, cut where it is long."""
+    if value is None:
+        return f"[{dotted(path)}]"
+    value = " ".join(value.split())
+    return f"{dotted(path)} = {value if len(value) <= _LONGEST_VALUE else value[: _LONGEST_VALUE - 3] + '...'}"
+
+
+def _parse(text: str, display: str, what: str) -> dict[str, Any]:
+    """The tables of a TOML text."""
+    if line := find_deep_key(text):
+        message = f"a key of more than {DEEPEST_KEY} parts is no key of the {what}."
+        raise ConfigError(message, at=f"{display}:{line}", hint="fewer dots")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _not_toml(text, display, what, str(error)) from None
+    except RecursionError:
+        raise ConfigError(f"the {what} is nested too deeply.", at=display, hint="fewer brackets") from None
+    except ValueError as error:  # an integer of thousands of digits, a date that does not exist
+        raise ConfigError(
+            f"the {what} holds a value out of range: {error}.", at=display, hint="a smaller one"
+        ) from None
+
+
+def _not_toml(text: str, display: str, what: str, message: str) -> ConfigError:
+    """What is wrong with a text that is no TOML: a key given twice, or what tomllib found on which line."""
+    duplicate = find_duplicate(text)
+    if duplicate is not None:
+        path, first, second = duplicate
+        position = text.split("\n")[second - 1].strip()
+        return ConfigError(
+            f"key '{dotted(path)}' is given twice: on line {first} and on line {second}.",
+            at=f"{display}:{second}: {position}",
+            hint="removing one of them",
+        )
+    match = _TOML_POSITION.match(message)
+    problem = (match.group(1) if match else message).strip()
+    lines = text.rstrip("\n").split("\n")
+    line = int(match.group(2)) if match and match.group(2) else len(lines)
+    source = lines[line - 1].strip() if line <= len(lines) else ""
+    source = source if len(source) <= _LONGEST_VALUE else source[: _LONGEST_VALUE - 3] + "..."
+    return ConfigError(
+        f"the {what} is not TOML: {problem[:1].lower()}{problem[1:]}.",
+        at=f"{display}:{line}: {source}",
+        hint='key = value lines below [section] headers, with text in "quotes"',
+    )
+
+
+def _lay(table: dict[str, Any], override: Override, value: Any) -> None:
+    """Puts the value of an override into the table, or removes its key."""
+    *parents, last = override.key
+    holder: Any = table
+    for depth, part in enumerate(parents):
+        holder = _step(holder, part, override, depth, create=value is not _REMOVED)
+    if isinstance(holder, list):
+        index = _index(holder, last, override)
+        holder[index : index + 1] = [] if value is _REMOVED else [value]
+    elif not isinstance(holder, dict):
+        raise _not_a_table(override, len(parents))
+    elif value is not _REMOVED:
+        holder[last] = value
+    elif last in holder:
+        del holder[last]
+    else:
+        hint = did_you_mean(last, holder, what="one that is there")
+        raise override.error(f"there is no {dotted(override.key)} to remove.", hint)
+
+
+def _step(holder: Any, part: str, override: Override, depth: int, *, create: bool) -> Any:
+    """The table or list one key deeper."""
+    if isinstance(holder, list):
+        return holder[_index(holder, part, override)]
+    if not isinstance(holder, dict):
+        raise _not_a_table(override, depth)
+    if create:
+        return holder.setdefault(part, {})
+    return holder.get(part, {})
+
+
+def _index(holder: list[Any], part: str, override: Override) -> int:
+    """The place in a list that a part of a key names."""
+    if part.isascii() and part.isdigit() and len(part) < 6 and int(part) < len(holder):
+        return int(part)
+    message = f"a list of {len(holder)} entries has no entry '{part}'."
+    raise override.error(message, "a number from 0, or the whole list as the value")
+
+
+def _not_a_table(override: Override, depth: int) -> ConfigError:
+    """An error: a key leads through something that has no keys."""
+    key = dotted(override.key[:depth])
+    return override.error(f"{key} is not a table, so it has no key '{override.key[depth]}'.", f"--set {key}=...")
+
+
+def absolute_paths(key: Sequence[str], value: Any, folder: Path) -> Any:
+    """The value of a key with the relative paths in it (`PATH_KEYS`) made absolute, from `folder`; copies tables."""
+    key = tuple(key)
+    if isinstance(value, Mapping):
+        around = any(path[: len(key)] == key for path in PATH_KEYS)
+        return {name: absolute_paths((*key, name), item, folder) for name, item in value.items()} if around else value
+    if not isinstance(value, str) or key not in PATH_KEYS or "\0" in value:
+        return value
+    if key == ("cluster",) and not is_path(value):
+        return value
+    if key == ("data", "source") and (value in ("", STDLIB_SOURCE) or re.match(FUNCTION_PATTERN, value)):
+        return value
+    return absolute(value, folder)
+
+
+def absolute(path: str, folder: Path) -> str:
+    """A path from `folder`, without following links."""
+    return str(folder.absolute() / Path(path).expanduser())
+
+
+def is_path(text: str) -> bool:
+    """Whether a bare cluster string is a path rather than a name."""
+    return text.endswith(".toml") or "/" in text or "\\" in text
+
+
+def as_table(cluster: Any) -> dict[str, Any]:
+    """The table that a cluster's bare name or path stands for, or a copy of the mapping that it is."""
+    if isinstance(cluster, Mapping):
+        return dict(cluster)
+    if not isinstance(cluster, str | Path):
+        raise SpecError(
+            f"cluster must be a name, a path or a table, not {kind(cluster)}.",
+            key=("cluster",),
+            value=cluster,
+            hint='cluster = "dgx_h100"',
+        )
+    text = str(cluster)
+    return {"file": text} if isinstance(cluster, Path) or is_path(text) else {"name": text}

@@ -1,0 +1,584 @@
+"""TOML: plain tables as text, where in a text each key stands, and what is wrong with a table, in our words.
+
+tomlkit writes documents. The one-line form is our own, since a hint shows any value, also one that is no TOML.
+`None` has no TOML form: a key whose value is None is left out.
+
+`tomllib` parses values and gives no positions, so a scanner reads the same text for positions only. It trusts that the
+text is valid TOML (tomllib has said so); on invalid text it stops quietly at the first thing it does not know. A path
+is the keys from the root, with indices into arrays: `("rules", "override", "0", "path")`.
+
+Tables are validated strictly, by pydantic. What parses them raises `SpecError` with the key's path; a loader that knows
+the document turns it into a `ConfigError` that points at file and line.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import datetime
+import difflib
+import functools
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+
+from meshkit.errors import ConfigError
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
+Key = tuple[str, ...]
+_SPACE = re.compile(r"[ \t]*")
+_SPACE_AND_LINES = re.compile(r"(?:[ \t\r\n]+|#[^\n]*)*")
+_SCALAR = re.compile(r"[^,\]}#\n]*")
+_STRINGS = (
+    re.compile(r'"""(?:[^\\]|\\.)*?"{3,5}', re.DOTALL),
+    re.compile(r"'''.*?'{3,5}", re.DOTALL),
+    re.compile(r'"(?:[^"\\\n]|\\.)*"'),
+    re.compile(r"'[^'\n]*'"),
+)
+_LONGEST_VALUE = 400  # of a longer one the beginning
+_DEEPEST_KEY = 64  # of a longer dotted key only the first parts are positions: nobody asks for the others
+FUNCTION_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
+NAME_PATTERN = r"^[A-Za-z_][\w-]*$"
+_MISSING = object()
+_LONGEST_SHOWN = 60
+_LARGEST_INTEGER = 2**63  # TOML promises 64-bit integers; tomllib reads any
+_DEEPEST_TABLE = 16
+_EXAMPLES = {  # of values that a validator of ours refuses
+    "train.remat": 'remat = "full", remat = ["gate", "up"], or remat = { keep = ["key"], offload = ["gate"] }'
+}
+_QUOTED = {"an integer": r"-?\d+", "a number": r"-?\d+(\.\d+)?(e-?\d+)?", "true or false": "true|false"}
+_WANTED = {
+    "int": "an integer",
+    "float": "a number",
+    "string": "a string",
+    "bool": "true or false",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a table",
+    "model": "a table",
+}
+
+
+def to_toml(table: Mapping[str, Any]) -> str:
+    """A table as a TOML document: plain keys first, then one `[section]` for each table below."""
+    import tomlkit  # takes longer to import than an experiment to load
+
+    def fill(section: Any, table: Mapping[str, Any], sections: Sequence[str]) -> Any:
+        """A document or section of tomlkit with the keys of a table in it."""
+        for key, item in table.items():
+            if key not in sections and item is not None:
+                section.append(tomlkit.key(key), tomlkit.value(inline(item)))
+        if sections and not section:
+            section.add(tomlkit.nl())
+        for key in sections:
+            if isinstance(table[key], Mapping):
+                below = fill(tomlkit.table(False), table[key], _sections_of(table[key]))
+            else:
+                below = tomlkit.aot()
+                for element in table[key]:
+                    below.append(fill(tomlkit.table(), element, _sections_of(element)))
+            section.append(tomlkit.key(key), below)
+        return section
+
+    return tomlkit.dumps(fill(tomlkit.document(), table, _tables_at_the_end(table))).removeprefix("\n")
+
+
+def inline(value: Any) -> str:
+    """A value as TOML on one line; tables become inline tables."""
+    if isinstance(value, Mapping):
+        entries = (f"{key_text(key)} = {inline(item)}" for key, item in value.items() if item is not None)
+        body = ", ".join(entries)
+        return f"{{ {body} }}" if body else "{}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(inline(item) for item in value)}]"
+    return _scalar(value)
+
+
+def dotted(key: Sequence[str]) -> str:
+    """A key's path as TOML writes it: `mesh.tensor`, `model."odd name"`."""
+    return ".".join(key_text(part) for part in key)
+
+
+def key_text(key: str) -> str:
+    """One part of a key, quoted where it must be."""
+    return key if _BARE_KEY.fullmatch(key) else string_text(key)
+
+
+def string_text(text: str) -> str:
+    """A basic TOML string."""
+    return '"' + "".join(_escape(char) for char in text) + '"'
+
+
+def _escape(char: str) -> str:
+    if char in _ESCAPES:
+        return _ESCAPES[char]
+    return f"\\u{ord(char):04X}" if ord(char) < 0x20 or ord(char) == 0x7F else char
+
+
+def _scalar(value: Any) -> str:
+    """A value that is neither a table nor a list."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return string_text(value)
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else str(value)
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    return str(value)
+
+
+def _is_array_of_tables(value: Any) -> bool:
+    """Whether `[[sections]]` can say it."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def _is_small(value: Any) -> bool:
+    """A table that reads best on one line, such as `{ nvlink = 2, infiniband = 4 }`."""
+    nested = (Mapping, list, tuple)
+    return isinstance(value, Mapping) and len(value) <= 3 and not any(isinstance(v, nested) for v in value.values())
+
+
+def _tables_at_the_end(table: Mapping[str, Any]) -> list[str]:
+    """The keys of tables; none where sections of their own would change the order, which means something."""
+    keys = [key for key, item in table.items() if isinstance(item, Mapping) or _is_array_of_tables(item)]
+    written_last = [key for key in table if table[key] is not None][-len(keys) :] if keys else []
+    return keys if keys == written_last else []
+
+
+def _sections_of(table: Mapping[str, Any]) -> list[str]:
+    """The keys of a section that get one of their own."""
+    keys = _tables_at_the_end(table)
+    return [] if all(_is_small(table[key]) for key in keys) else keys
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a key stands; an element of an array, where its value does."""
+
+    line: int  # from 1
+    value: str | None  # the text of the value; None for a table header or an implied table
+
+
+@dataclass(frozen=True)
+class WrittenKey:
+    """A key as it was met in the text; `defines` unless it only passes through (the `a` of `a.b = 1`)."""
+
+    path: Key
+    start: int
+    value: str | None
+    defines: bool
+
+
+class _Unexpected(Exception):
+    """The text is not what TOML allows here."""
+
+
+def locate(text: str, key: Key) -> Position | None:
+    """The position of a key in a TOML text; None where it is not written."""
+    return _positions(text).get(key)
+
+
+def find_duplicate(text: str) -> tuple[Key, int, int] | None:
+    """The first key that is defined twice, with both lines; tables count, elements of arrays do not."""
+    lines, seen = _line_starts(text), dict[Key, int]()
+    for entry in entries(text):
+        if not entry.defines:
+            continue
+        if entry.path in seen:
+            return entry.path, _line(lines, seen[entry.path]), _line(lines, entry.start)
+        seen[entry.path] = entry.start
+    return None
+
+
+def split_key(text: str) -> Key:
+    """The parts of a dotted key, which may be quoted: `a."b c".d`.
+
+    Raises:
+        ValueError: it is no key.
+    """
+    scanner = _Scanner(text)
+    try:
+        path = scanner.key()
+    except _Unexpected:
+        raise ValueError(f"'{text}' is not a key") from None
+    if scanner.position != len(text):
+        raise ValueError(f"'{text}' is not a key")
+    return path
+
+
+def entries(text: str) -> Iterator[WrittenKey]:
+    """Every key of the text in the order it is written; of a text that is no TOML, those before it goes wrong."""
+    with contextlib.suppress(_Unexpected, RecursionError):
+        yield from _Scanner(text).document()
+
+
+@functools.lru_cache(maxsize=4)
+def _positions(text: str) -> Mapping[Key, Position]:
+    """Path of a key -> where it stands first."""
+    starts = _line_starts(text)
+    positions: dict[Key, Position] = {}
+    for entry in entries(text):
+        positions.setdefault(entry.path, Position(_line(starts, entry.start), entry.value))
+    return positions
+
+
+def _line_starts(text: str) -> list[int]:
+    """Offsets at which lines begin."""
+    return [0, *(match.end() for match in re.finditer("\n", text))]
+
+
+def _line(starts: list[int], offset: int) -> int:
+    """The line of an offset, counted from 1."""
+    return bisect.bisect_right(starts, offset)
+
+
+class _Scanner:
+    """Walks over a TOML text and yields its keys."""
+
+    def __init__(self, text: str):
+        self.text, self.position = text, 0
+        self._table: Key = ()
+        self._arrays: dict[Key, int] = {}  # array of tables -> index of its last table
+
+    def document(self) -> Iterator[WrittenKey]:
+        """Every key of the document."""
+        self._skip(_SPACE_AND_LINES)
+        while self.position < len(self.text):
+            if self._peek() == "[":
+                yield from self._header()
+            else:
+                yield from self._key_value(self._table)
+            self._skip(_SPACE_AND_LINES)
+
+    def key(self) -> Key:
+        """A dotted key at the cursor."""
+        parts = [self._key_part()]
+        while True:
+            after = self.position
+            self._skip(_SPACE)
+            if self._peek() != ".":
+                self.position = after
+                return tuple(parts)
+            self.position += 1
+            self._skip(_SPACE)
+            parts.append(self._key_part())
+
+    def _header(self) -> Iterator[WrittenKey]:
+        """`[a.b]` or `[[a.b]]`, which begins a table."""
+        start, brackets = self.position, 2 if self.text.startswith("[[", self.position) else 1
+        self.position += brackets
+        self._skip(_SPACE)
+        parts = self.key()
+        self._skip(_SPACE)
+        self._expect("]" * brackets)
+        path = self._inside_arrays(parts[:-1])
+        yield from self._passing(path, start)
+        path = (*path, parts[-1])
+        if brackets == 2:
+            self._arrays[path] = self._arrays.get(path, -1) + 1
+            yield WrittenKey(path, start, None, defines=False)
+            path = (*path, str(self._arrays[path]))
+        self._table = path
+        yield WrittenKey(path, start, None, defines=True)
+
+    def _inside_arrays(self, parts: Key) -> Key:
+        """The path of a table, with the index of the last table of each array on the way."""
+        path: Key = ()
+        for part in parts:
+            path = (*path, part)
+            if path in self._arrays:
+                path = (*path, str(self._arrays[path]))
+        return path
+
+    def _passing(self, path: Key, start: int, skip: int = 0) -> Iterator[WrittenKey]:
+        """The tables on the way to a key, which it implies."""
+        for length in range(skip + 1, min(len(path), _DEEPEST_KEY) + 1):
+            yield WrittenKey(path[:length], start, None, defines=False)
+
+    def _key_value(self, table: Key) -> Iterator[WrittenKey]:
+        """`a.b = value` inside a table."""
+        start = self.position
+        path = (*table, *self.key())
+        self._skip(_SPACE)
+        self._expect("=")
+        self._skip(_SPACE)
+        yield from self._passing(path[:-1], start, skip=len(table))
+        yield from self._value(path, start, defines=True)
+
+    def _value(self, path: Key, start: int, *, defines: bool) -> Iterator[WrittenKey]:
+        """The value at the cursor: its own key, then those inside it."""
+        begin, opening = self.position, self._peek()
+        inner: list[WrittenKey] = []
+        if opening == "[":
+            inner = list(self._array(path))
+        elif opening == "{":
+            inner = list(self._inline_table(path))
+        elif opening in ('"', "'"):
+            self._string()
+        else:
+            self._skip(_SCALAR)
+        end = min(self.position, begin + _LONGEST_VALUE)  # of nested arrays each has a value
+        yield WrittenKey(path, start, self.text[begin:end].rstrip(), defines)
+        yield from inner
+
+    def _array(self, path: Key) -> Iterator[WrittenKey]:
+        """The elements of an array."""
+        self.position += 1
+        for index in self._until("]"):
+            yield from self._value((*path, str(index)), self.position, defines=False)
+
+    def _inline_table(self, path: Key) -> Iterator[WrittenKey]:
+        """The keys of an inline table."""
+        self.position += 1
+        for _ in self._until("}"):
+            yield from self._key_value(path)
+
+    def _until(self, closing: str) -> Iterator[int]:
+        """Stands before each element of a comma list, and after its closing bracket at the end."""
+        index = 0
+        while True:
+            self._skip(_SPACE_AND_LINES)
+            if self._peek() == closing:
+                self.position += 1
+                return
+            yield index
+            index += 1
+            self._skip(_SPACE_AND_LINES)
+            if self._peek() == ",":
+                self.position += 1
+            elif self._peek() != closing:
+                raise _Unexpected
+
+    def _key_part(self) -> str:
+        """One part of a dotted key, bare or quoted."""
+        if self._peek() in ('"', "'"):
+            raw = self._string()
+            try:
+                return tomllib.loads(f"key = {raw}")["key"]
+            except tomllib.TOMLDecodeError:
+                raise _Unexpected from None
+        match = _BARE_KEY.match(self.text, self.position)
+        if match is None:
+            raise _Unexpected
+        self.position = match.end()
+        return match.group()
+
+    def _string(self) -> str:
+        """A string in any of its four forms, with its quotes."""
+        for pattern in _STRINGS:
+            match = pattern.match(self.text, self.position)
+            if match is not None:
+                self.position = match.end()
+                return match.group()
+        raise _Unexpected
+
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        """Moves over what the pattern matches."""
+        match = pattern.match(self.text, self.position)
+        assert match is not None  # every pattern given here matches the empty text
+        self.position = match.end()
+
+    def _expect(self, text: str) -> None:
+        """Moves over a text that must stand here."""
+        if not self.text.startswith(text, self.position):
+            raise _Unexpected
+        self.position += len(text)
+
+    def _peek(self) -> str:
+        """The character at the cursor; nothing at the end."""
+        return self.text[self.position : self.position + 1]
+
+
+class SpecError(ConfigError):
+    """A wrong key, by its path; shown as `at key = value` where no document is known.
+
+    Args:
+        message: one sentence that says what is wrong, with the numbers.
+        key: path of the key from the root of the experiment, such as `("mesh", "tensor")`.
+        value: what stands there, if anything does.
+        hint: what to do about it, without the leading "try".
+        at: where, if the raiser knows better than the loader (a cluster file of its own).
+    """
+
+    def __init__(
+        self, message: str, *, key: Sequence[str], value: Any = _MISSING, hint: str | None = None, at: str | None = None
+    ):
+        self.key: Key = tuple(key)
+        self.located = at is not None
+        shown = dotted(self.key) if value is _MISSING else f"{dotted(self.key)} = {show(value)}"
+        super().__init__(message, at=at or shown or None, hint=hint)
+
+
+def show(value: Any) -> str:
+    """A value as the user would write it in TOML, on one line, cut where it is long."""
+    text = inline(value)
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
+
+
+def kind(value: Any) -> str:
+    """What a TOML value is, in words, with the value: `the string "ten"`."""
+    if isinstance(value, bool):
+        return f"the boolean {show(value)}"
+    for types, word in ((str, "string"), (int, "integer"), (float, "number")):
+        if isinstance(value, types):
+            return f"the {word} {show(value)}"
+    if isinstance(value, dict):
+        return "a table"
+    return "a list" if isinstance(value, list) else f"the {type(value).__name__} {show(value)}"
+
+
+def did_you_mean(word: str, choices: Iterable[str], *, what: str = "one of") -> str:
+    """A hint: the closest choice, or all of them where none is close."""
+    names = [str(choice) for choice in choices]
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if not close:  # case and separators are the usual slip
+        plain = {name.replace("-", "_").lower(): name for name in names}
+        close = [plain[word.replace("-", "_").lower()]] if word.replace("-", "_").lower() in plain else []
+    return f"'{close[0]}'" if close else f"{what}: {', '.join(sorted(names)) or '(none)'}"
+
+
+class TomlTable(BaseModel):
+    """Base of every table of a TOML file: strict types, no unknown keys, no inf or nan; never changed."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True, defer_build=True
+    )  # defer_build: a process that reads one kind of file does not wait for the others' checks to be made
+
+    @classmethod
+    def fields_by_key(cls) -> dict[str, FieldInfo]:
+        """The fields by what the file calls them."""
+        return {field.alias or name: field for name, field in cls.model_fields.items()}
+
+    @classmethod
+    def table_at(cls, path: Sequence[str]) -> type[TomlTable]:
+        """The table that a path of keys leads to; the one around it where it leads to none."""
+        found: type[TomlTable] = cls
+        for part in path:
+            field = found.fields_by_key().get(part)
+            candidates = [field.annotation, *get_args(field.annotation)] if field else []
+            found = next((c for c in candidates if isinstance(c, type) and issubclass(c, TomlTable)), found)
+        return found
+
+
+def check_plain(table: Mapping[str, Any]) -> None:
+    """Refuse what TOML allows and no key of ours does: non-finite numbers, integers beyond 64 bits, deep nesting."""
+    pending: list[tuple[Key, Any]] = [((), table)]
+    while pending:  # a loop, not recursion: dotted keys can nest deeper than the interpreter's stack
+        path, value = pending.pop()
+        if len(path) > _DEEPEST_TABLE:
+            raise SpecError(
+                f"tables are nested more than {_DEEPEST_TABLE} deep.",
+                key=path[:1],
+                hint="fewer levels: no key of an experiment is that deep",
+            )
+        if isinstance(value, Mapping):
+            pending.extend(((*path, str(key)), item) for key, item in value.items())
+        elif isinstance(value, list):
+            pending.extend(((*path, str(index)), item) for index, item in enumerate(value))
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise SpecError(f"{dotted(path)} is not a finite number.", key=path, value=value, hint="a finite number")
+        elif isinstance(value, int) and not -_LARGEST_INTEGER <= value < _LARGEST_INTEGER:
+            raise SpecError(f"{dotted(path)} is beyond 64 bits.", key=path, hint="a smaller number")
+
+
+def validate[T: TomlTable](model: type[T], table: Any, *, within: Sequence[str] = ()) -> T:
+    """The table as `model`; the first thing that is wrong with it as a SpecError under the path `within`."""
+    if not isinstance(table, Mapping):
+        raise SpecError(
+            f"{_section(within)} must be a table, not {kind(table)}.",
+            key=within,
+            value=table,
+            hint=f"a section [{dotted(within)}] with its keys below it",
+        )
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        raise _translate(model, table, error, tuple(within)) from None
+
+
+def _translate(model: type[TomlTable], table: Mapping[str, Any], error: ValidationError, within: Key) -> SpecError:
+    """The first error of pydantic in our words: unknown keys first, often the misspelt form of a missing one."""
+    problem = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+    path = tuple(str(part) for part in problem["loc"])
+    owner = model.table_at(path[:-1])
+    if problem["type"] == "extra_forbidden":
+        return _unknown(owner, path, within, problem["input"])
+    if problem["type"] == "missing":
+        return _missing(path, within)
+    message, hint = _wrong_value((*within, *path), problem)
+    return SpecError(message, key=(*within, *path), value=problem["input"], hint=hint)
+
+
+def _unknown(owner: type[TomlTable], path: Key, within: Key, value: Any) -> SpecError:
+    """An error: a key that the table does not have, with the one that was probably meant."""
+    return SpecError(
+        f"unknown key '{path[-1]}' in {_section((*within, *path[:-1]))}.",
+        key=(*within, *path),
+        value=value,
+        hint=did_you_mean(path[-1], owner.fields_by_key(), what="one of its keys"),
+    )
+
+
+def _missing(path: Key, within: Key) -> SpecError:
+    """An error: a key that the table needs."""
+    section = (*within, *path[:-1])
+    return SpecError(
+        f"{_section(section)} has no '{path[-1]}', which it needs.",
+        key=section,
+        hint=f"a line {path[-1]} = ..." + (f" below [{dotted(section)}]" if section else " at the top of the file"),
+    )
+
+
+def _wrong_value(key: Key, problem: Any) -> tuple[str, str]:
+    """Message and hint for a value of the wrong type, out of range or of the wrong form."""
+    name, given, code, context = dotted(key), problem["input"], problem["type"], problem.get("ctx", {})
+    if code.endswith("_type") or code in ("int_from_float", "dataclass_type"):
+        wanted = _WANTED.get(code.removesuffix("_type"), "another type")
+        return f"{name} must be {wanted}, not {kind(given)}.", _example(name, wanted, given)
+    if code == "literal_error":
+        choices = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+        return f"{name} must be one of {', '.join(choices)}; not {show(given)}.", did_you_mean(str(given), choices)
+    for bound, words in (("gt", "greater than"), ("ge", "at least"), ("lt", "less than"), ("le", "at most")):
+        if bound in context:
+            return f"{name} must be {words} {context[bound]}, not {show(given)}.", f"{name} {words} {context[bound]}"
+    if code in ("too_short", "too_long"):
+        return f"{name} must have {_length(context)} entries, not {len(given)}.", f"{_length(context)} entries"
+    if code == "value_error":
+        return f"{name} {context['error']}.", _EXAMPLES.get(name, "the form that the message describes")
+    if code == "string_pattern_mismatch":
+        return f"{name} is {show(given)}, which has not the form it needs.", f"text like {_pattern(context)}"
+    return f"{name}: {problem['msg']}.", "a value of the right form"
+
+
+def _pattern(context: Mapping[str, Any]) -> str:
+    """What a text of that pattern looks like."""
+    return {FUNCTION_PATTERN: "package.module:name", NAME_PATTERN: "a_single_word"}.get(
+        context["pattern"], str(context["pattern"])
+    )
+
+
+def _length(context: Mapping[str, Any]) -> int:
+    """How many entries a list must have."""
+    return context.get("min_length") or context.get("max_length") or 0
+
+
+def _example(name: str, wanted: str, given: Any) -> str:
+    """A line with a value of the right type: the given one, where only its quotes are wrong."""
+    short = name.rsplit(".", 1)[-1]
+    if isinstance(given, str) and re.fullmatch(_QUOTED.get(wanted, "(?!)"), given):
+        return f"{short} = {given}, without quotes"
+    example = {"an integer": "1", "a number": "1.0", "a string": '"text"', "true or false": "true", "a list": "[0, 1]"}
+    return f"{short} = {example[wanted]}" if wanted in example else f"{wanted} for {short}"
+
+
+def _section(key: Sequence[str]) -> str:
+    """A table in words."""
+    return f"[{dotted(key)}]" if key else "the experiment file"

@@ -1,0 +1,487 @@
+"""Files that describe machines: NCCL's topology XML (NCCL_TOPO_FILE, NCCL_TOPO_DUMP_FILE), its graph XML, topograph's.
+
+NCCL's own dumps say everything; files of vendors are partial: PCI addresses and slots, some with invented addresses of
+switches. What a file does not say stays unknown, unless its name or comment says which vendor's machine it is.
+
+Of a model file of NVIDIA's topograph only the `blocks` matter: nodes, and the accelerator domain that they are
+annotated with, which says which hosts share an NVLink domain. The file is YAML; the few forms that topograph writes are
+read strictly, line by line, and anything else is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from xml.parsers import expat
+
+from meshkit.config import catalog
+from meshkit.config.files import integer, short
+from meshkit.discover.topology import (
+    Connection,
+    Domain,
+    FoundGpu,
+    FoundNic,
+    Match,
+    NvLink,
+    PcieLink,
+    Rdma,
+    Topology,
+    apply_platform,
+    assume_gpu,
+    gpu_by_name,
+    gpu_name_by_pci,
+    nic_by_pci,
+    nic_by_rate,
+    pcie_generation,
+    platform,
+    stand_in_notes,
+    with_domains,
+)
+from meshkit.errors import TraceError
+
+_BUS = re.compile(r"[0-9a-f]{1,8}:[0-9a-f]{1,2}:[0-9a-f]{1,2}(\.[0-7])?", re.IGNORECASE | re.ASCII)
+_MEGABIT = 10**6
+_MOST_DEVICES = 1024
+_DEEPEST = 64
+_MOST_ELEMENTS = 50_000
+_REMOTES = {"0x0302": "gpu", "0x0680": "switch", "0x0604": "switch", "0x068001": "cpu"}
+_OVER_PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS")
+_OTHER_PATHS = ("NVL", "NVB", "PXN", "LOC", "C2C")
+_HINT = "a topology file as NCCL writes it with NCCL_TOPO_DUMP_FILE"
+_BLOCK = re.compile(r"- switch: (\S+)", re.ASCII)
+_NODES = re.compile(r"- ([A-Za-z0-9_.-]*)(?:\[([0-9]{1,9})-([0-9]{1,9})\])?", re.ASCII)
+_DOMAIN = re.compile(r"[A-Za-z0-9_./-]*/domain: (\S+)", re.ASCII)
+_BLOCKS_HINT = "a topograph model with blocks of nodes and their accelerator domain"
+_MOST_HOSTS = 65_536
+
+
+@dataclass
+class Element:
+    """One element: its tag, attributes, children, line in the file."""
+
+    tag: str
+    attributes: Mapping[str, str]
+    line: int
+    children: list[Element] = field(default_factory=list)
+
+    def get(self, name: str) -> str:
+        """An attribute; empty where it is absent."""
+        return self.attributes.get(name, "")
+
+    def each(self, tag: str) -> list[Element]:
+        """The children of that tag."""
+        return [child for child in self.children if child.tag == tag]
+
+    def all(self, tag: str) -> Iterator[Element]:
+        """Every element of that tag below this one."""
+        for child in self.children:
+            if child.tag == tag:
+                yield child
+            yield from child.all(tag)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an element stands: its host, NUMA node, and the PCI switches above it."""
+
+    host: int
+    numa: int | None
+    switches: tuple[int, ...] = ()
+
+    def path_to(self, other: _Place) -> str:
+        """The PCI path between two devices, as far as the tree shows it."""
+        shared = sum(x == y for x, y in zip(self.switches, other.switches))
+        if shared:
+            return "PIX" if len(self.switches) == len(other.switches) == shared else "PXB"
+        return "NODE" if self.numa == other.numa and self.numa is not None else "SYS"
+
+
+def parse_topology(data: bytes, *, at: str) -> Topology:
+    """The Topology that a file of NCCL describes.
+
+    Args:
+        data: the file.
+        at: its name; it is also searched for the name of a vendor's machine.
+
+    Raises:
+        TraceError: not such a file, or a damaged one.
+    """
+    root, comments = _parse_xml(data, at=at)
+    row = platform((at.rsplit("/", 1)[-1], *comments))
+    if root.tag == "graphs":
+        found = _graph(root, at)
+    elif root.tag == "system":
+        found = _System(at).read(root, row)
+    else:
+        raise TraceError(f"<{short(root.tag)}> is no NCCL topology, which starts with <system>.", at=at, hint=_HINT)
+    return stand_in_notes(assume_gpu(apply_platform(with_domains(found), row)))
+
+
+class _System:
+    """Devices of a <system>, as they are read; errors point into the file `at`."""
+
+    def __init__(self, at: str):
+        self.at = at
+        self.gpus: list[FoundGpu] = []
+        self.nics: list[FoundNic] = []
+        self.places: dict[str, _Place] = {}
+        self.numa_nodes: list[tuple[int, int]] = []
+        self.unknown: list[tuple[str, _Place]] = []  # PCI devices without a class
+        self.gdr: set[bool] = set()  # of the ports
+        self.warnings: list[str] = []
+        self.links: dict[str, list[Element]] = {}  # of a GPU, where the file lists them
+
+    def read(self, root: Element, row: Mapping[str, Any] | None) -> Topology:
+        """The Topology; `row` is what is known of the vendor's machine, if it is known."""
+        at, cpus = self.at, root.each("cpu")
+        if not cpus:
+            raise TraceError("the topology has no <cpu>, so no machine.", at=f"{at}:{root.line}", hint=_HINT)
+        hashes = list(dict.fromkeys(cpu.get("host_hash") for cpu in cpus))
+        for cpu in cpus:
+            self._cpu(cpu, hashes.index(cpu.get("host_hash")))
+        if row is not None and not self.gpus and "gpu_bus" in row:
+            self._take_unknown(row)
+        if len(self.gpus) + len(self.nics) > _MOST_DEVICES:
+            raise TraceError(f"the topology has more than {_MOST_DEVICES} GPUs and NICs.", at=at, hint=_HINT)
+        buses = [(gpu.host, gpu.bus) for gpu in self.gpus]
+        repeated = next((bus for host, bus in buses if buses.count((host, bus)) > 1), None)
+        if repeated:
+            raise TraceError(f"two GPUs have the PCI address {repeated}.", at=at, hint=_HINT)
+        self.gpus = [replace(gpu, nvlinks=self._nvlinks(gpu)) for gpu in self.gpus]
+        if self.unknown and not self.gpus:
+            what = f"the file names {len(self.unknown)} PCI devices without their class"
+            self.warnings.append(f"{what}, so none is known to be a GPU.")
+        switched = tuple(gpu.id for gpu in self.gpus if gpu.on_switch)
+        return Topology(
+            source=at,
+            gpus=tuple(self.gpus),
+            nics=tuple(self.nics),
+            numa_nodes=tuple(sorted(self.numa_nodes)),
+            connections=tuple(self._connections()),
+            domains=(Domain("host", switched),) if len(switched) > 1 and len(hashes) == 1 else (),
+            rdma=Rdma(peer_memory=True) if True in self.gdr else Rdma(False, False) if self.gdr else Rdma(),
+            hosts=len(hashes),
+            warnings=tuple(self.warnings),
+            nothing_here="" if self.gpus else "the file names no GPU",
+        )
+
+    def _cpu(self, cpu: Element, host: int) -> None:
+        numa = integer(cpu.get("numaid"))
+        if numa is None and cpu.get("numaid") not in ("-1", ""):
+            raise _bad(cpu, "numaid", self.at)
+        if numa is not None:
+            if (host, numa) in self.numa_nodes:
+                raise TraceError(f"NUMA node {numa} is there twice.", at=f"{self.at}:{cpu.line}", hint=_HINT)
+            self.numa_nodes.append((host, numa))
+        self._walk(cpu, _Place(host, numa))
+
+    def _walk(self, parent: Element, place: _Place) -> None:
+        for element in parent.children:
+            if element.tag == "pci":
+                self._pci(element, place)
+            elif element.tag == "nic":
+                self._ports(element, element, place, FoundNic("", host=place.host, numa=place.numa))
+
+    def _pci(self, element: Element, place: _Place) -> None:
+        bus, kind = element.get("busid").lower(), element.get("class").lower()
+        if not _BUS.fullmatch(bus):
+            raise _bad(element, "busid", self.at)
+        pcie = PcieLink(*_slot(element, self.at))
+        if kind.startswith(("0x0302", "0x0300")) or element.each("gpu"):
+            self._gpu(element, bus, place, pcie)
+        elif kind.startswith("0x02") or element.each("nic"):
+            layer = "infiniband" if kind.startswith("0x0207") else "ethernet"
+            adapter = next(iter(element.each("nic")), None)
+            nic = FoundNic("", layer, bus=bus, numa=place.numa, pcie=pcie, host=place.host)
+            self._ports(adapter or element, adapter, place, nic)
+        elif kind.startswith("0x0604") or element.children:
+            self._walk(element, replace(place, switches=(*place.switches, id(element))))
+        elif not kind:
+            self.unknown.append((bus, place))
+
+    def _take_unknown(self, row: Mapping[str, Any]) -> None:
+        """Devices without a class, at the addresses where a known machine has its GPUs."""
+        for bus, place in self.unknown:
+            if re.fullmatch(row["gpu_bus"], bus):
+                self._add_gpu(row["gpu_name"], Match(gpu_by_name(row["gpu_name"]).key), bus, place, PcieLink())
+
+    def _gpu(self, element: Element, bus: str, place: _Place, pcie: PcieLink) -> None:
+        name = gpu_name_by_pci(element.get("vendor"), element.get("device"))
+        gpu = self._add_gpu(name, gpu_by_name(name) if name else Match(), bus, place, pcie)
+        for node in element.each("gpu")[:1]:
+            if node.get("sm") and integer(node.get("sm")) is None:
+                raise _bad(node, "sm", self.at)
+            self.links[gpu] = node.each("nvlink")
+
+    def _add_gpu(self, name: str | None, match: Match, bus: str, place: _Place, pcie: PcieLink) -> str:
+        gpu = FoundGpu(
+            id=f"gpu{len(self.gpus)}",
+            name=name,
+            key=match.key,
+            stand_in=match.stand_in,
+            bus=bus,
+            numa=place.numa,
+            pcie=pcie,
+            host=place.host,
+        )
+        self.gpus.append(gpu)
+        self.places[gpu.id] = place
+        return gpu.id
+
+    def _ports(self, device: Element, adapter: Element | None, place: _Place, nic: FoundNic) -> None:
+        """The ports of one adapter; a PCI adapter without ports in the file counts as one.
+
+        Args:
+            device: has the PCI ids, where the file does.
+            adapter: has the ports; None where the file has no <nic>.
+            place: of the device.
+            nic: what all ports have in common; `layer` is None where it is no PCI device.
+        """
+        nets = adapter.each("net") if adapter else []
+        match = nic_by_pci(device.get("vendor"), device.get("device"))
+        if not nets and nic.bus:
+            bits = catalog.nic(match.key).bytes_per_s * 8 if match.key else None
+            self._add_nic(
+                replace(nic, id=f"nic{len(self.nics)}", key=match.key, stand_in=match.stand_in, bits_per_s=bits), place
+            )
+        for net in nets:
+            speed = integer(net.get("speed"))
+            if speed is None:
+                raise _bad(net, "speed", self.at)
+            name = short(net.get("name"), 30) or f"net{integer(net.get('dev')) or 0}"
+            if any(other.id == name and other.host == place.host for other in self.nics):
+                name = f"{name}.{net.get('port') or len(self.nics)}"
+            if net.get("gdr") in ("0", "1"):
+                self.gdr.add(net.get("gdr") == "1")
+            layer, bits = nic.layer or "tcp", speed * _MEGABIT
+            key = nic_by_rate(layer, bits).key
+            self._add_nic(replace(nic, id=name, layer=layer, key=key, bits_per_s=bits, active=speed > 0), place)
+
+    def _add_nic(self, nic: FoundNic, place: _Place) -> None:
+        self.nics.append(nic)
+        self.places[nic.id] = place
+
+    def _nvlinks(self, gpu: FoundGpu) -> tuple[NvLink, ...]:
+        """The NVLinks of a GPU; a link of a GPU to itself says nothing and is left out."""
+        links: list[NvLink] = []
+        for element in self.links.get(gpu.id, []):
+            count, target = integer(element.get("count")), element.get("target").lower()
+            if count is None or not 0 < count <= 36:
+                raise _bad(element, "count", self.at)
+            if target == gpu.bus:
+                text = f"{gpu.id} is listed with {count} NVLinks to itself, as some virtual machines show; ignored."
+                self.warnings.append(text)
+                continue
+            kind = element.get("tclass").lower()
+            remote: Any = _REMOTES.get(kind) or _REMOTES.get(kind[:6])
+            links += [NvLink(True, None, remote, target)] * count
+        return tuple(links)
+
+    def _connections(self) -> Iterator[Connection]:
+        """NVLink between GPUs where it is listed, else the PCI path, as far as the tree shows it."""
+        by_bus = {(gpu.host, gpu.bus): gpu.id for gpu in self.gpus}
+        gpus = {gpu.id: gpu for gpu in self.gpus}
+        direct: dict[tuple[str, str], int] = {}
+        for gpu in self.gpus:
+            for link in gpu.nvlinks:
+                if other := by_bus.get((gpu.host, link.remote_bus)):
+                    direct[gpu.id, other] = direct.get((gpu.id, other), 0) + 1
+        order = [*gpus, *(nic.id for nic in self.nics)]
+        for i, a in enumerate(order):
+            for b in order[i + 1 :]:
+                if self.places[a].host != self.places[b].host:
+                    continue
+                links = direct.get((a, b)) or direct.get((b, a)) or 0
+                if a in gpus and b in gpus and gpus[a].on_switch and gpus[b].on_switch:
+                    links = min(len(gpus[a].nvlinks), len(gpus[b].nvlinks))
+                if links:
+                    yield Connection(a, b, "NV", links)
+                elif self.links or not (a in gpus and b in gpus):
+                    yield Connection(a, b, self.places[a].path_to(self.places[b]))
+
+
+def _graph(root: Element, at: str) -> Topology:
+    """What a file of NCCL's chosen rings says of the machine: how many GPUs, and the worst path between them."""
+    graphs = root.each("graph")
+    channels = [channel for graph in graphs for channel in graph.all("channel")]
+    if not channels:
+        raise TraceError("the graph has no <channel>, so no GPUs.", at=f"{at}:{root.line}", hint=_HINT)
+    sets = [[integer(gpu.get("dev")) for gpu in channel.all("gpu")] for channel in channels]
+    devices = sorted({dev for devs in sets for dev in devs if dev is not None})
+    if not devices or any(None in devs or sorted(d for d in devs if d is not None) != devices for devs in sets):
+        raise TraceError("the channels of the graph do not name the same GPUs.", at=at, hint=_HINT)
+    intra = graphs[0].get("typeintra")
+    if intra not in (*_OVER_PCIE, *_OTHER_PATHS):
+        raise _bad(graphs[0], "typeintra", at)
+    ids = [f"gpu{dev}" for dev in devices]
+    over_pcie = intra in _OVER_PCIE
+    return Topology(
+        source=at,
+        gpus=tuple(map(FoundGpu, ids)),
+        connections=tuple(Connection(a, b, intra) for i, a in enumerate(ids) for b in ids[i + 1 :] if over_pcie),
+        domains=() if over_pcie else (Domain("host", tuple(ids)),),
+        scale_up="pcie" if over_pcie else "nvlink",
+        warnings=("this is NCCL's graph of rings and trees, not a topology: it tells only how many GPUs there are.",),
+    )
+
+
+def _slot(element: Element, at: str) -> tuple[int | None, int | None]:
+    """PCIe generation and width; None where the file leaves them empty."""
+    speed, width = element.get("link_speed"), element.get("link_width")
+    generation = pcie_generation(speed)
+    if generation is None and speed and not speed.lower().startswith("unknown"):
+        raise _bad(element, "link_speed", at)
+    lanes = integer(width)
+    if width and (lanes is None or lanes > 32):
+        raise _bad(element, "link_width", at)
+    return generation, lanes or None
+
+
+def _bad(element: Element, name: str, at: str) -> TraceError:
+    value = element.get(name)
+    shown = f'{name}="{short(value, 30)}"' if value else f"no {name}"
+    what = f"<{element.tag}> has {shown}, which is not what NCCL writes."
+    return TraceError(what, at=f"{at}:{element.line}", hint=_HINT)
+
+
+def _parse_xml(data: bytes, *, at: str) -> tuple[Element, tuple[str, ...]]:
+    """The root element of a document, and its comments; bounded, without DOCTYPE and entities.
+
+    Topology files come from vendors, images and other people's tickets; ElementTree expands entities, and knows no
+    lines.
+
+    Raises:
+        TraceError: not XML, a DOCTYPE or entity in it, nested too deeply, too many elements.
+    """
+    parser = expat.ParserCreate()
+    stack: list[Element] = []
+    roots: list[Element] = []
+    comments: list[str] = []
+    count = 0
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal count
+        count += 1
+        line = parser.CurrentLineNumber
+        if len(stack) >= _DEEPEST or count > _MOST_ELEMENTS:
+            what = f"nests elements more than {_DEEPEST} deep" if len(stack) >= _DEEPEST else "has too many elements"
+            raise TraceError(f"the XML {what}.", at=f"{at}:{line}", hint="a topology file as NCCL writes it")
+        element = Element(tag, attributes, line)
+        (stack[-1].children if stack else roots).append(element)
+        stack.append(element)
+
+    def refuse(*_: object) -> None:
+        raise TraceError(
+            "the XML has a DOCTYPE or an entity, which no NCCL topology has.",
+            at=f"{at}:{parser.CurrentLineNumber}",
+            hint="the file that NCCL_TOPO_DUMP_FILE writes (a file of hwloc is another kind)",
+        )
+
+    parser.StartElementHandler = start
+    parser.EndElementHandler = lambda _: stack.pop()
+    parser.CommentHandler = comments.append
+    parser.StartDoctypeDeclHandler = refuse
+    parser.EntityDeclHandler = refuse
+    try:
+        parser.Parse(data, True)
+    except expat.ExpatError as error:
+        what = f"the topology is not XML: {short(expat.ErrorString(error.code))}."
+        raise TraceError(what, at=f"{at}:{error.lineno}", hint="the whole file") from None
+    except (LookupError, ValueError, UnicodeError):
+        raise TraceError("the topology has an encoding that we do not read.", at=at, hint="a UTF-8 file") from None
+    return roots[0], tuple(comments)
+
+
+@dataclass
+class _Block:
+    """Hosts of one NVLink domain."""
+
+    switch: str
+    line: int
+    nodes: list[str]
+    domain: str = ""
+
+
+def _parse(text: str, *, at: str) -> tuple[_Block, ...]:
+    """The blocks of a model file.
+
+    Raises:
+        TraceError: it has none, or one is damaged.
+    """
+    blocks: list[_Block] = []
+    section = ""
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = raw.split("#")[0].rstrip()
+        if not line:
+            continue
+        if not line[0].isspace() and not line.startswith("-"):
+            section = line.removesuffix(":") if line.endswith(":") else ""
+        elif section == "blocks":
+            _block_line(line.strip(), number, blocks, f"{at}:{number}")
+    seen: set[str] = set()
+    for block in blocks:
+        repeated = seen & set(block.nodes)
+        if not block.nodes or not block.domain or repeated:
+            lacks = "has no domain" if block.nodes else "has no nodes"
+            what = f"names host {min(repeated)} again" if repeated else lacks
+            raise TraceError(f"block {block.switch} {what}.", at=f"{at}:{block.line}", hint=_BLOCKS_HINT)
+        seen |= set(block.nodes)
+    if not blocks:
+        raise TraceError("the model has no blocks, so no NVLink domain.", at=at, hint=_BLOCKS_HINT)
+    return tuple(blocks)
+
+
+def from_rack(text: str, *, at: str) -> Topology:
+    """The Topology of a rack model; the name of its kind of rack says how many GPUs a host has.
+
+    Raises:
+        TraceError: a damaged file, or a rack that is not known.
+    """
+    blocks = _parse(text, at=at)
+    row = platform((at.rsplit("/", 1)[-1],))
+    if row is None or "gpus_per_host" not in row:
+        what = "the model does not say how many GPUs a host has, and its name is of no rack that is known."
+        raise TraceError(what, at=at, hint="a file whose name has nvl72 in it")
+    per_host = row["gpus_per_host"]
+    gpus: list[FoundGpu] = []
+    domains: dict[str, list[str]] = {}
+    hosts = [block for block in blocks for _ in block.nodes]
+    for host, block in enumerate(hosts):
+        ids = [f"host{host}.gpu{local}" for local in range(per_host)]
+        gpus += [FoundGpu(name, key=row["gpu"], fabric=block.domain, host=host) for name in ids]
+        domains.setdefault(block.domain, []).extend(ids)
+    return Topology(
+        source=at,
+        gpus=tuple(gpus),
+        domains=tuple(Domain(identity, tuple(ids), True) for identity, ids in domains.items()),
+        hosts=len(hosts),
+        scale_up=row["scale_up"],
+        assumed=(("nic", row["nic"]), ("nics_per_host", per_host)),
+        warnings=(f"the model names hosts and domains only; the rest is known of {row['label']}.",),
+    )
+
+
+def _block_line(line: str, number: int, blocks: list[_Block], where: str) -> None:
+    start, nodes, domain = _BLOCK.fullmatch(line), _NODES.fullmatch(line), _DOMAIN.fullmatch(line)
+    if start:
+        blocks.append(_Block(start[1], number, []))
+    elif blocks and domain:
+        blocks[-1].domain = domain[1]
+    elif blocks and nodes and (nodes[1] or nodes[2]):
+        blocks[-1].nodes += _expand(nodes, where)
+        if sum(len(block.nodes) for block in blocks) > _MOST_HOSTS:
+            raise TraceError(f"the model has more than {_MOST_HOSTS} hosts.", at=where, hint=_BLOCKS_HINT)
+    elif not (blocks and line in ("nodes:", "annotations:")):
+        raise TraceError(f"'{short(line)}' is no line of a block.", at=where, hint=_BLOCKS_HINT)
+
+
+def _expand(nodes: re.Match, where: str) -> list[str]:
+    if nodes[2] is None:
+        return [nodes[1]]
+    first, last = int(nodes[2]), int(nodes[3])
+    if not 0 <= last - first < _MOST_HOSTS:
+        raise TraceError(f"'{short(nodes[0])}' is no range of hosts.", at=where, hint=_BLOCKS_HINT)
+    width = len(nodes[2]) if nodes[2].startswith("0") else 0
+    return [f"{nodes[1]}{n:0{width}d}" for n in range(first, last + 1)]

@@ -1,0 +1,439 @@
+"""Attention over a sequence that is cut over GPUs: keys and values travel, or for its time the heads are cut instead.
+
+n GPUs, each with `b` sequences, `l` of their tokens, `h` heads and `k` key heads of size `d`, activations of `e` bytes.
+One piece of keys and values is P = 2 b l k d e bytes. Per layer and GPU, payloads as the report counts them:
+
+    ring, forward        n - 1 collective-permutes of P
+    ring, backward       (n - 1) P and n of 4 P / e, the gradients of k and v in fp32, in n + 1 collective-permutes
+    all_gather, forward  1 all-gather of n P
+    all_gather, backward 1 all-gather of n P, 1 reduce-scatter of 4 n P / e
+    ulysses, forward     2 all-to-alls: (h + 2 K) b l d e of queries, keys and values, then h b l d e of the output
+    ulysses, backward    2 all-to-alls: h b l d e of the output's gradient, then (h + 2 K) b l d e
+
+Ring and all_gather compute the same blocks in the same order. The ring holds two pieces at a time and hides each hop
+behind a block; all_gather holds all n, in one larger message. Ulysses repeats key heads to K = lcm(k, n), the fewest
+that n GPUs can share out. A layer that is recomputed runs its forward pass twice.
+
+Under a causal mask tokens are in balanced order (`meshkit.parallel.layout`). A GPU's own keys come first, with an
+ordinary causal mask over its two chunks. Of every other piece exactly half of the pairs of chunks are visible, all of
+them whole; only those are computed. After Liu, Zaharia and Abbeel (2023), Ring Attention, and Jacobs et al. (2023),
+DeepSpeed Ulysses; the balanced order is that of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from meshkit.errors import ConfigError
+from meshkit.parallel.blocks import attend, attend_gradients, merge
+from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, choose_implementation, restore
+from meshkit.sharding.constrain import partition_spec
+
+ATTENTION = "attention"  # the name under which recomputation policies know the output and its log-sum-exp
+
+
+def ring_attention(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    *,
+    mesh,
+    axis: str | Sequence[str],
+    causal: bool = True,
+    batch: str | Sequence[str] = (),
+    heads: str | Sequence[str] = (),
+    balanced: bool = False,
+) -> Queries:
+    """Exact attention with the length cut over a mesh axis; keys and values go around a ring of its GPUs.
+
+    softmax(q k^T / sqrt(head_dim)) v for global arrays inside `jax.jit`, differentiable; memory is linear in the local
+    length. Costs: see the module.
+
+    Args:
+        q, k, v: kv_heads divides heads, and only kv_heads travel.
+        mesh: a `jax.sharding.Mesh`, or one of `meshkit.build_mesh`.
+        axis: mesh axis, or several, that cut the length.
+        causal: token i sees tokens 0..i.
+        batch, heads: mesh axes that cut those dims.
+        balanced: q, k and v are in balanced order, and so will the result be (`meshkit.parallel.layout`). Otherwise
+            a causal call reorders q, k, v and the result by itself.
+
+    Raises:
+        ConfigError: sizes that do not go together or that the axes do not divide.
+    """
+    return _attention(q, k, v, ContextLayout.of(mesh, axis, batch, heads), causal, balanced, _Ring)
+
+
+def gathered_attention(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    *,
+    mesh,
+    axis: str | Sequence[str],
+    causal: bool = True,
+    batch: str | Sequence[str] = (),
+    heads: str | Sequence[str] = (),
+    balanced: bool = False,
+) -> Queries:
+    """Exact attention with the length cut over a mesh axis; every GPU gathers all keys and values.
+
+    Arguments, result and errors are those of `ring_attention`.
+    """
+    return _attention(q, k, v, ContextLayout.of(mesh, axis, batch, heads), causal, balanced, _Gathered)
+
+
+def _attention(q, k, v, layout: ContextLayout, causal: bool, balanced: bool, exchange: type) -> jax.Array:
+    layout.check(q, k, v)
+    if not causal or layout.ways == 1:
+        return _context_attention(q, k, v, layout, causal, exchange)
+    layout.check_balanced(q.shape[1])
+    if balanced:
+        return _context_attention(q, k, v, layout, causal, exchange)
+    q, k, v = (balance(x, layout, layout.array) for x in (q, k, v))
+    return restore(_context_attention(q, k, v, layout, causal, exchange), layout, layout.array)
+
+
+def _context_attention(q, k, v, layout: ContextLayout, causal: bool, exchange: type) -> jax.Array:
+    """Attention whose residuals are q, k, v, the output and the log-sum-exp, all of them cut."""
+    chunk = q.shape[1] // layout.pieces(layout.length) // (2 if causal and layout.ways > 1 else 1)
+    how = {"causal": causal, "implementation": choose_implementation(layout.mesh, q, chunk)}
+    array, statistics = layout.array, layout.statistics
+
+    def forward(q, k, v):
+        local = partial(_forward, exchange(layout), how)
+        out, lse = layout.run(local, (array,) * 3, (array, statistics))(q, k, v)
+        return checkpoint_name(out, ATTENTION), checkpoint_name(lse, ATTENTION)
+
+    def backward(residuals, g):
+        local = partial(_backward, exchange(layout), how)
+        inputs = (array, array, array, array, statistics, array)
+        return layout.run(local, inputs, (array,) * 3)(*residuals, g)
+
+    @jax.custom_vjp
+    def attention(q, k, v):
+        return forward(q, k, v)[0]
+
+    def save(q, k, v):
+        out, lse = forward(q, k, v)
+        return out, (q, k, v, out, lse)
+
+    attention.defvjp(save, backward)
+    return attention(q, k, v)
+
+
+# What follows runs on every GPU, on its own shards. A *piece* is [2, batch, length, kv_heads, head_dim]: k and v.
+
+
+def _forward(exchange: _Ring | _Gathered, how: dict, q, k, v):
+    ours = jnp.stack([k, v])
+
+    def first():
+        out, lse = attend(q, k, v, **how)
+        return out.astype(jnp.float32), lse
+
+    def block(state, piece, earlier):
+        return _fold(state, q, piece, earlier, how)
+
+    out, lse = exchange.forward(ours, first, block)
+    return out.astype(q.dtype), lse
+
+
+def _backward(exchange: _Ring | _Gathered, how: dict, q, k, v, out, lse, g):
+    ours, rows = jnp.stack([k, v]), (q, out, lse, g)
+
+    def first():
+        dq, dk, dv = attend_gradients(q, k, v, out, lse, g, **how)
+        return dq, jnp.stack([dk, dv])
+
+    def block(dq, piece, earlier):
+        return _fold_gradients(dq, rows, piece, earlier, how)
+
+    dq, (dk, dv) = exchange.backward(ours, first, block)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+class _Ring:
+    """Pieces that move on to the next GPU while attention to the last ones is computed."""
+
+    def __init__(self, layout: ContextLayout):
+        self.ways, self.axes = layout.ways, layout.length
+
+    def forward(self, ours, first: Callable, block: Callable):
+        if self.ways == 1:
+            return first()
+        piece = self.shift(ours)
+        state = first()
+
+        def step(carry, distance):
+            state, piece = carry
+            following = self.shift(piece)
+            return (block(state, piece, self.earlier(distance)), following), None
+
+        state, piece = _steps(step, (state, piece), self.ways - 1)
+        return block(state, piece, self.earlier(self.ways - 1))
+
+    def backward(self, ours, first: Callable, block: Callable):
+        if self.ways == 1:
+            return first()
+        piece = self.shift(ours)
+        dq, gradient = first()  # the gradient of a piece follows it, one hop behind
+
+        def step(carry, distance):
+            dq, gradient, piece = carry
+            following, so_far = _apart(self.shift(_together(piece, gradient)), piece.dtype)
+            dq, added = block(dq, piece, self.earlier(distance))
+            return (dq, so_far + added, following), None
+
+        dq, gradient, piece = _steps(step, (dq, gradient, piece), self.ways - 1)
+        so_far = self.shift(gradient)
+        dq, added = block(dq, piece, self.earlier(self.ways - 1))
+        return dq, self.shift(so_far + added)
+
+    def shift(self, x):
+        return lax.ppermute(x, self.axes, [(i, (i + 1) % self.ways) for i in range(self.ways)])
+
+    def earlier(self, distance):
+        """Whether the piece that came this many hops is of an earlier GPU, not one around the corner."""
+        return distance <= lax.axis_index(self.axes)
+
+
+class _Gathered:
+    """All pieces at once, taken in the order in which the ring would bring them."""
+
+    def __init__(self, layout: ContextLayout):
+        self.ways, self.axes = layout.ways, layout.length
+
+    def forward(self, ours, first: Callable, block: Callable):
+        if self.ways == 1:
+            return first()
+        pieces = lax.all_gather(ours, self.axes)
+
+        def step(state, distance):
+            source, earlier = self.source(distance)
+            return block(state, lax.dynamic_index_in_dim(pieces, source, keepdims=False), earlier), None
+
+        return _steps(step, first(), self.ways)
+
+    def backward(self, ours, first: Callable, block: Callable):
+        if self.ways == 1:
+            return first()
+        pieces = lax.all_gather(ours, self.axes)
+        dq, own = first()
+        gradients = jnp.zeros((self.ways, *own.shape), own.dtype)
+        gradients = lax.dynamic_update_index_in_dim(gradients, own, lax.axis_index(self.axes), 0)
+
+        def step(carry, distance):
+            dq, gradients = carry
+            source, earlier = self.source(distance)
+            dq, added = block(dq, lax.dynamic_index_in_dim(pieces, source, keepdims=False), earlier)
+            return (dq, lax.dynamic_update_index_in_dim(gradients, added, source, 0)), None
+
+        dq, gradients = _steps(step, (dq, gradients), self.ways)
+        return dq, lax.psum_scatter(gradients, self.axes)
+
+    def source(self, distance):
+        rank = lax.axis_index(self.axes)
+        return (rank - distance) % self.ways, distance <= rank
+
+
+def _together(piece, gradient):
+    """A piece and its fp32 gradient in one array: of two messages at a time XLA overlaps only one with attention."""
+    if piece.dtype == gradient.dtype:
+        return jnp.concatenate([piece, gradient], axis=-1)
+    # as integers, since XLA:CPU widens collectives of bf16, which would change bits that are no bf16
+    words = lax.bitcast_convert_type(gradient, jnp.uint16).reshape(*gradient.shape[:-1], -1)
+    return jnp.concatenate([lax.bitcast_convert_type(piece, jnp.uint16), words], axis=-1)
+
+
+def _apart(both, dtype):
+    """(piece, gradient) of `_together`."""
+    if dtype == jnp.float32:
+        return jnp.split(both, 2, axis=-1)
+    head_dim = both.shape[-1] // 3
+    piece, words = jnp.split(both, [head_dim], axis=-1)
+    gradient = lax.bitcast_convert_type(words.reshape(*piece.shape, 2), jnp.float32)
+    return lax.bitcast_convert_type(piece, dtype), gradient
+
+
+def _steps(step: Callable, carry: Any, end: int) -> Any:
+    """scan over distances 1..end - 1, without a loop where there are none."""
+    if end <= 1:
+        return carry
+    return lax.scan(step, carry, jnp.arange(1, end))[0]
+
+
+def _fold(state, q, piece, earlier, how: dict):
+    """(out, lse) of this GPU's queries with those of another GPU's piece merged in."""
+    if not how["causal"]:
+        return merge(state, attend(q, *piece, **how))
+    queries, keys = _visible(earlier, q, 1), _seen(earlier, piece)
+    found = attend(queries, *keys, causal=False, implementation=how["implementation"])
+    one, other = zip(*(jnp.split(x, 2) for x in found))
+    first, second = zip(_halves(state[0], 1), _halves(state[1], 2))
+    second = merge(second, one)
+    merged = merge(_pick(earlier, first, second), other)
+    first, second = _pick(earlier, merged, first), _pick(earlier, second, merged)
+    return jnp.concatenate([first[0], second[0]], axis=1), jnp.concatenate([first[1], second[1]], axis=2)
+
+
+def _fold_gradients(dq, rows, piece, earlier, how: dict):
+    """(dq with what another GPU's piece adds, that piece's gradient from these queries)."""
+    q, out, lse, g = rows
+    if not how["causal"]:
+        k, v = piece
+        added, dk, dv = attend_gradients(q, k, v, out, lse, g, **how)
+        return dq + added, jnp.stack([dk, dv])
+    q, out, g = (_visible(earlier, x, 1) for x in (q, out, g))
+    lse, (k, v) = _visible(earlier, lse, 2), _seen(earlier, piece)
+    found = attend_gradients(q, k, v, out, lse, g, causal=False, implementation=how["implementation"])
+    (dq_1, dq_2), *of_keys = (jnp.split(x, 2) for x in found)
+    first, second = _halves(dq, 1)
+    dq = jnp.concatenate([first + _only(earlier, dq_2), second + dq_1 + _only(~earlier, dq_2)], axis=1)
+    keys = [jnp.concatenate([one + _only(earlier, two), _only(~earlier, two)], axis=1) for one, two in of_keys]
+    return dq, jnp.stack(keys)
+
+
+# Of the chunks (first, second) of our queries and of another GPU's keys two pairs are visible. Our second chunk is late
+# in the sequence: it always sees their first. Then, if they come earlier, our first chunk sees their first too, and
+# their second is later than anything of ours; if they come later, our second chunk sees their second as well. The two
+# pairs become a batch.
+
+
+def _visible(earlier, rows, axis: int):
+    """Queries of the two pairs, stacked along batch."""
+    first, second = _halves(rows, axis)
+    return jnp.concatenate([second, jnp.where(earlier, first, second)])
+
+
+def _seen(earlier, piece):
+    """k and v of the two pairs, stacked along batch."""
+    halves = (_halves(x, 1) for x in piece)
+    return tuple(jnp.concatenate([first, jnp.where(earlier, first, second)]) for first, second in halves)
+
+
+def _halves(x, axis: int):
+    return jnp.split(x, 2, axis=axis)
+
+
+def _pick(condition, one, other):
+    return jax.tree.map(partial(jnp.where, condition), tuple(one), tuple(other))
+
+
+def _only(condition, x):
+    return jnp.where(condition, x, 0)
+
+
+def ulysses_attention(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    *,
+    mesh,
+    axis: str | Sequence[str],
+    causal: bool = True,
+    batch: str | Sequence[str] = (),
+    heads: str | Sequence[str] = (),
+) -> Queries:
+    """Exact attention with the length cut over a mesh axis; all-to-alls cut the heads instead and back.
+
+    softmax(q k^T / sqrt(head_dim)) v for global arrays inside `jax.jit`, differentiable. Tokens are in natural order.
+    Costs: see the module.
+
+    Args:
+        q, k, v: kv_heads divides heads.
+        mesh: a `jax.sharding.Mesh`, or one of `meshkit.build_mesh`.
+        axis: mesh axis, or several, that cut the length.
+        causal: token i sees tokens 0..i.
+        batch, heads: mesh axes that cut those dims.
+
+    Raises:
+        ConfigError: sizes that do not go together, or heads that do not divide over the GPUs of both axes.
+    """
+    layout = ContextLayout.of(mesh, axis, batch, heads)
+    layout.check(q, k, v)
+    _check_heads(q.shape[2], layout)
+    whole = partition_spec((layout.batch, (), (*layout.heads, *layout.length), ()))
+    statistics = partition_spec((layout.batch, (*layout.heads, *layout.length), ()))
+    how = {"causal": causal, "implementation": choose_implementation(mesh, q, q.shape[1])}
+    kv_heads = k.shape[2] // layout.size(layout.heads)
+    copies = math.lcm(kv_heads, layout.ways) // kv_heads
+
+    def forward(q, k, v):
+        def local(q, k, v):
+            k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
+            q, k, v = _cut_heads((q, k, v), layout)
+            out, lse = attend(q, k, v, **how)
+            out = out.astype(q.dtype)
+            return _cut_length((out,), layout)[0], (q, k, v, out, lse)
+
+        found = layout.run(local, (layout.array,) * 3, (layout.array, (*(whole,) * 4, statistics)))(q, k, v)
+        out, kept = jax.tree.map(lambda x: checkpoint_name(x, ATTENTION), found)
+        return out, kept
+
+    def backward(kept, g):
+        def local(q, k, v, out, lse, g):
+            (g,) = _cut_heads((g,), layout)
+            gradients = attend_gradients(q, k, v, out, lse, g, **how)
+            dq, dk, dv = _cut_length(tuple(x.astype(q.dtype) for x in gradients), layout)
+            return dq, *(_sum_copies(x, copies) for x in (dk, dv))
+
+        inputs = (*(whole,) * 4, statistics, layout.array)
+        return layout.run(local, inputs, (layout.array,) * 3)(*kept, g)
+
+    @jax.custom_vjp
+    def attention(q, k, v):
+        return forward(q, k, v)[0]
+
+    attention.defvjp(forward, backward)
+    return attention(q, k, v)
+
+
+def _check_heads(heads: int, layout: ContextLayout) -> None:
+    pieces = layout.ways * layout.size(layout.heads)
+    if heads % pieces:
+        axes = (*layout.heads, *layout.length)
+        over = " x ".join(f"{a} = {layout.mesh.shape[a]}" for a in axes)
+        raise ConfigError(
+            f"Ulysses cuts {heads} heads over {pieces} GPUs ({over}), which does not divide.",
+            hint='context = "ring" or "all_gather", which leave the heads alone, or axis sizes that divide the heads',
+        )
+
+
+def _cut_heads(arrays: tuple[jax.Array, ...], layout: ContextLayout) -> tuple[jax.Array, ...]:
+    """[b, l, h, d] of each, all heads of a piece of the sequence, as [b, l n, h / n, d]; one all-to-all."""
+    pieces = [x.reshape(*x.shape[:2], layout.ways, -1, x.shape[3]) for x in arrays]
+    together = jnp.concatenate(pieces, axis=3)
+    moved = lax.all_to_all(together, layout.length, split_axis=2, concat_axis=1, tiled=True)
+    return tuple(jnp.split(moved[:, :, 0], _ends(pieces), axis=2))
+
+
+def _cut_length(arrays: tuple[jax.Array, ...], layout: ContextLayout) -> tuple[jax.Array, ...]:
+    """The way back from `_cut_heads`."""
+    pieces = [x[:, :, None] for x in arrays]
+    together = jnp.concatenate(pieces, axis=3)
+    moved = lax.all_to_all(together, layout.length, split_axis=1, concat_axis=2, tiled=True)
+    parts = jnp.split(moved, _ends(pieces), axis=3)
+    return tuple(x.reshape(*x.shape[:2], -1, x.shape[4]) for x in parts)
+
+
+def _ends(pieces: Sequence[jax.Array]) -> list[int]:
+    """Where each array's heads end among the heads of all of them."""
+    sizes = [x.shape[3] for x in pieces]
+    return [sum(sizes[: n + 1]) for n in range(len(sizes) - 1)]
+
+
+def _sum_copies(x: jax.Array, copies: int) -> jax.Array:
+    """Gradient of a head from those of its copies."""
+    if copies == 1:
+        return x
+    grouped = x.reshape(*x.shape[:2], -1, copies, x.shape[3])
+    return jnp.sum(grouped, axis=3, dtype=jnp.float32).astype(x.dtype)

@@ -1,0 +1,578 @@
+"""What every launcher starts (the training of one experiment, on so many hosts, by so many processes a host), and how
+other machines are told: a bash script for SLURM or MPI, a Kubernetes JobSet.
+
+    experiment file + --set -> Job -> local gang, SLURM, JobSet, MPI
+    Job + what the site wants -> directives, assignments (quoted) + bodies/*.sh (as they are) -> sbatch | bash
+    Job + image, volumes -> JobSet as tables, in Kubernetes' own words -> YAML -> kubectl create
+
+In a script what is the job's is quoted, what is meshkit's has no holes in it.
+
+Every value of a JobSet is one that a gang needs: it stops as a whole, restarts as a whole, and never half of it. A pod
+(one a host) needs no rights in the cluster: its number, the coordinator's name and the attempt come as variables. One
+process for each GPU is started inside the pod by `meshkit launch local`: processes in pods of their own would not reach
+each other over NVLink. The pods read their certificates, or without mutual TLS the secret that they share, from a
+Secret that goes with the JobSet; what is rendered names it, and never has a key in it. Sources: the Kubernetes API
+(batch/v1, v1) and jobset.x-k8s.io/v1alpha2, whose schema tests/data/ has.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshkit.config.experiment import load
+from meshkit.distributed.certificates import FILES, make_certificates
+from meshkit.distributed.environment import (
+    ATTEMPT,
+    COORDINATOR,
+    FIRST_PORT,
+    MTLS,
+    NUM_PROCESSES,
+    OUT,
+    PROCESS_ID,
+    SECRET,
+)
+from meshkit.errors import CONDITION, INTERRUPTED, PREEMPTED, USER_ERROR, ConfigError, RunError
+
+SAVE_S = 120  # from SIGTERM to the end of a job: for a checkpoint
+_NAME = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:+@%/=\[\]*-]*", re.ASCII)
+_Value = int | str | tuple[str, ...]  # of a shell variable: a whole number, a word, or an array of words
+_API_VERSION = "jobset.x-k8s.io/v1alpha2"
+_WORKERS, _CONTAINER = "workers", "main"
+_KILL_S = 30
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+_MTLS_FOLDER, _SHARED = "/etc/meshkit/mtls", "secret"
+_QUANTITY = re.compile(r"[0-9]{1,12}([KMGT]i?)?", re.ASCII)
+_REMOVE = "kubectl delete jobset %s, and the same command again"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run to start."""
+
+    name: str
+    """Name of the job, and of its run folder where none is given: lower-case letters, digits and `-`."""
+    experiment: str
+    """Path of the file, as the processes find it."""
+    overrides: tuple[str, ...]
+    """The `--set` options."""
+    out: str
+    """The run folder, on a file system that all hosts share."""
+    hosts: int
+    """Machines."""
+    gpus_per_host: int
+    """GPUs that the job uses of each."""
+    processes_per_host: int = 1
+    """1, or one for each GPU, or a number in between that divides them."""
+    max_restarts: int = 3
+    """Attempts after the first one."""
+    own: tuple[str, ...] = ()
+    """A command in place of the training; it finds the run folder in MESHKIT_OUT."""
+
+    @property
+    def num_processes(self) -> int:
+        return self.hosts * self.processes_per_host
+
+    def command(self, python: Sequence[str]) -> tuple[str, ...]:
+        """The command of every process."""
+        if self.own:
+            return ("env", f"{OUT}={self.out}", *self.own)
+        sets = (word for text in self.overrides for word in ("--set", text))
+        return (*python, "-m", "meshkit", "train", self.experiment, *sets, "--out", self.out)
+
+
+def make_job(
+    file: Path | None,
+    overrides: Sequence[str],
+    out: str | None,
+    processes_per_host: int,
+    max_restarts: int,
+    *,
+    own: tuple[str, ...] = (),
+    machines: tuple[int | None, int] = (None, 8),
+) -> Job:
+    """The job of an experiment file on the hosts of its cluster, or of a command.
+
+    Args:
+        file: the experiment; None for a command on machines that are given.
+        overrides: the `--set` options.
+        out: the run folder; `runs/NAME` by default.
+        processes_per_host: 1, or one for each GPU.
+        max_restarts: attempts after the first one.
+        own: a command in place of the training.
+        machines: hosts, and GPUs of each, where there is no experiment.
+
+    Raises:
+        ConfigError: the processes cannot share a host's GPUs evenly, the cluster is one of virtual CPU devices, or
+            nobody says how many hosts there are.
+    """
+    if file is not None:
+        experiment = load(file, overrides)
+        cluster = experiment.cluster
+        if cluster.is_cpu:
+            raise ConfigError(
+                f"cluster '{cluster.name}' is one of virtual CPU devices, which need no other machines.",
+                hint="meshkit launch local, or a cluster of GPUs",
+            )
+        hosts, gpus, name = cluster.hosts, cluster.num_gpus // cluster.hosts, job_name(experiment.name)
+    else:
+        given, gpus, name = machines[0], machines[1], command_name(own)
+        if given is None:
+            raise ConfigError("nothing says on how many hosts the command runs.", hint="--hosts 4 --gpus-per-host 8")
+        hosts = given
+    check_share(processes_per_host, gpus, "GPUs of a host", "--processes-per-host")
+    return Job(
+        name=name,
+        experiment=file.as_posix() if file is not None else "",
+        overrides=tuple(overrides),
+        out=out or f"runs/{name}",
+        hosts=hosts,
+        gpus_per_host=gpus,
+        processes_per_host=processes_per_host,
+        max_restarts=max_restarts,
+        own=own,
+    )
+
+
+def command_name(command: Sequence[str]) -> str:
+    """The name of a job by its command: that of its script, or of the program."""
+    script = next((word for word in command if word.endswith((".py", ".sh"))), command[0])
+    return job_name(Path(script).stem)
+
+
+def check_share(processes: int, devices: int, what: str, at: str) -> None:
+    """Stops unless so many processes can have equal shares of the devices.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if processes < 1 or devices % processes:
+        possible = [str(n) for n in range(1, devices + 1) if devices % n == 0]
+        raise ConfigError(
+            f"{processes} processes cannot share {devices} {what} evenly.", at=at, hint=f"{at} {', '.join(possible)}"
+        )
+
+
+def job_name(text: str) -> str:
+    """A name that SLURM, Kubernetes (a DNS label, with room for `-workers-0-511`) and file systems all take."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
+    return name if name[:1].isalpha() else f"job-{name}".strip("-")
+
+
+def submit(command: Sequence[str], text: str) -> str:
+    """Hands a rendered job to the program that starts it: runs the command with the text as its input.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        ConfigError: the program is not on this machine.
+        RunError: it refused.
+    """
+    program = command[0]
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"{program} is not on this machine's PATH.", hint="--dry-run, which prints what would be handed to it"
+        )
+    done = subprocess.run(list(command), input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise RunError(f"{program} ended with {done.returncode}: {said[-1] if said else 'it said nothing'}.")
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """What a SLURM site wants to know."""
+
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options of sbatch by name: `{"partition": "gpu", "time": "2-00:00:00"}`; they replace what meshkit sets."""
+    container_image: str | None = None
+    """Image that pyxis starts; None runs on the host."""
+    container_mounts: tuple[str, ...] = ()
+    """Mounts of the container: `/data:/data`."""
+    container_workdir: str | None = None
+    """Folder in the container that has the experiment."""
+    python: str = "python3"
+    """The interpreter, as the hosts or the image know it."""
+    mtls: bool = True
+    """Whether the processes know each other by certificates, which the first host makes; else by a secret."""
+
+
+def slurm_script(job: Job, site: Slurm) -> str:
+    """The sbatch script of a job: `sbatch < script`.
+
+    One allocation, in which a gang that fails is started again; a preemption or the end of the time saves a checkpoint
+    and puts the job back into the queue, and so does the loss of a host.
+
+    Raises:
+        ConfigError: an option cannot be written into a script.
+    """
+    directives = {
+        "job-name": job.name,
+        "nodes": str(job.hosts),
+        "ntasks-per-node": str(job.processes_per_host),
+        "gpus-per-node": str(job.gpus_per_host),
+        "exclusive": "",
+        "mem": "0",
+        "requeue": "",
+        "signal": f"B:TERM@{SAVE_S}",
+        "open-mode": "append",
+        "output": "%x-%j.out",
+    }
+    options = ["--kill-on-bad-exit=1", "--cpu-bind=none", f"--ntasks={job.num_processes}"]
+    if site.container_image is None and (site.container_mounts or site.container_workdir):
+        raise ConfigError("mounts and a working folder are of a container.", hint="--container-image IMAGE too")
+    if site.container_image is not None:
+        options.append(f"--container-image={_one_line(site.container_image, '--container-image')}")
+    if site.container_mounts:
+        options.append("--container-mounts=" + _one_line(",".join(site.container_mounts), "--container-mounts"))
+    if site.container_workdir is not None:
+        if not job.out.startswith("/"):
+            raise ConfigError(
+                f"the run folder {job.out} is one folder on the hosts and another in the container.",
+                at="--container-workdir",
+                hint=f"--out /SHARED/{job.name}, mounted under the same path",
+            )
+        options.append(f"--container-workdir={_one_line(site.container_workdir, '--container-workdir')}")
+    values = {**_assignments(job, site.python, site.mtls), "srun_options": tuple(options)}
+    bodies = ("slurm", *(("slurm_mtls", "mtls") if site.mtls else ("secret",)), "attempts")
+    return _render(_comment(job, "sbatch < FILE"), {**directives, **site.options}, values, bodies)
+
+
+def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool = True) -> str:
+    """The bash script that starts a job with OpenMPI's mpirun: `bash script`.
+
+    Args:
+        job: what to start.
+        hostfile: names the hosts, the first one first; process 0 runs there.
+        python: the interpreter, as the hosts know it.
+        mtls: whether the processes know each other by certificates, which the first host makes; else by a secret.
+    """
+    options = ("-np", str(job.num_processes), "--map-by", f"ppr:{job.processes_per_host}:node", "--bind-to", "none")
+    options += ("-x", MTLS if mtls else SECRET)
+    values = {**_assignments(job, python, mtls), "hostfile": hostfile, "mpirun_options": options}
+    bodies = ("mpi", *(("mpi_mtls", "mtls") if mtls else ("secret",)), "attempts")
+    return _render(_comment(job, "bash FILE"), {}, values, bodies)
+
+
+def _assignments(job: Job, python: str, mtls: bool) -> dict[str, _Value]:
+    several = job.processes_per_host > 1
+    make = (python, "-m", "meshkit", "launch", "certificates")
+    return {
+        "out": _one_line(job.out, "--out"),
+        "num_processes": job.num_processes,
+        "devices_per_process": job.gpus_per_host // job.processes_per_host if several else 0,  # 0: all of the host
+        "max_restarts": job.max_restarts,
+        "command": tuple(_one_line(word, "the command") for word in job.command((python,))),
+        **({"make_certificates": tuple(_one_line(word, "--python") for word in make)} if mtls else {}),
+    }
+
+
+def _comment(job: Job, use: str) -> tuple[str, ...]:
+    gpus = f"{job.hosts} hosts x {job.gpus_per_host} GPUs, {job.processes_per_host} process(es) a host"
+    return f"{job.name}: {gpus}. Start it with `{use}`.", "Rendered by `meshkit launch`; ready to be edited."
+
+
+def _render(
+    comment: Sequence[str], directives: Mapping[str, str], values: Mapping[str, _Value], bodies: Sequence[str]
+) -> str:
+    """A bash script.
+
+    Args:
+        comment: its first lines, without `#`.
+        directives: `#SBATCH` options by name; an empty value is a flag.
+        values: shell variables.
+        bodies: names of the fixed parts that follow, without `.sh`.
+
+    Raises:
+        ConfigError: a directive has a character that SLURM might take for something else.
+    """
+    folder = resources.files("meshkit.verbs.launch").joinpath("bodies")
+    lines = ["#!/usr/bin/env bash", *(f"# {line}" for line in comment)]
+    lines += [_directive(name, value) for name, value in directives.items()]
+    lines += ["", *(f"{name}={_value(value)}" for name, value in values.items()), ""]
+    lines += [folder.joinpath(f"{body}.sh").read_text("utf-8") for body in bodies]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _one_line(text: str, at: str) -> str:
+    """The text, for a place that takes no line breaks and control characters.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if not text.isprintable():
+        raise ConfigError(f"{text[:80]!r} has a line break or control character in it.", at=at, hint="one line")
+    return text
+
+
+def _directive(name: str, value: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"'{name[:80]}' is no option of sbatch.", at="--sbatch", hint="--sbatch partition=gpu")
+    if not _PLAIN.fullmatch(value):
+        raise ConfigError(
+            f"'{value[:80]}' has a space or another character that a #SBATCH line cannot hold.", at=f"--sbatch {name}"
+        )
+    return f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}"
+
+
+def _value(value: _Value) -> str:
+    if isinstance(value, tuple):
+        return "(" + " ".join(map(shlex.quote, value)) + ")"
+    return str(value) if isinstance(value, int) else shlex.quote(value)
+
+
+@dataclass(frozen=True)
+class Kubernetes:
+    """What a Kubernetes site wants to know."""
+
+    image: str
+    """With meshkit, the model and the experiment in it."""
+    namespace: str | None = None
+    """None for kubectl's own."""
+    claims: Mapping[str, str] = field(default_factory=dict)
+    """Persistent volume claim -> the folder where it is mounted; the run folder must be in one."""
+    resources: Mapping[str, str] = field(default_factory=dict)
+    """Further resources of a pod besides the GPUs: `{"rdma/ib": "8"}`."""
+    shared_memory: str = "64Gi"
+    """Size of /dev/shm, which NCCL and data loaders use and which is 64 MB otherwise."""
+    workdir: str | None = None
+    """The folder with the experiment; None for the image's own."""
+    python: str = "python3"
+    """The interpreter in the image."""
+    mtls: bool = True
+    """Whether the processes know each other by certificates; else by a secret."""
+
+
+def jobset_yaml(job: Job, site: Kubernetes) -> str:
+    """The JobSet as YAML, under a comment on how its Secret is made.
+
+    Raises:
+        ConfigError: a name or a quantity is none that Kubernetes takes.
+    """
+    text = yaml.safe_dump(jobset(job, site), sort_keys=False, width=120)
+    return "".join(f"# {line}\n" for line in _secret_commands(job, site)) + text
+
+
+def submit_jobset(job: Job, site: Kubernetes) -> str:
+    """Creates a JobSet, and the Secret that its pods wait for.
+
+    The private key is on no disk of this machine and on no command line. Kubernetes removes the Secret with the JobSet.
+
+    Returns:
+        What was created.
+
+    Raises:
+        ConfigError: kubectl is not on this machine.
+        RunError: kubectl refused.
+    """
+    create, text = ["kubectl", "create", "-f", "-"], jobset_yaml(job, site)
+    shared = secrets.token_hex(32).encode()
+    files = make_certificates([_coordinator_host(job)]) if site.mtls else {_SHARED: shared}
+    made = submit([*create, "-o", "json"], text)
+    try:
+        uid = str(json.loads(made)["metadata"]["uid"])
+    except (ValueError, KeyError, TypeError):
+        raise RunError(
+            f"kubectl created JobSet {job.name}, but did not say its number.", hint=_REMOVE % job.name
+        ) from None
+    try:
+        submit(create, _secret_yaml(job, site, files, uid))
+    except RunError as e:
+        message = f"the pods of JobSet {job.name} wait for Secret {_secret_name(job, site)}, but {e.message}"
+        raise RunError(message, hint=_REMOVE % job.name) from None
+    return f"jobset.jobset.x-k8s.io/{job.name} and secret/{_secret_name(job, site)} created"
+
+
+def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
+    """The JobSet as plain tables, in the words of `jobset.x-k8s.io/v1alpha2`.
+
+    Raises:
+        ConfigError: a name or a quantity is none that Kubernetes takes.
+    """
+    _check(site)
+    pods = {
+        "parallelism": job.hosts,
+        "completions": job.hosts,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": _pod_failure_policy(),
+        "template": {"spec": _pod(job, site)},
+    }
+    return {
+        "apiVersion": _API_VERSION,
+        "kind": "JobSet",
+        "metadata": _metadata(job.name, site),
+        "spec": {
+            # names of pods are known before they are ready: they wait for each other
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
+            "coordinator": {"replicatedJob": _WORKERS, "jobIndex": 0, "podIndex": 0},
+            "failurePolicy": _failure_policy(job),
+            "replicatedJobs": [{"name": _WORKERS, "replicas": 1, "template": {"spec": pods}}],
+        },
+    }
+
+
+def _metadata(name: str, site: Kubernetes) -> dict[str, Any]:
+    return {"name": name, **({"namespace": site.namespace} if site.namespace is not None else {})}
+
+
+def _failure_policy(job: Job) -> dict[str, Any]:
+    """What follows the end of the one Job: everything starts again, together, unless a rule says otherwise.
+
+    It starts again once all pods of the last attempt are gone: a new process must not join an old one. The messages are
+    those of Kubernetes' job controller for a pod failure policy.
+    """
+    preempted = {
+        "name": "preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [f"exit code {PREEMPTED} matching", "condition DisruptionTarget matching"],
+    }
+    final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {"maxRestarts": job.max_restarts, "restartStrategy": "BlockingRecreate", "rules": [preempted, final]}
+
+
+def _pod_failure_policy() -> dict[str, Any]:
+    """Names the ends that are no crash; any other end of a pod fails the Job too, for its backoff limit of 0."""
+
+    def ended_with(*codes: int) -> dict[str, Any]:
+        found = {"containerName": _CONTAINER, "operator": "In", "values": sorted(codes)}
+        return {"action": "FailJob", "onExitCodes": found}
+
+    disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return {"rules": [ended_with(PREEMPTED), disrupted, ended_with(USER_ERROR, CONDITION, INTERRUPTED)]}
+
+
+def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
+    """The pod of one host, alone on it: container, mounts, resources, time to save."""
+    mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    volumes = [{"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": site.shared_memory}}]
+    for claim, path in site.claims.items():
+        mounts.append({"name": claim, "mountPath": path})
+        volumes.append({"name": claim, "persistentVolumeClaim": {"claimName": claim}})
+    if site.mtls:
+        mounts.append({"name": "mtls", "mountPath": _MTLS_FOLDER, "readOnly": True})
+        # for the container's user and group, and not for everybody
+        volumes.append({"name": "mtls", "secret": {"secretName": _secret_name(job, site), "defaultMode": 0o440}})
+    container = {
+        "name": _CONTAINER,
+        "image": site.image,
+        "command": _command(job, site),
+        **({"workingDir": site.workdir} if site.workdir is not None else {}),
+        "env": _environment(job, site),
+        "resources": {"limits": {"nvidia.com/gpu": str(job.gpus_per_host), **site.resources}},
+        "volumeMounts": mounts,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"add": ["IPC_LOCK"]},  # RDMA pins memory
+        },
+    }
+    on_one_host = {
+        "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job.name}},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    return {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": SAVE_S + _KILL_S,
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [on_one_host]}},
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
+    values = {
+        COORDINATOR: f"{_coordinator_host(job)}:{FIRST_PORT}",  # a pod has all ports for itself
+        NUM_PROCESSES: str(job.num_processes),
+    }
+    shared = {"secretKeyRef": {"name": _secret_name(job, site), "key": _SHARED}}
+    fields = {PROCESS_ID if job.processes_per_host == 1 else "HOST_INDEX": _INDEX, ATTEMPT: _RESTARTS}
+    return [
+        *({"name": name, "value": value} for name, value in values.items()),
+        *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()),
+        {"name": MTLS, "value": _MTLS_FOLDER} if site.mtls else {"name": SECRET, "valueFrom": shared},
+    ]
+
+
+def _command(job: Job, site: Kubernetes) -> list[str]:
+    """Kubernetes replaces `$(NAME)` in a command; a `$` of the user's is doubled, which keeps it."""
+    command = [word.replace("$", "$$") for word in job.command((site.python,))]
+    if job.processes_per_host == 1:
+        return command
+    devices = job.gpus_per_host // job.processes_per_host
+    part = ["--processes", str(job.processes_per_host), "--devices", str(devices), "--hosts", str(job.hosts)]
+    part += ["--host-index", "$(HOST_INDEX)", "--coordinator", f"$({COORDINATOR})", "--attempt", f"$({ATTEMPT})"]
+    # the launcher of a training takes its arguments, and puts the folder into a command's environment
+    arguments = ["--out", job.out, "--", *command] if job.own else command[4:]
+    return [site.python, "-m", "meshkit", "launch", "local", *part, *arguments]
+
+
+def _coordinator_host(job: Job) -> str:
+    """The name of the first pod."""
+    return f"{job.name}-{_WORKERS}-0-0.{job.name}"
+
+
+def _secret_name(job: Job, site: Kubernetes) -> str:
+    return f"{job.name}-{'mtls' if site.mtls else _SHARED}"
+
+
+def _secret_yaml(job: Job, site: Kubernetes, files: Mapping[str, bytes], owner_uid: str) -> str:
+    """The Secret, which Kubernetes removes together with the JobSet. Not to be printed."""
+    owner = {"apiVersion": _API_VERSION, "kind": "JobSet", "name": job.name, "uid": owner_uid}
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "immutable": True,
+        "metadata": {**_metadata(_secret_name(job, site), site), "ownerReferences": [owner]},
+        "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
+    }
+    return yaml.safe_dump(secret, sort_keys=False)
+
+
+def _secret_commands(job: Job, site: Kubernetes) -> list[str]:
+    space = f" --namespace {site.namespace}" if site.namespace else ""
+    name, files = _secret_name(job, site), " ".join(f"--from-file=mtls/{name}" for name in FILES)
+    create = f"kubectl create secret generic {name}{space}"
+    made = "`meshkit launch jobset` makes it; by hand:"
+    if not site.mtls:
+        shared = f"openssl rand -hex 32 | {create} --from-file={_SHARED}=/dev/stdin"
+        return [f"What the processes share comes from the Secret {name}. {made}", f"  {shared}"]
+    return [
+        f"The certificates come from the Secret {name}. {made}",
+        f"  meshkit launch certificates mtls --host {_coordinator_host(job)}",
+        f"  {create} {files}",
+        "  rm -r mtls",
+    ]
+
+
+def _check(site: Kubernetes) -> None:
+    for name in (*site.claims, *([site.namespace] if site.namespace else [])):
+        if not _LABEL.fullmatch(name):
+            raise ConfigError(
+                f"'{name[:80]}' is no name in Kubernetes.", at="--claim, --namespace", hint="a-z, 0-9 and -, up to 63"
+            )
+    for path in site.claims.values():
+        if not path.startswith("/"):
+            raise ConfigError(f"'{path}' is no absolute path.", at="--claim", hint="--claim NAME=/runs")
+    for quantity in (site.shared_memory, *site.resources.values()):
+        if not _QUANTITY.fullmatch(quantity):
+            raise ConfigError(f"'{quantity[:80]}' is no quantity.", at="--shm, --resource", hint="64Gi, or 8")

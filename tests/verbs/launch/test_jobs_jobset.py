@@ -1,0 +1,144 @@
+"""The JobSet: valid by its own schema, with the policies that a gang needs. Nothing is sent to a cluster."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import typer
+import yaml
+
+from meshkit.errors import ConfigError
+from meshkit.verbs.launch.cli import launch_app
+from meshkit.verbs.launch.jobs import Job, Kubernetes, jobset, jobset_yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+SCHEMA = json.loads((ROOT / "tests/data/jobset_v1alpha2.schema.json").read_text())
+JOB = Job("llama3-70b", "e.toml", (), "/runs/a", hosts=64, gpus_per_host=8)
+SITE = Kubernetes("image", claims={"runs": "/runs"})
+
+
+def pod(job=JOB, site=SITE):
+    return jobset(job, site)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+def environment(job=JOB):
+    found = pod(job)["containers"][0]["env"]
+    return {e["name"]: e.get("value") or e["valueFrom"]["fieldRef"]["fieldPath"] for e in found}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "launch").glob("*.yaml")), ids=lambda p: p.name)
+def test_the_rendered_files_are_valid(file):
+    jsonschema.validate(yaml.safe_load(file.read_text()), SCHEMA)
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+@pytest.mark.parametrize(
+    "site",
+    [SITE, Kubernetes("i", "team-a", {"runs": "/r", "data": "/d"}, {"rdma/ib": "8"}, "128Gi", "/work", "python")],
+)
+def test_every_rendering_is_valid(processes, site):
+    made = jobset(Job("a", "e.toml", ("x=1",), "/r", 2, 8, processes), site)
+    jsonschema.validate(made, SCHEMA)
+    assert yaml.safe_load(jobset_yaml(Job("a", "e.toml", ("x=1",), "/r", 2, 8, processes), site)) == made
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "replicatedJobs", 0, "template", "spec", "backoffLimit"), "0"),
+        (("spec", "failurePolicy", "restartStrategy"), "Restart"),
+        (("spec", "failurePolicy", "maxRestart"), 3),
+        (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "volume"), []),
+    ],
+)
+def test_the_schema_notices_mistakes(path, value):
+    made = jobset(JOB, SITE)
+    at = made
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError, match=r"is not (of type|one of)|were unexpected|was unexpected"):
+        jsonschema.validate(made, SCHEMA)
+
+
+def test_the_gang_starts_again_as_a_whole():
+    spec = jobset(JOB, SITE)["spec"]
+    policy = spec["failurePolicy"]
+    assert (policy["maxRestarts"], policy["restartStrategy"]) == (3, "BlockingRecreate")
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    assert (job["backoffLimit"], job["completionMode"], job["parallelism"], job["completions"]) == (
+        0,
+        "Indexed",
+        64,
+        64,
+    )
+    assert pod()["restartPolicy"] == "Never"
+
+
+def test_exit_codes_decide_what_follows():
+    spec = jobset(JOB, SITE)["spec"]
+    rules = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    codes = [rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule]
+    assert codes == [[75], [2, 3, 130]]  # any other end is a crash, which the backoff limit of 0 lets through
+    preempted, final = spec["failurePolicy"]["rules"]
+    assert preempted["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert "exit code 75 matching" in preempted["onJobFailureMessagePatterns"]
+    assert (final["action"], final["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+def test_one_pod_a_host_with_shared_memory_and_no_rights():
+    made = pod()
+    (term,) = made["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in made["volumes"]
+    assert {"name": "shared-memory", "mountPath": "/dev/shm"} in made["containers"][0]["volumeMounts"]
+    assert made["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert made["automountServiceAccountToken"] is False
+    assert made["containers"][0]["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+def test_the_environment_of_a_process_a_host():
+    assert environment() == {
+        "MESHKIT_COORDINATOR": "llama3-70b-workers-0-0.llama3-70b:61000",
+        "MESHKIT_NUM_PROCESSES": "64",
+        "MESHKIT_PROCESS_ID": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
+        "MESHKIT_ATTEMPT": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']",
+        "MESHKIT_MTLS": "/etc/meshkit/mtls",
+    }
+
+
+def test_processes_for_each_gpu_are_started_inside_the_pod():
+    job = Job("a", "e.toml", ("x=1",), "/r", 4, 8, 8)
+    command = pod(job)["containers"][0]["command"]
+    assert command[:5] == ["python3", "-m", "meshkit", "launch", "local"]
+    options = dict(zip(command[5::2], command[6::2]))
+    assert (options["--processes"], options["--devices"]) == ("8", "1")
+    assert options["--hosts"] == "4"
+    assert options["--host-index"] == "$(HOST_INDEX)"
+    assert environment(job)["MESHKIT_NUM_PROCESSES"] == "32"
+    words = [word.replace("$(MESHKIT_COORDINATOR)", "a:1") for word in command[5:]]
+    words = ["0" if word.startswith("$(") else word for word in words]
+    local = typer.main.get_command(launch_app).commands["local"]
+    assert local.make_context("local", words).params["hosts"] == 4  # it is a command that `launch local` takes
+
+
+def test_a_dollar_of_the_users_stays_one():
+    """Kubernetes replaces $(NAME) in a command, and makes one $ of two."""
+    command = pod(Job("a", "e.toml", ("x=$(PATH) $$",), "/r", 4, 8))["containers"][0]["command"]
+    assert "x=$$(PATH) $$$$" in command
+
+
+@pytest.mark.parametrize(
+    ("site", "match"),
+    [
+        (Kubernetes("i", claims={"Runs": "/r"}), "'Runs' is no name in Kubernetes"),
+        (Kubernetes("i", claims={"runs": "r"}), "'r' is no absolute path"),
+        (Kubernetes("i", namespace="a/b"), "'a/b' is no name"),
+        (Kubernetes("i", shared_memory="lots"), "'lots' is no quantity"),
+        (Kubernetes("i", resources={"rdma/ib": ""}), "'' is no quantity"),
+    ],
+)
+def test_what_kubernetes_would_refuse(site, match):
+    with pytest.raises(ConfigError, match=match):
+        jobset(JOB, site)
