@@ -193,7 +193,7 @@ class Wires:
             inside_bytes_per_s=link.bytes_per_s * share,
             outside_bytes_per_s=outside,
             peer_bytes_per_s=peer.bytes_per_s * share,
-            hops=cluster.mesh_hops(g),
+            hops=1.0 if switch else cluster.mesh_hops(g),
             taper=cluster.nvlink_taper,
             inside=inside_row,
             outside=outside_row,
@@ -350,7 +350,10 @@ def table_step_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, fl
 
 def _floor(speeds: list[float], rate: float) -> float:
     """The largest speed of NCCL's grid that a rate allows; the rate itself below the grid."""
-    return next((speed for speed in speeds if speed <= rate), rate)
+    for speed in speeds:
+        if speed <= rate:
+            return speed
+    return rate
 
 
 @functools.lru_cache(maxsize=256)
@@ -437,7 +440,7 @@ def _expected(collective: str, wires: Wires) -> list[Expected]:
             rate = min(rate * (7 / 9 if k == 1 else 120 / 128), channels * tree_ll128_channel)
         found.append(Expected(f"tree {protocol}", latency, rate / 2, protocol))
     if reduces:
-        found += _expected_nvls(wires, version)
+        found += _expected_nvls(wires, version, levels)
     elif g == 1 and version["pat"]:
         # With registered buffers NVLS gathers too; its rate is the ring's (togethercomputer: 661 and 655 GB/s).
         constants = nccl_constants()
@@ -448,16 +451,16 @@ def _expected(collective: str, wires: Wires) -> list[Expected]:
     return found
 
 
-def _expected_nvls(wires: Wires, version: Mapping[str, Any]):
+def _expected_nvls(wires: Wires, version: Mapping[str, Any], levels: int) -> tuple[Expected, ...]:
     """NVLS inside a domain, NVLSTree over several."""
     constants, k, n = nccl_constants(), wires.k, wires.g * wires.k
     column, heads = version[wires.column], min(wires.g, constants["nvls"]["max_heads"])
     if not wires.nvls or heads < 2 or column["nvls_share"] == 0.0:
-        return
+        return ()
     inside = _floor(column["speeds"], wires.inside_bytes_per_s * wires.busy / heads)
     outside = wires.line_bytes_per_s * wires.ports / heads if k > 1 else math.inf
     latency = version["nvls_s"] or constants["step_latency_s"]["nvlink"]["nvls"]
-    latency += 2 * int(math.log2(k)) * (version["nvls_tree_step_s"] + 2 * wires.outside_extra_s[1])
+    latency += 2 * levels * (version["nvls_tree_step_s"] + 2 * wires.outside_extra_s[1])
     if version["nvls_ratio"]:
         rate = heads * min(inside, outside if k <= 2 else outside / 2) * 5 / 6
     else:
@@ -466,4 +469,4 @@ def _expected_nvls(wires: Wires, version: Mapping[str, Any]):
             rate = min(rate, outside * (2 if k == 2 else 1), column["nvls_tree_channel"][min(k, 3) - 1])
         rate *= heads * n / (2 * (n - 1))
     dips = k > 1 and wires.column == "blackwell" and wires.x86 and wires.nccl >= (2, 29)
-    yield Expected("nvls" if k == 1 else "nvls tree", latency, rate, medium="simple" if dips else "")
+    return (Expected("nvls" if k == 1 else "nvls tree", latency, rate, "simple" if dips else ""),)

@@ -184,15 +184,16 @@ def _wires(
     """
     nvls, fabric, nccl = how.get("nvls", True), (how.get("fabric"), how.get("racks")), how.get("nccl")
     key = (id(cluster), id(own), group, nvls, fabric, nccl)
-    if key not in _known_wires:
-        if len(_known_wires) >= _MOST_KNOWN:
-            _known_wires.clear()
-        g, k, concurrent_groups = group
-        made = Wires.of(cluster, g, k, concurrent_groups=concurrent_groups, nvls=nvls, fabric=fabric, nccl=nccl)
-        if own is not None:
-            made = with_constants(made, _own_constants(own, made.generation))
-        _known_wires[key] = cluster, own, made
-    return _known_wires[key][2]
+    if known := _known_wires.get(key):
+        return known[2]
+    if len(_known_wires) >= _MOST_KNOWN:
+        _known_wires.clear()
+    g, k, concurrent_groups = group
+    made = Wires.of(cluster, g, k, concurrent_groups=concurrent_groups, nvls=nvls, fabric=fabric, nccl=nccl)
+    if own is not None:
+        made = with_constants(made, _own_constants(own, made.generation))
+    _known_wires[key] = cluster, own, made
+    return made
 
 
 _known_constants: dict[tuple[int, str], tuple[calibration.NetworkConstants, Mapping[str, float]]] = {}
