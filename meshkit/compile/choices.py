@@ -134,12 +134,13 @@ def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
 
 
 def _waits_in_every_layer(experiment: Experiment, mesh: AnyMesh) -> bool:
-    """Whether every layer waits for collectives of its own: those of tensor and expert parallelism and of a pipeline.
+    """Whether every layer gathers or scatters activations: by sequence or expert parallelism, or as a pipeline's stage.
 
-    They share a stream with the gathers and would queue behind them.
+    They share a stream with the gathers of weights and would queue behind them, and what XLA pipelines of them is kept
+    once more. All-reduces of tensor parallelism alone lose less than is won (benchmarks/xla_options.md).
     """
     roles = AxisRoles.of(experiment.rules)
-    waited_for = roles.tensor | roles.residual | roles.expert
+    waited_for = roles.residual | roles.expert
     return experiment.pipeline.axis is not None or any(mesh.shape.get(axis, 1) > 1 for axis in waited_for)
 
 

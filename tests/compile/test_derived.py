@@ -61,16 +61,21 @@ def test_what_tensor_parallelism_cuts_stays_cut():
     [
         (['rules.preset="zero1"'], "weights are whole for compute"),
         (["train.accumulate=2", "train.global_batch=32"], "weights are gathered once a step, outside of the loop"),
-        (['rules.preset="fsdp_tensor"', "mesh={fsdp={nvlink=4,infiniband=2},tensor=2}"], "collectives of its own"),
+        (
+            ['rules.preset="fsdp_tensor_sequence"', "mesh={fsdp={nvlink=4,infiniband=2},tensor=2}"],
+            "activations gathered",
+        ),
     ],
-    ids=["zero1", "accumulate", "tensor"],
+    ids=["zero1", "accumulate", "sequence"],
 )
 def test_no_options_where_nothing_is_gathered_or_others_would_wait(overrides, why):
     assert {o.name for o in derive_options(*made(*FSDP, *overrides))} == MEMORY, why
 
 
-def test_a_fully_sharded_loop_is_pipelined_buffered_and_combined():
-    options = derive_options(*made(*FSDP))
+@pytest.mark.parametrize("tensor", [[], ['rules.preset="fsdp_tensor"', "mesh={fsdp={nvlink=4,infiniband=2},tensor=2}"]])
+def test_a_sharded_loop_is_pipelined_buffered_and_combined(tensor):
+    """Beside all-reduces of tensor parallelism too."""
+    options = derive_options(*made(*FSDP, *tensor))
     assert {o.name for o in options} == PIPELINED | BUFFERED | COMBINED | MEMORY
     assert all(o.why for o in options)
 
