@@ -1,5 +1,6 @@
 """Kernels inside CUDA graphs get their instructions back: in traces of an H100, and in small ones."""
 
+import gzip
 import json
 from collections import Counter
 
@@ -14,6 +15,8 @@ from meshkit.report.summarize import UNMAPPED, kernels_part
 from meshkit.report.views.report import write_html
 from meshkit.report.views.words import training_text
 from meshkit.timeline import sweep
+from meshkit.trace.captured import open_capture
+from meshkit.trace.live import _Watcher
 from meshkit.trace.measured import kernel_runs, kernel_seconds, tensor_share, write_calibration
 from meshkit.trace.operations import GraphNode
 from meshkit.trace.reader import read_trace
@@ -112,6 +115,20 @@ def test_classes_of_a_real_training_are_those_of_its_kernels_names(runs):
         "dot_product_attention_bwd",
     }
     assert all(op.line.startswith("models/attention.py:") for op in attention.values())
+
+
+def test_the_process_beside_a_training_reads_a_gpus_trace_in_which_nobody_waits(runs, tmp_path):
+    """What live captures do; these four steps are one to it, as it takes a trace for one step."""
+    run, measured = runs["h100_llama_1b"]
+    record, program = open_capture(run).record, tmp_path / "program.hlo.pb"
+    program.write_bytes(gzip.decompress((run / "trace/program-p0.hlo.pb.gz").read_bytes()))
+    mesh, devices = record.mesh, {d.ordinal: d.id for d in record.devices}
+    watcher = _Watcher(str(program), mesh.axes, mesh.shape, mesh.device_ids, devices)
+    table = json.loads(json.dumps(watcher.table(str(run / "trace"))))
+    assert (table["devices"], table["names"]) == ([0], [])
+    assert table["compute_s"] / 4 == pytest.approx(measured.report.step.compute_s, rel=0.01)
+    assert table["step_s"] / 4 == pytest.approx(measured.report.step.time_s, rel=0.01)
+    assert watcher.judge([table]) is None
 
 
 def test_a_library_calls_key_has_no_workspace(runs):
