@@ -161,8 +161,7 @@ def slurm(
     """An sbatch script: one allocation, restarts in it, and back into the queue when preempted."""
     from meshkit.verbs.launch.jobs import Slurm, make_job, slurm_script, submit
 
-    own = _own_command(context, experiment)
-    machines = (hosts, gpus_per_host)
+    own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
     job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
     site = Slurm(_pairs(sbatch, "--sbatch"), container_image, tuple(container_mount), container_workdir, python, mtls)
     _warn_of_the_open(mtls)
@@ -204,8 +203,7 @@ def jobset(
     """A Kubernetes JobSet: one pod a host, and all pods start again together."""
     from meshkit.verbs.launch.jobs import Kubernetes, jobset_yaml, make_job, submit_jobset
 
-    own = _own_command(context, experiment)
-    machines = (hosts, gpus_per_host)
+    own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
     job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
     claims, resources = _pairs(claim, "--claim"), _pairs(resource, "--resource")
     site = Kubernetes(image, namespace, claims, resources, shm, workdir, python, mtls)
@@ -232,8 +230,7 @@ def mpi(
     """A script around OpenMPI's mpirun, which runs until the job is done."""
     from meshkit.verbs.launch.jobs import make_job, mpi_script
 
-    own = _own_command(context, experiment)
-    machines = (hosts, gpus_per_host)
+    own, machines = _own_command(context, experiment), (hosts, gpus_per_host)
     job = make_job(experiment, set_, out, processes_per_host, max_restarts, own=own, machines=machines)
     _warn_of_the_open(mtls)
     text = mpi_script(job, hostfile, python=python, mtls=mtls)

@@ -285,18 +285,16 @@ def _presets(tree: ast.Module) -> list[str]:
 
 def example_of(model: str, preset: str | None = None) -> dict[str, Any]:
     """The tables of a shipped experiment with that model: the one of its preset, else one on a CPU; empty if none."""
-    return next((t for t in _tables(model) if t["model"].get("preset") == preset), None) or next(_on_cpu(model), {})
+    examples = _examples(model)
+    same = (table for table in examples if table["model"].get("preset") == preset)
+    return next(same, None) or next((table for table in examples if table["cluster"] == "cpu8"), {})
 
 
-def _on_cpu(model: str | None = None) -> Iterator[dict[str, Any]]:
-    """Those of them on virtual CPU devices."""
-    return (table for table in _tables(model) if table["cluster"] == "cpu8")
-
-
-def _tables(model: str | None = None) -> Iterator[dict[str, Any]]:
+def _examples(model: str = "") -> list[dict[str, Any]]:
     """The shipped experiments with a model, or all."""
-    tables = (tomllib.loads(file.read_text(encoding="utf-8")) for file in shipped_experiments().values())
-    return (table for table in tables if model in (None, table["model"]["class"]))
+    texts = (file.read_text(encoding="utf-8") for file in shipped_experiments().values())
+    tables = (tomllib.loads(text) for text in texts if model in text)  # parsing takes as long as all else here
+    return [table for table in tables if model in ("", table["model"]["class"])]
 
 
 def copy_model(name: str, folder: Path) -> tuple[str, list[Path]]:
@@ -308,7 +306,7 @@ def copy_model(name: str, folder: Path) -> tuple[str, list[Path]]:
     Raises:
         ConfigError: no such model, a file that exists, or one that cannot be written.
     """
-    paths = (table["model"]["class"] for table in _on_cpu())
+    paths = (table["model"]["class"] for table in _examples() if table["cluster"] == "cpu8")
     known = {path.partition(":")[0].removeprefix(f"{MODELS}."): path for path in paths}
     if name not in known:
         raise ConfigError(f"there is no shipped model '{name}'.", at="--copy-model", hint=did_you_mean(name, known))

@@ -213,22 +213,16 @@ def _gpu_parts(found: Topology) -> Iterator[GpuPart]:
     domains = {gpu: index for index, domain in enumerate(found.domains) for gpu in domain.gpus}
     for gpu in found.gpus:
         path, nics = found.nearest_nics(gpu.id)
-        yield GpuPart(
-            id=gpu.id,
-            host=gpu.host,
-            name=gpu.name,
-            key=gpu.key,
-            stand_in=gpu.stand_in,
-            numa=gpu.numa,
-            memory_bytes=gpu.memory_bytes,
-            pcie=PciePart.model_validate(gpu.pcie, from_attributes=True),
-            nvlinks_active=gpu.active_nvlinks,
-            nvlinks=len(gpu.nvlinks) or None,
-            nvlink_version=next((link.version for link in gpu.nvlinks if link.version), None),
-            nvlink_domain=domains.get(gpu.id),
-            nearest_nics=tuple(nic.id for nic in nics),
-            nearest_path=path or None,
-        )
+        more = {
+            "nvlinks_active": gpu.active_nvlinks,
+            "nvlinks": len(gpu.nvlinks) or None,
+            "nvlink_version": next((link.version for link in gpu.nvlinks if link.version), None),
+            "nvlink_domain": domains.get(gpu.id),
+            "nearest_nics": tuple(nic.id for nic in nics),
+            "nearest_path": path or None,
+        }
+        same = {name: getattr(gpu, name) for name in GpuPart.model_fields if name not in more}
+        yield GpuPart.model_validate(same | more, from_attributes=True)
 
 
 def _cluster(found: Topology, gpu: str | None) -> tuple[dict[str, Any] | None, ConfigError | None]:
