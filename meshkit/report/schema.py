@@ -37,6 +37,7 @@ class Part(BaseModel):
         serialize_by_alias=True,
         protected_namespaces=(),
         json_schema_serialization_defaults_required=True,
+        defer_build=True,  # of many parts a process makes few
     )
 
     @classmethod
