@@ -444,8 +444,9 @@ class _Heard(JudgedReport):
 
     def __init__(self, report: Report, cluster: Cluster | None):
         rows = [
-            row.model_copy(update={"exposed_s": row.busy_s, "exposed_wait_s": row.wait_s, "ops": _one_op(i, row)})
+            row.model_copy(update={"exposed_s": row.busy_s, "exposed_wait_s": row.wait_s, "ops": (op,)})
             for i, row in enumerate(report.communication)
+            for op in (OpPart(name=f"row {i}", key="", count=row.count),)
         ]
         self.all_s = sum(row.busy_s or 0.0 for row in rows)
         step = report.step.model_copy(
@@ -471,10 +472,6 @@ class _Heard(JudgedReport):
         """None also where its GPUs' places are not known."""
         known = c.gpus_per_domain > 0 and c.collective in RING_TURNS
         return super().model_s(c, count=count) if known else None
-
-
-def _one_op(i: int, row: CommunicationPart) -> tuple[OpPart, ...]:
-    return (OpPart(name=f"row {i}", key="", count=row.count),)
 
 
 def _verdict_of_communication(case: _Heard, findings: tuple[FindingPart, ...]) -> str:

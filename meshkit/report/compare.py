@@ -285,7 +285,10 @@ def pair(a: float | None, b: float | None) -> Pair:
 
 
 def _joined_rows(a: Report, b: Report) -> tuple[ComparedRow, ...]:
-    sides = [_rows_by_key(r.communication) for r in (a, b)]
+    sides: tuple[dict[tuple, list], ...] = {}, {}
+    for side, report in zip(sides, (a, b)):
+        for row in report.communication:
+            side.setdefault((row.axes, row.link, row.collective, row.dtype, row.replica_groups), []).append(row)
     rows = []
     for key in dict.fromkeys([*sides[0], *sides[1]]):
         values = {name: pair(*(total(side.get(key), name) for side in sides)) for name in _ROW_QUANTITIES}
@@ -294,13 +297,6 @@ def _joined_rows(a: Report, b: Report) -> tuple[ComparedRow, ...]:
             ComparedRow(axes=axes, link=link, collective=collective, dtype=dtype, replica_groups=groups, **values)
         )
     return tuple(sorted(rows, key=lambda row: (-abs(row.exposed_s.difference), -abs(row.time_s.difference))))
-
-
-def _rows_by_key(rows: Sequence[schema.CommunicationPart]) -> dict[tuple, list[schema.CommunicationPart]]:
-    found: dict[tuple, list[schema.CommunicationPart]] = {}
-    for row in rows:
-        found.setdefault((row.axes, row.link, row.collective, row.dtype, row.replica_groups), []).append(row)
-    return found
 
 
 def total(rows: Sequence[Part] | None, name: str) -> float | None:

@@ -20,6 +20,24 @@ from meshkit.trace.reader import COMMAND_BUFFERS_FLAG, MOST_UNMAPPED, Facts, Not
 from meshkit.trace.skew import Skew
 from meshkit.units import format_bytes, format_percent
 
+METRICS_FILE = "metrics.jsonl"
+COLUMNS = (
+    "loss",
+    "evaluation_loss",
+    "step_time_s",
+    "tokens_per_s",
+    "mfu",
+    "data_wait_s",
+    "device_wait_s",
+    "host_s",
+    "exposed_s",
+    "overlapped_share",
+)
+_MAX_POINTS = 300  # about one per pixel column of a small chart
+_WARM_UP = 0.05  # share of the steps that the trend leaves out: caches fill, clocks rise
+_FEWEST_UNTRACED = 3  # steps, to say what one takes without a trace
+_FEWEST = 9  # steps for a trend: three in each third
+_NOTABLE, _FEWEST_TO_WARN = 0.1, 30  # below, a busy neighbour or one slow step makes a trend
 _MAX_STRAGGLERS = 32
 _OTHER_MEMORY = 0.15  # of a GPU's memory: what drivers and ECC keep is less
 _SECONDS = (
@@ -143,8 +161,10 @@ def withhold_axes(report: Report, trace: Trace) -> Report:
     if trace.facts.believes_axes:
         return report
     step = report.step
-    known = [row.model_copy(update=dict.fromkeys(_SECONDS) | {"ops": _without_seconds(row)})
-             for row in report.communication if row.axes]  # fmt: skip
+    known = []
+    for row in (row for row in report.communication if row.axes):
+        ops = tuple(op.model_copy(update={"busy_s": None, "exposed_s": None}) for op in row.ops)
+        known.append(row.model_copy(update=dict.fromkeys(_SECONDS) | {"ops": ops}))
     everything = CommunicationPart(
         axes=(),
         count=sum(row.count for row in report.communication),
@@ -163,30 +183,6 @@ def withhold_axes(report: Report, trace: Trace) -> Report:
     )
     warning = Warning_(code="axes_withheld", message=message, seconds=step.communication_s)
     return report.model_copy(update={"communication": (everything, *known), "warnings": (warning, *report.warnings)})
-
-
-def _without_seconds(row: CommunicationPart) -> tuple:
-    return tuple(op.model_copy(update={"busy_s": None, "exposed_s": None}) for op in row.ops)
-
-
-METRICS_FILE = "metrics.jsonl"
-COLUMNS = (
-    "loss",
-    "evaluation_loss",
-    "step_time_s",
-    "tokens_per_s",
-    "mfu",
-    "data_wait_s",
-    "device_wait_s",
-    "host_s",
-    "exposed_s",
-    "overlapped_share",
-)
-_MAX_POINTS = 300  # about one per pixel column of a small chart
-_WARM_UP = 0.05  # share of the steps that the trend leaves out: caches fill, clocks rise
-_FEWEST_UNTRACED = 3  # steps, to say what one takes without a trace
-_FEWEST = 9  # steps for a trend: three in each third
-_NOTABLE, _FEWEST_TO_WARN = 0.1, 30  # below, a busy neighbour or one slow step makes a trend
 
 
 def read_history(run: str | Path) -> schema.HistoryPart | None:

@@ -48,9 +48,9 @@ class Part(BaseModel):
                 values[name] = getattr(source, name)
         return cls(**values)
 
-    def to_json(self, *, indent: int | None = 2) -> str:
+    def to_json(self) -> str:
         """The text that `--json` prints, and that lies in a run folder."""
-        return self.model_dump_json(indent=indent)
+        return self.model_dump_json(indent=2)
 
 
 class ClusterPart(Part):

@@ -379,7 +379,11 @@ class Replay:
         for step in trace.timeline.steps:
             whole.setdefault(step.step, []).append(step)
         most = max(map(len, whole.values()), default=0)
-        times = sorted((_mean_s(steps), number) for number, steps in whole.items() if len(steps) == most)
+        times = sorted(
+            (statistics.fmean(s.window[1] - s.window[0] for s in steps), number)
+            for number, steps in whole.items()
+            if len(steps) == most
+        )
         self._steps = whole[times[(len(times) - 1) // 2][1]] if times else []
         if sum(len(s.communication) for s in self._steps) > _MOST_SPANS:
             self._steps = []
@@ -437,10 +441,6 @@ class Replay:
                 saved[m.device] += min(gain, m.exposed_s) if gain > 0 or m.exposed_s else 0.0
         measured = sum(s.window[1] - s.window[0] for s in self._steps)
         return 1 - sum(saved[d] + less[d] * self._own_s[d] for d in saved) / measured if measured else None
-
-
-def _mean_s(steps: list[DeviceStep]) -> float:
-    return sum(s.window[1] - s.window[0] for s in steps) / len(steps)
 
 
 def _group_of(program: TracedProgram, name: str, device: int) -> int:

@@ -113,7 +113,7 @@ class Source:
         return f"{where}<code>{escape(short_source(self.path) or ('' if self.line else '-'))}</code>"
 
 
-def short_source(source: str | None, longest: int = 120) -> str:
+def short_source(source: str | None) -> str:
     """An op_name path without what every one of them starts with; of a combined operation, each path once."""
     if not source:
         return ""
@@ -121,7 +121,7 @@ def short_source(source: str | None, longest: int = 120) -> str:
     if text.startswith("(") and text.endswith(")") and ":" in text:
         parts = dict.fromkeys(text[1:-1].split(":"))
         text = f"({' : '.join(parts)})"
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 Cell = str | Text | Value | Source

@@ -271,10 +271,10 @@ def plan_warnings(
         findings: of the lint.
         facts: the precision of a training step, and how many one call of the program makes.
     """
-    steps = facts.steps_per_call
+    steps, measured = facts.steps_per_call, calibration_note(cluster)
     return [
         *_precision_warning(facts.precision, cluster),
-        *_calibration_warning(cluster),
+        *([Warning_(code="calibration", message=measured)] if measured else []),
         *_dead_update_warning(compiled),
         *_flop_warning(compiled, schedule, simulation, cluster, steps),
         *_rematerialization_warning(compiled, simulation, memory, steps),
@@ -315,12 +315,6 @@ def _precision_warning(precision: str | None, cluster: Cluster) -> list[Warning_
         f'train.precision = "{instead}" saves them, and MFU refers to the peak of {runs_as}'
     )
     return [Warning_(code="precision", message=message)]
-
-
-def _calibration_warning(cluster: Cluster) -> list[Warning_]:
-    """What of this plan is measured, as a reader must know it before the numbers."""
-    note = calibration_note(cluster)
-    return [Warning_(code="calibration", message=note)] if note else []
 
 
 def _dead_update_warning(compiled: CompiledProgram) -> list[Warning_]:

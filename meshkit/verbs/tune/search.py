@@ -28,7 +28,7 @@ from meshkit.units import format_bytes, format_seconds
 from meshkit.verbs.plan.bounds import Bound, Bounds, host_pool_bytes, pool_bytes
 from meshkit.verbs.plan.variants import Outcome, PipelineChoice, Space, Variant
 from meshkit.verbs.plan.workers import Settings, Workers
-from meshkit.verbs.tune.tune_report import PrunedPart
+from meshkit.verbs.tune.tune_report import RULE_WORDS, PrunedPart
 
 JOURNAL_FILE = "candidates.jsonl"
 _LARGEST_BYTES = 256 * 2**20
@@ -36,15 +36,6 @@ _SCHEMA = "meshkit.candidates/1"
 
 # Of the first half of the budget: variants of one mesh.
 _PER_MESH = 3
-
-RULES = {
-    "divisibility": "a dim, or the batch, does not divide",
-    "memory": "parameters, moments, and gradients or saved activations, already exceed the pool",
-    "host_memory": "what is offloaded exceeds the memory of a host",
-    "time": "the FLOP at peak, or every weight moved once, already takes longer than the best so far",
-}
-
-
 # A neighbour of the best is compiled before another good guess while its guess is no worse than this times the best.
 _NEAR = 1.1
 
@@ -85,7 +76,7 @@ class Pruned:
 
     def parts(self) -> tuple[PrunedPart, ...]:
         """For the report, in the order in which the rules are asked."""
-        return tuple(PrunedPart(rule=rule, count=self.counts[rule], example=self.examples.get(rule)) for rule in RULES)
+        return tuple(PrunedPart(rule=r, count=self.counts[r], example=self.examples.get(r)) for r in RULE_WORDS)
 
 
 def candidates(
@@ -111,11 +102,12 @@ def candidates(
             continue
         experiment, bound = result
         pool = pool_bytes(experiment)
+        there = host_pool_bytes(experiment)
         if bound.needed_bytes > pool:
             needed = f"{format_bytes(bound.needed_bytes)} at least, of {format_bytes(pool)}"
             pruned.add("memory", settings, needed)
             continue
-        if (there := host_pool_bytes(experiment)) is not None and bound.host_bytes > there:
+        if there is not None and bound.host_bytes > there:
             needed = f"{format_bytes(bound.host_bytes)} a GPU at least, of {format_bytes(there)}"
             pruned.add("host_memory", settings, needed)
             continue

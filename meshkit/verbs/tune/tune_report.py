@@ -342,24 +342,18 @@ def what_text(outcome: Outcome) -> str:
     words = []
     for setting in outcome.settings:
         key, _, value = setting.partition("=")
+        section, _, name = key.rpartition(".")
         if key == "mesh":
             words.append(mesh_text(outcome))
         elif key == "cluster.hosts":
             words.append(f"{value} hosts")
         elif key == "train.remat":
             words.append(f"remat {_remat_text(value)}")
-        elif key == "train.accumulate":
-            words.append(f"accumulate {value}")
         elif key == "rules.gradients.embed":
             words.append("reduced each")
-        elif key == "train.pgle":
-            words.append(f"pgle {value.strip(chr(34))}")
-        elif key.startswith("pipeline."):
-            words.append(f"{key.removeprefix('pipeline.')} {value.strip(chr(34))}")
-        elif key.startswith("xla."):
-            words.append(f"{key.removeprefix('xla.xla_').removeprefix('gpu_')} {value.strip(chr(34))}")
-        elif "." not in key:  # a choice of somebody's own
-            words.append(f"{key} {value.strip(chr(34))}")
+        elif section in ("train", "pipeline", "xla", ""):  # the last of a choice of somebody's own
+            name = name.removeprefix("xla_").removeprefix("gpu_") if section == "xla" else name
+            words.append(f"{name} {value.strip(chr(34))}")
     return ", ".join(words)
 
 
