@@ -139,20 +139,14 @@ def _sessions(folder: Path) -> list[Path]:
     return next((sessions for sessions in ([folder] if _traces(folder) else [], *inside) if sessions), [])
 
 
-class _EveryDevice(Mapping[int, int]):
+class _EveryDevice(dict[int, int]):
     """Each device under the number that the file gives it."""
-
-    def __getitem__(self, ordinal: int) -> int:
-        return ordinal
 
     def __contains__(self, ordinal: object) -> bool:
         return True
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
+    def __missing__(self, ordinal: int) -> int:
+        return ordinal
 
 
 class _Scan:

@@ -293,6 +293,12 @@ def frame(height: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def legend_frame(height: int) -> dict[str, Any]:
+    """The layout of charts with two axes and a legend above."""
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+    return frame(height, legend=legend, xaxis={**GRID, "automargin": True}, yaxis={**GRID, "automargin": True})
+
+
 def layout_of(height: int, unit: str) -> dict[str, Any]:
     """The layout of horizontal bars and of lines over the steps of a run."""
     return frame(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 from rich.console import Group, RenderableType
@@ -21,7 +21,7 @@ from meshkit.config.mesh import MeshAxis
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 from meshkit.report.schema import Part
-from meshkit.report.views.charts import COLORS, GRID, frame
+from meshkit.report.views.charts import COLORS, legend_frame
 from meshkit.report.views.page import Page, Table, number_columns, section, text_columns
 from meshkit.units import format_bytes, format_percent, format_seconds
 from meshkit.verbs.plan.variants import Outcome, mesh_text
@@ -305,7 +305,7 @@ def efficiency_chart(report: ScalingReport) -> dict:
         "hovertemplate": "%{x} GPUs: %{y:.1f} %<extra></extra>",
         "line": {"color": COLORS["compute"]},
     }
-    layout = _layout(300)
+    layout = legend_frame(300)
     layout["xaxis"] |= {"type": "log", "tickvals": [p.num_gpus for p in points], "title": {"text": "GPUs"}}
     layout["yaxis"] |= {"ticksuffix": " %", "rangemode": "tozero"}
     return {"data": [line], "layout": layout}
@@ -326,13 +326,8 @@ def steps_chart(report: ScalingReport) -> dict:
          "hovertemplate": f"{labels[key]}: %{{y:.4~g}} s<extra></extra>"}
         for key, values in parts.items()
     ]  # fmt: skip
-    layout = _layout(320)
+    layout = legend_frame(320)
     layout["barmode"] = "stack"
     layout["xaxis"] |= {"type": "category", "title": {"text": "GPUs"}}
     layout["yaxis"] |= {"ticksuffix": " s"}
     return {"data": data, "layout": layout}
-
-
-def _layout(height: int) -> dict[str, Any]:
-    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
-    return frame(height, legend=legend, xaxis={**GRID, "automargin": True}, yaxis={**GRID, "automargin": True})

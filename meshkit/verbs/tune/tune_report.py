@@ -22,7 +22,7 @@ from rich.text import Text
 from meshkit.errors import RunError
 from meshkit.report.readable import Printed
 from meshkit.report.schema import Part
-from meshkit.report.views.charts import GRID, frame, limit
+from meshkit.report.views.charts import legend_frame, limit
 from meshkit.report.views.page import (
     Cell,
     Page,
@@ -443,7 +443,11 @@ def pareto_chart(report: TuneReport) -> dict:
     ]
     data = [_points(name, members, color, symbol, size) for name, members, color, symbol, size in groups if members]
     data += [line for n in sizes if (line := _front(report, n))]
-    return {"data": data, "layout": _layout(report)}
+    layout: dict[str, Any] = legend_frame(460) | {"hoverlabel": {"font": {"size": 12}}}
+    layout["xaxis"]["ticksuffix"], layout["yaxis"]["ticksuffix"] = " GiB", " s"
+    if report.base.pool_bytes:
+        layout["shapes"] = [limit(report.base.pool_bytes / GIB, "dash", 1.2)]
+    return {"data": data, "layout": layout}
 
 
 def _front(report: TuneReport, gpus: int) -> dict | None:
@@ -474,19 +478,6 @@ def _points(name: str, outcomes: list[Outcome], color: str, symbol: str, size: i
         "hovertemplate": "%{y:.4~g} s, %{x:.3~g} GiB<br>%{customdata}<extra></extra>",
         "marker": {"color": color, "size": size, "symbol": symbol},
     }
-
-
-def _layout(report: TuneReport) -> dict:
-    layout = frame(
-        460,
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        xaxis={**GRID, "automargin": True, "ticksuffix": " GiB"},
-        yaxis={**GRID, "automargin": True, "ticksuffix": " s"},
-        hoverlabel={"font": {"size": 12}},
-    )
-    if report.base.pool_bytes:
-        layout["shapes"] = [limit(report.base.pool_bytes / GIB, "dash", 1.2)]
-    return layout
 
 
 def _cards(report: TuneReport) -> str:
