@@ -60,7 +60,8 @@ def write_folder(
             predicted.write(folder / PLAN_FILE)
             report = report.model_copy(update={"warnings": (*plan_warnings(predicted, report), *report.warnings)})
     report.write(folder)
-    trace = write_perfetto(timeline, folder, title=title, sources=_sources(report)) if timeline else None
+    about = {"title": title, "sources": _sources(report), "device": report.device}
+    trace = write_perfetto(timeline, folder, **about) if timeline else None
     page, trace_file = folder / PAGE_FILE, TRACE_FILE if trace else None
     if measured and predicted is not None:
         write_html(predicted, page, other=report, other_timeline=timeline, title=title, trace_file=trace_file)

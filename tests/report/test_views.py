@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from meshkit.report.schema import (
+    ClusterPart,
     FindingPart,
     KernelClassPart,
     KernelsPart,
@@ -52,6 +53,16 @@ def test_terminal_leaves_out_what_is_unknown(empty):
     assert "MFU" not in text
     assert not re.search(r"^(step|mesh|memory) ", text, re.MULTILINE)
     assert "0 s" not in text
+
+
+def test_virtual_devices_of_a_cpu_are_called_no_gpus(report, tmp_path):
+    on_cpu = report.model_copy(update={"cluster": ClusterPart(gpu="cpu", num_gpus=2)})
+    text = shown(render(on_cpu))
+    assert "communication a step, per device" in text
+    assert "of 70.0 GiB per device" in text
+    assert "per GPU" in shown(render(report))
+    page = write_html(on_cpu, tmp_path / "a.html").read_text().partition("<script")[0]
+    assert "GPU" not in re.sub(r"\d+ x \d+ GPUs", "", text + page).replace("GPU hours", "")
 
 
 def test_no_line_of_a_log_ends_in_blanks_and_advice_stands_once(report):

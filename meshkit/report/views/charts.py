@@ -412,10 +412,10 @@ def _lane(
     return Lane(name, kind, joined, texts)
 
 
-def timeline_charts(timeline: Timeline) -> list[tuple[str, dict]]:
-    """One chart per GPU of one step, with the GPU's name; the page shows one at a time."""
+def timeline_charts(timeline: Timeline, device: str) -> list[tuple[str, dict]]:
+    """One chart per device of one step, with its name; the page shows one at a time."""
     drawn = step_to_draw(timeline) if timeline.steps else []
-    return [(f"GPU {step.device}, step {step.step}", _timeline_chart(timeline, step)) for step in drawn]
+    return [(f"{device} {step.device}, step {step.step}", _timeline_chart(timeline, step)) for step in drawn]
 
 
 def _timeline_chart(timeline: Timeline, step: DeviceStep) -> dict:

@@ -34,6 +34,7 @@ def write_perfetto(
     *,
     title: str = "meshkit",
     sources: Mapping[str, str] | None = None,
+    device: str = "GPU",
     max_events: int = MAX_EVENTS,
 ) -> Path | None:
     """Writes the trace and returns its path; None (and no file) for a timeline without steps.
@@ -46,6 +47,7 @@ def write_perfetto(
         path: the file, or the folder for `trace.json.gz`.
         title: what the trace is of.
         sources: name of an instruction -> model code that caused it.
+        device: what a device is called.
         max_events: spans that are written at most.
     """
     path = Path(path)
@@ -53,7 +55,7 @@ def write_perfetto(
     if not timeline.steps:
         return None
     chosen = _within(timeline, max_events)
-    events = list(_events(timeline, chosen, sources or {}))
+    events = list(_events(timeline, chosen, sources or {}, device))
     left_out = len(timeline.steps) - len(chosen)
     other = {"title": title, "tool": "meshkit", "device_steps": len(chosen), "device_steps_left_out": left_out}
     document = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
@@ -74,11 +76,13 @@ def _within(timeline: Timeline, max_events: int) -> list[DeviceStep]:
     return chosen
 
 
-def _events(timeline: Timeline, steps: Sequence[DeviceStep], sources: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _events(
+    timeline: Timeline, steps: Sequence[DeviceStep], sources: Mapping[str, str], called: str
+) -> Iterator[dict[str, Any]]:
     kinds = [_track(c) for c in timeline.collectives] + [axes_text(())]
     details = [_details(c) for c in timeline.collectives] + [{}]
     for device in sorted({s.device for s in steps}):
-        tracks = _Tracks(device)
+        tracks = _Tracks(device, called)
         offset_ns = 0
         for step in (s for s in steps if s.device == device):
             start_s, end_s = step.window
@@ -141,8 +145,8 @@ class _Tracks:
 
     _ORDER = ("steps", _COMPUTE, _EXPOSED)
 
-    def __init__(self, device: int):
-        self._device = device
+    def __init__(self, device: int, called: str):
+        self._device, self._called = device, called
         self._ids: dict[tuple[str, int], int] = {}
         self._ends: dict[str, list[int]] = {}
 
@@ -167,7 +171,7 @@ class _Tracks:
 
     def names(self) -> Iterator[dict[str, Any]]:
         """The metadata events that name the process and its threads, and put them in order."""
-        yield self._metadata("process_name", None, {"name": f"GPU {self._device}"})
+        yield self._metadata("process_name", None, {"name": f"{self._called} {self._device}"})
         yield self._metadata("process_sort_index", None, {"sort_index": self._device})
         ranked = sorted(self._ids, key=lambda key: (self._rank(key[0]), key))
         for rank, (track, lane) in enumerate(ranked):

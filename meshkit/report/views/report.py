@@ -267,7 +267,7 @@ def _pipeline(shown: Sequence[Shown], page: Page) -> str:
 
 def _timeline(shown: Shown, timeline: Timeline | None, page: Page, trace_file: str | None) -> str:
     """One step of several GPUs, of which one is shown at a time."""
-    of_gpus = charts.timeline_charts(timeline) if timeline else []
+    of_gpus = charts.timeline_charts(timeline, shown.report.device) if timeline else []
     if not of_gpus:
         return ""
     report = shown.report
