@@ -215,6 +215,7 @@ class StepCaptures:
         stragglers: which says who is late, and counts.
         say: prints a line.
         first_step: of this attempt.
+        budget_s: CPU seconds a step.
     """
 
     def __init__(
@@ -224,14 +225,15 @@ class StepCaptures:
         stragglers: Stragglers,
         say: Callable[[str], None],
         *,
-        first_step: int,
+        first_step: int = 1,
+        budget_s: float = _BUDGET_S,
     ):
         self._line = Agreement("captures")
         self._every = every if self._line.size > 1 else 0
         self._now = first_step - 1  # the last step that began
         self._next = _multiple_after(self._now, every) if self._every else 0  # to be captured, by all processes
         self._step, self._stragglers, self._say = step, stragglers, say
-        self._first_step = first_step
+        self._first_step, self._budget_s = first_step, budget_s
         self._captures, self._suspect, self._warned = 0, -1, False
         self._thread: threading.Thread | None = None
         self._reader: subprocess.Popen | None = None
@@ -318,7 +320,7 @@ class StepCaptures:
         next_s = cpu_s * (1 + 1 / self._captures)  # with a capture that takes what the others took
         now = max(step, self._now)
         heard = now + (now - step) + 1  # by all: the answer takes no longer than all the rest has
-        while next_s > _BUDGET_S * (_multiple_after(heard, every) - self._first_step + 1):
+        while next_s > self._budget_s * (_multiple_after(heard, every) - self._first_step + 1):
             every *= 2
         return _multiple_after(heard, every)
 

@@ -6,7 +6,7 @@ import pytest
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.verbs.plan.scaling import growing_axis, parse_sweep, scale, sizes_of
+from meshkit.verbs.plan.scaling import growing_axis, parse_sweep, scale, sizes_of, write_scaling_html
 from meshkit.verbs.plan.variants import Outcome
 from tests.verbs.plan.made_up import MadeUpWorkers
 
@@ -92,7 +92,7 @@ def test_a_size_that_cannot_be_is_an_error(what, numbers, message):
         sizes(what, numbers, overrides=(*overrides, *batch))
 
 
-def test_efficiency_is_relative_to_the_smallest_size(monkeypatch):
+def test_efficiency_is_relative_to_the_smallest_size(monkeypatch, tmp_path):
     """Tokens per second per GPU: 100 at 8 GPUs, 95 at 16, 60 at 32; a quarter, half, ... of each step exposed."""
     made_up = {8: (100.0, 0.25), 16: (95.0, 0.3), 32: (60.0, 0.5)}
 
@@ -106,6 +106,9 @@ def test_efficiency_is_relative_to_the_smallest_size(monkeypatch):
     assert [p.efficiency for p in report.points] == pytest.approx([1.0, 0.95, 0.6])
     assert [p.speedup for p in report.points] == pytest.approx([1.0, 1.9, 2.4])
     assert [p.exposed_share for p in report.points] == pytest.approx([0.25, 0.3, 0.5])
+    page = write_scaling_html(report, tmp_path / "scaling.html").read_text()
+    assert "weak scaling" in page
+    assert '"steps"' in page
 
 
 @pytest.mark.slow
