@@ -86,10 +86,9 @@ def test_combined_collectives_name_what_their_arrays_are_for(plan):
     for _, op in combined:
         assert sum(op.causes.values()) == pytest.approx(op.payload_bytes)
         assert list(op.causes.values()) == sorted(op.causes.values(), reverse=True)
-    weights = [
-        op for row, op in combined if row.dtype == "bf16" and op.arrays == 7
-    ]  # of a layer: gathered, gathered again
-    assert len(weights) == 2
+    # of a layer: gathered, gathered again; each before the loop for its first layer, and in it for the next
+    weights = [op for row, op in combined if row.dtype == "bf16" and op.arrays == 7]
+    assert len(weights) == 4
     for op in weights:
         bytes_of = {cause.split()[1].split("/")[0]: n for cause, n in op.causes.items()}
         assert bytes_of["gate_up"] == 2 * bytes_of["down"] == pytest.approx(op.payload_bytes / 2)
