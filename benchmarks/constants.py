@@ -67,6 +67,8 @@ CONSTANTS = (
     Constant("kernels", "block_clocks", "between two blocks of a multiprocessor", "clocks"),
     Constant("kernels", "sector_clocks", "a sector of a look-up across rows", "clocks"),
     Constant("kernels", "transpose_clocks", "an element that is transposed", "clocks"),
+    Constant("kernels", "add_clocks", "an element that a scatter adds, beside others of its row", "clocks"),
+    Constant("kernels", "add_apart_clocks", "one in a line of memory of its own", "clocks"),
     Constant("by_hand", "kernel_gap_s", "between two kernels", "us"),
     Constant("by_hand", "xla_launch_s", "a collective of a step beyond one of a sweep", "us"),
 )
