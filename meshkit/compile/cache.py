@@ -474,14 +474,19 @@ def cache_root() -> Path | None:
     """Where everything is kept that may be thrown away; None where nothing is wanted.
 
     Raises:
-        ConfigError: `MESHKIT_CACHE_BYTES` is no number.
+        ConfigError: `MESHKIT_CACHE_BYTES` is no number, or `MESHKIT_CACHE` starts in a home that there is not.
     """
     named = os.environ.get("MESHKIT_CACHE")
     if named is not None and named.strip().lower() in _OFF:
         return None
     max_bytes()  # a wrong bound is said before anything is compiled
     if named is not None:
-        return Path(named).expanduser()
+        folder = os.path.expanduser(named)
+        if folder.startswith("~"):
+            raise ConfigError(
+                f"MESHKIT_CACHE is '{named}', and nobody has that home.", hint="MESHKIT_CACHE=/a/folder, or off"
+            )
+        return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME") or ""
     return (Path(base) if Path(base).is_absolute() else _home() / ".cache") / "meshkit"
 

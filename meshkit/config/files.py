@@ -458,8 +458,8 @@ def absolute_paths(key: Sequence[str], value: Any, folder: Path) -> Any:
 
 
 def absolute(path: str, folder: Path) -> str:
-    """A path from `folder`, without following links."""
-    return str(folder.absolute() / Path(path).expanduser())
+    """A path from `folder`, without following links; the home of nobody is a name like any other."""
+    return str(folder.absolute() / os.path.expanduser(path))
 
 
 def is_path(text: str) -> bool:

@@ -131,6 +131,12 @@ def test_a_named_folder_that_cannot_serve_is_an_error(monkeypatch, tmp_path):
         cache.cache_folder()
 
 
+def test_the_home_of_nobody_is_an_error(monkeypatch):
+    monkeypatch.setenv("MESHKIT_CACHE", "~nobody-here/x")
+    with pytest.raises(mk.ConfigError, match=r"MESHKIT_CACHE is '~nobody-here/x'"):
+        cache.cache_folder()
+
+
 def test_a_bound_that_is_no_number_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path))
     monkeypatch.setenv("MESHKIT_CACHE_BYTES", "2GB")

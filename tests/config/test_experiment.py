@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from meshkit.config.experiment import experiment_json_schema, load
@@ -226,6 +226,7 @@ def mistake(path, overrides=()):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=30), st.text(max_size=30))
+@example("", "~nobody-here/x")
 def test_any_override_gives_an_experiment_or_one_config_error(path, key, value):
     for override in (f"{key}={value}", f"train.{key}={value}", f"mesh.{value}=2", f"cluster={value}", key):
         error = mistake(path, [override])
