@@ -103,7 +103,16 @@ def describe_failure(problem: BaseException) -> dict[str, Any]:
 
 
 def unreadable_error(what: str, failure: dict[str, Any], at: str) -> MeshkitError:
-    """The error that ends a command because of what `describe_failure` has found."""
+    """The error that ends a command because of what `describe_failure` has found.
+
+    Args:
+        what: how the message begins, `checkpoint 120`.
+        failure: `reason`, and whether it is `forbidden`.
+        at: path of what could not be read.
+
+    Returns:
+        A ConfigError where it is forbidden (a mode or an owner is wrong), else a RunError, which a restart may mend.
+    """
     if failure["forbidden"]:
         return ConfigError(
             f"{what} may not be read: {failure['reason']}. Nothing was changed.",
@@ -167,7 +176,15 @@ def fingerprints(folder: Path, paths: Iterable[Path], *, sync: bool = False) -> 
 
 
 def fingerprint(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    """Size in bytes and sha256 of a file."""
+    """Size in bytes and sha256 of a file.
+
+    Args:
+        path: of a regular file.
+        sync: have the system write it to disk first.
+
+    Raises:
+        OSError: it cannot be read or written to disk, or is no regular file.
+    """
     with open_regular(path) as f:
         if sync:
             _sync(f.fileno())
@@ -176,6 +193,11 @@ def fingerprint(path: Path, *, sync: bool = False) -> tuple[int, str]:
 
 def write_manifest(folder: Path, record: Mapping[str, Any]) -> None:
     """Writes the manifest, sealed with its own sha256, and has it and the names of all files on disk.
+
+    Args:
+        folder: of a checkpoint whose files are all there.
+        record: `step`, `previous`, `arrays`, `files` and what else the run says, JSON. `schema` and `versions` are
+            added.
 
     Raises:
         OSError: it cannot be written.
@@ -234,6 +256,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 def previous_of(folder: Path, step: int) -> dict[str, Any] | None:
     """What a checkpoint of this step follows: step and seal of the newest whole one before it; None if there is none.
+
+    Args:
+        folder: of all checkpoints of a run.
+        step: of one that is there, or about to be.
+
+    Returns:
+        `step`, and as `sha256` the seal of its manifest, None where that manifest is damaged.
 
     Raises:
         OSError: the folder, or that one's manifest, cannot be read.
@@ -308,7 +337,16 @@ def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int
 
 
 def share_of_files(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
-    """The i-th of n parts of the files, of about equally many bytes; every file is in exactly one of them."""
+    """The i-th of n parts of the files, of about equally many bytes; every file is in exactly one of them.
+
+    Args:
+        sizes: name of a file -> its bytes.
+        index: which part, from 0.
+        count: how many parts there are.
+
+    Returns:
+        Names, the largest file first; the same parts for the same sizes, on every process.
+    """
     loads, mine = [0] * count, []
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
         least = loads.index(min(loads))
@@ -381,7 +419,13 @@ def _reason(error: Exception) -> str:
 
 
 def kept_steps(steps: Iterable[int], *, keep: int, keep_every: int = 0) -> set[int]:
-    """The newest `keep` steps, and those that `keep_every` divides (0: none)."""
+    """The newest `keep` steps, and those that `keep_every` divides (0: none).
+
+    Args:
+        steps: in any order; read twice, so no iterator.
+        keep: how many of the newest.
+        keep_every: such steps stay however old they are.
+    """
     newest = sorted(steps, reverse=True)[:keep]
     return {*newest, *(s for s in steps if keep_every and s % keep_every == 0)}
 
@@ -457,6 +501,9 @@ def remove_unfinished(folder: Path) -> None:
     """Removes what processes that are gone left half written or half removed.
 
     By another name first: one that was only taken to be gone can then no longer give it the name of a whole one.
+
+    Raises:
+        OSError: the folder cannot be listed; what cannot be removed is left.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
         number, _, rest = path.name.partition(".")

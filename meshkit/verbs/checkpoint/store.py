@@ -131,7 +131,13 @@ class CheckpointStore:
             return [], unwritable, describe_failure(error)
 
     def save(self, state: TrainState) -> None:
-        """Starts writing the state; returns when it is copied to host memory. Waits for an earlier save to end."""
+        """Starts writing the state; returns when it is copied to host memory. Waits for an earlier save to end.
+
+        A step that has a checkpoint is not written again. How it ends, `check` and `wait` say.
+
+        Args:
+            state: of the whole job, each process with its own shards; `state.step` names the checkpoint.
+        """
         self._settle()
         self._remove_again()
         step, number = int(state.step), next(self._numbers)
@@ -394,7 +400,14 @@ class CheckpointStore:
 
 
 def write_limit_s(state_bytes: int) -> float:
-    """How long the processes of a job may take for a checkpoint: as storage of 20 MB/s, from 10 min to an hour."""
+    """How long the processes of a job may take for a checkpoint: as storage of 20 MB/s, from 10 min to an hour.
+
+    Args:
+        state_bytes: of the whole state, over all processes.
+
+    Returns:
+        Seconds, from 600 to 3600.
+    """
     return min(max(_LEAST_WRITE_S, state_bytes / _SLOWEST_BYTES_PER_S), _READ_S)
 
 
@@ -409,8 +422,17 @@ def open_store(
 ) -> CheckpointStore:
     """The checkpoints of an experiment's run folder, as its `[checkpoint]` says.
 
+    Args:
+        experiment: its text, batch and seed go into the manifests.
+        folder: the run folder; checkpoints are in `checkpoints` below it.
+        owner: who may write there.
+        arrangement: of a pipeline's state; None without a pipeline.
+        data: what is trained on, for its number of examples; a stream has none.
+        say: prints one line.
+
     Raises:
-        ConfigError: it saves checkpoints, and their folder cannot be written.
+        ConfigError: it saves checkpoints, and their folder cannot be written; or the folder may not be read.
+        RunError: the storage does not say what is in it.
     """
     order = {
         "examples": None if isinstance(data.train, Stream) else len(data.train),

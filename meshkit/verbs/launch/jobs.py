@@ -158,6 +158,12 @@ def command_name(command: Sequence[str]) -> str:
 def check_share(processes: int, devices: int, what: str, at: str) -> None:
     """Stops unless so many processes can have equal shares of the devices.
 
+    Args:
+        processes: how many are to share them.
+        devices: how many there are.
+        what: they, in the message: `GPUs of a host`.
+        at: the option that says the number of processes, `--processes-per-host`; the hint has it too.
+
     Raises:
         ConfigError: they cannot.
     """
@@ -169,7 +175,12 @@ def check_share(processes: int, devices: int, what: str, at: str) -> None:
 
 
 def job_name(text: str) -> str:
-    """A name that SLURM, Kubernetes (a DNS label, with room for `-workers-0-511`) and file systems all take."""
+    """A name that SLURM, Kubernetes (a DNS label, with room for `-workers-0-511`) and file systems all take.
+
+    Returns:
+        Lower-case letters, digits and `-`, a letter first: up to 40 characters, and 4 more where `job-` had to be put
+        before them.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
     return name if name[:1].isalpha() else f"job-{name}".strip("-")
 
@@ -221,7 +232,8 @@ def slurm_script(job: Job, site: Slurm) -> str:
     and puts the job back into the queue, and so does the loss of a host.
 
     Raises:
-        ConfigError: an option cannot be written into a script.
+        ConfigError: an option cannot be written into a script; mounts or a working folder without an image; or a
+            working folder in the container and a run folder that is no absolute path.
     """
     directives = {
         "job-name": job.name,
@@ -263,6 +275,9 @@ def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool =
         hostfile: names the hosts, the first one first; process 0 runs there.
         python: the interpreter, as the hosts know it.
         mtls: whether the processes know each other by certificates, which the first host makes; else by a secret.
+
+    Raises:
+        ConfigError: the run folder, or a word of a command, has a line break or control character in it.
     """
     options = ("-np", str(job.num_processes), "--map-by", f"ppr:{job.processes_per_host}:node", "--bind-to", "none")
     options += ("-x", MTLS if mtls else SECRET)
@@ -364,7 +379,7 @@ def jobset_yaml(job: Job, site: Kubernetes) -> str:
     """The JobSet as YAML, under a comment on how its Secret is made.
 
     Raises:
-        ConfigError: a name or a quantity is none that Kubernetes takes.
+        ConfigError: what `jobset` refuses.
     """
     text = yaml.safe_dump(jobset(job, site), sort_keys=False, width=120)
     return "".join(f"# {line}\n" for line in _secret_commands(job, site)) + text
@@ -379,7 +394,7 @@ def submit_jobset(job: Job, site: Kubernetes) -> str:
         What was created.
 
     Raises:
-        ConfigError: kubectl is not on this machine.
+        ConfigError: kubectl is not on this machine, or what `jobset` refuses.
         RunError: kubectl refused.
     """
     create, text = ["kubectl", "create", "-f", "-"], jobset_yaml(job, site)
@@ -404,7 +419,7 @@ def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
     """The JobSet as plain tables, in the words of `jobset.x-k8s.io/v1alpha2`.
 
     Raises:
-        ConfigError: a name or a quantity is none that Kubernetes takes.
+        ConfigError: a name or a quantity is none that Kubernetes takes, or a claim's folder no absolute path.
     """
     _check(site)
     pods = {

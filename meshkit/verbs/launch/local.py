@@ -127,6 +127,9 @@ class LocalPart:
     def run(self, command: Sequence[str], folder: Path, policy: Policy, show: Callable[[str], None]) -> int:
         """Starts the processes and keeps them going, as `Supervisor.run` does, with certificates made for them.
 
+        Arguments and result are those of `Supervisor`. The logs go to `logs` of the folder; of several hosts
+        to `logs/host0`, and so on.
+
         Raises:
             ConfigError: another launcher has the run folder, or the certificates cannot be written.
             RunError: it failed for good.

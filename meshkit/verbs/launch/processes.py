@@ -264,7 +264,11 @@ class Limits:
     """Whether one that has never said what it does can be stuck in its start; a command of the user's need not."""
 
     def of(self, phase: str) -> float:
-        """Seconds that a process may stay in a phase."""
+        """Seconds that a process may stay in a phase.
+
+        Returns:
+            Infinity where the limit is 0.
+        """
         by_nature = self.stall_s * (_PATIENCE if phase in _PATIENT else 1.0)
         return self.of_phase.get(phase, by_nature) or _NEVER
 
@@ -399,7 +403,10 @@ class Watchdog:
         return Stuck(member, f"has not moved for {now - seen.moved_at:.0f} s{used}, {_where(seen)}{others}")
 
     def stacks(self, gang: LocalGang) -> None:
-        """Has every process print the stacks of its threads into its log; one that is stopped goes on, just for it."""
+        """Has every process print the stacks of its threads into its log; one that is stopped goes on, just for it.
+
+        Waits for those that run to have taken the signal, 10 s at most: Linux says when. Elsewhere it waits 2 s.
+        """
         gang.signal(signal.SIGUSR1)
         gang.signal(signal.SIGCONT)
         began = time.monotonic()
