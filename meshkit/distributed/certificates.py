@@ -116,6 +116,10 @@ def _alternative(host: str) -> x509.GeneralName:
 def write_certificates(folder: Path, files: Mapping[str, bytes]) -> None:
     """Writes them into a folder that this user alone can open; replaces those of an earlier run.
 
+    Args:
+        folder: made with mode 0700 if missing, and given that mode if not.
+        files: file name -> PEM, as `make_certificates` gives them; each gets mode 0600.
+
     Raises:
         ConfigError: the folder belongs to somebody else or is a link, has other files in it, cannot be written, or its
             file system keeps no permissions.

@@ -123,6 +123,9 @@ class Detected:
 def read_gang(environment: Mapping[str, str] | None = None) -> Gang | None:
     """The job that the environment describes; None where it describes none, and this process is alone.
 
+    Args:
+        environment: in place of the process's own.
+
     Raises:
         ConfigError: a variable is missing, malformed, or contradicts another.
     """
@@ -159,8 +162,12 @@ def read_gang(environment: Mapping[str, str] | None = None) -> Gang | None:
 def join_timeout_s(environment: Mapping[str, str] | None = None, *, otherwise: float) -> float:
     """Seconds that a process waits for the others: what MESHKIT_JOIN_TIMEOUT says.
 
+    Args:
+        environment: in place of the process's own.
+        otherwise: seconds where the variable is not set.
+
     Raises:
-        ConfigError: it is no number of seconds.
+        ConfigError: it is no whole number of seconds, 1 or more.
     """
     env = os.environ if environment is None else environment
     text = env.get(JOIN_TIMEOUT, "").strip()
@@ -173,6 +180,11 @@ def join_timeout_s(environment: Mapping[str, str] | None = None, *, otherwise: f
 
 def check_address(text: str, *, at: str = "environment", name: str = COORDINATOR) -> None:
     """Stops unless the text is host:port.
+
+    Args:
+        text: a name, an IPv4 address or an IPv6 one in brackets, and a port from 1 to 65535.
+        at: where the error points: the environment, or an option.
+        name: what has that value, in the message.
 
     Raises:
         ConfigError: it is not.
@@ -288,7 +300,14 @@ def first_host(nodelist: str) -> str:
 
 
 def derived_port(*parts: str) -> int:
-    """A port that every process of a job finds for itself, and another job, step or attempt most likely does not."""
+    """A port that every process of a job finds for itself, and another job, step or attempt most likely does not.
+
+    Args:
+        parts: what tells this start from all others: job, step, restart.
+
+    Returns:
+        One of 61000 to 64999.
+    """
     import hashlib  # with OpenSSL, which takes longer than all else here
 
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=8).digest()
@@ -300,6 +319,14 @@ def share_of_devices(local_id: int, local_size: int, visible: int | None) -> tup
 
     Where it is not known how many there are, one for each process. A launcher that hides all but a process's own GPUs
     leaves fewer than there are processes: those are then all its own.
+
+    Args:
+        local_id: number of the process on its host, from 0.
+        local_size: processes on the host.
+        visible: GPUs that the process sees; None where that is not known.
+
+    Returns:
+        Indices among the visible ones, in a row; where they do not divide evenly, nobody drives the rest.
     """
     if local_size == 1 or (visible is not None and visible < local_size):
         return None

@@ -120,7 +120,11 @@ def named(numbers: list[int]) -> str:
 
 
 def session_key(gang: Gang, attendance: Attendance) -> bytes | None:
-    """A key that the processes of this roll call share, and another one's do not; None where they have no secret."""
+    """A key that the processes of this roll call share, and another one's do not; None where they have no secret.
+
+    Returns:
+        64 hexadecimal digits, as ASCII; None also where the job has certificates.
+    """
     return _prove(gang, b"session", attendance.session.encode()) or None
 
 
@@ -150,7 +154,7 @@ def call_roll(
         log: where a line goes on whom this process waits for, when it takes long.
 
     Raises:
-        ConfigError: nobody knows the coordinator's name.
+        ConfigError: nobody knows the coordinator's name, or the certificates cannot be used.
         RunError: process 0 cannot listen, or cannot be reached in time.
     """
     try:
@@ -165,6 +169,11 @@ def call_roll(
 
 def wait_for_name(gang: Gang, timeout_s: float, log: Log = lambda _: None) -> None:
     """Waits until the coordinator's name can be looked up, for seconds; in Kubernetes for all of `timeout_s`.
+
+    Args:
+        gang: of this process.
+        timeout_s: seconds; outside of Kubernetes 20 at most, since a name that nobody knows then is wrong.
+        log: where a line goes after 10 s, 20 s, 40 s, ... of waiting.
 
     Raises:
         ConfigError: nobody knows it.

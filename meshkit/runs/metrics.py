@@ -39,6 +39,9 @@ class MetricsLog:
     Args:
         path: the file; made if missing. None writes nothing: of several processes one keeps the log.
         resumed_step: the last step whose line is kept.
+
+    Raises:
+        OSError: the file cannot be read or replaced.
     """
 
     def __init__(self, path: Path | None, resumed_step: int):
@@ -242,8 +245,14 @@ class Sinks:
 def open_sinks(experiment: Experiment, folder: Path, say: Callable[[str], None]) -> Sinks:
     """The sinks that an experiment asks for: `train.tensorboard` and `train.metrics`.
 
+    Args:
+        experiment: what it asks for.
+        folder: the run folder; TensorBoard's files go to `tensorboard` below it.
+        say: prints one line, a warning about a sink.
+
     Raises:
-        ConfigError: a function that does not exist, or no TensorBoard where it is asked for: before the first step.
+        ConfigError: a function that does not exist, no TensorBoard where it is asked for, or no folder that it can
+            write: before the first step.
     """
     write, writer_type = _find(experiment)
     sinks = []

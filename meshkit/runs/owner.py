@@ -223,7 +223,12 @@ def renewing(folder: Path, launch: str) -> Iterator[None]:
 
 
 def is_owned(folder: Path) -> bool:
-    """Whether some job has a run folder now."""
+    """Whether some job has a run folder now.
+
+    Raises:
+        OSError: the folder cannot be read; or, where the owner is of another machine, not be written: a file
+            that is made there tells the time.
+    """
     newest = _newest(folder / OWNER_FOLDER)
     return newest is not None and not newest.is_gone(_me(0))
 

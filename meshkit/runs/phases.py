@@ -115,7 +115,12 @@ class Phases:
         self._shared: mmap.mmap | None = None
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
-        """The main thread begins something else; `step` is the training step it belongs to."""
+        """The main thread begins something else; `step` is the training step it belongs to.
+
+        Args:
+            phase: what begins; the seconds until now count for the one before.
+            step: None leaves the step as it is.
+        """
         now = self._clock()
         with self._moving:
             self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._entered
@@ -224,7 +229,12 @@ class RunAttempt:
         return math.fsum(self.seconds.values())
 
     def lost_after(self, step: int) -> tuple[int, dict[str, float]]:
-        """What it did beyond a step that a later attempt began from: steps, and the seconds of them by phase."""
+        """What it did beyond a step that a later attempt began from: steps, and the seconds of them by phase.
+
+        Returns:
+            How many steps, and the seconds of `step` and `data` that they took; 0 and no phase where it got no further,
+            or never said where it began.
+        """
         if self.resumed_step is None or self.last_step <= max(step, self.resumed_step):
             return 0, {}
         kept = max(step, self.resumed_step)
@@ -451,6 +461,9 @@ def progress(step: int, *, phase: Phase = "step", **metrics: float | None) -> No
         step: the training step, from 1.
         phase: what it does now; in `save`, `restore` or `compile` it may stay six times as long as in a step.
         metrics: numbers of this step; not finite ones become null.
+
+    Raises:
+        OSError: process 0 cannot write the run folder or its `metrics.jsonl`.
     """
     _loop.begin().enter(phase, step)
     folder = os.environ.get(OUT)
