@@ -109,6 +109,12 @@ class Calibration:
         """The fit of this group shape; else that of the nearest group size on the same link; None if there is none.
 
         Sizes are compared by their ratio: 4 and 16 are equally far from 8. Of two equally far the larger is taken.
+
+        Args:
+            link: `nvlink` or `infiniband`, the slowest that the group crosses.
+            collective: HLO opcode, one of `COLLECTIVES`.
+            gpus_per_domain: of the group.
+            domains: of the group, which has `gpus_per_domain * domains` GPUs.
         """
         same = [fit for fit in self.fits if fit.link == link and fit.collective == collective]
         exact = [fit for fit in same if (fit.gpus_per_domain, fit.domains) == (gpus_per_domain, domains)]
@@ -152,7 +158,11 @@ def _load(path: str, modified_ns: int) -> Calibration:
 
 
 def write(path: str | os.PathLike[str], calibration: Calibration) -> Path:
-    """Writes the file that `load` reads back as an equal calibration."""
+    """Writes the file that `load` reads back as an equal calibration.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     table: dict[str, Any] = {"schema": SCHEMA}
     if calibration.measured_on is not None:
         table["measured_on"] = calibration.measured_on.model_dump()

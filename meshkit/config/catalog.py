@@ -112,7 +112,16 @@ def nic(key: str) -> Nic:
 
 @functools.cache
 def cpu_link(key: str, *, pcie_generation: int, gpus_per_host: int) -> CpuLink:
-    """The link of that key; `pcie` is a x16 slot of the generation, of a host whose memory its GPUs share."""
+    """The link of that key; `pcie` is a x16 slot of the generation, of a host whose memory its GPUs share.
+
+    Args:
+        key: `pcie`, or one of the catalog's `cpu_links`, whose numbers do not depend on the other two.
+        pcie_generation: of the slot, 3 to 6; the rate of the host's memory goes by it as well.
+        gpus_per_host: which have equal parts of that rate.
+
+    Raises:
+        KeyError: the catalog has no such link or, for `pcie`, no such generation.
+    """
     if key != "pcie":
         return CpuLink(key=key, **_numbers("cpu_links", key))
     memory = host_memory(pcie_generation) / gpus_per_host
@@ -138,7 +147,15 @@ def cube_mesh(nvlink_generation: int) -> list[list[int]] | None:
 
 
 def pcie_bytes_per_s(generation: int, lanes: int = 16) -> float:
-    """A slot, one direction."""
+    """A slot, one direction.
+
+    Args:
+        generation: 3 to 6; KeyError for another.
+        lanes: of 16, which have the rate of the catalog.
+
+    Returns:
+        Bytes per second, peak.
+    """
     return catalog()["pcie_bytes_per_s"][str(generation)] * lanes / 16
 
 

@@ -75,6 +75,11 @@ class Cluster(ClusterTable):
 
         A mapping may hold `name` (of a shipped cluster) or `file`, and keys that override it, or every key itself.
 
+        Args:
+            source: a shipped name, a path (text that ends in `.toml` or has a slash, or a Path) or a table.
+            hosts: machines, in place of the source's number.
+            **overrides: keys of a cluster file.
+
         Raises:
             ConfigError: an unknown name or key, a file that cannot be read, numbers that do not fit together.
         """
@@ -179,6 +184,12 @@ class Cluster(ClusterTable):
 
         1 where any two GPUs meet directly or at a switch. In a cube mesh a byte for a GPU without a direct link is
         relayed by one that has links to both (NCCL's NVB paths): two.
+
+        Args:
+            gpus: members of the group, the first ones of a host.
+
+        Returns:
+            From 1 to 2.
         """
         table = catalog.cube_mesh(self.gpu.nvlink_generation or 0) if self.gpus_per_host == 8 else None
         if self.scale_up != "nvlink" or self.has_nvswitch or table is None or gpus < 2:

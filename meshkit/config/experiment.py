@@ -269,6 +269,13 @@ def check_secrets(table: Mapping[str, Any], overrides: Sequence[Override] = ()) 
 def pipeline_rules(table: PipelineTable | None, logical: Mapping[str, Any]) -> dict[str, Any]:
     """The rules that a pipeline adds to those of `[rules.logical]`, or puts in their place.
 
+    Args:
+        table: `[pipeline]`; None without one, which adds nothing.
+        logical: logical axis -> mesh axes, those of the preset included.
+
+    Returns:
+        `layers` -> mesh axes, and `vocab` where the head is cut too: the pipeline's axis first, which is the outermost.
+
     Raises:
         ConfigError: `layers` is cut over something else, or the head's vocabulary over the pipeline without being
             meant to.

@@ -123,6 +123,12 @@ def read_bounded(
 ) -> bytes:
     """The bytes of a file that is not larger than `largest`.
 
+    Args:
+        path: of the file; a pipe or a device in its place is refused.
+        what: it, in the messages: `topology`.
+        largest: bytes; 4 MiB by default.
+        unfit: raised where it is larger.
+
     Raises:
         ConfigError: there is no such file, or it cannot be read.
         TraceError: it is too large to be what it should be; or the error `unfit`.
@@ -147,6 +153,12 @@ def read_bounded(
 
 def decode(data: bytes, what: str, at: str, unfit: type[MeshkitError] = TraceError) -> str:
     """UTF-8 text, its lines ended by a line feed.
+
+    Args:
+        data: with or without a byte order mark, which is dropped.
+        what: it, in the message.
+        at: where the error points; the line is added.
+        unfit: raised where it is no UTF-8.
 
     Raises:
         TraceError: it is something else; or the error `unfit`.
@@ -443,7 +455,13 @@ def _not_a_table(override: Override, depth: int) -> ConfigError:
 
 
 def absolute_paths(key: Sequence[str], value: Any, folder: Path) -> Any:
-    """The value of a key with the relative paths in it (`PATH_KEYS`) made absolute, from `folder`; copies tables."""
+    """The value of a key with the relative paths in it (`PATH_KEYS`) made absolute, from `folder`; copies tables.
+
+    Args:
+        key: path of the key from the root of the experiment; () for the whole of it.
+        value: of TOML; names of clusters, functions and the standard library are no paths and stay.
+        folder: what relative paths begin at.
+    """
     key = tuple(key)
     if isinstance(value, Mapping):
         around = any(path[: len(key)] == key for path in PATH_KEYS)

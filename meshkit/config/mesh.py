@@ -131,6 +131,9 @@ class MeshSpec:
         With `d` the domain (row-major over the InfiniBand factors) and `l` the place inside it (row-major over the
         NVLink factors), the GPU is `d * gpus_used_per_domain + l`. Innermost axes thus stay inside a host where a
         domain spans several; and GPUs that differ in the domain alone have the same `l`, hence the same rail.
+
+        Returns:
+            Integers, [size of each axis]; each GPU of the cluster once.
         """
         import numpy as np
 
@@ -178,7 +181,14 @@ class Placement:
 
     @classmethod
     def of_gpus(cls, axis_names: Sequence[str], shape: Sequence[int], gpus: np.ndarray, cluster: Cluster) -> Placement:
-        """Where the GPUs of a cluster are, given their indices in the order of the partitions."""
+        """Where the GPUs of a cluster are, given their indices in the order of the partitions.
+
+        Args:
+            axis_names: of the mesh, outermost first.
+            shape: sizes of these axes.
+            gpus: [partitions] GPU index in the cluster, by the row-major position in the mesh.
+            cluster: where they are.
+        """
         links = LINKS if cluster.num_nvlink_domains > 1 else ("nvlink",)
         return cls(
             axis_names=tuple(axis_names),
@@ -194,7 +204,13 @@ class Placement:
     def from_shape(
         cls, axis_names: Sequence[str], shape: Sequence[int], *, gpus_per_domain: int | None = None
     ) -> Placement:
-        """Devices in order, `gpus_per_domain` to a domain (default all) and a domain to a host, of unknown fabric."""
+        """Devices in order, `gpus_per_domain` to a domain (default all) and a domain to a host, of unknown fabric.
+
+        Args:
+            axis_names: of the mesh, outermost first.
+            shape: sizes of these axes; their product is the number of GPUs, which are numbered from 0.
+            gpus_per_domain: None puts all in one; the last domain has what is left.
+        """
         import numpy as np
 
         gpus = np.arange(math.prod(shape))

@@ -133,6 +133,13 @@ class ShardingRules:
     def spec_for(self, logical_axes: Sequence[str | None], *, kind: str = "parameters") -> Spec:
         """Mesh axes for each dim of an array; () is replicated.
 
+        Args:
+            logical_axes: name of each dim; None for a dim that is replicated. So is one whose name has no rule.
+            kind: one of `KINDS`.
+
+        Returns:
+            A tuple of mesh axes for each dim, the outermost first.
+
         Raises:
             ConfigError: one mesh axis would shard two dims.
         """

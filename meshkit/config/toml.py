@@ -436,7 +436,11 @@ def kind(value: Any) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str], *, what: str = "one of") -> str:
-    """A hint: the closest choice, or all of them where none is close."""
+    """A hint: the closest choice, or all of them where none is close.
+
+    Returns:
+        The close one in quotes, or `one of: a, b` in alphabetical order.
+    """
     names = [str(choice) for choice in choices]
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if not close:  # case and separators are the usual slip
@@ -490,7 +494,11 @@ def check_plain(table: Mapping[str, Any]) -> None:
 
 
 def validate[T: TomlTable](model: type[T], table: Any, *, within: Sequence[str] = ()) -> T:
-    """The table as `model`; the first thing that is wrong with it as a SpecError under the path `within`."""
+    """The table as `model`; the first thing that is wrong with it as a SpecError under the path `within`.
+
+    Raises:
+        SpecError: `table` is no table, or pydantic refuses it; unknown keys are said first.
+    """
     if not isinstance(table, Mapping):
         raise SpecError(
             f"{_section(within)} must be a table, not {kind(table)}.",

@@ -77,6 +77,15 @@ def user_code(experiment: NamesCode, key: str, what: str, hint: str | None = Non
     """A block that runs the user's code: what it raises is the user's to mend, so it becomes a ConfigError at `key`.
 
     Errors of meshkit pass, and so do those of a device or of memory, which say nothing about the code.
+
+    Args:
+        experiment: knows where its keys were written.
+        key: the one that names the code, `model.class`.
+        what: the code, at the beginning of the message.
+        hint: what to do, without "try".
+
+    Raises:
+        ConfigError: the block raised another Exception, or a SystemExit.
     """
     try:
         yield
@@ -119,6 +128,12 @@ def load_object(
     site declares roots of models, every module on the way lies in one of them or is a shipped
     model, and only they are searched beside what Python finds anyway. `also` names packages on which meshkit rests
     itself, which are as allowed as it is where they are installed.
+
+    Args:
+        name: `package.module:Name`.
+        search_paths: folders of the experiment, the first one first.
+        at: where the name was written, for errors.
+        also: packages on which meshkit rests itself.
 
     Raises:
         ConfigError: not of that form, a module of Python itself, no such module, one that fails to import or that
@@ -163,6 +178,11 @@ def load_object(
 
 def load_function(experiment: NamesCode, key: str, name: str) -> Callable[..., Any]:
     """The user's function that a key of the experiment names.
+
+    Args:
+        experiment: says where modules are looked for, and where its keys were written.
+        key: the one that names it, `train.metrics`.
+        name: the key's value, `package.module:function`.
 
     Raises:
         ConfigError: at that key; see `load_object`, or it is no function of a module of theirs.

@@ -213,7 +213,13 @@ class Topology:
 
 
 def merge(hosts: Sequence[Topology], source: str) -> Topology:
-    """One Topology of several machines, each with its own; domains with the same fabric identity become one."""
+    """One Topology of several machines, each with its own; domains with the same fabric identity become one.
+
+    Args:
+        hosts: one or more, in the order of their numbers: ids of the first one's devices get `host0.` before them. One
+            alone is returned as it is.
+        source: of the result.
+    """
     if len(hosts) == 1:
         return hosts[0]
     gpus, nics, numa, connections = [], [], [], []
@@ -296,7 +302,15 @@ def gpu_name_by_pci(vendor: str, device: str) -> str | None:
 
 
 def nic_by_pci(vendor: str, device: str) -> Match:
-    """The catalog's NIC for PCI ids whose rate is fixed."""
+    """The catalog's NIC for PCI ids whose rate is fixed.
+
+    Args:
+        vendor: hexadecimal digits, with or without 0x.
+        device: the same.
+
+    Returns:
+        Without a key where the table of names has not these ids: `nic_by_rate` may know more.
+    """
     row = names()["nic_pci"].get(f"{_hex(vendor)}:{_hex(device)}")
     return Match(row["key"], row["stand_in"] or None) if row else Match()
 
@@ -390,7 +404,12 @@ def _family(lines: Sequence[str]) -> str | None:
 
 
 def apply_platform(found: Topology, row: Mapping[str, Any] | None) -> Topology:
-    """The same with what is known of a vendor's machine filled in where the file is silent; says so in a warning."""
+    """The same with what is known of a vendor's machine filled in where the file is silent; says so in a warning.
+
+    Args:
+        found: what a file says; GPUs and NICs that have a catalog key keep it.
+        row: of a vendor's machine, as `platform` gives it; None changes nothing.
+    """
     if row is None:
         return found
     gpus, nics, domains = found.gpus, found.nics, found.domains
