@@ -82,6 +82,9 @@ class Bounds:
 
     Args:
         experiment: any of its variants.
+
+    Raises:
+        ConfigError: the model cannot be imported, or does not take its options.
     """
 
     def __init__(self, experiment: Experiment):
@@ -118,7 +121,11 @@ class Bounds:
         return False
 
     def remats(self, policies: Sequence[Any]) -> list[Any]:
-        """Those that the model takes."""
+        """Those that the model takes.
+
+        Args:
+            policies: values that `train.remat` could have; those that are left keep their order.
+        """
         if not self.model.takes_remat:
             return []
         found = []
@@ -131,6 +138,10 @@ class Bounds:
 
     def of(self, variant: Experiment) -> Bound:
         """The bounds of a variant.
+
+        Args:
+            variant: with the model, cluster, precision, global batch and sequence length of the experiment; its mesh
+                resolved.
 
         Raises:
             ConfigError: a dim that its mesh axes do not divide, or one mesh axis on two dims.
@@ -415,7 +426,11 @@ def _host_shows_s(host_s: float, forward_s: float, all_s: float) -> float:
 
 
 def pool_bytes(experiment: Experiment) -> int:
-    """What the program may take of a GPU's memory."""
+    """What the program may take of a GPU's memory.
+
+    Args:
+        experiment: its GPU's bytes times `train.memory_fraction`.
+    """
     return int(experiment.cluster.gpu.memory_bytes * experiment.train.memory_fraction)
 
 
@@ -426,7 +441,15 @@ def host_pool_bytes(experiment: Experiment) -> float | None:
 
 
 def collective_seconds(cluster: Cluster) -> CollectiveSeconds:
-    """Seconds of one collective by the network model, each asked for once."""
+    """Seconds of one collective by the network model, each asked for once.
+
+    Args:
+        cluster: its links and calibration price the collectives, as `collective_time_s` does.
+
+    Returns:
+        A function of an HLO opcode, the bytes on one GPU (of the operand; of an all-gather, of the result) and the
+        shape of a group. It raises ConfigError for what the network model cannot price.
+    """
 
     @functools.cache
     def seconds(collective: str, payload_bytes: float, shape: Shape) -> float:
@@ -439,7 +462,15 @@ def collective_seconds(cluster: Cluster) -> CollectiveSeconds:
 
 
 def group_shape(axes: Sequence[str], mesh: MeshSpec) -> Shape:
-    """The shape of groups that cover mesh axes whole."""
+    """The shape of groups that cover mesh axes whole.
+
+    Args:
+        axes: names; those that the mesh has not are left out.
+        mesh: resolved.
+
+    Returns:
+        GPUs of a group inside a domain, and domains that it spans; (1, 1) without axes.
+    """
     found = [axis for axis in mesh.axes if axis.name in axes]
     inside = math.prod(axis.number("nvlink") for axis in found)
     return inside, math.prod(axis.number("infiniband") for axis in found)

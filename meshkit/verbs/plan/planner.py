@@ -99,7 +99,15 @@ def plan(
 
 
 def plan_experiment(experiment: Experiment) -> Plan:
-    """The plan of an experiment's own training step, the one that `train` runs."""
+    """The plan of an experiment's own training step, the one that `train` runs.
+
+    Args:
+        experiment: its cluster has GPUs; none of them need be here.
+
+    Raises:
+        ConfigError: a cluster of CPUs, a model or rules that do not fit, or no compiler installed.
+        ProgramError: XLA refuses the step.
+    """
     return on_own_stack(functools.partial(_plan_experiment, experiment))
 
 
@@ -119,7 +127,14 @@ def _plan_experiment(experiment: Experiment) -> Plan:
 
 
 def absent_step(experiment: Experiment) -> TrainProgram:
-    """The experiment's own training step, for the GPUs that its cluster describes."""
+    """The experiment's own training step, for the GPUs that its cluster describes.
+
+    Returns:
+        Its `mesh` is a described one; if jax has not started, tracing and lowering take the CPU alone.
+
+    Raises:
+        ConfigError: a model or loss that cannot be imported, options it does not take, or rules that do not fit it.
+    """
     use_no_accelerator()
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     return make_train_step(experiment, mesh)
@@ -135,7 +150,18 @@ def make_plan(
     choices: CompileChoices = PLAIN,
     examined: Examined | None = None,
 ) -> Plan:
-    """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step."""
+    """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step.
+
+    Args:
+        step, args, mesh, cluster: as `plan` takes them.
+        facts: of one step; what they leave out (FLOP, tokens, bytes of the state) the report does, too.
+        choices: of the compiler; its `memory_fraction` is that of the report's pool.
+        examined: the step as the lint saw it before the compiler; without it findings are of the compiled program alone.
+
+    Raises:
+        ConfigError: a cluster of CPUs, a mesh of another size than the cluster, or no compiler installed.
+        ProgramError: XLA refuses the program.
+    """
     check_has_gpus(cluster)
     use_no_accelerator()
     absent = described(mesh, cluster)
@@ -242,6 +268,10 @@ def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None
 
 def check_has_gpus(cluster: Cluster, verb: str = "plan") -> None:
     """Stops where there is nothing to predict.
+
+    Args:
+        cluster: any, loaded.
+        verb: the command that the message names.
 
     Raises:
         ConfigError: a cluster of CPUs.

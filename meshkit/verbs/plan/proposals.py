@@ -116,7 +116,12 @@ def traffic_of(report: Report) -> tuple[Traffic, ...]:
 
 
 def assignments(mesh: MeshSpec, cluster: Cluster) -> Iterator[MeshSpec]:
-    """Every way to factor the axes, at their sizes, into the cluster's domains and the GPUs used of one."""
+    """Every way to factor the axes, at their sizes, into the cluster's domains and the GPUs used of one.
+
+    Args:
+        mesh: resolved; the order and the sizes of its axes stay.
+        cluster: the one that the mesh fits.
+    """
     for inside in factorizations(cluster.gpus_used_per_domain, len(mesh.axes)):
         if not any(axis.size % n for axis, n in zip(mesh.axes, inside)):
             yield MeshSpec(tuple(MeshAxis(axis.name, n, axis.size // n) for axis, n in zip(mesh.axes, inside)))
@@ -223,6 +228,12 @@ def find_remedies(
         jobs: planning processes at a time; None: one for each CPU.
         tries: compiles at most.
         done: hears every outcome.
+
+    Returns:
+        The fastest first; `cost_s` is None where `step_s` is. Empty where nothing that was tried fits.
+
+    Raises:
+        ConfigError: no valid experiment.
     """
     experiment = load(path, overrides)
     bounds = Bounds(experiment)
@@ -262,7 +273,12 @@ def find_remedies(
 
 
 def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
-    """What may make an experiment fit, the mildest of each kind first; then recomputation together with another."""
+    """What may make an experiment fit, the mildest of each kind first; then recomputation together with another.
+
+    Args:
+        experiment: as it is, whether or not it fits.
+        bounds: made of it: they know the model's logical axes, and whether it takes a `remat`.
+    """
     alone = list(_single_changes(experiment, bounds))
     yield from alone
     # where one is not enough, the strongest of two come first

@@ -95,6 +95,12 @@ def sizes_of(experiment: Experiment, what: str, numbers: Sequence[int], kind: Ki
     The axis whose factor is `"fill"` grows; without one, the outermost that crosses domains; on a cluster of one
     domain, the outermost that cuts the batch.
 
+    Args:
+        experiment: loaded; its own size need not be in the sweep.
+        what: `hosts` or `gpus`: what the numbers count.
+        numbers: positive; the sizes come in their order.
+        kind: `weak` scales the global batch with the GPUs, `strong` keeps it.
+
     Raises:
         ConfigError: no axis can grow, or a size that the cluster, the mesh or the batch cannot have.
     """
@@ -104,6 +110,9 @@ def sizes_of(experiment: Experiment, what: str, numbers: Sequence[int], kind: Ki
 
 def growing_axis(experiment: Experiment) -> MeshAxis:
     """The axis of a mesh that a sweep changes.
+
+    Args:
+        experiment: `"fill"` is looked for in the mesh as its file and `--set` write it.
 
     Raises:
         ConfigError: no axis says how to grow.

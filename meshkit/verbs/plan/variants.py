@@ -136,6 +136,10 @@ class Space:
     def changed(self, experiment: Experiment, variant: Variant) -> Experiment:
         """An experiment that was loaded with a variant's mesh, with its other choices: what `settings` would load.
 
+        Args:
+            experiment: with the mesh of the variant, and one with a pipeline where the variant has one.
+            variant: its XLA options are not laid over: no closed form asks for them.
+
         Raises:
             ConfigError: the batch does not divide.
         """
@@ -297,6 +301,11 @@ def meshes_over(cluster: Cluster, names: Sequence[str], present: Sequence[str]) 
     """Every way to share the GPUs of a domain, and the domains, among the axes.
 
     An axis of one GPU is left out unless it is present already: rules may name it.
+
+    Args:
+        cluster: whose factors are shared out: GPUs used of a domain, and domains.
+        names: of the axes that may have a size, outermost first.
+        present: names of axes that stay even at size 1.
     """
     for inside in factorizations(cluster.gpus_used_per_domain, len(names)):
         for across in factorizations(cluster.num_nvlink_domains, len(names)):
@@ -305,7 +314,12 @@ def meshes_over(cluster: Cluster, names: Sequence[str], present: Sequence[str]) 
 
 
 def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered way to write n as a product of that many factors."""
+    """Every ordered way to write n as a product of that many factors.
+
+    Args:
+        n: 1 or more.
+        parts: factors of each tuple, any of them may be 1; with none there is one tuple for 1, and none for another n.
+    """
     if parts < 2:
         yield from [(n,)] * parts or [()] * (n == 1)
         return
@@ -383,7 +397,18 @@ class Outcome(Part):
 def outcome_of(
     report: Report, settings: tuple[str, ...], mesh: dict[str, str], wall_s: float, host_bytes: int = 0
 ) -> Outcome:
-    """The outcome that a plan's report holds."""
+    """The outcome that a plan's report holds.
+
+    Args:
+        report: of `make_plan`, with its memory, compile and program parts.
+        settings: the variant's, as `--set` takes them.
+        mesh: axis -> its value in `[mesh]`, as TOML.
+        wall_s: seconds of loading, compiling and simulating it.
+        host_bytes: of host memory that one GPU needs; 0 where nothing is offloaded.
+
+    Returns:
+        It fits if the GPU's memory and the host's both hold it.
+    """
     fits = report.memory.fits is not False and not any(w.code == HOST_MEMORY_EXCEEDED for w in report.warnings)
     return Outcome.of(
         report.step,

@@ -75,7 +75,15 @@ class BuiltStep:
 
 
 def plan_named(name: str, base: BuiltStep, settings: tuple[str, ...]) -> Outcome:
-    """The outcome of one variant of what a function of that name, `pkg.mod:fn`, builds."""
+    """The outcome of one variant of what a function of that name, `pkg.mod:fn`, builds.
+
+    Args:
+        name: importable in this process.
+        base, settings: see `plan_built`.
+
+    Raises:
+        ImportError, AttributeError: there is no such function here.
+    """
     module, _, path = name.partition(":")
     build: Any = importlib.import_module(module)
     for part in path.split("."):
@@ -84,7 +92,16 @@ def plan_named(name: str, base: BuiltStep, settings: tuple[str, ...]) -> Outcome
 
 
 def plan_built(build: Build, base: BuiltStep, settings: tuple[str, ...]) -> Outcome:
-    """The outcome of one variant; what goes wrong is one too. Arguments that leave no room are not compiled."""
+    """The outcome of one variant; what goes wrong is one too. Arguments that leave no room are not compiled.
+
+    Args:
+        build: called with the variant's mesh, described, and a value for every choice; gives a step and its arguments.
+        base: the step as it is, which settings are laid over.
+        settings: each TOML, `mesh = {...}` or `choice = value`.
+
+    Raises:
+        ConfigError: a mesh that does not fit the cluster.
+    """
     start, cluster = time.perf_counter(), base.cluster
     changed = {key: value for setting in settings for key, value in tomllib.loads(setting).items()}
     spec = (MeshSpec.parse(changed.pop("mesh")) if "mesh" in changed else base.mesh).resolve(cluster)
@@ -141,6 +158,10 @@ class Workers:
         """Plans what `choose` asks for, as many variants at a time as there are processes, and hands over each outcome.
 
         `choose` is asked whenever a process is free; it ends once that gives None and nothing is being planned.
+
+        Args:
+            choose: gives the settings of the next variant, or None where there is none for now.
+            take: gets every outcome in the order in which they are done, in the caller's thread.
         """
         waiting = 0
         while True:
@@ -271,7 +292,14 @@ class SubmititExecutor(Executor):
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
-        """Queues a job."""
+        """Queues a job.
+
+        Args:
+            fn: what the job calls; submitit pickles it with its arguments.
+
+        Returns:
+            A future that is done up to `poll_s` seconds after its job; cancelling it cancels the job.
+        """
         future: Future = Future()
         job = self._executor.submit(fn, *args, **kwargs)
         with self._lock:
@@ -310,7 +338,14 @@ def _hand_over(job: Any, future: Future) -> None:
 def open_workers(
     experiment: str | Path, overrides: Sequence[str], jobs: int | Executor | None = None, log: Path | None = None
 ) -> Iterator[Workers]:
-    """Workers for an experiment that are ended with the block; on an executor where `jobs` is one."""
+    """Workers for an experiment that are ended with the block; on an executor where `jobs` is one.
+
+    Args:
+        experiment: its file, made absolute where it is one, or a shipped experiment's name.
+        overrides: `key=value`, beneath the settings of every variant.
+        jobs: planning processes, None for one of each CPU; or an executor, which is not shut down.
+        log: a file to which their stderr is added; None throws it away, and an executor does not use it.
+    """
     path = Path(experiment).absolute() if Path(experiment).exists() else experiment
     with opened({"experiment": str(path), "overrides": list(overrides)}, jobs, log) as workers:
         yield workers
@@ -320,7 +355,12 @@ def open_workers(
 def opened(
     request: Mapping[str, Any], jobs: int | Executor | None = None, log: Path | None = None
 ) -> Iterator[Workers]:
-    """Workers for a request that are ended with the block."""
+    """Workers for a request that are ended with the block.
+
+    Args:
+        request: what all variants have in common, as the module says: JSON without `settings`.
+        jobs, log: see `open_workers`.
+    """
     workers = ExecutorWorkers(request, jobs) if isinstance(jobs, Executor) else Workers(request, jobs, log)
     try:
         yield workers
@@ -349,7 +389,13 @@ def answer(request: str) -> str:
 
 
 def plan_variant(experiment: str, overrides: Sequence[str], settings: Settings) -> Outcome:
-    """The outcome of an experiment file with overrides and settings laid over it; an error is an outcome, too."""
+    """The outcome of an experiment file with overrides and settings laid over it; an error is an outcome, too.
+
+    Args:
+        experiment: a file, or a shipped experiment's name.
+        overrides: `key=value`, beneath the settings.
+        settings: `key=value`, of the variant.
+    """
     start = time.perf_counter()
     mesh: dict[str, str] = {}
     try:
