@@ -279,7 +279,11 @@ def network_part(rows: Sequence[BenchRow], cluster: Cluster) -> NetworkPart | No
 
 
 def fit_rows(rows: Sequence[BenchRow]) -> tuple[list[BenchFit], list[BenchRow]]:
-    """A fit per link, collective and group shape, over all axes of that shape; and the rows with their fitted times."""
+    """A fit per link, collective and group shape, over all axes of that shape; and the rows with their fitted times.
+
+    Args:
+        rows: of all sizes; a copy or a barrier, and a shape that has one size only, gets no fit.
+    """
     groups: dict[tuple, list[BenchRow]] = {}
     for row in rows:
         if row.link is not None and row.wire_bytes is not None:
@@ -333,6 +337,10 @@ def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLin
     (1 / |error|: the sum of absolute errors is least, and one disturbed size does not bend the line). Both terms are
     kept physical: where the best line has a negative latency it is 0, and where time does not grow with size the
     bandwidth is the highest that was seen.
+
+    Args:
+        wire_bytes: bytes on the wire per GPU, of each point.
+        times_s: seconds, above 0.
     """
     wire, times = np.asarray(wire_bytes, float), np.asarray(times_s, float)
     if len(np.unique(wire)) < 2:

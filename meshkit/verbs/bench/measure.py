@@ -92,19 +92,39 @@ class Kind:
         return self.name == BARRIER
 
     def bus_factor(self, n: int) -> float | None:
-        """Bus bandwidth over algorithm bandwidth, as nccl-tests has it; None where neither means anything."""
+        """Bus bandwidth over algorithm bandwidth, as nccl-tests has it; None where neither means anything.
+
+        Args:
+            n: GPUs of a group.
+        """
         if self.is_barrier:
             return None
         return 1.0 if self.name in ("reduce", COPY) else wire_factor(self.name, n)
 
 
 def operand_values(rank: int | np.ndarray, index: np.ndarray) -> np.ndarray:
-    """The operand of a rank at these indices, with numpy."""
+    """The operand of a rank at these indices, with numpy.
+
+    Args:
+        rank: one, or an array that broadcasts against `index`.
+        index: elements of the operand.
+
+    Returns:
+        float32 of that shape: whole numbers from -30 to 30.
+    """
     return _TABLE[(index % _PERIOD + np.asarray(rank) * _RANK_SHIFT) % _PERIOD]
 
 
 def make_operand(rank: jax.Array, elements: int) -> jax.Array:
-    """The same, of one device, made there: large operands never pass through the host."""
+    """The same, of one device, made there: large operands never pass through the host.
+
+    Args:
+        rank: a scalar of int32, of the device.
+        elements: of the operand; below 2^31.
+
+    Returns:
+        float32 [elements].
+    """
     index = lax.iota(jnp.int32, elements) % _PERIOD
     return jnp.asarray(_TABLE)[(index + rank % _PERIOD * _RANK_SHIFT % _PERIOD) % _PERIOD]
 
@@ -225,7 +245,14 @@ class CaseTiming:
 
 
 def make_case(kind: Kind, axis: str | None, group_size: int, size_bytes: int) -> Case:
-    """The case nearest to a size: rounded down to whole pieces, one element at least."""
+    """The case nearest to a size: rounded down to whole pieces, one element at least.
+
+    Args:
+        kind: of `kinds`, or COPY_KIND.
+        axis: of the mesh; None for a copy.
+        group_size: GPUs along the axis; 1 for a copy.
+        size_bytes: as nccl-tests has it; a barrier takes 4 whatever it is.
+    """
     unit = ITEM_BYTES * (group_size if kind.is_split else 1)
     size_bytes = ITEM_BYTES if kind.is_barrier else max(1, size_bytes // unit) * unit
     return Case(kind, axis, group_size, size_bytes)
@@ -235,6 +262,14 @@ def measure(mesh: jax.sharding.Mesh, case: Case, *, budget_s: float) -> CaseTimi
     """Runs a case for about `budget_s`; its time is the median of the runs, on virtual CPU devices the shortest one.
 
     Every process of the job must call it with the same arguments.
+
+    Args:
+        mesh: of attached devices; the case runs on all of it, in every group of its axis at once.
+        case: from `make_case`.
+        budget_s: seconds of timed runs, without compiling and the check; 3 runs at least, 21 at most.
+
+    Returns:
+        The time of the slowest process, and `wrong` and `checked` elements of all.
     """
     loops = _loops(case, mesh)
     program = _program(mesh, case, loops)
@@ -265,7 +300,11 @@ def platform_of(device: Any) -> str:
 
 
 def gather(values: list[float]) -> np.ndarray:
-    """[processes, values] what each process has."""
+    """[processes, values] what each process has.
+
+    Args:
+        values: as many on every process, all of which must call it; float32 is what travels.
+    """
     mine = np.asarray(values, np.float32)
     if jax.process_count() == 1:
         return mine[None]
@@ -275,7 +314,15 @@ def gather(values: list[float]) -> np.ndarray:
 
 
 def operand(mesh: jax.sharding.Mesh, elements: int) -> jax.Array:
-    """Every device's operand as one array, sharded over all axes."""
+    """Every device's operand as one array, sharded over all axes.
+
+    Args:
+        mesh: of attached devices.
+        elements: of one device.
+
+    Returns:
+        float32 [devices * elements], each device's from `make_operand` of its place in the mesh.
+    """
     return _operand_maker(mesh, elements)()
 
 
@@ -353,6 +400,15 @@ def largest_size_bytes(mesh: jax.sharding.Mesh, host_available_bytes: int | None
     """The largest size that fits: operand, result, and as much again for what XLA and NCCL need.
 
     On CPUs it ends at 64 MiB: virtual devices share the caches and memory of one machine, and are past saturation.
+
+    Every process must call it: the least of all is the answer.
+
+    Args:
+        mesh: of attached devices.
+        host_available_bytes: memory of this machine, which counts on CPUs alone; None takes 1 GiB.
+
+    Returns:
+        1 KiB at least, and on GPUs 4 GiB at most.
     """
     local = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     if local[0].platform == "cpu":
@@ -385,7 +441,14 @@ _SIZES = {
 
 
 def measure_rates(device: Any) -> RatesPart:
-    """The rates of one device, alone: matmul by precision, causal attention forward and backward, a copy."""
+    """The rates of one device, alone: matmul by precision, causal attention forward and backward, a copy.
+
+    Args:
+        device: one of this process's; which precisions it multiplies in follows from its compute capability.
+
+    Returns:
+        By the median time of the second half of the calls; a byte that is read and written counts as two.
+    """
     platform = platform_of(device)
     sizes = _SIZES[platform]
     with jax.default_device(device):

@@ -69,6 +69,10 @@ _LINES_WITHOUT_TERMINAL = 10
 def check_experiment_file(experiment: Experiment, folder: Path) -> list[str]:
     """What the run's own experiment file says differently, one sentence a key; none for a new run.
 
+    Args:
+        experiment: as it is to run now.
+        folder: the run folder.
+
     Raises:
         ConfigError: the file cannot be read, or a key differs that the state or the order of the data depends on.
     """
@@ -151,7 +155,11 @@ class StepProgress:
             self._bar.reset(self._task, total=self._steps, completed=step, numbers="first step")
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Shows a step's record as metrics.jsonl has it."""
+        """Shows a step's record as metrics.jsonl has it.
+
+        Args:
+            record: `step`, `loss`, `tokens_per_s`, and where they are known `mfu` (a share) and `evaluation_loss`.
+        """
         step, mfu = record["step"], record.get("mfu")
         numbers = f"loss {record['loss']:.4f}  {format_count(record['tokens_per_s'])}tokens/s"
         numbers += f"  MFU {format_percent(mfu)}" if mfu is not None else ""  # None where no peak is known
@@ -238,7 +246,11 @@ def _is_a_failure(error: BaseException | None) -> bool:
 
 
 def metrics_of(report: Report) -> dict[int, dict[str, float]]:
-    """Step -> its measured metrics: `exposed_s`, `overlapped_share` of communication, and what a GPU sent by link."""
+    """Step -> its measured metrics: `exposed_s`, `overlapped_share` of communication, and what a GPU sent by link.
+
+    Args:
+        report: measured. Seconds and shares are of each captured step; bytes are the mean of a step, the same for all.
+    """
     sent = {
         f"bytes_{link}": float(sum(getattr(row, f"wire_bytes_{link}") or 0 for row in report.communication))
         for link in ("nvlink", "infiniband")

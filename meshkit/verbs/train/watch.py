@@ -106,7 +106,11 @@ class Stragglers:
         self.cpu_s += time.thread_time() - began
 
     def note(self, step: Mapping[str, float]) -> None:
-        """Takes the seconds of one step, with the names of metrics.jsonl; the window's last starts a comparison."""
+        """Takes the seconds of one step, with the names of metrics.jsonl; the window's last starts a comparison.
+
+        Args:
+            step: with `data_wait_s`, `host_s` and `step_time_s` at least.
+        """
         self._noted += 1
         if not self._every:
             return
@@ -144,7 +148,12 @@ class Stragglers:
             self._line.reach(str(window), said, decide, timeout_s=_ANSWER_S)
 
     def tell(self, found: Sequence[LateProcess], cpu_s: float) -> None:
-        """Says who is late, the worst first, and what finding it took of CPUs so far; process 0 does."""
+        """Says who is late, the worst first, and what finding it took of CPUs so far; process 0 does.
+
+        Args:
+            found: of one comparison; one that was named before is named again where it costs 1.5 times as much.
+            cpu_s: CPU seconds since the run began, of the process where they are most.
+        """
         for late in found:
             if late.share >= _AGAIN * self._named.get(late.process, 0.0):
                 self._named[late.process] = max(late.share, LEAST_SHARE)
@@ -179,7 +188,12 @@ def judge(said: Sequence[Mapping[str, Any]]) -> list[LateProcess]:
 
 
 def slow_clock(said: Sequence[Mapping[str, Any]], process: int) -> str:
-    """A clause on the clock of a process's GPU where it is slower than the others'; empty where not, or unknown."""
+    """A clause on the clock of a process's GPU where it is slower than the others'; empty where not, or unknown.
+
+    Args:
+        said: by process, with `clock_mhz`; None in any of them is unknown.
+        process: whose GPU is held against the median; slower is by more than 5 %.
+    """
     clocks = [s["clock_mhz"] for s in said if s["clock_mhz"]]
     usual_mhz, mhz = statistics.median(clocks or [0.0]), said[process]["clock_mhz"]
     if len(clocks) < len(said) or mhz >= (1 - LEAST_SHARE) * usual_mhz:
@@ -260,7 +274,12 @@ class StepCaptures:
                 self._warn(f"no step can be captured: {describe_error(error)}")
 
     def stop(self, step: int, pending: Any) -> None:
-        """Stops the trace once `pending` arrays are ready; it is read behind the back of the steps that follow."""
+        """Stops the trace once `pending` arrays are ready; it is read behind the back of the steps that follow.
+
+        Args:
+            step: the last training step of the captured call; the same on all processes.
+            pending: its outputs, a tree of arrays.
+        """
         jax.block_until_ready(pending)
         self.active, problem = False, None
         with self._stragglers.counted():
@@ -431,6 +450,10 @@ class ReplicaCheck:
     def check(self, state: Any, step: int) -> None:
         """Stops a run whose replicas differ. Every process must call it.
 
+        Args:
+            state: of the shapes and shardings that the check was made for, in device memory or pinned on the host.
+            step: after which it is the state.
+
         Raises:
             RunError: names the arrays, and the GPUs and hosts that differ from the others.
         """
@@ -447,7 +470,13 @@ class ReplicaCheck:
         )
 
     def differences(self, state: Any) -> list[Difference]:
-        """The parts of arrays whose copies differ, in tree order."""
+        """The parts of arrays whose copies differ, in tree order.
+
+        Every process must call it: the hashes are compared by a program over the whole mesh.
+
+        Args:
+            state: see `check`.
+        """
         leaves = jax.tree.leaves(state)
         arrays = [leaves[index] for index in self._indices]
         if not arrays:
@@ -502,7 +531,11 @@ class ReplicaCheck:
 
 
 def hash_bits(x: jax.Array) -> jax.Array:
-    """uint32 scalar: the hash of an array's bits that this module's docstring defines."""
+    """uint32 scalar: the hash of an array's bits that this module's docstring defines.
+
+    Args:
+        x: integers, floats, bools or PRNG keys, of any shape, which the hash does not see.
+    """
     words = _words(x).reshape(-1)
     return jnp.sum(_mix(words ^ _mix(lax.iota(jnp.uint32, words.size))), dtype=jnp.uint32)
 

@@ -69,7 +69,13 @@ class Pruned:
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, rule: str, settings: Callable[[], tuple[str, ...]], why: str) -> None:
-        """Counts a variant."""
+        """Counts a variant.
+
+        Args:
+            rule: a key of `RULE_WORDS`.
+            settings: called for the first variant of a rule alone, which becomes its example.
+            why: with the numbers.
+        """
         self.counts[rule] += 1
         if rule not in self.examples:
             self.examples[rule] = f"{' '.join(settings()) or 'the experiment'}: {why}"
@@ -82,7 +88,18 @@ class Pruned:
 def candidates(
     path: str, overrides: tuple[str, ...], space: Space, bounds: Bounds, pruned: Pruned, progress: Callable[[int], None]
 ) -> list[Candidate]:
-    """The variants that divide and may fit, the most promising first."""
+    """The variants that divide and may fit, the most promising first.
+
+    Args:
+        path, overrides: the experiment.
+        space: whose variants are looked at, one by one.
+        bounds: of the experiment at the space's size of the cluster.
+        pruned: counts all variants, and those that a rule takes away.
+        progress: hears the number of each variant, from 0.
+
+    Returns:
+        In order of `estimate_s`; where `estimate_bytes` exceeds the pool, times the fourth power of their ratio.
+    """
     found = []
     known: dict[tuple, tuple[Experiment, Bound] | ConfigError] = {}
     meshes: dict[tuple[MeshSpec, bool], Experiment | ConfigError] = {}

@@ -123,6 +123,11 @@ SILENT = SearchProgress(lambda _: None, lambda *_: None, lambda *_: None)
 def report_of(outcomes: Sequence[Outcome], winner: Outcome | None, **known: Any) -> TuneReport:
     """The report of a search, whose first outcome is the step as it is; `known`: its other fields.
 
+    Args:
+        outcomes: in the order in which they were asked for.
+        winner: one of them that fits; None where none does.
+        known: fields of `TuneReport` that do not follow from these.
+
     Raises:
         RunError: not one variant could be planned.
     """
@@ -158,7 +163,12 @@ def _costs(outcome: Outcome) -> tuple[float, int, int]:
 
 
 def differences(base: Outcome, winner: Outcome) -> tuple[DifferencePart, ...]:
-    """Seconds of compute and of each row's exposed communication, the largest saving first."""
+    """Seconds of compute and of each row's exposed communication, the largest saving first.
+
+    Args:
+        base: the step as it is; what could not be planned counts as 0 s.
+        winner: may be of another size of the cluster.
+    """
 
     def seconds(outcome: Outcome) -> dict[str, float]:
         found: dict[str, float] = {}

@@ -161,6 +161,10 @@ def parse_hosts(text: str | None) -> tuple[int, ...]:
 def shares(budget: int, others: int) -> tuple[int, int]:
     """How many variants are compiled of the experiment's own size, and of each other.
 
+    Args:
+        budget: variants to compile at most, of all sizes.
+        others: how many sizes there are beside the experiment's own.
+
     Raises:
         ConfigError: it is not enough for so many sizes.
     """
