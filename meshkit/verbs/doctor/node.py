@@ -119,7 +119,13 @@ def warning(check: str, message: str, hint: str) -> Result:
 
 
 def failed(check: str, problem: MeshkitError, hint: str) -> Result:
-    """A check that ended in an error, which may know the way out better than `hint`."""
+    """A check that ended in an error, which may know the way out better than `hint`.
+
+    Args:
+        check: the name that the check has in the report.
+        problem: what was raised.
+        hint: the way out where `problem` names none; it is shown behind `try`.
+    """
     return error(check, problem.message, problem.hint or hint)
 
 
@@ -203,7 +209,12 @@ def check_hardware(probe: Probe, gpus_expected: int | None = None, nics_expected
 
 
 def check_limits(*, has_gpus: bool, shm: Path = Path("/dev/shm")) -> list[Result]:
-    """Shared memory and the limits of a process."""
+    """Shared memory and the limits of a process.
+
+    Args:
+        has_gpus: then fewer than 65536 open files are a warning, too, and locked memory is checked.
+        shm: the folder of shared memory; where there is none it is not checked.
+    """
     found = []
     if shm.is_dir():
         size = shutil.disk_usage(shm).total
@@ -335,7 +346,11 @@ def check_variables(
 
 
 def check_xla_flags(env: Mapping[str, str]) -> Result:
-    """Whether jaxlib takes XLA_FLAGS: an unknown flag aborts the process, so another process tries."""
+    """Whether jaxlib takes XLA_FLAGS: an unknown flag aborts the process, so another process tries.
+
+    Args:
+        env: of the process that would train. The other process gets it, with JAX on the CPU, and 60 s.
+    """
     flags = env.get("XLA_FLAGS", "")
     if not flags.strip():
         return ok("xla_flags", "XLA_FLAGS is not set")

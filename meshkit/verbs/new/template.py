@@ -234,7 +234,15 @@ class Signature:
 
 
 def read_signature(model: str, folders: Iterable[Path]) -> Signature | None:
-    """The options of `"pkg.mod:Name"`; None where its source is not found or says nothing."""
+    """The options of `"pkg.mod:Name"`; None where its source is not found or says nothing.
+
+    Args:
+        model: import path of a class, whose `__init__` or fields are read, or of a function.
+        folders: where its module is looked for first; then among the shipped models, and what is installed.
+
+    Returns:
+        Without what meshkit itself passes, such as `rngs`.
+    """
     module, _, name = model.partition(":")
     shipped = [shipped_folder()] if is_shipped_name(module) else []
     file = find_source(module, [*folders, *shipped])

@@ -156,7 +156,7 @@ def make_plan(
         step, args, mesh, cluster: as `plan` takes them.
         facts: of one step; what they leave out (FLOP, tokens, bytes of the state) the report does, too.
         choices: of the compiler; its `memory_fraction` is that of the report's pool.
-        examined: the step as the lint saw it before the compiler; without it findings are of the compiled program alone.
+        examined: the step as the lint saw it before the compiler; without it findings are of the compiled one alone.
 
     Raises:
         ConfigError: a cluster of CPUs, a mesh of another size than the cluster, or no compiler installed.

@@ -109,6 +109,9 @@ class ProfileCapture:
     def report_of(self, program: str) -> Report:
         """The report of another program that ran in the block, by its module or by the function that was jitted.
 
+        Args:
+            program: `jit_step`, or the function's name `step`.
+
         Raises:
             TraceError: the block ran no such program.
         """
@@ -310,7 +313,16 @@ class TracedJob:
 
 
 def measure_traces(path: str | Path, job: TracedJob, *, program: str | None = None) -> tuple[Report, Timeline]:
-    """The measured report of bare traces, and the measured steps; see `profile_traces`."""
+    """The measured report of bare traces, and the measured steps; see `profile_traces`.
+
+    Args:
+        path, program: see `profile_traces`.
+        job: what is known beside the traces; with a mesh rows have axes, with facts the report has MFU.
+
+    Raises:
+        TraceError: there is no trace, it cannot be read, or nothing of the program is in it.
+        ConfigError: the mesh or the cluster has another number of devices than the program.
+    """
     cluster = job.cluster
     loose = open_loose(path, mesh=job.mesh, cluster=cluster, program=program)
     trace = read_trace(loose.files, loose.program, rows=group_rows(loose.program.distinct_collectives)[0])
@@ -384,7 +396,16 @@ def _untraced_s(records: Sequence[CaptureRecord], history: schema.HistoryPart | 
 
 
 def waited_for(trace: Trace, hosts: Mapping[int, str], steps_per_execution: int = 1) -> schema.StragglersPart | None:
-    """Who is waited for, with the compute and the host of each; `hosts` by process."""
+    """Who is waited for, with the compute and the host of each; `hosts` by process.
+
+    Args:
+        trace: of one program, with the skew of its collectives.
+        hosts: process -> the name of its host.
+        steps_per_execution: training steps of one call of the program; compute is given for one of them.
+
+    Returns:
+        None where the skew is of no collective.
+    """
     if not trace.skew.instances:
         return None
     by_device: dict[int, list[float]] = {}

@@ -146,6 +146,10 @@ def gpu_environment(experiment: Experiment, environment: Mapping[str, str]) -> d
     """The environment of the process on the GPU, made of this process's.
 
     One GPU of the machine is visible.
+
+    Args:
+        experiment: whose `train.memory_fraction` JAX's client gets.
+        environment: CUDA_VISIBLE_DEVICES is cut to its first entry, and FLAGS take the place of the same in XLA_FLAGS.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     names = [flag.partition("=")[0] for flag in FLAGS]
@@ -369,7 +373,12 @@ def _words(key: tuple[str, tuple[str, ...], str, int]) -> str:
 
 
 def planned_program(experiment: Experiment) -> CompiledProgram:
-    """The experiment's own step, compiled for GPUs that are not there, as plan does it."""
+    """The experiment's own step, compiled for GPUs that are not there, as plan does it.
+
+    Raises:
+        ConfigError: the experiment does not fit its cluster, or no compiler is installed.
+        ProgramError: XLA refuses the step.
+    """
     program = absent_step(experiment)
     assert isinstance(program.mesh, DescribedMesh)
     args = (program.abstract_state, program.abstract_batch)
@@ -378,7 +387,12 @@ def planned_program(experiment: Experiment) -> CompiledProgram:
 
 
 def main(request: dict[str, Any]) -> None:
-    """Compiles, runs and captures the experiment of a request; its code is beside the file that the user named."""
+    """Compiles, runs and captures the experiment of a request; its code is beside the file that the user named.
+
+    Args:
+        request: as `run` writes it: `experiment` (a file of all keys), `beside` (the user's file or None), `folder` (of
+            the run) and `steps` (to capture).
+    """
     experiment = load(request["experiment"])
     if request["beside"]:
         experiment = replace(experiment, path=Path(request["beside"]))
@@ -428,6 +442,13 @@ def filled(program: TrainProgram, experiment: Experiment) -> tuple[Any, Any]:
 
     The batch is the first of the experiment's data where that can be read here: how long look-ups and the gradient of
     their table take depends on which ids there are, and how often.
+
+    Args:
+        program: made for a mesh of the job's devices, mocked ones too.
+        experiment: whose data is read. What cannot be read is made up, which stderr says.
+
+    Returns:
+        State and batch as `program.step` takes them; weights are normal with a deviation of 0.02.
     """
     random = np.random.default_rng(0)
     state, model = program.abstract_state, program.model.abstract_model()
