@@ -85,19 +85,35 @@ class Capture:
         self.active = False
 
     def before(self, step: int, pending: Any = None) -> None:
-        """Starts the trace if this is the first step to capture, once `pending` arrays are ready."""
+        """Starts the trace if this is the first step to capture, once `pending` arrays are ready.
+
+        Args:
+            step: number of the step that comes next.
+            pending: a pytree of arrays; None waits for all that this process holds.
+        """
         if step == self.first and not self.active:
             self.start(pending)
 
     def after(self, step: int, pending: Any = None) -> None:
-        """Counts a step, and stops the trace after the last one, once `pending` arrays are ready."""
+        """Counts a step, and stops the trace after the last one, once `pending` arrays are ready.
+
+        Args:
+            step: number of the step that was called last.
+            pending: as of `before`, waited for after the last step only.
+        """
         if self.active:
             self._done += 1
             if step >= self.last:
                 self.stop(pending)
 
     def start(self, pending: Any = None) -> None:
-        """Starts the trace."""
+        """Starts the trace.
+
+        Removes what an earlier capture left before. Does nothing in a process that was not chosen.
+
+        Args:
+            pending: a pytree of arrays to wait for; None: all that this process holds.
+        """
         if self._processes is not None and jax.process_index() not in self._processes:
             return
         jax.block_until_ready(jax.live_arrays() if pending is None else pending)
@@ -202,7 +218,12 @@ def traced_block(folder: Path, *, processes: Sequence[int] | None = None) -> Ite
 
 
 def start_trace(folder: Path, *, programs: bool) -> None:
-    """Starts the profiler, in a session of this process."""
+    """Starts the profiler, in a session of this process.
+
+    Args:
+        folder: made where it is not there; the trace goes to `plugins/profile/p<process>/` in it.
+        programs: whether the profiler puts the HLO of what runs into the trace.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -222,6 +243,13 @@ def clean(folder: Path) -> None:
 
 def chosen_processes(choice: int | Sequence[int] | None, processes: int) -> tuple[int, ...] | None:
     """The processes that capture: None all, a number that many evenly over the job, a list those.
+
+    Args:
+        choice: as [profile] processes gives it; a number beyond those of the job is all of them.
+        processes: how many the job has.
+
+    Returns:
+        their numbers in order, each once; None for all.
 
     Raises:
         ConfigError: a process that the job does not have.

@@ -56,7 +56,12 @@ class CapturedMesh(_Record):
     device_ids: tuple[int, ...]
 
     def placement(self, cluster: Cluster | None, spec: MeshSpec | None) -> Placement:
-        """Where its devices are: as its spec says, else by id, in the order of the cluster's GPU index."""
+        """Where its devices are: as its spec says, else by id, in the order of the cluster's GPU index.
+
+        Args:
+            cluster: GPUs and links; None takes all devices for one domain, as does one of another size without a spec.
+            spec: the mesh as declared on that cluster; None goes by the ids.
+        """
         if spec is not None and cluster is not None:
             return spec.resolve(cluster).placement(cluster)
         gpus = np.argsort(np.argsort(self.device_ids))  # rank of each id
@@ -326,8 +331,12 @@ def _check_one_job(folder: Path, records: Sequence[CaptureRecord]) -> None:
 def trace_file(folder: Path, record: CaptureRecord) -> Path:
     """The trace of a process.
 
+    Args:
+        folder: `trace/` of the run.
+        record: its sidecar; where the file that it names is not there, the only trace of the process's session is it.
+
     Raises:
-        TraceError: there is none.
+        TraceError: there is none, there are several, or the sidecar names one outside of the folder.
     """
     session = folder / "plugins" / "profile" / f"p{record.process}"
     named = inside(folder, record.trace.file) if record.trace else None
@@ -388,7 +397,13 @@ def _read_module(folder: Path, record: CaptureRecord) -> Any:
 
 
 def traced_program(module: Any, read: Program, device_ids: Sequence[int]) -> TracedProgram:
-    """What the program says of the operations that its traces hold; its partitions run on `device_ids` in order."""
+    """What the program says of the operations that its traces hold; its partitions run on `device_ids` in order.
+
+    Args:
+        module: the compiled program, as the runtime has it.
+        read: the same, from `read_program`; without a schedule `expected`, `kernels` and `graph_nodes` stay empty.
+        device_ids: [partitions] the global id of each one's device.
+    """
     computations = {c.name: c.instructions() for c in module.computations()}
     instructions = [i for body in computations.values() for i in body]
     fused = set()  # one kernel which computes a matmul and communicates

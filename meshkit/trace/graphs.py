@@ -50,7 +50,12 @@ _TAKEN = 0.7  # what is left of a pair's worth where another graph has the instr
 
 
 def graph_nodes(module: Any, schedule: Schedule | None) -> tuple[GraphNode, ...]:
-    """The instructions of a program that run on a GPU, in their order, what loops and calls run in their place."""
+    """The instructions of a program that run on a GPU, in their order, what loops and calls run in their place.
+
+    Args:
+        module: the program, as the runtime has it.
+        schedule: the same, read; None gives no nodes.
+    """
     if schedule is None:
         return ()
     attributes = attributes_of(module)
@@ -92,7 +97,12 @@ def _work(at: Attributes) -> Hashable:
 
 
 def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
-    """Gives the operations that ran inside graphs of a program their instruction; "" where it is not known."""
+    """Gives the operations that ran inside graphs of a program their instruction; "" where it is not known.
+
+    Args:
+        found: of one file; its `labels` and `devices` are changed in place.
+        program: whose `graph_nodes` the kernels are compared with.
+    """
     own = program.owns(found.labels)
     hidden = np.array([mine and _is_hidden(label) for label, mine in zip(found.labels, own)], bool)
     if not hidden.any():

@@ -143,7 +143,12 @@ def inspect(files: Sequence[Path], placement: Placement | None = None) -> Inspec
 
 
 def shape_on(placement: Placement, communicator: Communicator) -> GroupShape | None:
-    """The groups along mesh axes that have the communicator's ranks and nodes; None where none or several do."""
+    """The groups along mesh axes that have the communicator's ranks and nodes; None where none or several do.
+
+    Args:
+        placement: of the job's mesh. An axis of size 1 makes no group.
+        communicator: whose nodes are compared with the hosts, and with the NVLink domains, that the widest group has.
+    """
     sizes = dict(zip(placement.axis_names, placement.shape))
     real = [name for name, size in sizes.items() if size > 1]
     found = []

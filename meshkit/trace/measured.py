@@ -47,6 +47,10 @@ def kernel_runs(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
 
     A trace counts kernels, and one instruction may be several: cuDNN's attention backward three, a sort some dozens. So
     the program says how often; where it does not know, or where the trace has lost kernels, each kernel is one run.
+
+    Args:
+        trace: whose kernels are counted, as means over its device steps.
+        schedule: of the program that was traced; None takes every kernel for one run.
     """
     known = schedule.known_runs() if schedule is not None else {}
     counts = zip(trace.timeline.op_names, trace.kernels.count.tolist())
@@ -60,7 +64,12 @@ def kernel_seconds(trace: Trace, schedule: Schedule | None) -> dict[str, float]:
 
 
 class MeasuredKernels:
-    """Seconds of an instruction: measured kernels, and the models for collectives and copies."""
+    """Seconds of an instruction: measured kernels, and the models for collectives and copies.
+
+    Args:
+        times: instruction -> seconds of one run, from `kernel_seconds`.
+        cluster: GPU and links that the models price the rest for.
+    """
 
     def __init__(self, times: Mapping[str, float], cluster: Cluster):
         self._times, self._model = times, Pricer(cluster, Assumptions(contention=False, slowest=False))
@@ -81,7 +90,14 @@ class MeasuredKernels:
 
 
 def measured_costs(trace: Trace, schedule: Schedule | None = None) -> dict[str, float]:
-    """Seconds of one run of every instruction of a program: of a collective what moves data, where waiting is known."""
+    """Seconds of one run of every instruction of a program: of a collective what moves data, where waiting is known.
+
+    Args:
+        trace, schedule: as of `kernel_runs`.
+
+    Returns:
+        instruction -> seconds; what did not run in the captured steps is not in it.
+    """
     found = kernel_seconds(trace, schedule)
     for collective, _, seconds in _collective_times(trace):
         found[collective.name] = seconds
@@ -114,6 +130,14 @@ def write_calibration(path: str | Path, captured: Captured, trace: Trace) -> Pat
     """Writes what a run measured of its machine, for `cluster.calibration`: fits of collectives, rates of kernels.
 
     None without a cluster, or where a run measured neither.
+
+    Args:
+        path: the TOML file; its folder is made.
+        captured: the run's capture, with the cluster and the program.
+        trace: the same capture, read.
+
+    Returns:
+        the path that was written.
 
     Raises:
         ConfigError: it cannot be written.
@@ -169,7 +193,15 @@ def rates_of(
 
 
 def tensor_share(trace: Trace, schedule: Schedule) -> float:
-    """Share of a captured step, but for exposed communication, in which matmuls and attention ran."""
+    """Share of a captured step, but for exposed communication, in which matmuls and attention ran.
+
+    Args:
+        trace: of the program; the share is of means over its device steps.
+        schedule: of the same program, which says what multiplies.
+
+    Returns:
+        0 to 1; 1 where nothing but exposed communication was measured.
+    """
     kernels = (i for body in schedule.computations.values() for i in body if i.kind == "kernel")
     tensor = {i.name for i in kernels if i.cost and i.cost.multiplies}
     busy = zip(trace.timeline.op_names, trace.kernels.busy_s.tolist())
@@ -275,6 +307,12 @@ def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float
 
     Least squares of the relative error, so that small messages count as much as large ones. Messages of one size tell
     no latency from bandwidth: all of their time is then bandwidth.
+
+    Args:
+        points: [n] wire bytes as of `wire_factor`, seconds of one run, which are not 0, and runs as the weight.
+
+    Returns:
+        the residual is the median of |line / measured - 1|.
     """
     wire, seconds, weight = np.array(points, float).T
     if not (wire > 0).any():

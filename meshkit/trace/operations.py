@@ -88,8 +88,15 @@ class Operations:
 def read_operations(file: TraceFile, space: XSpace | None = None) -> Operations:
     """Reads one file, or what of it was read already.
 
+    Args:
+        file: whose devices are read, and no others.
+        space: the same file from `read_xspace`, no events of which were read yet; None opens it.
+
+    Returns:
+        the operations of its GPUs, or of XLA:CPU's devices where it has no GPU.
+
     Raises:
-        TraceError: it cannot be read, or is no trace.
+        TraceError: it cannot be read, is no trace, or has two planes of one device.
     """
     space = space or read_xspace(file.path)
     lost = [int(m[1] or m[2]) for text in space.messages for m in _DROPPED.finditer(text)]

@@ -143,6 +143,12 @@ class Buffer:
     def fields(self, start: int, end: int) -> Iterator[tuple[int, int | bytes | tuple[int, int]]]:
         """Field numbers and values of one message: whole numbers (signed), fixed bytes, or (start, end) of a message.
 
+        Args:
+            start, end: where the message's bytes are in the file.
+
+        Returns:
+            an iterator over (field number, value): a string is a (start, end) too, a fixed field its 4 or 8 bytes.
+
         Raises:
             WireError: the bytes are no message.
         """
@@ -206,6 +212,10 @@ class Buffer:
 
         A number of more than eight bytes has length 0, unless `wide`, which decodes all ten (the length is then not to
         be used).
+
+        Args:
+            at: [n] positions of their first bytes.
+            wide: whether numbers may have more than eight bytes, as negative ones do.
         """
         word = self.words[at]
         stop = ~word & _CONTINUES

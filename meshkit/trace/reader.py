@@ -119,7 +119,13 @@ class Facts:
         return [name for name, (_, seen) in self.odd_counts.items() if not seen] if self.graph_s else []
 
     def counts(self, expected: Mapping[str, int], collectives: Sequence[Collective], sweeps: Sequence[Sweep]) -> None:
-        """Compares how often collectives ran with what the program says."""
+        """Compares how often collectives ran with what the program says.
+
+        Args:
+            expected: instruction name -> how often one execution runs it; what is not in it is not compared.
+            collectives: as the entries of a sweep's arrays stand for them.
+            sweeps: of the device steps; one that differs makes an entry in `odd_counts`, with the mean over all.
+        """
         if not sweeps or not expected:
             return
         seen = np.stack([s.count[:-1] for s in sweeps])
@@ -192,6 +198,10 @@ class OneStep:
 
 def read_instances(file: TraceFile, program: TracedProgram) -> OneStep:
     """The communication of the one execution of a program that a trace holds.
+
+    Args:
+        file: the trace of one process.
+        program: whose execution it is; without its `groups`, `OneStep.exposed` stays empty.
 
     Raises:
         TraceError: it cannot be read, or holds none.

@@ -44,7 +44,12 @@ class Instances:
         self._bounds = [0]
 
     def begin(self, process: int, clock_ns: int | None) -> float:
-        """Begins a process; returns when its clock reads zero, in seconds after the first process's does."""
+        """Begins a process; returns when its clock reads zero, in seconds after the first process's does; 0 if unknown.
+
+        Args:
+            process: its number in the job.
+            clock_ns: time since the epoch at which its clock reads zero; None where the trace does not say.
+        """
         self.clock_ns[process] = clock_ns
         first = next(iter(self.clock_ns.values()))
         return (clock_ns - first) * 1e-9 if clock_ns is not None and first is not None else 0.0
@@ -132,6 +137,9 @@ def measure_skew(
         steps: the device steps.
         numbers: [entries] which execution each is.
         keep: [entries] which take part.
+
+    Returns:
+        one without a `method` where no instance was seen on all its members.
     """
     waits = instance_waits(instances, collectives, groups, [step.device for step in steps], numbers, keep)
     if waits is None:
@@ -162,12 +170,12 @@ class InstanceWaits:
 
     judged: _Judged
     permutes: list[tuple[np.ndarray, np.ndarray]]  # rows of each collective-permute, and the set of neighbours
-    device: np.ndarray
-    process: np.ndarray
-    duration_s: np.ndarray
-    free_s: np.ndarray  # clock-free
-    clocked_s: np.ndarray
-    start_s: np.ndarray  # on the aligned clocks
+    device: np.ndarray  # [rows] global id
+    process: np.ndarray  # [rows]
+    duration_s: np.ndarray  # [rows] end less start
+    free_s: np.ndarray  # [rows] clock-free: its duration less the shortest of the instance
+    clocked_s: np.ndarray  # [rows] until the last member began; at most its duration
+    start_s: np.ndarray  # [rows] on the aligned clocks
     clocks: Clocks | None
 
     @cached_property
@@ -204,7 +212,14 @@ def instance_waits(
     numbers: np.ndarray,
     keep: np.ndarray,
 ) -> InstanceWaits | None:
-    """What every device waited in every instance; None where there is none. `devices` are those of the device steps."""
+    """What every device waited in every instance; None where there is none. `devices` are those of the device steps.
+
+    Args:
+        instances, collectives, groups: as of `measure_skew`.
+        devices: [entries] global id of the device of each device step.
+        numbers: [entries] which execution each is.
+        keep: [entries] which take part; the rows of others stay NaN.
+    """
     entry, collective, occurrence, start, end, _ = instances.columns()
     if not len(entry) or not groups:
         return None

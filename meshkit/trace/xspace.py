@@ -41,9 +41,9 @@ _MOST_PLANES, _MOST_LINES = 10_000, 100_000  # of a file, of a plane: each takes
 class Line:
     """One line (a stream, a thread) of a plane."""
 
-    name: str
-    timestamp_ns: int
-    span: tuple[int, int]
+    name: str  # `Stream #...` of a GPU's
+    timestamp_ns: int  # since the profile began; some writers count from the epoch
+    span: tuple[int, int]  # where its bytes are in the file
 
 
 class Names:
@@ -86,8 +86,8 @@ class Plane:
     event_names: Names
     stat_names: Names
     stats: dict[str, int | float | str]
-    span: tuple[int, int] = (0, 0)
-    strings: list[str] = field(default_factory=list)
+    span: tuple[int, int] = (0, 0)  # where its bytes are in the file
+    strings: list[str] = field(default_factory=list)  # what `intern` has given an id, in order
     _interned: dict[str, int] = field(default_factory=dict)
 
     def text(self, value: int) -> str:
@@ -112,7 +112,7 @@ class Events:
 
     metadata: np.ndarray  # [n] ids into the plane's `event_names`
     offset_ps: np.ndarray  # [n] from the line's timestamp
-    duration_ps: np.ndarray
+    duration_ps: np.ndarray  # [n]
     stats: dict[str, np.ndarray]
     """Wanted stat -> [n] values; `NO_VALUE` where the event has none. Strings are ids for `Plane.text`."""
 
@@ -134,6 +134,13 @@ def concatenated(parts: list[tuple[np.ndarray, ...]], count: int) -> list[np.nda
     """So many columns, one part after the other; of one value everywhere, they take no room.
 
     Takes the parts out of the list, a column at a time: never are all of them in memory twice.
+
+    Args:
+        parts: of each the columns, [n] with its own n.
+        count: columns of a part.
+
+    Returns:
+        [sum of n] each; a column of one value is a view that cannot be written to.
     """
     columns = [list(part) for part in parts]
     parts.clear()
@@ -159,6 +166,10 @@ class XSpace:
 
     def events(self, plane: Plane, line: Line, wanted: Sequence[str]) -> Iterator[Events]:
         """The events of a line of this file in pieces, with the stats of some names; a line can be read once.
+
+        Args:
+            plane, line: of this file.
+            wanted: names of stats, each a column [n] of int64; of no other stat anything is kept.
 
         Raises:
             TraceError: the line is damaged.
