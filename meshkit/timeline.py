@@ -190,7 +190,12 @@ def exposed_spans(step: DeviceStep) -> np.ndarray:
 
 
 def shares_by_op(step: DeviceStep, num_ops: int) -> np.ndarray:
-    """[num_ops] seconds of the compute of a step by operation: of k that run at once each has 1/k of the time."""
+    """[num_ops] seconds of the compute of a step by operation: of k that run at once each has 1/k of the time.
+
+    Args:
+        step: its `compute` is cut to the window.
+        num_ops: length of the timeline's `op_names`, which `compute_op` points into.
+    """
     spans = _clipped(np.asarray(step.compute, np.float64).reshape(-1, 2), step.window)
     if (spans[1:, 0] >= spans[:-1, 1]).all():  # one stream: a share is a duration
         return np.bincount(step.compute_op, weights=spans[:, 1] - spans[:, 0], minlength=num_ops)

@@ -269,6 +269,10 @@ def sort_passes(operands: Sequence[Shape], dim: int) -> tuple[int, int, int]:
     large as a block's shared memory and threads allow, share a kernel; every wider one is a kernel of its own.
     Stage s of the log2(n) stages compares elements 2^(s+1) - 1, 2^(s-1), ..., 1 apart. With a tile of 2^t elements the
     stages below t are one kernel, and stage s >= t is s - t + 1 wide comparisons and one kernel for the rest.
+
+    Args:
+        operands: arrays of equal dims; their element types decide how large a tile can be.
+        dim: index of the dim that is sorted.
     """
     stages = (operands[0].dims[dim] - 1).bit_length()
     element_bytes = sum(dtype_bits(s.dtype) for s in operands) / 8

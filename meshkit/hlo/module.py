@@ -125,6 +125,9 @@ def read_program(module: Any, placement: Placement) -> Program:
     Args:
         module: as the runtime has it.
         placement: partition id -> place on the mesh and in NVLink domains.
+
+    Raises:
+        ProgramError: it has no entry computation, or a collective whose groups cannot be read or are not on the mesh.
     """
     reader = _Reader(module, placement)
     try:
@@ -135,12 +138,28 @@ def read_program(module: Any, placement: Placement) -> Program:
 
 
 def read_collectives(module: Any, placement: Placement) -> dict[str, Collective]:
-    """Every collective of a module; see `Program`."""
+    """Every collective of a module; see `Program`.
+
+    Args:
+        module, placement: as of `read_program`.
+
+    Returns:
+        name of the instruction -> collective; one inside of an async start or a fusion stands under both names.
+
+    Raises:
+        ProgramError: as `read_program`.
+    """
     return _Reader(module, placement).communication()[0]
 
 
 def read_schedule(module: Any, placement: Placement) -> Schedule:
     """A scheduled HloModule as a Schedule.
+
+    Args:
+        module, placement: as of `read_program`.
+
+    Returns:
+        what it could not price, or not count, is in its `notes`.
 
     Raises:
         ProgramError: a form of HLO that this version does not know.

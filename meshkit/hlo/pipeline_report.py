@@ -53,7 +53,13 @@ class PipelineReport(ScheduleCost):
 
 
 def useful_flops(schedule: Schedule, pipeline: PipelineReport | None = None) -> float:
-    """Matmul and attention FLOP of one GPU and step, recompute included, masked work of a pipeline left out."""
+    """Matmul and attention FLOP of one GPU and step, recompute included, masked work of a pipeline left out.
+
+    Args:
+        schedule: of the step. Of a conditional the branch with the most FLOP counts, of a loop of unknown length one
+            iteration.
+        pipeline: says by `useful_share` what of an instruction counts; None counts all.
+    """
 
     def count(name: str) -> float:
         total = 0.0

@@ -97,7 +97,12 @@ class Schedule:
 
     def walk(self, name: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
         """Every instruction with how often a run executes it; of a conditional every branch, of a loop whose number of
-        iterations XLA does not know one iteration."""
+        iterations XLA does not know one iteration.
+
+        Args:
+            name: of the computation to begin with; None is the entry. One that the schedule lacks gives nothing.
+            times: how often a run executes that computation.
+        """
         for i in self.computations.get(name or self.entry, ()):
             yield i, times
             for body in i.bodies:
@@ -184,7 +189,12 @@ def group_shape(groups: np.ndarray, placement: Placement, *, permute: bool = Fal
 
 
 def domains_spanned(placement: Placement, axes: Collection[str]) -> int:
-    """NVLink domains that the first line of the mesh along some axes spans."""
+    """NVLink domains that the first line of the mesh along some axes spans.
+
+    Args:
+        placement: of the mesh.
+        axes: names of its axes; the line is where all others are at their first place.
+    """
     table = placement.domains.reshape(placement.shape)
     return len(np.unique(table[tuple(slice(None) if name in axes else 0 for name in placement.axis_names)]))
 

@@ -81,7 +81,12 @@ class Explained:
 
 
 def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explained]:
-    """Every collective of a step with its reason, the most bytes first."""
+    """Every collective of a step with its reason, the most bytes first.
+
+    Args:
+        schedule: of the compiled step.
+        strategy: what that step may communicate; its `steps_per_call` divides counts and bytes.
+    """
     rows: dict[tuple, Explained] = {}
     for instruction, runs in schedule.walk():
         if (collective := instruction.collective) is None:
@@ -103,7 +108,12 @@ def explain_collectives(schedule: Schedule, strategy: Strategy) -> list[Explaine
 
 
 def collective_findings(rows: Sequence[Explained], *, of_file: bool = True) -> list[Finding]:
-    """Findings about collectives without a reason, and about reasons that do not allow for so many bytes."""
+    """Findings about collectives without a reason, and about reasons that do not allow for so many bytes.
+
+    Args:
+        rows: from `explain_collectives`.
+        of_file: whether hints may name tables of an experiment file.
+    """
     found = []
     for row in rows:
         if row.explanation is not None and not row.exceeds:
@@ -267,7 +277,13 @@ class Examined:
 
 
 def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Examined:
-    """Traces the step once for its activations, and resolves the rules for every state of the parameters."""
+    """Traces the step once for its activations, and resolves the rules for every state of the parameters.
+
+    Args:
+        experiment: rules, mesh, cluster and the options of its step.
+        program: the step to trace, with the abstract state and batch that it takes.
+        mesh: where the state is placed; on a described one the step is traced as for the cluster's GPU.
+    """
     model = program.model
     target = lowering_for(experiment.cluster) if isinstance(mesh, DescribedMesh) else nullcontext()
     activations = _activations(program.step, (program.abstract_state, program.abstract_batch), target)
@@ -382,6 +398,14 @@ def examine_step(
     """As `examine`, of any step that can be planned; it computes in the widest type of its parameters and activations.
 
     What it keeps and gathers is bounded in that type, what it reduces in fp32.
+
+    Args:
+        step, args, mesh, cluster: as `mk.plan` takes them.
+        rules: that the arguments were placed by.
+        accumulate: micro-batches of a step, which multiply what it may move.
+
+    Raises:
+        ConfigError: arguments that are no tuple, a mesh of another size than the cluster, or rules that do not fit.
     """
     absent = described(mesh, cluster)
     pure, arrays = traceable(step, args, mesh, absent)

@@ -199,7 +199,12 @@ def _unmatched(s: Subject) -> Iterator[Finding]:
 
 
 def in_sums(findings: Sequence[Finding], s: Subject) -> list[Finding]:
-    """The findings that nobody allowed, those of many parameters that no rule is about as one sentence."""
+    """The findings that nobody allowed, those of many parameters that no rule is about as one sentence.
+
+    Args:
+        findings: what the allow list left; up to three `unmatched_parameter` stay as they are.
+        s: what they are about.
+    """
     many = [f for f in findings if f.code == "unmatched_parameter"]
     if len(many) <= _MOST_ALIKE:
         return list(findings)
