@@ -67,7 +67,11 @@ def attend_gradients(
 
 
 def merge(first: tuple[QueryBlock, RowSums], second: tuple[QueryBlock, RowSums]) -> tuple[QueryBlock, RowSums]:
-    """Output (fp32) and log-sum-exp of the same queries over the keys of both."""
+    """Output (fp32) and log-sum-exp of the same queries over the keys of both.
+
+    Args:
+        first, second: what `attend` gives of the same queries for two blocks of keys that share no key.
+    """
     lse = jnp.logaddexp(first[1], second[1])
     one, other = (out.astype(jnp.float32) * _per_query(jnp.exp(part - lse)) for out, part in (first, second))
     return one + other, lse

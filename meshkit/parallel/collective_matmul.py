@@ -64,6 +64,10 @@ class Cut:
         """fn on each GPU's shards.
 
         By hand over every axis: of a shard_map over one axis the partitioner gathers the batch before each collective.
+
+        Args:
+            fn: takes and returns one GPU's shards, and may communicate over the mesh's axes by name.
+            in_specs, out_specs: a spec for each argument of fn, and for each array of the tuple that it returns.
         """
         return shard_map_here(fn, self.mesh, tuple(in_specs), tuple(out_specs))
 
@@ -116,6 +120,9 @@ def gather_matmul(
         cut: what x is cut over along length, and the kernels along their first output dim.
         x: the activations of all kernels.
         kernels: the gradient of each is of its dtype, the matmuls are of x's.
+
+    Returns:
+        [batch, length, ...] for each kernel, of x's dtype: the length whole, the dim behind it cut over the axis.
     """
     casts = tuple(lax.stop_gradient(cut.pin(k.astype(x.dtype), cut.kernel(1))) for k in kernels)
     return _gather_matmul(cut, cut.pin(x, cut.activation(_LENGTH)), tuple(kernels), casts)
@@ -130,6 +137,9 @@ def matmul_scatter(
         cut: what x is cut over along dim 2, and the kernel along dim 0.
         x, kernel: their product is contracted over rows.
         contracted: number of dims of rows.
+
+    Returns:
+        Of x's dtype, its length cut over the axis.
     """
     cast = lax.stop_gradient(cut.pin(kernel.astype(x.dtype), cut.kernel(0)))
     return _matmul_scatter(cut, contracted, cut.pin(x, cut.activation(2)), kernel, cast)

@@ -60,6 +60,12 @@ class Wire:
         """fp32 as codes and the scales of blocks; n is a multiple of BLOCK.
 
         A block with a number that is not finite has a scale that is not finite: it stays visible.
+
+        Args:
+            x: fp32. For bf16, which has no scales, n may be any number.
+
+        Returns:
+            Codes in `dtype`, and fp32 scales, one for each BLOCK elements along the last dim; None for bf16.
         """
         if self.largest is None:
             return _hide(x.astype(self.dtype)), None
@@ -72,7 +78,12 @@ class Wire:
         return _hide(codes.astype(self.dtype)).reshape(x.shape), scales
 
     def dequantize(self, codes: jax.Array, scales: jax.Array | None) -> jax.Array:
-        """The fp32 numbers that codes stand for."""
+        """The fp32 numbers that codes stand for.
+
+        Args:
+            codes: [..., n], as `quantize` gives them.
+            scales: fp32 [..., n / BLOCK]; None where nothing was scaled.
+        """
         if scales is None:
             return codes.astype(jnp.float32)
         blocks = codes.astype(jnp.float32).reshape(*scales.shape, BLOCK)
@@ -92,7 +103,12 @@ def zero_residuals(gradients: Any, replicas: int) -> Any:
 
 
 def wire_elements(size: int, replicas: int) -> int:
-    """Elements of a shard of `size` as they are exchanged: padded to a block in each of the R chunks."""
+    """Elements of a shard of `size` as they are exchanged: padded to a block in each of the R chunks.
+
+    Args:
+        size: elements of one GPU's shard.
+        replicas: R, over whose GPUs the shard is summed.
+    """
     chunk = -(-size // (replicas * BLOCK)) * BLOCK
     return replicas * chunk
 
@@ -120,6 +136,10 @@ class Exchange:
         Args:
             gradient: this GPU's part of its replica's gradient.
             residual: of the step before, None for no error feedback.
+
+        Returns:
+            The sum in fp32, the same on every GPU of the axis; and the new residual, None if none was given. A shard
+            that is too small to compress gets its residual back as it was.
         """
         shape = gradient.shape
         if 4 * math.prod(shape) < self.smallest_bytes:

@@ -59,6 +59,11 @@ class ContextLayout:
     def of(cls, mesh: AnyMesh, axis: str | Sequence[str], batch: str | Sequence[str], heads: str | Sequence[str]):
         """The layout of axes that are each a name or several.
 
+        Args:
+            mesh: attached or described.
+            axis: what cuts the length, outermost first.
+            batch, heads: what cuts those dims; () for nothing.
+
         Raises:
             ConfigError: an axis that the mesh does not have, or one on two dims.
         """
@@ -95,11 +100,20 @@ class ContextLayout:
         return self.size(tuple(a for a in axes if a not in manual_here()))
 
     def run(self, fn: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
-        """fn on the shards of every GPU; it communicates over axes by name."""
+        """fn on the shards of every GPU; it communicates over axes by name.
+
+        Args:
+            fn: takes and returns local arrays.
+            inputs, outputs: PartitionSpecs in the trees of fn's arguments and of its result, see `shard_map_here`.
+        """
         return shard_map_here(fn, self.mesh, inputs, outputs)
 
     def check(self, q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         """Refuses shapes that do not go together, or that the axes do not divide.
+
+        Args:
+            q: [batch, length, heads, head_dim], as it is here: a piece where axes are manual already.
+            k, v: [batch, length, kv_heads, head_dim], as many tokens as q has; kv_heads divides heads.
 
         Raises:
             ConfigError: with the sizes.
@@ -137,7 +151,15 @@ class ContextLayout:
 
 
 def choose_implementation(mesh: AnyMesh, q: jax.Array, block: int) -> str:
-    """`cudnn` where the GPUs of the mesh have it and it takes blocks of this many queries and keys; else `xla`."""
+    """`cudnn` where the GPUs of the mesh have it and it takes blocks of this many queries and keys; else `xla`.
+
+    cuDNN is given bf16 and fp16, a head_dim that is a multiple of 8 and at most 128, and blocks of a multiple of 64.
+
+    Args:
+        mesh: attached or described; the process's own backend does not count.
+        q: whose dtype and last dim, head_dim, decide.
+        block: in tokens; every length that a kernel gets is a multiple of it.
+    """
     with sharding_scope(mesh, ShardingRules({})):
         found = attention_implementation()
     half_precision = q.dtype in (jnp.bfloat16, jnp.float16)
@@ -158,6 +180,10 @@ def balanced_positions(length: int, ways: int) -> Int[Array, " {length}"]:
     """Positions in the sequence of the tokens in balanced order over `ways` GPUs.
 
     With one way they are 0, 1, ..., length - 1.
+
+    Args:
+        length: of the whole sequence, in tokens; a multiple of 2 * ways if there is more than one way.
+        ways: GPUs along the axes that cut the length.
     """
     index = jnp.arange(length, dtype=jnp.int32)
     if ways == 1:

@@ -90,6 +90,9 @@ class Pipeline:
     def tables(self, microbatches: int) -> Tables:
         """The schedule of a batch.
 
+        Args:
+            microbatches: M; with several virtual stages a multiple of the stages.
+
         Raises:
             ConfigError: not a number of microbatches that it can have.
         """
@@ -101,6 +104,16 @@ class Pipeline:
 
     def value_and_gradients(self, params: Mapping[str, Any], batch: Any, rng: Any = None) -> tuple[Any, dict, Any]:
         """loss_sum / weight over the whole batch, metrics, and the gradients of that quotient.
+
+        Args:
+            params: as the class says, whole arrays; what FSDP cuts is gathered in the dtype that it has here.
+            batch: arrays [microbatches, batch, ...], all with the same first dim.
+            rng: a key, from which each microbatch's `StageContext.rng` comes; None for functions that draw nothing.
+
+        Returns:
+            The loss, an fp32 scalar; fp32 scalars by name, those of stages summed over the stages, all of them averaged
+            over microbatches and over the batch's parts; gradients like params, of dtype `accumulators` and on the
+            shardings of the parameters.
 
         Raises:
             ConfigError: parameters or a batch that do not fit the pipeline.
@@ -143,7 +156,15 @@ class Pipeline:
         return self._run(local, params, specs, batch, rng, gradients=False)
 
     def shardings(self, params: Mapping[str, Any]) -> Any:
-        """NamedShardings of parameters, and of the gradients that come back."""
+        """NamedShardings of parameters, and of the gradients that come back.
+
+        Args:
+            params: `{"stages": ..., "outer": ...}`, arrays or ShapeDtypeStructs.
+
+        Raises:
+            ConfigError: other parts than these, another number of PartitionSpecs than of arrays, or layers that the
+                pipeline's axis does not cut first.
+        """
         return _by_part(lambda _, s: NamedSharding(self.axes.mesh, s), params, self._specs(params))
 
     def _zero_gradients(self, specs: Any, weights: Any, outer: Any) -> tuple[Any, Any]:
@@ -246,6 +267,17 @@ def make_pipeline(
     **options: Any,
 ) -> Pipeline:
     """A Pipeline from plain values; options are its remaining fields.
+
+    Args:
+        functions: the model's stages and loss.
+        mesh: attached or described.
+        layers: of the model.
+        axis: mesh axis whose size is the number of stages.
+        batch_spec: PartitionSpec of the batch's arrays, [microbatches, batch, ...]; None: every device has all of it.
+        kept: see `ManualAxes`.
+        virtual_stages: chunks of layers on each stage.
+        layout: layers of each virtual stage, see `Stack.of`; None: as even as they go.
+        options: `specs`, `schedule`, `residuals`, `head`, `accumulators` and `reduced` of `Pipeline`.
 
     Raises:
         ConfigError: more stages than layers, or sizes and names that do not go together.

@@ -69,12 +69,23 @@ class Recompute:
     stage: Stage
 
     def forward(self, weights: Any, x: Any, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
-        """Activations, (loss_sum, metrics), and what to keep."""
+        """Activations, (loss_sum, metrics), and what to keep.
+
+        Args:
+            weights: of the chunk, arrays [chunk_layers, ...].
+            x: activations that enter it.
+            chunk, microbatch: numbers, which may be traced.
+        """
         (y, loss_sum), metrics = self.stage(weights, x, chunk, microbatch)
         return y, (loss_sum, metrics), x
 
     def backward(self, weights: Any, kept: Any, chunk: Any, microbatch: Any) -> tuple[Any, Callable[..., Any]]:
-        """Activations, and (their gradient, that of loss_sum) -> gradients of weights and x."""
+        """Activations, and (their gradient, that of loss_sum) -> gradients of weights and x.
+
+        Args:
+            weights, chunk, microbatch: those that `forward` had.
+            kept: what it gave as third.
+        """
 
         def run(weights, x):
             return self.stage(weights, x, chunk, microbatch)[0]
@@ -124,6 +135,10 @@ class Stash:
 def make_residuals(residuals: Residuals, stage: Stage) -> Recompute | Stash:
     """The keeper that `residuals` asks for.
 
+    Args:
+        residuals: `recompute`, `stash`, the name of a policy in `jax.checkpoint_policies`, or such a policy.
+        stage: what runs a chunk, as `Worker.run_stage`.
+
     Raises:
         ConfigError: no such residuals.
     """
@@ -140,6 +155,12 @@ def loop_gradients(worker: Worker, tables: Tables, residuals: Residuals, accumul
 
     Gradients are summed over microbatches in the dtype of the weights that the loop is given: fp32 accumulators are
     weights cast to fp32 before it.
+
+    Args:
+        worker: of the device.
+        tables: of `gpipe` or `circular`.
+        residuals: what is kept of each tick for its backward.
+        accumulators: dtype of the gradients; None is that of each weight.
     """
     weights, outer = jax.tree.map(lambda x: x.astype(accumulators or x.dtype), (worker.weights, worker.outer))
 

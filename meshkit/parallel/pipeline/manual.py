@@ -92,6 +92,10 @@ class ManualAxes:
     def check_stages(self, spec: PartitionSpec, path: str) -> None:
         """Refuses a stage's parameter whose layers the axis does not cut.
 
+        Args:
+            spec: PartitionSpec of the whole array [layers, ...].
+            path: of the parameter, for the message.
+
         Raises:
             ConfigError: naming the parameter.
         """
@@ -103,7 +107,15 @@ class ManualAxes:
             )
 
     def gather(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """x, made whole over the axes of data in its spec (all-gather of FSDP)."""
+        """x, made whole over the axes of data in its spec (all-gather of FSDP).
+
+        Args:
+            x: this device's piece of a parameter, inside the shard_map.
+            spec: PartitionSpec of the whole parameter; the pipeline's axis and `kept` ones cut it still afterwards.
+
+        Raises:
+            ConfigError: the axes to gather are not the innermost manual ones of their dim.
+        """
 
         def local(x):
             for dim, axes in self._gathered(spec):
@@ -116,6 +128,14 @@ class ManualAxes:
         """The sum of what the devices have of a gradient, laid out as its parameter is.
 
         Reduce-scatter over the axes that cut the parameter, then all-reduce of the piece over those that do not.
+
+        Args:
+            gradient: what this device has of the sum, of the shape that `gather` gave the parameter. It travels in its
+                own dtype (16-bit ones in fp32 on CPUs) and comes back in it.
+            spec: PartitionSpec of the whole parameter.
+
+        Raises:
+            ConfigError: as `gather` does.
         """
         cut = {a for axes in spec_axes(spec) for a in axes}
         left = tuple(a for a in (self.axis, *self.data) if a not in cut)
@@ -164,7 +184,14 @@ def psum(x: jax.Array, axes: Any, mesh: AnyMesh | None = None) -> jax.Array:
 
 
 def psum_scatter(x: jax.Array, axes: Any, dim: int, mesh: AnyMesh | None = None) -> jax.Array:
-    """`lax.psum_scatter` along a dim, in tiles."""
+    """`lax.psum_scatter` along a dim, in tiles.
+
+    Args:
+        x: an array, the same shape on every device of the axes.
+        axes: manual mesh axes, whose sizes divide the dim.
+        dim: of which each device keeps its part of the sum.
+        mesh: as in `psum`.
+    """
     return lax.psum_scatter(_widened(x, mesh), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
 
 

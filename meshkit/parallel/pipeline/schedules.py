@@ -61,7 +61,13 @@ class Slots:
         return cls(np.zeros((ticks, stages), bool), *(np.zeros((ticks, stages), np.int32) for _ in range(3)))
 
     def put(self, ticks: np.ndarray, stage: int, chunks: np.ndarray, microbatches: np.ndarray) -> None:
-        """Enters the work of a stage, a piece in each of these ticks."""
+        """Enters the work of a stage, a piece in each of these ticks.
+
+        Args:
+            ticks: int [n].
+            stage: whose work it is.
+            chunks, microbatches: int [n], of each piece; its slot stays as it is.
+        """
         self.valid[ticks, stage] = True
         self.chunk[ticks, stage], self.microbatch[ticks, stage] = chunks, microbatches
 
@@ -138,6 +144,12 @@ class Tables:
 def check_sizes(schedule: str, stages: int, virtual_stages: int, microbatches: int) -> None:
     """Refuses sizes that a schedule cannot have.
 
+    Args:
+        schedule: one of SCHEDULES.
+        stages: S.
+        virtual_stages: v; more than one needs `circular` or `interleaved_1f1b`.
+        microbatches: M; a multiple of S where v is more than one.
+
     Raises:
         ConfigError: with the sizes, and the nearest that go.
     """
@@ -166,6 +178,11 @@ def check_sizes(schedule: str, stages: int, virtual_stages: int, microbatches: i
 @functools.lru_cache(maxsize=32)
 def make_tables(schedule: str, stages: int, virtual_stages: int, microbatches: int) -> Tables:
     """The tables of a schedule, checked.
+
+    Calls with the same sizes share one object: its arrays are not to be written into.
+
+    Args:
+        schedule, stages, virtual_stages, microbatches: as in `check_sizes`.
 
     Raises:
         ConfigError: sizes that it cannot have.
@@ -330,6 +347,12 @@ def make_report(tables: Tables, stack: Stack, *, axis: str = "pipeline", shared_
 
     `picture` has a row for each stage and a text for each tick: `F3`, `B1`, `F3 B1`, with the chunk behind a dot where
     there are several (`F3.1`), empty where the stage waits.
+
+    Args:
+        tables: whose ticks, slots and work are counted.
+        stack: the layers of the same stages and virtual stages; padding counts as executed, not as useful.
+        axis: what the report calls the pipeline's mesh axis.
+        shared_head: see above.
     """
     s, v, m = tables.stages, tables.virtual_stages, tables.microbatches
     executed = (m * v + s - 1) * stack.chunk_layers * s

@@ -18,7 +18,16 @@ from meshkit.parallel.pipeline.manual import psum
 def lookup(
     table: Float[Array, "stage_vocab embed"], tokens: Int[Array, "*tokens"], axis: str
 ) -> Float[Array, "*tokens embed"]:
-    """Rows of a table of which each stage has vocab / S: each from the stage that has it, by one all-reduce."""
+    """Rows of a table of which each stage has vocab / S: each from the stage that has it, by one all-reduce.
+
+    Args:
+        table: this stage's rows, those from stage * stage_vocab on.
+        tokens: ids in the whole vocabulary; one outside of it gives a row of zeros.
+        axis: the pipeline's, manual here.
+
+    Returns:
+        Rows in the table's dtype, the same on every stage.
+    """
     place, mine = _local(tokens, table.shape[0], axis)
     rows = jnp.where(mine[..., None], table[place], jnp.zeros((), table.dtype))
     return psum(rows, axis)
@@ -31,6 +40,14 @@ def cross_entropy(
 
     Three all-reduces of [...], in fp32: the largest logit, the sum of exponentials, the target's logit. That one is
     found by comparison, not by index: where a tensor axis cuts the vocabulary too, an index would gather the logits.
+
+    Args:
+        logits: of any floating dtype, for this stage's part of the vocabulary.
+        targets: ids in the whole vocabulary.
+        axis: the pipeline's, manual here.
+
+    Returns:
+        fp32, in nats, the same on every stage.
     """
     logits = logits.astype(jnp.float32)
     top = lax.pmax(lax.stop_gradient(logits.max(-1)), axis)

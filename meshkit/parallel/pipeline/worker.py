@@ -147,7 +147,16 @@ class Worker:
         return jax.tree.map(lambda w: pick(w, chunk), weights)
 
     def run_stage(self, weights: Any, x: Any, chunk: Any, microbatch: Any) -> tuple[tuple[Any, Any], Mapping[str, Any]]:
-        """((activations, loss_sum), metrics) of a chunk; weights are those of the chunk."""
+        """((activations, loss_sum), metrics) of a chunk; weights are those of the chunk.
+
+        Args:
+            weights: arrays [chunk_layers, ...].
+            x: activations that enter the chunk.
+            chunk, microbatch: numbers, which may be traced.
+
+        Returns:
+            Activations in the stage's own dtypes; loss_sum and metrics in fp32.
+        """
         with jax.named_scope(STAGE):
             out = self.functions.stage(weights, x, self._context(chunk, microbatch, self.stack.table))
         if not isinstance(out, StageOutput):
@@ -196,6 +205,13 @@ class Worker:
         One chunk needs no way from the last stage back to the first. What arrives must go through `lax.
         optimization_barrier`: without it, XLA's collective-permute-motion moves the permute to the head of the loop,
         where nothing hides it.
+
+        Args:
+            tree: arrays of the same shapes on every stage.
+            step: 1 or -1.
+
+        Returns:
+            What the neighbour sent; zeros on a stage that has none to receive from.
         """
         s, ring = self.axes.stages, self.stack.virtual_stages > 1
         pairs = [(i, (i + step) % s) for i in range(s) if ring or 0 <= i + step < s]
@@ -213,7 +229,13 @@ class Worker:
 
 
 def add(sums: Sums, valid: Any, **more: Any) -> Sums:
-    """Sums with those of a chunk (`loss`, `stages`), or of a microbatch's loss (`loss`, `weight`, `last`)."""
+    """Sums with those of a chunk (`loss`, `stages`), or of a microbatch's loss (`loss`, `weight`, `last`).
+
+    Args:
+        sums: as `Worker.empty_sums` gives them.
+        valid: traced; where it is False nothing is added, whatever `more` holds.
+        more: by the names of the sums; the others stay.
+    """
     return sums | {k: jax.tree.map(lambda a, b: a + where(valid, b, 0.0), sums[k], v) for k, v in more.items()}
 
 
