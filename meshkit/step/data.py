@@ -69,7 +69,15 @@ class Rows:
 
 
 def windows(tokens: np.ndarray, length: int) -> np.ndarray:
-    """A sequence of tokens as rows of `length` + 1, each from the last token of the one before: a view."""
+    """A sequence of tokens as rows of `length` + 1, each from the last token of the one before: a view.
+
+    Args:
+        tokens: [n].
+        length: T, of the examples.
+
+    Returns:
+        [(n - 1) // T, T + 1]: what is left at the end is in none.
+    """
     if len(tokens) <= length:
         return tokens[:0].reshape(0, length + 1)
     return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
@@ -295,6 +303,11 @@ def vocab_of(model: Any) -> int | None:
 def check_tokens(experiment: Experiment, data: Data, model: Any) -> None:
     """Compares the token ids of the data with the (abstract) model's vocab, if it says it.
 
+    Args:
+        experiment: named in the error.
+        data: of token sources every id is looked at, beyond 2**30 of them an even sample; other sources are not.
+        model: abstract; see `vocab_of`.
+
     Raises:
         ConfigError: an id that the model has no row for; look-ups would clamp it in silence.
     """
@@ -403,6 +416,17 @@ def abstract_batch(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) 
     """A global batch as ShapeDtypeStructs with shardings. Opens no corpus, so a plan needs no data.
 
     The first dim is `act_batch`; a second one as long as `sequence_length` is `act_length`.
+
+    Args:
+        experiment: its `[data]`, `global_batch` and `sequence_length`.
+        mesh: attached or described.
+        rules: what they say of `act_batch` and `act_length`.
+
+    Returns:
+        Name -> ShapeDtypeStruct [global_batch, ...], of dtypes as jax keeps them (int64 becomes int32).
+
+    Raises:
+        ConfigError: as `abstract_example` does.
     """
     train = experiment.train
 
@@ -425,11 +449,24 @@ class Batches:
     seed: int | None  # of the shuffle; None keeps the order
 
     def at(self, step: int) -> dict[str, jax.Array]:
-        """The global batch of one step; this process loads only the rows that its devices hold."""
+        """The global batch of one step; this process loads only the rows that its devices hold.
+
+        Args:
+            step: from 0; errors are those of `iterate`.
+        """
         return next(self.iterate(step, step + 1))
 
     def iterate(self, first: int, last: int) -> Iterator[dict[str, jax.Array]]:
-        """The batches of steps first ... last-1, read by background threads and put on devices ahead of their use."""
+        """The batches of steps first ... last-1, read by background threads and put on devices ahead of their use.
+
+        Args:
+            first: from 0; a stream is made anew up to it.
+            last: the step behind the last one.
+
+        Raises:
+            RunError: the source raises, or gives an example of another shape, in the step that the error names; or a
+                stream has no example.
+        """
         ahead: deque[dict[str, jax.Array]] = deque()
         for rows in self._streamed(first, last) if isinstance(self.examples, Stream) else self._loaded(first, last):
             ahead.append(self._to_devices(rows))

@@ -107,7 +107,11 @@ class LocalSgd:
         return optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
 
     def init(self, anchor: Any) -> OuterState:
-        """The outer state before the first outer step."""
+        """The outer state before the first outer step.
+
+        Args:
+            anchor: the parameters, without a replica dim.
+        """
         pending = None
         if self.staleness:
             pending = jax.tree.map(lambda a: jnp.zeros((self.replicas, *a.shape), jnp.float32), anchor)
@@ -225,7 +229,12 @@ class LocalSgd:
 
 @jax.custom_vjp
 def wait_before_backward(loss: jax.Array, exchanged: jax.Array) -> jax.Array:
-    """The loss, unchanged; its gradient is computed once `exchanged` is there, to which no gradient flows."""
+    """The loss, unchanged; its gradient is computed once `exchanged` is there, to which no gradient flows.
+
+    Args:
+        loss: a floating point scalar.
+        exchanged: a floating point array with at least one element.
+    """
     return loss
 
 
@@ -269,7 +278,16 @@ class LocalSgdStep:
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2} if self.local.staleness else {}
 
     def run(self, state: TrainState, batches: Mapping[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The state after batches [H, B, ...], and metrics [H]: means over the replicas, by weight."""
+        """The state after batches [H, B, ...], and metrics [H]: means over the replicas, by weight.
+
+        Args:
+            state: of `extend`, or of the call before.
+            batches: arrays [H, B, ...], B being a step's global batch.
+
+        Returns:
+            The state H steps on, and fp32 metrics [H]; `weight` is the replicas' sum, not their mean. State beside the
+            parameters is averaged over the replicas, and what is not floating point is that of the first.
+        """
         local = self.local
         alike = {"step": state.step, "variables": state.variables}
         carry = {"opt_state": state.opt_state, "rng": self._keys(state.rng), **local.replicate(alike)}
@@ -297,7 +315,12 @@ class LocalSgdStep:
         return replace(state, opt_state=opt_state, extra={"outer": self.local.init(state.params)})
 
     def shardings(self, shards: TrainState, abstract_params: Any) -> TrainState:
-        """NamedShardings of the whole state, from those of the inner step."""
+        """NamedShardings of the whole state, from those of the inner step.
+
+        Args:
+            shards: NamedShardings of one replica's state.
+            abstract_params: the parameters' shapes, from which those of the outer optimizer's state follow.
+        """
 
         def lead(s: NamedSharding) -> NamedSharding:
             spec = PartitionSpec(self.local.axis, *s.spec)
@@ -316,7 +339,11 @@ class LocalSgdStep:
         return {name: one(x) for name, x in batch.items()}
 
     def split(self, batches: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Each [H, B, ...] as [H, R, B / R, ...]; every row stays on its GPU, whatever the order of the axes."""
+        """Each [H, B, ...] as [H, R, B / R, ...]; every row stays on its GPU, whatever the order of the axes.
+
+        Args:
+            batches: cut over `batch_axes` along B, which the replicas and the axes before theirs divide.
+        """
         mesh, axis, index = self.local.mesh, self.local.axis, self.batch_axes.index(self.local.axis)
         before, after = self.batch_axes[:index], self.batch_axes[index + 1 :]
         pieces = math.prod(mesh.shape[name] for name in before)
@@ -347,6 +374,11 @@ class LocalSgdStep:
 def find_local_sgd(experiment: Experiment, mesh: AnyMesh, layout: StateLayout) -> LocalSgd | None:
     """The `[local_sgd]` of an experiment; None if it has none.
 
+    Args:
+        experiment: its `[local_sgd]` table.
+        mesh: attached or described; the size of the axis is R.
+        layout: of the state; the specs of its parameters are those of the anchor.
+
     Raises:
         ConfigError: the axis cuts the parameters or what belongs to them.
     """
@@ -367,7 +399,14 @@ def find_local_sgd(experiment: Experiment, mesh: AnyMesh, layout: StateLayout) -
 
 
 def check_replicas(experiment: Experiment, key: str, axis: str, layout: StateLayout) -> None:
-    """Raises ConfigError where the axis does not hold whole replicas: where it cuts an array of the state."""
+    """Raises ConfigError where the axis does not hold whole replicas: where it cuts an array of the state.
+
+    Args:
+        experiment: named in the error.
+        key: of the setting that names the axis, as `local_sgd.axis`.
+        axis: mesh axis whose GPUs are to hold replicas.
+        layout: of the state under rules that know the axis.
+    """
     for what, tree in (
         ("parameters", layout.params),
         ("gradients", layout.gradients),

@@ -127,7 +127,13 @@ def _describe(value: Any) -> str:
 
 
 def next_token(model: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
-    """Weighted sum of -log p(target | tokens so far), in nats; the sum of weights; no further metrics."""
+    """Weighted sum of -log p(target | tokens so far), in nats; the sum of weights; no further metrics.
+
+    Args:
+        model: tokens [batch, length] -> logits [batch, length, vocab].
+        batch: `tokens` and `targets`, ids, and `weights`, all [batch, length].
+        rng: not used.
+    """
     del rng
     losses = cross_entropy(model(batch["tokens"]), batch["targets"])
     return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"]), {}
@@ -138,6 +144,13 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
     The target's logit is picked by comparison with an iota, not by indexing: over a sharded vocab each GPU then sums
     its own part, and one all-reduce of [batch, length] follows instead of a gather of the logits.
+
+    Args:
+        logits: [..., vocab], of any floating dtype.
+        targets: int [...], ids below vocab; of any other the target's logit counts as 0.
+
+    Returns:
+        fp32 [...], in nats.
     """
     logits = logits.astype(jnp.float32)
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
@@ -182,6 +195,9 @@ class MicroBatches:
         """Each [B, ...] as [count, replicas, B / count / replicas, ...] without moving a row to another GPU.
 
         Micro-batches take rows in strides, since contiguous ones would all lie on the first GPUs.
+
+        Args:
+            batch: arrays of the global batch, cut over `batch_axes`; count * replicas divides B.
         """
         kept = tuple(a for a in self.batch_axes if a not in self.deferred)
         sharding = NamedSharding(self.mesh, PartitionSpec(None, self.deferred or None, kept or None))
@@ -198,6 +214,10 @@ def deferred_axes(rules: ShardingRules, mesh: AnyMesh) -> tuple[str, ...]:
 
     They cut the batch and no other activation (the experts' axis does: its weights are not gathered), and
     `[rules.gradients]` does not cut the accumulators over them.
+
+    Args:
+        rules: of activations, and `[rules.gradients]`.
+        mesh: axes of one GPU are left out.
     """
     (batch,) = rules.spec_for(("act_batch",), kind="activations")
     activations = {a for name, axes in rules.logical.items() if name.startswith("act_") and name != "act_batch"
@@ -264,6 +284,8 @@ def reduce_replicas(
     axis of the exchange in its own way and last.
 
     Args:
+        gradients: tree of fp32 arrays, each replica's own sums.
+        micro: whose deferred axes are summed over.
         accumulators: NamedShardings of the gradients without the replica dim.
         reduced: NamedShardings wanted.
         dtype: on the wire, and of the sum.
@@ -302,7 +324,13 @@ def reduce_replicas(
 
 
 def residual_shardings(params: Any, micro: MicroBatches, accumulators: Any, reduced: Any, axis: str) -> Any:
-    """NamedShardings of the residuals [R, ...] that `reduce_replicas` takes, of parameters with these shapes."""
+    """NamedShardings of the residuals [R, ...] that `reduce_replicas` takes, of parameters with these shapes.
+
+    Args:
+        params: arrays or ShapeDtypeStructs, without a replica dim.
+        micro, accumulators, reduced: as in `reduce_replicas`.
+        axis: of the exchange; it cuts the leading dim, R.
+    """
 
     def one(x, accumulator, wanted):
         _, _, out = _scattered(len(x.shape), micro, accumulator, wanted)
@@ -323,7 +351,12 @@ def _sum_first(tree: Any) -> Any:
 
 
 def strip_axes(shardings: Any, axes: Sequence[str]) -> Any:
-    """NamedShardings in which these mesh axes cut nothing."""
+    """NamedShardings in which these mesh axes cut nothing.
+
+    Args:
+        shardings: any tree of NamedShardings; kinds of memory are not kept.
+        axes: of their mesh.
+    """
 
     def one(sharding):
         kept = [tuple(a for a in dim if a not in axes) for dim in spec_axes(sharding.spec)]

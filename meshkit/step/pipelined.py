@@ -105,7 +105,16 @@ class Pipelined:
         return dict(XLA_OPTIONS)
 
     def mean_gradients(self, state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[Sums, Any]:
-        """Sums over the whole batch (its metrics averaged), and gradients of the mean loss."""
+        """Sums over the whole batch (its metrics averaged), and gradients of the mean loss.
+
+        Args:
+            state: its layers arranged in stages.
+            batch: the global batch, arrays [B, ...]; the number of microbatches divides B.
+
+        Returns:
+            Sums without gradients, fp32 scalars; and fp32 gradients, a nested dict like `state.params`, laid out as the
+            optimizer gets them.
+        """
         with sharding_scope(self.train.axes.mesh, self.rules):
             found = self.train.value_and_gradients(self._weights(state), self._cut(batch), split_rng(state))
         loss, metrics, gradients = found
@@ -117,7 +126,11 @@ class Pipelined:
         return Sums(loss * weight, weight, metrics, None), gradients
 
     def evaluate(self, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Sums over the batch, forward only."""
+        """Sums over the batch, forward only.
+
+        Returns:
+            `loss_sum` (0 where the weight is) and `weight`, fp32 scalars.
+        """
         with sharding_scope(self.train.axes.mesh, self.rules):
             loss, metrics = self.evaluation.value(self._weights(state), self._cut(batch), split_rng(state))
         weight = self._weight(metrics)
@@ -332,7 +345,12 @@ class Arrangement:
 
 
 def arrange_description(model: ModelDescription, stack: Stack) -> ModelDescription:
-    """The model with as many layers in its arrays as the pipeline has places for."""
+    """The model with as many layers in its arrays as the pipeline has places for.
+
+    Args:
+        model: as without a pipeline, its layers stacked [layers, ...].
+        stack: of the pipeline; afterwards they are [stack.size, ...].
+    """
 
     def one(leaf: nnx.Variable) -> nnx.Variable:
         x = leaf.get_raw_value()
@@ -403,7 +421,16 @@ class StageFunctions:
             return self._model(outer).first(batch, ctx)
 
     def stage(self, layers: Mapping[str, Any], x: Any, ctx: StageContext) -> Any:
-        """A chunk of layers."""
+        """A chunk of layers.
+
+        Args:
+            layers: the chunk's parameters, arrays [chunk_layers, ...].
+            x: activations, as `first` or the chunk before gives them.
+            ctx: of the stage.
+
+        Returns:
+            Activations; a StageOutput if the model's layers give values that the loss makes something of.
+        """
         model = self._model({})
 
         def layer(parameters, x, key):
@@ -419,7 +446,17 @@ class StageFunctions:
         return scan_layers(layer, layers, x, ctx)
 
     def last(self, outer: Mapping[str, Any], x: Any, batch: Any, ctx: StageContext) -> tuple[Any, Any, dict[str, Any]]:
-        """loss_sum, weight, and metrics with that weight among them, of what leaves the last layer."""
+        """loss_sum, weight, and metrics with that weight among them, of what leaves the last layer.
+
+        Args:
+            outer: parameters outside of the layers.
+            x: activations of the last layer.
+            batch: this device's part of the microbatch.
+            ctx: of the pipeline's end.
+
+        Raises:
+            ConfigError: the model or the loss raises, or the logits are not a stage's part of the vocabulary.
+        """
         model = self._model(outer)
         with self._calling("last"):
             if self._own is None:

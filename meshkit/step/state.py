@@ -88,7 +88,11 @@ class ModelDescription:
         return nnx.merge(self.graph, self.params, self.variables)
 
     def merge(self, params: Any, variables: Any) -> nnx.Module:
-        """The module around arrays given as nested dicts."""
+        """The module around arrays given as nested dicts.
+
+        Args:
+            params, variables: as `nnx.to_pure_dict` gives them; the arrays may be traced.
+        """
         return nnx.merge(self.graph, nnx.State(params), nnx.State(variables))
 
 
@@ -97,6 +101,10 @@ def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
 
     What takes `dtype`, `fp8` or `remat` is given the `[train]` precision and remat policy, unless the options say
     otherwise.
+
+    Args:
+        experiment: its `[model]`, and precision and recomputation of `[train]`.
+        rngs: handed to what makes an nnx module; of a linen module its stream `params` gives weights and other keys.
 
     Raises:
         ConfigError: the class is missing, is no model, does not take an option, or raises.
@@ -400,6 +408,11 @@ class LinenModel(nnx.bridge.ToNNX):
 
 def wrap_linen(experiment: Experiment, module: linen.Module, rngs: nnx.Rngs) -> LinenModel:
     """The module initialized by the call that the experiment's loss makes of it on a micro-batch.
+
+    Args:
+        experiment: names the loss and the data, whose example gives the shapes.
+        module: unbound.
+        rngs: its stream `params` gives the initial weights, then a key for each stream that a training call needs.
 
     Raises:
         ConfigError: the loss raises before it calls the model, or never does.

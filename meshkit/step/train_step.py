@@ -76,6 +76,15 @@ def update_params(
 
     State that lives in host memory is fetched and brought back here. Not before the gradients are there: until then
     the GPU's memory is the activations'.
+
+    Args:
+        optimizer: with clipping, as `make_optimizer` gives it.
+        layout: where optimizer state lies between steps, and where while it is used.
+        gradients: fp32, of the mean loss, laid out as `layout.reduced`.
+        state: before the step.
+
+    Returns:
+        Parameters, and the optimizer's state in the memory that `layout.opt_state` says.
     """
     opt_state = state.opt_state
     if layout.opt_on_device is not None:
@@ -384,7 +393,15 @@ def _find_exchange(experiment: Experiment, mesh: AnyMesh, layout: StateLayout) -
 
 
 def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
-    """Learning rate by step: linear warm-up from 0, then constant, or down to a tenth (cosine) or to 0 (linear)."""
+    """Learning rate by step: linear warm-up from 0, then constant, or down to a tenth (cosine) or to 0 (linear).
+
+    Args:
+        spec: the `[optimizer]` table.
+        steps: of the whole training, warm-up included; a longer warm-up is cut to it.
+
+    Returns:
+        Step, from 0, -> learning rate: of step i of w in the warm-up (i + 1) / w of the full one.
+    """
     warmup = min(spec.warmup_steps, steps)
     rest = max(1, steps - warmup)
     if spec.schedule == "cosine":
