@@ -59,7 +59,14 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Activation(Sharded):
-    """One constrained activation, as `explain` lists it."""
+    """One constrained activation, as `explain` lists it.
+
+    Attributes:
+        logical_axes: one for each dim, as `constrain` got them.
+        shape: of the whole array; in a pipeline, that of one microbatch.
+        spec: mesh axes that cut each dim.
+        dropped: mesh axes of the rules that were left out, see `constrain`.
+    """
 
     logical_axes: tuple[str | None, ...]
     shape: tuple[int, ...]
@@ -165,7 +172,13 @@ def record_activations() -> Iterator[list[Activation]]:
 
 
 def warn_misspelt(names: Collection[str], rules: ShardingRules, *, stacklevel: int) -> None:
-    """Warns of a name that no rule is about where a rule that names nothing is spelt nearly so; files have the lint."""
+    """Warns of a name that no rule is about where a rule that names nothing is spelt nearly so; files have the lint.
+
+    Args:
+        names: logical axes that constraints or parameters carry.
+        rules: of a program; those of a file (`rules.where`) are not looked at.
+        stacklevel: of `warnings.warn`; 2 is the caller of this function.
+    """
     if rules.where is not None:
         return
     ruled = rules.mapping("activations").keys() | rules.mapping("optimizer").keys()
@@ -291,7 +304,13 @@ def shard_over(fn: Callable[..., Any], in_axes: Sequence[LogicalAxes], out_axes:
 
 
 def shard_over_mesh(fn: Callable[..., Any], in_specs: Sequence[Spec], out_spec: Spec) -> Callable[..., Any]:
-    """`shard_over` with mesh axes per dim in place of logical axes; fn may communicate over them by name."""
+    """`shard_over` with mesh axes per dim in place of logical axes; fn may communicate over them by name.
+
+    Args:
+        fn: takes and returns local arrays; inside it there is no scope.
+        in_specs: for each argument, the mesh axes that cut each of its dims.
+        out_spec: the same of the result.
+    """
     scope = current_scope()
     if scope is None:
         return fn
@@ -351,7 +370,12 @@ def partition_spec(spec: Sequence[Sequence[str]]) -> PartitionSpec:
 
 
 def spec_axes(spec: PartitionSpec, rank: int = 0) -> list[tuple[str, ...]]:
-    """The mesh axes that cut each dim, the reverse of `partition_spec`; of at least `rank` dims."""
+    """The mesh axes that cut each dim, the reverse of `partition_spec`; of at least `rank` dims.
+
+    Args:
+        spec: without `PartitionSpec.UNCONSTRAINED`.
+        rank: of the array; dims that the spec leaves out are cut over no axis.
+    """
     dims = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     return dims + [()] * (rank - len(dims))
 
@@ -399,6 +423,11 @@ def flax_follows(mapping: Mapping[str, Axes] | None, constrain: Answer, place: A
     """Answers flax's constraints on activations by `constrain`, and on new variables by `place`; with None, neither.
 
     Flax's rules are the mapping meanwhile, unless the user has set some: `nn.logical_to_mesh_axes` agrees with it.
+
+    Args:
+        mapping: meshkit's rules, logical axis of an activation -> mesh axes.
+        constrain: (array, Asked) -> the array that goes on in its place.
+        place: (value of a new variable, Asked) -> the value that the variable gets.
     """
     _intercept()
     before = variables.get_logical_axis_rules()

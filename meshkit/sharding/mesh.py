@@ -154,6 +154,10 @@ def build_mesh(
 def described(mesh: AnyMesh, cluster: Cluster) -> DescribedMesh:
     """The mesh with the cluster's described GPUs in its places; of attached devices only the shape counts.
 
+    Args:
+        mesh: attached or described; a described one comes back as it is.
+        cluster: whose devices stand in the new mesh, by index, in C order.
+
     Raises:
         ConfigError: it has more or fewer devices than the cluster.
     """
@@ -308,6 +312,10 @@ def _backend_started() -> bool:
 @contextmanager
 def device_memory(experiment: Experiment, *, hint: str | None = None) -> Iterator[None]:
     """A block that runs programs on devices: where one has too little memory, the error says what helps.
+
+    Args:
+        experiment: what runs; names the memory there is, and what would need less of it.
+        hint: None: plan's remedies.
 
     Raises:
         RunError: jax ran out of a device's memory, wherever in the block it came to say so.

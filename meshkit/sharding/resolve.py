@@ -226,7 +226,13 @@ def _common_end(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def is_statistic(key_path: tuple, leaf: Any, kind: str = "parameters") -> bool:
-    """Whether a leaf is of an optimizer's state, whose arrays need not have the shapes of the parameters."""
+    """Whether a leaf is of an optimizer's state, whose arrays need not have the shapes of the parameters.
+
+    Args:
+        key_path: of jax, to the leaf; its innermost attribute (not key), if any, is `params` on the way to a parameter.
+        leaf: a variable, a box or an array.
+        kind: the mapping of the rules that is asked for; of `optimizer` every leaf is one.
+    """
     fields = [key.name for key in key_path if isinstance(key, GetAttrKey)]  # of optax's named tuples, of a TrainState
     return kind == "optimizer" or isinstance(leaf, nnx.OptState) or (bool(fields) and fields[-1] != "params")
 

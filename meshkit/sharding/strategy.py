@@ -175,7 +175,16 @@ class Strategy:
             yield self._rows_for_columns(over)
 
     def weight_of(self, part: Payload, over: Axes) -> Weight | None:
-        """A weight whose elements, whole over these axes, are those of the part."""
+        """A weight whose elements, whole over these axes, are those of the part.
+
+        Args:
+            part: an array of a collective; its elements on one GPU count.
+            over: mesh axes of the collective.
+
+        Returns:
+            The first that has so many elements, all its layers or one, as some state cuts it but for these axes; else
+            the first that has them uncut; else None.
+        """
         whole = (w for w in self.weights if part.elements in (w.size, w.size // w.stack))
         exact = (w for w in self.weights if part.elements in self._whole(w, over))
         return next(exact, None) or next(whole, None)
@@ -389,7 +398,12 @@ class Strategy:
 
 
 def make_weights(placed: Mapping[str, Sequence[Placed]], roles: AxisRoles) -> list[Weight]:
-    """Weights of a model from its placements in each kind of state, all in the same order."""
+    """Weights of a model from its placements in each kind of state, all in the same order.
+
+    Args:
+        placed: a list for each of STATES, as `placements_by_state` gives them.
+        roles: whose tensor axes count as those over which a weight is never gathered.
+    """
     made = []
     for states in zip(*(placed[state] for state in STATES)):
         p, names = states[0], states[0].logical_axes or (None,) * len(states[0].shape)

@@ -491,6 +491,10 @@ def first_state(experiment: Experiment, program: TrainProgram) -> TrainState:
 
     Only the parameters come from the folder. Optimizer state starts at zero either way, and does not depend on them.
 
+    Args:
+        experiment: its `checkpoint.initial` names the folder; None for random weights.
+        program: made of the same experiment; its arrangement, if it has one, moves the layers that were read.
+
     Raises:
         ConfigError: the model does not say how its parameters correspond to files, or the files do not fit it.
     """

@@ -60,7 +60,14 @@ class Row:
             yield index, self.name_at(index)
 
     def name_at(self, index: tuple[int, ...]) -> str:
-        """Name of the tensor at some indices of the placeholders."""
+        """Name of the tensor at some indices of the placeholders.
+
+        Args:
+            index: one for each of `stacked`, in its order.
+
+        Raises:
+            ValueError: more or fewer.
+        """
         return self.name.format(**dict(zip(self.stacked, index, strict=True)))
 
     def to_ours(self, tensor: Any, sizes: Mapping[str, int], ranges: Mapping[str, range]) -> np.ndarray:
@@ -89,7 +96,12 @@ class Row:
         return block.transpose([flat.index(dim) for dim in self._inner])
 
     def to_file(self, value: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """A whole tensor of the file: the inverse of `to_ours`, of a row without `part`."""
+        """A whole tensor of the file: the inverse of `to_ours`, of a row without `part`.
+
+        Args:
+            value: the parameter at one index of the placeholders, its other dims as `ours` has them.
+            sizes: of all dims.
+        """
         return value.transpose([self._inner.index(dim) for dim in self._flat]).reshape(self.file_shape(sizes))
 
     @property
@@ -128,7 +140,11 @@ class Layout:
     """Pattern of names that may be there and are not read, since they follow from the config."""
 
     def rows_for(self, names: Mapping[str, Any]) -> tuple[Row, ...]:
-        """The table that fits the names of some files best: the first whose tensors are all there, else `rows`."""
+        """The table that fits the names of some files best: the first whose tensors are all there, else `rows`.
+
+        Args:
+            names: whose keys are the names of tensors, as `open_folder` gives them.
+        """
         for rows in (self.rows, *self.others):
             if all(name in names for row in rows for _, name in row.names(self.sizes)):
                 return rows
