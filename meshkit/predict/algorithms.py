@@ -32,7 +32,12 @@ FORCED = ("ring", "tree", "nvls", "nvls tree", "pat", "collnet", "symmetric", "c
 
 
 def wire_factor(collective: str, n: int) -> float:
-    """Bytes on the wire per GPU over payload bytes: nccl-tests' bus bandwidth factors (doc/PERFORMANCE.md)."""
+    """Bytes on the wire per GPU over payload bytes: nccl-tests' bus bandwidth factors (doc/PERFORMANCE.md).
+
+    Args:
+        collective: HLO opcode without `-start`, or nccl-tests' `reduce`, `send`, `recv`; any other counts as a gather.
+        n: GPUs of the group; 1 or less moves nothing.
+    """
     if n <= 1:
         return 0.0
     if collective == "all-reduce":
@@ -70,7 +75,16 @@ class Algorithm(NamedTuple):
 
 
 def fastest(collective: str, payload: float, wires: Wires) -> Algorithm:
-    """What NCCL takes, without what the host adds: the fastest of all by its own tuner's reckoning."""
+    """What NCCL takes, without what the host adds: the fastest of all by its own tuner's reckoning.
+
+    Args:
+        collective: one of `nccl.RING_TURNS`.
+        payload: bytes on one GPU: the operand; of an all-gather, the result.
+        wires: the links under its group, of two GPUs or more.
+
+    Raises:
+        KeyError: a collective that `nccl.RING_TURNS` has not.
+    """
     if collective == "collective-permute":
         return _permute(payload, wires)
     if collective in ("all-to-all", "ragged-all-to-all"):
@@ -103,7 +117,15 @@ def options(collective: str, payload: float, wires: Wires) -> Iterator[Algorithm
 
 
 def forced(collective: str, algorithm: str, payload: float, wires: Wires) -> Algorithm | None:
-    """What a family of algorithms, with or without a protocol, costs; NCCL chooses the rest. None: not to be had."""
+    """What a family of algorithms, with or without a protocol, costs; NCCL chooses the rest. None: not to be had.
+
+    Args:
+        collective: one of `nccl.RING_TURNS`.
+        algorithm: one of `FORCED`; `ll`, `ll128` or `simple` may follow. With `nvls` a gather and a reduce-scatter are
+            rings, an all-reduce over several domains is `nvls tree`.
+        payload: bytes on one GPU, as `fastest` takes it.
+        wires: the links under its group, of two GPUs or more.
+    """
     family, _, protocol = algorithm.rpartition(" ")
     if protocol not in PROTOCOLS:
         family, protocol = algorithm, ""
@@ -134,6 +156,15 @@ def channels_of(name: str, collective: str, payload: float, wires: Wires) -> int
 
     Rings and trees have what NCCL's log says, over hosts two for each port that they reach. A message to one peer
     doubles its channels while each would carry too much; over hosts it has two.
+
+    Args:
+        name: `Algorithm.name`.
+        collective: HLO opcode, without `-start`; tells a permute's one peer from an all-to-all's many.
+        payload: bytes on one GPU; it counts for messages to single peers inside a domain alone.
+        wires: the links under its group.
+
+    Returns:
+        0 for copy engines, which run no kernel.
     """
     constants, most = nccl_constants(), nccl_constants()["p2p"]["channels"]
     inside, across = catalog.kernels()["nccl_channels"]

@@ -47,7 +47,15 @@ class FlopNote:
 
 
 def executed_flops(schedule: Schedule, name: str | None = None) -> float:
-    """FLOP of matmuls and attention that one GPU executes; of a conditional those of the branch with the most."""
+    """FLOP of matmuls and attention that one GPU executes; of a conditional those of the branch with the most.
+
+    Args:
+        schedule: of the compiled program.
+        name: of one of its computations; None for the whole program.
+
+    Returns:
+        FLOP of one run; a loop counts as often as it runs, one of unknown length once.
+    """
     total = 0.0
     for i in schedule.computations.get(name or schedule.entry, ()):
         total += _flops_of(i)
@@ -148,7 +156,15 @@ def rematerialized(simulation: Simulation, log: Sequence[str]) -> Rematerialized
 
 
 def unpriced_seconds(simulation: Simulation, *, steps: int = 1) -> Mapping[str, float]:
-    """Kind of note -> seconds of what it names, the least that they take, in each of a program's training steps."""
+    """Kind of note -> seconds of what it names, the least that they take, in each of a program's training steps.
+
+    Args:
+        simulation: of one run of the program.
+        steps: training steps that one run makes.
+
+    Returns:
+        Seconds; a kind that takes none is left out.
+    """
     names = {kind: {n.partition(" (")[0] for n in noted} for kind, noted in simulation.notes.items()}
     seconds = {**simulation.noted_s, **kernel_seconds_by_name(simulation)}
     found = {kind: sum(seconds.get(n, 0.0) for n in noted) / steps for kind, noted in names.items()}

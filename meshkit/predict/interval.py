@@ -67,7 +67,12 @@ def stratum_of(gpu: Gpu, precision: str, experts: bool) -> Stratum:
 
 
 def step_interval(time_s: float, stratum: Stratum) -> StepInterval | None:
-    """The interval of a step that is predicted to take so long; None where there are no published runs at all."""
+    """The interval of a step that is predicted to take so long; None where there are no published runs at all.
+
+    Args:
+        time_s: of the predicted step.
+        stratum: of the run; where it is not calibrated, the errors of a wider one serve.
+    """
     table = _table()
     for name in stratum.names:
         row = table.get(name)

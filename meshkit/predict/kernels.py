@@ -53,7 +53,15 @@ LARGE, LONG_S = 2048, 10e-3  # of a matmul that the power cap slows
 
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
-    """Dense peak of a matmul on operands of an XLA element type, FLOP/s; the next wider type where the GPU lacks it."""
+    """Dense peak of a matmul on operands of an XLA element type, FLOP/s; the next wider type where the GPU lacks it.
+
+    Args:
+        gpu: any but a CPU's entry.
+        dtype: as XLA spells it: `bf16`, `f32`, `f8e4m3fn`; `f32_highest` is fp32 that may not run as TF32.
+
+    Raises:
+        KeyError: the catalog has no peaks of it, as for a CPU.
+    """
     return gpu.peak_flops[precision_of(gpu, dtype)]
 
 
@@ -70,6 +78,13 @@ def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
     """Dense peak that MFU refers to for a precision of `[train]`, FLOP/s: of what its matmuls run as (fp32 as TF32).
 
     None for a CPU, whose virtual devices have none.
+
+    Args:
+        gpu: its dense peaks.
+        precision: `fp32`, `bf16`, `fp16` or `fp8`.
+
+    Raises:
+        KeyError: another precision, on a GPU.
     """
     return peak_flops(gpu, COMPUTE_DTYPE[precision]) if gpu.peak_flops else None
 
@@ -214,6 +229,13 @@ def attention_share(cost: Cost, gpu: Gpu) -> float:
 
     Blocks of queries are handed to the multiprocessors one by one, and the last of them leave most idle: as if there
     were one more wave (SimuMax's measurements of 4 to 64 heads on an A100 fall that way).
+
+    Args:
+        cost: its keys, queries and head size; 0 where unknown, which then does not count.
+        gpu: where it runs; one that was not measured has the chart of its kind, else of an H100.
+
+    Returns:
+        1 where the length is unknown.
     """
     if not cost.attention_length:
         return 1.0
@@ -333,7 +355,16 @@ def _useful(shape: tuple[int, int, int, int]) -> float:
 
 
 def sustained_flops_per_s(gpu: Gpu, precision: str, kind: str = "matmul") -> float:
-    """Rate of a large matmul by the catalog: `matmul` of a long run, `burst` of a short one."""
+    """Rate of a large matmul by the catalog: `matmul` of a long run, `burst` of a short one.
+
+    Args:
+        gpu: its peaks, and the shares of them that were measured or are taken from its kind.
+        precision: as the catalog calls it; of one that the GPU lacks, fp32's peak.
+        kind: `matmul` or `burst`; a share of the precision's own comes first.
+
+    Returns:
+        FLOP/s of one GPU.
+    """
     share = gpu.achieved.get(f"{kind}_{precision}", gpu.achieved.get(kind, gpu.achieved["matmul"]))
     return gpu.peak_flops.get(precision, gpu.peak_flops["fp32"]) * share
 

@@ -48,7 +48,14 @@ class Reserved:
 
 
 def reserved_memory(module: Any, schedule: Schedule, cluster: Cluster, temporary_bytes: int) -> Reserved:
-    """What a compiled module takes that its compiler does not count; `temporary_bytes` is its largest block."""
+    """What a compiled module takes that its compiler does not count; `temporary_bytes` is its largest block.
+
+    Args:
+        module: scheduled HLO as the runtime's object; its attention calls need a workspace.
+        schedule: of the same program; its collectives need communicators.
+        cluster: whether NVSwitch reduces, which takes buffers too.
+        temporary_bytes: of the compiler's memory analysis, on one GPU.
+    """
     numbers = reserved()
     used = [i.collective for instructions in schedule.computations.values() for i in instructions if i.collective]
     communicators = _communicators(used)
@@ -67,6 +74,10 @@ def nccl_bytes(members: Iterable[Collective], cluster: Cluster) -> int:
     Each connection has a buffer at its receiving end for every protocol, and a small one at the sending end. A ring has
     one connection a channel; the trees of an all-reduce add two; all-to-all and permutes have some to every peer, and
     across domains one shared pool; where the switch reduces, its buffers come on top (16 channels x 2 x 1 MiB a rank).
+
+    Args:
+        members: one or more, of the same groups; which kinds of collective they are decides what connects.
+        cluster: says whether the switch reduces: NVSwitch, from NVLink 4 on.
     """
     numbers = reserved()
     members = list(members)
@@ -117,6 +128,10 @@ def cudnn_workspace_bytes(queries: Shape, keys: Shape) -> int:
 
     The gradient of the queries and a number of each of their rows in fp32; where query heads share keys, dK and dV of
     every query head.
+
+    Args:
+        queries: of dQ, [batch, heads, length, head size].
+        keys: of dK, alike; its heads divide those of the queries.
     """
     numbers = reserved()
     batch, heads, length, head_dim = queries.dims

@@ -78,7 +78,16 @@ def _of_generation(generation: str, values: Mapping[str, float]) -> dict[str, fl
 
 
 def constants_of(generation: str, values: Mapping[str, float]) -> Mapping[str, float]:
-    """Every constant of a generation, those given in the place of the shipped ones, and the rates (RATES)."""
+    """Every constant of a generation, those given in the place of the shipped ones, and the rates (RATES).
+
+    Args:
+        generation: of NVLink, as `Wires.generation`: `3`, `4` or `5`.
+        values: by plain name, or by `name.generation`, of which those of other generations are left out; units as in
+            nccl.toml, of RATES a factor on the catalog's rate.
+
+    Raises:
+        KeyError: another generation.
+    """
     return {**dict.fromkeys(RATES, 1.0), **fitted_for(generation), **_of_generation(generation, values)}
 
 
@@ -86,6 +95,13 @@ def with_constants(wires: Wires, values: Mapping[str, float]) -> Wires:
     """The same links with other constants of `[fitted]`, and with other rates than the catalog's: see `constants_of`.
 
     NCCL chooses by what it takes them for, as before.
+
+    Args:
+        wires: is not changed; what it makes remembers it in `taken_for`.
+        values: every constant and rate that `constants_of` returns.
+
+    Raises:
+        KeyError: a rate is missing.
     """
     inside, outside = values["nvlink_rate"], values["network_rate"]
     made = Wires.__new__(Wires)
@@ -163,6 +179,18 @@ class Wires:
 
         `fabric`: how hosts are cabled, and over how many racks the group is spread; None: as the cluster's
         `oversubscription` says, for all that leaves a host.
+
+        Args:
+            cluster: GPUs and links.
+            g: members of the group inside one domain.
+            k: domains that it spans; with 1, `outside_bytes_per_s` is infinite.
+            concurrent_groups: such groups in a domain at a time; None: each GPU is in one.
+            nvls: False as with `NCCL_NVLS_ENABLE=0`.
+            fabric: one of FABRICS, and the leaves that the domains lie under; see above for None.
+            nccl: version, such as "2.28.9"; None for `default_version` of nccl.toml.
+
+        Raises:
+            ConfigError: no version of NCCL, or one that has no model.
         """
         constants, gpu = nccl_constants(), cluster.gpu
         per_host = min(cluster.gpus_per_host, cluster.gpus_used_per_domain)
@@ -295,7 +323,15 @@ class Expected(NamedTuple):
 
 
 def expected(collective: str, wires: Wires) -> tuple[Expected, ...]:
-    """What the tuner expects of everything that it may choose for a reduction or a gather."""
+    """What the tuner expects of everything that it may choose for a reduction or a gather.
+
+    Args:
+        collective: `all-reduce`, `all-gather` or `reduce-scatter`.
+        wires: the links under its group, of two GPUs or more; kept there is what was answered once.
+
+    Returns:
+        One for each algorithm and protocol that has any bandwidth.
+    """
     wires = wires.taken_for or wires
     if collective not in wires.known:
         wires.known[collective] = tuple([found for found in _expected(collective, wires) if found.bytes_per_s > 0])
@@ -332,7 +368,13 @@ def _medium(protocol: str) -> Sequence[float]:
 
 
 def tree_medium(protocol: str, payload: float) -> float:
-    """Share of its bandwidth that a tree reaches on messages of medium size: NCCL's table, without its jumps."""
+    """Share of its bandwidth that a tree reaches on messages of medium size: NCCL's table, without its jumps.
+
+    Args:
+        protocol: one of PROTOCOLS.
+        payload: bytes of the message; linear in their logarithm between NCCL's points, 64 B and its doublings, and 1
+            beyond the last.
+    """
     if payload <= 64.0:
         return _medium(protocol)[0]
     where, table = math.log2(payload / 64), _medium(protocol)
@@ -341,7 +383,16 @@ def tree_medium(protocol: str, payload: float) -> float:
 
 
 def table_step_s(algorithm: str, protocol: str, wires: Wires) -> tuple[float, float]:
-    """NCCL's own latency of a step inside a domain, and out of it."""
+    """NCCL's own latency of a step inside a domain, and out of it.
+
+    Args:
+        algorithm: `ring` or `tree`.
+        protocol: one of PROTOCOLS.
+        wires: its kinds of link, and what they add to NCCL's table.
+
+    Returns:
+        Seconds inside a domain, and between two.
+    """
     rows = nccl_constants()["step_latency_s"]
     simple = protocol == "simple"
     inside = rows[wires.inside][algorithm][protocol] + wires.inside_extra_s[simple]

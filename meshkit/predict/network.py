@@ -114,7 +114,24 @@ class Price:
 def collective_price(
     collective: str, payload_bytes: float, group: tuple[int, int, int | None], cluster: Cluster, how: How
 ) -> Price:
-    """What one collective takes, as `collective_time_s` has it; `group`: GPUs per domain, domains, such groups."""
+    """What one collective takes, as `collective_time_s` has it; `group`: GPUs per domain, domains, such groups.
+
+    Args:
+        collective: HLO opcode, without `-start`.
+        payload_bytes: on one GPU: the operand; of an all-gather, the result.
+        group: members inside one domain, domains that it spans, and such groups in a domain at a time (None: each
+            GPU is in one).
+        cluster: its links and, if it names one, its calibration. A fit of that, where one applies, gives the
+            seconds, and the model the parts of them.
+        how: as the keywords of `collective_time_s`; {} for what NCCL and XLA do by themselves.
+
+    Returns:
+        Seconds alone, launch included where XLA launches it; 0 for a group of one GPU.
+
+    Raises:
+        ConfigError: as `collective_time_s`.
+        TypeError: `how` has another key.
+    """
     gpus_per_domain, domains, concurrent_groups = group
     if how:
         _check(how, domains)
@@ -250,6 +267,13 @@ def peak_bus_bandwidth_bytes_per_s(c: Collective, cluster: Cluster | None) -> fl
 
     Of the wire bytes of a GPU a share crosses InfiniBand (see `infiniband_share`), so that link is full at its rate
     divided by the share. What stays inside a domain is bounded by NVLink.
+
+    Args:
+        c: its link, group size and GPUs per domain count.
+        cluster: where it runs; None where unknown.
+
+    Returns:
+        Bytes/s of one GPU and direction; None also on CPUs and for a group of one.
     """
     if cluster is None or cluster.is_cpu or c.group_size < 2:
         return None

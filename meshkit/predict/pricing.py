@@ -70,6 +70,9 @@ class Pricer:
         seconds: durations that are known, of a kernel alone, a collective or a copy; None prices by model.
         gpus: of the whole job; default the cluster's.
         busy: share of the step's time in which tensor cores work, see `kernels.step_gain`.
+
+    Raises:
+        ConfigError: the calibration that the cluster names cannot be read.
     """
 
     def __init__(

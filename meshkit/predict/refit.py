@@ -43,7 +43,18 @@ class Sensitivity:
         start: Mapping[str, float],
         groups: Sequence[Hashable],
     ) -> Sensitivity:
-        """Around the constants `start`; every group of times weighs the same."""
+        """Around the constants `start`; every group of times weighs the same.
+
+        Args:
+            predicted_s: constants by name -> [n] seconds of the measured collectives. Called with `start`, then
+                with one constant after the other 2 % larger.
+            measured_s: [n] seconds, in that order.
+            start: constants by name.
+            groups: [n] what each belongs to; the weights of a group sum to 1.
+
+        Returns:
+            With misfit [n], slopes [n, constants] and weights [n].
+        """
         here = np.log(predicted_s(start))
         moved = [np.log(predicted_s({**start, name: start[name] * _NUDGE})) for name in start]
         sizes = Counter(groups)
@@ -51,7 +62,14 @@ class Sensitivity:
         return cls(list(start), here - np.log(measured_s), (np.array(moved) - here).T / np.log(_NUDGE), weights)
 
     def refit(self, used: np.ndarray | slice = slice(None)) -> dict[str, float]:
-        """By how much each constant should be multiplied, for the times that are used."""
+        """By how much each constant should be multiplied, for the times that are used.
+
+        Args:
+            used: which of the n times, as numpy indexes them; by default all.
+
+        Returns:
+            Name of a constant -> factor, from exp(-0.7) to exp(0.7).
+        """
         slopes, misfit, weights = self.slopes[used], self.misfit[used], self.weights[used]
         step = np.zeros(len(self.names))
         total = weights.sum()
@@ -78,7 +96,19 @@ class MeasuredCollective(Protocol):
 
 
 def predicted_s(row: MeasuredCollective, cluster: Cluster, fitted: Mapping[str, float] | None = None) -> float:
-    """What the model says of a collective that was timed."""
+    """What the model says of a collective that was timed.
+
+    Args:
+        row: its kind, group and bytes; the time that was measured is not read.
+        cluster: where it ran; its calibration comes first, if it names one and nothing is `fitted`.
+        fitted: constants by name, in the place of the shipped ones.
+
+    Returns:
+        Seconds, with one launch of XLA's.
+
+    Raises:
+        ConfigError: an unknown collective, a group that makes no sense, or a calibration that cannot be read.
+    """
     return collective_time_s(
         row.collective,
         payload_bytes=row.size_bytes,
@@ -99,6 +129,14 @@ def network_constants(measured: Sequence[MeasuredCollective], cluster: Cluster) 
     """The model's constants, and its links' rates, of one cluster; None where too few collectives were measured.
 
     Only those that the measured times speak of. One launch is in each, as in a step.
+
+    Args:
+        measured: what was timed; single GPUs and collectives that the model has not are left out.
+        cluster: where; the calibration that it names does not count.
+
+    Returns:
+        Constants and rates by name, and the median of |predicted / measured - 1| before and after; None also on CPUs.
+        Too few are fewer than 8.
     """
     rows = [row for row in measured if row.collective in RING_TURNS and row.gpus_per_domain * row.domains > 1]
     if len(rows) < _FEWEST or cluster.gpu.compute_capability is None:

@@ -62,6 +62,10 @@ def simulate(
         seconds: duration of a kernel alone, a collective or a copy; None prices it by roofline and network model.
         assumptions: what to take into account. Default: everything; of given `seconds` only the order.
         gpus: of the whole job, which wait for each other; default the cluster's.
+
+    Raises:
+        ConfigError: the calibration that the cluster names cannot be read, or the network model has not one of the
+            collectives.
     """
     chosen = assumptions or (Assumptions() if seconds is None else Assumptions(contention=False, slowest=False))
     pricer = (
@@ -101,6 +105,15 @@ def step_pricer(schedule: Schedule, cluster: Cluster, assumptions: Assumptions, 
     """Prices of a program's instructions, its tensor cores at the clock that the program leaves them.
 
     Their share of the time, without communication, is where the rates that it gives lead to it again.
+
+    Args:
+        schedule: of the compiled program.
+        cluster: GPUs and links.
+        assumptions: what to take into account; `copy_engines` is set here, by the program's collectives.
+        gpus: of the whole job, which wait for each other; default the cluster's.
+
+    Raises:
+        ConfigError: the calibration that the cluster names cannot be read.
     """
     assumptions = replace(assumptions, copy_engines=assumptions.symmetric and _mostly_asynchronous(schedule))
     pricer = Pricer(cluster, assumptions, gpus=gpus, busy=0.0 if assumptions.full_clock else 1.0)
