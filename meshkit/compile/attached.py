@@ -106,6 +106,10 @@ class _Executable:
 def compile_step(program: TrainProgram, experiment: Experiment) -> CompiledStep:
     """The step compiled ahead of time.
 
+    Args:
+        program: its mesh is of the devices that are there.
+        experiment: its cluster says for what it is compiled, and `[xla]` and `[train]` with which options.
+
     Raises:
         ConfigError: XLA refuses an option of the experiment's.
         RunError: other processes of the job did not answer.
@@ -131,8 +135,15 @@ def compile_step(program: TrainProgram, experiment: Experiment) -> CompiledStep:
 def compile_for_gpus(lowered: Any, cluster: Cluster, placement: Placement, choices: CompileChoices) -> _Executable:
     """A lowered program compiled with the options and in the order that plan compiles it with.
 
+    Args:
+        lowered: what jax makes of `trace(...).lower(...)`.
+        cluster: whose memory it must fit, and whose prices order its instructions.
+        placement: of the program's partitions, for its schedule.
+        choices: of the user, of the program, and of its memory.
+
     Raises:
         RefusedOption: XLA refuses one of the user's.
+        RunError: other processes of the job did not answer.
     """
 
     def make(chosen: Sequence[Option]) -> _Executable:

@@ -133,8 +133,13 @@ def cache_folder() -> Path | None:
 def load(folder: Path, key: str) -> KeptProgram | None:
     """What was kept under a key; None if nothing was.
 
+    Args:
+        folder: from `cache_folder`.
+        key: from `program_key`.
+
     Raises:
         DamagedEntry: the file is not what was written; it is removed.
+        ConfigError: `MESHKIT_CACHE_BYTES` is no number of bytes.
     """
     body = _store(folder).read(key + _SUFFIX)
     if body is None:
@@ -150,7 +155,18 @@ def load(folder: Path, key: str) -> KeptProgram | None:
 
 
 def store(folder: Path, key: str, made: KeptProgram) -> None:
-    """Keeps a program: header length (8 bytes), header, compressed module."""
+    """Keeps a program: header length (8 bytes), header, compressed module.
+
+    A full disk costs the entry; those used longest ago go where all exceed the bound.
+
+    Args:
+        folder: from `cache_folder`.
+        key: from `program_key`.
+        made: what `load` gives back.
+
+    Raises:
+        ConfigError: `MESHKIT_CACHE_BYTES` is no number of bytes.
+    """
     header = json.dumps({"result": dict(made.result), "log": made.log}).encode()
     body = len(header).to_bytes(8, "little") + header + zlib.compress(made.module, 1)
     _store(folder).write(key + _SUFFIX, body)
@@ -280,6 +296,10 @@ def private_folder(folder: Path, *, of_code: bool = True) -> str | None:
 
 def open_own(name: str, at: int) -> int:
     """A descriptor of a file in a held folder, to read: a regular one of this user, which others cannot write.
+
+    Args:
+        name: of the file, without a folder.
+        at: descriptor of the folder.
 
     Raises:
         OSError: there is none, it cannot be read, or it is another kind of thing (a link, of another user, ...).

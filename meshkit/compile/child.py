@@ -121,7 +121,21 @@ def main(folder: Path) -> None:
 
 
 def compile_program(request: dict[str, Any], program: bytes, module_path: Path) -> dict[str, Any]:
-    """Deserializes, lowers and compiles; writes the scheduled module and returns memory and times."""
+    """Deserializes, lowers and compiles; writes the scheduled module and returns memory and times.
+
+    Args:
+        request: what `program.compile_absent` writes down: topology and target, the mesh and the order of its devices,
+            shardings and donations of the arguments, options by name and which of them are the user's.
+        program: as `jax.export` serializes it.
+        module_path: file for the serialized HloModuleProto; what XLA dumps goes into the folder `dump` beside it.
+
+    Returns:
+        Fields of `program.CompiledProgram` as JSON has them, bytes of one GPU and seconds, and `left_out`: name of an
+        option that this XLA does not take -> its reason.
+
+    Raises:
+        RefusedOption: XLA refuses an option of the user's.
+    """
     import jax
     import numpy as np
     from jax import export

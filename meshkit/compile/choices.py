@@ -106,7 +106,16 @@ def choices_for(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) ->
 
 
 def derive_options(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> tuple[Option, ...]:
-    """Options for the step of an experiment: its memory, and what its loop over layers gathers."""
+    """Options for the step of an experiment: its memory, and what its loop over layers gathers.
+
+    Args:
+        experiment: its memory, precision, pipeline, rules and cluster.
+        program: its weights, and the axes over which it cuts the batch itself.
+        mesh: that it is compiled for, described or of attached devices.
+
+    Returns:
+        None of them on CPUs.
+    """
     if experiment.cluster.is_cpu:
         return ()
     options = [memory_option(experiment.train.memory_fraction, offloads=experiment.train.offloads)]
@@ -123,6 +132,13 @@ def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
     64 H100s (data 2 x fsdp 32, whole layers recomputed) is counted as 79.8 GiB and takes 70.0. A step that does not fit
     is compiled again with the limit at what the client may take, but where activations wait in host memory: XLA counts
     them, some twice, as if they lay on the GPU, and would make room that they do not take.
+
+    Args:
+        memory_fraction: share of the GPU's memory that the client may take.
+        offloads: whether activations wait in host memory.
+
+    Returns:
+        Its values are percentages of what XLA plans for by itself; with `offloads` there is no tight one.
     """
     why = "XLA counts what waits in host memory as the GPU's, and would make room for it"
     tight = None
@@ -145,7 +161,13 @@ def _waits_in_every_layer(experiment: Experiment, mesh: AnyMesh) -> bool:
 
 
 def loop_traffic(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> LoopTraffic | None:
-    """What the loop over layers gathers; None if nothing."""
+    """What the loop over layers gathers; None if nothing.
+
+    Args:
+        experiment: its rules cut the weights, and its precision says how many bytes an element has.
+        program: its model, and the axes over which weights are gathered once a step, not in the loop.
+        mesh: its sizes; axes of size 1 gather nothing.
+    """
     placed, sizes = placements_by_state(program.model.params, mesh, experiment.rules), mesh.shape
     bytes_each = BYTES_OF[experiment.train.precision]
     moved: dict[tuple[str, ...], float] = {}
@@ -161,7 +183,16 @@ def loop_traffic(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -
 
 
 def options_for(traffic: LoopTraffic, cluster: Cluster) -> tuple[Option, ...]:
-    """The options for a loop that communicates so much."""
+    """The options for a loop that communicates so much.
+
+    Args:
+        traffic: of one iteration.
+        cluster: its links decide from which size on a message uses most of their bandwidth.
+
+    Returns:
+        Collectives pipelined over iterations, a loop that does two at a time, and bytes up to which collectives are
+        combined. All are left out where the program fits only without them.
+    """
     over, layer = " x ".join(traffic.axes), format_bytes(traffic.gathered_bytes)
     pipelined = f"each layer gathers {layer} over {over}, which can only be hidden under the layer before"
     kinds = ("all-gather", "reduce-scatter", "all-reduce")
@@ -192,7 +223,16 @@ def options_for(traffic: LoopTraffic, cluster: Cluster) -> tuple[Option, ...]:
 
 
 def message_bytes(collective: str, traffic: LoopTraffic, cluster: Cluster) -> int:
-    """The smallest message, XLA's default doubled, that uses most of the bandwidth of a large one; at most a layer."""
+    """The smallest message, XLA's default doubled, that uses most of the bandwidth of a large one; at most a layer.
+
+    Args:
+        collective: HLO opcode, without `-start`.
+        traffic: its group, and its `gathered_bytes`, from which on sizes are not doubled any more.
+        cluster: whose links price it.
+
+    Returns:
+        Bytes, as `collective_time_s` takes them: 30 MiB or a doubling of that.
+    """
 
     def seconds(size: float) -> float:
         return collective_time_s(
@@ -223,7 +263,19 @@ def _elements(weight: Weight, gathered: Sequence[str], sizes: Mapping[str, int])
 
 
 def predicted_costs(schedule: Schedule, cluster: Cluster, assumptions: Assumptions) -> dict[str, float]:
-    """Seconds of one run of every instruction that takes any, each as if nothing else ran."""
+    """Seconds of one run of every instruction that takes any, each as if nothing else ran.
+
+    Args:
+        schedule: of the program.
+        cluster: GPUs and links.
+        assumptions: what to take into account.
+
+    Returns:
+        Name of an instruction -> seconds, without the launch of a kernel.
+
+    Raises:
+        ConfigError: the calibration that the cluster names cannot be read.
+    """
     pricer, found = step_pricer(schedule, cluster, assumptions), {}
     for body in schedule.computations.values():
         for i in body:
@@ -276,6 +328,9 @@ def compile_to_fit[T: CompileAttempt](
 
     Returns:
         The fastest that fits, the first where none does; and those that it was chosen from.
+
+    Raises:
+        ConfigError: what `train.pgle` asks for needs a cache that cannot be used, or a calibration that cannot be read.
     """
     if choices.pgle == TABLE:
         with text_file(agree(TABLE, table_text(cluster))) as path:

@@ -80,7 +80,18 @@ class Exported:
 
 
 def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: DescribedMesh, cluster: Cluster) -> Exported:
-    """A function lowered for CUDA in this process, as a program of its array leaves; other leaves are constants."""
+    """A function lowered for CUDA in this process, as a program of its array leaves; other leaves are constants.
+
+    Args:
+        step: jitted, or plain, which is jitted here.
+        args: pytrees; their `jax.ShapeDtypeStruct`s are the program's arrays.
+        mesh: of its shardings. Where nothing in the program mentions it, every GPU runs all of it.
+        cluster: its GPU answers what jax asks of an attached one.
+
+    Raises:
+        ProgramError: it cannot be lowered without GPUs: it calls back into Python, has attention outside of a manual
+            shard_map, is of another mesh, or changes a module that is not among its arguments.
+    """
     jitted = step if hasattr(step, "trace") else jax.jit(step)
     leaves, tree = jax.tree.flatten(tuple(args))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
@@ -429,6 +440,12 @@ def traceable(
     """The step over arrays, and its arguments as abstract ones whose NamedShardings are on the described mesh.
 
     On `mesh` itself where that has explicit axes: types name the very mesh.
+
+    Args:
+        step: under `nnx.jit`, plain, or under `jax.jit`.
+        args: modules, arrays and anything else; of arrays all but the values is kept.
+        mesh: that the arguments' shardings are on.
+        absent: the mesh of GPUs that are not there, of the same axes.
 
     Raises:
         ConfigError: the arguments are no tuple.

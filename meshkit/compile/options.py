@@ -202,7 +202,15 @@ def compile_lowered(
 
 
 def memory_of(compiled: Any, prefix: str = "") -> dict[str, int] | None:
-    """Bytes of a compiled program on one GPU (`prefix` host_: in its host's memory); None where XLA does not say."""
+    """Bytes of a compiled program on one GPU (`prefix` host_: in its host's memory); None where XLA does not say.
+
+    Args:
+        compiled: what jax makes of `lowered.compile()`.
+        prefix: "" or "host_".
+
+    Returns:
+        Keys `argument`, `output`, `alias`, `temp` and `generated_code`.
+    """
     found = compiled.memory_analysis()
     return found and {name: int(getattr(found, f"{prefix}{name}_size_in_bytes")) for name in _MEMORY}
 
