@@ -57,7 +57,12 @@ class Mended:
 def findings_of[C: JudgedReport](
     case: C, causes: Iterable[Callable[[C], Iterator[FindingPart]]]
 ) -> tuple[FindingPart, ...]:
-    """What the causes find that is worth a line, the most seconds first."""
+    """What the causes find that is worth a line, the most seconds first.
+
+    Args:
+        case: the report, with what its causes ask of it.
+        causes: each yields what it finds; one that costs less than LEAST of the step is left out.
+    """
     every = (found for cause in causes for found in cause(case))
     worth = (f for f in every if (f.seconds or 0.0) >= LEAST * case.time_s)
     return tuple(sorted(worth, key=lambda f: -(f.seconds or 0.0)))
@@ -177,6 +182,16 @@ class JudgedReport:
 def finding(
     case: JudgedReport, code: str, seconds: float, message: str, *, warns: float = WARNS, **more: Any
 ) -> FindingPart:
+    """A finding, which is a warning if it costs enough of the step.
+
+    Args:
+        case: whose step it is.
+        code: names the cause.
+        seconds: of a step that it costs; kept to nine digits.
+        message: a sentence; its first letter is made a capital.
+        warns: share of the step from which it is a warning.
+        more: `evidence`, `hint` and `step_s` of `FindingPart`.
+    """
     severity = "warning" if seconds >= warns * case.time_s else "note"
     message = message[0].upper() + message[1:]
     seconds = float(f"{seconds:.9g}")  # what sums of floats add would order equals
@@ -281,7 +296,12 @@ def small_collectives(case: JudgedReport) -> Iterator[FindingPart]:
 
 
 def recomputes(name: str, info: InstructionInfo | None) -> bool:
-    """Whether a kernel of the backward pass computes the forward again."""
+    """Whether a kernel of the backward pass computes the forward again.
+
+    Args:
+        name: of the instruction.
+        info: what it is; None where unknown, then its name alone says so.
+    """
     return bool(_RECOMPUTED.search(name) or (info is not None and _RECOMPUTED.search(info.source)))
 
 
@@ -318,7 +338,16 @@ class Planned(NamedTuple):
 
 
 def judged_plan(report: Report, planned: Planned) -> Report:
-    """A prediction with its findings and its verdict: what it is bound by."""
+    """A prediction with its findings and its verdict: what it is bound by.
+
+    Args:
+        report: of a simulation.
+        planned: what it was made from.
+
+    Returns:
+        Without findings where the step has no time, or not all of the program was read; its verdict is then at most
+        that it does not fit.
+    """
     memory, time_s = report.memory, report.step.time_s
     said = [_too_large(memory)] if memory.fits is False else []
     if not time_s or any(w.code == NOT_PREDICTED for w in report.warnings):
@@ -427,7 +456,15 @@ def _matmul_rate(planned: Planned, time_s: float) -> float:
 
 
 def judged_by_communication(report: Report, cluster: Cluster | None) -> Report:
-    """A report without compute, with its findings and its verdict."""
+    """A report without compute, with its findings and its verdict.
+
+    Args:
+        report: of NCCL's own record.
+        cluster: where it ran; None where unknown, then nothing is held against the network model.
+
+    Returns:
+        The report as it is where nothing took any time.
+    """
     case = _Heard(report, cluster)
     if not case.time_s:
         return report

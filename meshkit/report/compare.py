@@ -161,7 +161,16 @@ class Comparison(Part):
 
 
 def compare(a: Report, b: Report) -> Comparison:
-    """Both reports side by side, b relative to a."""
+    """Both reports side by side, b relative to a.
+
+    Args:
+        a: what is compared with: a prediction, or the earlier run.
+        b: the measurement, or the later run; ratios are b / a.
+
+    Returns:
+        With a verdict where both steps have a time. Single operations are joined by name where both are of one compiled
+        program, else by key.
+    """
     fingerprint = a.program.fingerprint
     same_program = fingerprint is not None and fingerprint == b.program.fingerprint
     ops, share = _joined_ops(a, b, by_name=same_program)
@@ -259,7 +268,15 @@ def _verdict(found: Comparison, parts: Sequence[ComparedPart]) -> str | None:
 
 
 def plan_warnings(plan: Report, measured: Report) -> Iterator[schema.Warning_]:
-    """Where a plan beside a measurement is of another job."""
+    """Where a plan beside a measurement is of another job.
+
+    Args:
+        plan: the prediction.
+        measured: the report beside it.
+
+    Yields:
+        One warning at most, `other_plan`: mesh or GPUs differ, or of two programs no collective is in both.
+    """
     differs = []
     for what in ("mesh", "cluster"):
         a, b = getattr(plan, what), getattr(measured, what)

@@ -46,6 +46,11 @@ def write_folder(
         timeline: what it summarizes, for the page and for Perfetto.
         predicted: what to compare a measurement with; None looks in the folder (see `find_prediction`).
         title: what the page is about; the folder's name by default.
+
+    Raises:
+        TraceError: the folder holds a `plan.json` that is no report.
+        ConfigError: Plotly, which draws the page, is not installed.
+        OSError: a file cannot be written.
     """
     folder = Path(folder)
     title = title or folder.resolve().name

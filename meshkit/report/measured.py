@@ -106,7 +106,17 @@ def stragglers_part(
 
 
 def machine_notes(cluster: Cluster | None, facts: Facts, device_kind: str | None = None) -> Iterator[Note]:
-    """Where the devices that were traced are others than the cluster's."""
+    """Where the devices that were traced are others than the cluster's.
+
+    Args:
+        cluster: as described; None yields nothing.
+        facts: of the trace, which name the hardware.
+        device_kind: as jax names the devices; None where only the trace is there.
+
+    Yields:
+        One note at most, `other_gpu`: CPUs for GPUs, or another name, vendor, compute capability, or
+        memory by more than 15 %.
+    """
     if cluster is None:
         return
     gpu, hardware, found = cluster.gpu, facts.hardware, ""
@@ -156,6 +166,13 @@ def withhold_axes(report: Report, trace: Trace) -> Report:
 
     Counts and bytes of the rows stay, as they are the program's; their seconds are null, because an unknown part of
     each is missing.
+
+    Args:
+        report: of a trace.
+        trace: says how much of its communication was mapped.
+
+    Returns:
+        The report as it is where enough is mapped to be believed.
     """
     share, hidden = trace.facts.mapped_share, trace.facts.hidden
     if trace.facts.believes_axes:
@@ -204,7 +221,15 @@ def history_of(records: Sequence[Mapping[str, Any]]) -> schema.HistoryPart | Non
 
 
 def untraced_step_s(history: schema.HistoryPart | None, first_traced: int) -> float | None:
-    """The median step before a trace began, but for the first, which warms up; None of fewer than three."""
+    """The median step before a trace began, but for the first, which warms up; None of fewer than three.
+
+    Args:
+        history: of the run; None where it has none.
+        first_traced: number of the first step in the trace.
+
+    Returns:
+        Seconds.
+    """
     if history is None:
         return None
     each = zip(history.steps, history.values.get("step_time_s", ()))

@@ -136,6 +136,15 @@ def summarize_simulation(
     """The report of a simulated step; see `summarize`.
 
     MFU refers to the peak of the facts' precision, or of that in which the program has most of its FLOP.
+
+    Args:
+        simulation: of one run of the program, which may make several steps.
+        schedule: of the same program.
+        source: only a `plan` gets an interval of its step.
+        machines: with a cluster.
+        facts: what the model says; executed and peak FLOP are filled in here.
+        instructions: name of an instruction -> what it is.
+        warnings: that others found; one that FLOP were not read leaves the interval out.
     """
     each, flops, cluster = facts.steps_per_call, simulation.flops, machines.cluster
     assert cluster is not None
@@ -201,7 +210,11 @@ def check_invariants(report: Report) -> None:
 
 
 def training_cost(step_time_s: float | None, facts: StepFacts, machines: Machines) -> schema.TrainingPart:
-    """Time and cost of the whole training at one step time; what cannot be known is None."""
+    """Time and cost of the whole training at one step time; what cannot be known is None.
+
+    Returns:
+        Hours of wall time and of GPUs, cost in the currency of `price_per_gpu_hour`, seconds of one checkpoint.
+    """
     steps, cluster = facts.training_steps, machines.cluster
     checkpoint_s = checkpoint_time_s(facts.state_bytes, cluster) if cluster else None
     if step_time_s is None or steps is None:
@@ -263,7 +276,15 @@ def step_part(
     num_gpus: int | None = None,
     bounds: tuple[float | None, float | None] = (None, None),
 ) -> StepPart:
-    """The step as a mean over device steps, and what it achieves."""
+    """The step as a mean over device steps, and what it achieves.
+
+    Args:
+        source: a `profile` says where its idle time lies; any other knows its bubble, which is 0 until it is filled in.
+        sweeps: of device steps, each as one training step; none leaves all times None.
+        facts: FLOP and tokens of a step, and the peak that MFU refers to.
+        num_gpus: that share the work; None leaves out MFU and tokens/s.
+        bounds: seconds of the step if all communication hid under compute, and if none did.
+    """
     if not sweeps:
         return StepPart(model_flops=facts.model_flops)
     means, measured = _means(sweeps), source == "profile"
@@ -440,7 +461,14 @@ def _row(
 
 
 def wire_numbers(c: Collective, payload: float, moving_s: float | None, cluster: Cluster | None) -> dict[str, Any]:
-    """What of a row's payload one GPU's links carry, and how fast; None where groups, links or seconds are unknown."""
+    """What of a row's payload one GPU's links carry, and how fast; None where groups, links or seconds are unknown.
+
+    Args:
+        c: one of the row's collectives; all have its kind, group and link.
+        payload: bytes on one GPU of all of the row, in one step.
+        moving_s: seconds of a step in which they move; with waits where those are unknown.
+        cluster: its links; None leaves the peak out.
+    """
     wire = payload * wire_factor(c.collective, c.group_size)
     across = wire * infiniband_share(c)
     linked, grouped = c.link or None, c.group_size or None

@@ -61,7 +61,16 @@ class Known:
 
 
 def judged(report: Report, known: Known, history: HistoryPart | None = None) -> Report:
-    """The report with its findings and its verdict."""
+    """The report with its findings and its verdict.
+
+    Args:
+        report: of a trace.
+        known: the trace itself, and what is known of its program.
+        history: of the run, if it has one.
+
+    Returns:
+        The report as it is where the step has no time or the trace no steps.
+    """
     if not report.step.time_s or not known.trace.sweeps:
         return report
     case = _Measured(report, known, history)

@@ -256,7 +256,14 @@ def bar(name: str, x: list, y: list, color: str, texts: list[str], *, inside: bo
 
 
 def bars(data: list[dict], y: Sequence[str], ticks: Sequence[str], unit: str, *, bar_height: int) -> dict:
-    """A figure of horizontal bars; on a narrow screen their labels stand above them, not beside."""
+    """A figure of horizontal bars; on a narrow screen their labels stand above them, not beside.
+
+    Args:
+        data: colours, from `bar`.
+        y, ticks: places of the bars, from the top, and their labels.
+        unit: of their lengths.
+        bar_height: pixels of a bar with its gap.
+    """
     layout = layout_of(44 + bar_height * len(y), unit)
     layout |= {"barmode": "stack", "bargap": 0.25}
     layout["yaxis"] |= {"tickmode": "array", "tickvals": list(y), "ticktext": list(ticks), "autorange": "reversed"}

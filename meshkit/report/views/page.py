@@ -271,7 +271,14 @@ class Page:
         self._body += parts
 
     def chart(self, name: str, figure: dict, css: str = "", hidden: bool = False) -> str:
-        """A place for a Plotly figure, whose id is the name."""
+        """A place for a Plotly figure, whose id is the name.
+
+        Args:
+            name: unique on the page.
+            figure: `data` and `layout` as Plotly takes them, without NaN.
+            css: further classes.
+            hidden: not shown until a script of the page shows it.
+        """
         self._figures[name] = figure
         return f'<div id="{name}" class="chart {css}"{" hidden" if hidden else ""}></div>'
 
@@ -299,7 +306,12 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def section(title: str, note: str, *parts: str) -> str:
-    """A panel with a title and a note below it."""
+    """A panel with a title and a note below it.
+
+    Args:
+        title, note: plain text, which is escaped.
+        parts: HTML, taken as it is.
+    """
     return f'<section><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>{"".join(parts)}</section>'
 
 

@@ -439,7 +439,13 @@ def _findings(report: Report) -> Iterator[RenderableType]:
 
 
 def bar(shares: Sequence[words.Share], total: float, width: int = WIDTH) -> Text:
-    """A bar of one line; a part that is not zero shows as one cell at least, and the largest gives way for it."""
+    """A bar of one line; a part that is not zero shows as one cell at least, and the largest gives way for it.
+
+    Args:
+        shares: parts and how they look; None counts as zero.
+        total: of their values; not zero.
+        width: cells of the terminal.
+    """
     cells = [max(1, round(width * (s.value or 0) / total)) if (s.value or 0) > 0 else 0 for s in shares]
     if cells:
         cells[cells.index(max(cells))] -= max(0, sum(cells) - width)
