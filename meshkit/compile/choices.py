@@ -223,7 +223,7 @@ def options_for(traffic: LoopTraffic, cluster: Cluster) -> tuple[Option, ...]:
 
 
 def message_bytes(collective: str, traffic: LoopTraffic, cluster: Cluster) -> int:
-    """The smallest message, XLA's default doubled, that uses most of the bandwidth of a large one; at most a layer.
+    """The smallest message, of XLA's default and its doublings, that uses most of the bandwidth or holds a layer.
 
     Args:
         collective: HLO opcode, without `-start`.

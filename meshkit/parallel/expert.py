@@ -573,8 +573,7 @@ def one_by_one(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return fn(*arrays)
 
     @mapped.def_vmap
-    def _(axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        del axis_size  # of all GPUs
+    def _(_axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
         count = next(a.shape[0] for a, batched in zip(arrays, in_batched) if batched)
         calls = ([a[i] if batched else a for a, batched in zip(arrays, in_batched)] for i in range(count))
         return jnp.stack([mapped(*call) for call in calls]), True
