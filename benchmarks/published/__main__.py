@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.reasons import with_repeats
 from benchmarks.published.replay import Prediction
-from benchmarks.published.rows import Row, read_rows
+from benchmarks.published.rows import Row, measured_step_time_s, read_rows
 from benchmarks.published.runner import replay
 from meshkit.errors import MeshkitError
 
@@ -39,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile and simulate")
     parser.add_argument("--simulate-only", action="store_true", help="leave rows blank whose program is not compiled")
     parser.add_argument("--print", action="store_true", dest="show", help="print the experiment files and stop")
+    parser.add_argument("--files", action="store_true", help="write those of JAX and torchtitan into --out, and stop")
     options = parser.parse_args(arguments)
     try:
         rows = [row for row in read_rows(options.rows) if _wanted(row, options.only)]
@@ -48,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.show:
         return _show(rows)
+    if options.files:
+        return _write_files(rows, options.out)
     done: dict[str, Prediction] = {}
     started = time.perf_counter()
     write(options.out, rows, done)
@@ -64,11 +69,39 @@ def _wanted(row: Row, text: str) -> bool:
 
 
 def _show(rows: Iterable[Row]) -> int:
-    from benchmarks.published.experiments import resolve
-
     for row in rows:
         run = resolve(row)
         print(f"# {row.id}: {run}" if isinstance(run, str) else f"# {row.id}: {'; '.join(run.assumed)}\n{run.toml}")
+    return 0
+
+
+def experiment_files(rows: Iterable[Row]) -> dict[str, str]:
+    """File name -> experiment file, under a comment that says where its row is from, of the rows whose whole step
+    `meshkit plan` compiles as it is: JAX's, which it predicts, and torchtitan's."""
+    files = {}
+    for row in rows:
+        run = resolve(row)
+        if isinstance(run, Run) and run.whole and (run.handling == "none" or run.framework.name == "torchtitan"):
+            files[f"{run.document['name']}.toml"] = f"{_provenance(run)}\n{run.toml}"
+    return files
+
+
+def _provenance(run: Run) -> str:
+    measured_s, how = measured_step_time_s(run.row, run.model_flops)
+    said = f"{measured_s:.4g} s a step{f' ({how})' if how else ''}" if measured_s else "no step time"
+    plan = {
+        "none": "What `meshkit plan` of this file says is what the replay predicts.",
+        "adjusted": "The replay changes the planned step as FSDP in PyTorch runs it: docs/concepts/validation.md.",
+    }[run.handling]
+    lines = [f"{run.row.id}: {run.row.source}", f"Published: {said}. {plan}"]
+    for text in run.assumed:
+        lines.append(f"{'Row' if text.startswith('row ') else 'Assumed:'} {text.lstrip('!').removeprefix('row ')}.")
+    return "".join(f"# {part}\n" for line in lines for part in textwrap.wrap(line, 118, break_long_words=False))
+
+
+def _write_files(rows: Iterable[Row], folder: Path) -> int:
+    for name, text in experiment_files(rows).items():
+        (folder / name).write_text(text, encoding="utf-8")
     return 0
 
 

@@ -322,7 +322,8 @@ def _whole(row: Row, framework: Framework, common, machines: Machines, ways, mic
     if count > 1 and sharded > 1:
         rules["gradients"] = {"embed": "fsdp"}  # gathered and scattered with every micro-batch, as FSDP does
     train = {"global_batch": micro_batch * count * data * sharded, "sequence_length": length, "accumulate": count,
-             "precision": precision, "reduce_precision": framework.reduce, "remat": remat}  # fmt: skip
+             "precision": precision, "reduce_precision": framework.reduce, "remat": remat,
+             "derived_options": False}  # fmt: skip
     return {"name": _name(row), "cluster": machines.table, "mesh": mesh, "rules": rules,
             "model": _model(row, framework, shape, shape.layers, length, context), "train": train,
             "xla": dict(_options(row, framework))}  # fmt: skip
@@ -350,7 +351,7 @@ def _stage(row: Row, framework: Framework, common, machines: Machines, ways, mic
     if shape.experts:  # our experts multiply in 16 bits; experts.py prices them in 8
         precision = "bf16"
     train = {"global_batch": micro_batch * experts, "sequence_length": length, "precision": precision,
-             "reduce_precision": "fp32", "remat": remat}  # fmt: skip
+             "reduce_precision": "fp32", "remat": remat, "derived_options": False}  # fmt: skip
     mesh = place({"data": 1, "expert": experts, "context": context, "tensor": tensor}, inside)
     return {"name": "stage", "cluster": table, "mesh": mesh,
             "rules": rules, "model": _model(row, framework, shape, layers, length, context), "train": train,

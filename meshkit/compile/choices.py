@@ -114,9 +114,9 @@ def derive_options(experiment: Experiment, program: TrainProgram, mesh: AnyMesh)
         mesh: that it is compiled for, described or of attached devices.
 
     Returns:
-        None of them on CPUs.
+        None of them on CPUs, nor with `train.derived_options = false`.
     """
-    if experiment.cluster.is_cpu:
+    if experiment.cluster.is_cpu or not experiment.train.derived_options:
         return ()
     options = [memory_option(experiment.train.memory_fraction, offloads=experiment.train.offloads)]
     if experiment.train.precision == "fp8":

@@ -262,6 +262,11 @@ class TrainTable(TomlTable):
         "domain in place of its table; or those that plan predicts for this cluster (profile-guided latency estimation "
         "without a profile; three compiles)",
     )
+    derived_options: bool = Field(
+        default=True,
+        description="whether XLA's options follow from the step (combined messages, pipelined collectives, limit of "
+        "memory); false leaves XLA's own, for a step as somebody else's [xla] alone has it",
+    )
     loss: Function | None = Field(
         default=None, description="pkg.mod:fn, (model, batch, rng) -> (loss_sum, weight, metrics); default next token"
     )

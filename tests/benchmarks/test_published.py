@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published import blind, statistics
-from benchmarks.published.__main__ import COLUMNS, main
+from benchmarks.published.__main__ import COLUMNS, experiment_files, main
 from benchmarks.published.experiments import Run, place, resolve
 from benchmarks.published.frameworks import FRAMEWORKS, find_framework
 from benchmarks.published.plot import draw
@@ -30,6 +30,7 @@ from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.network import collective_time_s
 
 RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
+FILES = Path(blind.__file__).parent / "experiments"
 ROWS = {row.id: row for row in read_rows(RUNS)}
 TINY = {
     "id": "tiny", "source": "MosaicML llm-foundry", "model": "mpt-tiny", "layers": "2", "hidden": "128", "heads": "4",
@@ -51,6 +52,13 @@ def test_every_published_row_is_matched_or_says_why():
     assert len(runs) == 480
     assert len(runs) - len(reasons) > 350
     assert all(len(reason) > 20 for reason in reasons)
+
+
+def test_committed_experiment_files_are_those_of_the_rows():
+    """`python -m benchmarks.published --rows tests/data/published_runs.csv --out DIR --files` writes them."""
+    committed = {path.name: path.read_text(encoding="utf-8") for path in FILES.iterdir()}
+    assert committed == experiment_files(ROWS.values())
+    assert all(load(path).train.derived_options is False for path in FILES.iterdir())
 
 
 def test_rows_that_share_a_program_are_grouped_once_each():

@@ -133,6 +133,11 @@ def test_xla_need_not_make_room_for_what_waits_in_host_memory():
         assert not TrainTable(global_batch=1, remat=remat).offloads
 
 
+def test_a_step_can_have_somebody_elses_options_alone():
+    found = load(EXPERIMENTS / "llama3_8b.toml", ["train.derived_options=false"])
+    assert derive_options(found, None, None) == ()  # pyright: ignore[reportArgumentType]
+
+
 def test_a_cpu_has_none():
     found = load(EXPERIMENTS / "llama_debug_cpu.toml")
     assert derive_options(found, None, None) == ()  # pyright: ignore[reportArgumentType]
