@@ -100,6 +100,7 @@ class Framework:
         bucket_parameters, bucket_per_replica: parameters whose gradients are reduced at once where that is overlapped,
             at least, and for every replica; 0: all.
         bucket_copy_bytes: the same of copies in and out of buckets, once a step.
+        reruns: pattern of precisions of rows in which recomputation runs a layer whole (ours.py); "" for none.
         memory: what a GPU holds; None where XLA's program says it.
         xla: options of the compiler.
         why: where this is from.
@@ -122,6 +123,7 @@ class Framework:
     bucket_parameters: int = 0
     bucket_per_replica: int = 0
     bucket_copy_bytes: int = 0
+    reruns: str = ""
     memory: Memory | None = None
     xla: Mapping[str, object] = field(default_factory=dict)
     why: str = ""
@@ -141,9 +143,10 @@ FRAMEWORKS = (
     ),
     Framework(
         "MosaicML", r"MosaicML|llm-foundry", whole=True, prefetches=True, attention="triton_flash1", reduce="bf16",
-        xla=_FSDP_OPTIONS, memory=_FSDP,
+        xla=_FSDP_OPTIONS, memory=_FSDP, reruns="^bf16$",
         why="FSDP1: composer's get_mixed_precision (DEFAULT and PURE) leaves gradients in the compute dtype; prefetch "
-        "of the next block; triton FlashAttention",
+        "of the next block; triton FlashAttention; rows in pure bf16 are those of the page of May 2023 (300cc5c), with "
+        "torch 1.13.1, whose checkpoint runs whole blocks again",
     ),
     Framework(
         "IBM fms-fsdp", r"fms-fsdp|IBM", whole=True, prefetches=True, attention="flash2", reduce="bf16",
@@ -173,7 +176,7 @@ FRAMEWORKS = (
     Framework(
         "InternEvo", r"InternEvo", attention="flash2", reduce="bf16", sharded_optimizer=True,
         overlaps_gradients=True, per_tensor=True, bucket_parameters=512 * 2**20,
-        bucket_copy_bytes=8,
+        bucket_copy_bytes=8, reruns=".",
         memory=Memory(
             gradient_bytes=2, step_bytes=6, logit_bytes=12,
             why="hybrid_zero_optim.py: weights and gradients in bf16, flat copies in bf16 and fp32 in _step",
@@ -188,18 +191,18 @@ FRAMEWORKS = (
         why="the page: Megatron-LM 0.14, distributed optimizer, overlap of communication off by design",
     ),
     Framework(
-        "vTrain", r"vTrain", fused_attention=False, reduce="bf16", overlaps_tensor=False, memory=_HALF,
+        "vTrain", r"vTrain", fused_attention=False, reduce="bf16", overlaps_tensor=False, memory=_HALF, reruns=".",
         why="Megatron-DeepSpeed of 2022: fp16 gradients all-reduced after the last micro-batch, no FlashAttention",
     ),
     Framework(
         "Megatron-LM", r"Korthikanti|(?<!NVIDIA/)Megatron-LM|SC21", fused_attention=False, reduce="bf16",
-        overlaps_tensor=False, memory=_HALF,
+        overlaps_tensor=False, memory=_HALF, reruns=".",
         why="arXiv 2104.04473 and 2205.05198: fp16, no overlap of the gradient all-reduce, no FlashAttention",
     ),
     Framework(
         "Megatron-Core", r"Megatron|NeMo|MLPerf|Together", prefetches=True, xla=_ROOM, sharded_optimizer=True,
         overlaps_gradients=True, memory=_MEGATRON, chunked_tensor=True, overlaps_stages=True, sequence_parallel=True,
-        bucket_parameters=40_000_000, bucket_per_replica=1_000_000,
+        bucket_parameters=40_000_000, bucket_per_replica=1_000_000, reruns=".",
         why="NeMo's and Megatron-Bridge's recipes: distributed optimizer, overlap_grad_reduce, overlap_param_gather "
         "(buckets of 40 million parameters, or a million a replica: distributed_data_parallel.py), "
         "overlap_p2p, tp_comm_overlap (userbuffers) and sequence parallelism with tensor parallelism (recalled)",
@@ -216,6 +219,7 @@ _SHARDED = Framework(
 )  # fmt: skip
 _REPLICATED = Framework(
     "other, replicas", "", sharded_optimizer=True, overlaps_gradients=True, sequence_parallel=True, memory=_MEGATRON,
+    reruns=".",
     why="source unknown: taken as Megatron-Core",
 )  # fmt: skip
 

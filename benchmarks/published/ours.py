@@ -1,4 +1,4 @@
-"""What of a compiled stage only our program does, and the framework it stands for does not. Part of replica.py.
+"""What of a compiled stage only our program does, and what only the framework it stands for does. Part of replica.py.
 
 Of a whole step of FSDP that is the first line alone: FSDP casts its fp32 shards with every micro-batch too.
 
@@ -13,12 +13,18 @@ Of a whole step of FSDP that is the first line alone: FSDP casts its fp32 shards
 Stacking the gradients stays: it reads and writes each once, as adding them to those of the micro-batches before does.
 What else is left between the matmuls moves about as many bytes as the kernels that the frameworks launch there
 (docs/concepts/validation.md).
+
+Where layers are recomputed, XLA makes again only what a gradient needs: all but a layer's last matmul and its reduction
+over tensor parallelism. Checkpoints of Megatron-LM, DeepSpeed and InternEvo, and torch's reentrant one, run a layer's
+forward pass whole; so did torch's other one until its early stop became the default (pytorch/pytorch, pull requests
+90105 and 96866, of March 2023: in 2.1). `rerun` adds it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from benchmarks.published.experiments import Run
 from meshkit.hlo.module import Instruction, Schedule
@@ -28,6 +34,7 @@ _CAST = re.compile(
     r"/(query_key_value|query|key|value|output|gate_up|gate|up|down|head|logits|moe)/convert_element_type$"
 )
 _LARGEST = re.compile(r"/(query_key_value|query|key|value|output|gate_up|gate|up|down)/reduce_max$")
+_LAST = "/mlp/down/dot_general"  # of a layer
 _WEIGHT_BYTES = (4, 5, 6)  # read in fp32; written not at all, in fp8, in 16 bits
 _SCALES_BYTES = 64  # of a collective of largest values
 
@@ -71,6 +78,26 @@ def repeats(schedule: Schedule) -> set[str]:
         for i in body:
             families.setdefault(i.name.partition(".remat")[0], []).append(i.name)
     return {name for names in families.values() for name in sorted(names, key=len)[1:] if ".remat" in name}
+
+
+def rerun(run: Run, schedule: Schedule) -> Schedule:
+    """The schedule with the last matmul of every layer, and its collective, once more where the framework does so."""
+    again = run.framework.reruns and re.search(run.framework.reruns, run.row.say("precision"))
+    if run.document["train"]["remat"] != "full" or not again:
+        return schedule
+    computations = {name: tuple(_twice(body)) for name, body in schedule.computations.items()}
+    return replace(schedule, computations=computations)
+
+
+def _twice(body: tuple[Instruction, ...]) -> Iterator[Instruction]:
+    again: set[str] = set()
+    for i in body:
+        yield i
+        if i.source.endswith(_LAST) and "transpose(" not in i.source and (i.cost or i.collective):
+            again.add(i.name)
+            yield replace(i, name=f"{i.name}.rerun")
+        elif i.starts in again:
+            yield replace(i, name=f"{i.name}.rerun", starts=f"{i.starts}.rerun")
 
 
 def _weight_sizes(run: Run) -> set[float]:

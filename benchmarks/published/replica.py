@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from benchmarks.published.experiments import Run
 from benchmarks.published.experts import as_in_megatron, beside_s, exchange_s, is_routing, passes_s, quantization_s
 from benchmarks.published.kernels import kernels_of
-from benchmarks.published.ours import is_ours, repeats
+from benchmarks.published.ours import is_ours, repeats, rerun
 from benchmarks.published.programs import Program
 from benchmarks.published.reduction import copies_s, gradients_s, optimizer_ways, stage_experts, stage_parameters
 from meshkit.config.cluster import Cluster
@@ -66,7 +66,7 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
     """
     again = repeats(program.schedule)
     schedule = without(program.schedule, lambda i: i.name in again)
-    schedule = without(schedule, is_ours(run))
+    schedule = rerun(run, without(schedule, is_ours(run)))
     if run.context * run.experts > 1:
         schedule = without(schedule, _reduces_gradients)
         schedule = without(schedule, _sends_around_ring) if view.windows else schedule

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.published.eager import eager_s, layer_bytes
 from benchmarks.published.experiments import Run, resolve
-from benchmarks.published.ours import is_ours, repeats
+from benchmarks.published.ours import is_ours, repeats, rerun
 from benchmarks.published.rows import parse_row
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
@@ -59,6 +59,32 @@ def test_a_matmul_is_never_ours():
     cost = Cost(matmul_flops={"bf16": 1.0}, bytes_accessed=4096 * 14_336 * 6)
     source = FORWARD + "mlp/gate_up/convert_element_type"
     assert not is_ours(run_of("nemo2504-llama3.1-8b-bf16-8"))(Instruction("dot", "fusion", "kernel", source, cost))
+
+
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [
+        ("megatron-sc21-39B", True),
+        ("vtrain-multi-055", True),
+        ("internevo-7b-flops-full-32-mb8x1", True),
+        ("internevo-7b-tp1-z8-8", False),  # keeps everything
+        ("korthikanti-22B-selective", False),
+        ("mosaic-13b-s8192-a100_40gb-8-bf16-mb1", True),  # torch 1.13
+        ("mosaic-13b-s8192-a100_80gb-8-amp_bf16-mb5", False),  # stops early
+        ("kempner-02-7B-2", False),
+    ],
+)
+def test_a_recomputed_layer_runs_whole_where_the_framework_does_so(name, again):
+    """Its last matmul and the reduction behind it come twice in a forward pass, once in a backward pass."""
+    parts = ("mlp/up/dot_general", "mlp/down/dot_general", "mlp/down/dot_general")
+    kinds = (("dot.1", "kernel"), ("dot.2", "kernel"), ("reduce", "start"))
+    body = [Instruction(name, "f", kind, FORWARD + part, Cost()) for (name, kind), part in zip(kinds, parts)]
+    body += [Instruction("done", "f", "done", starts="reduce")]
+    body += [Instruction("dot.3", "f", "kernel", BACKWARD + "mlp/down/dot_general", Cost())]
+    found = rerun(run_of(name), Schedule("step", {"main": tuple(body)}, "main", "f")).computations["main"]
+    more = [(i.name, i.starts) for i in found if i.name.endswith(".rerun")]
+    assert more == ([("dot.2.rerun", None), ("reduce.rerun", None), ("done.rerun", "reduce.rerun")] if again else [])
+    assert len(found) == len(body) + len(more)
 
 
 @pytest.mark.parametrize(("precision", "ours"), [("fp8", True), ("FP8-CS", False)])
