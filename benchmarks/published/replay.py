@@ -26,6 +26,7 @@ from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.errors import MeshkitError
 from meshkit.predict.interval import step_interval, stratum_of
+from meshkit.predict.simulate import Simulation
 from meshkit.timeline import overlap
 
 
@@ -173,13 +174,9 @@ def _safe(name: str) -> str:
 def _times(run: Run, program: Program) -> tuple[float, float, float, float]:
     """(step, exposed communication, step with all hidden, step with all blocking), seconds."""
     if run.whole:
-        schedule = program.schedule
-        if run.framework.prefetches:
-            schedule = rerun(run, without(prefetched(schedule, program.readers), is_loop_copy))
-        simulation = program.simulate(kernels_of(run.row, run.framework), schedule, gpus=run.gpus)
+        simulation, more = whole_step(run, program)
         step = simulation.timeline.steps[0]
         exposed = overlap(step.compute, step.communication, step.window).exposed_s
-        more = eager_s(run, adapted(program.experiment.cluster, kernels_of(run.row, run.framework)))
         times = (step.window[1], simulation.all_overlapped_s, simulation.all_exposed_s)
         predicted, hidden, blocking = (seconds + more for seconds in times)
         return predicted, exposed, hidden, blocking
@@ -187,6 +184,15 @@ def _times(run: Run, program: Program) -> tuple[float, float, float, float]:
     predicted = replica_step_s(run, program, cluster, framework_view(run))
     hidden = replica_step_s(run, program, cluster, HIDDEN)
     return predicted, max(0.0, predicted - hidden), hidden, replica_step_s(run, program, cluster, BLOCKING)
+
+
+def whole_step(run: Run, program: Program) -> tuple[Simulation, float]:
+    """The simulated step of a program that is all of it, and seconds of operators that the framework does not fuse."""
+    schedule, kernels = program.schedule, kernels_of(run.row, run.framework)
+    if run.framework.prefetches:
+        schedule = rerun(run, without(prefetched(schedule, program.readers), is_loop_copy))
+    simulation = program.simulate(kernels, schedule, gpus=run.gpus)
+    return simulation, eager_s(run, adapted(program.experiment.cluster, kernels))
 
 
 def _peak_bytes(run: Run, program: Program, means: str) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published import blind, statistics
+from benchmarks.published import blind, pieces, statistics
 from benchmarks.published.__main__ import COLUMNS, experiment_files, main
 from benchmarks.published.experiments import Run, place, resolve
 from benchmarks.published.frameworks import FRAMEWORKS, find_framework
@@ -316,3 +316,13 @@ def test_the_picture_names_every_family():
     picture = draw([_prediction("a", "First & last", 1.0, 1.1, 8), _prediction("b", "B", 30.0, 10.0, 8)])
     assert "First &amp; last" in picture
     assert picture.count("<circle") == 2 * 2 + 2  # each row twice, two in the legend
+
+
+def test_what_a_plan_does_not_get_is_left_out_piece_by_piece():
+    for piece in pieces.PIECES:
+        assert all(hasattr(target, name) for target, name, _ in piece.without), piece.name
+    row = ROWS["internevo-7b-tp1-z-1-8"]
+    p = Prediction(row.id, row.source, "InternEvo", "bf16", measured_s=4.0, predicted_s=3.0)
+    line = pieces.table_line("all", [(p, 5.0)], ROWS)
+    assert line == "| all | 1 | 1 | 25.0%, +25.0% | 25.0%, -25.0% | 25.0%, +25.0% | +66.7% to +66.7% |"
+    assert pieces.table_line("nothing", [(p, 3.0)], ROWS) == "| nothing | 0 | 0 | | | | |"
