@@ -199,13 +199,13 @@ class CommunicationPart(Part):
 
 
 class RemedyPart(Part):
-    """A change by which a step fits, as a compile of it has shown.
+    """A change of an experiment, as a compile of it has shown: one by which a step fits, or another option of XLA.
 
     Attributes:
         settings: what to give to `--set`.
         what: in words.
         time_s: predicted, of the step with it.
-        cost_s: by how much that is longer than the step as it is would take if there were room; less than 0: shorter.
+        cost_s: by how much that is longer than the step as it is, if there were room for it; less than 0: shorter.
     """
 
     settings: tuple[str, ...]
@@ -253,11 +253,12 @@ class OptionPart(Part):
 
 
 class ProgramPart(Part):
-    """Which compiled program this is about."""
+    """Which compiled program this is about; `alternatives`, null unless asked for, are others of XLA's options."""
 
     fingerprint: str | None = None
     options_hash: str | None = None
     options: tuple[OptionPart, ...] | None = None
+    alternatives: tuple[RemedyPart, ...] | None = None
     jax: str | None = None
     jaxlib: str | None = None
     partitioner: str | None = None

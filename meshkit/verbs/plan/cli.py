@@ -41,6 +41,9 @@ def plan(
     remedies: Annotated[
         bool, typer.Option("--remedies/--no-remedies", help="Where it does not fit, compile changes until some do.")
     ] = True,
+    options: Annotated[
+        bool, typer.Option("--options", help="Compile with other options of XLA, too: what each would give.")
+    ] = False,
     require_fit: Annotated[bool, typer.Option("--require-fit", help="Exit with 3 when the step does not fit.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 when the lint warns of anything.")] = False,
     jobs: JobsOption = None,
@@ -76,11 +79,15 @@ def plan(
         report = made.report
         if remedies and report.memory.fits is False:
             report = _with_remedies(report, experiment, set_, jobs)
+        if options:
+            report = _with_alternatives(report, experiment, set_, jobs)
     if out is not None:
         write_folder(report, out, made.timeline, title=loaded.name)
     show_report(report, as_json, loaded.name)
     if report.memory.remedies and not as_json:
-        stdout().print(remedies_table(report))
+        stdout().print(remedies_table("what makes it fit", report.memory.remedies))
+    if report.program.alternatives and not as_json:
+        stdout().print(remedies_table("other options of XLA", report.program.alternatives))
     own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     memory = f"{format_bytes(own_bytes)} here, {format_bytes(made.compiled.peak_rss_bytes)} in the compiler"
     wrote = f"; wrote {out / 'report.json'} and {out / 'report.html'}" if out else ""
@@ -108,6 +115,15 @@ def _with_remedies(report: Any, experiment: Path, set_: list[str], jobs: int | N
     if not found:
         say(f"none of {len(compiled)} changes that were compiled makes the step fit; `meshkit tune` looks further.")
     return report.model_copy(update={"memory": report.memory.model_copy(update={"remedies": found})})
+
+
+def _with_alternatives(report: Any, experiment: Path, set_: list[str], jobs: int | None) -> Any:
+    """The report with what other options of XLA would give, each compiled."""
+    from meshkit.verbs.plan.proposals import find_alternatives
+
+    with status("compiling with other options of XLA"):
+        found = find_alternatives(experiment, set_, report, jobs=jobs)
+    return report.model_copy(update={"program": report.program.model_copy(update={"alternatives": found})})
 
 
 def _sweep(

@@ -8,6 +8,9 @@ Remedies are changes of the experiment, each shown to fit by a compile. The chan
 first: recompute more, micro-batches, a longer fsdp axis, tensor and sequence parallelism, moments in bf16 or in host
 memory; where too few of them are enough, more recomputation together with another. Those that fit are ranked by the
 step they predict.
+
+Other options of XLA, in the place of those that meshkit derives (compile/choices.py), are compiled where one asks what
+each is worth.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from rich.table import Table
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.mesh import MeshAxis, MeshSpec
+from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 from meshkit.report.schema import RemedyPart, Report
@@ -35,6 +39,12 @@ _WORTH = 0.01
 # Remedies that are looked for, and compiles at most; what the closed forms rule out costs none.
 WANTED = 3
 TRIES = 9
+# What XLA does of itself where meshkit chooses otherwise: in words, how the options' names begin and end, their value.
+_XLAS_OWN = (
+    ("collectives not pipelined over layers", "xla_gpu_pipeline_", "", "COLLECTIVE_PIPELINING_MODE_OFF"),
+    ("one layer in the body of the loop", "xla_gpu_enable_while_loop_double_buffering", "", False),
+    ("messages combined up to 30 MiB", "xla_gpu_", "_combine_threshold_bytes", 30 * 2**20 + 7),
+)
 _WORDS = {"full": "recompute every layer", "dots": "keep the projections, recompute the rest"}
 
 
@@ -272,6 +282,44 @@ def find_remedies(
     return tuple(_part(change, outcome, step_s) for change, outcome in found[:WANTED])
 
 
+def find_alternatives(
+    path: str | Path, overrides: Sequence[str], report: Report, *, jobs: int | None = None
+) -> tuple[RemedyPart, ...]:
+    """What other options of XLA than those that meshkit derives would give, each compiled.
+
+    Args:
+        path, overrides: the experiment.
+        report: its plan.
+        jobs: planning processes at a time; None: one for each CPU.
+
+    Returns:
+        The fastest first; without those that do not compile.
+
+    Raises:
+        ConfigError: no valid experiment.
+    """
+    asked = {change.settings: change for change in other_options(load(path, overrides), report)}
+    waiting, found = iter(asked), list[Outcome]()
+    with open_workers(path, overrides, jobs) as workers:
+        workers.run(lambda: next(waiting, None), found.append)
+    parts = [_part(asked[outcome.settings], outcome, report.step.time_s) for outcome in found if outcome.time_s]
+    return tuple(sorted(parts, key=lambda part: part.time_s or 0.0))
+
+
+def other_options(experiment: Experiment, report: Report) -> Iterator[Change]:
+    """XLA's own options in the place of derived ones, kind by kind and all at once; schedules by other latencies."""
+    derived = [o.name for o in report.program.options or () if o.name not in experiment.xla]
+    for what, begin, end, value in _XLAS_OWN:
+        names = [name for name in derived if name.startswith(begin) and name.endswith(end)]
+        if names:
+            yield Change("options", what, tuple(f"xla.{name}={inline(value)}" for name in names))
+    if experiment.train.derived_options:
+        yield Change("options", "none of what meshkit derives", ("train.derived_options=false",))
+    for latencies, words in (("predicted", "this plan's prices"), ("table", "its prices of collectives")):
+        if experiment.train.pgle != latencies and not {PGLE_OPTION, TABLE_OPTION} & set(experiment.xla):
+            yield Change("options", f"scheduled by {words}", (f"train.pgle={inline(latencies)}",))
+
+
 def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
     """What may make an experiment fit, the mildest of each kind first; then recomputation together with another.
 
@@ -386,13 +434,13 @@ def _next(waiting: list[Change], asked: Sequence[Change]) -> Change:
     return change
 
 
-def remedies_table(report: Report) -> Table:
-    """The changes with which a step fits, and the step that each predicts."""
-    table = Table(title="what makes it fit", title_style="bold", title_justify="left", box=None, pad_edge=False)
+def remedies_table(title: str, remedies: Sequence[RemedyPart]) -> Table:
+    """Changes, such as those with which a step fits, and the step that each predicts."""
+    table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False)
     table.add_column("change", overflow="fold", ratio=1)
     for name in ("step", "cost", "peak", "to spare"):
         table.add_column(name, justify="right", no_wrap=True)
-    for remedy in report.memory.remedies or ():
+    for remedy in remedies:
         what = f"{remedy.what}: {' '.join(remedy.settings)}"
         memory = format_bytes(remedy.peak_bytes), format_bytes(remedy.margin_bytes)
         table.add_row(what, format_seconds(remedy.time_s), _cost_text(remedy), *memory)
@@ -400,7 +448,7 @@ def remedies_table(report: Report) -> Table:
 
 
 def _cost_text(remedy: RemedyPart) -> str:
-    """`+12.3 %`: what a change adds to the step that does not fit."""
+    """`+12.3 %`: what a change adds to the step as it is."""
     if remedy.cost_s is None or not remedy.time_s:
         return "-"
     share = format_percent(remedy.cost_s / (remedy.time_s - remedy.cost_s))

@@ -5,8 +5,10 @@ from contextlib import nullcontext
 import pytest
 
 from meshkit.config.experiment import load
+from meshkit.report.schema import OptionPart, ProgramPart, Report, StepPart, WindowPart
+from meshkit.verbs.plan import proposals
 from meshkit.verbs.plan.bounds import Bounds
-from meshkit.verbs.plan.proposals import _cost_text, changes, find_remedies
+from meshkit.verbs.plan.proposals import _cost_text, changes, find_alternatives, find_remedies, other_options
 from meshkit.verbs.plan.variants import Outcome
 
 STAGES = "configs/experiments/llama_pipeline_cpu.toml"
@@ -52,6 +54,35 @@ class Answers:
             self.asked.append(settings)
             time_s = self.seconds.get(settings)
             take(Outcome(settings=settings, status="does_not_fit" if time_s is None else "fits", time_s=time_s))
+
+
+def plan_of(program: ProgramPart) -> Report:
+    return Report(source="plan", window=WindowPart(steps=1, devices=1), step=StepPart(time_s=2.0), program=program)
+
+
+def test_other_options_of_xla_are_those_in_the_place_of_derived_ones():
+    """The user's own stay; each is a change that loads, and what does not compile is left out."""
+    names = ("pipeline_all_gather", "all_gather_combine_threshold_bytes", "pipeline_all_reduce")
+    options = tuple(OptionPart(name=f"xla_gpu_{name}", value=1, why="derived") for name in names)
+    report = plan_of(ProgramPart(options=options))
+    overrides = ("xla.xla_gpu_pipeline_all_reduce=2",)
+    found = list(other_options(load("llama3_8b", overrides), report))
+    pipelined, combined, none, predicted, table = (change.settings for change in found)
+    assert pipelined == ('xla.xla_gpu_pipeline_all_gather="COLLECTIVE_PIPELINING_MODE_OFF"',)
+    assert combined == ("xla.xla_gpu_all_gather_combine_threshold_bytes=31457287",)
+    assert none == ("train.derived_options=false",)
+    assert (predicted, table) == (('train.pgle="predicted"',), ('train.pgle="table"',))
+    for change in found:
+        load("llama3_8b", (*overrides, *change.settings))
+
+
+def test_what_other_options_give_is_ranked_by_the_step(monkeypatch):
+    answers = Answers({("train.derived_options=false",): 2.5, ('train.pgle="predicted"',): 1.5})
+    monkeypatch.setattr(proposals, "open_workers", answers)
+    report = plan_of(ProgramPart())
+    slower, faster = reversed(find_alternatives("llama3_8b", (), report))
+    assert (faster.cost_s, slower.cost_s) == (-0.5, 0.5)
+    assert len(answers.asked) == 3
 
 
 FULL, DOTS, HOST = 'train.remat="full"', 'train.remat="dots"', 'optimizer.memory="host"'
