@@ -1,8 +1,8 @@
 """GPT-2 and GPT-3 style decoders as a Flax nnx module: LayerNorm, learned positions, attention and a GELU feed-forward
 block without gate (Radford et al., 2019; Brown et al., 2020). Megatron-LM's GPT, MPT and Nemotron-4 have this shape.
 
-Layers are stacked and scanned as in models/llama.py, and dims carry the same logical axes. Matmuls have no bias: it is
-4 of every 12 embed + 13 numbers of a layer's vectors, which no plan can see.
+Layers are stacked and scanned as in models/llama.py, and dims carry the same logical axes. Matmuls have a bias only
+where `bias` says so: few numbers, but a sum over all tokens in the backward pass for each.
 An experiment names it `models.gpt:GPT` with a preset; every field of `GPTConfig` can be overridden.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,7 @@ from meshkit.sharding import constrain
 from models.attention import HEAD_AXES, causal_attention, check_context
 from models.embedding import lookup
 from models.layers import PLAIN, RESIDUAL_AXES, Matmuls, Projection, parameter, project, project_each
+from models.options import check_option
 from models.remat import check_remat, scan_layers
 from models.vit import LayerNorm
 
@@ -39,6 +41,8 @@ class GPTConfig:
         tied: the output head is the embedding table.
         attention: `fused` is one kernel; `materialized` writes the scores of every head to memory, as all frameworks
             did before FlashAttention (Dao et al., 2022).
+        bias: of every projection of the layers, as in GPT-2 and GPT-3.
+        one_hot_lookup: the embedding table is multiplied by one-hot ids, see `models.embedding.lookup`.
     """
 
     vocab: int
@@ -51,6 +55,8 @@ class GPTConfig:
     norm_eps: float = 1e-5
     tied: bool = True
     attention: str = "fused"
+    bias: bool = False
+    one_hot_lookup: bool = False
 
     def __post_init__(self):
         for name in ("vocab", "embed", "mlp", "layers", "heads", "length"):
@@ -61,6 +67,8 @@ class GPTConfig:
             raise ValueError(f"embed = {self.embed} is not a multiple of heads = {self.heads}.")
         if self.kv_heads < 0 or (self.kv_heads and self.heads % self.kv_heads):
             raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}.")
+        for name in ("bias", "one_hot_lookup"):
+            check_option(name, getattr(self, name), "bool")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention = {self.attention!r} is not one of {', '.join(ATTENTIONS)}.")
 
@@ -77,11 +85,15 @@ PRESETS = {
 }
 
 
+def _linear(c: GPTConfig, matmuls: Matmuls, rngs: nnx.Rngs) -> Callable[..., Projection]:
+    return partial(Projection, stack=c.layers, matmuls=matmuls, bias=c.bias, rngs=rngs)
+
+
 class Attention(nnx.Module):
     """Causal self-attention over positions that are in the activations already."""
 
     def __init__(self, c: GPTConfig, context: str, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
-        embed, linear = {"embed": c.embed}, partial(Projection, stack=c.layers, matmuls=matmuls, rngs=rngs)
+        embed, linear = {"embed": c.embed}, _linear(c, matmuls, rngs)
         queries = {"heads": c.heads, "head_dim": c.head_dim}
         keys = {"kv_heads": c.kv_heads or c.heads, "head_dim": c.head_dim}
         self.context, self.kind = context, c.attention
@@ -122,7 +134,7 @@ class Block(nnx.Module):
 
     def __init__(self, c: GPTConfig, context: str, *, matmuls: Matmuls = PLAIN, rngs: nnx.Rngs):
         embed, mlp = {"embed": c.embed}, {"mlp": c.mlp}
-        linear = partial(Projection, stack=c.layers, matmuls=matmuls, rngs=rngs)
+        linear = _linear(c, matmuls, rngs)
         self.attention_norm = LayerNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
         self.attention = Attention(c, context, matmuls=matmuls, rngs=rngs)
         self.mlp_norm = LayerNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
@@ -186,7 +198,8 @@ class GPT(nnx.Module):
             raise ValueError(f"{tokens.shape[1]} tokens are more than the {self.config.length} positions of this GPT.")
         with jax.named_scope("embedding"):
             positions = constrain(self.positions.get_value().astype(self.dtype), None, None)[: tokens.shape[1]]
-            x = constrain(lookup(self.embedding.get_value(), tokens, self.dtype) + positions, *RESIDUAL_AXES)
+            rows = lookup(self.embedding.get_value(), tokens, self.dtype, one_hot=self.config.one_hot_lookup)
+            x = constrain(rows + positions, *RESIDUAL_AXES)
         with jax.named_scope("layers"):
             x = self._scan_layers(x)
         with jax.named_scope("logits"):

@@ -80,7 +80,7 @@ PLAIN = Matmuls()
 
 
 class Projection(nnx.Module):
-    """A linear map without bias from the trailing `inputs` dims to the `outputs` dims, e.g. embed -> heads, head_dim.
+    """A linear map from the trailing `inputs` dims to the `outputs` dims, e.g. embed -> heads, head_dim.
 
     Args:
         name: shows in HLO as the scope of the matmul, and is what recomputation policies call its output.
@@ -88,6 +88,7 @@ class Projection(nnx.Module):
         outputs: logical axis -> size of the dims that come in their place.
         scale: factor on the 1/sqrt(fan_in) standard deviation of the initial weights.
         matmuls: how it multiplies.
+        bias: whether one is added, zero at first.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Projection(nnx.Module):
         stack: int | None = None,
         scale=1.0,
         matmuls: Matmuls = PLAIN,
+        bias: bool = False,
         rngs: nnx.Rngs,
     ):
         self.name, self.contracted, self.matmuls = name, len(inputs), matmuls
@@ -106,6 +108,9 @@ class Projection(nnx.Module):
         stddev = scale / math.sqrt(math.prod(inputs.values()))
         shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
         self.kernel = parameter(rngs, jax.nn.initializers.normal(stddev), shape, axes, stack=stack)
+        if bias:
+            zeros = jax.nn.initializers.zeros
+            self.bias = parameter(rngs, zeros, (*outputs.values(),), (*outputs,), stack=stack)
 
     def __call__(self, x: jax.Array, out_dtype=None) -> jax.Array:
         kernel = self.kernel.get_value()
@@ -119,8 +124,10 @@ class Projection(nnx.Module):
             return self.mark(_scattered(y) if self.columns[0] == "embed" else y)
 
     def mark(self, y: jax.Array) -> jax.Array:
-        """Its output under the two names that recomputation policies know it by."""
-        return checkpoint_name(checkpoint_name(y, self.name), PROJECTION)
+        """Its output under the two names that recomputation policies know it by: of the matmul alone, and with bias."""
+        if not hasattr(self, "bias"):
+            return checkpoint_name(checkpoint_name(y, self.name), PROJECTION)
+        return checkpoint_name(checkpoint_name(y, PROJECTION) + self.bias.get_value().astype(y.dtype), self.name)
 
 
 def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...]:
@@ -207,7 +214,8 @@ def _project_backward(contracted, out_dtype, residuals, g):
     g = g.astype(x.dtype)
     dx = _dot(g, cast, _last(g, cast.ndim - contracted), range(contracted, cast.ndim), x.dtype)
     leading = range(x.ndim - contracted)
-    return dx, _dot(x, g, leading, leading, like.dtype), None
+    wide = jnp.promote_types(x.dtype, like.dtype)  # no matmul has fp32 operands and a narrower product
+    return dx, _dot(x, g, leading, leading, wide).astype(like.dtype), None
 
 
 _project.defvjp(_project_forward, _project_backward)

@@ -47,6 +47,8 @@ class LlamaConfig:
     Attributes:
         tied: the output head is the embedding table.
         rope_theta: base of the rotary frequencies.
+        one_hot_lookup: the embedding table is multiplied by one-hot ids, see `models.embedding.lookup`.
+        fp32_head: the output head multiplies in fp32 (on GPUs as TF32); otherwise in the dtype of activations.
     """
 
     vocab: int
@@ -59,6 +61,8 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
     tied: bool = False
+    one_hot_lookup: bool = False
+    fp32_head: bool = False
 
     def __post_init__(self):
         sizes = (self.vocab, self.embed, self.mlp, self.layers, self.heads, self.kv_heads, self.head_dim)
@@ -197,7 +201,8 @@ class Llama(nnx.Module):
         order = token_order(self.context, tokens.shape[1])
         with jax.named_scope("embedding"):
             tokens = order.enter(tokens, "act_batch", "act_length")
-            x = lookup(self.embedding.get_value(), tokens, self.dtype, self.config.vocab, ctx and ctx.axis)
+            table, c = self.embedding.get_value(), self.config
+            x = lookup(table, tokens, self.dtype, c.vocab, ctx and ctx.axis, c.one_hot_lookup)
             return constrain(x, *RESIDUAL_AXES)
 
     def layer(self, parameters: Mapping[str, Any], x: jax.Array, ctx: StageContext, key: Any = None) -> jax.Array:
@@ -214,6 +219,7 @@ class Llama(nnx.Module):
         order = token_order(self.context, x.shape[1])
         with jax.named_scope("logits"):
             x = order.leave(for_matmuls(self.norm(x)), "act_batch", "act_length", "act_embed")
+            x = x.astype(jnp.float32) if self.config.fp32_head else x
             if self.config.tied:
                 logits = project(x, self.embedding.get_value().T, 1, jnp.float32)
             else:

@@ -7,12 +7,13 @@ A model marks values by `checkpoint_name`; here the names become policies of `ja
 | `"none"`                                     | all                            |                     |                |
 | `"dots"`                                     | the outputs of all projections |                     | all else       |
 | `["gate", "up"]`                             | the outputs of these           |                     | all else       |
-| `["attention"]`                              | of ring or Ulysses attention   |                     | all else       |
+| `["attention"]`                              | of fused attention             |                     | all else       |
 | `{ keep = ["key"], offload = ["gate"] }`     | `key`                          | `gate`              | all else       |
 | `"full"`                                     | the input of the layer         |                     | the layer      |
 | `"offload_dots"`                             |                                | what `dots` keeps   | all else       |
 | `"offload"`                                  |                                | the layer's input   | the layer      |
 
+What is kept of fused attention (cuDNN's, ring or Ulysses) is its output and log-sum-exp, so that it does not run again.
 The input of a layer is kept on the GPU unless the table says otherwise; `offload = ["layer_input"]` is how a mix does.
 Any other word is the name of a policy in `jax.checkpoint_policies` that takes no arguments.
 """
@@ -33,6 +34,7 @@ from models.offload import scan_offloaded
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")  # of a transformer layer, each by its own name
 LAYER_INPUT = "layer_input"
 _KEEPS_PROJECTIONS = ("dots_saveable", "dots_with_no_batch_dims_saveable")
+_FUSED_FORWARD = "dot_product_attention_fwd"  # of jax._src.cudnn.fused_attention_stablehlo
 _OFFLOADED = {"offload": LAYER_INPUT, "offload_dots": PROJECTION}
 _POLICIES = ("none", "full", "dots", *_OFFLOADED, *_KEEPS_PROJECTIONS, "everything_saveable", "nothing_saveable")
 
@@ -57,13 +59,13 @@ def check_remat(policy: str | Sequence[str] | Mapping[str, Sequence[str]], conte
 
     Args:
         policy: as the user gave it.
-        context: the model's context parallelism; `attention` is a name in that of `ring` and `ulysses`.
+        context: the model's context parallelism; a model without has no name `attention`.
 
     Raises:
         ValueError: `recompute` does not know it; a list is empty, holds an unknown name or one twice; a table has
             other keys than `keep` and `offload`, offloads nothing, or names something in both.
     """
-    known = (*PROJECTIONS, ATTENTION) if context in ("ring", "ulysses") else PROJECTIONS
+    known = (*PROJECTIONS, ATTENTION) if context else PROJECTIONS
     if isinstance(policy, Mapping):
         return _check_mix(policy, known)
     if isinstance(policy, str):
@@ -137,7 +139,7 @@ def _policy(policy: Policy) -> Callable | None:
     if isinstance(policy, Mix):
         return _offload(policy.keep, policy.offload)
     if not isinstance(policy, str):
-        return policies.save_only_these_names(*policy)
+        return _keeping_fused(policy, policies.save_only_these_names(*policy))
     if policy in _OFFLOADED:
         return _offload((), (_OFFLOADED[policy],))
     if policy == "dots":
@@ -149,11 +151,21 @@ def _policy(policy: Policy) -> Callable | None:
 
 
 def _offload(keep: Sequence[str], offload: Sequence[str]) -> Callable:
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(keep),
         names_which_can_be_offloaded=list(offload),
         offload_src="device",
         offload_dst="pinned_host",
+    )
+    return _keeping_fused(keep, policy)
+
+
+def _keeping_fused(keep: Sequence[str], policy: Callable) -> Callable:
+    """The policy, which also keeps what cuDNN's attention returns where `attention` is kept: jax gives it no name."""
+    if ATTENTION not in keep:
+        return policy
+    return lambda primitive, *avals, **params: (
+        primitive.name.startswith(_FUSED_FORWARD) or policy(primitive, *avals, **params)
     )
 
 

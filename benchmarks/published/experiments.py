@@ -240,18 +240,19 @@ def _batch(row: Row, replicas: int, notes: Notes) -> tuple[int, int] | str:
 # What MaxText's policies keep (src/maxtext/layers/nnx_decoders.py, get_remat_policy) and, last, Pax's
 # (praxis/layers/checkpoint_policy.py), by the names of our models.
 _QKV = ["query", "key", "value"]
+_MINIMAL_FLASH = [*_QKV, "output", "gate", "up", "down", "attention"]  # TransformerEngine names it `context`
 _POLICIES: dict[str, str | list[str] | dict[str, list[str]]] = {
     "full": "full",
     "minimal": "dots",
-    "minimal_flash": "dots",
-    "minimal_with_context": "dots",
+    "minimal_flash": _MINIMAL_FLASH,
+    "minimal_with_context": _MINIMAL_FLASH,
     "minimal_offloaded": "offload_dots",
     "save_dot_only": "dots",
     "save_qkv_proj": _QKV,
     "save_out_proj": ["output"],
     "save_qkv_out_proj": [*_QKV, "output"],
     "save_dot_except_mlp": [*_QKV, "output"],
-    "save_dot_with_context_except_mlp": [*_QKV, "output"],
+    "save_dot_with_context_except_mlp": [*_QKV, "output", "attention"],
     "save_dot_except_mlpwi": [*_QKV, "output", "down"],
     "qkv_proj_offloaded": {"keep": [], "offload": _QKV},
     "save_dot_with_no_batch_dim": "dots",
@@ -299,7 +300,7 @@ def _selective(framework: Framework, words: str, notes: Notes) -> str | list[str
 
 def _model(row: Row, framework: Framework, shape: Shape, layers: int, length: int, context: int) -> dict[str, Any]:
     sizes = {"vocab": shape.vocab, "embed": shape.hidden, "mlp": shape.ffn, "layers": layers, "heads": shape.heads}
-    options: dict[str, Any] = {"context": "ring"} if context > 1 else {}
+    options = _parts(row, framework, shape) | ({"context": "ring"} if context > 1 else {})
     if shape.experts:  # an even load fills every expert's slots, each with as many rows
         return {"class": "models.moe:Moe", "preset": "moe_debug", **sizes, "kv_heads": shape.kv_heads,
                 "head_dim": shape.head_dim, "experts": shape.experts,
@@ -310,6 +311,18 @@ def _model(row: Row, framework: Framework, shape: Shape, layers: int, length: in
     attention = row.say("attention") or ("fused" if framework.fused_attention else "materialized")
     return {"class": "models.gpt:GPT", "preset": "gpt_debug", **sizes, "kv_heads": shape.kv_heads, "length": length,
             "tied": shape.tied, "attention": attention, **options}  # fmt: skip
+
+
+def _parts(row: Row, framework: Framework, shape: Shape) -> dict[str, Any]:
+    """What a JAX model's source has beyond its dims, as options of ours.
+
+    MaxText: `use_iota_embed` in the launchers of both pages; `logits_dot_in_fp32` is in base.yml of efb6d9e, A3's, and
+    off in NVIDIA's launcher. Pax's GPTs (google/paxml@7241216, contrib/gpu/scripts_gpu/configs.py): USE_BIAS, and
+    EMBEDDING_LOOKUP_STYLE = 'matmul' of TransformerLmSpmdAdam; its Llama has neither.
+    """
+    if framework.name == "MaxText":
+        return {"one_hot_lookup": True} | ({"fp32_head": True} if "gpu/a3/" in row.source else {})
+    return {"one_hot_lookup": True, "bias": True} if framework.name == "Paxml" and not shape.gated else {}
 
 
 def _whole(row: Row, framework: Framework, common, machines: Machines, ways, micro_batch: int, count: int):

@@ -25,7 +25,7 @@ def changed(name, **values):
         ("save_dot_except_mlpwi", ["query", "key", "value", "output", "down"]),
         ("minimal_offloaded", "offload_dots"),
         ("qkv_proj_offloaded", {"keep": [], "offload": ["query", "key", "value"]}),
-        ("minimal_with_context", "dots"),
+        ("minimal_with_context", ["query", "key", "value", "output", "gate", "up", "down", "attention"]),
     ],
 )
 def test_maxtexts_policies(words, remat):

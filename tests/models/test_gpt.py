@@ -29,6 +29,7 @@ def test_parameter_counts_are_the_published_ones():
     biases = 12 * 9 * 768
     padding = (50_304 - 50_257) * 768
     assert parameters("gpt2") == 124_439_808 - biases + padding
+    assert parameters("gpt2", bias=True) == 124_439_808 + padding
     assert parameters("gpt3_175b") == pytest.approx(175e9, rel=3e-3)
 
 
@@ -63,7 +64,8 @@ def test_sharded_equals_one_device():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     rules = ShardingRules({"act_batch": "data", "embed": "data", "heads": "tensor", "mlp": "tensor",
                            "act_heads": "tensor", "act_mlp": "tensor"})  # fmt: skip
-    model = make(attention="materialized", kv_heads=4)
+    model = make(attention="materialized", kv_heads=4, bias=True, one_hot_lookup=True)
+    model.layers.up.bias.set_value(jax.random.normal(jax.random.key(1), model.layers.up.bias.get_value().shape))
 
     @jax.jit
     def sharded(tokens):
@@ -77,9 +79,9 @@ def test_sharded_equals_one_device():
 @pytest.mark.slow
 def test_recomputation_changes_no_gradient():
     def gradients(remat):
-        return nnx.grad(lambda m: m(TOKENS).std())(make(remat=remat))
+        return nnx.grad(lambda m: m(TOKENS).std())(make(remat=remat, bias=True))
 
-    for a, b in zip(jax.tree.leaves(gradients("none")), jax.tree.leaves(gradients(["query", "up"]))):
+    for a, b in zip(jax.tree.leaves(gradients("none")), jax.tree.leaves(gradients(["query", "up", "attention"]))):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -92,6 +94,7 @@ def test_recomputation_changes_no_gradient():
         ({"kv_heads": 3}, "not a multiple of kv_heads = 3"),
         ({"layers": 0}, "layers = 0 must be"),
         ({"attention": "sparse"}, "'sparse' is not one of"),
+        ({"bias": 1}, "bias = 1 must be true or false"),
     ],
 )
 def test_sizes_that_do_not_go_together_are_refused(options, message):

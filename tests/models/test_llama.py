@@ -109,6 +109,37 @@ def test_policies_keep_what_they_say(policy, kept):
     assert len(stacked) == 1 + kept
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_lookup_by_one_hot_ids_is_the_look_up(dtype):
+    """The same bits: each row is a sum with one term. The gradient of 24 tokens of 7 kinds is summed in fp32."""
+    table, tokens = jax.random.normal(jax.random.key(0), (7, 4)), jax.random.randint(jax.random.key(1), (2, 12), 0, 7)
+    weights = jax.random.normal(jax.random.key(2), (2, 12, 4))
+
+    def found(one_hot):
+        rows, back = jax.vjp(lambda t: lookup(t, tokens, dtype, one_hot=one_hot), table)
+        return rows, back(weights.astype(dtype))[0]
+
+    (rows, gradient), (by_matmul, of_matmul) = found(False), found(True)
+    np.testing.assert_array_equal(rows, by_matmul)
+    np.testing.assert_allclose(gradient, of_matmul, rtol=0, atol=24 * 2.0**-24 * float(jnp.abs(weights).max()))
+
+
+def test_a_head_in_fp32_multiplies_in_fp32_and_keeps_to_the_precision_of_gradients():
+    """Of bf16 weights, as the step hands them over where gradients travel in bf16, and of bf16 activations."""
+    model = Llama("llama_debug", rngs=nnx.Rngs(0), fp32_head=True)
+    graph, state = nnx.split(model)
+    state = jax.tree.map(lambda p: p.astype(jnp.bfloat16), state)
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    jaxpr = str(jax.make_jaxpr(lambda s: nnx.merge(graph, s)(tokens))(state))
+    assert "f32[1,8,256] = dot_general" in jaxpr
+    x = jax.random.normal(jax.random.key(0), (1, 8, 128)).astype(jnp.bfloat16)
+    cast = nnx.merge(graph, state)
+    wanted = cast.norm(x).astype(jnp.float32) @ cast.head.kernel.get_value().astype(jnp.float32)
+    np.testing.assert_allclose(cast.last(x), wanted, rtol=1e-5, atol=1e-5)
+    gradients = jax.grad(lambda s: jnp.sum(nnx.merge(graph, s)(tokens)))(state)
+    assert {g.dtype for g in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_lookup_scatters_its_gradient():
     table, tokens = jax.random.normal(jax.random.key(0), (7, 4)), jnp.array([[1, 2, 1], [6, 0, 1]])
     weights = jnp.arange(24.0).reshape(2, 3, 4)

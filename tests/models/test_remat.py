@@ -121,6 +121,7 @@ def said_of_host_memory(plan: Plan) -> list[str]:
     return [w.message for w in plan.report.warnings if w.code == "host_memory"]
 
 
+FUSED = '["query", "key", "value", "output", "gate", "up", "down", "attention"]'
 NONE, FULL, DOTS, SOME = '"none"', '"full"', '"dots"', '["gate", "up"]'
 MIX = '{ keep = ["gate"], offload = ["up", "layer_input"] }'
 OFFLOAD, OFFLOAD_DOTS = '"offload"', '"offload_dots"'
@@ -161,11 +162,12 @@ def test_a_mix_recomputes_less_and_what_it_offloads_waits_in_pinned_host_memory(
 @pytest.mark.deviceless
 def test_what_is_kept_is_not_recomputed():
     """FLOP: none and dots recompute no matmul of a projection (dots only attention); full all of them; two of seven
-    projections kept is in between. Memory goes the other way."""
-    flops = {p: matmul_flops(planned(p)) for p in (NONE, DOTS, SOME, FULL)}
+    projections kept is in between; with attention kept beside them nothing runs twice. Memory goes the other way."""
+    flops = {p: matmul_flops(planned(p)) for p in (NONE, DOTS, SOME, FULL, FUSED)}
     assert flops[NONE] < flops[DOTS] < flops[SOME] < flops[FULL]
-    memory = {p: planned(p).compiled.memory["temp"] for p in (NONE, DOTS, SOME, FULL)}
-    assert memory[FULL] < memory[SOME] < memory[DOTS] < memory[NONE]
+    assert flops[FUSED] == pytest.approx(flops[NONE], rel=1e-6)
+    memory = {p: planned(p).compiled.memory["temp"] for p in (NONE, DOTS, SOME, FULL, FUSED)}
+    assert memory[FULL] < memory[SOME] < memory[DOTS] < memory[FUSED] < memory[NONE]
 
 
 @pytest.mark.slow
