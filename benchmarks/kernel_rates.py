@@ -19,8 +19,8 @@ there. It is taken out of every fp8 row: a compiled program has its casts as ker
 **Burst and long run.** Rows without power are a few calls each: kernels of less than a millisecond end before the power
 controller acts, those of tens of milliseconds are a run at the cap. The cap is the median over wrappers of rows that
 take 10 ms or more, or that stand at 95 % of their power limit, with no dim below 2048; a burst the ninth decile of
-those of 0.3 to 3 ms. What of this a training step sees is in predict/kernels.py. vLLM 0.24's rows are left out: their
-rate rises with the work where every other source's falls, which random operands do not do.
+those of 0.3 to 3 ms. What of this a training step sees is in predict/kernels.py. vLLM 0.24's rows in bf16 and fp8 are
+left out: their rate rises with the work where every other source's falls, which random operands do not do.
 """
 
 from __future__ import annotations
@@ -46,11 +46,16 @@ from meshkit.predict.kernels import LARGE, LONG_S, table_flops_per_s
 
 GPUS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100_sxm", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300",
         "gb200": "gb200", "gb300": "gb300"}  # fmt: skip
-PRECISIONS = {"bfloat16": "bf16", "fp8": "fp8"}
+PRECISIONS = {"bfloat16": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
 # Wrappers around cuBLAS: torch.nn.functional.linear in bf16, trtllm.cublas_scaled_mm in fp8. The older of
 # TensorRT-LLM's versions on GB200 is 16 % slower than four other sources of that GPU: it serves the cap,
-# where power stands beside it.
-WRAPPERS = {"sglang_torch_linear", "torch_flow"}
+# where power stands beside it. No wrapper multiplies NVFP4 by cuBLAS (TensorRT-LLM's falls back to CUTLASS untuned:
+# NVFP4GemmUnifiedRunner); CuTe DSL's, beside cuBLASLt where both were measured, is in print_cublaslt.
+WRAPPERS = {"bf16": {"sglang_torch_linear", "torch_flow"}, "fp8": {"torch_flow"},
+            "nvfp4": {"sglang_flashinfer_cutedsl_nvfp4", "FlashInferCuteDslNvFp4LinearKernel"}}  # fmt: skip
+LIBRARIES = {"nvfp4": "FlashInfer CuTe DSL"}
+# TFLOP/s of torch._scaled_mm in NVFP4, which is cuBLASLt's, of square matmuls on a B200 (pytorch/ao, pull 2427).
+CUBLASLT_B200 = {2048: 1680, 3072: 3510, 4096: 4460, 6144: 5500, 8192: 5370}
 OLDER = "1.3.0rc17"
 ROWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 COLUMNS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)
@@ -81,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_caps(caps, rates)
     print_casts(casts)
     print_errors(rates)
+    print_cublaslt()
     return 0
 
 
@@ -105,14 +111,14 @@ class Row:
 def read_rows(path: Path) -> Iterator[Row]:
     """What serves of the raw file."""
     for row in _lines(path):
-        bf16 = row["dtype"] == "bfloat16"
-        if row["dtype"] not in PRECISIONS or not (bf16 or row["kernel_source"] == "torch_flow"):
+        precision = PRECISIONS.get(row["dtype"])
+        if precision is None or (precision == "fp8" and row["kernel_source"] not in WRAPPERS["fp8"]):
             continue
-        plain = row["kernel_source"] in WRAPPERS and row["version"] != OLDER
+        plain = row["kernel_source"] in WRAPPERS[precision] and row["version"] != OLDER
         power = float(row["power"]) / float(row["power_limit"]) if row["power"] else None
         if plain or power is not None:
             yield Row(
-                (GPUS[row["system"]], PRECISIONS[row["dtype"]]),
+                (GPUS[row["system"]], precision),
                 f"{row['framework']} {row['version']}",
                 (int(row["m"]), int(row["n"]), int(row["k"])),
                 2e-12 * int(row["m"]) * int(row["n"]) * int(row["k"]) / float(row["tflops"]),
@@ -121,11 +127,12 @@ def read_rows(path: Path) -> Iterator[Row]:
             )
 
 
-Casts = Mapping[str, Mapping[int, float]]  # GPU -> log2 of an operand's elements -> seconds of its cast
+# (GPU, precision) -> log2 of an operand's elements -> seconds of its cast
+Casts = Mapping[tuple[str, str], Mapping[int, float]]
 
 
 def casts_of(rows: Iterable[Row]) -> Casts:
-    """What fp8 rows of one [m, k] take for no columns at all, less what bf16's do: the median by size of [m, k]."""
+    """What rows of one [m, k] take for no columns at all, less what bf16's do: the median by size of [m, k]."""
     points: dict[tuple[str, str, int, int], list[tuple[int, float]]] = defaultdict(list)
     for r in rows:
         m, n, k = r.shape
@@ -135,11 +142,11 @@ def casts_of(rows: Iterable[Row]) -> Casts:
     for (gpu, precision, m, k), found in points.items():
         if len({n for n, _ in found}) >= 4:
             sizes[gpu, precision, (m * k).bit_length() - 1].append(_intercept(found) / (m * k))
-    casts: dict[str, dict[int, float]] = defaultdict(dict)
+    casts: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for (gpu, precision, size), each in sorted(sizes.items()):
-        if precision == "fp8":
+        if precision != "bf16" and sizes.get((gpu, "bf16", size)):
             launch = statistics.median(sizes[gpu, "bf16", size])
-            casts[gpu][size] = (statistics.median(each) - max(0.0, launch)) * 2**size
+            casts[gpu, precision][size] = (statistics.median(each) - max(0.0, launch)) * 2**size
     return casts
 
 
@@ -165,7 +172,7 @@ def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[st
     casts = casts_of(rows)
     for r in rows:
         m, n, k = r.shape
-        seconds = r.seconds - (cast_s(m * k, casts[r.key[0]]) if r.key[1] == "fp8" else 0.0)
+        seconds = r.seconds - (cast_s(m * k, casts[r.key]) if r.key in casts else 0.0)
         tflops = 2e-12 * m * n * k / seconds
         if not 0 < tflops < catalog.gpu(r.key[0]).peak_flops[r.key[1]] / 1e12:
             continue  # nearly all of it a cast
@@ -186,12 +193,13 @@ def matmul_table(rates: Rates) -> str:
             cells = [table.get((m, n, k), {}) for k in COLUMNS]
             if any(cells):
                 means = [f"{statistics.geometric_mean(c.values()):.4g}" if c else "" for c in cells]
-                rows.append([gpu, precision, f"cuBLAS ({'; '.join(names)})", m, n, *means])
+                library = LIBRARIES.get(precision, "cuBLAS")
+                rows.append([gpu, precision, f"{library} ({'; '.join(names)})", m, n, *means])
     comment = (
         "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k.\n"
         "# Written by `python -m benchmarks.kernel_rates` from gemm_perf of ai-dynamo/aiconfigurator@095f58a51,\n"
         "# Apache-2.0, read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names;\n"
-        "# of fp8 without the cast of the [m, k] operand that the raw rows include.\n"
+        "# of fp8 and nvfp4 without the cast of the [m, k] operand that the raw rows include.\n"
     )
     return _csv_text(comment, ["gpu", "precision", "library", "m", "n", *COLUMNS], rows)
 
@@ -274,8 +282,18 @@ def print_casts(casts: Casts) -> None:
     """Picoseconds of casting an element, by the elements of the operand."""
     sizes = (22, 24, 26, 28, 30)
     print(f"\n| GPU | {' | '.join(f'2^{size}' for size in sizes)} |\n|---|{'---|' * len(sizes)}")
-    for gpu, found in casts.items():
-        print(f"| {gpu} | {' | '.join(f'{found[size] / 2**size * 1e12:.2f}' for size in sizes)} |")
+    for (gpu, precision), found in casts.items():
+        cells = " | ".join(f"{found[size] / 2**size * 1e12:.2f}" for size in sizes)
+        print(f"| {gpu}, {precision} | {cells} |")
+
+
+def print_cublaslt() -> None:
+    """NVFP4 by cuBLASLt beside the table's library: square matmuls on a B200."""
+    gpu = catalog.gpu("b200")
+    print("\n| square matmul of | cuBLASLt, TFLOP/s | table | over it |\n|---|---|---|---|")
+    for size, measured in CUBLASLT_B200.items():
+        rate = table_flops_per_s(Matmul("nvfp4", 1, size, size, size), gpu, "nvfp4") / 1e12
+        print(f"| {size} | {measured} | {rate:.0f} | {rate / measured - 1:+.0%} |")
 
 
 def print_errors(rates: Rates) -> None:

@@ -15,6 +15,7 @@ from benchmarks.published.machines import Machines, find_machines
 from benchmarks.published.recipes import Recipe, find_recipe
 from benchmarks.published.rows import Row
 from benchmarks.published.shapes import Notes, Shape, find_shape
+from meshkit.config import catalog
 from meshkit.config.toml import to_toml
 
 _DOMAIN_KEYS = ("gpu", "hosts", "gpus_per_host", "nvlink_domain_size")
@@ -33,8 +34,9 @@ class Run:
         assumed: what the source does not say.
         machines: of the whole run.
         experts: replicas that share the experts of a stage (expert parallelism).
-        precision: of the linear layers, bf16 or fp8.
-        recipe: how Megatron ran the experts.
+        precision: of the linear layers: bf16, fp8 or nvfp4.
+        recipe: how Megatron ran the experts, or layers in NVFP4.
+        recomputed: share of layers whose forward pass runs twice, whole (Megatron's `recompute_num_layers` of a chunk).
     """
 
     row: Row
@@ -59,6 +61,7 @@ class Run:
     experts: int = 1
     precision: str = "bf16"
     recipe: Recipe = field(default_factory=Recipe)
+    recomputed: float = 0.0
 
     @property
     def toml(self) -> str:
@@ -91,15 +94,16 @@ def resolve(row: Row) -> Run | str:
     shape = find_shape(row, notes)
     if isinstance(shape, str):
         return shape
-    recipe = find_recipe(row) if shape.experts else Recipe()
+    precision = _precision(row, shape, notes)
+    if precision not in ("bf16", "fp8", "nvfp4"):
+        return precision
+    recipe = find_recipe(row) if shape.experts or precision == "nvfp4" else Recipe()
     if recipe.regressed:
         return f"by its page it is {recipe.regressed}"
     if recipe.why:
         framework = replace(framework, reduce=recipe.reduce, attention=recipe.attention or framework.attention)
-        notes.assume(f"experts as in the recipe beside the page: {recipe.why}")
-    precision = _precision(row, notes)
-    if precision not in ("bf16", "fp8"):
-        return precision
+        what = "experts" if shape.experts else "NVFP4"
+        notes.assume(f"{what} as in the recipe beside the page: {recipe.why}")
     gpus, length = row.count("n_gpus"), row.count("seq_len")
     if not gpus or not length:
         return f"{'n_gpus' if not gpus else 'seq_len'} is not stated"
@@ -125,6 +129,9 @@ def resolve(row: Row) -> Run | str:
     if isinstance(machines, str):
         return machines
     notes.assumed += machines.assumed
+    if precision == "nvfp4" and (whole or precision not in catalog.gpu(str(machines.table["gpu"])).peak_flops):
+        where = "beside fully sharded parameters" if whole else f"on {row.say('gpu')}"
+        return f"matmuls in NVFP4 {where} are not modelled"
     remat = _remat(row, framework, notes)
     if remat is None:
         return f"recomputation '{row.say('recompute')}' is not a policy that is known here"
@@ -158,7 +165,13 @@ def resolve(row: Row) -> Run | str:
         document = _stage(row, framework, common, machines, (stages, experts, context, tensor), micro_batch)
     return Run(row, framework, shape, length, gpus, tensor, context, stages, chunks, data, sharded, micro_batch,
                micro_batches, stage_layers, last_layers, whole, document, machines, tuple(notes.assumed), experts,
-               precision, recipe)  # fmt: skip
+               precision, recipe, _recomputed_share(row, shape.layers / stages / chunks))  # fmt: skip
+
+
+def _recomputed_share(row: Row, layers: float) -> float:
+    """Share of the layers of a chunk that Megatron recomputes whole (`recompute_method` block)."""
+    found = _BLOCK.search(row.say("recompute"))
+    return min(1.0, int(found[1]) / layers) if found else 0.0
 
 
 def _expert_ways(row: Row, shape: Shape, whole: bool, data: int, tensor: int) -> int | str:
@@ -204,10 +217,11 @@ def split_layers(layers: int, stages: int) -> tuple[int, int]:
     return -(-layers // stages), -(-layers // stages)
 
 
-def _precision(row: Row, notes: Notes) -> str:
+def _precision(row: Row, shape: Shape, notes: Notes) -> str:
+    """`bf16`, `fp8` or `nvfp4`; a sentence why it is none of them."""
     words = row.say("precision").lower()
-    if "nvfp4" in words or "fp4" in words:
-        return "no matmuls in NVFP4 are modelled: what they sustain, and what their casts cost, is not known to us"
+    if "fp4" in words:
+        return "experts in NVFP4 are not modelled" if shape.experts else "nvfp4"
     if not words:
         return "the precision is not stated, and 8 bits are up to twice as fast as 16"
     if "not stated" in words:
@@ -260,6 +274,7 @@ _POLICIES: dict[str, str | list[str] | dict[str, list[str]]] = {
 }
 _A3_ALL_REDUCE = {1: 128, 2: 64, 4: 512}  # MiB by hosts: 1vm.sh to 16vm.sh beside the page, 1024 from 8 hosts on
 _INTERLEAVED = re.compile(r"interleaved", re.IGNORECASE)
+_BLOCK = re.compile(r"recompute_num_layers=(\d+)")
 
 
 def _remat(row: Row, framework: Framework, notes: Notes) -> str | list[str] | dict[str, list[str]] | None:
@@ -275,6 +290,8 @@ def _remat(row: Row, framework: Framework, notes: Notes) -> str | list[str] | di
             "recomputation not stated: none" + (", as in nearly all recipes beside its page" if recipes else "")
         )
         return "none"
+    if _BLOCK.search(words):
+        return "none"  # whole layers, which replica.py counts twice
     named = [name for name in _POLICIES if re.search(rf"\b{name}\b", low)]
     if named and not low.startswith("none"):
         return _POLICIES[max(named, key=len)]
@@ -361,7 +378,7 @@ def _stage(row: Row, framework: Framework, common, machines: Machines, ways, mic
     if tensor > 1 and not _sequence_parallel(row, framework):
         rules["logical"] = {"act_residual_length": "context" if context > 1 else "replicated"}
     layers = LAYERS if stages > 1 else shape.layers
-    if shape.experts:  # our experts multiply in 16 bits; experts.py prices them in 8
+    if shape.experts or precision == "nvfp4":  # ours multiply in 16 bits; experts.py and blocks.py price them in fewer
         precision = "bf16"
     train = {"global_batch": micro_batch * experts, "sequence_length": length, "precision": precision,
              "reduce_precision": "fp32", "remat": remat, "derived_options": False}  # fmt: skip

@@ -37,7 +37,7 @@ _CAST_BYTES = 4  # an operand read in 16 bits, written in 8 along both of its di
 # TransformerEngine's permutations: 0.50 and backward 0.51 (SimuMax 4dcaae5, configs/system/b200_bf16_ceperm.json).
 # DeepEP's own, before the experts and behind them: its issue 590, 16 B300s, 4,096 tokens of 14,336 bytes to 8 of 128
 # experts: 864 MB in the 229 us that a dispatch takes longer with one, and in 633 of a combine.
-_CAST_SHARE, _PERMUTE_SHARE, _HYBRID_PERMUTE_SHARE, _HYBRID_RETURN_SHARE = 0.68, 0.5, 0.475, 0.172
+CAST_SHARE, _PERMUTE_SHARE, _HYBRID_PERMUTE_SHARE, _HYBRID_RETURN_SHARE = 0.68, 0.5, 0.475, 0.172
 
 # A grouped call over its price as one batched matmul, by rows of an expert: forward and gradients of inputs; gradients
 # of weights. Medians of 108 calls of TransformerEngine in bf16 on a B200, each over what kernels.py gives, less the
@@ -86,7 +86,7 @@ def as_in_megatron(run: Run, schedule: Schedule) -> Schedule:
         cost = _grouped(i.cost, rows) if grouped else i.cost
         if run.precision == "fp8" and "logits" not in i.source:
             names[_HALF] = _EIGHT
-        return replace(i, cost=_renamed(cost, names))
+        return replace(i, cost=renamed(cost, names))
 
     bodies = {name: tuple(one(i) for i in body) for name, body in schedule.computations.items()}
     return replace(schedule, computations=bodies)
@@ -107,7 +107,8 @@ def is_routing(i: Instruction) -> bool:
     return plain and "/moe/experts/" in i.source and "dynamic_update" not in i.source
 
 
-def _renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
+def renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
+    """The cost of matmuls with other element types; those that are not named stay."""
     flops: dict[str, float] = {}
     for dtype, value in cost.matmul_flops.items():
         name = names.get(dtype, dtype)
@@ -134,7 +135,7 @@ def quantization_s(run: Run, cluster: Cluster) -> float:
     between = 0 if run.recipe.fused else 3 * s.ffn  # of both matmuls of an expert
     experts = k * (2 * s.hidden + between)
     moved = _CAST_BYTES * _tokens(run) * (attention + experts) / run.tensor
-    return moved / (_CAST_SHARE * cluster.gpu.memory_bytes_per_s)
+    return moved / (CAST_SHARE * cluster.gpu.memory_bytes_per_s)
 
 
 def copies(run: Run, groups: int) -> float:

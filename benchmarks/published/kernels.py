@@ -13,7 +13,7 @@ from benchmarks.published.frameworks import Framework
 from benchmarks.published.rows import Row
 from meshkit.config.cluster import Cluster
 
-_TODAY = r"Megatron-Bridge 26"  # releases with a cuDNN that the catalog's attention was measured with
+_TODAY = r"Megatron-Bridge 26|nemo 26"  # releases with a cuDNN that the catalog's attention was measured with
 _JAX = ("MaxText", "Paxml")  # as a plan has them, with today's
 
 
@@ -39,7 +39,7 @@ def kernels_of(row: Row, framework: Framework) -> Kernels:
     """Those of a row's framework, GPU and source."""
     words = f"{row.say('gpu')} {row.source}"
     found = (name for name, v in _tables()["variants"].items() if re.search(v["words"], words, re.IGNORECASE))
-    today = re.search(_TODAY, row.source) or framework.name in _JAX
+    today = re.search(_TODAY, f"{row.source} {row.say('container')}") or framework.name in _JAX
     return Kernels(framework.attention or ("" if today else "cudnn_2024"), next(found, ""))
 
 

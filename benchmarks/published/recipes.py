@@ -1,4 +1,4 @@
-"""How Megatron ran the experts of a row: recipes.toml, by the row's page. Part of experiments.py, third in the flow.
+"""How Megatron ran experts, or NVFP4: recipes.toml, by the row's page. Part of experiments.py, third in the flow.
 
 A page gives parallelism and batch; the recipe beside it, of the same release, says what moved the tokens, what
 overlapped, which kernels were fused and what was recomputed. A row without one ran Megatron's defaults (NCCL's
@@ -33,6 +33,7 @@ class Recipe:
         reduce: dtype in which gradients travel.
         attention: of kernels.toml; "" for the framework's.
         graph: what CUDA graphs replay: `none`, `parts` or `all`.
+        cast_reads: times that a cast to NVFP4 reads an operand.
         regressed: what its page says against its own number; "" for nothing.
         why: where this is from; "" for the defaults.
     """
@@ -46,6 +47,7 @@ class Recipe:
     reduce: str = "fp32"
     attention: str = ""
     graph: str = "none"
+    cast_reads: int = 3
     regressed: str = ""
     why: str = ""
 

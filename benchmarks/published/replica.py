@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from benchmarks.published.blocks import as_nvfp4, casts_s, slowed_s, travel_s
 from benchmarks.published.experiments import Run
 from benchmarks.published.experts import as_in_megatron, beside_s, exchange_s, is_routing, passes_s, quantization_s
 from benchmarks.published.kernels import kernels_of
@@ -72,6 +73,7 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
         schedule = without(schedule, _sends_around_ring) if view.windows else schedule
     if run.shape.experts:
         schedule = without(as_in_megatron(run, schedule), is_routing)
+    schedule = as_nvfp4(run, schedule)
     loops = layer_loops(schedule)
     compute = without(schedule, lambda i: _OPTIMIZER in i.source)
     share = run.stage_layers if run.stages > 1 else None
@@ -84,6 +86,10 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
     last = run.last_layers if run.stages > 1 else None
     edges, backward_s = seconds(compute, 0, 0), seconds(compute, 0)
     more = _around_experts_s(run, cluster, view, (seconds(compute) - edges) / run.stage_layers)
+    more += _in_nvfp4_s(run, cluster, view)
+    if run.recomputed:  # the forward pass of some layers again
+        forward_s = (seconds(compute) - backward_s) / run.stage_layers
+        more += run.recomputed * (forward_s + _in_nvfp4_s(run, cluster, view, backward=False))
     layers = seconds(compute) - edges + run.stage_layers * more
     slow = max(layers, seconds(compute, last, last) + run.last_layers * more)
     bubble = (run.stages - 1) / run.chunks * layers
@@ -104,6 +110,19 @@ def _around_experts_s(run: Run, cluster: Cluster, view: View, matmuls_s: float) 
     if not view.outside:
         return more
     return more + (beside_s(run, cluster, matmuls_s + more) if view.windows else exchange_s(run, cluster))
+
+
+def _in_nvfp4_s(run: Run, cluster: Cluster, view: View, *, backward: bool = True) -> float:
+    """Seconds of a layer and micro-batch of what TransformerEngine does beside matmuls in NVFP4; 0 without them."""
+    if run.precision != "nvfp4":
+        return 0.0
+    total = 0.0
+    for forward in (True, False) if backward else (True,):
+        total += casts_s(run, cluster, forward=forward)
+        blocking, beside = travel_s(run, cluster, forward=forward)
+        if view.outside:
+            total += blocking + (slowed_s(beside, cluster) if view.windows else beside)
+    return total
 
 
 def layer_loops(schedule: Schedule) -> list[str]:

@@ -32,7 +32,7 @@ class Stratum:
 
     experts: bool
     generation: str  # `ampere`, `hopper`, `blackwell`, or `other`
-    bits: int  # of most matmuls: 8 or 16
+    bits: int  # of most matmuls: 4, 8 or 16
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -63,7 +63,8 @@ def enough(groups: int, sources: int) -> bool:
 def stratum_of(gpu: Gpu, precision: str, experts: bool) -> Stratum:
     """The stratum of a run. `precision` is of `[train]` or of the catalog: `bf16`, `fp8`, ..."""
     major = (gpu.compute_capability or (0, 0))[0]
-    return Stratum(experts, _GENERATIONS.get(major, "other"), 8 if "8" in precision else 16)
+    bits = 4 if "fp4" in precision else 8 if "8" in precision else 16
+    return Stratum(experts, _GENERATIONS.get(major, "other"), bits)
 
 
 def step_interval(time_s: float, stratum: Stratum) -> StepInterval | None:

@@ -36,7 +36,7 @@ from meshkit.units import format_count, format_rate
 # Precisions of `[train]` -> element types that their matmuls have.
 COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn"}
 # XLA's element types -> precisions of the catalog. fp32 matmuls run as TF32 where the GPU has it: XLA's default.
-_PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32", "f64": "fp32"}
+_PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32", "f64": "fp32", "f4e2m1fn": "nvfp4"}
 
 
 _NOT_MEASURED = Rates()
