@@ -97,6 +97,7 @@ def resolve(row: Row) -> Run | str:
     precision = _precision(row, shape, notes)
     if precision not in ("bf16", "fp8", "nvfp4"):
         return precision
+    framework = replace(framework, reduce=row.say("reduce") or framework.reduce)
     recipe = find_recipe(row) if shape.experts or precision == "nvfp4" else Recipe()
     if recipe.regressed:
         return f"by its page it is {recipe.regressed}"

@@ -83,12 +83,13 @@ def parse_row(cells: Mapping[str | None, object], name: str) -> Row:
     """A row of strings; `name` stands for an id that is missing."""
     text = {k: v.strip() for k, v in cells.items() if isinstance(k, str) and isinstance(v, str)}
     source = " ".join(filter(None, (text.get("source", ""), text.get("source_ref", ""))))
-    why = ""
+    stated, why = text, []
     for known in _corrections():
-        if re.search(known["source"], source) and all(text.get(k) == v for k, v in known["when"].items()):
-            text, why = {**text, **known["cells"]}, known["why"]
+        if re.search(known["source"], source) and all(stated.get(k) == v for k, v in known["when"].items()):
+            text = {**text, **known["cells"]}
+            why.append(known["why"])
     numbers = {key: value for key, cell in text.items() if (value := _number(cell)) is not None}
-    return Row(text.get("id") or name, source, text.get("notes", ""), text, numbers, why)
+    return Row(text.get("id") or name, source, text.get("notes", ""), text, numbers, "; ".join(why))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import csv
 import dataclasses
 import math
@@ -129,14 +130,18 @@ def test_all_gathers_over_tcpx_as_published(mib, us):
 
 
 def test_scores_of_the_blind_predictions():
-    known = {row.id: resolve(row) for row in read_rows(blind.ROWS)}
+    """Those of NVFP4 are in the README as the module prints them; blind.csv's as they were scored on the day."""
+    known = {row.id: resolve(row) for row in read_rows(blind.ROWS[0])}
     whole = known["mlperf-v4.1-NVIDIA-eos_n32_ngc24.09_nemo-gpt3"]
-    unsaid = known["mlperf-v3.1-NVIDIA-eos_n64_ngc23.09_nemo-gpt3"]
+    later = known["mlperf-v3.1-NVIDIA-eos_n64_ngc23.09_nemo-gpt3"]
     assert isinstance(whole, Run)
-    assert isinstance(unsaid, Run)
-    assert (whole.chunks, whole.configured, unsaid.chunks, unsaid.configured) == (6, True, 1, False)
-    text = "\n".join(blind.lines(blind.ROWS))
-    assert text in (Path(blind.__file__).with_name("README.md")).read_text()
+    assert isinstance(later, Run)
+    assert (whole.chunks, whole.configured, later.chunks, later.configured) == (6, True, 12, True)
+    readme = blind.PREDICTED.with_name("README.md").read_text()
+    assert "\n".join(blind.lines(blind.NVFP4)) in readme
+    for predicted in (blind.PREDICTED, blind.NVFP4):
+        assert hashlib.sha256(predicted.read_bytes()).hexdigest() in readme
+    assert "| dense, fully stated (7 rows, 4 groups) | 2.6% | 1.9% | 7 |" in "\n".join(blind.lines())
 
 
 def test_innermost_axes_stay_inside_a_domain():
