@@ -71,6 +71,10 @@ def _experts(run: Run) -> object:
     return run.shape.experts
 
 
+def _nvfp4(run: Run) -> bool:
+    return run.precision == "nvfp4"
+
+
 _STEP = replica.replica_step_s
 
 
@@ -114,7 +118,7 @@ PIECES = (
           lambda run: _stage(run) and run.framework.sharded_optimizer,
           [(replica, "optimizer_ways", lambda _: 1)]),
     Piece("experts, grouped calls: batched matmuls", _experts, [(experts, "_grouped", lambda cost, _: cost)]),
-    Piece("experts, casts: at the rate of plain copies", _experts, [(experts, "_CAST_SHARE", _LIKE_A_COPY)]),
+    Piece("experts, casts: at the rate of plain copies", _experts, [(experts, "CAST_SHARE", _LIKE_A_COPY)]),
     Piece("experts, HybridEP: NCCL's all-to-all of every copy", _experts, _recipe(dispatcher="alltoall")),
     Piece("experts, overlap of the exchange: it blocks", _experts, _recipe(overlapped=False)),
     Piece("experts, fused epilogues: kernels of their own", _experts, _recipe(fused=False)),
@@ -123,6 +127,10 @@ PIECES = (
             replace(run, shape=replace(run.shape, biased=False)), cluster))]),
     Piece("experts, permutations: at the rate of plain copies", _experts, [
         (experts, name, _LIKE_A_COPY) for name in ("_PERMUTE_SHARE", "_HYBRID_PERMUTE_SHARE", "_HYBRID_RETURN_SHARE")]),
+    Piece("NVFP4, casts: none", _nvfp4, [(replica, "casts_s", lambda *_, **__: 0.0)]),
+    Piece("NVFP4, what tensor-parallel GPUs send: nothing", _nvfp4, [
+        (replica, "travel_s", lambda *_, **__: (0.0, 0.0))]),
+    Piece("NVFP4, layers recomputed: none", _nvfp4, [(experiments, "_recomputed_share", lambda *_: 0.0)]),
 )  # fmt: skip
 
 

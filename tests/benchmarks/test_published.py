@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import csv
 import dataclasses
+import hashlib
 import math
 import random
 import re

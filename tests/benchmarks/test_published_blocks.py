@@ -32,7 +32,7 @@ def changed(name: str, **cells: object) -> Run:
 
 
 def test_a_cast_moves_the_bytes_that_its_kernels_read_and_write():
-    """bf16 in, four bits and a byte of scale for 16 elements out, twice; 2.12 reads it for each dim, later ones once."""
+    """bf16 in, four bits and a byte of scale for 16 elements out, twice; 2.12 reads for each dim, later ones once."""
     assert (cast_bytes(3), cast_bytes(2)) == (3 * 2 + 2 * 9 / 16, 2 * 2 + 2 * 9 / 16)
     run = changed(WHOLE)
     assert run.recipe.cast_reads == 3
