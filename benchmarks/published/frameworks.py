@@ -99,8 +99,9 @@ class Framework:
         per_tensor: ZeRO-1 that all-reduces gradients, and broadcasts each parameter tensor from its one owner.
         bucket_parameters, bucket_per_replica: parameters whose gradients are reduced at once where that is overlapped,
             at least, and for every replica; 0: all.
-        bucket_copy_bytes: the same of copies in and out of buckets, once a step.
+        bucket_copy_bytes: a parameter, of copies of gradients around their reduction, once a step.
         reruns: pattern of precisions of rows in which recomputation runs a layer whole (ours.py); "" for none.
+        between: count of eager.py that what our program has between the matmuls of a layer makes way for; "" for none.
         memory: what a GPU holds; None where XLA's program says it.
         xla: options of the compiler.
         why: where this is from.
@@ -124,6 +125,7 @@ class Framework:
     bucket_per_replica: int = 0
     bucket_copy_bytes: int = 0
     reruns: str = ""
+    between: str = ""
     memory: Memory | None = None
     xla: Mapping[str, object] = field(default_factory=dict)
     why: str = ""
@@ -176,7 +178,7 @@ FRAMEWORKS = (
     Framework(
         "InternEvo", r"InternEvo", attention="flash2", reduce="bf16", sharded_optimizer=True,
         overlaps_gradients=True, per_tensor=True, bucket_parameters=512 * 2**20,
-        bucket_copy_bytes=8, reruns=".",
+        bucket_copy_bytes=8, reruns=".", between="internevo",
         memory=Memory(
             gradient_bytes=2, step_bytes=6, logit_bytes=12,
             why="hybrid_zero_optim.py: weights and gradients in bf16, flat copies in bf16 and fp32 in _step",
@@ -192,12 +194,21 @@ FRAMEWORKS = (
     ),
     Framework(
         "vTrain", r"vTrain", fused_attention=False, reduce="bf16", overlaps_tensor=False, memory=_HALF, reruns=".",
-        why="Megatron-DeepSpeed of 2022: fp16 gradients all-reduced after the last micro-batch, no FlashAttention",
+        between="megatron", bucket_copy_bytes=12,
+        why="Megatron-DeepSpeed of 2022: fp16 gradients all-reduced after the last micro-batch (made flat, scaled and "
+        "copied back: engine.py, allreduce_and_copy), no FlashAttention",
     ),
     Framework(
-        "Megatron-LM", r"Korthikanti|(?<!NVIDIA/)Megatron-LM|SC21", fused_attention=False, reduce="bf16",
-        overlaps_tensor=False, memory=_HALF, reruns=".",
-        why="arXiv 2104.04473 and 2205.05198: fp16, no overlap of the gradient all-reduce, no FlashAttention",
+        "Megatron-LM", r"(?<!NVIDIA/)Megatron-LM|SC21", fused_attention=False, reduce="bf16", overlaps_tensor=False,
+        memory=_HALF, reruns=".", between="megatron", bucket_copy_bytes=6,
+        why="arXiv 2104.04473, NVIDIA/Megatron-LM@50a4b5f: fp16, no overlap of any collective (gradients in a buffer "
+        "that is zeroed and divided: model/distributed.py), no FlashAttention",
+    ),
+    Framework(
+        "Megatron-LM", r"Korthikanti", fused_attention=False, reduce="bf16", memory=_HALF, reruns=".",
+        between="megatron", bucket_copy_bytes=6,
+        why="arXiv 2205.05198: as in 2021, but collectives of tensor parallelism in the backward pass run beside the "
+        "matmuls of weights (mpu/layers.py of @841f789: LinearWithGradAccumulationAndAsyncAllreduce)",
     ),
     Framework(
         "Megatron-Core", r"Megatron|NeMo|MLPerf|Together", prefetches=True, xla=_ROOM, sharded_optimizer=True,

@@ -67,6 +67,10 @@ def _stage(run: Run) -> bool:
     return not run.whole
 
 
+def _counted(run: Run) -> object:
+    return run.framework.between
+
+
 def _experts(run: Run) -> object:
     return run.shape.experts
 
@@ -93,6 +97,12 @@ PIECES = (
         (ours, "_CAST", _NEVER), (ours, "_LARGEST", _NEVER), (ours, "_SCALES_BYTES", -1)]),
     Piece("recomputed layers run whole: without their last matmul", lambda run: run.framework.reruns, [
         (module, "rerun", lambda _, schedule: schedule) for module in (replay, replica)]),
+    Piece("kernels between matmuls by a framework's source: XLA's", _counted, [
+        (replica, "between_matmuls", lambda *_: set()), (replica, "between_s", lambda *_: (0.0, 0.0))]),
+    Piece("passes over logits by a framework's source: XLA's", _counted, [(replica, "logits_s", lambda *_: 0.0)]),
+    Piece("the optimizer's step by a framework's source: XLA's", _counted, [(replica, "step_s", lambda *_: 0.0)]),
+    Piece("tensor parallelism beside matmuls of weights, Megatron-LM of 2022: it blocks",
+          lambda run: "Korthikanti" in run.row.source, _framework(overlaps_tensor=False)),
     Piece("XLA's own recomputation: kept", _stage, [(replica, "repeats", lambda _: set())]),
     Piece("attention of its library and year: the catalog's", lambda _: True,
           _kernels(lambda k: replace(k, attention=""))),

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.published.experiments import Run
 from benchmarks.published.kernels import kernels_of
-from benchmarks.published.reduction import gradients_s
 from meshkit.config import catalog
-from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Schedule
 
 if TYPE_CHECKING:
@@ -130,21 +128,6 @@ def _formula(case: Case) -> str:
     return f"its page gives TFLOP/s without the formula: with causal attention counted half it is {causal:.4g} s"
 
 
-def _each_micro_batch(case: Case) -> str:
-    """vTrain: its rows that differ in micro-batches alone differ by an all-reduce of all gradients for each."""
-    run = case.run
-    if run.framework.name != "vTrain" or not case.slower or run.data * run.context == 1 or run.micro_batches == 1:
-        return ""
-    once = gradients_s(run, Cluster.load(run.machines.table), 0.0, 0.0)
-    total = case.predicted_s + (run.micro_batches - 1) * once
-    if abs(total - case.measured_s) > abs(case.predicted_s - case.measured_s):
-        return ""
-    return (
-        "its page's rows look as if gradients were reduced with every micro-batch (README.md): with "
-        f"{run.micro_batches} of them that comes to {total:.4g} s"
-    )
-
-
 def _said(text: str, family: str, *, slower: bool | None = None, when: Callable[[Run], bool] = lambda run: True):
     """A reason that holds for rows of a family, on one side or both."""
 
@@ -181,9 +164,7 @@ REASONS: Sequence[Callable[[Case], str]] = (
           slower=True, when=lambda run: bool(run.recipe.why) and run.recipe.graph != "all"),
     _said("its biases and clamped activation are counted as eager PyTorch runs them, the rest is not explained",
           "Megatron-Core", slower=True, when=lambda run: run.shape.biased),
-    _each_micro_batch,
-    _said("not explained: what runs between its matmuls moves as many bytes here (README.md), its matmuls' own rate is "
-          "not known",
+    _said("not explained: what runs between its matmuls is counted from its source, its matmuls' own rate is not known",
           "InternEvo|vTrain|Megatron-LM", slower=True),
     _said("not explained: its matmuls are those measured on that machine", "SimuMax", slower=True),
     _said("which of its layers ran in fp8 is not stated", "MosaicML", slower=False,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.published.blocks import as_nvfp4, casts_s, slowed_s, travel_s
+from benchmarks.published.eager import between_matmuls, between_s, logits_s, step_s
 from benchmarks.published.experiments import Run
 from benchmarks.published.experts import as_in_megatron, beside_s, exchange_s, is_routing, passes_s, quantization_s
 from benchmarks.published.kernels import kernels_of
@@ -68,6 +69,8 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
     again = repeats(program.schedule)
     schedule = without(program.schedule, lambda i: i.name in again)
     schedule = rerun(run, without(schedule, is_ours(run)))
+    replaced = between_matmuls(run, schedule)
+    schedule = without(schedule, lambda i: i.name in replaced)
     if run.context * run.experts > 1:
         schedule = without(schedule, _reduces_gradients)
         schedule = without(schedule, _sends_around_ring) if view.windows else schedule
@@ -90,11 +93,13 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
     if run.recomputed:  # the forward pass of some layers again
         forward_s = (seconds(compute) - backward_s) / run.stage_layers
         more += run.recomputed * (forward_s + _in_nvfp4_s(run, cluster, view, backward=False))
+    forward, backward = between_s(run, cluster)
+    more, backward_s = more + forward + backward, backward_s + run.stage_layers * backward
     layers = seconds(compute) - edges + run.stage_layers * more
-    slow = max(layers, seconds(compute, last, last) + run.last_layers * more)
+    slow = max(layers, seconds(compute, last, last) + run.last_layers * more + logits_s(run, cluster))
     bubble = (run.stages - 1) / run.chunks * layers
     optimizer = (seconds(schedule, None, None) - seconds(compute, None, None)) * _optimizer_share(run)
-    step = run.micro_batches * slow + bubble + optimizer + copies_s(run, cluster)
+    step = run.micro_batches * slow + bubble + optimizer + step_s(run, cluster) + copies_s(run, cluster)
     if not view.outside:
         return step
     window = (backward_s, slow - backward_s) if view.windows else (0.0, 0.0)

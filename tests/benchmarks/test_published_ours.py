@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published.eager import eager_s, layer_bytes
+from benchmarks.published.eager import between_matmuls, between_s, eager_s, layer_bytes, logits_s, step_s
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.ours import is_ours, repeats, rerun
 from benchmarks.published.rows import parse_row
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
+from meshkit.predict.kernels import memory_bytes_per_s
 
 RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
 with RUNS.open(encoding="utf-8") as file:
@@ -118,3 +119,53 @@ def test_eager_operators_pass_memory_one_by_one():
     assert found == pytest.approx(2 * 8192 / 5762 - 2 * 8192 / 6667, rel=0.2)
     assert eager_s(run_of("tt-8b-fsdp128-compile"), cluster) == 0
     assert eager_s(run_of("internevo-7b-tp1-z8-8"), cluster) == 0
+
+
+GPU = Cluster.load({"gpu": "a100_80gb", "hosts": 1, "gpus_per_host": 8})
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        # h 8192, f 32768, 64 heads of 2048 tokens, tensor 8: 22 h + (4 h + 4 f + 9 a s) / 8; back 42 h + (14 h + 8 f
+        # + 11 a s) / 8 and the forward pass again
+        ("megatron-sc21-39B", 8192 * 348_160, 8192 * (571_392 + 348_160)),
+        # h 6144, f 24576, sequence parallel: an eighth of everything; of the scores (9 a s + 4 h) / 8 again
+        ("korthikanti-22B-selective", 8192 * 179_712, 8192 * (241_664 + 6144 * 8 / 8 + 150_528)),
+        # h 4096, f 11008: 44 h + 6 f; back 70 h + 10 f, and 30 h of norms and residuals again
+        ("internevo-7b-tp1-z8-8", 4096 * 246_272, 4096 * (396_800 + 122_880)),
+        ("internevo-7b-flops-full-32-mb8x1", 16_384 * 246_272, 16_384 * (396_800 + 246_272)),
+        ("nemo2504-llama3.1-8b-bf16-8", 0.0, 0.0),
+    ],
+)
+def test_passes_between_matmuls_are_those_that_the_framework_s_source_has(name, forward, backward):
+    rate = memory_bytes_per_s(GPU.gpu)
+    found = between_s(run_of(name), GPU)
+    assert found == pytest.approx((forward / rate, backward / rate), rel=1e-6)
+
+
+def test_logits_and_the_optimizer_s_step_are_counted_beyond_those_of_our_program():
+    """Megatron's 22B: 8,192 tokens of 6,400 logits, 2.75e9 parameters; InternEvo's 7B on 8 GPUs owns an eighth."""
+    rate = memory_bytes_per_s(GPU.gpu)
+    small, seven = run_of("korthikanti-22B-selective"), run_of("internevo-7b-tp1-z8-8")
+    assert logits_s(small, GPU) == pytest.approx(8192 * 6400 * 38 / rate)
+    assert logits_s(seven, GPU) == pytest.approx(4096 * 103_168 * 46 / rate)
+    assert step_s(small, GPU) == pytest.approx(20 * (48 * 12 * 6144**2 + 51_200 * 6144) / 8 / rate)
+    layers = 32 * (4 * 4096**2 + 3 * 4096 * 11_008)
+    assert step_s(seven, GPU) == pytest.approx(30 * (layers + 2 * 103_168 * 4096) / 8 / rate)
+    assert step_s(run_of("nemo2504-llama3.1-8b-bf16-8"), GPU) == 0.0
+
+
+def test_only_kernels_between_matmuls_make_way():
+    matmul, plain = Cost(matmul_flops={"bf16": 1.0}), Cost(bytes_accessed=1e6)
+    body = (
+        Instruction("dot", "f", "kernel", FORWARD + "mlp/up/dot_general", matmul),
+        Instruction("softmax", "f", "kernel", FORWARD + "attention/reduce_sum", plain),
+        Instruction("stack", "f", "kernel", BACKWARD + STACK, plain),  # adds gradients up
+        Instruction("reduce", "f", "collective", FORWARD + "mlp/down/dot_general"),
+    )
+    loop = Instruction("while", "while", "while", bodies=("body",), trip_count=48)
+    head = Instruction("loss", "f", "kernel", "jit(train_step)/jvp()/reduce_sum", plain)
+    schedule = Schedule("step", {"main": (loop, head), "body": body}, "main", "f")
+    assert between_matmuls(run_of("megatron-sc21-39B"), schedule) == {"softmax"}
+    assert not between_matmuls(run_of("nemo2504-llama3.1-8b-bf16-8"), schedule)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import re
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import pytest
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.prefetch import prefetched
 from benchmarks.published.reasons import Case, mean_kernel_s, outside_note, with_repeats
-from benchmarks.published.reduction import gradients_s
 from benchmarks.published.replay import Prediction
 from benchmarks.published.rows import parse_row
 from benchmarks.published.statistics import trivial_predictor
-from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Collective, Instruction, Schedule
 
@@ -80,16 +77,6 @@ def test_tflops_without_a_formula_could_be_another_time():
     n = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11_008) + 32_000 * 4096
     square = 12 * 32 * 4096 * 4096
     assert f"counted half it is {1.5 * (1 - square / 2 / (6 * n + square)):.4g} s" in note
-
-
-def test_gradients_of_every_micro_batch_only_where_that_comes_closer():
-    once = case("vtrain-multi-013", 1.0, 1.0, (1.0, 1.0))
-    reduction = gradients_s(once.run, Cluster.load(once.run.machines.table), 0.0, 0.0)
-    more = (once.run.micro_batches - 1) * reduction
-    near = dataclasses.replace(once, measured_s=2 + more, predicted_s=2.0, hidden_s=1.5, blocking_s=2.0)
-    assert f"that comes to {2 + more:.4g} s" in outside_note(near)
-    far = dataclasses.replace(near, measured_s=2 + more / 4)
-    assert "every micro-batch" not in outside_note(far)
 
 
 def test_short_kernels_wait_for_their_host():
