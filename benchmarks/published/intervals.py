@@ -1,15 +1,19 @@
 """`python -m benchmarks.published.intervals --details DIR/details.csv --rows FILE.csv`: the intervals that plan prints.
 
-Split conformal: the residual of a run is measured over predicted. Rows of one page, model and precision are
-correlated, so that a group weighs one, shared by its rows, and groups are what is exchangeable: of n of them the end of
-an interval is the first residual with a share (1 + level) / 2 of n + 1 groups on its inner side, so that a run of one
-more group lies in it with at least that level, and at most 2 / (n + 1) more (Lee, Barber, Willett, 2306.06342). Written
-to meshkit/config/intervals.csv by stratum, from its own width to all runs of its kind.
+Conformal, with a scale: the residual of a run is the logarithm of measured over predicted. Its scale is 1 + slope *
+tensor_idle, the share of the step in which neither a matmul nor attention runs (meshkit/predict/interval.py). The
+middle is the weighted median of dense residuals; the slope, of 0 to 10 in halves, gives them the largest likelihood as
+Laplace distributions of that scale. Rows of one page, model and precision are correlated, so that a group weighs one,
+shared by its rows, and groups are what is exchangeable: of n of them the quantile is the first residual over its scale
+with a share `level` of n + 1 groups up to it, so that a run of one more group lies inside with at least that level, and
+at most 1 / (n + 1) more (Lee, Barber, Willett, 2306.06342). The middle and the slope that a source's residuals are held
+against are those of all other sources. Written to meshkit/config/intervals.csv: the numbers by kind, counts by stratum
+too.
 
-Printed: the coverage with each source left out, by stratum: the quantiles are those of all other sources, and the
-rows of the source are looked up in them. A stratum that falls below 20 groups when its source is left out takes the
-next wider one, as in a plan. Groups weigh one; beside it the same with every source weighing one, which is what a
-source may expect that errs in a way of its own.
+Printed: the coverage with each source left out, by stratum: middle, slope and quantiles are those of all other sources.
+Groups weigh one; `by source`, every source weighs one, which is what a source may expect that errs in a way of its own.
+Then other ways to make an interval of the same residuals, with their score (Winkler's, of the 80 % interval in shares
+of the predicted step: its width, and ten times how far the measured step lies outside of it; the less, the better).
 """
 
 from __future__ import annotations
@@ -17,21 +21,22 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import math
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.published.rows import read_rows
 from meshkit.config import catalog
 from meshkit.errors import MeshkitError
-from meshkit.predict.interval import Stratum, enough, stratum_of
+from meshkit.predict.interval import LEVELS, Law, Stratum, enough, stratum_of
 
 OUT = Path(catalog.__file__).with_name("intervals.csv")
-ENDS = ("q10", "q25", "q75", "q90")
-LEVELS = {0.8: ("q10", "q90"), 0.5: ("q25", "q75")}
+_SLOPES = tuple(n / 2 for n in range(21))
+_CELLS = "50 % covers | 80 % covers | by source | half of 80 % | median error | ratio | score"
 
 
 @dataclass(frozen=True)
@@ -42,15 +47,34 @@ class Residual:
     source: str  # who published it, all of their pages
     group: tuple[str, ...]
     stratum: Stratum
+    tensor_idle: float
 
 
 @dataclass(frozen=True)
 class _Looked:
-    """A run beside the interval that the other sources give it."""
+    """A run beside the intervals that the other sources give it."""
 
     residual: Residual
     weight: float
-    ends: dict[str, float]
+    ends: Mapping[float, tuple[float, float]]
+
+    def inside(self, level: float) -> bool:
+        low, high = self.ends[level]
+        return low <= self.residual.ratio <= high
+
+    @property
+    def half(self) -> float:
+        """Of the 80 % interval."""
+        return (self.ends[0.8][1] - self.ends[0.8][0]) / 2
+
+    @property
+    def score(self) -> float:
+        """Winkler's, of the 80 % interval."""
+        low, high = self.ends[0.8]
+        return high - low + 10 * max(0.0, low - self.residual.ratio, self.residual.ratio - high)
+
+
+_Way = Callable[[Sequence[Residual]], Callable[[Residual], Mapping[float, tuple[float, float]]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,12 +86,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         residuals = read_residuals(options.details, options.rows)
-    except (MeshkitError, OSError, KeyError) as error:
+    except (MeshkitError, OSError) as error:
         print(f"intervals: {error}", file=sys.stderr)
+        return 2
+    except KeyError as error:
+        print(f"intervals: {options.details} has no column {error}: replay the runs again", file=sys.stderr)
         return 2
     if not options.check:
         OUT.write_text(table_text(residuals), encoding="utf-8")
     print(coverage_text(residuals))
+    print(f"\n{ways_text(residuals)}")
     return 0
 
 
@@ -77,24 +105,54 @@ def read_residuals(details: Path, rows: Path) -> list[Residual]:
     found = []
     with details.open(encoding="utf-8", newline="") as file:
         for p in csv.DictReader(file):
-            if p["predicted_s"] and p["measured_s"] and p["gpu"] and p["id"] in by_id:
+            if p["predicted_s"] and p["measured_s"] and p["tensor_idle"] and p["id"] in by_id:
                 row, experts = by_id[p["id"]], p["family"].endswith("experts")
                 group = (p["family"], row.source, row.say("model"), p["precision"])
                 stratum = stratum_of(catalog.gpu(p["gpu"]), p["precision"], experts)
                 ratio = float(p["measured_s"]) / float(p["predicted_s"])
-                found.append(Residual(ratio, row.source.partition(" ")[0], group, stratum))
+                found.append(Residual(ratio, row.source.partition(" ")[0], group, stratum, float(p["tensor_idle"])))
     return found
 
 
-def quantiles(residuals: Sequence[Residual]) -> dict[str, float]:
-    """The ends of the 50 and 80 % intervals, groups weighing alike."""
+def law_of(residuals: Sequence[Residual], kind: str = "dense", slopes: Sequence[float] = _SLOPES) -> Law:
+    """The law of a kind of runs: middle and slope of dense ones, where there are any, and the quantiles of its own.
+
+    Args:
+        residuals: of every kind.
+        kind: `dense` or `experts`.
+        slopes: to choose from.
+    """
+    fitted = [r for r in residuals if r.stratum.kind == "dense"] or residuals
+    members = [r for r in residuals if r.stratum.kind == kind] or residuals
+    sources = {r.source for r in members}
+    others = {s: [r for r in fitted if r.source != s] or fitted for s in sources}
+    laws = {s: Law(*_middle_and_slope(rest, slopes), {}) for s, rest in others.items()}
+    weights = _weights(members)
+    scores = sorted(
+        (abs(math.log(r.ratio) - laws[r.source].middle) / laws[r.source].scale(r.tensor_idle), weight)
+        for r, weight in zip(members, weights)
+    )
+    groups = len({r.group for r in members})
+    quantiles = {level: _reached(scores, level * (groups + 1)) for level in LEVELS}
+    return Law(*_middle_and_slope(fitted, slopes), quantiles)
+
+
+def _middle_and_slope(residuals: Sequence[Residual], slopes: Sequence[float]) -> tuple[float, float]:
+    weights = _weights(residuals)
+    whole = sum(weights)
+    middle = _reached(sorted((math.log(r.ratio), weight) for r, weight in zip(residuals, weights)), whole / 2)
+    off = [(abs(math.log(r.ratio) - middle), r.tensor_idle, weight / whole) for r, weight in zip(residuals, weights)]
+
+    def unlikely(slope: float) -> float:
+        mean = sum(weight * error / (1 + slope * idle) for error, idle, weight in off)
+        return math.log(mean or 1e-9) + sum(weight * math.log(1 + slope * idle) for _, idle, weight in off)
+
+    return middle, min(slopes, key=unlikely)
+
+
+def _weights(residuals: Sequence[Residual]) -> list[float]:
     sizes = Counter(r.group for r in residuals)
-    ordered = sorted((r.ratio, 1 / sizes[r.group]) for r in residuals)
-    found = {}
-    for level, (low, high) in LEVELS.items():
-        inner = (1 + level) / 2 * (len(sizes) + 1)
-        found |= {low: _reached(ordered[::-1], inner), high: _reached(ordered, inner)}
-    return {name: found[name] for name in ENDS}
+    return [1 / sizes[r.group] for r in residuals]
 
 
 def _reached(ordered: Sequence[tuple[float, float]], weight: float) -> float:
@@ -108,11 +166,11 @@ def _reached(ordered: Sequence[tuple[float, float]], weight: float) -> float:
 
 
 def by_stratum(residuals: Iterable[Residual]) -> dict[str, list[Residual]]:
-    """Name of a stratum, of every width, -> its runs."""
+    """Name of a stratum, or of a kind -> its runs."""
     found: dict[str, list[Residual]] = defaultdict(list)
     for r in residuals:
-        for name in r.stratum.names:
-            found[name].append(r)
+        found[r.stratum.kind].append(r)
+        found[r.stratum.name].append(r)
     return dict(sorted(found.items()))
 
 
@@ -120,55 +178,101 @@ def table_text(residuals: Sequence[Residual]) -> str:
     """The text of intervals.csv."""
     out = io.StringIO()
     out.write(
-        "# Quantiles of measured over predicted step times of published runs, by stratum; a group of correlated runs\n"
-        "# weighs one. Written by `python -m benchmarks.published.intervals`; read by meshkit/predict/interval.py.\n"
+        "# How measured step times of published runs lie around predicted ones: `Law` in meshkit/predict/interval.py.\n"
+        "# A group of correlated runs weighs one. Written by `python -m benchmarks.published.intervals`.\n"
     )
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["stratum", "groups", "sources", "rows", *ENDS])
+    writer.writerow(["stratum", "groups", "sources", "rows", "middle", "slope", "q50", "q80"])
     for name, members in by_stratum(residuals).items():
-        ends = (f"{value:.4f}" for value in quantiles(members).values())
-        counts = (len({r.group for r in members}), len({r.source for r in members}), len(members))
-        writer.writerow([name, *counts, *ends])
+        law = law_of(residuals, name) if "," not in name else None
+        numbers = [f"{x:.4f}" for x in (law.middle, law.slope, *law.quantiles.values())] if law else [""] * 4
+        writer.writerow([name, *_counts(members), len(members), *numbers])
     return out.getvalue()
 
 
 def coverage_text(residuals: Sequence[Residual]) -> str:
     """Coverage of both intervals with each source left out, by stratum."""
-    found: dict[str, list[_Looked]] = defaultdict(list)
-    sizes = Counter(r.group for r in residuals)
-    for source in sorted({r.source for r in residuals}):
-        others = by_stratum(r for r in residuals if r.source != source)
-        ends = {n: quantiles(m) for n, m in others.items() if "," not in n or _enough(m)}
-        for r in residuals:
-            if r.source == source and (name := next((n for n in r.stratum.names if n in ends), None)):
-                for wide in (r.stratum.names[0], r.stratum.names[-1]):
-                    found[wide].append(_Looked(r, 1 / sizes[r.group], ends[name]))
-    lines = ["| stratum | groups | rows | 50 % covers | 80 % covers | by source | half of 80 % | median error | |",
-             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    whole = by_stratum(residuals)
-    for name in sorted(found, key=lambda n: (n.count(","), n)):
-        members, looked = whole[name], found[name]
-        count, sources = len({r.group for r in members}), len({r.source for r in members})
-        note = "" if _enough(members) else f"uncalibrated: {count} groups of {sources} sources"
-        alike = [_covered(looked, source) for source in {one.residual.source for one in looked}]
-        shares = [_covered(looked, level=0.5), _covered(looked), statistics.fmean(alike)]
-        width = statistics.median((one.ends["q90"] - one.ends["q10"]) / 2 for one in looked)
-        cells = (name, count, len(members), *(f"{x:.0%}" for x in shares), f"{width:.1%}",
-                 f"{_median_error(members):.1%}", note)  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+    looked = _left_out(residuals, _scaled)
+    lines = [f"| stratum | groups | rows | {_CELLS} | |", f"|{'---|' * 11}"]
+    for name, members in by_stratum(residuals).items():
+        groups, sources = _counts(members)
+        note = "" if enough(groups, sources) else f"uncalibrated: {groups} groups of {sources} sources"
+        some = [one for one in looked if name in (one.residual.stratum.kind, one.residual.stratum.name)]
+        lines.append(f"| {name} | {groups} | {len(members)} | {_cells(some)} | {note} |")
     return "\n".join(lines)
 
 
-def _covered(looked: Iterable[_Looked], source: str = "", level: float = 0.8) -> float:
-    """Share of the weight, of one source or of all, that lies in its interval."""
-    low, high = LEVELS[level]
-    some = [one for one in looked if source in ("", one.residual.source)]
-    inside = sum(one.weight for one in some if one.ends[low] <= one.residual.ratio <= one.ends[high])
-    return inside / sum(one.weight for one in some)
+def ways_text(residuals: Sequence[Residual]) -> str:
+    """What other ways to make an interval give dense runs, each source left out."""
+    dense = [r for r in residuals if r.stratum.kind == "dense"]
+    ways: dict[str, _Way] = {
+        "two ends of each stratum": _two_ends(lambda r: r.stratum.name),
+        "two ends": _two_ends(lambda r: r.stratum.kind),
+        "one quantile around the middle": lambda some: _scaled(some, (0.0,)),
+        "the same, by `tensor_idle`": _scaled,
+    }
+    lines = [f"| dense runs | {_CELLS} | least stratum |", f"|{'---|' * 9}"]
+    for name, way in ways.items():
+        looked = _left_out(dense, way)
+        strata = [members for members in by_stratum(dense).values() if enough(*_counts(members))]
+        least = min((_covered([o for o in looked if o.residual in members]) for members in strata), default=math.nan)
+        lines.append(f"| {name} | {_cells(looked)} | {least:.0%} |")
+    return "\n".join(lines)
 
 
-def _enough(members: Sequence[Residual]) -> bool:
-    return enough(len({r.group for r in members}), len({r.source for r in members}))
+def _scaled(residuals: Sequence[Residual], slopes: Sequence[float] = _SLOPES):
+    """The way of a plan."""
+    laws = {kind: law_of(residuals, kind, slopes) for kind in ("dense", "experts")}
+    return lambda r: {level: laws[r.stratum.kind].ends(r.tensor_idle, level) for level in LEVELS}
+
+
+def _two_ends(name_of: Callable[[Residual], str]) -> _Way:
+    """Of each stratum its own low and high quantile; of one that is not calibrated those of all."""
+
+    def ends(some: Sequence[Residual]) -> Mapping[float, tuple[float, float]]:
+        ordered = sorted((r.ratio, weight) for r, weight in zip(some, _weights(some)))
+        groups = len({r.group for r in some})
+        inner = {level: (1 + level) / 2 * (groups + 1) for level in LEVELS}
+        return {level: (_reached(ordered[::-1], x), _reached(ordered, x)) for level, x in inner.items()}
+
+    def way(residuals: Sequence[Residual]):
+        strata: dict[str, list[Residual]] = defaultdict(list)
+        for r in residuals:
+            strata[name_of(r)].append(r)
+        found = {name: ends(members) for name, members in strata.items() if enough(*_counts(members))}
+        whole = ends(residuals)
+        return lambda r: found.get(name_of(r), whole)
+
+    return way
+
+
+def _left_out(residuals: Sequence[Residual], way: _Way) -> list[_Looked]:
+    """Every run beside the intervals that a way makes of the runs of all other sources."""
+    weights = _weights(residuals)
+    ends = {s: way([r for r in residuals if r.source != s] or residuals) for s in {r.source for r in residuals}}
+    return [_Looked(r, weight, ends[r.source](r)) for r, weight in zip(residuals, weights)]
+
+
+def _cells(looked: Sequence[_Looked]) -> str:
+    """What `_CELLS` names; half of the 80 % interval is the mean over groups, its ratio that to the median error."""
+    alike = [_covered([o for o in looked if o.residual.source == s]) for s in {o.residual.source for o in looked}]
+    weights = [one.weight for one in looked]
+    half = statistics.fmean([one.half for one in looked], weights)
+    score = statistics.fmean([one.score for one in looked], weights)
+    error = _median_error(one.residual for one in looked)
+    shares = (_covered(looked, 0.5), _covered(looked), statistics.fmean(alike))
+    cells = (*(f"{x:.0%}" for x in shares), f"{half:.1%}", f"{error:.1%}", f"{half / error:.2f}", f"{score:.3f}")
+    return " | ".join(cells)
+
+
+def _covered(looked: Sequence[_Looked], level: float = 0.8) -> float:
+    """Share of the weight that lies in its interval."""
+    return sum(one.weight for one in looked if one.inside(level)) / sum(one.weight for one in looked)
+
+
+def _counts(members: Sequence[Residual]) -> tuple[int, int]:
+    """Groups, and sources."""
+    return len({r.group for r in members}), len({r.source for r in members})
 
 
 def _median_error(residuals: Iterable[Residual]) -> float:

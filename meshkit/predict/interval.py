@@ -1,15 +1,19 @@
-"""How far a predicted step time may be off: intervals from the errors of published runs, by stratum.
+"""How far a predicted step time may be off: intervals from the errors of published runs.
 
-`intervals.csv` has quantiles of measured over predicted, made by `python -m benchmarks.published.intervals` from a
-replay of published runs (split conformal; a group of correlated runs weighs one, and is what is exchangeable). A
-stratum is what the errors differ by: dense or experts, the generation of the GPU, the width of the matmuls. One with
-fewer than 20 groups, or of fewer than three sources, is not calibrated: its interval is that of the next wider one,
-and says so. Coverage with each source left out is in docs/concepts/validation.md.
+The logarithm of measured over predicted lies around a middle, the farther from it, the longer tensor cores do nothing
+in the step, which a plan knows. What they do is priced by measured tables; kernels that move bytes, collectives that
+nothing hides and a pipeline's bubble by models, and there predictions err by more. `intervals.csv` has the middle, the
+slope and the quantiles, of dense runs and of those with experts, made by `python -m benchmarks.published.intervals`
+from a replay of published runs (conformal; a group of correlated runs weighs one, and is what is exchangeable). A
+stratum is finer: the generation of the GPU, the width of the matmuls. One with fewer than 20 groups, or of fewer than
+three sources, is not calibrated: what intervals cover in it is not known, and a plan says so.
+docs/concepts/validation.md has the coverage with each source left out.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,30 +25,54 @@ from meshkit.config import catalog
 if TYPE_CHECKING:
     from meshkit.config.cluster import Gpu
 
+LEVELS = (0.5, 0.8)
 _LEAST_GROUPS, _LEAST_SOURCES = 20, 3  # of a stratum that counts as calibrated
-_ENDS = (("q25", "q75"), ("q10", "q90"))
 _GENERATIONS = {8: "ampere", 9: "hopper", 10: "blackwell"}
 
 
 @dataclass(frozen=True)
 class Stratum:
-    """Runs whose predictions err alike."""
+    """Runs that the coverage of intervals is shown for."""
 
     experts: bool
     generation: str  # `ampere`, `hopper`, `blackwell`, or `other`
     bits: int  # of most matmuls: 4, 8 or 16
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """From itself to all runs of its kind, each wider than the one before."""
-        kind = "experts" if self.experts else "dense"
-        whole = f"{kind}, {self.generation}"
-        return f"{whole}, {self.bits} bit", whole, kind
+    def kind(self) -> str:
+        """Of the runs whose errors its intervals are made of."""
+        return "experts" if self.experts else "dense"
+
+    @property
+    def name(self) -> str:
+        """As intervals.csv has it."""
+        return f"{self.kind}, {self.generation}, {self.bits} bit"
+
+
+@dataclass(frozen=True)
+class Law:
+    """How measured step times lie around predicted ones: exp(middle +- quantile * (1 + slope * tensor_idle))."""
+
+    middle: float
+    slope: float
+    quantiles: Mapping[float, float]  # level -> of all residuals, over their scale
+
+    def scale(self, tensor_idle: float) -> float:
+        """How wide, of a plan whose tensor cores do nothing for such a share of the step; 1 if they always work."""
+        return 1.0 + self.slope * tensor_idle
+
+    def ends(self, tensor_idle: float, level: float) -> tuple[float, float]:
+        """(low, high) of measured over predicted, in which a share `level` of all runs lies."""
+        half = self.quantiles[level] * self.scale(tensor_idle)
+        return math.exp(self.middle - half), math.exp(self.middle + half)
 
 
 class StepInterval(BaseModel):
-    """Where a predicted step will lie: (low, high), by errors of `rows` published runs of its stratum or, where that is
-    not calibrated, of a wider one."""
+    """Where a predicted step will lie: (low, high), by errors of `rows` published runs, all dense or all with experts.
+
+    `calibrated` is whether enough of them are of the plan's own stratum; `tensor_idle` the share of the step in which
+    tensor cores do nothing, which widens it.
+    """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -53,6 +81,7 @@ class StepInterval(BaseModel):
     stratum: str
     calibrated: bool
     rows: int
+    tensor_idle: float | None = None
 
 
 def enough(groups: int, sources: int) -> bool:
@@ -67,25 +96,30 @@ def stratum_of(gpu: Gpu, precision: str, experts: bool) -> Stratum:
     return Stratum(experts, _GENERATIONS.get(major, "other"), bits)
 
 
-def step_interval(time_s: float, stratum: Stratum) -> StepInterval | None:
-    """The interval of a step that is predicted to take so long; None where there are no published runs at all.
+def step_interval(time_s: float, stratum: Stratum, tensor_idle: float) -> StepInterval | None:
+    """The interval of a step that is predicted to take so long; None where there are no published runs of its kind.
 
     Args:
         time_s: of the predicted step.
-        stratum: of the run; where it is not calibrated, the errors of a wider one serve.
+        stratum: of the run.
+        tensor_idle: share of the step in which neither a matmul nor attention runs.
     """
     table = _table()
-    for name in stratum.names:
-        row = table.get(name)
-        if row is None:
-            continue
-        plenty = enough(int(row["groups"]), int(row["sources"]))
-        if plenty or name == stratum.names[-1]:
-            p50, p80 = ((time_s * float(row[low]), time_s * float(row[high])) for low, high in _ENDS)
-            calibrated = plenty and name == stratum.names[0]
-            rows = int(row["rows"])
-            return StepInterval(p50_s=p50, p80_s=p80, stratum=stratum.names[0], calibrated=calibrated, rows=rows)
-    return None
+    own, kind = table.get(stratum.name), table.get(stratum.kind)
+    if kind is None:
+        return None
+    quantiles = {level: float(kind[f"q{100 * level:.0f}"]) for level in LEVELS}
+    law = Law(float(kind["middle"]), float(kind["slope"]), quantiles)
+    p50, p80 = ((time_s * low, time_s * high) for low, high in (law.ends(tensor_idle, level) for level in LEVELS))
+    calibrated = own is not None and enough(int(own["groups"]), int(own["sources"]))
+    return StepInterval(
+        p50_s=p50,
+        p80_s=p80,
+        stratum=stratum.name,
+        calibrated=calibrated,
+        rows=int(kind["rows"]),
+        tensor_idle=tensor_idle,
+    )
 
 
 @functools.cache

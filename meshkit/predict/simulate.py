@@ -41,6 +41,7 @@ class Simulation:
     host_bytes: float = 0.0  # what crosses the link between one GPU and its host's memory
     host_transfer_s: float = 0.0  # seconds that this takes, both ways one after the other
     contention_s: float = 0.0  # seconds by which collectives slow kernels
+    tensor_s: float = 0.0  # seconds of matmuls and attention, slowed by no collective
     noted_s: Mapping[str, float] = field(default_factory=dict)
     """Control flow in the notes -> its seconds in the step: of a conditional those of its longest branch, of a loop of
     unknown length those of one iteration."""
@@ -97,6 +98,7 @@ def simulate(
         segment.host_bytes,
         segment.host_bytes / host_bytes_per_s(cluster),
         segment.contention_s,
+        free.tensor_s,
         dict(segment.noted_s),
     )
 

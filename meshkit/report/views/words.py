@@ -415,9 +415,12 @@ def interval_text(report: Report) -> str:
         f"{format_seconds(low)} to {format_seconds(high)} in half of all runs, {format_seconds(least)} to "
         f"{format_seconds(most)} in 80 %"
     )
-    if part.calibrated:
-        return f"{found} (errors of {part.rows} published runs: {part.stratum})"
-    return f"{found} (uncalibrated: too few published runs are {part.stratum}; errors of {part.rows} others)"
+    why = [f"errors of {part.rows} published runs"]
+    if part.tensor_idle is not None:
+        why.append(f"wider by the {format_percent(part.tensor_idle)} of the step outside of matmuls and attention")
+    if not part.calibrated:
+        why.append(f"uncalibrated: too few of them are {part.stratum}")
+    return f"{found} ({'; '.join(why)})"
 
 
 def _bounds(report: Report) -> str:
