@@ -88,7 +88,7 @@ class Projection(nnx.Module):
         outputs: logical axis -> size of the dims that come in their place.
         scale: factor on the 1/sqrt(fan_in) standard deviation of the initial weights.
         matmuls: how it multiplies.
-        bias: whether one is added, zero at first.
+        bias: whether one is added, zero at first; in its own dtype, in which its gradient is reduced then.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class Projection(nnx.Module):
         """Its output under the two names that recomputation policies know it by: of the matmul alone, and with bias."""
         if not hasattr(self, "bias"):
             return checkpoint_name(checkpoint_name(y, self.name), PROJECTION)
-        return checkpoint_name(checkpoint_name(y, PROJECTION) + self.bias.get_value().astype(y.dtype), self.name)
+        y = checkpoint_name(y, PROJECTION)
+        return checkpoint_name((y + self.bias.get_value()).astype(y.dtype), self.name)
 
 
 def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -96,28 +97,16 @@ class LayerNorm(nnx.Module):
         return (h * scale + bias).astype(x.dtype)
 
 
-class Affine(Projection):
-    """A Projection and a bias, added in the bias's own dtype: its gradient is then reduced in that (see layers.py)."""
-
-    def __init__(self, name: str, inputs: dict, outputs: dict, *, stack: int | None = None, rngs: nnx.Rngs):
-        super().__init__(name, inputs, outputs, stack=stack, rngs=rngs)
-        shape, axes = tuple(outputs.values()), tuple(outputs)
-        self.bias = parameter(rngs, jax.nn.initializers.zeros, shape, axes, stack=stack)
-
-    def __call__(self, x: jax.Array, out_dtype=None) -> jax.Array:
-        y = super().__call__(x, out_dtype)
-        return (y + self.bias.get_value()).astype(y.dtype)
-
-
 class Attention(nnx.Module):
     """Bidirectional multi-head self-attention."""
 
     def __init__(self, c: ViTConfig, *, rngs: nnx.Rngs):
         embed, heads = {"embed": c.embed}, {"heads": c.heads, "head_dim": c.embed // c.heads}
-        self.query = Affine("query", embed, heads, stack=c.layers, rngs=rngs)
-        self.key = Affine("key", embed, heads, stack=c.layers, rngs=rngs)
-        self.value = Affine("value", embed, heads, stack=c.layers, rngs=rngs)
-        self.output = Affine("output", heads, embed, stack=c.layers, rngs=rngs)
+        affine = partial(Projection, stack=c.layers, bias=True, rngs=rngs)
+        self.query = affine("query", embed, heads)
+        self.key = affine("key", embed, heads)
+        self.value = affine("value", embed, heads)
+        self.output = affine("output", heads, embed)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         q, k, v = (constrain(f(x), *HEAD_AXES) for f in (self.query, self.key, self.value))
@@ -134,8 +123,8 @@ class Block(nnx.Module):
         self.attention_norm = LayerNorm(c.embed, eps=c.norm_eps, stack=stack, rngs=rngs)
         self.attention = Attention(c, rngs=rngs)
         self.mlp_norm = LayerNorm(c.embed, eps=c.norm_eps, stack=stack, rngs=rngs)
-        self.up = Affine("up", embed, mlp, stack=stack, rngs=rngs)
-        self.down = Affine("down", mlp, embed, stack=stack, rngs=rngs)
+        self.up = Projection("up", embed, mlp, stack=stack, bias=True, rngs=rngs)
+        self.down = Projection("down", mlp, embed, stack=stack, bias=True, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with jax.named_scope("attention"):
@@ -162,14 +151,14 @@ class ViT(nnx.Module):
     def __init__(self, preset: str = "vit_debug", *, rngs: nnx.Rngs, dtype=jnp.bfloat16, remat="none", **overrides):
         self.config = c = make_config(preset, **overrides)
         self.dtype, self.remat = jnp.dtype(dtype), check_remat(remat)
-        self.patches = Affine("patches", {None: c.pixels}, {"embed": c.embed}, rngs=rngs)
+        self.patches = Projection("patches", {None: c.pixels}, {"embed": c.embed}, bias=True, rngs=rngs)
         small = jax.nn.initializers.normal(0.02)
         self.positions = parameter(rngs, small, (c.tokens, c.embed), (None, "embed"), stack=None)
         if c.pool == "class":
             self.class_token = parameter(rngs, jax.nn.initializers.zeros, (c.embed,), ("embed",), stack=None)
         self.layers = Block(c, rngs=rngs)
         self.norm = LayerNorm(c.embed, eps=c.norm_eps, rngs=rngs)
-        self.head = Affine("head", {"embed": c.embed}, {"vocab": c.classes}, rngs=rngs)
+        self.head = Projection("head", {"embed": c.embed}, {"vocab": c.classes}, bias=True, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         with jax.named_scope("embedding"):

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 from meshkit.config.rules import ShardingRules
 from meshkit.sharding import sharding_scope
 from models.gpt import GPT, PRESETS
+from models.layers import Projection
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (4, 32)))
 
@@ -74,6 +75,14 @@ def test_sharded_equals_one_device():
 
     # Partial sums of 128 products in another order: 128 x 2^-24 of outputs of order 1, through four layers.
     np.testing.assert_allclose(sharded(TOKENS), model(TOKENS), atol=1e-4)
+
+
+def test_the_gradient_of_a_bias_is_summed_in_its_own_dtype():
+    """bf16 has no 4,099, which is how many tokens there are."""
+    graph, state = nnx.split(Projection("up", {"embed": 8}, {"mlp": 8}, bias=True, rngs=nnx.Rngs(0)))
+    x = jnp.ones((4099, 8), jnp.bfloat16)
+    gradient = jax.grad(lambda s: jnp.sum(nnx.merge(graph, s)(x).astype(jnp.float32)))(state)
+    np.testing.assert_array_equal(gradient["bias"].get_value(), np.full(8, 4099, np.float32))
 
 
 @pytest.mark.slow
