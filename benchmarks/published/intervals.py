@@ -1,19 +1,19 @@
 """`python -m benchmarks.published.intervals --details DIR/details.csv --rows FILE.csv`: the intervals that plan prints.
 
-Conformal, with a scale: the residual of a run is the logarithm of measured over predicted. Its scale is 1 + slope *
-tensor_idle, the share of the step in which neither a matmul nor attention runs (meshkit/predict/interval.py). The
-middle is the weighted median of dense residuals; the slope, of 0 to 10 in halves, gives them the largest likelihood as
-Laplace distributions of that scale. Rows of one page, model and precision are correlated, so that a group weighs one,
-shared by its rows, and groups are what is exchangeable: of n of them the quantile is the first residual over its scale
-with a share `level` of n + 1 groups up to it, so that a run of one more group lies inside with at least that level, and
-at most 1 / (n + 1) more (Lee, Barber, Willett, 2306.06342). The middle and the slope that a source's residuals are held
-against are those of all other sources. Written to meshkit/config/intervals.csv: the numbers by kind, counts by stratum
+Conformal: the residual of a run is the logarithm of measured over predicted, and an interval lies around the middle of
+dense residuals, their weighted median. Rows of one page, model and precision are correlated, so that a group weighs
+one, shared by its rows, and groups are what is exchangeable: of n of them the quantile is the first distance from the
+middle with a share `level` of n + 1 groups up to it, so that a run of one more group lies inside with at least that
+level, and at most 1 / (n + 1) more (Lee, Barber, Willett, 2306.06342). The middle that a source's residuals are held
+against is that of all other sources. Written to meshkit/config/intervals.csv: the numbers by kind, counts by stratum
 too.
 
-Printed: the coverage with each source left out, by stratum: middle, slope and quantiles are those of all other sources.
-Groups weigh one; `by source`, every source weighs one, which is what a source may expect that errs in a way of its own.
-Then other ways to make an interval of the same residuals, with their score (Winkler's, of the 80 % interval in shares
-of the predicted step: its width, and ten times how far the measured step lies outside of it; the less, the better).
+Printed: the coverage with each source left out, by stratum: middle and quantiles are those of all other sources. Groups
+weigh one; `by source`, every source weighs one, which is what a source may expect that errs in a way of its own. Then
+other ways to make an interval of the same residuals, with their score (Winkler's, of the 80 % interval in shares of the
+predicted step: its width, and ten times how far the measured step lies outside of it; the less, the better). One of
+them has a scale of 1 + slope * tensor_idle, the share of the step in which neither a matmul nor attention runs; the
+slope, of 0 to 10 in halves, gives the residuals the largest likelihood as Laplace distributions of that scale.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ def read_residuals(details: Path, rows: Path) -> list[Residual]:
     return found
 
 
-def law_of(residuals: Sequence[Residual], kind: str = "dense", slopes: Sequence[float] = _SLOPES) -> Law:
+def law_of(residuals: Sequence[Residual], kind: str = "dense", slopes: Sequence[float] = (0.0,)) -> Law:
     """The law of a kind of runs: middle and slope of dense ones, where there are any, and the quantiles of its own.
 
     Args:
         residuals: of every kind.
         kind: `dense` or `experts`.
-        slopes: to choose from.
+        slopes: to choose from; a plan has none (docs/concepts/validation.md).
     """
     fitted = [r for r in residuals if r.stratum.kind == "dense"] or residuals
     members = [r for r in residuals if r.stratum.kind == kind] or residuals
@@ -192,7 +192,7 @@ def table_text(residuals: Sequence[Residual]) -> str:
 
 def coverage_text(residuals: Sequence[Residual]) -> str:
     """Coverage of both intervals with each source left out, by stratum."""
-    looked = _left_out(residuals, _scaled)
+    looked = _left_out(residuals, _around)
     lines = [f"| stratum | groups | rows | {_CELLS} | |", f"|{'---|' * 11}"]
     for name, members in by_stratum(residuals).items():
         groups, sources = _counts(members)
@@ -208,8 +208,8 @@ def ways_text(residuals: Sequence[Residual]) -> str:
     ways: dict[str, _Way] = {
         "two ends of each stratum": _two_ends(lambda r: r.stratum.name),
         "two ends": _two_ends(lambda r: r.stratum.kind),
-        "one quantile around the middle": lambda some: _scaled(some, (0.0,)),
-        "the same, by `tensor_idle`": _scaled,
+        "one quantile around the middle": _around,
+        "the same, by `tensor_idle`": lambda some: _around(some, _SLOPES),
     }
     lines = [f"| dense runs | {_CELLS} | least stratum |", f"|{'---|' * 9}"]
     for name, way in ways.items():
@@ -220,8 +220,8 @@ def ways_text(residuals: Sequence[Residual]) -> str:
     return "\n".join(lines)
 
 
-def _scaled(residuals: Sequence[Residual], slopes: Sequence[float] = _SLOPES):
-    """The way of a plan."""
+def _around(residuals: Sequence[Residual], slopes: Sequence[float] = (0.0,)):
+    """The way of a plan, or with a slope of these."""
     laws = {kind: law_of(residuals, kind, slopes) for kind in ("dense", "experts")}
     return lambda r: {level: laws[r.stratum.kind].ends(r.tensor_idle, level) for level in LEVELS}
 

@@ -1,13 +1,11 @@
 """How far a predicted step time may be off: intervals from the errors of published runs.
 
-The logarithm of measured over predicted lies around a middle, the farther from it, the longer tensor cores do nothing
-in the step, which a plan knows. What they do is priced by measured tables; kernels that move bytes, collectives that
-nothing hides and a pipeline's bubble by models, and there predictions err by more. `intervals.csv` has the middle, the
-slope and the quantiles, of dense runs and of those with experts, made by `python -m benchmarks.published.intervals`
-from a replay of published runs (conformal; a group of correlated runs weighs one, and is what is exchangeable). A
-stratum is finer: the generation of the GPU, the width of the matmuls. One with fewer than 20 groups, or of fewer than
-three sources, is not calibrated: what intervals cover in it is not known, and a plan says so.
-docs/concepts/validation.md has the coverage with each source left out.
+The logarithm of measured over predicted lies around a middle. `intervals.csv` has it and the quantiles, of dense runs
+and of those with experts, made by `python -m benchmarks.published.intervals` from a replay of published runs
+(conformal; a group of correlated runs weighs one, and is what is exchangeable); and a slope by how long tensor cores do
+nothing in the step, which is 0 as long as it scores no better. A stratum is finer: the generation of the GPU, the width
+of the matmuls. One with fewer than 20 groups, or of fewer than three sources, is not calibrated: what intervals cover
+in it is not known, and a plan says so. docs/concepts/validation.md has the coverage with each source left out.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ class StepInterval(BaseModel):
     """Where a predicted step will lie: (low, high), by errors of `rows` published runs, all dense or all with experts.
 
     `calibrated` is whether enough of them are of the plan's own stratum; `tensor_idle` the share of the step in which
-    tensor cores do nothing, which widens it.
+    tensor cores do nothing, None where the law does not know it.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -118,7 +116,7 @@ def step_interval(time_s: float, stratum: Stratum, tensor_idle: float) -> StepIn
         stratum=stratum.name,
         calibrated=calibrated,
         rows=int(kind["rows"]),
-        tensor_idle=tensor_idle,
+        tensor_idle=tensor_idle if law.slope else None,
     )
 
 

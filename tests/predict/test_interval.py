@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.published.intervals import Residual, coverage_text, law_of, main, read_residuals, table_text, ways_text
 from meshkit.config import catalog
-from meshkit.predict.interval import enough, step_interval, stratum_of
+from meshkit.predict.interval import Law, enough, step_interval, stratum_of
 
 H100, B200, A100 = (catalog.gpu(key) for key in ("h100_sxm", "b200", "a100_80gb"))
 
@@ -44,16 +44,14 @@ def test_a_thin_stratum_has_the_interval_of_its_kind_and_says_so(gpu, experts, k
     found = step_interval(2.0, stratum_of(gpu, "bf16", experts), 0.25)
     row = next(row for row in catalog.measured_table("intervals.csv") if row["stratum"] == kind)
     assert found is not None
-    assert (found.calibrated, found.rows, found.tensor_idle) == (False, int(row["rows"]), 0.25)
+    assert (found.calibrated, found.rows) == (False, int(row["rows"]))
     half = float(row["q80"]) * (1 + float(row["slope"]) / 4)
     assert found.p80_s == pytest.approx([2 * math.exp(float(row["middle"]) + sign * half) for sign in (-1, 1)])
 
 
-def test_a_step_that_is_all_matmuls_is_known_better():
-    narrow, wide = (step_interval(1.0, stratum_of(H100, "bf16", False), idle) for idle in (0.1, 0.6))
-    assert narrow is not None
-    assert wide is not None
-    assert wide.p80_s[0] < narrow.p80_s[0] < narrow.p80_s[1] < wide.p80_s[1]
+def test_a_slope_widens_a_step_with_few_matmuls():
+    narrow, wide = (Law(0.02, 4.0, {0.8: 0.05}).ends(idle, 0.8) for idle in (0.1, 0.6))
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
 
 
 def test_what_calibrates_a_stratum():
@@ -82,7 +80,7 @@ def test_the_scale_is_found_and_one_more_run_lies_inside_as_often_as_promised():
     """A known scale: of new runs, 80 % and at most 1 / (n + 1) more lie inside, those of a long idle time too."""
     inside, slopes = [], []
     for seed in range(60):
-        law = law_of(drawn(seed))
+        law = law_of(drawn(seed), slopes=range(11))
         slopes.append(law.slope)
         for r in drawn(1000 + seed):
             low, high = law.ends(r.tensor_idle, 0.8)
