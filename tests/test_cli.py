@@ -19,6 +19,7 @@ from meshkit.verbs.arguments import complete_experiment
 
 ROOT = Path(__file__).parent.parent
 DEBUG = str(ROOT / "configs/experiments/llama_debug_cpu.toml")
+PERCEPTRON = str(ROOT / "configs/experiments/mlp.toml")
 ON_H100S = ["--set", "cluster={name='dgx_h100',hosts=2}", "--set", "mesh.data={infiniband=2}", "--set", "mesh.fsdp=4"]
 
 
@@ -147,17 +148,10 @@ def test_plan_writes_one_report_everywhere(tmp_path, capsys):
 
 @pytest.mark.deviceless
 def test_require_fit_is_3_when_it_does_not_fit(capsys):
-    """An fp32 logit tensor of 512 x 4096 x 128256 x 4 bytes alone is more than any GPU has."""
-    arguments = [
-        *ON_H100S,
-        "--set",
-        "model.vocab=131072",
-        "--set",
-        "train.global_batch=512",
-        "--set",
-        "train.sequence_length=4096",
-    ]
-    assert main(["plan", DEBUG, *arguments, "--require-fit", "--no-remedies"]) == 3
+    """Two weights of 65536 x 262144 x 4 bytes on each GPU, 128 GiB, are more than an H100 has."""
+    sizes = ["--set", "model.embed=65536", "--set", "model.mlp=262144", "--set", "rules.preset='data'"]
+    where = ["--set", "cluster=dgx_h100", "--set", "mesh.fsdp=", "--set", "mesh.data=8"]
+    assert main(["plan", PERCEPTRON, *sizes, *where, "--require-fit", "--no-remedies"]) == 3
     captured = capsys.readouterr()
     assert "does not fit" in captured.out
     assert "--require-fit" in captured.err

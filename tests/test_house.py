@@ -14,7 +14,6 @@ import meshkit as mk
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "meshkit").rglob("*.py"))
-TREES = {p: ast.parse(p.read_text(encoding="utf-8")) for p in FILES}
 PROSE = [
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "meshkit").rglob("*.md"),
@@ -30,9 +29,15 @@ def module_of(path):
 MODULES = {module_of(p): p for p in FILES}
 
 
-def imports(path):
+@pytest.fixture(scope="module")
+def trees():
+    """Of each module, parsed where they are asked for: every worker collects this file, one runs it."""
+    return {p: ast.parse(p.read_text(encoding="utf-8")) for p in FILES}
+
+
+def imports_of(tree):
     """Modules of meshkit that a module imports, at its top or inside of functions."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshkit"):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
@@ -41,7 +46,10 @@ def imports(path):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
 
 
-IMPORTS = {name: {m for m in imports(path) if m != "meshkit"} - {name} for name, path in MODULES.items()}
+@pytest.fixture(scope="module")
+def imports(trees):
+    """Module -> those of meshkit that it imports."""
+    return {name: {m for m in imports_of(trees[path]) if m != "meshkit"} - {name} for name, path in MODULES.items()}
 
 
 def rows():
@@ -67,31 +75,31 @@ def test_every_package_and_module_of_the_root_is_in_a_row():
     assert len(modules) == 8
 
 
-def test_packages_say_what_enters_and_what_leaves():
+def test_packages_say_what_enters_and_what_leaves(trees):
     for folder in (ROOT / "meshkit").iterdir():
         if (folder / "__init__.py").exists():
-            text = ast.get_docstring(TREES[folder / "__init__.py"]) or ""
+            text = ast.get_docstring(trees[folder / "__init__.py"]) or ""
             assert all(word in text for word in ("Enters:", "Leaves:", "May be imported")), folder.name
 
 
-def test_no_module_imports_itself_in_the_end():
-    reached = {name: set(found) for name, found in IMPORTS.items()}
+def test_no_module_imports_itself_in_the_end(imports):
+    reached = {name: set(found) for name, found in imports.items()}
     for _ in range(len(reached)):
-        more = {name: found | {m for f in found for m in IMPORTS[f]} for name, found in reached.items()}
+        more = {name: found | {m for f in found for m in imports[f]} for name, found in reached.items()}
         if more == reached:
             break
         reached = more
     assert sorted(name for name, found in reached.items() if name in found) == []
 
 
-def test_a_public_class_name_stands_once():
-    names = Counter(n.name for t in TREES.values() for n in t.body if isinstance(n, ast.ClassDef) if n.name[0] != "_")
+def test_a_public_class_name_stands_once(trees):
+    names = Counter(n.name for t in trees.values() for n in t.body if isinstance(n, ast.ClassDef) if n.name[0] != "_")
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_files_are_as_long_as_a_subject():
+def test_files_are_as_long_as_a_subject(imports):
     importers = defaultdict(set)
-    for name, found in IMPORTS.items():
+    for name, found in imports.items():
         for m in found:
             importers[m].add(name)
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
@@ -101,10 +109,10 @@ def test_files_are_as_long_as_a_subject():
     assert sorted(set(small) - set(entries)) == []
 
 
-def test_functions_take_at_most_eight_parameters():
+def test_functions_take_at_most_eight_parameters(trees):
     many = set()
     for name, path in MODULES.items():
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(trees[path]):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 a = node.args
                 positional = [x.arg for x in (*a.posonlyargs, *a.args) if x.arg not in ("self", "cls")]
@@ -118,13 +126,13 @@ def test_functions_take_at_most_eight_parameters():
     assert {found for found in many if found[1] not in public} == set()
 
 
-def test_one_module_prints():
+def test_one_module_prints(trees):
     """Others would send a terminal the escapes that are in names of files."""
     protocols = {"meshkit.verbs.doctor.all_reduce_child"}  # lines that a parent of ours reads
     fixed = {"meshkit.verbs.train.session"}  # on the way out, from a thread
     found = set()
     for name, path in MODULES.items():
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(trees[path]):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "Console"):
                 found.add(name)
     assert found == {"meshkit.console"} | protocols | fixed
