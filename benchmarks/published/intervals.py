@@ -11,9 +11,7 @@ too.
 Printed: the coverage with each source left out, by stratum: middle and quantiles are those of all other sources. Groups
 weigh one; `by source`, every source weighs one, which is what a source may expect that errs in a way of its own. Then
 other ways to make an interval of the same residuals, with their score (Winkler's, of the 80 % interval in shares of the
-predicted step: its width, and ten times how far the measured step lies outside of it; the less, the better). One of
-them has a scale of 1 + slope * tensor_idle, the share of the step in which neither a matmul nor attention runs; the
-slope, of 0 to 10 in halves, gives the residuals the largest likelihood as Laplace distributions of that scale.
+predicted step: its width, and ten times how far the measured step lies outside of it; the less, the better).
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from meshkit.errors import MeshkitError
 from meshkit.predict.interval import LEVELS, Law, Stratum, enough, stratum_of
 
 OUT = Path(catalog.__file__).with_name("intervals.csv")
-_SLOPES = tuple(n / 2 for n in range(21))
 _CELLS = "50 % covers | 80 % covers | by source | half of 80 % | median error | ratio | score"
 
 
@@ -47,7 +44,6 @@ class Residual:
     source: str  # who published it, all of their pages
     group: tuple[str, ...]
     stratum: Stratum
-    tensor_idle: float
 
 
 @dataclass(frozen=True)
@@ -105,49 +101,36 @@ def read_residuals(details: Path, rows: Path) -> list[Residual]:
     found = []
     with details.open(encoding="utf-8", newline="") as file:
         for p in csv.DictReader(file):
-            if p["predicted_s"] and p["measured_s"] and p["tensor_idle"] and p["id"] in by_id:
+            if p["predicted_s"] and p["measured_s"] and p["id"] in by_id:
                 row, experts = by_id[p["id"]], p["family"].endswith("experts")
                 group = (p["family"], row.source, row.say("model"), p["precision"])
                 stratum = stratum_of(catalog.gpu(p["gpu"]), p["precision"], experts)
                 ratio = float(p["measured_s"]) / float(p["predicted_s"])
-                found.append(Residual(ratio, row.source.partition(" ")[0], group, stratum, float(p["tensor_idle"])))
+                found.append(Residual(ratio, row.source.partition(" ")[0], group, stratum))
     return found
 
 
-def law_of(residuals: Sequence[Residual], kind: str = "dense", slopes: Sequence[float] = (0.0,)) -> Law:
-    """The law of a kind of runs: middle and slope of dense ones, where there are any, and the quantiles of its own.
+def law_of(residuals: Sequence[Residual], kind: str = "dense") -> Law:
+    """The law of a kind of runs: the middle of dense ones, where there are any, and the quantiles of its own.
 
     Args:
         residuals: of every kind.
         kind: `dense` or `experts`.
-        slopes: to choose from; a plan has none (docs/concepts/validation.md).
     """
     fitted = [r for r in residuals if r.stratum.kind == "dense"] or residuals
     members = [r for r in residuals if r.stratum.kind == kind] or residuals
     sources = {r.source for r in members}
-    others = {s: [r for r in fitted if r.source != s] or fitted for s in sources}
-    laws = {s: Law(*_middle_and_slope(rest, slopes), {}) for s, rest in others.items()}
+    middles = {s: _middle([r for r in fitted if r.source != s] or fitted) for s in sources}
     weights = _weights(members)
-    scores = sorted(
-        (abs(math.log(r.ratio) - laws[r.source].middle) / laws[r.source].scale(r.tensor_idle), weight)
-        for r, weight in zip(members, weights)
-    )
+    scores = sorted((abs(math.log(r.ratio) - middles[r.source]), weight) for r, weight in zip(members, weights))
     groups = len({r.group for r in members})
     quantiles = {level: _reached(scores, level * (groups + 1)) for level in LEVELS}
-    return Law(*_middle_and_slope(fitted, slopes), quantiles)
+    return Law(_middle(fitted), quantiles)
 
 
-def _middle_and_slope(residuals: Sequence[Residual], slopes: Sequence[float]) -> tuple[float, float]:
+def _middle(residuals: Sequence[Residual]) -> float:
     weights = _weights(residuals)
-    whole = sum(weights)
-    middle = _reached(sorted((math.log(r.ratio), weight) for r, weight in zip(residuals, weights)), whole / 2)
-    off = [(abs(math.log(r.ratio) - middle), r.tensor_idle, weight / whole) for r, weight in zip(residuals, weights)]
-
-    def unlikely(slope: float) -> float:
-        mean = sum(weight * error / (1 + slope * idle) for error, idle, weight in off)
-        return math.log(mean or 1e-9) + sum(weight * math.log(1 + slope * idle) for _, idle, weight in off)
-
-    return middle, min(slopes, key=unlikely)
+    return _reached(sorted((math.log(r.ratio), weight) for r, weight in zip(residuals, weights)), sum(weights) / 2)
 
 
 def _weights(residuals: Sequence[Residual]) -> list[float]:
@@ -182,10 +165,10 @@ def table_text(residuals: Sequence[Residual]) -> str:
         "# A group of correlated runs weighs one. Written by `python -m benchmarks.published.intervals`.\n"
     )
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["stratum", "groups", "sources", "rows", "middle", "slope", "q50", "q80"])
+    writer.writerow(["stratum", "groups", "sources", "rows", "middle", "q50", "q80"])
     for name, members in by_stratum(residuals).items():
         law = law_of(residuals, name) if "," not in name else None
-        numbers = [f"{x:.4f}" for x in (law.middle, law.slope, *law.quantiles.values())] if law else [""] * 4
+        numbers = [f"{x:.4f}" for x in (law.middle, *law.quantiles.values())] if law else [""] * 3
         writer.writerow([name, *_counts(members), len(members), *numbers])
     return out.getvalue()
 
@@ -209,7 +192,6 @@ def ways_text(residuals: Sequence[Residual]) -> str:
         "two ends of each stratum": _two_ends(lambda r: r.stratum.name),
         "two ends": _two_ends(lambda r: r.stratum.kind),
         "one quantile around the middle": _around,
-        "the same, by `tensor_idle`": lambda some: _around(some, _SLOPES),
     }
     lines = [f"| dense runs | {_CELLS} | least stratum |", f"|{'---|' * 9}"]
     for name, way in ways.items():
@@ -220,10 +202,10 @@ def ways_text(residuals: Sequence[Residual]) -> str:
     return "\n".join(lines)
 
 
-def _around(residuals: Sequence[Residual], slopes: Sequence[float] = (0.0,)):
-    """The way of a plan, or with a slope of these."""
-    laws = {kind: law_of(residuals, kind, slopes) for kind in ("dense", "experts")}
-    return lambda r: {level: laws[r.stratum.kind].ends(r.tensor_idle, level) for level in LEVELS}
+def _around(residuals: Sequence[Residual]):
+    """The way of a plan."""
+    laws = {kind: law_of(residuals, kind) for kind in ("dense", "experts")}
+    return lambda r: {level: laws[r.stratum.kind].ends(level) for level in LEVELS}
 
 
 def _two_ends(name_of: Callable[[Residual], str]) -> _Way:

@@ -14,14 +14,7 @@ from benchmarks.published.ours import is_loop_copy, rerun
 from benchmarks.published.prefetch import prefetched
 from benchmarks.published.programs import Program, get_program, has_program, program_key
 from benchmarks.published.reasons import Case, mean_kernel_s, outside_note
-from benchmarks.published.replica import (
-    BLOCKING,
-    HIDDEN,
-    TENSOR,
-    framework_view,
-    replica_step_s,
-    without,
-)
+from benchmarks.published.replica import BLOCKING, HIDDEN, framework_view, replica_step_s, without
 from benchmarks.published.rows import Row, measured_peak_bytes, measured_step_time_s
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
@@ -38,7 +31,6 @@ class Prediction:
     Attributes:
         exposed_s: communication that nothing hides.
         hidden_s, blocking_s: the step if every collective hid, and if none did.
-        tensor_idle: share of the step in which neither a matmul nor attention runs.
         configured: whether the source states everything that decides the time.
         handling: `none`, `adjusted` or `stage`, see Run.handling.
         interval_low_s, interval_high_s: of 80 %, by the errors of published runs (predict/interval.py).
@@ -68,7 +60,6 @@ class Prediction:
     handling: str = ""
     interval_low_s: float | None = None
     interval_high_s: float | None = None
-    tensor_idle: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -141,9 +132,9 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
     program, cached = get_program(run.toml, folder / "programs")
     measured, how = measured_step_time_s(row, run.model_flops)
     peak = measured_peak_bytes(row.notes, row.source)
-    predicted, exposed, hidden, blocking, tensor = _times(run, program)
-    gpu, idle = str(run.machines.table["gpu"]), 1 - tensor / predicted
-    interval = step_interval(predicted, stratum_of(catalog.gpu(gpu), run.precision, bool(run.shape.experts)), idle)
+    predicted, exposed, hidden, blocking = _times(run, program)
+    gpu = str(run.machines.table["gpu"])
+    interval = step_interval(predicted, stratum_of(catalog.gpu(gpu), run.precision, bool(run.shape.experts)))
     low, high = interval.p80_s if interval else (None, None)
     found = Prediction(
         id=row.id,
@@ -166,7 +157,6 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
         handling=run.handling,
         interval_low_s=low,
         interval_high_s=high,
-        tensor_idle=idle,
     )
     return Prediction(**{**asdict(found), "note": _note(run, program, found, how)})
 
@@ -175,20 +165,19 @@ def _safe(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._+-" else "_" for c in name)[:80] or "row"
 
 
-def _times(run: Run, program: Program) -> tuple[float, float, float, float, float]:
-    """(step, exposed communication, step with all hidden, step with all blocking, matmuls and attention), seconds."""
+def _times(run: Run, program: Program) -> tuple[float, float, float, float]:
+    """(step, exposed communication, step with all hidden, step with all blocking), seconds."""
     if run.whole:
         simulation, more = whole_step(run, program)
         step = simulation.timeline.steps[0]
         exposed = overlap(step.compute, step.communication, step.window).exposed_s
         times = (step.window[1], simulation.all_overlapped_s, simulation.all_exposed_s)
         predicted, hidden, blocking = (seconds + more for seconds in times)
-        return predicted, exposed, hidden, blocking, simulation.tensor_s
+        return predicted, exposed, hidden, blocking
     cluster = Cluster.load(run.machines.table)
     predicted = replica_step_s(run, program, cluster, framework_view(run))
     hidden = replica_step_s(run, program, cluster, HIDDEN)
-    blocking, tensor = (replica_step_s(run, program, cluster, view) for view in (BLOCKING, TENSOR))
-    return predicted, max(0.0, predicted - hidden), hidden, blocking, tensor
+    return predicted, max(0.0, predicted - hidden), hidden, replica_step_s(run, program, cluster, BLOCKING)
 
 
 def whole_step(run: Run, program: Program) -> tuple[Simulation, float]:

@@ -36,19 +36,16 @@ class View:
         pick: reads seconds off a simulation.
         outside: whether communication of the framework's own counts.
         windows: whether the framework may hide it under compute.
-        micro_batches: whether only they count, not what runs once a step or while a pipeline fills.
     """
 
     pick: Callable[[Simulation], float]
     outside: bool = True
     windows: bool = False
-    micro_batches: bool = False
 
 
 SCHEDULED = View(lambda s: s.timeline.steps[0].window[1], windows=True)
 HIDDEN = View(lambda s: s.all_overlapped_s, outside=False)
 BLOCKING = View(lambda s: s.all_exposed_s)
-TENSOR = View(lambda s: s.tensor_s, outside=False, micro_batches=True)
 BLOCKING_INSIDE = View(lambda s: s.all_exposed_s, windows=True)  # collectives of tensor and context parallelism block
 
 
@@ -93,9 +90,6 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
     edges, backward_s = seconds(compute, 0, 0), seconds(compute, 0)
     layers = seconds(compute) - edges
     rerun_s = run.recomputed * (layers + edges - backward_s) / run.stage_layers  # forward, of some layers
-    if view.micro_batches:
-        fullest = max(layers + run.stage_layers * rerun_s, seconds(compute, last, last) + run.last_layers * rerun_s)
-        return run.micro_batches * fullest
     more = rerun_s + _around_experts_s(run, cluster, view, layers / run.stage_layers) + _in_nvfp4_s(run, cluster, view)
     more += run.recomputed * _in_nvfp4_s(run, cluster, view, backward=False)
     forward, backward = between_s(run, cluster)

@@ -2,10 +2,10 @@
 
 The logarithm of measured over predicted lies around a middle. `intervals.csv` has it and the quantiles, of dense runs
 and of those with experts, made by `python -m benchmarks.published.intervals` from a replay of published runs
-(conformal; a group of correlated runs weighs one, and is what is exchangeable); and a slope by how long tensor cores do
-nothing in the step, which is 0 as long as it scores no better. A stratum is finer: the generation of the GPU, the width
-of the matmuls. One with fewer than 20 groups, or of fewer than three sources, is not calibrated: what intervals cover
-in it is not known, and a plan says so. docs/concepts/validation.md has the coverage with each source left out.
+(conformal; a group of correlated runs weighs one, and is what is exchangeable). A stratum is finer: the generation of
+the GPU, the width of the matmuls. One with fewer than 20 groups, or of fewer than three sources, is not calibrated:
+what intervals cover in it is not known, and a plan says so. docs/concepts/validation.md has the coverage with each
+source left out.
 """
 
 from __future__ import annotations
@@ -49,27 +49,21 @@ class Stratum:
 
 @dataclass(frozen=True)
 class Law:
-    """How measured step times lie around predicted ones: exp(middle +- quantile * (1 + slope * tensor_idle))."""
+    """How measured step times lie around predicted ones: exp(middle +- quantile)."""
 
     middle: float
-    slope: float
-    quantiles: Mapping[float, float]  # level -> of all residuals, over their scale
+    quantiles: Mapping[float, float]  # level -> of all distances from the middle
 
-    def scale(self, tensor_idle: float) -> float:
-        """How wide, of a plan whose tensor cores do nothing for such a share of the step; 1 if they always work."""
-        return 1.0 + self.slope * tensor_idle
-
-    def ends(self, tensor_idle: float, level: float) -> tuple[float, float]:
+    def ends(self, level: float) -> tuple[float, float]:
         """(low, high) of measured over predicted, in which a share `level` of all runs lies."""
-        half = self.quantiles[level] * self.scale(tensor_idle)
+        half = self.quantiles[level]
         return math.exp(self.middle - half), math.exp(self.middle + half)
 
 
 class StepInterval(BaseModel):
     """Where a predicted step will lie: (low, high), by errors of `rows` published runs, all dense or all with experts.
 
-    `calibrated` is whether enough of them are of the plan's own stratum; `tensor_idle` the share of the step in which
-    tensor cores do nothing, None where the law does not know it.
+    `calibrated` is whether enough of them are of the plan's own stratum.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -79,7 +73,6 @@ class StepInterval(BaseModel):
     stratum: str
     calibrated: bool
     rows: int
-    tensor_idle: float | None = None
 
 
 def enough(groups: int, sources: int) -> bool:
@@ -94,30 +87,21 @@ def stratum_of(gpu: Gpu, precision: str, experts: bool) -> Stratum:
     return Stratum(experts, _GENERATIONS.get(major, "other"), bits)
 
 
-def step_interval(time_s: float, stratum: Stratum, tensor_idle: float) -> StepInterval | None:
+def step_interval(time_s: float, stratum: Stratum) -> StepInterval | None:
     """The interval of a step that is predicted to take so long; None where there are no published runs of its kind.
 
     Args:
         time_s: of the predicted step.
         stratum: of the run.
-        tensor_idle: share of the step in which neither a matmul nor attention runs.
     """
     table = _table()
     own, kind = table.get(stratum.name), table.get(stratum.kind)
     if kind is None:
         return None
-    quantiles = {level: float(kind[f"q{100 * level:.0f}"]) for level in LEVELS}
-    law = Law(float(kind["middle"]), float(kind["slope"]), quantiles)
-    p50, p80 = ((time_s * low, time_s * high) for low, high in (law.ends(tensor_idle, level) for level in LEVELS))
+    law = Law(float(kind["middle"]), {level: float(kind[f"q{100 * level:.0f}"]) for level in LEVELS})
+    p50, p80 = ((time_s * low, time_s * high) for low, high in map(law.ends, LEVELS))
     calibrated = own is not None and enough(int(own["groups"]), int(own["sources"]))
-    return StepInterval(
-        p50_s=p50,
-        p80_s=p80,
-        stratum=stratum.name,
-        calibrated=calibrated,
-        rows=int(kind["rows"]),
-        tensor_idle=tensor_idle if law.slope else None,
-    )
+    return StepInterval(p50_s=p50, p80_s=p80, stratum=stratum.name, calibrated=calibrated, rows=int(kind["rows"]))
 
 
 @functools.cache

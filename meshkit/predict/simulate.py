@@ -41,7 +41,6 @@ class Simulation:
     host_bytes: float = 0.0  # what crosses the link between one GPU and its host's memory
     host_transfer_s: float = 0.0  # seconds that this takes, both ways one after the other
     contention_s: float = 0.0  # seconds by which collectives slow kernels
-    tensor_s: float = 0.0  # seconds of matmuls and attention, slowed by no collective
     noted_s: Mapping[str, float] = field(default_factory=dict)
     """Control flow in the notes -> its seconds in the step: of a conditional those of its longest branch, of a loop of
     unknown length those of one iteration."""
@@ -98,7 +97,6 @@ def simulate(
         segment.host_bytes,
         segment.host_bytes / host_bytes_per_s(cluster),
         segment.contention_s,
-        free.tensor_s,
         dict(segment.noted_s),
     )
 
@@ -143,7 +141,7 @@ class _Segment:
     duration_s: float = 0.0
     host_bytes: float = 0.0
     contention_s: float = 0.0
-    tensor_s: float = 0.0
+    tensor_s: float = 0.0  # of matmuls and attention
     flops: Counter = field(default_factory=Counter)
     noted_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of control flow of which not everything is known, by name."""

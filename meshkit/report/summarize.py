@@ -167,9 +167,7 @@ def summarize_simulation(
         return report
     widest = max(flops, key=lambda dtype: flops[dtype], default="bf16")
     experts = any(_EXPERTS.search(i.source) for i, _ in schedule.walk())
-    busy = simulation.tensor_s / each / report.step.time_s * (1 - (report.step.bubble_fraction or 0.0))
-    stratum = stratum_of(cluster.gpu, facts.precision or widest, experts)
-    part = step_interval(report.step.time_s, stratum, 1 - busy)
+    part = step_interval(report.step.time_s, stratum_of(cluster.gpu, facts.precision or widest, experts))
     return report.model_copy(update={"step": report.step.model_copy(update={"time_interval": part})})
 
 

@@ -45,7 +45,7 @@ def test_a_report_beside_itself_is_all_ones(report):
 
 
 def test_plans_with_an_interval_are_compared_by_their_numbers(report):
-    interval = step_interval(report.step.time_s, stratum_of(catalog.gpu("h100_sxm"), "bf16", False), 0.2)
+    interval = step_interval(report.step.time_s, stratum_of(catalog.gpu("h100_sxm"), "bf16", False))
     plan = report.model_copy(update={"step": report.step.model_copy(update={"time_interval": interval})})
     found = compare(plan, plan)
     assert found.step["time_s"].ratio == 1

@@ -416,8 +416,6 @@ def interval_text(report: Report) -> str:
         f"{format_seconds(most)} in 80 %"
     )
     why = [f"errors of {part.rows} published runs"]
-    if part.tensor_idle is not None:
-        why.append(f"wider by the {format_percent(part.tensor_idle)} of the step outside of matmuls and attention")
     if not part.calibrated:
         why.append(f"uncalibrated: too few of them are {part.stratum}")
     return f"{found} ({'; '.join(why)})"
