@@ -66,12 +66,8 @@ def casts_s(run: Run, cluster: Cluster, *, forward: bool) -> float:
     s = run.shape
     queries, up = s.heads * s.head_dim, (2 if s.gated else 1) * s.ffn
     width = 2 * s.hidden + (queries + s.ffn if forward else queries + 2 * s.keys + up)
-    moved = cast_bytes(run.recipe.cast_reads) * _tokens(run) * width / run.tensor
+    moved = cast_bytes(run.recipe.cast_reads) * run.tokens * width / run.tensor
     return moved / (CAST_SHARE * cluster.gpu.memory_bytes_per_s)
-
-
-def _tokens(run: Run) -> float:
-    return run.micro_batch * run.length / run.context
 
 
 def travel_s(run: Run, cluster: Cluster, *, forward: bool) -> tuple[float, float]:
@@ -81,7 +77,7 @@ def travel_s(run: Run, cluster: Cluster, *, forward: bool) -> tuple[float, float
     """
     if run.tensor == 1:
         return 0.0, 0.0
-    elements = _tokens(run) * run.shape.hidden
+    elements = run.tokens * run.shape.hidden
 
     def one(kind: str, payload: float) -> float:
         return collective_time_s(kind, payload_bytes=payload, gpus_per_domain=run.tensor, cluster=cluster)

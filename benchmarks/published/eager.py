@@ -136,15 +136,14 @@ def between_s(run: Run, cluster: Cluster) -> tuple[float, float]:
         return 0.0, 0.0
     again = count.again.get(run.document["train"]["remat"], Passes())
     back = _passes_bytes(run, count.backward) + _passes_bytes(run, again)
-    tokens = run.micro_batch * run.length / run.context
     rate = memory_bytes_per_s(cluster.gpu)
-    return tokens * _passes_bytes(run, count.forward) / rate, tokens * back / rate
+    return run.tokens * _passes_bytes(run, count.forward) / rate, run.tokens * back / rate
 
 
 def logits_s(run: Run, cluster: Cluster) -> float:
     """Seconds of a micro-batch on the stage of the output head, beyond what our program does with logits."""
     count = COUNTS.get(run.framework.between)
-    elements = run.micro_batch * run.length / run.context * run.shape.vocab / run.tensor
+    elements = run.tokens * run.shape.vocab / run.tensor
     return elements * count.logit / memory_bytes_per_s(cluster.gpu) if count else 0.0
 
 

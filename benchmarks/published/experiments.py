@@ -69,6 +69,11 @@ class Run:
         return to_toml(self.document)
 
     @property
+    def tokens(self) -> float:
+        """Of a micro-batch on one GPU, those of a tensor-parallel replica together."""
+        return self.micro_batch * self.length / self.context
+
+    @property
     def handling(self) -> str:
         """`none`: what `meshkit plan` of the row's file gives; `adjusted`: compiled whole, then changed; `stage`: one
         stage of another framework."""

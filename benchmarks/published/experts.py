@@ -72,7 +72,7 @@ def as_in_megatron(run: Run, schedule: Schedule) -> Schedule:
     if not run.shape.experts:
         return schedule
     attended = run.shape.attended(run.length)
-    rows = _tokens(run) * run.shape.experts_per_token * run.experts / run.shape.experts
+    rows = run.tokens * run.shape.experts_per_token * run.experts / run.shape.experts
 
     def one(i: Instruction) -> Instruction:
         if i.cost is None:
@@ -117,11 +117,6 @@ def renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
     return replace(cost, matmul_flops=flops, matmuls=matmuls)
 
 
-def _tokens(run: Run) -> float:
-    """Of a micro-batch on one GPU, those of a tensor-parallel replica together."""
-    return run.micro_batch * run.length / run.context
-
-
 def quantization_s(run: Run, cluster: Cluster) -> float:
     """Seconds of a layer and micro-batch of casting operands to 8 bits; 0 where the program does, or none is needed.
 
@@ -134,7 +129,7 @@ def quantization_s(run: Run, cluster: Cluster) -> float:
     attention = (s.hidden + queries) + (queries + 2 * s.keys + s.hidden)
     between = 0 if run.recipe.fused else 3 * s.ffn  # of both matmuls of an expert
     experts = k * (2 * s.hidden + between)
-    moved = _CAST_BYTES * _tokens(run) * (attention + experts) / run.tensor
+    moved = _CAST_BYTES * run.tokens * (attention + experts) / run.tensor
     return moved / (CAST_SHARE * cluster.gpu.memory_bytes_per_s)
 
 
@@ -150,7 +145,7 @@ def exchange_s(run: Run, cluster: Cluster) -> float:
     A tensor-parallel replica cuts its tokens over its GPUs, and gathers the rows of all of them behind the all-to-all.
     """
     s, ways = run.shape, run.experts
-    sent = _tokens(run) / run.tensor * s.hidden * _ACTIVATION
+    sent = run.tokens / run.tensor * s.hidden * _ACTIVATION
     rows = sent * s.experts_per_token
     total = 0.0
     if run.tensor > 1:
@@ -192,7 +187,7 @@ def passes_s(run: Run, cluster: Cluster) -> float:
     the sum of their copies counts already.
     """
     s, recipe = run.shape, run.recipe
-    tokens = _tokens(run) / run.tensor
+    tokens = run.tokens / run.tensor
     rows = tokens * s.experts_per_token
     wide = s.hidden * _ACTIVATION / cluster.gpu.memory_bytes_per_s
     if recipe.dispatcher == "hybridep":

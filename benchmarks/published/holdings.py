@@ -96,13 +96,9 @@ def _cuts_residual(run: Run) -> bool:
     return "act_residual_length" not in run.document["rules"].get("logical", {})
 
 
-def _tokens(run: Run) -> float:
-    return run.micro_batch * run.length / run.context
-
-
 def _logits(run: Run, memory: Memory) -> float:
     """Elements on one GPU."""
-    return _tokens(run) * run.shape.vocab / (1 if memory.whole_logits else run.tensor)
+    return run.tokens * run.shape.vocab / (1 if memory.whole_logits else run.tensor)
 
 
 def _parameters(run: Run, stage: int) -> float:
@@ -125,7 +121,7 @@ def in_flight(run: Run, stage: int) -> float:
 
 def _stage_peak(run: Run, memory: Memory, stage: int) -> float:
     """Of a replica's stage: Megatron-LM and its relatives."""
-    kept, tokens = kept_bytes(run, memory), _tokens(run)
+    kept, tokens = kept_bytes(run, memory), run.tokens
     parameters = _parameters(run, stage)
     state = parameters * (_HALF + memory.gradient_bytes + _ADAM / optimizer_ways(run))
     layers = run.last_layers if stage == run.stages - 1 else run.stage_layers
@@ -149,7 +145,7 @@ def _sharded_peak(run: Run, memory: Memory, stage: int, means: str) -> float:
     fp32 where only the last micro-batch reduces them (`set_requires_gradient_sync`), as with pipeline stages. Gathered
     are two layers and the root, which holds the tables of the vocabulary; with pipeline stages all.
     """
-    kept, tokens, parameters = kept_bytes(run, memory), _tokens(run), _parameters(run, stage)
+    kept, tokens, parameters = kept_bytes(run, memory), run.tokens, _parameters(run, stage)
     ways = (run.sharded if run.whole else run.data) * run.context
     layers = run.last_layers if stage == run.stages - 1 else run.stage_layers
     layer = run.shape.layer_parameters() / run.tensor

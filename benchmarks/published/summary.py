@@ -138,7 +138,7 @@ def _by_handling(predicted: Sequence[Prediction], rows: Mapping[str, Row], trivi
 def _row(members: Sequence[Prediction], rows: Mapping[str, Row], trivial: Mapping[str, float]) -> str:
     grouped = groups(members, rows)
     inside = [p.inside for p in members if p.inside is not None]
-    signed = statistics.median(p.error or 0.0 for p in members)
+    signed = statistics.median(statistics.median(p.error or 0.0 for p in group) for group in grouped.values())
     ours, plain = median_error(grouped, lambda p: p.error), median_error(grouped, lambda p: trivial.get(p.id))
     cells = (len(members), len(grouped), f"{signed:+.1%}", _percent(ours), _percent(plain))
     return " | ".join(map(str, (*cells, f"{sum(inside)} of {len(inside)}")))

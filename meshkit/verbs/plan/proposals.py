@@ -39,7 +39,8 @@ _WORTH = 0.01
 # Remedies that are looked for, and compiles at most; what the closed forms rule out costs none.
 WANTED = 3
 TRIES = 9
-# What XLA does of itself where meshkit chooses otherwise: in words, how the options' names begin and end, their value.
+# What XLA does of itself where meshkit chooses otherwise: in words, how the options' names begin and end, their value
+# (sizes: kDefaultAllReduceCombineThreshold and its kin, xla/service/collective_utils.h).
 _XLAS_OWN = (
     ("collectives not pipelined over layers", "xla_gpu_pipeline_", "", "COLLECTIVE_PIPELINING_MODE_OFF"),
     ("one layer in the body of the loop", "xla_gpu_enable_while_loop_double_buffering", "", False),
