@@ -67,6 +67,8 @@ def plan(
     start = time.perf_counter()
     if out is not None:
         run_folder(out)
+    if sweep is not None and options:
+        raise ConfigError("other options of XLA are compiled at one size.", at="--options", hint="without --sweep")
     if sweep is not None:
         with compiling(keep=not no_cache, timeout_s=compile_timeout):
             _sweep(experiment, set_, sweep, scaling, out, as_json, jobs)

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from meshkit.cli import main
 from meshkit.config.experiment import load
 from meshkit.report.schema import OptionPart, ProgramPart, Report, StepPart, WindowPart
 from meshkit.verbs.plan import proposals
@@ -83,6 +84,11 @@ def test_what_other_options_give_is_ranked_by_the_step(monkeypatch):
     slower, faster = reversed(find_alternatives("llama3_8b", (), report))
     assert (faster.cost_s, slower.cost_s) == (-0.5, 0.5)
     assert len(answers.asked) == 3
+
+
+def test_other_options_are_of_one_size(capsys):
+    assert main(["plan", "llama3_8b", "--options", "--sweep", "hosts=1,2"]) == 2
+    assert "--options" in capsys.readouterr().err
 
 
 FULL, DOTS, HOST = 'train.remat="full"', 'train.remat="dots"', 'optimizer.memory="host"'
