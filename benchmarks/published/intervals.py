@@ -6,12 +6,14 @@ one, shared by its rows, and groups are what is exchangeable: of n of them the q
 middle with a share `level` of n + 1 groups up to it, so that a run of one more group lies inside with at least that
 level, and at most 1 / (n + 1) more (Lee, Barber, Willett, 2306.06342). The middle that a source's residuals are held
 against is that of all other sources. Written to meshkit/config/intervals.csv: the numbers by kind, counts by stratum
-too.
+too. Last stands how far the errors of two runs of one group on as many GPUs, of one batch and sequence, lie apart, by
+the same counting: what a choice between two such predictions may be wrong by.
 
 Printed: the coverage with each source left out, by stratum: middle and quantiles are those of all other sources. Groups
 weigh one; `by source`, every source weighs one, which is what a source may expect that errs in a way of its own. Then
 other ways to make an interval of the same residuals, with their score (Winkler's, of the 80 % interval in shares of the
-predicted step: its width, and ten times how far the measured step lies outside of it; the less, the better).
+predicted step: its width, and ten times how far the measured step lies outside of it; the less, the better), and how
+many of such pairs the others' quantiles cover.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
 import math
 import statistics
 import sys
@@ -30,7 +33,7 @@ from pathlib import Path
 from benchmarks.published.rows import read_rows
 from meshkit.config import catalog
 from meshkit.errors import MeshkitError
-from meshkit.predict.interval import LEVELS, Law, Stratum, enough, stratum_of
+from meshkit.predict.interval import LEVELS, PAIRS, Law, Stratum, enough, stratum_of
 
 OUT = Path(catalog.__file__).with_name("intervals.csv")
 _CELLS = "50 % covers | 80 % covers | by source | half of 80 % | median error | ratio | score"
@@ -44,6 +47,7 @@ class Residual:
     source: str  # who published it, all of their pages
     group: tuple[str, ...]
     stratum: Stratum
+    work: tuple[str, ...] = ()  # the GPU, numbers of GPUs and of sequences, their length
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.check:
         OUT.write_text(table_text(residuals), encoding="utf-8")
     print(coverage_text(residuals))
-    print(f"\n{ways_text(residuals)}")
+    print(f"\n{ways_text(residuals)}\n\n{pairs_text(residuals)}")
     return 0
 
 
@@ -106,26 +110,44 @@ def read_residuals(details: Path, rows: Path) -> list[Residual]:
                 group = (p["family"], row.source, row.say("model"), p["precision"])
                 stratum = stratum_of(catalog.gpu(p["gpu"]), p["precision"], experts)
                 ratio = float(p["measured_s"]) / float(p["predicted_s"])
-                found.append(Residual(ratio, row.source.partition(" ")[0], group, stratum))
+                work = (p["gpu"], p["num_gpus"], row.say("global_batch_seqs"), row.say("seq_len"))
+                found.append(Residual(ratio, row.source.partition(" ")[0], group, stratum, work))
     return found
 
 
-def law_of(residuals: Sequence[Residual], kind: str = "dense") -> Law:
+def law_of(residuals: Sequence[Residual], name: str = "dense") -> Law:
     """The law of a kind of runs: the middle of dense ones, where there are any, and the quantiles of its own.
 
     Args:
         residuals: of every kind.
-        kind: `dense` or `experts`.
+        name: `dense`, `experts` or a stratum's.
     """
     fitted = [r for r in residuals if r.stratum.kind == "dense"] or residuals
-    members = [r for r in residuals if r.stratum.kind == kind] or residuals
+    members = by_stratum(residuals).get(name, residuals)
     sources = {r.source for r in members}
     middles = {s: _middle([r for r in fitted if r.source != s] or fitted) for s in sources}
     weights = _weights(members)
     scores = sorted((abs(math.log(r.ratio) - middles[r.source]), weight) for r, weight in zip(members, weights))
-    groups = len({r.group for r in members})
-    quantiles = {level: _reached(scores, level * (groups + 1)) for level in LEVELS}
-    return Law(_middle(fitted), quantiles)
+    return Law(_middle(fitted), _quantiles(scores, len({r.group for r in members})))
+
+
+def pairs_of(residuals: Sequence[Residual]) -> list[Residual]:
+    """Any two dense runs of one group and of the same work: the larger of their ratios over the smaller one."""
+    return [
+        Residual(max(a.ratio, b.ratio) / min(a.ratio, b.ratio), a.source, a.group, a.stratum)
+        for a, b in itertools.combinations(residuals, 2)
+        if (a.group, a.work, a.stratum) == (b.group, b.work, b.stratum) and a.stratum.kind == "dense"
+    ]
+
+
+def apart_of(pairs: Sequence[Residual]) -> dict[float, float]:
+    """Level -> the logarithm of the ratio that so many pairs do not exceed."""
+    scores = sorted((math.log(r.ratio), weight) for r, weight in zip(pairs, _weights(pairs)))
+    return _quantiles(scores, len({r.group for r in pairs}))
+
+
+def _quantiles(ordered: Sequence[tuple[float, float]], groups: int) -> dict[float, float]:
+    return {level: _reached(ordered, level * (groups + 1)) for level in LEVELS}
 
 
 def _middle(residuals: Sequence[Residual]) -> float:
@@ -170,6 +192,9 @@ def table_text(residuals: Sequence[Residual]) -> str:
         law = law_of(residuals, name) if "," not in name else None
         numbers = [f"{x:.4f}" for x in (law.middle, *law.quantiles.values())] if law else [""] * 3
         writer.writerow([name, *_counts(members), len(members), *numbers])
+    if pairs := pairs_of(residuals):
+        numbers = [f"{x:.4f}" for x in apart_of(pairs).values()]
+        writer.writerow([PAIRS, *_counts(pairs), len(pairs), "", *numbers])
     return out.getvalue()
 
 
@@ -185,12 +210,29 @@ def coverage_text(residuals: Sequence[Residual]) -> str:
     return "\n".join(lines)
 
 
+def pairs_text(residuals: Sequence[Residual]) -> str:
+    """How far apart the errors of two runs of one model are, and how many pairs of a source the others' cover."""
+    pairs = pairs_of(residuals)
+    sources = {r.source for r in pairs}
+    if len(sources) < 2:
+        return f"{PAIRS}: {len(pairs)} of {len(sources)} sources"
+    others = {s: apart_of([r for r in pairs if r.source != s]) for s in sources}
+    groups, weights = len({r.group for r in pairs}), _weights(pairs)
+    said = [
+        f"{apart:.1%} for {level:.0%} (covers "
+        f"{statistics.fmean([math.log(r.ratio) <= others[r.source][level] for r in pairs], weights):.0%})"
+        for level, apart in apart_of(pairs).items()
+    ]
+    return f"{PAIRS}: {len(pairs)} of {groups} groups of {len(sources)} sources: {', '.join(said)}"
+
+
 def ways_text(residuals: Sequence[Residual]) -> str:
     """What other ways to make an interval give dense runs, each source left out."""
     dense = [r for r in residuals if r.stratum.kind == "dense"]
     ways: dict[str, _Way] = {
         "two ends of each stratum": _two_ends(lambda r: r.stratum.name),
         "two ends": _two_ends(lambda r: r.stratum.kind),
+        "one quantile of each stratum": _around_each,
         "one quantile around the middle": _around,
     }
     lines = [f"| dense runs | {_CELLS} | least stratum |", f"|{'---|' * 9}"]
@@ -206,6 +248,14 @@ def _around(residuals: Sequence[Residual]):
     """The way of a plan."""
     laws = {kind: law_of(residuals, kind) for kind in ("dense", "experts")}
     return lambda r: {level: laws[r.stratum.kind].ends(level) for level in LEVELS}
+
+
+def _around_each(residuals: Sequence[Residual]):
+    """Of each stratum its own quantile, around the middle of all; of one that is not calibrated that of all."""
+    strata = {name: members for name, members in by_stratum(residuals).items() if enough(*_counts(members))}
+    laws = {name: law_of(residuals, name) for name in strata}
+    whole = law_of(residuals)
+    return lambda r: {level: laws.get(r.stratum.name, whole).ends(level) for level in LEVELS}
 
 
 def _two_ends(name_of: Callable[[Residual], str]) -> _Way:

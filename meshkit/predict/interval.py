@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshkit.config.cluster import Gpu
 
 LEVELS = (0.5, 0.8)
+PAIRS = "two runs of one model"  # on as many GPUs: how far their errors lie apart, in intervals.csv
 _LEAST_GROUPS, _LEAST_SOURCES = 20, 3  # of a stratum that counts as calibrated
 _GENERATIONS = {8: "ampere", 9: "hopper", 10: "blackwell"}
 
@@ -102,6 +103,11 @@ def step_interval(time_s: float, stratum: Stratum) -> StepInterval | None:
     p50, p80 = ((time_s * low, time_s * high) for low, high in map(law.ends, LEVELS))
     calibrated = own is not None and enough(int(own["groups"]), int(own["sources"]))
     return StepInterval(p50_s=p50, p80_s=p80, stratum=stratum.name, calibrated=calibrated, rows=int(kind["rows"]))
+
+
+def errors_apart() -> float:
+    """A logarithm: how far the errors of two plans of one model on as many GPUs lie apart in half of all pairs."""
+    return float(_table()[PAIRS]["q50"])
 
 
 @functools.cache

@@ -5,7 +5,17 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.published.intervals import Residual, coverage_text, law_of, main, read_residuals, table_text
+from benchmarks.published.intervals import (
+    Residual,
+    apart_of,
+    coverage_text,
+    law_of,
+    main,
+    pairs_of,
+    pairs_text,
+    read_residuals,
+    table_text,
+)
 from meshkit.config import catalog
 from meshkit.predict.interval import enough, step_interval, stratum_of
 
@@ -95,11 +105,23 @@ def test_the_table_has_numbers_by_kind_and_counts_by_stratum():
     assert float(few[6]) > float(dense[6])
 
 
+def test_two_runs_of_one_model_are_a_pair_where_gpus_and_batch_are_the_same():
+    """Of the three in one group on 8 GPUs, three pairs weigh one; the run on 16 is in none, nor is another page's."""
+    dense = stratum_of(H100, "bf16", False)
+    runs = [(1.0, "a", "8"), (1.1, "a", "8"), (1.21, "a", "8"), (3.0, "a", "16"), (1.0, "b", "8"), (1.05, "b", "8")]
+    found = [Residual(ratio, source, (source,), dense, (gpus,)) for ratio, source, gpus in runs]
+    pairs = pairs_of(found)
+    assert sorted(round(r.ratio, 4) for r in pairs) == [1.05, 1.1, 1.1, 1.21]
+    assert math.exp(apart_of(pairs)[0.5]) == pytest.approx(1.1), "1.05 of the other group, then a third of this one"
+    assert table_text(found).splitlines()[-1] == "two runs of one model,2,2,4,,0.0953,0.1906"
+    assert pairs_text(found).startswith("two runs of one model: 4 of 2 groups of 2 sources: 9.5% for 50% (covers 50%)")
+
+
 def test_the_command_writes_the_table_and_refuses_details_of_an_older_replay(tmp_path, monkeypatch, capsys):
     details, rows, out = (tmp_path / name for name in ("details.csv", "rows.csv", "intervals.csv"))
     monkeypatch.setattr("benchmarks.published.intervals.OUT", out)
     rows.write_text("id,source,model\na,MaxText page,m\nb,Other page,m\n")
-    head, row = "id,family,precision,gpu,predicted_s,measured_s", "MaxText,bf16,h100_sxm,1.0"
+    head, row = "id,family,precision,gpu,num_gpus,predicted_s,measured_s", "MaxText,bf16,h100_sxm,8,1.0"
     details.write_text(f"{head}\na,{row},1.1\nb,{row},1.2\nb,{row},\n")
     options = ["--details", str(details), "--rows", str(rows)]
     assert main([*options, "--check"]) == 0

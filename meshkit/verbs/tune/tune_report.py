@@ -5,6 +5,7 @@ outcomes of the experiment as it is and of the winner -> differences -> sentence
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from meshkit.errors import RunError
+from meshkit.predict.interval import errors_apart
 from meshkit.report.readable import Printed
 from meshkit.report.schema import Part
 from meshkit.report.views.charts import legend_frame, limit
@@ -217,11 +219,10 @@ def why(base: Outcome, winner: Outcome | None, parts: Sequence[DifferencePart]) 
 
 
 def _within_the_error(base: Outcome, winner: Outcome) -> bool:
-    """Whether a step is shorter by less than half of the interval in which half of all runs lie."""
+    """Whether a step is shorter by less than the errors of half of all pairs of such predictions lie apart."""
     if winner.time_interval is None or not base.time_s or not winner.time_s:
         return False
-    low, high = winner.time_interval.p50_s
-    return base.time_s - winner.time_s < (high - low) / 2
+    return math.log(base.time_s / winner.time_s) < errors_apart()
 
 
 def _is_reason(part: DifferencePart, step: float, largest: float) -> bool:

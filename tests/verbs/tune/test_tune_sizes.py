@@ -89,7 +89,9 @@ def test_the_reason_names_what_is_no_longer_computed_twice_and_small_collectives
     assert "within the error" not in said[0]
     interval = StepInterval(p50_s=(5.0, 15.0), p80_s=(1.0, 20.0), stratum="dense", calibrated=False, rows=9)
     unsure = winner.model_copy(update={"time_interval": interval})
-    assert "within the error)." in why(base, unsure, differences(base, unsure))[0]
+    assert "within the error" not in why(base, unsure, differences(base, unsure))[0]
+    near = base.model_copy(update={"time_s": 10.3})
+    assert "(-2.9 %, within the error)." in why(near, unsure, differences(near, unsure))[0]
     waits = "1.00 GiB of each GPU wait in host memory instead"
     assert said[1:] == (
         f"30.0 % of the matmul FLOP, which the model itself does not need, no longer run; {waits}.",
