@@ -1,12 +1,10 @@
 """Eight virtual CPU devices for every test, with collective timeouts that two busy cores cannot trip."""
 
 import atexit
-import functools
 import gc
 import os
 import shutil
 import tempfile
-import threading
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -29,7 +27,6 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each of the processe
 
 import jax
 import jaxtyping
-import pytest
 
 import tests.shapes  # noqa: F401 named in the hook below
 
@@ -43,31 +40,3 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def kernels_kept(tmp_path_factory):
-    """Compilers for absent GPUs find the kernels of programs before: three quarters of a compile, none of a schedule.
-
-    XLA appends to the file, and knows of nobody else that does: each worker has its own, and one compile at a time.
-    """
-    from meshkit.compile import program
-
-    plain, kept, free = program._compile, tmp_path_factory.mktemp("kernels") / "kept", threading.Lock()
-
-    @functools.wraps(plain)
-    def compile_with_kernels(exported, request, *rest):
-        if not free.acquire(blocking=False):
-            return plain(exported, request, *rest)
-        try:
-            options = {**request["planners_options"], "xla_gpu_kernel_cache_file": str(kept)}
-            return plain(exported, {**request, "planners_options": options}, *rest)
-        except BaseException:  # half of what it appended may be there
-            kept.unlink(missing_ok=True)
-            raise
-        finally:
-            free.release()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "_compile", compile_with_kernels)
-        yield

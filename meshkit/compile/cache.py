@@ -6,6 +6,10 @@ A key is a hash of everything that reaches the compiler, so a hit is what a comp
 of source that each operation comes from, down to where the step was planned from: the report shows them. An entry is
 a JSON header and the scheduled HLO, in the folder `programs` of `cache_root`.
 
+Kernels are kept apart, for all programs of one GPU: XLA finds those of earlier programs by their operations
+(`xla_gpu_kernel_cache_file`), and makes only what is new in a changed step. It does not ask which GPU or release a file
+is of, and fails on a torn one; so a key says the first, the digest the second, and each compile has a copy of its own.
+
 An entry may be thrown away. It is one file in a folder that only its owner can enter: a digest of its content, then the
 content. It is written whole or not at all; one that is not what was written, or not by this user, is a miss. Entries
 used longest ago go when all of a folder exceed `$MESHKIT_CACHE_BYTES` (default 2 GiB). The folders lie under `meshkit`
@@ -26,6 +30,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import stat
 import time
@@ -39,10 +44,19 @@ from typing import Any
 
 from meshkit.compile.options import version_of
 from meshkit.compile.scratch import scratch_folder
+from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.errors import ConfigError
 
 _MAGIC = b"meshkit program 1\n"
-_SUFFIX = ".program"
+_SUFFIX, _KERNELS = ".program", ".kernels"
+_MOST_KERNEL_BYTES = 64 * 2**20  # of one entry, which XLA reads whole; a larger one is begun anew
+# Options that choose instructions and their order: the code of a kernel has nothing of them, and programs that differ
+# in them share kernels. Any other option has kernels of its own.
+_OF_SCHEDULES = re.compile(
+    r"xla_gpu_(pipeline_\w+|\w+_combine_threshold_bytes|enable_while_loop_double_buffering|memory_limit_slop_factor"
+    r"|enable_latency_hiding_scheduler|experimental_parallel_collective_overlap_limit)"
+    rf"|{PGLE_OPTION}|{TABLE_OPTION}"
+)
 _TEXT = ".pbtxt"  # what XLA reads by its path, and takes for nothing else
 # Whatever takes part in compiling: XLA and what it calls, and the libraries whose versions it asks for.
 _DISTRIBUTIONS = (
@@ -87,13 +101,27 @@ def program_key(program: bytes, request: Mapping[str, Any], environment: Mapping
         request: what the compiler process gets with it: target, topology, mesh, options.
         environment: of the compiler process.
     """
-    decided_by = {
-        "program": hashlib.sha256(program).hexdigest(),
-        "request": request,
+    files = _named_files(request.get("compiler_options") or {})
+    return _key(environment, program=hashlib.sha256(program).hexdigest(), request=request, files=files)
+
+
+def kernels_key(request: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """A hash of what decides the code of a kernel beside its operations: the GPU, versions, options.
+
+    Args:
+        request: as for `program_key`.
+        environment: as for `program_key`.
+    """
+    options = {**(request.get("planners_options") or {}), **(request.get("compiler_options") or {})}
+    deciding = {name: value for name, value in options.items() if not _OF_SCHEDULES.fullmatch(name)}
+    return _key(environment, target=request["target_config"], options=deciding)
+
+
+def _key(environment: Mapping[str, str], **decided_by: object) -> str:
+    decided_by |= {
         "versions": {name: version_of(name) for name in _DISTRIBUTIONS},
         "environment": {k: v for k, v in environment.items() if k.startswith(_VARIABLES)},
         "compiler": _source_digest(),
-        "files": _named_files(request.get("compiler_options") or {}),
     }
     return hashlib.sha256(json.dumps(decided_by, sort_keys=True, default=repr).encode()).hexdigest()
 
@@ -170,6 +198,38 @@ def store(folder: Path, key: str, made: KeptProgram) -> None:
     header = json.dumps({"result": dict(made.result), "log": made.log}).encode()
     body = len(header).to_bytes(8, "little") + header + zlib.compress(made.module, 1)
     _store(folder).write(key + _SUFFIX, body)
+
+
+def load_kernels(folder: Path, key: str) -> bytes:
+    """A file of kernels for XLA; b"" where none was kept.
+
+    Args:
+        folder: from `cache_folder`.
+        key: from `kernels_key`.
+
+    Raises:
+        DamagedEntry: as `load`.
+        ConfigError: as `load`.
+    """
+    return _store(folder).read(key + _KERNELS) or b""
+
+
+def store_kernels(folder: Path, key: str, content: bytes) -> None:
+    """Keeps a file of kernels in the place of the one before; b"" removes that. Of two at once the last one stays.
+
+    Args:
+        folder: from `cache_folder`.
+        key: from `kernels_key`.
+        content: that XLA wrote; too much of it is as good as none.
+
+    Raises:
+        ConfigError: as `store`.
+    """
+    if content and len(content) <= _MOST_KERNEL_BYTES:
+        _store(folder).write(key + _KERNELS, content)
+    else:
+        with contextlib.suppress(OSError):
+            (folder / (key + _KERNELS)).unlink()
 
 
 def _store(folder: Path) -> Store:

@@ -1,8 +1,9 @@
 """The process that compiles: `python -m meshkit.compile.child FOLDER PARENT`, a process number.
 
 It reads FOLDER/request.json and FOLDER/program.bin (a `jax.export` program), compiles it for GPUs that are not there,
-and leaves FOLDER/module.pb (the scheduled HLO) and FOLDER/result.json. XLA aborts the process on some programs; then
-only this process dies. What XLA refuses with an exception is in result.json under `error`.
+and leaves FOLDER/module.pb (the scheduled HLO) and FOLDER/result.json. Kernels are taken from FOLDER/kernels, and new
+ones added. XLA aborts the process on some programs; then only this process dies. What XLA refuses with an exception is
+in result.json under `error`.
 
 XLA also writes its live ranges down (`xla_dump_to`), where the peak is a list of buffers:
 
@@ -32,6 +33,7 @@ _PEAK = re.compile(r"^\s*Live ranges at \d+ \(peak\):")
 _COLLECTIVE_MEMORY = re.compile(r"^allocation \d+: size (\d+), color 7,")
 _BUFFER = re.compile(r"^\s*(\S+?)\{([\d,]*)\}: (\d+) bytes")
 FORWARD, BACKWARD, CARRIED, ARGUMENT, OTHER = "forward", "backward", "carried", "argument", "other"
+KERNELS_FILE = "kernels"
 KINDS: tuple[str, ...] = (FORWARD, BACKWARD, CARRIED, ARGUMENT, OTHER)
 
 
@@ -161,8 +163,16 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
         lowered = jitted.trace(*flat).lower(lowering_platforms=("cuda",))
     lowered_at = time.perf_counter()
     dump = module_path.parent / "dump"
-    options = {**request["planners_options"], "xla_dump_to": str(dump), **request["compiler_options"]}
-    compiled, left_out = compile_lowered(lowered, options, request["users_options"])
+    kernels = module_path.parent / KERNELS_FILE
+    own = {**request["planners_options"], "xla_dump_to": str(dump), "xla_gpu_kernel_cache_file": str(kernels)}
+    options, had_kernels = {**own, **request["compiler_options"]}, kernels.exists()
+    try:
+        compiled, left_out = compile_lowered(lowered, options, request["users_options"])
+    except Exception as e:  # jax wraps XLA's errors in several types
+        if not had_kernels or isinstance(e, RefusedOption):
+            raise
+        kernels.unlink(missing_ok=True)  # of a form that this XLA does not take
+        compiled, left_out = compile_lowered(lowered, options, request["users_options"])
     done = time.perf_counter()
     executable: Any = compiled.runtime_executable()
     module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from meshkit.compile import cache
+from meshkit.compile.child import KERNELS_FILE
 from meshkit.compile.choices import compile_to_fit
 from meshkit.compile.lowering import export_for_cuda, target_config, topology_name
 from meshkit.compile.options import (
@@ -235,6 +236,10 @@ def compiling(*, keep: bool = True, timeout_s: int | None = None) -> Iterator[No
                 os.environ[name] = value
 
 
+class _Died(ProgramError):
+    """The compiler process gave no answer."""
+
+
 def _kept_or_compiled(
     program: bytes, request: Mapping[str, Any], timeout_s: float
 ) -> tuple[cache.KeptProgram, list[str], float | None]:
@@ -243,25 +248,38 @@ def _kept_or_compiled(
     environment, notes = _child_environment(), []
     folder = cache.cache_folder()
     if folder is None:
-        return _compile(program, request, environment, timeout_s), notes, None
-    key = cache.program_key(program, request, environment)
+        return _compile(program, request, environment, timeout_s)[0], notes, None
+    key, of_kernels = cache.program_key(program, request, environment), cache.kernels_key(request, environment)
     try:
         if kept := cache.load(folder, key):
             return kept, notes, time.perf_counter() - began
     except cache.DamagedEntry as e:
         notes.append(f"a kept program, {folder / str(e)}; it was compiled anew")
-    made = _compile(program, request, environment, timeout_s)
+    kernels = b""
+    try:
+        kernels = cache.load_kernels(folder, of_kernels)
+    except cache.DamagedEntry as e:
+        notes.append(f"kept kernels, {folder / str(e)}; they were compiled anew")
+    try:
+        made, more = _compile(program, request, environment, timeout_s, kernels)
+    except _Died:
+        cache.store_kernels(folder, of_kernels, b"")  # should they be what it died of
+        raise
     cache.store(folder, key, made)
+    if more != kernels:
+        cache.store_kernels(folder, of_kernels, more)
     return made, notes, None
 
 
 def _compile(
-    program: bytes, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float
-) -> cache.KeptProgram:
-    """Compiles a program in a process of its own."""
+    program: bytes, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float, kernels: bytes = b""
+) -> tuple[cache.KeptProgram, bytes]:
+    """What a process of its own makes of a program, and all kernels: those of earlier programs and the new ones."""
     with scratch_folder() as folder:
         (folder / "request.json").write_text(json.dumps(request))
         (folder / "program.bin").write_bytes(program)
+        if kernels:
+            (folder / KERNELS_FILE).write_bytes(kernels)
         stderr = _run_child(folder, environment, timeout_s)
         result = json.loads((folder / "result.json").read_text())
         if "option" in result:
@@ -271,7 +289,9 @@ def _compile(
             raise ProgramError(
                 f"XLA refused the program: {result['error'].splitlines()[0][:500]}", hint=_hint(result["error"])
             )
-        return cache.KeptProgram(result, stderr, (folder / "module.pb").read_bytes())
+        made = cache.KeptProgram(result, stderr, (folder / "module.pb").read_bytes())
+        file = folder / KERNELS_FILE
+        return made, file.read_bytes() if file.exists() else b""
 
 
 def _child_environment() -> dict[str, str]:
@@ -304,14 +324,14 @@ def _run_child(folder: Path, environment: Mapping[str, str], timeout_s: float) -
     except subprocess.TimeoutExpired:
         child.kill()
         child.communicate()
-        raise ProgramError(
+        raise _Died(
             f"XLA was still compiling after {timeout_s:.0f} s and was stopped.",
             hint=f'remat = "full", scanned layers, or a longer --compile-timeout ({COMPILE_TIMEOUT} for other verbs)',
         ) from None
     if not (folder / "result.json").exists():
         code = child.returncode
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        raise ProgramError(f"XLA's compiler died ({name}): {_last_words(stderr)}", hint=_hint(stderr, name))
+        raise _Died(f"XLA's compiler died ({name}): {_last_words(stderr)}", hint=_hint(stderr, name))
     return stderr
 
 

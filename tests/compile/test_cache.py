@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import meshkit as mk
 from meshkit.compile import cache
 from meshkit.compile.lowering import export_for_cuda, on_own_stack
 from meshkit.compile.program import compile_absent
+from meshkit.sharding.mesh import DescribedMesh
 
 REQUEST = {"target_config": "sms: 132", "mesh_shape": [8], "compiler_options": {"xla_a": True}}
 ENTRY = cache.KeptProgram({"memory": {"temp": 3}, "compile_s": 2.5}, "a line\n", b"\x00module" * 1000)
@@ -76,7 +78,8 @@ def test_a_damaged_entry_is_a_miss_and_is_removed(folder, damage):
 def test_the_entries_used_longest_ago_go_first(folder, monkeypatch):
     for age, key in enumerate(["d", "c", "b", "a"]):
         cache.store(folder, key, ENTRY)
-        os.utime(file_of(folder, key), times=(time.time() - 1000 + age,) * 2)
+        then = time.time() - 1000 + age
+        os.utime(file_of(folder, key), times=(then, then))
     cache.load(folder, "d")  # the oldest, but just used
     size = file_of(folder, "a").stat().st_size
     monkeypatch.setenv("MESHKIT_CACHE_BYTES", str(3 * size))
@@ -87,7 +90,7 @@ def test_the_entries_used_longest_ago_go_first(folder, monkeypatch):
 def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(folder):
     left, written = folder / "1-x.tmp", folder / "2-y.tmp"
     left.write_bytes(b"half")
-    os.utime(left, times=(time.time() - 7200,) * 2)
+    os.utime(left, times=(time.time() - 7200, time.time() - 7200))
     written.write_bytes(b"half")
     cache.store(folder, "k", ENTRY)
     assert sorted(p.name for p in folder.iterdir()) == ["2-y.tmp", "k.program"]
@@ -173,6 +176,7 @@ def test_what_does_not_reach_it_does_not():
 def small(rows=64):
     cluster = mk.Cluster.load("dgx_h100", hosts=1)
     mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), cluster, devices=mk.describe_devices(cluster))
+    assert isinstance(mesh, DescribedMesh)
     x = jax.ShapeDtypeStruct((rows, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
     return mesh, cluster, (x,)
 
@@ -204,9 +208,54 @@ def test_a_second_compile_reads_what_the_first_kept(folder):
 def compile_and_damage(compiled, step, folder, attempt):
     """The attempt's program; before the third one the entry loses its end."""
     if attempt == 2:
-        (entry,) = folder.iterdir()
+        (entry,) = folder.glob("*.program")
         entry.write_bytes(entry.read_bytes()[:-3])
     return compiled(step)
+
+
+def test_kernels_are_shared_by_schedules_and_by_nothing_else(monkeypatch):
+    def key(environment=None, **changes):
+        options = {"xla_gpu_pipeline_all_gather": "ON", "xla_gpu_all_gather_combine_threshold_bytes": 1}
+        return cache.kernels_key(REQUEST | {"compiler_options": options} | changes, environment or {})
+
+    first = key()
+    assert key(compiler_options={"xla_gpu_all_gather_combine_threshold_bytes": 2}, mesh_shape=[4, 2]) == first
+    monkeypatch.setattr(cache, "version_of", lambda name: "0.0.1" if name == "jaxlib" else "0.0.2")
+    others = (key(), key(target_config="sms: 108"), key({"XLA_FLAGS": ""}), key(compiler_options={"xla_gpu_ftz": True}))
+    assert len({first, *others}) == 5
+
+
+@pytest.mark.deviceless
+def test_kernels_that_were_kept_change_no_program(folder, monkeypatch):
+    """Two compiles at a time read kernels of a third, which XLA refuses or the digest does, and both write theirs."""
+    mesh, cluster, args = small()
+    steps = [eval(f"lambda x: jax.nn.softmax(x * {n}) + x.sum(0) / {1 + n % 2}") for n in range(3)]
+
+    def compiled(step):
+        return compile_absent(step, args, mesh=mesh, cluster=cluster)
+
+    def both():
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(compiled, steps[:2]))
+
+    with monkeypatch.context() as alone:
+        alone.setenv("MESHKIT_CACHE", "off")
+        modules = [one.module for one in both()]
+    compiled(steps[2])
+    (entry,) = folder.glob("*.kernels")
+    whole, other = entry.read_bytes(), b"of another format"
+    for damaged in (whole, whole[: len(whole) // 2], other):
+        for kept in folder.glob("*.program"):
+            kept.unlink()
+        entry.write_bytes(damaged)
+        if damaged is other:
+            cache.store_kernels(folder, entry.stem, other)  # with its digest
+        found = both()
+        assert [one.module for one in found] == modules
+        torn = f"kept kernels, {entry} ({len(damaged)} bytes) was damaged; they were compiled anew"
+        assert {line for one in found for line in one.log} == ({torn} if damaged not in (whole, other) else set())
+        assert [p.name for p in folder.glob("*.kernels")] == [entry.name]
+        assert cache.load_kernels(folder, entry.stem) != other
 
 
 PROGRAM = """
@@ -237,9 +286,7 @@ def test_another_process_gives_the_same_program():
 
 def test_on_a_stack_of_its_own_a_program_does_not_depend_on_who_asks():
     """jax puts the lines of callers into a program; two callers get the same one."""
-    cluster = mk.Cluster.load("dgx_h100", hosts=1)
-    mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), cluster, devices=mk.describe_devices(cluster))
-    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    mesh, cluster, (x,) = small()
 
     def exported():
         def step(x):
