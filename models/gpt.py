@@ -112,7 +112,8 @@ class Attention(nnx.Module):
 def materialized_attention(q: Queries, k: Keys, v: Keys) -> Queries:
     """softmax(q k^T / sqrt(head_dim)) v under a causal mask, with scores and probabilities in memory.
 
-    They are stored in the dtype of q, the softmax is computed in fp32; no half of the square is skipped.
+    They are stored in the dtype of q, and the softmax is computed in fp32, as in the fused softmax of Megatron-LM and
+    Transformer Engine: a pass over the scores reads and writes once. No half of the square is skipped.
 
     Args:
         q: [batch, length, heads, head_dim].
@@ -120,13 +121,39 @@ def materialized_attention(q: Queries, k: Keys, v: Keys) -> Queries:
     """
     repeats = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k, v))
-    q, k, v = (constrain(x, *HEAD_AXES) for x in (q, k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
-    length = q.shape[1]
-    seen = jnp.tril(jnp.ones((length, length), bool))
-    scores = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return constrain(jnp.einsum("bhqk,bkhd->bqhd", probabilities, v), *HEAD_AXES)
+    return constrain(_attend(*(constrain(x, *HEAD_AXES) for x in (q, k, v))), *HEAD_AXES)
+
+
+@jax.custom_vjp
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _attend_kept(q, k, v)[0]
+
+
+def _attend_kept(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    # The mask is made where it is used: a scan over layers keeps what is the same in all of them, at full size.
+    made = jnp.einsum("bqhd,bkhd->bhqk", q, k), jnp.arange(q.shape[1]), jnp.float32(-jnp.inf)
+    scores, place, hidden = jax.lax.optimization_barrier(made)
+    scores = scores.astype(jnp.float32) / math.sqrt(q.shape[-1])
+    probabilities = jax.nn.softmax(jnp.where(place[:, None] >= place, scores, hidden), axis=-1).astype(q.dtype)
+    result = jnp.einsum("bhqk,bkhd->bqhd", probabilities, v)
+    return result, (q, k, v, probabilities, result)
+
+
+def _attend_gradients(kept: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, ...]:
+    """Of q, k, v: a row's sum of p dp is that of o do (Dao, arXiv 2307.08691), so that no pass makes it."""
+    q, k, v, probabilities, result = kept
+    total = jnp.einsum("bqhd,bqhd->bhq", result, gradient, preferred_element_type=jnp.float32)[..., None]
+    of_probabilities = jnp.einsum("bqhd,bkhd->bhqk", gradient, v).astype(jnp.float32)
+    of_scores = probabilities.astype(jnp.float32) * (of_probabilities - total) / math.sqrt(q.shape[-1])
+    of_scores = of_scores.astype(q.dtype)
+    return (
+        jnp.einsum("bhqk,bkhd->bqhd", of_scores, k),
+        jnp.einsum("bhqk,bqhd->bkhd", of_scores, q),
+        jnp.einsum("bhqk,bqhd->bkhd", probabilities, gradient),
+    )
+
+
+_attend.defvjp(_attend_kept, _attend_gradients)
 
 
 class Block(nnx.Module):

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, Mesh
 
 from meshkit.config.rules import ShardingRules
 from meshkit.sharding import sharding_scope
-from models.gpt import GPT, PRESETS
+from models.attention import causal_attention
+from models.gpt import GPT, PRESETS, materialized_attention
 from models.layers import Projection
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (4, 32)))
@@ -54,6 +55,21 @@ def test_materialized_attention_is_the_fused_one():
     np.testing.assert_allclose(fused, materialized, atol=1e-4)
 
 
+def test_so_are_its_gradients_which_come_from_the_probabilities():
+    """The same sums over 32 positions, forward and backward; gradients of order 1."""
+
+    def gradients(attention: str) -> jax.Array:
+        return jax.grad(lambda x: (attend(x, attention) ** 2).sum())(
+            jax.random.normal(jax.random.key(0), (2, 32, 4, 16))
+        )
+
+    def attend(x: jax.Array, attention: str) -> jax.Array:
+        kernel = {"fused": causal_attention, "materialized": materialized_attention}[attention]
+        return kernel(x, jnp.roll(x, 1, axis=0), jnp.roll(x, 2, axis=-1))
+
+    np.testing.assert_allclose(gradients("fused"), gradients("materialized"), atol=1e-4)
+
+
 def test_no_token_sees_a_later_one():
     changed = TOKENS.at[:, 20:].set(0)
     model = make(attention="materialized")
@@ -75,6 +91,21 @@ def test_sharded_equals_one_device():
 
     # Partial sums of 128 products in another order: 128 x 2^-24 of outputs of order 1, through four layers.
     np.testing.assert_allclose(sharded(TOKENS), model(TOKENS), atol=1e-4)
+
+
+def test_sharded_gradients_of_materialized_attention_equal_one_device():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    rules = ShardingRules({"act_batch": "data", "act_heads": "tensor", "act_kv_heads": "tensor"})
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 32, 4, 16))
+    gradients = jax.grad(lambda *x: (materialized_attention(*x) ** 2).sum(), argnums=(0, 1, 2))
+
+    @jax.jit
+    def sharded(q, k, v):
+        with sharding_scope(mesh, rules):
+            return gradients(q, k, v)
+
+    for cut, whole in zip(sharded(q, k, v), gradients(q, k, v)):  # sums over 32 positions of order 1
+        np.testing.assert_allclose(cut, whole, atol=1e-4)
 
 
 def test_the_gradient_of_a_bias_is_summed_in_its_own_dtype():
