@@ -49,9 +49,11 @@ class Constant:
 CONSTANTS = (
     Constant("gpu", "matmul", "a long run of large matmuls, of the peak"),
     Constant("gpu", "matmul_fp8", "the same in fp8"),
+    Constant("gpu", "matmul_mxfp8", "the same in MXFP8"),
     Constant("gpu", "matmul_nvfp4", "the same in NVFP4"),
     Constant("gpu", "burst", "large matmuls at the full clock"),
     Constant("gpu", "burst_fp8", "the same in fp8"),
+    Constant("gpu", "burst_mxfp8", "the same in MXFP8"),
     Constant("gpu", "burst_nvfp4", "the same in NVFP4"),
     Constant("shapes", "matmul_shapes.csv", "cuBLAS's rate of every shape", "TFLOP/s"),
     Constant("gpu", "attention", "attention forward, causal, 4k, of the peak"),

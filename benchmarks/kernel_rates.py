@@ -42,20 +42,31 @@ import numpy as np
 
 from meshkit.config import catalog
 from meshkit.hlo.costs import Matmul
-from meshkit.predict.kernels import LARGE, LONG_S, table_flops_per_s
+from meshkit.predict.kernels import LARGE, LONG_S, sustained_flops_per_s, table_flops_per_s
 
 GPUS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100_sxm", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300",
         "gb200": "gb200", "gb300": "gb300"}  # fmt: skip
-PRECISIONS = {"bfloat16": "bf16", "fp8": "fp8", "nvfp4": "nvfp4"}
+PRECISIONS = {"bfloat16": "bf16", "fp8": "fp8"}
 # Wrappers around cuBLAS: torch.nn.functional.linear in bf16, trtllm.cublas_scaled_mm in fp8. The older of
 # TensorRT-LLM's versions on GB200 is 16 % slower than four other sources of that GPU: it serves the cap,
-# where power stands beside it. No wrapper multiplies NVFP4 by cuBLAS (TensorRT-LLM's falls back to CUTLASS untuned:
-# NVFP4GemmUnifiedRunner); CuTe DSL's, beside cuBLASLt where both were measured, is in print_cublaslt.
-WRAPPERS = {"bf16": {"sglang_torch_linear", "torch_flow"}, "fp8": {"torch_flow"},
-            "nvfp4": {"sglang_flashinfer_cutedsl_nvfp4", "FlashInferCuteDslNvFp4LinearKernel"}}  # fmt: skip
-LIBRARIES = {"nvfp4": "FlashInfer CuTe DSL"}
-# TFLOP/s of torch._scaled_mm in NVFP4, which is cuBLASLt's, of square matmuls on a B200 (pytorch/ao, pull 2427).
-CUBLASLT_B200 = {2048: 1680, 3072: 3510, 4096: 4460, 6144: 5500, 8192: 5370}
+# where power stands beside it. No wrapper multiplies block-scaled operands by cuBLAS.
+WRAPPERS = {"bf16": {"sglang_torch_linear", "torch_flow"}, "fp8": {"torch_flow"}}
+# TFLOP/s of cuBLASLt, block-scaled square matmuls on a B200: torch._scaled_mm (pytorch/ao, pull 2427) and cuBLAS 13.1
+# (triton-lang/triton, pull 9044); of a Blackwell that is not named, kernels of 0.2 to 27 ms (triton, pull 9697).
+CUBLASLT = [
+    ("nvfp4", "pytorch/ao 2427", {2048: 1680, 3072: 3510, 4096: 4460, 6144: 5500, 8192: 5370}),
+    ("mxfp8", "triton 9044", {8192: 2850}),
+    ("nvfp4", "triton 9697", {8192: 5590, 16384: 4314, 32768: 4933}),
+    ("mxfp8", "triton 9697", {8192: 2895, 16384: 2648, 32768: 2587}),
+]
+# Milliseconds of the forward matmuls, of those of inputs' gradients and of weights', of a layer of 4,096 and 16,384 on
+# 15,872 tokens: cuBLASLt by TransformerEngine on a B300 SXM6 AC, operands cast before, random, 100 of each in a row
+# (NVIDIA/TransformerEngine@1609c89, docs/examples/gemm_profiling). By bf16 and fp8 it is a long run.
+TE_B300_MS = {"bf16": (4.250, 4.434, 4.418), "fp8": (2.158, 2.329, 2.325), "mxfp8": (2.365, 2.397, 2.400),
+              "nvfp4": (1.254, 1.305, 1.205)}  # fmt: skip
+TE_SHAPES = [[(15872, 12288, 4096), (15872, 4096, 4096), (15872, 16384, 4096), (15872, 4096, 16384)],
+             [(15872, 4096, 12288), (15872, 4096, 4096), (15872, 4096, 16384), (15872, 16384, 4096)],
+             [(4096, 12288, 15872), (4096, 4096, 15872), (4096, 16384, 15872), (16384, 4096, 15872)]]  # fmt: skip
 OLDER = "1.3.0rc17"
 ROWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 COLUMNS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)
@@ -193,13 +204,12 @@ def matmul_table(rates: Rates) -> str:
             cells = [table.get((m, n, k), {}) for k in COLUMNS]
             if any(cells):
                 means = [f"{statistics.geometric_mean(c.values()):.4g}" if c else "" for c in cells]
-                library = LIBRARIES.get(precision, "cuBLAS")
-                rows.append([gpu, precision, f"{library} ({'; '.join(names)})", m, n, *means])
+                rows.append([gpu, precision, f"cuBLAS ({'; '.join(names)})", m, n, *means])
     comment = (
         "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k.\n"
         "# Written by `python -m benchmarks.kernel_rates` from gemm_perf of ai-dynamo/aiconfigurator@095f58a51,\n"
         "# Apache-2.0, read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names;\n"
-        "# of fp8 and nvfp4 without the cast of the [m, k] operand that the raw rows include.\n"
+        "# of fp8 without the cast of the [m, k] operand that the raw rows include.\n"
     )
     return _csv_text(comment, ["gpu", "precision", "library", "m", "n", *COLUMNS], rows)
 
@@ -288,12 +298,23 @@ def print_casts(casts: Casts) -> None:
 
 
 def print_cublaslt() -> None:
-    """NVFP4 by cuBLASLt beside the table's library: square matmuls on a B200."""
-    gpu = catalog.gpu("b200")
-    print("\n| square matmul of | cuBLASLt, TFLOP/s | table | over it |\n|---|---|---|---|")
-    for size, measured in CUBLASLT_B200.items():
-        rate = table_flops_per_s(Matmul("nvfp4", 1, size, size, size), gpu, "nvfp4") / 1e12
-        print(f"| {size} | {measured} | {rate:.0f} | {rate / measured - 1:+.0%} |")
+    """Block-scaled matmuls by cuBLASLt beside what the table of fp8 gives for them; what they sustain on a B300."""
+    print("\n| square matmul of | precision | cuBLASLt, TFLOP/s | from | B200, by fp8's table | over it |")
+    print("|---|---|---|---|---|---|")
+    for precision, source, rates in CUBLASLT:
+        for size, measured in rates.items():
+            rate = table_flops_per_s(Matmul(precision, 1, size, size, size), catalog.gpu("b200"), precision) / 1e12
+            print(f"| {size} | {precision} | {measured} | {source} | {rate:.0f} | {rate / measured - 1:+.0%} |")
+    print("\n| B300, a layer's matmuls | TFLOP/s | over fp8 | catalog, long run | burst of these shapes |")
+    print("|---|---|---|---|---|")
+    flops = [sum(2 * m * n * k for m, n, k in each) for each in TE_SHAPES]
+    gpu, fp8 = catalog.gpu("b300"), sum(TE_B300_MS["fp8"])
+    for precision, times in TE_B300_MS.items():
+        shapes = [(2 * m * n * k, Matmul(precision, 1, m, n, k)) for each in TE_SHAPES for m, n, k in each]
+        burst = sum(flops) / sum(f / table_flops_per_s(matmul, gpu, precision) for f, matmul in shapes) / 1e12
+        cap = sustained_flops_per_s(gpu, precision) / 1e12
+        rate = sum(flops) / sum(times) / 1e9
+        print(f"| {precision} | {rate:.0f} | {fp8 / sum(times):.3f} | {cap:.0f} | {burst:.0f} |")
 
 
 def print_errors(rates: Rates) -> None:

@@ -27,7 +27,7 @@ from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.pricing import arithmetic_left
 
-_FOUR = "f4e2m1fn"
+_FOUR, _EIGHT = "f4e2m1fn", {"f8e4m3fn": "mxfp8", "f8e5m2": "mxfp8"}
 _HALF_BYTES = 2
 _FOUR_BYTES = 0.5 + 1 / 16  # with the scale, in 8 bits, of 16 elements
 
@@ -49,6 +49,22 @@ def as_nvfp4(run: Run, schedule: Schedule) -> Schedule:
     for name in bodies.keys() - {schedule.entry}:
         travels = {i.name for i in bodies[name] if i.collective is not None and tuple(i.collective.axes) == ("tensor",)}
         bodies[name] = tuple(i for i in bodies[name] if i.name not in travels and i.starts not in travels)
+    return replace(schedule, computations=bodies)
+
+
+def as_mxfp8(run: Run, schedule: Schedule) -> Schedule:
+    """The schedule of a run in MXFP8, whose program multiplies in fp8 with a scale for each tensor, at MXFP8's rates.
+
+    Unchanged in another precision.
+    """
+    words = run.row.say("precision").lower()
+    if run.precision != "fp8" or not ("mxfp8" in words or words == "fp8-mx"):
+        return schedule
+
+    def one(i: Instruction) -> Instruction:
+        return replace(i, cost=renamed(i.cost, _EIGHT)) if i.cost is not None and i.cost.matmul_flops else i
+
+    bodies = {name: tuple(one(i) for i in body) for name, body in schedule.computations.items()}
     return replace(schedule, computations=bodies)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from benchmarks.published.blocks import as_nvfp4, casts_s, slowed_s, travel_s
+from benchmarks.published.blocks import as_mxfp8, as_nvfp4, casts_s, slowed_s, travel_s
 from benchmarks.published.eager import between_matmuls, between_s, logits_s, step_s
 from benchmarks.published.experiments import Run
 from benchmarks.published.experts import as_in_megatron, beside_s, exchange_s, is_routing, passes_s, quantization_s
@@ -76,7 +76,7 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
         schedule = without(schedule, _sends_around_ring) if view.windows else schedule
     if run.shape.experts:
         schedule = without(as_in_megatron(run, schedule), is_routing)
-    schedule = as_nvfp4(run, schedule)
+    schedule = as_mxfp8(run, as_nvfp4(run, schedule))
     loops = layer_loops(schedule)
     compute = without(schedule, lambda i: _OPTIMIZER in i.source)
     share = run.stage_layers if run.stages > 1 else None

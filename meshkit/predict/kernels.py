@@ -6,6 +6,7 @@ ones and live in config/catalog.toml with their sources; the rates of a calibrat
 `config/matmul_shapes.csv` has cuBLAS's rates of some 5,000 shapes on seven GPUs, in bursts; between them rates are
 log-linear. In a long run of nothing else a kernel takes the smaller of that and of what the power cap leaves
 (`achieved.matmul` of the catalog): a shape that fills half of a GPU does not draw the power that would throttle it.
+Block-scaled matmuls take what fp8's take over as many bytes: those in NVFP4 over half the depth.
 
 In a step the cap binds the mean: what waits for memory draws less, and the clock rises until tensor cores take what it
 leaves. `step_gain` is how much faster they are then than in a long run of nothing else.
@@ -36,7 +37,8 @@ from meshkit.units import format_count, format_rate
 # Precisions of `[train]` -> element types that their matmuls have.
 COMPUTE_DTYPE = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "fp8": "f8e4m3fn"}
 # XLA's element types -> precisions of the catalog. fp32 matmuls run as TF32 where the GPU has it: XLA's default.
-_PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32", "f64": "fp32", "f4e2m1fn": "nvfp4"}
+_PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32", "f64": "fp32",
+              "mxfp8": "mxfp8", "f4e2m1fn": "nvfp4"}  # fmt: skip
 
 
 _NOT_MEASURED = Rates()
@@ -49,6 +51,7 @@ _INNER = 64  # of its loop over k
 _MEASURED = {"hopper": "h100_sxm", "blackwell": "b200"}  # of OpenXLA's table
 _STAND_INS = {"a100_40gb": "a100_80gb", "gh200": "h200"}  # the same multiprocessors and clocks
 _PEAK_SHARE = 0.99
+_PACKED = {"nvfp4": 2}  # elements in a byte: such a matmul takes what one in fp8 of as many bytes does
 LARGE, LONG_S = 2048, 10e-3  # of a matmul that the power cap slows
 
 
@@ -399,13 +402,13 @@ def table_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str, table_of: str | 
     table = table_of or _table_of(gpu, precision)
     if table is None:
         raise KeyError(f"{gpu.key} {precision}")
-    precision = _column(precision)
+    peak, packed, precision = gpu.peak_flops[precision], _PACKED.get(precision, 1), _column(precision)
     measured = catalog.gpu(table)
     theirs, ours = sustained_flops_per_s(measured, precision), sustained_flops_per_s(gpu, precision)
     tiles, slower = measured.sms / gpu.sms, (theirs / measured.sms) / (ours / gpu.sms)
     if _STAND_INS.get(gpu.key, gpu.key) == table:
         tiles = slower = 1.0
-    batch, m, n, k = matmul.batch, matmul.m, matmul.n, matmul.k
+    batch, m, n, k = matmul.batch, matmul.m, matmul.n, -(-matmul.k // packed)
     grids, values = _shapes(table, precision)
     least = int(grids[0][0])
     near = (max(m * batch * tiles, least), max(n, least), max(k * slower, least))
@@ -415,11 +418,11 @@ def table_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str, table_of: str | 
     if min(m, n, k) < least:  # as OpenXLA's table has the step from the nearest shape
         large = (1, max(m * batch, least), max(n, least), max(k, least))
         found *= _older_share((batch, m, n, k), gpu, precision) / _older_share(large, gpu, precision)
-    return min(_PEAK_SHARE * gpu.peak_flops[precision], found)
+    return min(_PEAK_SHARE * peak, packed * found)
 
 
 def _column(precision: str) -> str:
-    return {"fp16": "bf16"}.get(precision, precision)
+    return {"fp16": "bf16", "mxfp8": "fp8", "nvfp4": "fp8"}.get(precision, precision)
 
 
 def _table_of(gpu: Gpu, precision: str) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published.blocks import as_nvfp4, cast_bytes, casts_s, travel_s
+from benchmarks.published.blocks import as_mxfp8, as_nvfp4, cast_bytes, casts_s, travel_s
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.experts import CAST_SHARE
 from benchmarks.published.rows import parse_row
@@ -79,6 +79,15 @@ def test_linear_layers_multiply_in_four_bits_and_the_output_head_in_sixteen():
     assert [i.name for i in found["body"]] == ["down"], "what travels in a layer is counted in closed form"
     costs = {body[0].name: body[0].cost for body in found.values()}
     assert {name: set(c.matmul_flops) for name, c in costs.items() if c} == {"head": {"bf16"}, "down": {"f4e2m1fn"}}
+
+
+@pytest.mark.parametrize(("said", "dtype"), [("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("fp8-cs (fp8-mx)", "f8e5m2")])
+def test_a_run_in_mxfp8_multiplies_its_eight_bits_at_mxfp8s_rates(said, dtype):
+    eight = Instruction("a", "fusion", "kernel", "", Cost({"f8e5m2": 2.0}, matmuls=(Matmul("f8e5m2", 1, 1, 1, 1),)))
+    schedule = Schedule("m", {"main": (eight,)}, "main", "x")
+    (found,) = as_mxfp8(changed(WHOLE, precision=said), schedule).computations["main"]
+    assert found.cost is not None
+    assert set(found.cost.matmul_flops) == {m.dtype for m in found.cost.matmuls} == {dtype}
 
 
 @pytest.mark.parametrize(
