@@ -1,7 +1,7 @@
-"""A compiled stage in NVFP4, as TransformerEngine runs it. Part of replica.py, sixth in the flow of the replay.
+"""A stage in NVFP4 or MXFP8, as TransformerEngine runs it. Part of replica.py, sixth in the flow of the replay.
 
-Our program multiplies in 16 bits. What is other in TransformerEngine with `NVFP4BlockScaling` (v2.12 and the commits
-that Megatron-Bridge pins):
+In NVFP4 our program multiplies in 16 bits. What is other in TransformerEngine with `NVFP4BlockScaling` (v2.12 and the
+commits that Megatron-Bridge pins):
 
     linear layers         all three matmuls of all of them in NVFP4, which keeps no layer in 16 bits unless its recipe
                           says so (`first_last_layers_bf16`: NVIDIA's benchmarks do not); attention and the output head
@@ -11,6 +11,10 @@ that Megatron-Bridge pins):
     tensor parallelism    no userbuffers (`tp_comm_overlap` off): what is gathered is cast before it travels; the gather
                           of inputs for the gradient of weights runs beside that of inputs, and the scatter of gradients
                           beside the one of weights; all others block
+
+In MXFP8 our program multiplies in fp8 with a scale for each tensor, and casts along one dim. TransformerEngine's
+`MXFP8BlockScaling` casts along both, in one kernel that reads once (common/cast/mxfp8/quantize_mxfp8.cuh), and looks
+for no largest values of tensors (`ours.py`).
 
 Not there: the host that launches some 20 kernels a linear layer, and scales that are swizzled before a matmul.
 """
@@ -29,6 +33,7 @@ from meshkit.predict.pricing import arithmetic_left
 
 _FOUR, _EIGHT = "f4e2m1fn", {"f8e4m3fn": "mxfp8", "f8e5m2": "mxfp8"}
 _HALF_BYTES = 2
+_SECOND_BYTES = 1 + 2 / 32  # of MXFP8 along the other dim, and the scales of both
 _FOUR_BYTES = 0.5 + 1 / 16  # with the scale, in 8 bits, of 16 elements
 
 
@@ -57,8 +62,7 @@ def as_mxfp8(run: Run, schedule: Schedule) -> Schedule:
 
     Unchanged in another precision.
     """
-    words = run.row.say("precision").lower()
-    if run.precision != "fp8" or not ("mxfp8" in words or words == "fp8-mx"):
+    if not is_mxfp8(run):
         return schedule
 
     def one(i: Instruction) -> Instruction:
@@ -66,6 +70,12 @@ def as_mxfp8(run: Run, schedule: Schedule) -> Schedule:
 
     bodies = {name: tuple(one(i) for i in body) for name, body in schedule.computations.items()}
     return replace(schedule, computations=bodies)
+
+
+def is_mxfp8(run: Run) -> bool:
+    """Whether the linear layers of a run multiply in 8 bits with a scale for 32 of them."""
+    words = run.row.say("precision").lower()
+    return run.precision == "fp8" and ("mxfp8" in words or words == "fp8-mx")
 
 
 def cast_bytes(reads: int) -> float:
@@ -78,20 +88,27 @@ def cast_bytes(reads: int) -> float:
 
 
 def casts_s(run: Run, cluster: Cluster, *, forward: bool) -> float:
-    """Seconds of a layer and micro-batch of casting inputs of the linear layers, or gradients of their outputs."""
+    """Seconds of a layer and micro-batch of casting inputs of the linear layers, or gradients of their outputs.
+
+    In MXFP8 what the program's casts along one dim lack: the other dim, and scales. 0 in other precisions, and of
+    experts, whose casts are in experts.py.
+    """
+    if run.precision != "nvfp4" and (run.shape.experts or not is_mxfp8(run)):
+        return 0.0
+    each = cast_bytes(run.recipe.cast_reads) if run.precision == "nvfp4" else _SECOND_BYTES
     s = run.shape
     queries, up = s.heads * s.head_dim, (2 if s.gated else 1) * s.ffn
     width = 2 * s.hidden + (queries + s.ffn if forward else queries + 2 * s.keys + up)
-    moved = cast_bytes(run.recipe.cast_reads) * run.tokens * width / run.tensor
+    moved = each * run.tokens * width / run.tensor
     return moved / (CAST_SHARE * cluster.gpu.memory_bytes_per_s)
 
 
 def travel_s(run: Run, cluster: Cluster, *, forward: bool) -> tuple[float, float]:
-    """(seconds that block, seconds beside a matmul) of a layer and micro-batch among tensor-parallel GPUs.
+    """(seconds that block, seconds beside a matmul) of a layer and micro-batch among tensor-parallel GPUs, in NVFP4.
 
     Two gathers and two scatters a pass, and the largest values of what is gathered.
     """
-    if run.tensor == 1:
+    if run.tensor == 1 or run.precision != "nvfp4":
         return 0.0, 0.0
     elements = run.tokens * run.shape.hidden
 

@@ -234,8 +234,6 @@ def _precision(row: Row, shape: Shape, notes: Notes) -> str:
         notes.assume("fp16 or bf16, which cost the same")
     if "two recipes" in words:
         notes.doubt("which of two fp8 recipes is not stated")
-    if "mxfp8" in words:
-        notes.assume("MXFP8's casts as those of fp8 with one scale a tensor")
     return "fp8" if "fp8" in words or "float8" in words else "bf16"
 
 

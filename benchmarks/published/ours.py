@@ -6,7 +6,8 @@ Of a whole step of FSDP that is the first line alone: FSDP casts its fp32 shards
                                       references
     casts of fp32 weights             with every micro-batch; Megatron-LM, DeepSpeed and InternEvo hold 16 bits
     fp8 weights, and scales           the same; Transformer Engine casts weights once a step and, with delayed scaling,
-                                      finds largest values on the way and reduces them over the GPUs once a step
+                                      finds largest values on the way and reduces them over the GPUs once a step;
+                                      MXFP8 has none, as a scale of 32 values is their own
     accumulators filled with zeros    once a step elsewhere
     repeats (`.remat`)                XLA recomputes where the program wants more memory than there is; the other fit
 
@@ -42,7 +43,7 @@ _SCALES_BYTES = 64  # of a collective of largest values
 def is_ours(run: Run) -> Callable[[Instruction], bool]:
     """Whether an instruction of the run's compiled stage is our program's alone."""
     sizes = _weight_sizes(run)
-    delayed = not re.search(r"cs|current|mx", run.row.say("precision"), re.IGNORECASE)
+    delayed = not re.search(r"cs|current", run.row.say("precision"), re.IGNORECASE)
     fp8 = run.document["train"]["precision"] == "fp8"
 
     def found(i: Instruction) -> bool:

@@ -90,8 +90,8 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
     edges, backward_s = seconds(compute, 0, 0), seconds(compute, 0)
     layers = seconds(compute) - edges
     rerun_s = run.recomputed * (layers + edges - backward_s) / run.stage_layers  # forward, of some layers
-    more = rerun_s + _around_experts_s(run, cluster, view, layers / run.stage_layers) + _in_nvfp4_s(run, cluster, view)
-    more += run.recomputed * _in_nvfp4_s(run, cluster, view, backward=False)
+    more = rerun_s + _around_experts_s(run, cluster, view, layers / run.stage_layers) + _in_blocks_s(run, cluster, view)
+    more += run.recomputed * _in_blocks_s(run, cluster, view, backward=False)
     forward, backward = between_s(run, cluster)
     more, backward_s = more + forward + backward, backward_s + run.stage_layers * backward
     layers += run.stage_layers * more
@@ -116,10 +116,8 @@ def _around_experts_s(run: Run, cluster: Cluster, view: View, matmuls_s: float) 
     return more + (beside_s(run, cluster, matmuls_s + more) if view.windows else exchange_s(run, cluster))
 
 
-def _in_nvfp4_s(run: Run, cluster: Cluster, view: View, *, backward: bool = True) -> float:
-    """Seconds of a layer and micro-batch of what TransformerEngine does beside matmuls in NVFP4; 0 without them."""
-    if run.precision != "nvfp4":
-        return 0.0
+def _in_blocks_s(run: Run, cluster: Cluster, view: View, *, backward: bool = True) -> float:
+    """Seconds of a layer and micro-batch of what TransformerEngine does beside block-scaled matmuls; 0 without them."""
     total = 0.0
     for forward in (True, False) if backward else (True,):
         total += casts_s(run, cluster, forward=forward)

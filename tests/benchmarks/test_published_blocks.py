@@ -81,6 +81,16 @@ def test_linear_layers_multiply_in_four_bits_and_the_output_head_in_sixteen():
     assert {name: set(c.matmul_flops) for name, c in costs.items() if c} == {"head": {"bf16"}, "down": {"f4e2m1fn"}}
 
 
+def test_mxfp8_is_cast_along_both_dims_which_a_program_in_fp8_is_not():
+    run = changed(WHOLE, precision="mxfp8")
+    cluster = Cluster.load(run.machines.table)
+    inputs = 2 * 8192 + 8192 + 28672  # of Llama 3 70B's four linear layers
+    rate = CAST_SHARE * cluster.gpu.memory_bytes_per_s
+    assert casts_s(run, cluster, forward=True) == pytest.approx(8192 * inputs * 1.0625 / rate)
+    assert casts_s(changed(WHOLE, precision="fp8"), cluster, forward=True) == 0
+    assert travel_s(changed(LARGE, precision="mxfp8"), cluster, forward=True) == (0, 0)
+
+
 @pytest.mark.parametrize(("said", "dtype"), [("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("fp8-cs (fp8-mx)", "f8e5m2")])
 def test_a_run_in_mxfp8_multiplies_its_eight_bits_at_mxfp8s_rates(said, dtype):
     eight = Instruction("a", "fusion", "kernel", "", Cost({"f8e5m2": 2.0}, matmuls=(Matmul("f8e5m2", 1, 1, 1, 1),)))
