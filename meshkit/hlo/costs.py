@@ -55,6 +55,10 @@ STREAMING_CALLS = frozenset({"__gpu$TopK", "cu_threefry2x32_ffi"})
 _TILE_ELEMENTS = 4 * 1024
 _SECTOR_BYTES = 32  # the least that a GPU's memory is asked for
 _BLOCK_THREADS = 128
+# Integer operations, an instruction for each element and 32 bits; to shift 64 bits by 32, as hashes of random numbers
+# do, is a choice of registers.
+_INTEGER = {"add", "subtract", "multiply", "and", "or", "xor", "not"}
+_SHIFTS = {"shift-left", "shift-right-logical", "shift-right-arithmetic"}
 _BLOCK_ELEMENTS = 4 * _BLOCK_THREADS  # that a block of a loop fusion makes: four for each of its threads
 _SHARED_BYTES = 48 * 1024
 
@@ -99,6 +103,7 @@ class Cost:
     added: tuple[float, float] = (0.0, 0.0)  # elements of a scatter, one by one: along memory; each in its own line
     transposed: float = 0.0  # elements that a kernel of its own transposes
     compared: tuple[int, int, float] = (0, 0, 0.0)  # of a sort: steps in tiles, elements of a tile, and of all
+    integers: float = 0.0  # instructions on 32-bit integers, of a fusion that hashes (random numbers); 0 of others
 
     @property
     def multiplies(self) -> bool:
@@ -186,6 +191,7 @@ class CostModel:
             added=(along, apart),
             transposed=0.0 if loop else float(max((_elements(i) for i in body if opcode(i) == "transpose"), default=0)),
             compared=sort.compared,
+            integers=sum(map(_integers, _roots(body))) if any(map(_hashes, body)) else 0.0,
         )
 
     def _matmuls_in(self, name: str) -> tuple[Counter, tuple[Matmul, ...]]:
@@ -438,6 +444,57 @@ def _turned_bytes(dot: Any) -> float:
 def _is_across(operand: Any, inner: list[int]) -> bool:
     layout = _LAYOUT.search(operand.to_string()) if shape_of(operand).dtype.startswith("f8") else None
     return layout is not None and int(layout[1]) not in inner
+
+
+def _hashes(value: Any) -> bool:
+    """Whether an instruction mixes bits of an array, as only random numbers are made; other integers are indices."""
+    shape = shape_of(value)
+    return opcode(value) == "xor" and shape.dtype[0] in "su" and math.prod(shape.dims) > 1
+
+
+def _integers(root: Any, elements: float | None = None) -> float:
+    """Instructions on 32-bit integers behind one result of a fusion, which computes what it needs of each element.
+
+    An operation runs once for an element, however many read it; but XLA emits each part of a joined array on its own,
+    so what several parts share runs in all of them.
+
+    Args:
+        root: the result.
+        elements: of it that are needed; default all.
+    """
+    needed = float(_elements(root)) if elements is None else elements
+    total, seen, stack = 0.0, set(), [root]
+    while stack:
+        value = stack.pop()
+        if value.name in seen:
+            continue
+        seen.add(value.name)
+        op = opcode(value)
+        total += needed * _issued(value, op)
+        if op in SLICES:
+            total += _integers(value.operands()[0], min(needed, math.prod(shape_of(value).dims)))
+        elif op in ("concatenate", "broadcast", "reduce", "pad", "dynamic-update-slice"):
+            total += sum(map(_integers, value.operands()))
+        else:
+            stack += value.operands()
+    return total
+
+
+def _issued(value: Any, op: str) -> int:
+    """Integer instructions for an element of one operation; a rotation, of two shifts and what joins them, is one."""
+    dtype = shape_of(value).dtype
+    if dtype[0] not in "su" or not (op in _INTEGER or op in _SHIFTS):
+        return 0
+    if op in _SHIFTS:
+        rotates = [u for u in value.users() if _rotates(u)]
+        return 0 if dtype_bits(dtype) > 32 or (rotates and len(rotates) == len(value.users())) else 1
+    return max(1, dtype_bits(dtype) // 32)
+
+
+def _rotates(value: Any) -> bool:
+    operands = value.operands()
+    shifted = sorted(opcode(o) for o in operands) == ["shift-left", "shift-right-logical"]
+    return opcode(value) == "or" and shifted and len({o.operands()[0].name for o in operands}) == 1
 
 
 def _viewed(value: Any) -> Any:

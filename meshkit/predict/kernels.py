@@ -300,7 +300,8 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
 
     A look-up's sectors, which come from the L2 cache where rows share them; a scatter's additions, which are made
     there; elements of a transposition, through shared memory; a sort's steps, tile by tile; blocks of threads to start,
-    which is known of Hopper alone: what fills arrays, or moves narrow elements, or joins unequal arrays.
+    which is known of Hopper alone: what fills arrays, or moves narrow elements, or joins unequal arrays; integer
+    arithmetic of random numbers.
     """
     k = catalog.kernels()
     (steps, tile, elements), (along, apart) = cost.compared, cost.added
@@ -309,7 +310,7 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
     clocks += k["compare_clocks"] * steps * max(tile * gpu.sms, elements)
     if gpu.compute_capability == (9, 0):
         clocks = max(clocks, k["block_clocks"] * cost.blocks)
-    return _clocks_s(clocks, gpu)
+    return _clocks_s(max(clocks, cost.integers / k["integer_lanes"]), gpu)
 
 
 def _clocks_s(clocks: float, gpu: Gpu) -> float:

@@ -96,6 +96,48 @@ def test_a_transposition_counts_its_elements(costs):
     assert {costs[name].transposed for name in ("put_apart", "filled", "turned")} == {0}
 
 
+HASH = """HloModule hash, is_scheduled=true
+
+fused (a: u32[64], b: u32[64]) -> u32[128] {
+  a = u32[64] parameter(0)
+  b = u32[64] parameter(1)
+  sum = u32[64] add(a, b)
+  five = u32[] constant(5)
+  fives = u32[64] broadcast(five), dimensions={}
+  rest = u32[] constant(27)
+  rests = u32[64] broadcast(rest), dimensions={}
+  up = u32[64] shift-left(sum, fives)
+  down = u32[64] shift-right-logical(sum, rests)
+  rotated = u32[64] or(up, down)
+  mixed = u32[64] xor(rotated, sum)
+  wide = u64[64] convert(sum)
+  both = u64[64] multiply(wide, wide)
+  high = u64[64] shift-right-logical(both, wide)
+  other = u32[64] convert(high)
+  ROOT parts = u32[128] concatenate(mixed, other), dimensions={0}
+}
+
+indices (a: u32[64]) -> u32[64] {
+  a = u32[64] parameter(0)
+  ROOT next = u32[64] add(a, a)
+}
+
+ENTRY main (a: u32[64], b: u32[64]) -> u32[64] {
+  a = u32[64] parameter(0)
+  b = u32[64] parameter(1)
+  hashed = u32[128] fusion(a, b), kind=kLoop, calls=fused
+  ROOT indexed = u32[64] fusion(a), kind=kLoop, calls=indices
+}
+"""
+
+
+def test_integers_of_a_hash_count_and_those_of_indices_do_not():
+    """One part adds, rotates and mixes, the other adds and multiplies in 64 bits (2): each adds on its own."""
+    schedule = read_schedule(parse_hlo(HASH), Placement.from_shape(("data",), (1,)))
+    costs = {i.name: i.cost for i in schedule.computations[schedule.entry] if i.cost}
+    assert (costs["hashed"].integers, costs["indexed"].integers) == (64 * (3 + 3), 0)
+
+
 def test_an_array_that_is_updated_in_place_and_read_on_is_read(costs):
     """The sum of squares of a stack of gradients, into which the last ones are put on the way."""
     assert costs["normed"].bytes_accessed == (32 + 1) * 128 * 4 + 4 + 4
