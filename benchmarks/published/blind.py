@@ -20,7 +20,7 @@ from benchmarks.published.rows import measured_step_time_s, read_rows
 PREDICTED = Path(__file__).with_name("blind.csv")
 NVFP4 = Path(__file__).with_name("blind_nvfp4.csv")
 _DATA = Path(__file__).parents[2] / "tests" / "data"
-ROWS = (_DATA / "blind_runs.csv", _DATA / "published_runs.csv")
+ROWS = tuple(_DATA / f"{name}.csv" for name in ("blind_runs", "blind_jax_runs", "published_runs"))
 
 
 def lines(predicted: Path = PREDICTED) -> Iterator[str]:

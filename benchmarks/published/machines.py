@@ -26,6 +26,7 @@ _GPUS = (
 # Words of the `network` column -> a NIC of the catalog, ports per host (None: one per GPU).
 _NETWORKS = (
     (r"TCPX(?!O).*4x200G", ("tcpx_200", 4)),
+    (r"TCPXO.*8x200G", ("tcpxo_200", 8)),
     (r"4x100Gb RoCE", ("roce_100", 4)),
     (r"8x ?HDR200", ("ib_hdr", None)),
     (r"4x ?ConnectX-7", ("ib_ndr", 4)),
