@@ -1,8 +1,8 @@
 """`python -m benchmarks.published.blind`: how far off the predictions of blind.csv are, which was committed before.
 
-`--predictions blind_nvfp4.csv` scores those of NVFP4. Whether a row is stated in full is as the replay has it today
-(blind.csv has what it said then), but without what was looked up after blind.csv. Rows of one source, model, precision
-and GPU are correlated: `by group` is the median over such groups of their medians.
+`--predictions blind_nvfp4.csv` scores those of NVFP4, `blind_jax.csv` new runs of JAX. Whether a row is stated in full
+is as the replay has it today (blind.csv has what it said then), but without what was looked up after blind.csv. Rows of
+one source, model, precision and GPU are correlated: `by group` is the median over such groups of their medians.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks.published.rows import measured_step_time_s, read_rows
 
 PREDICTED = Path(__file__).with_name("blind.csv")
 NVFP4 = Path(__file__).with_name("blind_nvfp4.csv")
+JAX = Path(__file__).with_name("blind_jax.csv")
 _DATA = Path(__file__).parents[2] / "tests" / "data"
 ROWS = tuple(_DATA / f"{name}.csv" for name in ("blind_runs", "blind_jax_runs", "published_runs"))
 

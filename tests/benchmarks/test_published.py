@@ -33,6 +33,7 @@ from meshkit.predict.network import collective_time_s
 RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
 FILES = Path(blind.__file__).parent / "experiments"
 ROWS = {row.id: row for row in read_rows(RUNS)}
+JAX_RUNS = {row.id: row for row in read_rows(RUNS.with_name("blind_jax_runs.csv"))}
 TINY = {
     "id": "tiny", "source": "MosaicML llm-foundry", "model": "mpt-tiny", "layers": "2", "hidden": "128", "heads": "4",
     "ffn": "256", "vocab": "256", "seq_len": "64", "gpu": "H100-80GB SXM", "n_gpus": "8", "gpus_per_node": "8",
@@ -56,9 +57,10 @@ def test_every_published_row_is_matched_or_says_why():
 
 
 def test_committed_experiment_files_are_those_of_the_rows():
-    """`python -m benchmarks.published --rows tests/data/published_runs.csv --out DIR --files` writes them."""
+    """`python -m benchmarks.published --rows tests/data/published_runs.csv --out DIR --files` writes them, and likewise
+    those of blind_jax_runs.csv."""
     committed = {path.name: path.read_text(encoding="utf-8") for path in FILES.iterdir()}
-    assert committed == experiment_files(ROWS.values())
+    assert committed == experiment_files((*ROWS.values(), *JAX_RUNS.values()))
     assert all(load(path).train.derived_options is False for path in FILES.iterdir())
 
 
@@ -130,7 +132,7 @@ def test_all_gathers_over_tcpx_as_published(mib, us):
 
 
 def test_scores_of_the_blind_predictions():
-    """Those of NVFP4 are in the README as the module prints them; blind.csv's as they were scored on the day."""
+    """Those of NVFP4 and JAX are in the README as the module prints them; blind.csv's as they were scored then."""
     known = {row.id: resolve(row) for row in read_rows(blind.ROWS[0])}
     whole = known["mlperf-v4.1-NVIDIA-eos_n32_ngc24.09_nemo-gpt3"]
     later = known["mlperf-v3.1-NVIDIA-eos_n64_ngc23.09_nemo-gpt3"]
@@ -138,8 +140,9 @@ def test_scores_of_the_blind_predictions():
     assert isinstance(later, Run)
     assert (whole.chunks, whole.configured, later.chunks, later.configured) == (6, True, 12, True)
     readme = blind.PREDICTED.with_name("README.md").read_text()
-    assert "\n".join(blind.lines(blind.NVFP4)) in readme
-    for predicted in (blind.PREDICTED, blind.NVFP4):
+    for predicted in (blind.NVFP4, blind.JAX):
+        assert "\n".join(blind.lines(predicted)) in readme
+    for predicted in (blind.PREDICTED, blind.NVFP4, blind.JAX):
         assert hashlib.sha256(predicted.read_bytes()).hexdigest() in readme
     assert "| dense, fully stated (7 rows, 4 groups) | 2.6% | 1.9% | 7 |" in "\n".join(blind.lines())
 
@@ -342,3 +345,17 @@ def test_what_a_plan_does_not_get_is_left_out_piece_by_piece():
     line = pieces.table_line("all", [(p, 5.0)], ROWS)
     assert line == "| all | 1 | 1 | 25.0%, +25.0% | 25.0%, -25.0% | 25.0%, +25.0% | +66.7% to +66.7% |"
     assert pieces.table_line("nothing", [(p, 3.0)], ROWS) == "| nothing | 0 | 0 | | | | |"
+
+
+def test_options_of_maxtext_are_those_of_the_launcher_beside_each_page():
+    """Combined gathers, all-reduces and scatters in MiB; A3 Mega has eight adapters of 200 Gb/s and TCPXO."""
+    for name, sizes in {"maxtext-llama3-70b-fp8-256": (2048, 2048, 64), "maxtext-llama3-70b-bf16-512": (2048, 2048, 16),
+                        "maxtext-a4-llama31-405b-fp8-256": (16384, 16384, 16384),
+                        "maxtext-a3mega-llama2-7b-bf16-256": (128, 512, 64)}.items():  # fmt: skip
+        run = resolve(JAX_RUNS[name])
+        assert isinstance(run, Run)
+        kinds = ("all_gather", "all_reduce", "reduce_scatter")
+        found = [run.document["xla"][f"xla_gpu_{kind}_combine_threshold_bytes"] for kind in kinds]
+        assert found == [size * 2**20 for size in sizes]
+        assert (run.handling, run.configured) == ("none", True)
+    assert (run.machines.table["nic"], run.machines.table["nics_per_host"]) == ("tcpxo_200", 8)
