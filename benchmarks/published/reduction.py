@@ -1,7 +1,7 @@
 """What replicas do once a step: reduce gradients, gather or broadcast weights. Part of replica.py, sixth in the flow.
 
 A framework that overlaps them cuts gradients into buckets. A bucket starts when its last gradient is there, so the
-last one is beside nothing; the first bucket of weights likewise.
+last one is beside nothing; the first bucket of weights likewise. Interleaved stages do it chunk by chunk.
 """
 
 from __future__ import annotations
@@ -81,7 +81,35 @@ def gradients_s(run: Run, cluster: Cluster, backward_s: float, forward_s: float)
         gather += _priced(run, cluster, "all-gather", _WEIGHT_BYTES * owned / more, few, run.experts) * more
         count += more
         scatter, gather = scatter / count, gather / count
+    if run.framework.overlaps_stages and run.chunks > 1 and backward_s:
+        return _by_chunks(run, cluster, (count * scatter, backward_s), (count * gather, forward_s), count)
     return _beside(scatter, count, backward_s, cluster) + _beside(gather, count, forward_s, cluster)
+
+
+def _by_chunks(run: Run, cluster: Cluster, gradients: tuple[float, float], weights: tuple[float, float], count: int):
+    """Seconds that collectives of all gradients, and of all weights, add to an interleaved schedule's micro-batches.
+
+    All stages start a chunk's gradients at once, when the first of them is done with its last micro-batch
+    (`align_grad_reduce`): those of the chunk that ends last are beside nothing, the others under as many turns as there
+    are stages for each chunk to come. The weights of the first two chunks start with the step, so that the first is
+    gathered under one turn of its own, the others under those of all before them (Megatron-LM core_v0.8.0,
+    pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving, and training/training.py).
+
+    Args:
+        run: the row.
+        cluster: of the whole run.
+        gradients, weights: seconds of all of their collectives, and of a pass of one micro-batch over the stage.
+        count: collectives of each.
+    """
+    each, rest = 1 / run.chunks, 1 - 1 / run.chunks
+    turns = min(run.stages, run.micro_batches) * rest
+    first = max(1, round(count * each))
+    return (
+        gradients[0] * each
+        + _beside(gradients[0] * rest, 1, gradients[1] * turns, cluster)
+        + _beside(weights[0] * each / first, first, weights[1] * each, cluster)
+        + _beside(weights[0] * rest, 1, weights[1] * turns, cluster)
+    )
 
 
 def copies_s(run: Run, cluster: Cluster) -> float:

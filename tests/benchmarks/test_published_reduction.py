@@ -86,3 +86,17 @@ def test_gradients_are_copied_into_buckets():
     expected = 8 * reduction.stage_parameters(run) / (gpu.memory_bytes_per_s * gpu.achieved["memory"])
     assert reduction.copies_s(run, cluster_of(run)) == pytest.approx(expected)
     assert reduction.copies_s(changed("simumax-b200-llama3_70b_l12_tp4_pp1_dp2_mbc8_cef"), cluster_of(run)) == 0
+
+
+def test_interleaved_stages_reduce_chunk_by_chunk():
+    """GPT-3 of NeMo, 12 chunks on 8 stages: a twelfth of its gradients is beside nothing, the others are under 7.3."""
+    run = changed("nemo2411-gpt3-175b-bf16-2048")
+    cluster = cluster_of(run)
+    assert (run.stages, run.chunks) == (8, 12)
+    lost = 1 - arithmetic_left(cluster.gpu, 16)
+    short = reduction._by_chunks(run, cluster, (1.2, 10.0), (0.0, 10.0), 24)
+    assert short == pytest.approx(0.1 + 1.1 * lost), "what is beside compute slows it"
+    long = reduction._by_chunks(run, cluster, (120.0, 1.0), (0.0, 1.0), 24)
+    assert long == pytest.approx(10.0 + 110.0 - 8 * 11 / 12), "and outlasts it"
+    gathered = reduction._by_chunks(run, cluster, (0.0, 1.0), (2.4, 12.0), 24)
+    assert gathered == pytest.approx(0.1 + 0.1 * lost + 2.2 * lost), "one bucket is beside nothing"
