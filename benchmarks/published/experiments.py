@@ -353,6 +353,28 @@ def _parts(row: Row, framework: Framework, shape: Shape) -> dict[str, Any]:
     return {"one_hot_lookup": True, "bias": True} if framework.name == "Paxml" and not shape.gated else {}
 
 
+# XLA_PYTHON_CLIENT_MEM_FRACTION of the launchers beside the pages of JAX; XLA keeps within 95 % of it.
+# dgxc-benchmarking@35a9aec maxtext/configure.sh, paxml/configure.sh (5b; 175b in fp8); maxtext@efb6d9e
+# configs/a3/llama_2_7b/*vm.sh; gpu-recipes@748a454 helm charts; JAX-Toolbox@8ef90e8e maxtext/scripts/example_slurm.sub;
+# paxml@7241216 contrib/gpu/scripts_gpu/run_pile_multinode.sh (126M), run_llama_boolq.sh, run_base_config_multinode.sh.
+_POOLS = (
+    ("gpu/a3/", "", 0.85),
+    ("dgxc-benchmarking.*maxtext/", "", 0.94),
+    ("gpu-recipes.*/a3mega/", "", 0.9),
+    ("gpu-recipes", "", 0.98),
+    ("projects/pax/", "126m|llama", 0.85),
+    ("projects/|paxml/", "", 0.9),
+)
+
+
+def _pool(row: Row) -> dict[str, float]:
+    """The share of memory that the client of a JAX row had, where its launcher says it."""
+    found = (
+        f for where, model, f in _POOLS if re.search(where, row.source) and re.search(model, row.say("model").lower())
+    )
+    return {"memory_fraction": fraction} if (fraction := next(found, None)) else {}
+
+
 def _whole(row: Row, framework: Framework, common, machines: Machines, ways, micro_batch: int, count: int):
     shape, precision, remat, length = common
     data, sharded, context, tensor = ways
@@ -364,7 +386,7 @@ def _whole(row: Row, framework: Framework, common, machines: Machines, ways, mic
         rules["gradients"] = {"embed": "fsdp"}  # gathered and scattered with every micro-batch, as FSDP does
     train = {"global_batch": micro_batch * count * data * sharded, "sequence_length": length, "accumulate": count,
              "precision": precision, "reduce_precision": framework.reduce, "remat": remat,
-             "derived_options": False}  # fmt: skip
+             "derived_options": False, **_pool(row)}  # fmt: skip
     return {"name": _name(row), "cluster": machines.table, "mesh": mesh, "rules": rules,
             "model": _model(row, framework, shape, shape.layers, length, context), "train": train,
             "xla": dict(_options(row, framework))}  # fmt: skip

@@ -53,11 +53,13 @@ _DEFAULT_BYTES = 30 * 2**20
 _SHARE = 0.9
 # Sizes between which the bandwidth of large messages is taken.
 _LARGE_BYTES = (2**32, 2**33)
-# XLA plans for this share of the memory, times the option of memory_option in percent (95 by default); seen in the
-# limit that its rematerialization prints: 33.9 GB of 85.9 GB at 50 percent, less arguments and results.
-_XLA_FRACTION = 0.8
+# XLA keeps within this percentage of what the client may take, which jax tells it (jaxlib/py_client.cc, bytes_limit of
+# the allocator), or of _XLA_FRACTION of the memory where no client is (xla/service/gpu/gpu_hlo_schedule.cc,
+# GetSchedulerMemoryLimit); seen in what its rematerialization prints: 33.9 GB of 85.9 at 50, less inputs and results.
 LIMIT = "xla_gpu_memory_limit_slop_factor"
-NO_LIMIT = 10_000  # percent
+NO_LIMIT = 10_000
+_XLA_LIMIT = 95  # its default
+_XLA_FRACTION = 0.8
 _ON = "COLLECTIVE_PIPELINING_MODE_ON"
 # Llama 1B on one H100, jaxlib 0.11.2, 2026-11-22: 158.6 s of compile and 491.5 ms a step with it, 5.2 s and 490.5 ms
 # without. In bf16 it is worth its time: 575 ms a step with it, 624 ms without.
@@ -138,15 +140,27 @@ def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
         offloads: whether activations wait in host memory.
 
     Returns:
-        Its values are percentages of what XLA plans for by itself; with `offloads` there is no tight one.
+        Its values are percentages of what the client may take; with `offloads` there is no tight one.
     """
     why = "XLA counts what waits in host memory as the GPU's, and would make room for it"
     tight = None
     if not offloads:
         why = "XLA counts more than a step takes, and would recompute and serialize one that fits"
-        percent = round(100 * memory_fraction / _XLA_FRACTION)
-        tight = (percent, f"memory_fraction gives the step {memory_fraction:.0%} of the memory, and it needs more")
+        tight = (100, f"memory_fraction gives the step {memory_fraction:.0%} of the memory, and it needs more")
     return Option(LIMIT, NO_LIMIT, why, tight=tight)
+
+
+def without_client(options: Mapping[str, Any], memory_fraction: float) -> dict[str, Any]:
+    """Options by which XLA, with no client to ask, keeps within as many bytes as beside the one of a run.
+
+    Args:
+        options: of a run, by name.
+        memory_fraction: share of the GPU's memory that its client may take.
+    """
+    percent = options.get(LIMIT, _XLA_LIMIT)
+    if not isinstance(percent, int) or percent >= NO_LIMIT:
+        return dict(options)
+    return {**options, LIMIT: round(percent * memory_fraction / _XLA_FRACTION)}
 
 
 def _waits_in_every_layer(experiment: Experiment, mesh: AnyMesh) -> bool:

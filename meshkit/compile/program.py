@@ -27,7 +27,7 @@ import jax
 
 from meshkit.compile import cache
 from meshkit.compile.child import KERNELS_FILE
-from meshkit.compile.choices import compile_to_fit
+from meshkit.compile.choices import compile_to_fit, without_client
 from meshkit.compile.lowering import export_for_cuda, target_config, topology_name
 from meshkit.compile.options import (
     PLAIN,
@@ -172,7 +172,8 @@ def compile_absent(
     }
 
     def make(chosen: Sequence[Option]) -> CompiledProgram:
-        asked = {**request, "compiler_options": {o.name: o.value for o in chosen}}
+        options = without_client({o.name: o.value for o in chosen}, choices.memory_fraction)
+        asked = {**request, "compiler_options": options}
         kept, notes, read_s = _kept_or_compiled(exported.program, asked, timeout_s)
         found = dict(kept.result)
         left_out = found.pop("left_out")

@@ -12,6 +12,7 @@ from meshkit.compile.choices import (
     memory_option,
     message_bytes,
     options_for,
+    without_client,
 )
 from meshkit.config.experiment import load
 from meshkit.config.sections import TrainTable
@@ -115,12 +116,22 @@ def test_a_reduce_scatters_limit_is_of_what_it_leaves_on_a_gpu():
 
 @pytest.mark.parametrize(("fraction", "percent"), [(0.92, 115), (0.8, 100), (0.76, 95), (0.5, 62)])
 def test_xla_may_use_what_the_client_may_take(fraction, percent):
-    """No limit for a step that fits; for any other XLA limits itself to 0.8 of the memory times a percentage."""
+    """No limit for a step that fits; for any other that of the client, or of 0.8 of the memory where none is there."""
     option = memory_option(fraction)
     assert option.value == 10_000
     assert option.tight is not None
-    assert option.tight[0] == percent
+    assert option.tight[0] == 100
     assert not option.costs_memory
+    assert without_client({option.name: 100}, fraction) == {option.name: percent}
+
+
+def test_without_a_client_xla_keeps_within_as_many_bytes():
+    """95 % of the client's pool, unless the user says another percentage; what is out of reach stays so."""
+    name = memory_option(0.92).name
+    assert without_client({"xla_a": True}, 0.92) == {"xla_a": True, name: 109}
+    assert without_client({}, 0.75) == {name: 89}
+    assert without_client({name: 50}, 0.9) == {name: 56}
+    assert without_client({name: 10_000}, 0.5) == {name: 10_000}
 
 
 def test_xla_need_not_make_room_for_what_waits_in_host_memory():
