@@ -63,6 +63,7 @@ CONSTANTS = (
     Constant("gpu", "nvlink", "NVLink, of the peak, where no sweep says more"),
     Constant("nic", "achieved", "a NIC, of its line rate"),
     Constant("kernels", "gpu_spread", "standard deviation of the GPUs of a job"),
+    Constant("kernels", "integer_lanes", "integer instructions of a multiprocessor in a clock"),
     Constant("kernels", "power_exponent", "power of tensor cores by their rate"),
     Constant("kernels", "attention_power_forward", "loss of attention at the power cap, over a matmul's"),
     Constant("kernels", "attention_power_backward", "the same backward"),

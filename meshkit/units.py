@@ -6,6 +6,7 @@ import math
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 _DECIMAL = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]
+_ROUNDS_UP = 0.9995  # of a unit, in three digits
 
 
 def format_bytes(n: float | None) -> str:
@@ -13,7 +14,7 @@ def format_bytes(n: float | None) -> str:
     if n is None:
         return "-"
     for size, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if abs(n) >= size:
+        if abs(n) >= size * _ROUNDS_UP:
             return f"{_digits(n / size)} {unit}"
     return f"{n:.0f} B"
 
@@ -27,7 +28,7 @@ def format_seconds(t: float | None) -> str:
     if abs(t) >= 120:
         return f"{int(t // 60)}m {int(t % 60):02d}s"
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
-        if abs(t) >= size:
+        if abs(t) >= size * _ROUNDS_UP:
             return f"{_digits(t / size)} {unit}"
     return "0 s"
 
@@ -51,7 +52,7 @@ def format_count(n: float | None) -> str:
     if n is None:
         return "-"
     for size, unit in _DECIMAL:
-        if abs(n) >= size:
+        if abs(n) >= size * _ROUNDS_UP:
             return f"{_digits(n / size)} {unit}"
     return f"{_digits(n) if n != int(n) else int(n)} "
 
