@@ -203,9 +203,14 @@ def _known_of(constant: Constant) -> tuple[str, str, str]:
         found = [t["achieved"] if constant.table == "nic" else t["achieved"].get(constant.name) for t in tables]
         values = [x for x in found if x]
     keys = sorted({key for table in tables for key, of in table["sources"].items() if name in of})
-    kinds = {"assumed" if "assumed" in everything["sources"][key] else "measured" for key in keys}
+    kinds = {_kind(everything["sources"][key]) for key in keys}
     ends = f"{min(values):g} to {max(values):g}" if len({*values}) > 1 else f"{values[0]:g} {constant.unit}"
     return ends.strip(), ", ".join(f"`{key}`" for key in keys), " and ".join(sorted(kinds, reverse=True))
+
+
+def _kind(source: str) -> str:
+    sheet = "data sheet" if "whitepaper" in source else "measured"
+    return "assumed" if "assumed" in source else sheet
 
 
 if __name__ == "__main__":
