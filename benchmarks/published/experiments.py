@@ -369,10 +369,9 @@ _POOLS = (
 
 def _pool(row: Row) -> dict[str, float]:
     """The share of memory that the client of a JAX row had, where its launcher says it."""
-    found = (
-        f for where, model, f in _POOLS if re.search(where, row.source) and re.search(model, row.say("model").lower())
-    )
-    return {"memory_fraction": fraction} if (fraction := next(found, None)) else {}
+    name = row.say("model").lower()
+    shares = (f for where, model, f in _POOLS if re.search(where, row.source) and re.search(model, name))
+    return {"memory_fraction": share} if (share := next(shares, None)) else {}
 
 
 def _whole(row: Row, framework: Framework, common, machines: Machines, ways, micro_batch: int, count: int):

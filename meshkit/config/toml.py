@@ -520,7 +520,7 @@ def _translate(model: type[TomlTable], table: Mapping[str, Any], error: Validati
     if problem["type"] == "extra_forbidden":
         return _unknown(owner, path, within, problem["input"])
     if problem["type"] == "missing":
-        return _missing(path, within)
+        return _missing(path, within, is_table=model.table_at(path) is not owner)
     message, hint = _wrong_value((*within, *path), problem)
     return SpecError(message, key=(*within, *path), value=problem["input"], hint=hint)
 
@@ -535,13 +535,14 @@ def _unknown(owner: type[TomlTable], path: Key, within: Key, value: Any) -> Spec
     )
 
 
-def _missing(path: Key, within: Key) -> SpecError:
-    """An error: a key that the table needs."""
-    section = (*within, *path[:-1])
+def _missing(path: Key, within: Key, *, is_table: bool) -> SpecError:
+    """An error: a key that the table needs, or a table below it."""
+    section, whole = (*within, *path[:-1]), dotted((*within, *path))
+    line = f"a line {path[-1]} = ..." + (f" below [{dotted(section)}]" if section else " at the top of the file")
     return SpecError(
         f"{_section(section)} has no '{path[-1]}', which it needs.",
         key=section,
-        hint=f"a line {path[-1]} = ..." + (f" below [{dotted(section)}]" if section else " at the top of the file"),
+        hint=f"a section [{whole}] with its keys below it" if is_table else line,
     )
 
 

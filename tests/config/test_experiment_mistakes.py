@@ -61,7 +61,7 @@ MISTAKES = [
     ("duplicate_key", change("steps = 10", "steps = 10\nsteps = 11"), "'train.steps' is given twice: on line 20 and on line 21", ":21: steps = 11", "removing one"),
     ("duplicate_table", add("[mesh]\ndata = 1\n"), "'mesh' is given twice: on line 7 and on line 21", ":21: [mesh]", "removing one"),
     ("missing_key", change("global_batch = 16\n", ""), "[train] has no 'global_batch'", ":17: [train]", "global_batch = ..."),
-    ("missing_table", change('[model]\nclass = "models.llama:Llama"\npreset = "llama_debug"\n', ""), "has no 'model'", "experiment.toml", "a line model"),
+    ("missing_table", change('[model]\nclass = "models.llama:Llama"\npreset = "llama_debug"\n', ""), "has no 'model'", "experiment.toml", "a section [model]"),
     ("not_a_number", add("[optimizer]\nlearning_rate = nan\n"), "is not a finite number", ":22: optimizer.learning_rate = nan", "a finite number"),
     ("infinite", add("[optimizer]\nclip = inf\n"), "is not a finite number", ":22: optimizer.clip = inf", "a finite number"),
     ("overflow_to_infinity", add("[optimizer]\nclip = 1e999\n"), "is not a finite number", ":22: optimizer.clip = 1e999", "a finite number"),
