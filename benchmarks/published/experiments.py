@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.published.frameworks import Framework, find_framework
+from benchmarks.published.kernels import Kernels, kernels_of
 from benchmarks.published.machines import Machines, find_machines
 from benchmarks.published.recipes import Recipe, find_recipe
 from benchmarks.published.rows import Row
@@ -37,6 +38,8 @@ class Run:
         precision: of the linear layers: bf16, fp8 or nvfp4.
         recipe: how Megatron ran the experts, or layers in NVFP4.
         recomputed: share of layers whose forward pass runs twice, whole (Megatron's `recompute_num_layers` of a chunk).
+        kernels: in place of the catalog's numbers.
+        left_out: name of a correction that is not applied (corrections.py).
     """
 
     row: Row
@@ -62,6 +65,8 @@ class Run:
     precision: str = "bf16"
     recipe: Recipe = field(default_factory=Recipe)
     recomputed: float = 0.0
+    kernels: Kernels = field(default_factory=Kernels)
+    left_out: str = ""
 
     @property
     def toml(self) -> str:
@@ -171,7 +176,8 @@ def resolve(row: Row) -> Run | str:
         document = _stage(row, framework, common, machines, (stages, experts, context, tensor), micro_batch)
     return Run(row, framework, shape, length, gpus, tensor, context, stages, chunks, data, sharded, micro_batch,
                micro_batches, stage_layers, last_layers, whole, document, machines, tuple(notes.assumed), experts,
-               precision, recipe, _recomputed_share(row, shape.layers / stages / chunks))  # fmt: skip
+               precision, recipe, _recomputed_share(row, shape.layers / stages / chunks),
+               kernels_of(row, framework))  # fmt: skip
 
 
 def _recomputed_share(row: Row, layers: float) -> float:

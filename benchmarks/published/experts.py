@@ -64,10 +64,10 @@ _HYBRID_IB = {"gpus": (16, 32, 64), "dispatch": (54.5, 47.4, 41.2), "combine": (
 _HYBRID_CHANNELS = 32  # moe_hybridep_num_sms, utils/overrides.py of the recipes
 
 
-def as_in_megatron(run: Run, schedule: Schedule) -> Schedule:
+def as_in_megatron(run: Run, schedule: Schedule, *, grouped: bool = True) -> Schedule:
     """The schedule with the precision and the attention of the row's model; unchanged without experts.
 
-    Without what moves tokens to experts and back, and what is done to rows around the matmuls there.
+    `grouped`: whether grouped calls are priced as such, else as batched matmuls.
     """
     if not run.shape.experts:
         return schedule
@@ -82,8 +82,8 @@ def as_in_megatron(run: Run, schedule: Schedule) -> Schedule:
         if not i.cost.matmul_flops:
             return i
         names = {_ROUTER: _HALF}
-        grouped = run.recipe.grouped and "/moe/experts/" in i.source
-        cost = _grouped(i.cost, rows) if grouped else i.cost
+        calls = grouped and run.recipe.grouped and "/moe/experts/" in i.source
+        cost = _grouped(i.cost, rows) if calls else i.cost
         if run.precision == "fp8" and "logits" not in i.source:
             names[_HALF] = _EIGHT
         return replace(i, cost=renamed(cost, names))
@@ -117,10 +117,11 @@ def renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
     return replace(cost, matmul_flops=flops, matmuls=matmuls)
 
 
-def quantization_s(run: Run, cluster: Cluster) -> float:
+def quantization_s(run: Run, cluster: Cluster, share: float = CAST_SHARE) -> float:
     """Seconds of a layer and micro-batch of casting operands to 8 bits; 0 where the program does, or none is needed.
 
     Inputs of the four linear layers forward, gradients of their outputs backward; weights are cast once a step.
+    `share`: of the peak of device memory.
     """
     if not run.shape.experts or run.precision != "fp8":
         return 0.0
@@ -130,7 +131,7 @@ def quantization_s(run: Run, cluster: Cluster) -> float:
     between = 0 if run.recipe.fused else 3 * s.ffn  # of both matmuls of an expert
     experts = k * (2 * s.hidden + between)
     moved = _CAST_BYTES * run.tokens * (attention + experts) / run.tensor
-    return moved / (CAST_SHARE * cluster.gpu.memory_bytes_per_s)
+    return moved / (share * cluster.gpu.memory_bytes_per_s)
 
 
 def copies(run: Run, groups: int) -> float:
@@ -180,11 +181,11 @@ def beside_s(run: Run, cluster: Cluster, compute_s: float) -> float:
     return max(slowed, alone) - compute_s + alone / run.micro_batches
 
 
-def passes_s(run: Run, cluster: Cluster) -> float:
+def passes_s(run: Run, cluster: Cluster, share: float | None = None) -> float:
     """Seconds of a layer and micro-batch of what Megatron does to rows before, between and after an expert's matmuls.
 
     Permutations: by destination, then by expert where a GPU has several, and back. What our program does to tokens as
-    the sum of their copies counts already.
+    the sum of their copies counts already. `share`: of the peak of device memory, for permutations; default: measured.
     """
     s, recipe = run.shape, run.recipe
     tokens = run.tokens / run.tensor
@@ -192,10 +193,10 @@ def passes_s(run: Run, cluster: Cluster) -> float:
     wide = s.hidden * _ACTIVATION / cluster.gpu.memory_bytes_per_s
     if recipe.dispatcher == "hybridep":
         moved = 2 * (tokens * copies(run, run.experts) + rows)
-        seconds = moved * wide * (1 / _HYBRID_PERMUTE_SHARE + 1 / _HYBRID_RETURN_SHARE)
+        seconds = moved * wide * (1 / (share or _HYBRID_PERMUTE_SHARE) + 1 / (share or _HYBRID_RETURN_SHARE))
     else:
         sorts = run.tensor if recipe.grouped and s.experts > run.experts else 0
-        seconds = 2 * (tokens + rows + 4 * rows * sorts) * wide / _PERMUTE_SHARE
+        seconds = 2 * (tokens + rows + 4 * rows * sorts) * wide / (share or _PERMUTE_SHARE)
         if run.precision == "fp8" and not recipe.capacity:
             seconds += 8 * rows * s.hidden * _ACTIVATION / memory_bytes_per_s(cluster.gpu)
     again = "moe_act" in recipe.recomputes

@@ -40,8 +40,8 @@ _WEIGHT_BYTES = (4, 5, 6)  # read in fp32; written not at all, in fp8, in 16 bit
 _SCALES_BYTES = 64  # of a collective of largest values
 
 
-def is_ours(run: Run) -> Callable[[Instruction], bool]:
-    """Whether an instruction of the run's compiled stage is our program's alone."""
+def casts_weights(run: Run) -> Callable[[Instruction], bool]:
+    """Whether an instruction of the run's compiled stage casts weights, turns them or finds their scale."""
     sizes = _weight_sizes(run)
     delayed = not re.search(r"cs|current", run.row.say("precision"), re.IGNORECASE)
     fp8 = run.document["train"]["precision"] == "fp8"
@@ -49,13 +49,12 @@ def is_ours(run: Run) -> Callable[[Instruction], bool]:
     def found(i: Instruction) -> bool:
         if i.collective is not None:
             return fp8 and delayed and i.collective.payload_bytes <= _SCALES_BYTES
-        if i.cost is None or i.cost.matmul_flops or i.cost.attention_flops:
+        if not _is_pass(i):
             return False
-        if i.name.startswith(("loop_broadcast", "wrapped_broadcast")) or _LOOP_COPY.search(i.source):
-            return True
         largest = _LARGEST.search(i.source) is not None
         if _CAST.search(i.source) or largest:
-            if any(abs(i.cost.bytes_accessed - b * size) < 0.01 * b * size for size in sizes for b in _WEIGHT_BYTES):
+            moved = i.cost.bytes_accessed  # pyright: ignore[reportOptionalMemberAccess]
+            if any(abs(moved - b * size) < 0.01 * b * size for size in sizes for b in _WEIGHT_BYTES):
                 return True
             return fp8 and delayed and largest and i.name.startswith("input_reduce_fusion")
         return fp8 and i.name.startswith("wrapped_transpose")  # of weights, for Hopper's fp8 matmuls: once a step
@@ -65,8 +64,27 @@ def is_ours(run: Run) -> Callable[[Instruction], bool]:
 
 def is_loop_copy(i: Instruction) -> bool:
     """Whether an instruction copies into or out of the stacks of the loop over layers: FSDP does not either."""
-    plain = i.collective is None and i.cost is not None and not i.cost.matmul_flops and not i.cost.attention_flops
-    return plain and _LOOP_COPY.search(i.source) is not None
+    return _is_pass(i) and _LOOP_COPY.search(i.source) is not None
+
+
+def is_filled(i: Instruction) -> bool:
+    """Whether an instruction fills an accumulator."""
+    return _is_pass(i) and i.name.startswith(("loop_broadcast", "wrapped_broadcast"))
+
+
+def _is_pass(i: Instruction) -> bool:
+    """Whether an instruction is a kernel that multiplies nothing."""
+    return i.collective is None and i.cost is not None and not i.cost.matmul_flops and not i.cost.attention_flops
+
+
+def without(schedule: Schedule, unwanted: Callable[[Instruction], bool]) -> Schedule:
+    """The schedule without some of its instructions; what waits for one of them no longer does."""
+    gone = {i.name for body in schedule.computations.values() for i in body if unwanted(i) and not i.bodies}
+    kept = {
+        name: tuple(i for i in body if i.name not in gone and i.starts not in gone)
+        for name, body in schedule.computations.items()
+    }
+    return replace(schedule, computations=kept)
 
 
 def repeats(schedule: Schedule) -> set[str]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.published.experiments import Run
-from benchmarks.published.kernels import kernels_of
 from meshkit.config import catalog
 from meshkit.hlo.module import Schedule
 
@@ -96,7 +95,7 @@ def _assumed(gpu: str) -> frozenset[str]:
 
 
 def _variant(case: Case) -> str:
-    variant = kernels_of(case.run.row, case.run.framework).variant
+    variant = case.run.kernels.variant
     if variant == "h100_500w":
         return "what its GPUs sustain under a cap of 500 W is derived, not measured"
     return ""
@@ -107,7 +106,7 @@ def _attention(case: Case) -> str:
     run, s = case.run, case.run.shape
     square = 12.0 * s.layers * s.heads * s.head_dim * run.length / 2
     share = square / (s.model_flops(1, run.length) - square)
-    if share < _MUCH_ATTENTION or not kernels_of(run.row, run.framework).attention:
+    if share < _MUCH_ATTENTION or not run.kernels.attention:
         return ""
     return f"attention is {share:.0%} of its FLOP, at a rate that is recalled (kernels.toml)"
 

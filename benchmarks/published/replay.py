@@ -6,15 +6,13 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.published.eager import eager_s
+from benchmarks.published.corrections import Step, corrected, corrections_of
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.holdings import framework_peak_bytes
-from benchmarks.published.kernels import adapted, kernels_of
-from benchmarks.published.ours import is_loop_copy, rerun
-from benchmarks.published.prefetch import prefetched
+from benchmarks.published.kernels import adapted
 from benchmarks.published.programs import Program, get_program, has_program, program_key
 from benchmarks.published.reasons import Case, mean_kernel_s, outside_note
-from benchmarks.published.replica import BLOCKING, HIDDEN, framework_view, replica_step_s, without
+from benchmarks.published.replica import BLOCKING, HIDDEN, framework_view, replica_step_s
 from benchmarks.published.rows import Row, measured_peak_bytes, measured_step_time_s
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
@@ -181,12 +179,11 @@ def _times(run: Run, program: Program) -> tuple[float, float, float, float]:
 
 
 def whole_step(run: Run, program: Program) -> tuple[Simulation, float]:
-    """The simulated step of a program that is all of it, and seconds of operators that the framework does not fuse."""
-    schedule, kernels = program.schedule, kernels_of(run.row, run.framework)
-    if run.framework.prefetches:
-        schedule = rerun(run, without(prefetched(schedule, program.readers), is_loop_copy))
-    simulation = program.simulate(kernels, schedule, gpus=run.gpus)
-    return simulation, eager_s(run, adapted(program.experiment.cluster, kernels))
+    """The simulated step of a program that is all of it, and seconds that its corrections add."""
+    cluster = adapted(program.experiment.cluster, run.kernels)
+    at = Step(run, cluster, program.readers)
+    simulation = program.simulate(run.kernels, corrected(at, program.schedule), gpus=run.gpus)
+    return simulation, sum(c.step(at) for c in corrections_of(run) if c.step)
 
 
 def _peak_bytes(run: Run, program: Program, means: str) -> int | None:

@@ -12,17 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from benchmarks.published.blocks import as_mxfp8, as_nvfp4, casts_s, slowed_s, travel_s
-from benchmarks.published.eager import between_matmuls, between_s, logits_s, step_s
+from benchmarks.published.corrections import Step, corrected, corrections_of
 from benchmarks.published.experiments import Run
-from benchmarks.published.experts import as_in_megatron, beside_s, exchange_s, is_routing, passes_s, quantization_s
-from benchmarks.published.kernels import kernels_of
-from benchmarks.published.ours import is_ours, repeats, rerun
+from benchmarks.published.ours import without
 from benchmarks.published.programs import Program
-from benchmarks.published.reduction import copies_s, gradients_s, optimizer_ways, stage_experts, stage_parameters
+from benchmarks.published.reduction import optimizer_ways, stage_experts, stage_parameters
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Instruction, Schedule
-from meshkit.predict.network import collective_time_s
 from meshkit.predict.simulate import Simulation
 
 _OPTIMIZER = "optimizer"
@@ -66,65 +62,33 @@ def replica_step_s(run: Run, program: Program, cluster: Cluster, view: View) -> 
         cluster: of the whole run.
         view: how collectives are taken.
     """
-    again = repeats(program.schedule)
-    schedule = without(program.schedule, lambda i: i.name in again)
-    schedule = rerun(run, without(schedule, is_ours(run)))
-    replaced = between_matmuls(run, schedule)
-    schedule = without(schedule, lambda i: i.name in replaced)
-    if run.context * run.experts > 1:
-        schedule = without(schedule, _reduces_gradients)
-        schedule = without(schedule, _sends_around_ring) if view.windows else schedule
-    if run.shape.experts:
-        schedule = without(as_in_megatron(run, schedule), is_routing)
-    schedule = as_mxfp8(run, as_nvfp4(run, schedule))
+    at = Step(run, cluster, program.readers, view.windows)
+    corrections = [c for c in corrections_of(run) if view.outside or not c.travels]
+    schedule = corrected(at, program.schedule)
     loops = layer_loops(schedule)
     compute = without(schedule, lambda i: _OPTIMIZER in i.source)
     share = run.stage_layers if run.stages > 1 else None
 
     def seconds(schedule: Schedule, forward: int | None = share, backward: int | None = share) -> float:
         trips = dict(zip(loops, (forward, *[backward] * (len(loops) - 1))))
-        kernels = kernels_of(run.row, run.framework)
-        return view.pick(program.simulate(kernels, _stretched(schedule, trips), gpus=run.gpus))
+        return view.pick(program.simulate(run.kernels, _stretched(schedule, trips), gpus=run.gpus))
 
     last = run.last_layers if run.stages > 1 else None
     edges, backward_s = seconds(compute, 0, 0), seconds(compute, 0)
-    layers = seconds(compute) - edges
-    rerun_s = run.recomputed * (layers + edges - backward_s) / run.stage_layers  # forward, of some layers
-    more = rerun_s + _around_experts_s(run, cluster, view, layers / run.stage_layers) + _in_blocks_s(run, cluster, view)
-    more += run.recomputed * _in_blocks_s(run, cluster, view, backward=False)
-    forward, backward = between_s(run, cluster)
-    more, backward_s = more + forward + backward, backward_s + run.stage_layers * backward
+    layers, more = seconds(compute) - edges, 0.0
+    at = replace(at, layer_s=layers / run.stage_layers, forward_s=(layers + edges - backward_s) / run.stage_layers)
+    for c in corrections:
+        if c.layer:
+            forward, backward = c.layer(at)
+            at = replace(at, layer_s=at.layer_s + forward + backward)
+            more, backward_s = more + forward + backward, backward_s + run.stage_layers * backward
     layers += run.stage_layers * more
-    slow = max(layers, seconds(compute, last, last) + run.last_layers * more + logits_s(run, cluster))
+    head = sum(c.head(at) for c in corrections if c.head)
+    slow = max(layers, seconds(compute, last, last) + run.last_layers * more + head)
     bubble = (run.stages - 1) / run.chunks * layers
     optimizer = (seconds(schedule, None, None) - seconds(compute, None, None)) * _optimizer_share(run)
-    step = run.micro_batches * slow + bubble + optimizer + step_s(run, cluster) + copies_s(run, cluster)
-    if not view.outside:
-        return step
-    window = (backward_s, slow - backward_s) if view.windows else (0.0, 0.0)
-    sends = 0.0 if run.framework.overlaps_stages and view.windows else _sends_s(run, cluster)
-    return step + gradients_s(run, cluster, *window) + sends
-
-
-def _around_experts_s(run: Run, cluster: Cluster, view: View, matmuls_s: float) -> float:
-    """Seconds of a layer and micro-batch of what Megatron does for experts beside the matmuls of `matmuls_s`."""
-    if not run.shape.experts:
-        return 0.0
-    more = quantization_s(run, cluster) + passes_s(run, cluster)
-    if not view.outside:
-        return more
-    return more + (beside_s(run, cluster, matmuls_s + more) if view.windows else exchange_s(run, cluster))
-
-
-def _in_blocks_s(run: Run, cluster: Cluster, view: View, *, backward: bool = True) -> float:
-    """Seconds of a layer and micro-batch of what TransformerEngine does beside block-scaled matmuls; 0 without them."""
-    total = 0.0
-    for forward in (True, False) if backward else (True,):
-        total += casts_s(run, cluster, forward=forward)
-        blocking, beside = travel_s(run, cluster, forward=forward)
-        if view.outside:
-            total += blocking + (slowed_s(beside, cluster) if view.windows else beside)
-    return total
+    at = replace(at, window_s=(backward_s, slow - backward_s) if view.windows else (0.0, 0.0))
+    return run.micro_batches * slow + bubble + optimizer + sum(c.step(at) for c in corrections if c.step)
 
 
 def layer_loops(schedule: Schedule) -> list[str]:
@@ -143,28 +107,6 @@ def _stretched(schedule: Schedule, trips: dict[str, int | None]) -> Schedule:
     return replace(schedule, computations={**schedule.computations, schedule.entry: entry})
 
 
-def without(schedule: Schedule, unwanted: Callable[[Instruction], bool]) -> Schedule:
-    """The schedule without some of its instructions; what waits for one of them no longer does."""
-    gone = {i.name for body in schedule.computations.values() for i in body if unwanted(i) and not i.bodies}
-    kept = {
-        name: tuple(i for i in body if i.name not in gone and i.starts not in gone)
-        for name, body in schedule.computations.items()
-    }
-    return replace(schedule, computations=kept)
-
-
-def _reduces_gradients(i: Instruction) -> bool:
-    """A gradient summed over context or replicas with every micro-batch: frameworks sum it once, with all replicas."""
-    c = i.collective
-    return c is not None and c.collective == "all-reduce" and set(c.axes) <= {"context", "expert"}
-
-
-def _sends_around_ring(i: Instruction) -> bool:
-    """A hop of ring attention: frameworks send it under the attention of the piece before (Liu et al., 2023)."""
-    c = i.collective
-    return c is not None and c.collective == "collective-permute" and tuple(c.axes) == ("context",)
-
-
 def _optimizer_share(run: Run) -> float:
     """What of the compiled optimizer runs on one GPU: that of the stage's layers, cut over replicas by ZeRO-1.
 
@@ -174,17 +116,3 @@ def _optimizer_share(run: Run) -> float:
     rest, experts = stage_parameters(run), stage_experts(run)
     ways = optimizer_ways(run)
     return layers * (rest / ways + experts / max(1, ways // run.experts)) / (rest + experts)
-
-
-def _sends_s(run: Run, cluster: Cluster) -> float:
-    """Seconds of sends between stages that a stage waits for: one forward and one backward a micro-batch and chunk."""
-    if run.stages == 1:
-        return 0.0
-    payload = 2 * run.micro_batch * run.length * run.shape.hidden / run.tensor / run.context
-    replica = run.tensor * run.context * run.data
-    crosses = replica >= cluster.gpus_used_per_domain and cluster.num_nvlink_domains > 1
-    inside, domains = (1, 2) if crosses else (2, 1)
-    one = collective_time_s(
-        "collective-permute", payload_bytes=payload, gpus_per_domain=inside, domains=domains, cluster=cluster
-    )
-    return 2 * run.chunks * run.micro_batches * one

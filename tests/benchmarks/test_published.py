@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published import blind, pieces, statistics
+from benchmarks.published import blind, corrections, pieces, statistics
 from benchmarks.published.__main__ import COLUMNS, experiment_files, main
 from benchmarks.published.experiments import Run, place, resolve
 from benchmarks.published.frameworks import FRAMEWORKS, find_framework
@@ -247,7 +247,7 @@ def test_a_pipeline_takes_its_micro_batches_and_its_bubble():
 
     class Program:
         def __init__(self):
-            self.schedule = schedule
+            self.schedule, self.readers = schedule, {}
 
         def simulate(self, kernels, schedule, gpus):
             assert gpus == run.gpus, "the slowest GPU is that of the whole run"
@@ -338,8 +338,18 @@ def test_the_picture_names_every_family():
 
 
 def test_what_a_plan_does_not_get_is_left_out_piece_by_piece():
-    for piece in pieces.PIECES:
-        assert all(hasattr(target, name) for target, name, _ in piece.without), piece.name
+    names = [c.name for c in corrections.CORRECTIONS]
+    assert len(set(names)) == len(names)
+    found = map(resolve, [*ROWS.values(), *read_rows(RUNS.with_name("blind_runs.csv"))])
+    runs = [run for run in found if isinstance(run, Run)]
+    for c in corrections.CORRECTIONS:
+        run = next(run for run in runs if c.of(run))
+        applied = list(corrections.corrections_of(run))
+        left = list(corrections.corrections_of(corrections.leave_out(run, c)))
+        if not c.off:
+            expected = [dataclasses.replace(c, **c.instead)] if c.instead else []
+            assert [f for other in applied for f in (expected if other == c else [other])] == left, c.name
+        assert corrections.leave_out(run, c) != run
     row = ROWS["internevo-7b-tp1-z-1-8"]
     p = Prediction(row.id, row.source, "InternEvo", "bf16", measured_s=4.0, predicted_s=3.0)
     line = pieces.table_line("all", [(p, 5.0)], ROWS)

@@ -20,7 +20,7 @@ from benchmarks.published.experts import (
     quantization_s,
 )
 from benchmarks.published.holdings import framework_peak_bytes
-from benchmarks.published.ours import is_ours
+from benchmarks.published.ours import casts_weights
 from benchmarks.published.recipes import Recipe, find_recipe
 from benchmarks.published.replay import family_of
 from benchmarks.published.rows import parse_row
@@ -140,8 +140,8 @@ def test_casts_of_expert_weights_are_ours():
     source = "jit(train_step)/jvp(layers)/while/body/moe/convert_element_type"
     cast = Instruction("loop_convert_fusion.1", "fusion", "kernel", source, Cost(bytes_accessed=6.0 * size))
     tokens = Instruction("loop_convert_fusion.2", "fusion", "kernel", source, Cost(bytes_accessed=1.7 * size))
-    assert is_ours(run)(cast)
-    assert not is_ours(run)(tokens)
+    assert casts_weights(run)(cast)
+    assert not casts_weights(run)(tokens)
 
 
 def test_experts_are_reduced_among_fewer_replicas():
