@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,24 @@ from meshkit.parallel.layout import Keys, Queries
 from meshkit.sharding import constrain
 from models.attention import HEAD_AXES, causal_attention, check_context
 from models.embedding import lookup
-from models.layers import PLAIN, RESIDUAL_AXES, Matmuls, Projection, parameter, project, project_each
-from models.options import check_option
+from models.layers import (
+    PLAIN,
+    RESIDUAL_AXES,
+    Matmuls,
+    Projection,
+    dropout,
+    layer_keys,
+    parameter,
+    project,
+    project_each,
+    training_key,
+)
+from models.options import Rate, check_option
 from models.remat import check_remat, scan_layers
 from models.vit import LayerNorm
 
 ATTENTIONS = ("fused", "materialized")
+DROPOUTS = ("branches", "inputs")
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,11 @@ class GPTConfig:
             did before FlashAttention (Dao et al., 2022).
         bias: of every projection of the layers, as in GPT-2 and GPT-3.
         one_hot_lookup: the embedding table is multiplied by one-hot ids, see `models.embedding.lookup`.
+        dropout: share of the numbers that training drops, see `models.layers.dropout`. Not of attention's
+            probabilities: `jax.nn.dot_product_attention` offers none.
+        dropout_at: `branches`, of the embeddings and of what attention and the feed-forward block add to them, as in
+            GPT-2 (`resid_pdrop`, `embd_pdrop`) and Megatron-LM (`hidden_dropout`); or `inputs`, of what enters each
+            layer, as in Praxis (`input_dropout_prob` of a repeated block).
     """
 
     vocab: int
@@ -57,6 +75,8 @@ class GPTConfig:
     attention: str = "fused"
     bias: bool = False
     one_hot_lookup: bool = False
+    dropout: Rate = 0.0
+    dropout_at: str = "branches"
 
     def __post_init__(self):
         for name in ("vocab", "embed", "mlp", "layers", "heads", "length"):
@@ -69,8 +89,11 @@ class GPTConfig:
             raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}.")
         for name in ("bias", "one_hot_lookup"):
             check_option(name, getattr(self, name), "bool")
+        check_option("dropout", self.dropout, "Rate")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention = {self.attention!r} is not one of {', '.join(ATTENTIONS)}.")
+        if self.dropout_at not in DROPOUTS:
+            raise ValueError(f"dropout_at = {self.dropout_at!r} is not one of {', '.join(DROPOUTS)}.")
 
     @property
     def head_dim(self) -> int:
@@ -167,14 +190,18 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
         self.up = linear("up", embed, mlp)
         self.down = linear("down", mlp, embed, scale=1 / math.sqrt(2 * c.layers))
+        self.dropout, self.drops_inputs = c.dropout, c.dropout_at == "inputs"
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, key: Any = None) -> jax.Array:
+        if self.drops_inputs:
+            x, key = dropout(x, self.dropout, key), None
         with jax.named_scope("attention"):
-            x = constrain(x + self.attention(self.attention_norm(x)), *RESIDUAL_AXES)
+            branch = dropout(self.attention(self.attention_norm(x)), self.dropout, key)
+            x = constrain(x + branch, *RESIDUAL_AXES)
         with jax.named_scope("mlp"):
             (hidden,) = project_each(self.mlp_norm(x), self.up)
             hidden = constrain(jax.nn.gelu(hidden), "act_batch", "act_length", "act_mlp")
-            return constrain(x + self.down(hidden), *RESIDUAL_AXES)
+            return constrain(x + dropout(self.down(hidden), self.dropout, key, 1), *RESIDUAL_AXES)
 
 
 class GPT(nnx.Module):
@@ -211,6 +238,7 @@ class GPT(nnx.Module):
             raise ValueError(f"a GPT has no option '{unknown[0]}'. Known: {', '.join(sorted(fields))}.")
         self.config = c = dataclasses.replace(PRESETS[preset], **overrides)
         self.dtype, self.remat = jnp.dtype(dtype), check_remat(remat, context)
+        self.deterministic = False  # True after `eval()`, by which nnx means: not training
         context, matmuls = check_context(context), Matmuls(fp8)
         table = jax.nn.initializers.normal(1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
@@ -220,15 +248,19 @@ class GPT(nnx.Module):
         if not c.tied:
             self.head = Projection("head", {"embed": c.embed}, {"vocab": c.vocab}, rngs=rngs)
 
-    def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
+    def __call__(self, tokens: Int[Array, "batch length"], key: Any = None) -> Float[Array, "batch length vocab"]:
+        """Logits; `key` is that of training's dropout."""
+        key = training_key(self.config.dropout, self.deterministic, key)
         if tokens.shape[1] > self.config.length:
             raise ValueError(f"{tokens.shape[1]} tokens are more than the {self.config.length} positions of this GPT.")
         with jax.named_scope("embedding"):
             positions = constrain(self.positions.get_value().astype(self.dtype), None, None)[: tokens.shape[1]]
             rows = lookup(self.embedding.get_value(), tokens, self.dtype, one_hot=self.config.one_hot_lookup)
             x = constrain(rows + positions, *RESIDUAL_AXES)
+            if self.config.dropout_at == "branches":
+                x = dropout(x, self.config.dropout, key, self.config.layers)
         with jax.named_scope("layers"):
-            x = self._scan_layers(x)
+            x = self._scan_layers(x, key)
         with jax.named_scope("logits"):
             x = constrain(constrain(self.norm(x), *RESIDUAL_AXES), "act_batch", "act_length", "act_embed")
             if self.config.tied:
@@ -237,13 +269,14 @@ class GPT(nnx.Module):
                 logits = self.head(x, out_dtype=jnp.float32)
             return constrain(logits, "act_batch", "act_length", "act_vocab")
 
-    def _scan_layers(self, x: jax.Array) -> jax.Array:
+    def _scan_layers(self, x: jax.Array, key: Any) -> jax.Array:
         graph, stacked = nnx.split(self.layers)
 
-        def layer(x, parameters):
-            return nnx.merge(graph, parameters)(x), None
+        def layer(x, of_layer):
+            parameters, key = of_layer
+            return nnx.merge(graph, parameters)(x, key), None
 
-        return scan_layers(layer, x, stacked, self.remat)[0]
+        return scan_layers(layer, x, (stacked, layer_keys(key, self.config.layers)), self.remat)[0]
 
     def matmul_parameters(self) -> int:
         """N of 6 N tokens: parameters that multiply activations; a tied table once, look-ups not."""

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jaxtyping import Array, Float
 from meshkit.parallel.collective_matmul import gather_matmul, matmul_cut, matmul_scatter
 from meshkit.sharding import constrain, current_scope, sharding_scope
 from models import fp8 as eight_bit
+from models.attention import NATURAL, TokenOrder
 
 RESIDUAL_AXES = ("act_batch", "act_residual_length", "act_embed")  # of the residual stream between blocks
 WHOLE_AXES = ("act_batch", "act_length", "act_embed")  # of what a block's matmuls multiply
@@ -151,6 +153,46 @@ def project_each(x: jax.Array, *projections: Projection) -> tuple[jax.Array, ...
             x = constrain(constrain(x, *RESIDUAL_AXES), *WHOLE_AXES)
             outputs = [project(x, kernel, 1, x.dtype) for kernel in kernels]
     return tuple(p.mark(y) for p, y in zip(projections, outputs))
+
+
+def dropout(x: jax.Array, rate: float, key: Any, place: int = 0, order: TokenOrder = NATURAL) -> jax.Array:
+    """x [batch, length, embed] with each number zero at the given rate, else over 1 - rate (Srivastava et al., 2014).
+
+    Threefry draws, not the Philox of `rbg`: each number of a mask is a hash of its place in the global array, so that a
+    GPU draws its own piece, and every mesh the same mask; what `rbg` draws is not cut along with an array. Where
+    `jax.checkpoint` keeps no mask (one byte a number), a recomputed layer draws the same one again.
+
+    Args:
+        key: of the step, the micro-batch and the layer; None drops nothing.
+        place: of this dropout in the layer.
+        order: of the tokens; a mask goes by their positions in the sequence.
+    """
+    if key is None:
+        return x
+    key = jax.random.fold_in(key, place)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, order.positions(x.shape[1]))
+    bits = jax.vmap(lambda key: jax.random.bits(key, (x.shape[0], x.shape[2])), out_axes=1)(keys)
+    kept = constrain(bits >= jnp.uint32(int(rate * 2**32)), *RESIDUAL_AXES)
+    scaled = x.astype(jnp.float32) * (1 / (1 - rate))  # in bf16 1 / 0.9 would be 0.2 % too small
+    return jnp.where(kept, scaled, 0.0).astype(x.dtype)
+
+
+def training_key(rate: float, deterministic: bool, key: Any) -> Any:
+    """The key of a model's call; None where nothing is dropped.
+
+    Raises:
+        ValueError: it trains with dropout, but was called without a key.
+    """
+    if not rate or deterministic:
+        return None
+    if key is None:
+        raise ValueError(f"dropout = {rate} draws in training: call model(tokens, key=rng), or model.eval() before.")
+    return key
+
+
+def layer_keys(key: Any, layers: int) -> Any:
+    """Keys [layers], as a pipeline's stages have them: `fold_in(key, layer)`; None without one."""
+    return None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(layers))
 
 
 def for_matmuls(x: jax.Array) -> jax.Array:

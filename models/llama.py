@@ -31,12 +31,15 @@ from models.layers import (
     Projection,
     RMSNorm,
     depth_scale,
+    dropout,
     for_matmuls,
+    layer_keys,
     parameter,
     project,
     project_each,
+    training_key,
 )
-from models.options import check_option, suggest
+from models.options import Rate, check_option, suggest
 from models.remat import check_remat, recompute, scan_layers
 
 
@@ -49,6 +52,8 @@ class LlamaConfig:
         rope_theta: base of the rotary frequencies.
         one_hot_lookup: the embedding table is multiplied by one-hot ids, see `models.embedding.lookup`.
         fp32_head: the output head multiplies in fp32 (on GPUs as TF32); otherwise in the dtype of activations.
+        dropout: share of the embeddings, and of what each block adds to them, that training drops (Megatron-LM's
+            `hidden_dropout`), see `models.layers.dropout`; not of attention's probabilities.
     """
 
     vocab: int
@@ -63,6 +68,7 @@ class LlamaConfig:
     tied: bool = False
     one_hot_lookup: bool = False
     fp32_head: bool = False
+    dropout: Rate = 0.0
 
     def __post_init__(self):
         sizes = (self.vocab, self.embed, self.mlp, self.layers, self.heads, self.kv_heads, self.head_dim)
@@ -133,12 +139,16 @@ class Block(nnx.Module):
         self.attention = Attention(c, context, matmuls=matmuls, rngs=rngs)
         self.mlp_norm = RMSNorm(c.embed, eps=c.norm_eps, stack=c.layers, rngs=rngs)
         self.mlp = SwiGLU(c, matmuls=matmuls, rngs=rngs)
+        self.dropout = c.dropout
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, key: Any = None) -> jax.Array:
+        order = token_order(self.attention.context, x.shape[1])
         with jax.named_scope("attention"):
-            x = constrain(x + self.attention(self.attention_norm(x)), *RESIDUAL_AXES)
+            branch = dropout(self.attention(self.attention_norm(x)), self.dropout, key, 0, order)
+            x = constrain(x + branch, *RESIDUAL_AXES)
         with jax.named_scope("mlp"):
-            return constrain(x + self.mlp(self.mlp_norm(x)), *RESIDUAL_AXES)
+            branch = dropout(self.mlp(self.mlp_norm(x)), self.dropout, key, 1, order)
+            return constrain(x + branch, *RESIDUAL_AXES)
 
 
 class Llama(nnx.Module):
@@ -173,6 +183,7 @@ class Llama(nnx.Module):
     ):
         self.config = c = make_config(preset, **overrides)
         self.dtype, self.remat, self.context = jnp.dtype(dtype), check_remat(remat, context), check_context(context)
+        self.deterministic = False  # True after `eval()`, by which nnx means: not training
         matmuls = Matmuls(fp8, collective_matmul)
         table = jax.nn.initializers.normal(1.0 if not c.tied else 1 / math.sqrt(c.embed))
         self.embedding = parameter(rngs, table, (c.vocab, c.embed), ("vocab", "embed"), stack=None)
@@ -186,30 +197,34 @@ class Llama(nnx.Module):
         """The same as calling the class."""
         return cls(preset, rngs=rngs, **overrides)
 
-    def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
-        x = self.first({"tokens": tokens})
+    def __call__(self, tokens: Int[Array, "batch length"], key: Any = None) -> Float[Array, "batch length vocab"]:
+        """Logits; `key` is that of training's dropout."""
+        c, x = self.config, self.first({"tokens": tokens}, key=key)
         with jax.named_scope("layers"):
             graph, stacked = nnx.split(self.layers)
-            x = scan_layers(self._plain_layer(graph), x, stacked, self.remat)[0]
+            keys = layer_keys(training_key(c.dropout, self.deterministic, key), c.layers)
+            x = scan_layers(self._plain_layer(graph), x, (stacked, keys), self.remat)[0]
         return self.last(x)
 
     def first(
-        self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None
+        self, batch: Mapping[str, jax.Array], ctx: StageContext | None = None, key: Any = None
     ) -> Float[Array, "batch length embed"]:
         """What enters the layers; of a pipeline the part before its first stage."""
-        tokens = batch["tokens"]
+        tokens, key = batch["tokens"], training_key(self.config.dropout, self.deterministic, ctx.rng if ctx else key)
         order = token_order(self.context, tokens.shape[1])
         with jax.named_scope("embedding"):
             tokens = order.enter(tokens, "act_batch", "act_length")
             table, c = self.embedding.get_value(), self.config
             x = lookup(table, tokens, self.dtype, c.vocab, ctx and ctx.axis, c.one_hot_lookup)
-            return constrain(x, *RESIDUAL_AXES)
+            x = constrain(x, *RESIDUAL_AXES)
+            return dropout(x, c.dropout, key, c.layers, order)
 
     def layer(self, parameters: Mapping[str, Any], x: jax.Array, ctx: StageContext, key: Any = None) -> jax.Array:
         """One layer of a pipeline's stage, with its parameters as a nested dict of arrays."""
-        del ctx, key
+        del ctx
         graph, _ = nnx.split(self.layers)
-        return recompute(self._plain_layer(graph), self.remat)(x, nnx.State(parameters))[0]
+        key = training_key(self.config.dropout, self.deterministic, key)
+        return recompute(self._plain_layer(graph), self.remat)(x, (nnx.State(parameters), key))[0]
 
     def last(
         self, x: Float[Array, "batch length embed"], ctx: StageContext | None = None
@@ -227,10 +242,11 @@ class Llama(nnx.Module):
             return constrain(logits, "act_batch", "act_length", "act_vocab")
 
     def _plain_layer(self, graph: Any):
-        """The body of a scan over layers: (x, parameters) -> (x, None)."""
+        """The body of a scan over layers: (x, (parameters, key)) -> (x, None)."""
 
-        def layer(x, parameters):
-            return nnx.merge(graph, parameters)(x), None
+        def layer(x, of_layer):
+            parameters, key = of_layer
+            return nnx.merge(graph, parameters)(x, key), None
 
         return layer
 

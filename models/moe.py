@@ -73,6 +73,7 @@ class MoeConfig(LlamaConfig):
         return LlamaConfig(**{**fields, "layers": self.dense_layers, "mlp": width})
 
 
+_OF_LLAMA = {"tied", "dropout"}  # fields of its config that a Moe does not have
 MIXTRAL = {"rope_theta": 1e6, "experts": 8, "experts_per_token": 2, "load_balance_weight": 0.02}
 PRESETS = {
     "moe_debug": MoeConfig(256, 64, 128, 2, 4, 2, 16, experts=8, experts_per_token=2),
@@ -393,8 +394,8 @@ def make_config(preset: str, **overrides) -> MoeConfig:
     types = {f.name: str(f.type) for f in dataclasses.fields(MoeConfig)}
     checked = {}
     for name, value in overrides.items():
-        if name not in types or name == "tied":
-            raise ValueError(f"a Moe has no option '{name}'.{suggest(name, types.keys() - {'tied'})}")
+        if name not in types or name in _OF_LLAMA:
+            raise ValueError(f"a Moe has no option '{name}'.{suggest(name, types.keys() - _OF_LLAMA)}")
         may_be_zero = name in ("shared_experts", "load_balance_weight", "z_loss_weight", "dense_layers")
         zero = may_be_zero and not isinstance(value, bool) and value == 0
         checked[name] = value if zero else check_option(name, value, types[name].removesuffix(" | None"))

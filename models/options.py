@@ -6,6 +6,8 @@ import difflib
 import math
 from collections.abc import Iterable
 
+Rate = float  # in [0, 1): of dropout
+
 
 def check_option(name: str, value, kind: str):
     """The value as a config wants it; a whole number may stand for a float.
@@ -13,20 +15,22 @@ def check_option(name: str, value, kind: str):
     Args:
         name: of the option.
         value: given by the user.
-        kind: `bool`, `int` or `float`.
+        kind: `bool`, `int`, `float`, or `Rate`, which may be zero.
 
     Raises:
-        ValueError: another type, or not positive.
+        ValueError: another type, not positive, or no share below 1.
     """
     if kind == "bool":
         wanted, fits = "true or false", isinstance(value, bool)
     elif kind == "int":
         wanted, fits = "a whole number of at least 1", isinstance(value, int) and value >= 1
+    elif kind == "Rate":
+        wanted, fits = "a share of at least 0 and below 1", isinstance(value, int | float) and 0 <= value < 1
     else:
         wanted, fits = "a positive number", isinstance(value, int | float) and 0 < value < math.inf
     if not fits or isinstance(value, bool) != (kind == "bool"):
         raise ValueError(f"{name} = {value!r} must be {wanted}.")
-    return float(value) if kind == "float" else value
+    return float(value) if kind in ("float", "Rate") else value
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ form: reduced with every micro-batch, 1/N of the memory.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ def _checked_next_token(experiment: Experiment) -> Loss:
             raise experiment.error("train.loss", message, hint='train.loss = "package.module:function" of your own')
         tokens = batch["tokens"]
         with user_code(experiment, "model.class", f"the forward pass of {name}"):
-            logits = model(tokens)
+            takes_key = "key" in inspect.signature(model.__call__).parameters
+            logits = model(tokens, key=rng) if takes_key else model(tokens)
         shape = getattr(logits, "shape", None)
         if shape is None or len(shape) != tokens.ndim + 1 or shape[:-1] != tokens.shape:
             got = type(logits).__name__ if shape is None else f"an array {list(shape)}"

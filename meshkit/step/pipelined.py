@@ -509,7 +509,7 @@ class _WithLogits:
     def __init__(self, model: Any, x: Any, ctx: StageContext):
         self._model, self._x, self._ctx = model, x, ctx
 
-    def __call__(self, *_args: Any) -> jax.Array:
+    def __call__(self, *_args: Any, **_kwargs: Any) -> jax.Array:
         return self._model.last(self._x, self._ctx)
 
     def __getattr__(self, name: str) -> Any:

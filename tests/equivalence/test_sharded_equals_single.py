@@ -164,6 +164,14 @@ def test_recomputation_changes_nothing(policy, reference, state):
     assert_close(loss_and_gradients(spec, one_device(spec), state), reference, TOLERANCE)
 
 
+def test_dropout_draws_the_same_masks_on_any_mesh(state):
+    """Accumulators in pieces: reduced once a step, each replica would draw masks of its own."""
+    drawn = ["model.dropout=0.2", "train.accumulate=2"]
+    spec = experiment(*drawn, *STRATEGIES["fsdp, accumulated in pieces"])
+    alone = loss_and_gradients(experiment(*drawn), one_device(experiment()), state)
+    assert_close(loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state), alone, TOLERANCE)
+
+
 def test_a_model_of_ones_own_shards_the_same():
     """The perceptron with its own loss and examples; K = 1024 terms (mlp) through D = 6 sums."""
     sizes = ["model.embed=256", "model.mlp=1024", "train.global_batch=64", 'train.precision="fp32"']

@@ -33,6 +33,8 @@ STAGED = [
     *("train.sequence_length=16", "train.global_batch=16", "pipeline.microbatches=4"),
 ]
 
+DROPPED = [*SMALL, "model.layers=4", "model.dropout=0.3", "train.remat=full", *STAGED[3:]]
+
 
 def program_of(*overrides: str):
     spec = load(EXPERIMENT, [*SMALL, *overrides])
@@ -149,14 +151,14 @@ def test_the_program_says_what_its_pipeline_costs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_dropout_does_not_depend_on_stages_or_schedule(schedule):
-    """Somebody else's model: the same masks in two stages of two chunks as in four stages."""
+@pytest.mark.parametrize(("schedule", "model"), [("1f1b", STAGED), ("gpipe", STAGED), ("1f1b", DROPPED)])
+def test_dropout_does_not_depend_on_stages_or_schedule(schedule, model):
+    """Somebody else's model, and a Llama: the same masks in two stages of two chunks as in four stages."""
     found = []
     chunks = ["pipeline.schedule=interleaved_1f1b", "pipeline.virtual_stages=2"]
     one = [f"pipeline.schedule={schedule}", "pipeline.virtual_stages=1", "mesh.pipeline=4", "mesh.fsdp=2"]
     for overrides in (chunks, one):
-        spec = load(EXPERIMENT, [*STAGED, *overrides, "rules.logical.act_batch=replicated"])
+        spec = load(EXPERIMENT, [*model, *overrides, "rules.logical.act_batch=replicated"])
         program = make_train_step(spec, build_mesh(spec.mesh, spec.cluster))
         state, batch = program.init(), batch_of(program)
         loss, gradients = program.gradients(state, batch)
