@@ -194,10 +194,13 @@ def _travel(at: Step) -> tuple[float, float]:
 
 
 def _sends_s(at: Step) -> float:
-    """Seconds of sends between stages that a stage waits for: one forward and one backward a micro-batch and chunk."""
+    """Seconds of sends between stages that a stage waits for: one forward and one backward a micro-batch and chunk.
+
+    Where other micro-batches hide them those that fill and drain the pipeline stay: the first micro-batch passes all
+    chunks of all stages before the first backward pass, the last one goes back through all of them. In Megatron-LM
+    stages without chunks wait for each (core_v0.8.0, pipeline_parallel/schedules.py).
+    """
     run, cluster = at.run, at.cluster
-    if run.framework.overlaps_stages and at.windows:
-        return 0.0
     payload = 2 * run.micro_batch * run.length * run.shape.hidden / run.tensor / run.context
     replica = run.tensor * run.context * run.data
     crosses = replica >= cluster.gpus_used_per_domain and cluster.num_nvlink_domains > 1
@@ -205,6 +208,8 @@ def _sends_s(at: Step) -> float:
     one = collective_time_s(
         "collective-permute", payload_bytes=payload, gpus_per_domain=inside, domains=domains, cluster=cluster
     )
+    if run.framework.overlaps_stages and run.chunks > 1 and at.windows:
+        return 2 * (run.chunks * run.stages - 1) * one
     return 2 * run.chunks * run.micro_batches * one
 
 
@@ -320,7 +325,8 @@ CORRECTIONS = (
     ),
     Correction(
         "sends between stages under other micro-batches: they block",
-        lambda run: run.framework.overlaps_stages and run.stages > 1, off=_framework(overlaps_stages=False),
+        lambda run: run.framework.overlaps_stages and run.stages > 1 and run.chunks > 1,
+        off=_framework(overlaps_stages=False),
     ),
     Correction("sends between stages: none", lambda run: run.stages > 1, step=_sends_s, travels=True),
 )  # fmt: skip

@@ -93,7 +93,7 @@ class Framework:
             blocks.
         chunked_tensor: gathers and scatters of sequence parallelism run piece by piece beside their matmuls
             (userbuffers): of `tensor` pieces one is exposed.
-        overlaps_stages: sends between pipeline stages hide under other micro-batches.
+        overlaps_stages: sends between pipeline stages of several chunks hide under other micro-batches.
         sequence_parallel: with tensor parallelism, unless the row says no.
         prefetches: FSDP in PyTorch: gathers and scatters run on a stream beside compute (prefetch.py).
         per_tensor: ZeRO-1 that all-reduces gradients, and broadcasts each parameter tensor from its one owner.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.published import reduction
+from benchmarks.published.corrections import CORRECTIONS, Step
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.rows import parse_row
 from meshkit.config.cluster import Cluster
@@ -100,3 +102,53 @@ def test_interleaved_stages_reduce_chunk_by_chunk():
     assert long == pytest.approx(10.0 + 110.0 - 8 * 11 / 12), "and outlasts it"
     gathered = reduction._by_chunks(run, cluster, (0.0, 1.0), (2.4, 12.0), 24)
     assert gathered == pytest.approx(0.1 + 0.1 * lost + 2.2 * lost), "one bucket is beside nothing"
+
+
+def _filled_and_drained_s(stages: int, chunks: int, micro_batches: int, send_s: float) -> float:
+    """Interleaved 1F1B op by op, a chunk forward 1 s and backward 2 s, each send between stages so many seconds."""
+    total, done = chunks * micro_batches, {}
+
+    def turn(k: int) -> tuple[int, int]:
+        return k // stages % chunks, k // (stages * chunks) * stages + k % stages
+
+    queues, free = [], [0.0] * stages
+    for rank in range(stages):
+        warm = min(total, 2 * (stages - rank - 1) + (chunks - 1) * stages)
+        ops = [("f", *turn(k)) for k in range(warm)]
+        for k in range(total):
+            ops += [("f", *turn(k + warm))] if k + warm < total else []
+            ops.append(("b", chunks - 1 - turn(k)[0], turn(k)[1]))
+        queues.append(ops)
+    while any(queues):
+        for rank, ops in enumerate(queues):
+            while ops:
+                way, chunk, batch = ops[0]
+                place, last = chunk * stages + rank, chunks * stages - 1
+                before = (
+                    ("f", last, batch) if way == "b" and place == last else (way, place + (way == "b" or -1), batch)
+                )
+                if before[1] >= 0 and before not in done:
+                    break
+                sent = send_s if before[1] >= 0 and before[1] != place else 0.0
+                start = max(free[rank], done.get(before, 0.0) + sent)
+                free[rank] = done[way, place, batch] = start + (1 if way == "f" else 2)
+                ops.pop(0)
+    return max(free)
+
+
+def test_sends_that_fill_and_drain_an_interleaved_pipeline_are_beside_nothing():
+    """A schedule run op by op takes 2 (stages times chunks - 1) sends longer, however many micro-batches there are."""
+    for stages, chunks, batches in ((8, 12, 8), (4, 5, 32), (2, 2, 4)):
+        plain = _filled_and_drained_s(stages, chunks, batches, 0.0)
+        assert plain == pytest.approx(3 * (chunks * batches + stages - 1))
+        more = _filled_and_drained_s(stages, chunks, batches, 0.05) - plain
+        assert more == pytest.approx(2 * (stages * chunks - 1) * 0.05)
+    sends = next(c.step for c in CORRECTIONS if c.name == "sends between stages: none")
+    assert sends
+    run = changed("nemo2411-gpt3-175b-fp8-512")
+    at = Step(run, cluster_of(run), {})
+    one = collective_time_s(
+        "collective-permute", payload_bytes=2 * 2048 * 12_288 / 4, gpus_per_domain=1, domains=2, cluster=at.cluster
+    )
+    assert sends(at) == pytest.approx(2 * (8 * 12 - 1) * one)
+    assert sends(replace(at, run=replace(run, chunks=1))) == pytest.approx(2 * run.micro_batches * one)
