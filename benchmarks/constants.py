@@ -68,6 +68,7 @@ CONSTANTS = (
     Constant("kernels", "attention_power_forward", "loss of attention at the power cap, over a matmul's"),
     Constant("kernels", "attention_power_backward", "the same backward"),
     Constant("kernels", "attention_head_64", "heads of 64 over heads of 128"),
+    Constant("kernels", "fp8_promoted", "fp8 on Hopper whose sums are promoted, over others"),
     Constant("kernels", "nccl_memory_passes", "of device memory for a byte that arrives", "passes"),
     Constant("kernels", "block_clocks", "between two blocks of a multiprocessor", "clocks"),
     Constant("kernels", "sector_clocks", "a sector of a look-up across rows", "clocks"),

@@ -31,7 +31,7 @@ from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.pricing import arithmetic_left
 
-_FOUR, _EIGHT = "f4e2m1fn", {"f8e4m3fn": "mxfp8", "f8e5m2": "mxfp8"}
+_FOUR, _EIGHT = "f4e2m1fn", {f"{name}{how}": "mxfp8" for name in ("f8e4m3fn", "f8e5m2") for how in ("", "_highest")}
 _HALF_BYTES = 2
 _SECOND_BYTES = 1 + 2 / 32  # of MXFP8 along the other dim, and the scales of both
 _FOUR_BYTES = 0.5 + 1 / 16  # with the scale, in 8 bits, of 16 elements

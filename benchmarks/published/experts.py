@@ -85,7 +85,7 @@ def as_in_megatron(run: Run, schedule: Schedule, *, grouped: bool = True) -> Sch
         calls = grouped and run.recipe.grouped and "/moe/experts/" in i.source
         cost = _grouped(i.cost, rows) if calls else i.cost
         if run.precision == "fp8" and "logits" not in i.source:
-            names[_HALF] = _EIGHT
+            names[_HALF] = f"{_EIGHT}_highest" if "transpose(" in i.source else _EIGHT
         return replace(i, cost=renamed(cost, names))
 
     bodies = {name: tuple(one(i) for i in body) for name, body in schedule.computations.items()}

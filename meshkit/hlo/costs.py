@@ -18,7 +18,7 @@ SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element"}
 _LOOP = "kind=kLoop"
 _HOST_MEMORY = ":S(5)"
-_NO_TF32 = re.compile(r'operand_precision=\{highest|"operand_precision":\s*\["HIGHEST|algorithm=dot_f32_f32_f32')
+_HIGHEST = re.compile(r'operand_precision=\{highest|"operand_precision":\s*\["HIGHEST|algorithm=dot_f32_f32_f32')
 _GEMM = re.compile(r"__cublas\$(?!triangular)|__cudnn\$.*[Gg]emm")
 # A complex multiply-add is four of its parts.
 _PARTS_OF = {"c64": "f32", "c128": "f64"}
@@ -315,8 +315,9 @@ def _attention(instruction: Any, text: str, target: str) -> Cost:
 
 
 def _matmul_dtype(name: str, text: str) -> str:
-    """Operand type of a matmul; `f32_highest` where the program forbids TF32."""
-    return "f32_highest" if name == "f32" and _NO_TF32.search(text) else name
+    """Operand type of a matmul; `f32_highest` where the program forbids TF32, and `f8..._highest` where it forbids to
+    sum in nothing but tensor cores (XLA's PrecisionConfig is cuBLAS's fast accumulation)."""
+    return f"{name}_highest" if (name == "f32" or name.startswith("f8")) and _HIGHEST.search(text) else name
 
 
 def _convolution(instruction: Any, result: Shape, text: str, target: str) -> dict[str, float]:

@@ -60,7 +60,8 @@ def peak_flops(gpu: Gpu, dtype: str) -> float:
 
     Args:
         gpu: any but a CPU's entry.
-        dtype: as XLA spells it: `bf16`, `f32`, `f8e4m3fn`; `f32_highest` is fp32 that may not run as TF32.
+        dtype: as XLA spells it: `bf16`, `f32`, `f8e4m3fn`; `f32_highest` is fp32 that may not run as TF32,
+            `f8..._highest` fp8 whose sums are promoted.
 
     Raises:
         KeyError: the catalog has no peaks of it, as for a CPU.
@@ -191,8 +192,21 @@ def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumpt
     """Sustained rate of a large matmul."""
     precision = precision_of(gpu, dtype)
     large = sustained_flops_per_s(gpu, precision, _kind(assumptions))
-    gain = step_gain(full_clock(gpu, precision), busy) if assumptions.sustained else 1.0
+    kept = gain = _promoted_share(gpu, dtype)
+    if assumptions.sustained:  # what promotes draws less at a clock, so that the clock is higher under the cap
+        capped = kept ** (1 - 1 / catalog.kernels()["power_exponent"])
+        gain = capped * step_gain(full_clock(gpu, precision) * kept / capped, busy)
     return min(gpu.peak_flops[precision], rates.matmul_flops_per_s.get(precision, large) * gain)
+
+
+def _promoted_share(gpu: Gpu, dtype: str) -> float:
+    """Rate, at a clock, of a matmul in fp8 that may not sum all products in the tensor cores' accumulators, over one
+    that may.
+
+    Hopper's keep 14 bits of a sum, so that partial sums are added up in fp32 by other cores; Blackwell's keep all.
+    """
+    held = dtype.startswith("f8") and dtype.endswith("_highest") and gpu.compute_capability == (9, 0)
+    return catalog.kernels()["fp8_promoted"] if held else 1.0
 
 
 def _kind(assumptions: Assumptions) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,10 @@ def test_the_router_has_16_bit_operands_and_experts_8():
     assert [dict(i.cost.matmul_flops) for i in found if i.cost] == [{"bf16": 8.0}, {"f8e4m3fn": 4.0}, {"bf16": 4.0}]
     assert found[1].cost
     assert found[1].cost.matmuls[0].dtype == "f8e4m3fn"
+    back = replace(expert, source="transpose(jvp(layers))/moe/experts")
+    (found,) = as_in_megatron(run, _schedule(back)).computations["e"]
+    assert found.cost
+    assert dict(found.cost.matmul_flops) == {"f8e4m3fn_highest": 4.0}
     plain = as_in_megatron(changed(QWEN, precision="BF16"), _schedule(expert)).computations["e"]
     assert plain == (expert,)
 

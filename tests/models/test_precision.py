@@ -169,6 +169,20 @@ def test_the_program_for_absent_gpus_multiplies_in_fp8():
     assert sum(flops.values()) == sum(matmul_flops(planned("bf16")).values())
 
 
+@pytest.mark.deviceless
+def test_gradients_alone_are_summed_with_promotion():
+    """As flax, Transformer Engine and torchao: a matmul with an operand in e5m2 is one of the backward pass."""
+    down = EMBED * MLP
+    layer = 4 * EMBED * HEADS * HEAD_DIM + 3 * down
+    flops = {True: 0.0, False: 0.0}
+    for i, times in executed(planned("fp8")):
+        for dtype, found in (i.cost.matmul_flops if i.cost else {}).items():
+            if dtype.startswith("f8"):
+                flops[dtype.endswith("_highest")] += found * times
+    each = 2 * LAYERS * BATCH * LENGTH / (FSDP * TENSOR)
+    assert flops == {True: each * 2 * layer, False: each * (2 * layer - down)}
+
+
 def large(precision: str) -> dict[tuple, int]:
     """Bytes over 4 KiB an instance by collective and axes."""
     moved: dict[tuple, int] = {}

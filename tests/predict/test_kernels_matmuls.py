@@ -5,9 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshkit.config import catalog
-from meshkit.hlo.costs import Matmul
+from meshkit.hlo.costs import Cost, Matmul
+from meshkit.predict.assumptions import Assumptions
 from meshkit.predict.kernels import (
     full_clock,
+    kernel_work,
     precision_of,
     shape_share,
     step_gain,
@@ -157,3 +159,26 @@ def test_a_larger_square_is_never_much_slower(precision, power):
 
 def test_the_cpu_has_no_table():
     assert share(1, 64, 64, 64, catalog.gpu("cpu")) == 1.0
+
+
+@pytest.mark.parametrize(("busy", "slower"), [(1.0, 0.91**-0.5), (0.5, 1 / 0.91)])
+def test_promoted_sums_cost_less_under_the_power_cap_than_at_the_full_clock(busy, slower):
+    """What does less at a clock draws less, so that the clock is higher: by the same law as a step's."""
+    plain, promoted = (
+        kernel_work(Cost({dtype: 1e15}), H100, busy=busy).arithmetic_s for dtype in ("f8e4m3fn", "f8e4m3fn_highest")
+    )
+    assert promoted / plain == pytest.approx(slower)
+
+
+@pytest.mark.parametrize(("key", "tflops", "bf16"), [("h100_sxm", 1402.6, 794.5), ("h200", 1453.4, 794.5)])
+def test_the_best_shape_with_promoted_sums_is_as_published(key, tflops, bf16):
+    """torch._scaled_mm without fast accumulation (stas00/ml-engineering); burst of bf16 by the same tool beside it."""
+    gpu, at_once = catalog.gpu(key), Assumptions(sustained=False)
+    rate = 1e15 / kernel_work(Cost({"f8e4m3fn_highest": 1e15}), gpu, assumptions=at_once).arithmetic_s / 1e12
+    same_clock = bf16 / (sustained_flops_per_s(gpu, "bf16", "burst") / 1e12)
+    assert rate * same_clock == pytest.approx(tflops, rel=0.08)
+
+
+def test_blackwell_sums_in_one_way():
+    plain, promoted = (kernel_work(Cost({dtype: 1e15}), B200) for dtype in ("f8e5m2", "f8e5m2_highest"))
+    assert plain == promoted
