@@ -13,7 +13,16 @@ from typing import Any
 from benchmarks.published.blocks import as_mxfp8, as_nvfp4, casts_s, is_mxfp8, slowed_s, travel_s
 from benchmarks.published.eager import between_matmuls, between_s, eager_s, logits_s, step_s
 from benchmarks.published.experiments import Run
-from benchmarks.published.experts import as_in_megatron, beside_s, exchange_s, is_routing, passes_s, quantization_s
+from benchmarks.published.experts import (
+    as_in_megatron,
+    beside_s,
+    exchange_s,
+    is_routing,
+    operators_s,
+    passes_s,
+    quantization_s,
+    window_s,
+)
 from benchmarks.published.ours import casts_weights, is_filled, is_loop_copy, repeats, rerun, without
 from benchmarks.published.prefetch import prefetched
 from benchmarks.published.reduction import copies_s, gradients_s
@@ -273,6 +282,11 @@ CORRECTIONS = (
         "experts, permutations: at the rate of plain copies", _experts, layer=_layer(passes_s),
         instead={"layer": _layer(passes_s, share=_LIKE_A_COPY)},
     ),
+    Correction(
+        "experts, operators on strided tensors: at the rate of plain copies", _experts, layer=_layer(operators_s),
+        instead={"layer": _layer(operators_s, share=_LIKE_A_COPY)},
+    ),
+    Correction("attention to a window: none", lambda run: run.shape.window, layer=_layer(window_s)),
     Correction(
         "experts, biases, clamps and rotation of GPT-OSS: none", lambda run: run.shape.biased,
         off=lambda run: replace(run, shape=replace(run.shape, biased=False)),

@@ -3,14 +3,14 @@
     router            our matmul is fp32; Megatron's has 16-bit operands and an fp32 result (te_general_gemm in
                       RouterGatingLinearFunction, megatron/core/transformer/moe/moe_utils.py)
     8 bits            our experts multiply in 16: the same matmuls at the fp8 rate, and the casts that go with them
-    sliding window    our layers all see the whole length: attention of a layer is the mean of both kinds
+    sliding window    our layers all see the whole length: every second one's attention goes, and costs `window_s`
     tokens' travel    ours is an all-to-all of every copy of a token, of a tensor-parallel replica in each of its GPUs,
                       as XLA schedules it; Megatron's is `exchange_s`, and blocks unless the recipe overlaps it
     around experts    what our program does to rows before and after their matmuls goes (`is_routing`); what Megatron
-                      launches there is counted instead, by operators (`passes_s`)
+                      launches there is counted instead (`passes_s`, `operators_s`)
 
-Not there: norms of queries and keys, the sink of attention, eager kernels' own rate, the host that launches all
-this and waits for the counts of rows.
+Not there: norms of queries and keys, the sink of attention, gradients of biases in the epilogue of a matmul, the host
+that launches all this and waits for the counts of rows.
 """
 
 from __future__ import annotations
@@ -47,14 +47,30 @@ _GROUPED = (1.56, 1.74, 1.34, 1.13, 1.0)
 _GROUPED_WEIGHTS = (1.03, 1.19, 1.49, 1.52, 1.17)
 
 # Bytes an element, forward and backward, in Megatron-LM d7288711 (transformer/moe/experts.py, _apply_bias;
-# fusions/fused_bias_geglu.py; models/common/embeddings/rope_utils.py): what is no fused kernel runs by operators.
+# fusions/fused_bias_geglu.py; models/common/embeddings/rope_utils.py): what is no fused kernel runs by operators. Of
+# each pass first those of operators in 16 bits of which a tensor is strided or broadcast, then the others.
 #   gated      an output of the gate: two inputs and the output; a gradient, both inputs and their gradients
-#   clamp      an output of the first matmul: two clamps and a concatenation
+#   clamp      an output of the first matmul: two clamps of halves and a concatenation; their gradients are
+#              comparisons, a selection of strided gradients (clamp_backward of PyTorch) and a concatenation
 #   bias       an output of the second: b p, t + b p, their concatenation; with fp32 p, which HybridEP wants, a cast too
 #   residual   a token's, twice a layer: bias and residual without bias_dropout_fusion
 #   rotation   of queries and keys, beyond our program's: YaRN's scale has no fused kernel
-_GATED, _CLAMP, _BIAS, _BIAS_FLOAT = (6, 10), (8, 10), (12, 16), (28, 40)
-_RESIDUAL, _ROTATION = (10, 4), (20, 22)
+#   norm       a token's, where it is recomputed: that before the experts; attention's is part of a matmul
+_GATED, _CLAMP = ((0, 6), (0, 10)), ((4, 4), (9.5, 5.5))
+_BIAS, _BIAS_FLOAT = ((2, 10), (8, 8)), ((0, 28), (0, 40))
+_RESIDUAL, _ROTATION, _NORM = ((4, 6), (0, 4)), ((10, 10), (10, 12)), (0, 4)
+
+# Share of the peak of device memory that PyTorch's operators reach in 16 bits where a tensor is strided or broadcast,
+# so that they load no vectors: SiLU and a product of halves of a tensor, 2.68e8 outputs and 10 bytes of each, in 1.495
+# ms on an H100 (linkedin/Liger-Kernel ead96b61, benchmark/data/all_benchmark_data.csv, megatron_swiglu, torch,
+# forward). Whole tensors reach 0.86 there (relu_squared). Nothing was found of other GPUs, nor of fp32, which is taken
+# to run as whole tensors do.
+_STRIDED_SHARE = 0.536
+
+# Seconds of a query and head of 64 with a window of 128 keys, both passes, bf16: cuDNN 9.22, batch 2, 4,096 tokens, 128
+# heads (NVIDIA/cudnn-frontend 3929da2, benchmark/sdpa_benchmark_training/results/gpt_oss). Hopper's: cuDNN 9.19 on H200
+# with 1,024 keys, of which blocks of 128 queries see 7.9 blocks in the mean, and 1.97 of 128 keys.
+_WINDOW_S = {"gb200": 0.675e-3 / 2**20, "gb300": 0.644e-3 / 2**20, "hopper": 1.4e-3 / 2**19 / 4}
 
 # DeepEP, branch hybrid-ep, docs/README_Hybrid-EP.md: GB/s of received tokens in 16 bits through PyTorch, by GPUs that
 # share experts. GB200 with 32 multiprocessors, as in the recipes (B200: 536 and 531 with 16); beyond 36 GPUs the last.
@@ -71,14 +87,14 @@ def as_in_megatron(run: Run, schedule: Schedule, *, grouped: bool = True) -> Sch
     """
     if not run.shape.experts:
         return schedule
-    attended = run.shape.attended(run.length)
+    whole = 0.5 if _windowed(run) else 1.0
     rows = run.tokens * run.shape.experts_per_token * run.experts / run.shape.experts
 
     def one(i: Instruction) -> Instruction:
         if i.cost is None:
             return i
         if i.cost.attention_flops:
-            return replace(i, cost=replace(i.cost, attention_flops=i.cost.attention_flops * attended))
+            return replace(i, cost=replace(i.cost, attention_flops=i.cost.attention_flops * whole))
         if not i.cost.matmul_flops:
             return i
         names = {_ROUTER: _HALF}
@@ -182,7 +198,7 @@ def beside_s(run: Run, cluster: Cluster, compute_s: float) -> float:
 
 
 def passes_s(run: Run, cluster: Cluster, share: float | None = None) -> float:
-    """Seconds of a layer and micro-batch of what Megatron does to rows before, between and after an expert's matmuls.
+    """Seconds of a layer and micro-batch of moving rows to an expert's matmuls and back.
 
     Permutations: by destination, then by expert where a GPU has several, and back. What our program does to tokens as
     the sum of their copies counts already. `share`: of the peak of device memory, for permutations; default: measured.
@@ -199,13 +215,42 @@ def passes_s(run: Run, cluster: Cluster, share: float | None = None) -> float:
         seconds = 2 * (tokens + rows + 4 * rows * sorts) * wide / (share or _PERMUTE_SHARE)
         if run.precision == "fp8" and not recipe.capacity:
             seconds += 8 * rows * s.hidden * _ACTIVATION / memory_bytes_per_s(cluster.gpu)
+    return seconds
+
+
+def operators_s(run: Run, cluster: Cluster, share: float | None = None) -> float:
+    """Seconds of a layer and micro-batch of operators and small kernels between an expert's matmuls and around them.
+
+    `share` of memory's peak replaces that of operators on strided tensors.
+    """
+    s, recipe = run.shape, run.recipe
+    tokens = run.tokens / run.tensor
+    rows = tokens * s.experts_per_token
     again = "moe_act" in recipe.recomputes
-    moved = 0.0
+    done: list[tuple[float, tuple[float, float]]] = []  # elements, and bytes of each
     if not recipe.fused:
-        moved += rows * (sum(_GATED) + again * _GATED[0]) * s.ffn
+        done += [(rows * s.ffn, i) for i in (*_GATED, *_GATED[:again])]
     if s.biased and not recipe.fused:
         bias = _BIAS_FLOAT if recipe.dispatcher == "hybridep" else _BIAS
-        moved += rows * ((sum(_CLAMP) + again * _CLAMP[0]) * 2 * s.ffn + sum(bias) * s.hidden)
+        done += [(rows * 2 * s.ffn, i) for i in (*_CLAMP, *_CLAMP[:again])] + [(rows * s.hidden, i) for i in bias]
     if s.biased:
-        moved += tokens * (2 * sum(_RESIDUAL) * s.hidden + sum(_ROTATION) * (s.heads * s.head_dim + s.keys))
-    return seconds + moved / memory_bytes_per_s(cluster.gpu)
+        done += [(2 * tokens * s.hidden, i) for i in _RESIDUAL]
+        done += [(tokens * (s.heads * s.head_dim + s.keys), i) for i in _ROTATION]
+    if "layernorm" in recipe.recomputes:
+        done.append((tokens * s.hidden, _NORM))
+    strided = sum(count * i[0] for count, i in done) / ((share or _STRIDED_SHARE) * cluster.gpu.memory_bytes_per_s)
+    return strided + sum(count * i[1] for count, i in done) / memory_bytes_per_s(cluster.gpu)
+
+
+def _windowed(run: Run) -> bool:
+    """Whether every second layer attends to a window."""
+    return 0 < run.shape.window < run.length
+
+
+def window_s(run: Run, cluster: Cluster) -> float:
+    """Seconds of a layer and micro-batch, both passes, of attention to a window, which every second layer has."""
+    if not _windowed(run):
+        return 0.0
+    key = cluster.gpu.key.removeprefix("g").replace("b", "gb")
+    queries = run.tokens * run.shape.heads / run.tensor
+    return 0.5 * queries * _WINDOW_S.get(key, _WINDOW_S["hopper"])

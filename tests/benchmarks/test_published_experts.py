@@ -17,8 +17,10 @@ from benchmarks.published.experts import (
     copies,
     exchange_s,
     is_routing,
+    operators_s,
     passes_s,
     quantization_s,
+    window_s,
 )
 from benchmarks.published.holdings import framework_peak_bytes
 from benchmarks.published.ours import casts_weights
@@ -116,13 +118,18 @@ def test_the_router_has_16_bit_operands_and_experts_8():
     assert plain == (expert,)
 
 
-def test_a_window_leaves_little_attention_to_every_second_layer():
-    """128 of 4096: 128 x (4096 - 64) of 4096^2 / 2 scores, 6 %; with the full ones 53 %."""
+def test_every_second_layer_attends_to_a_window_at_the_time_that_cudnn_takes():
+    """4 sequences of 64 heads are as many queries as cuDNN's 2 of 128: 0.21 ms forward, 0.465 backward."""
     run = changed("mbridge-26.04-GPT-DGX-GB200-64-BF16")
+    cluster = Cluster.load(run.machines.table)
+    assert window_s(run, cluster) == pytest.approx(0.5 * (0.21e-3 + 0.465e-3))
+    assert window_s(changed(QWEN), cluster) == 0.0
+    hopper = changed("mbridge-26.04-GPT-DGX-H100-64-BF16")
+    assert window_s(hopper, Cluster.load(hopper.machines.table)) == pytest.approx(0.5 * 4096 * 64 * 0.668e-9, rel=0.01)
     attention = Instruction("a", "custom-call", "kernel", cost=Cost(attention_flops=1.0))
     (found,) = as_in_megatron(run, _schedule(attention)).computations["e"]
     assert found.cost
-    assert found.cost.attention_flops == pytest.approx(0.5 + 0.5 * 128 * 4032 / (4096 * 4096 / 2))
+    assert found.cost.attention_flops == 0.5
 
 
 def test_operands_are_cast_once_each():
@@ -172,6 +179,7 @@ def test_the_recipe_beside_a_page_says_how_its_experts_ran():
     assert found[OVERLAPPED].fused
     assert found[GPT].recomputes == ()
     assert changed("mbridge-26.04-GPT-DGX-H100-64-BF16").recipe.recomputes == ("layernorm", "moe_act")
+    assert changed("mbridge-26.04-GPT-DGX-B200-64-BF16").recipe.dispatcher == "hybridep"
     assert changed("nemo-grok1-bf16-512").framework.attention == "flash2"
     elsewhere = parse_row(
         {**CELLS["nemo-grok1-bf16-512"], "source_ref": "togethercomputer/together-dgxc", "source": ""}, "x"
@@ -229,14 +237,24 @@ def test_rows_are_moved_and_worked_on_as_often_as_in_megatron():
     moved = 2 * (4096 + 5 * 8 * 4096) * 2048 * 2 / (0.5 * peak)
     filled = 8 * 8 * 4096 * 2048 * 2 / rate
     gate = 8 * 4096 * 16 * 768 / rate
-    assert passes_s(run, cluster) == pytest.approx(moved + filled + gate)
-    assert passes_s(changed(QWEN, precision="BF16"), cluster) == pytest.approx(moved + gate)
+    assert passes_s(run, cluster) == pytest.approx(moved + filled)
+    assert operators_s(run, cluster) == pytest.approx(gate)
+    assert passes_s(changed(QWEN, precision="BF16"), cluster) == pytest.approx(moved)
     gpt = changed(GPT)
     tokens, rows = 4 * 4096, 4 * 4 * 4096
     plain = 2 * (tokens + 5 * rows) * 2880 * 2 / (0.5 * Cluster.load(gpt.machines.table).gpu.memory_bytes_per_s)
-    eager = rows * (16 * 2880 + 18 * 2 * 2880 + 28 * 2880) + tokens * (28 * 2880 + 42 * (64 + 8) * 64)
+    whole = rows * (16 * 2880 + 9.5 * 2 * 2880 + 18 * 2880) + tokens * (20 * 2880 + 22 * (64 + 8) * 64)
+    strided = rows * (13.5 * 2 * 2880 + 10 * 2880) + tokens * (8 * 2880 + 20 * (64 + 8) * 64)
     there = Cluster.load(gpt.machines.table)
-    assert passes_s(gpt, there) == pytest.approx(plain + eager / memory_bytes_per_s(there.gpu))
+    eager = whole / memory_bytes_per_s(there.gpu) + strided / (0.536 * there.gpu.memory_bytes_per_s)
+    assert passes_s(gpt, there) == pytest.approx(plain)
+    assert operators_s(gpt, there) == pytest.approx(eager)
+    again = changed(GPT, gpu="GB200")
+    more = rows * (6 * 2880 + 4 * 2 * 2880) + tokens * 4 * 2880
+    there = Cluster.load(again.machines.table)
+    once = operators_s(replace(again, recipe=replace(again.recipe, recomputes=())), there)
+    repeated = more / memory_bytes_per_s(there.gpu) + rows * 4 * 2 * 2880 / (0.536 * there.gpu.memory_bytes_per_s)
+    assert operators_s(again, there) - once == pytest.approx(repeated)
 
 
 def test_what_moves_tokens_in_our_program_goes_and_matmuls_stay():
