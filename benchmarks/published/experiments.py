@@ -373,11 +373,17 @@ _POOLS = (
 )
 
 
-def _pool(row: Row) -> dict[str, float]:
-    """The share of memory that the client of a JAX row had, where its launcher says it."""
+# Whose launchers run the step once to profile it, and let XLA schedule it again by the profile:
+# dgxc-benchmarking@35a9aec and @741c886, maxtext/configure.sh.
+_PROFILED = "dgxc-benchmarking.*maxtext/"
+
+
+def _launched(row: Row) -> dict[str, Any]:
+    """What the launcher of a JAX row says: the share of memory that its client had, and whether XLA had a profile."""
     name = row.say("model").lower()
     shares = (f for where, model, f in _POOLS if re.search(where, row.source) and re.search(model, name))
-    return {"memory_fraction": share} if (share := next(shares, None)) else {}
+    share = {"memory_fraction": found} if (found := next(shares, None)) else {}
+    return share | ({"pgle": "predicted"} if re.search(_PROFILED, row.source) else {})
 
 
 def _whole(row: Row, framework: Framework, common, machines: Machines, ways, micro_batch: int, count: int):
@@ -391,7 +397,7 @@ def _whole(row: Row, framework: Framework, common, machines: Machines, ways, mic
         rules["gradients"] = {"embed": "fsdp"}  # gathered and scattered with every micro-batch, as FSDP does
     train = {"global_batch": micro_batch * count * data * sharded, "sequence_length": length, "accumulate": count,
              "precision": precision, "reduce_precision": framework.reduce, "remat": remat,
-             "derived_options": False, **_pool(row)}  # fmt: skip
+             "derived_options": False, **_launched(row)}  # fmt: skip
     return {"name": _name(row), "cluster": machines.table, "mesh": mesh, "rules": rules,
             "model": _model(row, framework, shape, shape.layers, length, context), "train": train,
             "xla": dict(_options(row, framework))}  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.published.kernels import Kernels, adapted
 from benchmarks.published.prefetch import users
-from meshkit.compile.options import CompileChoices
+from meshkit.compile.choices import choices_for
 from meshkit.compile.program import compile_absent
 from meshkit.config.experiment import Experiment, load
 from meshkit.hlo.module import Schedule, load_module, read_schedule
@@ -116,7 +116,7 @@ def _compile(experiment: Experiment, mesh: DescribedMesh) -> tuple[dict[str, Any
         (program.abstract_state, program.abstract_batch),
         mesh=mesh,
         cluster=experiment.cluster,
-        choices=CompileChoices({**program.xla_options, **experiment.xla}),
+        choices=choices_for(experiment, program, mesh),
     )
     facts = {
         "peak_bytes": compiled.peak_bytes,
