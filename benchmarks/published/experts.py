@@ -30,7 +30,7 @@ from meshkit.predict.network import collective_time_s
 from meshkit.predict.pricing import arithmetic_left
 
 _ROUTER, _HALF, _EIGHT = "f32_highest", "bf16", "f8e4m3fn"
-_ACTIVATION = 2  # bytes
+_ACTIVATION, _COUNT = 2, 8  # bytes
 _CAST_BYTES = 4  # an operand read in 16 bits, written in 8 along both of its dims (TransformerEngine's MXFP8)
 
 # Shares of the peak of device memory. A cast: 8192 x 8192 in 52.3 us on B200 (ROCm/TransformerEngine, pull 598).
@@ -160,6 +160,9 @@ def exchange_s(run: Run, cluster: Cluster) -> float:
     """Seconds of a layer and micro-batch of sending tokens to experts and back, both passes, none of it hidden.
 
     A tensor-parallel replica cuts its tokens over its GPUs, and gathers the rows of all of them behind the all-to-all.
+    What tells which rows come: HybridEP gathers a byte of each token and expert by NCCL, which its published rates lack
+    (Executor::allgather_routing_map); Megatron-Core from 0.13 on gathers counts, and sends a probability with each row,
+    there and back (MoEAlltoAllTokenDispatcher).
     """
     s, ways = run.shape, run.experts
     sent = run.tokens / run.tensor * s.hidden * _ACTIVATION
@@ -172,16 +175,19 @@ def exchange_s(run: Run, cluster: Cluster) -> float:
         return total
     inside = math.gcd(ways, max(1, cluster.gpus_used_per_domain // run.tensor))
     hosts = ways // inside
+    group = {"gpus_per_domain": inside, "domains": hosts, "cluster": cluster}
     if run.recipe.dispatcher == "hybridep":
         table, received = (_HYBRID, sent * copies(run, ways))
         if hosts > 1:
             table, received = _HYBRID_IB, sent * copies(run, hosts)
-        return total + sum(
-            2 * received / 1e9 / np.interp(ways, table["gpus"], table[way]) for way in ("dispatch", "combine")
-        )
-    return total + 4 * collective_time_s(
-        "all-to-all", payload_bytes=rows, gpus_per_domain=inside, domains=hosts, cluster=cluster
-    )
+        dispatch, combine = (1e9 * np.interp(ways, table["gpus"], table[way]) for way in ("dispatch", "combine"))
+        mapped = run.tokens / run.tensor * s.experts * ways
+        gather = collective_time_s("all-gather", payload_bytes=mapped, **group)
+        return total + gather + 2 * received * (1 / dispatch + 1 / combine)
+    if "Megatron-Bridge" in run.row.source:
+        total += collective_time_s("all-gather", payload_bytes=_COUNT * s.experts * ways, **group)
+        total += 2 * collective_time_s("all-to-all", payload_bytes=rows / s.hidden, **group)
+    return total + 4 * collective_time_s("all-to-all", payload_bytes=rows, **group)
 
 
 def beside_s(run: Run, cluster: Cluster, compute_s: float) -> float:
