@@ -23,9 +23,18 @@ from benchmarks.published.experts import (
     quantization_s,
     window_s,
 )
-from benchmarks.published.ours import casts_weights, is_filled, is_loop_copy, repeats, rerun, without
+from benchmarks.published.ours import (
+    casts_weights,
+    is_filled,
+    is_loop_copy,
+    is_stacked_gradient,
+    repeats,
+    rerun,
+    without,
+)
 from benchmarks.published.prefetch import prefetched
-from benchmarks.published.reduction import copies_s, gradients_s
+from benchmarks.published.reduction import accumulation_s, copies_s, gradients_s
+from benchmarks.published.userbuffers import find_overlap, tensor_s, without_tensor
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.network import collective_time_s
@@ -202,6 +211,11 @@ def _travel(at: Step) -> tuple[float, float]:
     return (1 + at.run.recomputed) * one(forward=True) + one(forward=False), 0.0
 
 
+def _tensor(at: Step) -> tuple[float, float]:
+    forward, backward = (tensor_s(at.run, at.cluster, forward=way, beside=at.windows) for way in (True, False))
+    return (1 + at.run.recomputed) * forward, backward
+
+
 def _sends_s(at: Step) -> float:
     """Seconds of sends between stages that a stage waits for: one forward and one backward a micro-batch and chunk.
 
@@ -309,9 +323,14 @@ CORRECTIONS = (
         lambda run: "Korthikanti" in run.row.source, off=_framework(overlaps_tensor=False),
     ),
     Correction(
-        "sequence parallelism in chunks beside matmuls: as XLA schedules it",
-        lambda run: _stage(run) and run.framework.chunked_tensor and run.tensor > 1,
-        off=_framework(chunked_tensor=False),
+        "what tensor-parallel GPUs send, by userbuffers: as XLA schedules it",
+        lambda run: _stage(run) and find_overlap(run) is not None, program=_program(without_tensor), layer=_tensor,
+        travels=True,
+    ),
+    Correction(
+        "gradients of weights added up by their matmuls: by a pass of their own",
+        lambda run: _stage(run) and run.framework.fused_gradients, program=_without(is_stacked_gradient),
+        layer=lambda at: (0.0, accumulation_s(at.run, at.cluster)),
     ),
     Correction(
         "stages in chunks: one chunk a stage", lambda run: run.chunks > 1, off=lambda run: replace(run, chunks=1)

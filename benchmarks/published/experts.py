@@ -22,6 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.published.experiments import Run
+from benchmarks.published.ours import is_current
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
@@ -146,7 +147,8 @@ def quantization_s(run: Run, cluster: Cluster, share: float = CAST_SHARE) -> flo
     attention = (s.hidden + queries) + (queries + 2 * s.keys + s.hidden)
     between = 0 if run.recipe.fused else 3 * s.ffn  # of both matmuls of an expert
     experts = k * (2 * s.hidden + between)
-    moved = _CAST_BYTES * run.tokens * (attention + experts) / run.tensor
+    each = _CAST_BYTES + (_ACTIVATION if is_current(run) else 0)  # which reads once more, for the largest values
+    moved = each * run.tokens * (attention + experts) / run.tensor
     return moved / (share * cluster.gpu.memory_bytes_per_s)
 
 

@@ -91,8 +91,7 @@ class Framework:
         overlaps_gradients: their reduction runs under the last backward pass, the gather under the next forward pass.
         overlaps_tensor: collectives of tensor and context parallelism run as the compiled schedule has them; else each
             blocks.
-        chunked_tensor: gathers and scatters of sequence parallelism run piece by piece beside their matmuls
-            (userbuffers): of `tensor` pieces one is exposed.
+        chunked_tensor: gathers and scatters of sequence parallelism run beside their matmuls (userbuffers.py).
         overlaps_stages: sends between pipeline stages of several chunks hide under other micro-batches.
         sequence_parallel: with tensor parallelism, unless the row says no.
         prefetches: FSDP in PyTorch: gathers and scatters run on a stream beside compute (prefetch.py).
@@ -101,6 +100,7 @@ class Framework:
             at least, and for every replica; 0: all.
         bucket_copy_bytes: a parameter, of copies of gradients around their reduction, once a step.
         reruns: pattern of precisions of rows in which recomputation runs a layer whole (ours.py); "" for none.
+        fused_gradients: matmuls add to the gradients of weights in their epilogue (`gradient_accumulation_fusion`).
         between: count of eager.py that what our program has between the matmuls of a layer makes way for; "" for none.
         memory: what a GPU holds; None where XLA's program says it.
         xla: options of the compiler.
@@ -125,6 +125,7 @@ class Framework:
     bucket_per_replica: int = 0
     bucket_copy_bytes: int = 0
     reruns: str = ""
+    fused_gradients: bool = False
     between: str = ""
     memory: Memory | None = None
     xla: Mapping[str, object] = field(default_factory=dict)
@@ -190,7 +191,9 @@ FRAMEWORKS = (
     ),
     Framework(
         "SimuMax", r"SimuMax", sharded_optimizer=True, overlaps_tensor=False, sequence_parallel=True, memory=_MEGATRON,
-        why="the page: Megatron-LM 0.14, distributed optimizer, overlap of communication off by design",
+        fused_gradients=True,
+        why="the page: Megatron-LM 0.14, distributed optimizer, overlap of communication off by design; fusion of "
+        "gradients on by default (training/arguments.py)",
     ),
     Framework(
         "vTrain", r"vTrain", fused_attention=False, reduce="bf16", overlaps_tensor=False, memory=_HALF, reruns=".",
@@ -214,9 +217,11 @@ FRAMEWORKS = (
         "Megatron-Core", r"Megatron|NeMo|MLPerf|Together", prefetches=True, xla=_ROOM, sharded_optimizer=True,
         overlaps_gradients=True, memory=_MEGATRON, chunked_tensor=True, overlaps_stages=True, sequence_parallel=True,
         bucket_parameters=40_000_000, bucket_per_replica=1_000_000, reruns=".",
+        fused_gradients=True,
         why="NeMo's and Megatron-Bridge's recipes: distributed optimizer, overlap_grad_reduce, overlap_param_gather "
         "(buckets of 40 million parameters, or a million a replica: distributed_data_parallel.py), "
-        "overlap_p2p, tp_comm_overlap (userbuffers) and sequence parallelism with tensor parallelism (recalled)",
+        "overlap_p2p, tp_comm_overlap (userbuffers), sequence parallelism with tensor parallelism, "
+        "gradient_accumulation_fusion (models/gpt_provider.py, v0.3.0; gpt/model/base.py, NeMo v2.0.0)",
     ),
     Framework(
         "Llama 3 paper", r"Llama 3 paper", xla=_ROOM, sharded_optimizer=True, overlaps_gradients=True,
@@ -230,7 +235,7 @@ _SHARDED = Framework(
 )  # fmt: skip
 _REPLICATED = Framework(
     "other, replicas", "", sharded_optimizer=True, overlaps_gradients=True, sequence_parallel=True, memory=_MEGATRON,
-    reruns=".",
+    reruns=".", fused_gradients=True,
     why="source unknown: taken as Megatron-Core",
 )  # fmt: skip
 

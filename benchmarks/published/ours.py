@@ -11,7 +11,8 @@ Of a whole step of FSDP that is the first line alone: FSDP casts its fp32 shards
     accumulators filled with zeros    once a step elsewhere
     repeats (`.remat`)                XLA recomputes where the program wants more memory than there is; the other fit
 
-Stacking the gradients stays: it reads and writes each once, as adding them to those of the micro-batches before does.
+Stacking the gradients reads and writes each once, as adding them to those of the micro-batches before does; it goes
+where matmuls add to them in their epilogue (`Framework.fused_gradients`; `reduction.py` has what that costs).
 What else is left between the matmuls moves about as many bytes as the kernels that the frameworks launch there
 (docs/concepts/validation.md).
 
@@ -30,6 +31,7 @@ from dataclasses import replace
 from benchmarks.published.experiments import Run
 from meshkit.hlo.module import Instruction, Schedule
 
+_STACKED_GRADIENT = re.compile(r"transpose\(.*/dynamic_update_slice$")
 _LOOP_COPY = re.compile(r"/dynamic_slice$|^(?!.*transpose\().*/dynamic_update_slice$")
 _CAST = re.compile(
     r"/(query_key_value|query|key|value|output|gate_up|gate|up|down|head|logits|moe)/convert_element_type$"
@@ -43,7 +45,7 @@ _SCALES_BYTES = 64  # of a collective of largest values
 def casts_weights(run: Run) -> Callable[[Instruction], bool]:
     """Whether an instruction of the run's compiled stage casts weights, turns them or finds their scale."""
     sizes = _weight_sizes(run)
-    delayed = not re.search(r"cs|current", run.row.say("precision"), re.IGNORECASE)
+    delayed = not is_current(run)
     fp8 = run.document["train"]["precision"] == "fp8"
 
     def found(i: Instruction) -> bool:
@@ -62,9 +64,19 @@ def casts_weights(run: Run) -> Callable[[Instruction], bool]:
     return found
 
 
+def is_current(run: Run) -> bool:
+    """Whether fp8's scales are those of the tensors at hand (current scaling), not of steps before (delayed)."""
+    return run.precision == "fp8" and re.search(r"cs|current", run.row.say("precision"), re.IGNORECASE) is not None
+
+
 def is_loop_copy(i: Instruction) -> bool:
     """Whether an instruction copies into or out of the stacks of the loop over layers: FSDP does not either."""
     return _is_pass(i) and _LOOP_COPY.search(i.source) is not None
+
+
+def is_stacked_gradient(i: Instruction) -> bool:
+    """Whether an instruction copies a layer's gradient into the stack of all layers'."""
+    return _is_pass(i) and _STACKED_GRADIENT.search(i.source) is not None
 
 
 def is_filled(i: Instruction) -> bool:

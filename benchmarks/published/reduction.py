@@ -17,6 +17,10 @@ from meshkit.predict.pricing import arithmetic_left
 
 _BYTES = {"bf16": 2, "fp32": 4}
 _WEIGHT_BYTES = 2  # gathered in the compute dtype
+# A matmul that adds to a gradient takes longer than one of the same shape that writes, by this share of the time in
+# which memory reads and writes the gradient: medians of 144 and 82 shapes of SimuMax's B200 (4dcaae5,
+# configs/system/b200_bf16_ceperm.json: layout NT, accumulate); on its A100 0.42 of 61 in fp32.
+_EPILOGUE = {"fp32": 0.57, "bf16": 0.14}
 
 
 def stage_experts(run: Run) -> float:
@@ -115,6 +119,20 @@ def _by_chunks(run: Run, cluster: Cluster, gradients: tuple[float, float], weigh
 def copies_s(run: Run, cluster: Cluster) -> float:
     """Seconds a step of copying gradients into buckets and back."""
     return run.framework.bucket_copy_bytes * stage_parameters(run) / memory_bytes_per_s(cluster.gpu)
+
+
+def accumulation_s(run: Run, cluster: Cluster) -> float:
+    """Seconds of a layer and micro-batch of adding to gradients in the epilogues of matmuls; 0 where none does.
+
+    Experts' grouped calls were measured with theirs (experts.py).
+    """
+    if not run.framework.fused_gradients:
+        return 0.0
+    kept = run.framework.reduce
+    weights = run.shape.layer_parameters() / run.tensor
+    weights += 0.0 if run.recipe.grouped else stage_experts(run) / run.stage_layers
+    moved = 2 * _BYTES[kept] * weights
+    return _EPILOGUE[kept] * moved / memory_bytes_per_s(cluster.gpu)
 
 
 def _buckets(run: Run, size: float) -> int:

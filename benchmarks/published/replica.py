@@ -47,9 +47,6 @@ BLOCKING_INSIDE = View(lambda s: s.all_exposed_s, windows=True)  # collectives o
 
 def framework_view(run: Run) -> View:
     """The view that predicts a run."""
-    if run.framework.chunked_tensor and run.tensor > 1:
-        scheduled = SCHEDULED.pick
-        return replace(SCHEDULED, pick=lambda s: s.all_overlapped_s + (scheduled(s) - s.all_overlapped_s) / run.tensor)
     return SCHEDULED if run.framework.overlaps_tensor else BLOCKING_INSIDE
 
 
