@@ -176,7 +176,11 @@ def _intercept(points: Sequence[tuple[int, float]]) -> float:
 
 
 def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[str, list[float]]], Casts]:
-    """(rates of cuBLAS by shape, rates at the cap by wrapper, casts) by GPU and precision."""
+    """(rates of cuBLAS by shape, rates at the cap by wrapper, casts) by GPU and precision.
+
+    The cap binds the mean power of a loop, in which tensor cores rest while operands are cast: of nothing but matmuls
+    it leaves less, by the same law as in a step (`predict/kernels.py`, `step_gain`).
+    """
     rates: Rates = defaultdict(lambda: defaultdict(dict))
     caps: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     rows = list(read_rows(path))
@@ -191,7 +195,8 @@ def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[st
             rates[r.key][r.shape][r.name] = tflops
         capped = r.power >= AT_CAP if r.power is not None else seconds >= LONG_S
         if capped and min(r.shape) >= LARGE:
-            caps[r.key][r.name + (" at its power limit" if r.power is not None else "")].append(tflops)
+            alone = tflops * (seconds / r.seconds) ** (1 / catalog.kernels()["power_exponent"])
+            caps[r.key][r.name + (" at its power limit" if r.power is not None else "")].append(alone)
     return rates, caps, casts
 
 

@@ -53,7 +53,7 @@ def test_nvfp4_takes_what_fp8_takes_over_as_many_bytes(size, tflops):
 @pytest.mark.parametrize(("precision", "tflops"), [("bf16", 1463), ("fp8", 2815), ("mxfp8", 2677), ("nvfp4", 5094)])
 def test_a_long_run_is_what_transformerengine_measures_of_cublaslt(precision, tflops):
     """The matmuls of a layer, 100 of each in a row, on a B300 (NVIDIA/TransformerEngine@1609c89, gemm_profiling)."""
-    assert sustained_flops_per_s(catalog.gpu("b300"), precision) / 1e12 == pytest.approx(tflops, rel=0.012)
+    assert sustained_flops_per_s(catalog.gpu("b300"), precision) / 1e12 == pytest.approx(tflops, rel=0.013)
 
 
 def test_mxfp8_in_a_burst_is_cublaslts():
