@@ -33,7 +33,7 @@ from meshkit.predict.pricing import arithmetic_left
 
 _FOUR, _EIGHT = "f4e2m1fn", {f"{name}{how}": "mxfp8" for name in ("f8e4m3fn", "f8e5m2") for how in ("", "_highest")}
 _HALF_BYTES = 2
-_SECOND_BYTES = 1 + 2 / 32  # of MXFP8 along the other dim, and the scales of both
+SECOND_BYTES = 1 + 2 / 32  # of MXFP8 along the other dim, and the scales of both
 _FOUR_BYTES = 0.5 + 1 / 16  # with the scale, in 8 bits, of 16 elements
 
 
@@ -95,7 +95,7 @@ def casts_s(run: Run, cluster: Cluster, *, forward: bool) -> float:
     """
     if run.precision != "nvfp4" and (run.shape.experts or not is_mxfp8(run)):
         return 0.0
-    each = cast_bytes(run.recipe.cast_reads) if run.precision == "nvfp4" else _SECOND_BYTES
+    each = cast_bytes(run.recipe.cast_reads) if run.precision == "nvfp4" else SECOND_BYTES
     s = run.shape
     queries, up = s.heads * s.head_dim, (2 if s.gated else 1) * s.ffn
     width = 2 * s.hidden + (queries + s.ffn if forward else queries + 2 * s.keys + up)

@@ -23,6 +23,7 @@ from benchmarks.published.experts import (
     quantization_s,
     window_s,
 )
+from benchmarks.published.housekeeping import housekeeping_s, largest_s, tied_s
 from benchmarks.published.ours import (
     casts_weights,
     is_filled,
@@ -336,6 +337,12 @@ CORRECTIONS = (
         "stages in chunks: one chunk a stage", lambda run: run.chunks > 1, off=lambda run: replace(run, chunks=1)
     ),
     Correction("copies into buckets: none", _stage, step=_seconds(copies_s)),
+    Correction("passes over gradients and weights once a step: none", _stage, step=_seconds(housekeeping_s)),
+    Correction(
+        "fp8, largest values over replicas with every chunk: once a step", _stage, travels=True,
+        layer=lambda at: (largest_s(at.run, at.cluster), largest_s(at.run, at.cluster)),
+    ),
+    Correction("gradients of a tied embedding: one copy", _stage, step=_seconds(tied_s), travels=True),
     Correction(
         "gradients under the last backward pass, weights under the next forward: neither",
         lambda run: _stage(run) and run.framework.overlaps_gradients, off=_framework(overlaps_gradients=False),

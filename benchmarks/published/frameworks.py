@@ -99,6 +99,8 @@ class Framework:
         bucket_parameters, bucket_per_replica: parameters whose gradients are reduced at once where that is overlapped,
             at least, and for every replica; 0: all.
         bucket_copy_bytes: a parameter, of copies of gradients around their reduction, once a step.
+        gradient_passes: over the buffer of gradients, once a step, with replicas (housekeeping.py); 0: others
+            that are counted elsewhere.
         reruns: pattern of precisions of rows in which recomputation runs a layer whole (ours.py); "" for none.
         fused_gradients: matmuls add to the gradients of weights in their epilogue (`gradient_accumulation_fusion`).
         between: count of eager.py that what our program has between the matmuls of a layer makes way for; "" for none.
@@ -124,6 +126,7 @@ class Framework:
     bucket_parameters: int = 0
     bucket_per_replica: int = 0
     bucket_copy_bytes: int = 0
+    gradient_passes: int = 0
     reruns: str = ""
     fused_gradients: bool = False
     between: str = ""
@@ -191,7 +194,7 @@ FRAMEWORKS = (
     ),
     Framework(
         "SimuMax", r"SimuMax", sharded_optimizer=True, overlaps_tensor=False, sequence_parallel=True, memory=_MEGATRON,
-        fused_gradients=True,
+        fused_gradients=True, gradient_passes=3,
         why="the page: Megatron-LM 0.14, distributed optimizer, overlap of communication off by design; fusion of "
         "gradients on by default (training/arguments.py)",
     ),
@@ -217,7 +220,7 @@ FRAMEWORKS = (
         "Megatron-Core", r"Megatron|NeMo|MLPerf|Together", prefetches=True, xla=_ROOM, sharded_optimizer=True,
         overlaps_gradients=True, memory=_MEGATRON, chunked_tensor=True, overlaps_stages=True, sequence_parallel=True,
         bucket_parameters=40_000_000, bucket_per_replica=1_000_000, reruns=".",
-        fused_gradients=True,
+        fused_gradients=True, gradient_passes=1,
         why="NeMo's and Megatron-Bridge's recipes: distributed optimizer, overlap_grad_reduce, overlap_param_gather "
         "(buckets of 40 million parameters, or a million a replica: distributed_data_parallel.py), "
         "overlap_p2p, tp_comm_overlap (userbuffers), sequence parallelism with tensor parallelism, "
@@ -235,7 +238,7 @@ _SHARDED = Framework(
 )  # fmt: skip
 _REPLICATED = Framework(
     "other, replicas", "", sharded_optimizer=True, overlaps_gradients=True, sequence_parallel=True, memory=_MEGATRON,
-    reruns=".", fused_gradients=True,
+    reruns=".", fused_gradients=True, gradient_passes=1,
     why="source unknown: taken as Megatron-Core",
 )  # fmt: skip
 

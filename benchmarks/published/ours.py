@@ -6,7 +6,7 @@ Of a whole step of FSDP that is the first line alone: FSDP casts its fp32 shards
                                       references
     casts of fp32 weights             with every micro-batch; Megatron-LM, DeepSpeed and InternEvo hold 16 bits
     fp8 weights, and scales           the same; Transformer Engine casts weights once a step and, with delayed scaling,
-                                      finds largest values on the way and reduces them over the GPUs once a step;
+                                      finds largest values on the way (housekeeping.py says when they are reduced);
                                       MXFP8 has none, as a scale of 32 values is their own
     accumulators filled with zeros    once a step elsewhere
     repeats (`.remat`)                XLA recomputes where the program wants more memory than there is; the other fit

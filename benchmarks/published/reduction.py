@@ -6,6 +6,7 @@ last one is beside nothing; the first bucket of weights likewise. Interleaved st
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from benchmarks.published.experiments import Run
@@ -15,8 +16,10 @@ from meshkit.predict.kernels import memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.pricing import arithmetic_left
 
-_BYTES = {"bf16": 2, "fp32": 4}
-_WEIGHT_BYTES = 2  # gathered in the compute dtype
+GRADIENT_BYTES = {"bf16": 2, "fp32": 4}
+_KEPT_IN_8_BITS = re.compile(
+    r"Megatron-Bridge|DGXC NeMo.*(@741c886|@1f6d9f4|nemo_megatron)|Together|FP8_PARAM(S|_GATHER)=True"
+)
 # A matmul that adds to a gradient takes longer than one of the same shape that writes, by this share of the time in
 # which memory reads and writes the gradient: medians of 144 and 82 shapes of SimuMax's B200 (4dcaae5,
 # configs/system/b200_bf16_ceperm.json: layout NT, accumulate); on its A100 0.42 of 61 in fp32.
@@ -53,6 +56,12 @@ def _zero_group(run: Run) -> int | None:
     return run.data if size < 1 else min(size, run.data)
 
 
+def gathered_bytes(run: Run) -> int:
+    """Of a weight that replicas gather: 1 where it is kept in 8 bits (housekeeping.py), else 2."""
+    kept = _KEPT_IN_8_BITS.search(f"{run.row.source} {run.row.notes}")
+    return 1 if kept and run.precision == "fp8" and "mx" not in run.row.say("precision").lower() else 2
+
+
 def gradients_s(run: Run, cluster: Cluster, backward_s: float, forward_s: float) -> float:
     """Seconds that reducing gradients and gathering weights once a step adds to it.
 
@@ -69,20 +78,20 @@ def gradients_s(run: Run, cluster: Cluster, backward_s: float, forward_s: float)
         backward_s = forward_s = 0.0
     size = stage_parameters(run)
     count = _buckets(run, size)
-    wire = _BYTES[run.framework.reduce] * size / count
+    wire = GRADIENT_BYTES[run.framework.reduce] * size / count
     if run.framework.per_tensor:
         reduction = _priced(run, cluster, "all-reduce", wire, members)
         return _beside(reduction, count, backward_s, cluster) + _broadcasts_s(run, cluster)
     if not run.framework.sharded_optimizer:
         return _beside(_priced(run, cluster, "all-reduce", wire, members), count, backward_s, cluster)
     scatter = _priced(run, cluster, "reduce-scatter", wire, members)
-    gather = _priced(run, cluster, "all-gather", _WEIGHT_BYTES * size / count, members)
+    gather = _priced(run, cluster, "all-gather", gathered_bytes(run) * size / count, members)
     if run.shape.experts and members > run.experts:  # in buckets of their own, among fewer replicas
         owned, few = stage_experts(run), members // run.experts
         more = _buckets(run, owned)
-        wire, scatter, gather = _BYTES[run.framework.reduce] * owned, count * scatter, count * gather
+        wire, scatter, gather = GRADIENT_BYTES[run.framework.reduce] * owned, count * scatter, count * gather
         scatter += _priced(run, cluster, "reduce-scatter", wire / more, few, run.experts) * more
-        gather += _priced(run, cluster, "all-gather", _WEIGHT_BYTES * owned / more, few, run.experts) * more
+        gather += _priced(run, cluster, "all-gather", gathered_bytes(run) * owned / more, few, run.experts) * more
         count += more
         scatter, gather = scatter / count, gather / count
     if run.framework.overlaps_stages and run.chunks > 1 and backward_s:
@@ -131,7 +140,7 @@ def accumulation_s(run: Run, cluster: Cluster) -> float:
     kept = run.framework.reduce
     weights = run.shape.layer_parameters() / run.tensor
     weights += 0.0 if run.recipe.grouped else stage_experts(run) / run.stage_layers
-    moved = 2 * _BYTES[kept] * weights
+    moved = 2 * GRADIENT_BYTES[kept] * weights
     return _EPILOGUE[kept] * moved / memory_bytes_per_s(cluster.gpu)
 
 
@@ -170,7 +179,7 @@ def _broadcasts_s(run: Run, cluster: Cluster) -> float:
         sizes = [sum(sizes) / group] * group
     counts = Counter(sizes)
     kind = "collective-broadcast"
-    return sum(n * _priced(run, cluster, kind, _WEIGHT_BYTES * size, group) for size, n in counts.items())
+    return sum(n * _priced(run, cluster, kind, gathered_bytes(run) * size, group) for size, n in counts.items())
 
 
 def _tensor_sizes(run: Run) -> list[float]:

@@ -11,8 +11,10 @@ import pytest
 from benchmarks.published import reduction
 from benchmarks.published.corrections import CORRECTIONS, Step
 from benchmarks.published.experiments import Run, resolve
+from benchmarks.published.housekeeping import housekeeping_s, largest_s, tied_s, weight_bytes
 from benchmarks.published.rows import parse_row
 from meshkit.config.cluster import Cluster
+from meshkit.predict.kernels import memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.pricing import arithmetic_left
 
@@ -152,3 +154,46 @@ def test_sends_that_fill_and_drain_an_interleaved_pipeline_are_beside_nothing():
     )
     assert sends(at) == pytest.approx(2 * (8 * 12 - 1) * one)
     assert sends(replace(at, run=replace(run, chunks=1))) == pytest.approx(2 * run.micro_batches * one)
+
+
+def test_gradients_and_weights_are_passed_over_once_a_step():
+    """SimuMax's fp32 gradients: zeros 4, divided 8 where there are replicas; an owned weight to 16 bits 6."""
+    several, one = (
+        changed("simumax-b200-llama3_405b_l4_tp4_pp1_dp2_mbc4_cef"),
+        changed("simumax-b200-llama3_405b_l4_tp8_pp1_dp1_mbc4_cef"),
+    )
+    for run, each in ((several, 12 + 6 / 2), (one, 4 + 6)):
+        rate = memory_bytes_per_s(cluster_of(run).gpu)
+        assert housekeeping_s(run, cluster_of(run)) == pytest.approx(reduction.stage_parameters(run) * each / rate)
+    assert housekeeping_s(changed("internevo-7b-tp1-z-1-8"), cluster_of(one)) == 0, "its optimizer is in eager.py"
+
+
+def test_weights_are_cast_once_a_step_or_kept_in_8_bits():
+    name, mx = "mbridge-26.04-LLAMA3_70B-DGX-GB200-64-MXFP8", 2 + 2 * (1 + 1 / 32)
+    for cells, each, sent in (
+        ((name, {}), mx, 2),
+        ((name, {"precision": "FP8"}), 0, 1),
+        (("nemo2504-llama3.1-70b-fp8-64", {}), 2, 1),  # turned, on Hopper
+        (("nemo2407-LLAMA2-70B-64", {}), 4, 2),  # cast and turned
+        (("nemo2407-LLAMA2-70B-64", {"precision": "fp8 cs"}), 6, 2),
+        (("nemo2504-llama3.1-70b-bf16-64", {}), 0, 2),
+        (("mbridge-26.04-LLAMA3_70B-DGX-GB200-64-NVFP4", {}), 2 * 2 + 2 * (0.5 + 1 / 16), 2),
+    ):
+        run = changed(cells[0], **cells[1])
+        assert weight_bytes(run, cluster_of(run)) == pytest.approx(each), cells
+        assert reduction.gathered_bytes(run) == sent, cells
+
+
+def test_a_tied_embedding_and_largest_values_wait():
+    run = changed("nemo2411-gpt3-175b-fp8-512")
+    cluster = cluster_of(run)
+    table = 51_200 * 12_288 / 4 * 2
+    both = collective_time_s("all-reduce", payload_bytes=table, gpus_per_domain=1, domains=2, cluster=cluster)
+    assert tied_s(run, cluster) == pytest.approx(both)
+    assert tied_s(changed("nemo2504-llama3.1-70b-fp8-64"), cluster) == 0
+    every = {"payload_bytes": 48.0, "gpus_per_domain": 8, "domains": 8, "cluster": cluster}
+    assert largest_s(run, cluster) == pytest.approx(collective_time_s("all-reduce", **every)), "one layer a chunk"
+    assert largest_s(changed("nemo2411-gpt3-175b-fp8-512", precision="FP8-CS"), cluster) == 0
+    few = changed("nemo2407-GPT3-175B-512")  # two layers a chunk, among tensor-parallel GPUs
+    every |= {"payload_bytes": 96.0, "gpus_per_domain": 4, "domains": 1}
+    assert largest_s(few, cluster) == pytest.approx(collective_time_s("all-reduce", **every) / 2)

@@ -1,0 +1,97 @@
+"""What Megatron-Core does once a step, and with largest values. Part of replica.py, sixth in the flow of the replay.
+
+    gradients         their buffer is filled with zeros (distributed/param_and_grad_buffer.py, `reset`), and divided by
+                      the number of replicas unless the collective averages (`average_in_collective`: recipes of NeMo 2
+                      and Megatron-Bridge ask for it, Megatron-LM's own script does not)
+    weights           fp32 ones are copied to 16 bits, gradients of 16 bits to fp32 (optimizer/distrib_optimizer.py);
+                      those of linear layers are cast to 8 or 4 bits with the first micro-batch (TransformerEngine,
+                      `is_first_microbatch`), along both dims where matmuls in 8 bits take no transposed operand, as on
+                      Hopper (pytorch/utils.py of v2.8, is_non_tn_fp8_gemm_supported). Kept in 8 bits (`fp8_params`,
+                      `fp8_param_gather`: Megatron-Bridge, training/mixed_precision.py, and NeMo 2, where scales are of
+                      tensors), they travel so and are only turned
+    tied embedding    the gradients of its two copies, on the first stage and on the last, are summed behind those of
+                      replicas (distributed/finalize_model_grads.py): beside nothing
+    largest values    with delayed scaling all-reduced behind each pass of a micro-batch over a chunk, which waits
+                      (TransformerEngine from v1.5 on, pytorch/fp8.py, reduce_and_update_fp8_tensors; before, launchers
+                      of NVIDIA had that beside compute and among tensor-parallel GPUs alone): over tensor, context and
+                      data parallelism, in core_v0.8.0 without the last (core/parallel_state.py)
+
+A tenth of a millisecond a step or less, and not here: gradients of norms over tensor parallelism, the norm of all
+gradients. Nor is clipping, which runs only where that norm is above its limit.
+"""
+
+from __future__ import annotations
+
+import re
+
+from benchmarks.published.blocks import SECOND_BYTES, cast_bytes, is_mxfp8
+from benchmarks.published.experiments import Run
+from benchmarks.published.ours import is_current
+from benchmarks.published.reduction import (
+    GRADIENT_BYTES,
+    gathered_bytes,
+    optimizer_ways,
+    stage_experts,
+    stage_parameters,
+)
+from meshkit.config.cluster import Cluster
+from meshkit.predict.kernels import memory_bytes_per_s
+from meshkit.predict.network import collective_time_s
+
+_WAITING = re.compile(r"DGXC NeMo|NeMo 24\.07|NeMo long-sequence|NeMo-Framework-Launcher")  # delayed, v1.5 or later
+_AMONG_FEW = re.compile(r"NeMo 24\.07|NeMo long-sequence")  # core_v0.8.0
+_HALF_BYTES, _COPY_BYTES = 2, 6  # between 16 bits and fp32
+_LARGEST_BYTES = 4 * 4 * 3  # of a layer: four linear layers, three operands
+
+
+def housekeeping_s(run: Run, cluster: Cluster) -> float:
+    """Seconds a step of passes over gradients and weights on one GPU."""
+    whole, passes, wide = stage_parameters(run), run.framework.gradient_passes, GRADIENT_BYTES[run.framework.reduce]
+    moved = (whole + stage_experts(run)) * weight_bytes(run, cluster)
+    if passes:
+        moved += whole * wide * (passes if run.data * run.context > 1 else 1)
+        moved += whole / optimizer_ways(run) * _COPY_BYTES * (2 if wide == _HALF_BYTES else 1)
+    return moved / memory_bytes_per_s(cluster.gpu)
+
+
+def weight_bytes(run: Run, cluster: Cluster) -> float:
+    """Bytes that are moved to have a weight in 8 or 4 bits, once a step."""
+    if run.framework.name != "Megatron-Core" or run.precision == "bf16":
+        return 0.0
+    if run.precision == "nvfp4":
+        return cast_bytes(run.recipe.cast_reads)
+    if is_mxfp8(run):
+        return 3 + SECOND_BYTES
+    turned = cluster.gpu.key.startswith("h")
+    if gathered_bytes(run) == 1:
+        return 2.0 * turned
+    return 3 + turned + 2 * is_current(run)
+
+
+def tied_s(run: Run, cluster: Cluster) -> float:
+    """Seconds a step of summing the gradients of a tied embedding's two copies."""
+    if not run.shape.tied or run.stages == 1:
+        return 0.0
+    crosses = run.gpus > cluster.gpus_used_per_domain
+    payload = GRADIENT_BYTES[run.framework.reduce] * run.shape.vocab * run.shape.hidden / run.tensor
+    inside, domains = (1, 2) if crosses else (2, 1)
+    return collective_time_s(
+        "all-reduce", payload_bytes=payload, gpus_per_domain=inside, domains=domains, cluster=cluster
+    )
+
+
+def largest_s(run: Run, cluster: Cluster) -> float:
+    """Seconds of a layer and micro-batch, of one pass, of reducing the largest values of its chunk."""
+    delayed = run.precision == "fp8" and not is_mxfp8(run) and not is_current(run)
+    if not (delayed and _WAITING.search(run.row.source)):
+        return 0.0
+    members = run.tensor * run.context * (1 if _AMONG_FEW.search(run.row.source) else run.data)
+    if members == 1:
+        return 0.0
+    inside = min(members, cluster.gpus_used_per_domain)
+    layers = run.stage_layers / run.chunks
+    one = collective_time_s(
+        "all-reduce", payload_bytes=_LARGEST_BYTES * layers, gpus_per_domain=inside, domains=members // inside,
+        cluster=cluster,
+    )  # fmt: skip
+    return one / layers
