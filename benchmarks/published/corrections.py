@@ -17,6 +17,7 @@ from benchmarks.published.experts import (
     as_in_megatron,
     beside_s,
     exchange_s,
+    heads_norms_s,
     is_routing,
     operators_s,
     passes_s,
@@ -301,6 +302,7 @@ CORRECTIONS = (
         "experts, operators on strided tensors: at the rate of plain copies", _experts, layer=_layer(operators_s),
         instead={"layer": _layer(operators_s, share=_LIKE_A_COPY)},
     ),
+    Correction("norms of queries and keys: none", lambda run: run.shape.normed, layer=_layer(heads_norms_s)),
     Correction("attention to a window: none", lambda run: run.shape.window, layer=_layer(window_s)),
     Correction(
         "experts, biases, clamps and rotation of GPT-OSS: none", lambda run: run.shape.biased,

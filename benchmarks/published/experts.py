@@ -9,7 +9,7 @@
     around experts    what our program does to rows before and after their matmuls goes (`is_routing`); what Megatron
                       launches there is counted instead (`passes_s`, `operators_s`)
 
-Not there: norms of queries and keys, the sink of attention, gradients of biases in the epilogue of a matmul, the host
+Not there: the sink of attention, gradients of biases in the epilogue of a matmul, the host
 that launches all this and waits for the counts of rows.
 """
 
@@ -72,6 +72,12 @@ _STRIDED_SHARE = 0.536
 # heads (NVIDIA/cudnn-frontend 3929da2, benchmark/sdpa_benchmark_training/results/gpt_oss). Hopper's: cuDNN 9.19 on H200
 # with 1,024 keys, of which blocks of 128 queries see 7.9 blocks in the mean, and 1.97 of 128 keys.
 _WINDOW_S = {"gb200": 0.675e-3 / 2**20, "gb300": 0.644e-3 / 2**20, "hopper": 1.4e-3 / 2**19 / 4}
+
+# Bytes/s, forward and backward, of RMS norms of heads of 128 for 131,072 heads, cuDNN's (the same repository,
+# benchmark/norms, qwen3-30b-131072x128: the fastest there). The recipes run TransformerEngine's, of which no rate was
+# found.
+_HEADS_NORMED = {"gb200": (4.11e12, 3.77e12), "gb300": (4.27e12, 3.94e12), "hopper": (3.19e12, 2.88e12)}
+_HEAD_NORM = (4, 6)  # bytes of an element
 
 # DeepEP, branch hybrid-ep, docs/README_Hybrid-EP.md: GB/s of received tokens in 16 bits through PyTorch, by GPUs that
 # share experts. GB200 with 32 multiprocessors, as in the recipes (B200: 536 and 531 with 16); beyond 36 GPUs the last.
@@ -259,6 +265,19 @@ def window_s(run: Run, cluster: Cluster) -> float:
     """Seconds of a layer and micro-batch, both passes, of attention to a window, which every second layer has."""
     if not _windowed(run):
         return 0.0
-    key = cluster.gpu.key.removeprefix("g").replace("b", "gb")
     queries = run.tokens * run.shape.heads / run.tensor
-    return 0.5 * queries * _WINDOW_S.get(key, _WINDOW_S["hopper"])
+    return 0.5 * queries * _WINDOW_S[_measured_on(cluster)]
+
+
+def heads_norms_s(run: Run, cluster: Cluster) -> float:
+    """Seconds of a layer and micro-batch of norms of queries and keys, both passes."""
+    s = run.shape
+    elements = run.tokens * (s.heads * s.head_dim + s.keys) / run.tensor
+    rates = (min(i, memory_bytes_per_s(cluster.gpu)) for i in _HEADS_NORMED[_measured_on(cluster)])
+    return sum(elements * size / rate for size, rate in zip(_HEAD_NORM, rates)) if s.normed else 0.0
+
+
+def _measured_on(cluster: Cluster) -> str:
+    """The GPU of NVIDIA/cudnn-frontend's tables that stands for a cluster's."""
+    generation = {"b200": "gb200", "gb200": "gb200", "b300": "gb300", "gb300": "gb300"}
+    return generation.get(cluster.gpu.key, "hopper")

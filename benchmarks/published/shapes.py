@@ -41,6 +41,7 @@ class Shape:
         experts, experts_per_token: 0 for a dense one; `ffn` is the width of one expert.
         window: of attention in every second layer; 0 for none.
         biased: linear layers and experts have biases, and gates are clamped.
+        normed: heads of queries and keys have a norm.
     """
 
     layers: int
@@ -56,6 +57,7 @@ class Shape:
     experts_per_token: int = 0
     window: int = 0
     biased: bool = False
+    normed: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -135,8 +137,8 @@ def find_shape(row: Row, notes: Notes) -> Shape | str:
     if known:
         notes.assume(f"dims: {known['source']}; routing forced to be even")
     experts = (known.get(name, 0) for name in ("experts", "experts_per_token", "window"))
-    biased = known.get("biased", False)
-    return Shape(layers, hidden, heads, kv_heads, ffn, vocab, gated, tied, head_dim, *experts, biased=biased)
+    parts = {name: known.get(name, False) for name in ("biased", "normed")}
+    return Shape(layers, hidden, heads, kv_heads, ffn, vocab, gated, tied, head_dim, *experts, **parts)
 
 
 def _ffn(row: Row, layers, hidden, heads, kv_heads, vocab, gated: bool, notes: Notes) -> int:
