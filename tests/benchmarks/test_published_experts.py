@@ -236,7 +236,7 @@ def test_tensor_parallel_gpus_send_their_own_tokens_and_gather_the_rows():
 
 
 def test_heads_of_queries_and_keys_are_normed_at_the_rate_of_cudnn():
-    """Qwen3 30B, 4,096 tokens: 131,072 heads of queries in 16 and 27 us, as on cuDNN's GB200, an eighth more of keys."""
+    """Qwen3 30B, 4,096 tokens: 131,072 heads of queries in 16 and 27 us on a GB200, an eighth more of keys."""
     run = changed("mbridge-25.11-Qwen3_30B_a3B-DGX-GB200-8-FP8-MX", micro_batch=1)
     cluster = Cluster.load(run.machines.table)
     assert heads_norms_s(run, cluster) == pytest.approx(43e-6 * 9 / 8, rel=0.02)
