@@ -352,11 +352,15 @@ def _parts(row: Row, framework: Framework, shape: Shape) -> dict[str, Any]:
 
     MaxText: `use_iota_embed` in the launchers of both pages; `logits_dot_in_fp32` is in base.yml of efb6d9e, A3's, and
     off in NVIDIA's launcher. Pax's GPTs (google/paxml@7241216, contrib/gpu/scripts_gpu/configs.py): USE_BIAS, and
-    EMBEDDING_LOOKUP_STYLE = 'matmul' of TransformerLmSpmdAdam; its Llama has neither.
+    EMBEDDING_LOOKUP_STYLE = 'matmul' of TransformerLmSpmdAdam; its Llama has neither. GPT5BBase there, from which
+    dgxc-benchmarking@35a9aec derives its 5b (paxml_mod_configs.py), has input_dropout_prob = 0.1 of the repeated block.
     """
     if framework.name == "MaxText":
         return {"one_hot_lookup": True} | ({"fp32_head": True} if "gpu/a3/" in row.source else {})
-    return {"one_hot_lookup": True, "bias": True} if framework.name == "Paxml" and not shape.gated else {}
+    if framework.name != "Paxml" or shape.gated:
+        return {}
+    dropped = {"dropout": 0.1, "dropout_at": "inputs"} if re.search(r"\b5b", row.say("model")) else {}
+    return {"one_hot_lookup": True, "bias": True, **dropped}
 
 
 # XLA_PYTHON_CLIENT_MEM_FRACTION of the launchers beside the pages of JAX; XLA keeps within 95 % of it.

@@ -103,13 +103,13 @@ def test_a3_has_the_network_and_the_options_of_its_page():
 
 
 def test_jax_models_have_the_parts_of_their_source():
-    """One-hot look-ups, biases and the head's precision, by the page's own configurations."""
-    parts = {"one_hot_lookup": 1, "bias": 2, "fp32_head": 4}
+    """One-hot look-ups, biases, the head's precision and 5B's dropout, by the page's own configurations."""
+    parts = {"one_hot_lookup": 1, "bias": 2, "fp32_head": 4, "dropout": 8}
     names = ("maxtext-llama2-70b-fp8-64", "maxtext-a3-llama2-7b-8", "pax-5b-A100-256", "paxml-gpt3-175b-fp8-512",
              "pax-llama2-7b-sft-16-TE", "vtrain-multi-036")  # fmt: skip
     models = [matched(name).document["model"] for name in names]
     found = [sum(bit for key, bit in parts.items() if model.get(key)) for model in models]
-    assert found == [1, 5, 3, 3, 0, 0]
+    assert found == [1, 5, 11, 3, 0, 0]
 
 
 def test_pax_runs_what_its_page_names():
