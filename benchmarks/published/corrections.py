@@ -27,6 +27,7 @@ from benchmarks.published.experts import (
 from benchmarks.published.housekeeping import housekeeping_s, largest_s, tied_s
 from benchmarks.published.ours import (
     casts_weights,
+    finds_scale,
     is_filled,
     is_loop_copy,
     is_stacked_gradient,
@@ -256,6 +257,10 @@ CORRECTIONS = (
     Correction(
         "casts of weights once a step: with every micro-batch", _stage,
         program=lambda at, schedule: without(schedule, casts_weights(at.run)),
+    ),
+    Correction(
+        "fp8's largest values found by casts, delayed scaling of FSDP: a pass of each tensor",
+        lambda run: run.whole and run.framework.delayed and run.precision == "fp8", program=_without(finds_scale),
     ),
     Correction("accumulators filled once a step: with every micro-batch", _stage, program=_without(is_filled)),
     Correction(

@@ -94,6 +94,7 @@ class Framework:
         chunked_tensor: gathers and scatters of sequence parallelism run beside their matmuls (userbuffers.py).
         overlaps_stages: sends between pipeline stages of several chunks hide under other micro-batches.
         sequence_parallel: with tensor parallelism, unless the row says no.
+        delayed: fp8's scales of a whole step are of the largest values of steps before, which casts find on the way.
         prefetches: FSDP in PyTorch: gathers and scatters run on a stream beside compute (prefetch.py).
         per_tensor: ZeRO-1 that all-reduces gradients, and broadcasts each parameter tensor from its one owner.
         bucket_parameters, bucket_per_replica: parameters whose gradients are reduced at once where that is overlapped,
@@ -121,6 +122,7 @@ class Framework:
     chunked_tensor: bool = False
     overlaps_stages: bool = False
     sequence_parallel: bool = False
+    delayed: bool = False
     prefetches: bool = False
     per_tensor: bool = False
     bucket_parameters: int = 0
@@ -149,10 +151,11 @@ FRAMEWORKS = (
     ),
     Framework(
         "MosaicML", r"MosaicML|llm-foundry", whole=True, prefetches=True, attention="triton_flash1", reduce="bf16",
-        xla=_FSDP_OPTIONS, memory=_FSDP, reruns="^bf16$",
+        xla=_FSDP_OPTIONS, memory=_FSDP, reruns="^bf16$", delayed=True,
         why="FSDP1: composer's get_mixed_precision (DEFAULT and PURE) leaves gradients in the compute dtype; prefetch "
         "of the next block; triton FlashAttention; rows in pure bf16 are those of the page of May 2023 (300cc5c), with "
-        "torch 1.13.1, whose checkpoint runs whole blocks again",
+        "torch 1.13.1, whose checkpoint runs whole blocks again; amp_fp8 is Transformer Engine's DelayedScaling "
+        "(mosaicml/composer@d4c0aacf, core/precision.py)",
     ),
     Framework(
         "IBM fms-fsdp", r"fms-fsdp|IBM", whole=True, prefetches=True, attention="flash2", reduce="bf16",

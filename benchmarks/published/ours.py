@@ -1,6 +1,7 @@
 """What of a compiled stage only our program does, and what only the framework it stands for does. Part of replica.py.
 
-Of a whole step of FSDP that is the first line alone: FSDP casts its fp32 shards with every micro-batch too.
+Of a whole step of FSDP that is the first line, and scales where they are delayed: FSDP casts its fp32 shards with every
+micro-batch too.
 
     copies of the loop over layers    it stacks what the backward pass needs, and takes it apart again; autograd keeps
                                       references
@@ -49,19 +50,23 @@ def casts_weights(run: Run) -> Callable[[Instruction], bool]:
     fp8 = run.document["train"]["precision"] == "fp8"
 
     def found(i: Instruction) -> bool:
-        if i.collective is not None:
-            return fp8 and delayed and i.collective.payload_bytes <= _SCALES_BYTES
+        if fp8 and delayed and finds_scale(i):
+            return True
         if not _is_pass(i):
             return False
-        largest = _LARGEST.search(i.source) is not None
-        if _CAST.search(i.source) or largest:
+        if _CAST.search(i.source) or _LARGEST.search(i.source):
             moved = i.cost.bytes_accessed  # pyright: ignore[reportOptionalMemberAccess]
-            if any(abs(moved - b * size) < 0.01 * b * size for size in sizes for b in _WEIGHT_BYTES):
-                return True
-            return fp8 and delayed and largest and i.name.startswith("input_reduce_fusion")
+            return any(abs(moved - b * size) < 0.01 * b * size for size in sizes for b in _WEIGHT_BYTES)
         return fp8 and i.name.startswith("wrapped_transpose")  # of weights, for Hopper's fp8 matmuls: once a step
 
     return found
+
+
+def finds_scale(i: Instruction) -> bool:
+    """Whether an instruction finds the largest value of a tensor and does nothing else, or sends such values."""
+    if i.collective is not None:
+        return i.collective.payload_bytes <= _SCALES_BYTES
+    return _is_pass(i) and i.name.startswith("input_reduce_fusion") and _LARGEST.search(i.source) is not None
 
 
 def is_current(run: Run) -> bool:
