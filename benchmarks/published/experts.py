@@ -61,12 +61,14 @@ _GATED, _CLAMP = ((0, 6), (0, 10)), ((4, 4), (9.5, 5.5))
 _BIAS, _BIAS_FLOAT = ((2, 10), (8, 8)), ((0, 28), (0, 40))
 _RESIDUAL, _ROTATION, _NORM = ((4, 6), (0, 4)), ((10, 10), (10, 12)), (0, 4)
 
-# Share of the peak of device memory that PyTorch's operators reach in 16 bits where a tensor is strided or broadcast,
-# so that they load no vectors: SiLU and a product of halves of a tensor, 2.68e8 outputs and 10 bytes of each, in 1.495
-# ms on an H100 (linkedin/Liger-Kernel ead96b61, benchmark/data/all_benchmark_data.csv, megatron_swiglu, torch,
-# forward). Whole tensors reach 0.86 there (relu_squared). Nothing was found of other GPUs, nor of fp32, which is taken
-# to run as whole tensors do.
-_STRIDED_SHARE = 0.536
+# Bytes that a multiprocessor handles a clock in PyTorch's operators in 16 bits of which a tensor is strided or
+# broadcast, so that they load no vectors: SiLU and a product of halves of a tensor, 2.68e8 outputs and 10 bytes of
+# each, in 1.495 ms on an H100 (linkedin/Liger-Kernel ead96b61, benchmark/data/all_benchmark_data.csv, megatron_swiglu,
+# torch, forward). That is 0.54 of its memory's rate, of which whole tensors reach 0.86 (relu_squared): memory is not
+# the limit. On an H200, of which memory alone is faster, a broadcast one reaches 0.46 of a whole one's rate
+# (tile-ai/TileOPs pull 500: prelu and leaky_relu), 0.43 by this. Nothing was found of Blackwell, nor of fp32, which is
+# taken to run as whole tensors do.
+_STRIDED_BYTES = 10 * 8192 * 32768 / 1.4953e-3 / (132 * 1.98e9)
 
 # Seconds of a query and head of 64 with a window of 128 keys, both passes, bf16: cuDNN 9.22, batch 2, 4,096 tokens, 128
 # heads (NVIDIA/cudnn-frontend 3929da2, benchmark/sdpa_benchmark_training/results/gpt_oss). Hopper's: cuDNN 9.19 on H200
@@ -235,7 +237,7 @@ def passes_s(run: Run, cluster: Cluster, share: float | None = None) -> float:
 def operators_s(run: Run, cluster: Cluster, share: float | None = None) -> float:
     """Seconds of a layer and micro-batch of operators and small kernels between an expert's matmuls and around them.
 
-    `share` of memory's peak replaces that of operators on strided tensors.
+    `share`: of memory's peak, which operators on strided tensors reach; default: as measured.
     """
     s, recipe = run.shape, run.recipe
     tokens = run.tokens / run.tensor
@@ -252,8 +254,10 @@ def operators_s(run: Run, cluster: Cluster, share: float | None = None) -> float
         done += [(tokens * (s.heads * s.head_dim + s.keys), i) for i in _ROTATION]
     if "layernorm" in recipe.recomputes:
         done.append((tokens * s.hidden, _NORM))
-    strided = sum(count * i[0] for count, i in done) / ((share or _STRIDED_SHARE) * cluster.gpu.memory_bytes_per_s)
-    return strided + sum(count * i[1] for count, i in done) / memory_bytes_per_s(cluster.gpu)
+    gpu = cluster.gpu
+    rate = share * gpu.memory_bytes_per_s if share else _STRIDED_BYTES * gpu.sms * gpu.clock_hz
+    strided = sum(count * i[0] for count, i in done) / min(rate, memory_bytes_per_s(gpu))
+    return strided + sum(count * i[1] for count, i in done) / memory_bytes_per_s(gpu)
 
 
 def _windowed(run: Run) -> bool:

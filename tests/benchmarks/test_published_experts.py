@@ -266,14 +266,15 @@ def test_rows_are_moved_and_worked_on_as_often_as_in_megatron():
     whole = rows * (16 * 2880 + 9.5 * 2 * 2880 + 18 * 2880) + tokens * (20 * 2880 + 22 * (64 + 8) * 64)
     strided = rows * (13.5 * 2 * 2880 + 10 * 2880) + tokens * (8 * 2880 + 20 * (64 + 8) * 64)
     there = Cluster.load(gpt.machines.table)
-    eager = whole / memory_bytes_per_s(there.gpu) + strided / (0.536 * there.gpu.memory_bytes_per_s)
+    on_h100 = 10 * 8192 * 32768 / 1.4953e-3  # bytes/s of 132 multiprocessors at 1.98 GHz
+    eager = whole / memory_bytes_per_s(there.gpu) + strided / (on_h100 * 152 * 2.07 / (132 * 1.98))
     assert passes_s(gpt, there) == pytest.approx(plain)
     assert operators_s(gpt, there) == pytest.approx(eager)
     again = changed(GPT, gpu="GB200")
     more = rows * (6 * 2880 + 4 * 2 * 2880) + tokens * 4 * 2880
     there = Cluster.load(again.machines.table)
     once = operators_s(replace(again, recipe=replace(again.recipe, recomputes=())), there)
-    repeated = more / memory_bytes_per_s(there.gpu) + rows * 4 * 2 * 2880 / (0.536 * there.gpu.memory_bytes_per_s)
+    repeated = more / memory_bytes_per_s(there.gpu) + rows * 4 * 2 * 2880 / (on_h100 * 152 * 2.062 / (132 * 1.98))
     assert operators_s(again, there) - once == pytest.approx(repeated)
 
 
