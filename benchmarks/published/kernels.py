@@ -40,7 +40,8 @@ def kernels_of(row: Row, framework: Framework) -> Kernels:
     words = f"{row.say('gpu')} {row.source}"
     found = (name for name, v in _tables()["variants"].items() if re.search(v["words"], words, re.IGNORECASE))
     today = re.search(_TODAY, f"{row.source} {row.say('container')}") or framework.name in _JAX
-    return Kernels(framework.attention or ("" if today else "cudnn_2024"), next(found, ""))
+    attention = row.say("attention_kernels") or framework.attention or ("" if today else "cudnn_2024")
+    return Kernels(attention, next(found, ""))
 
 
 def adapted(cluster: Cluster, kernels: Kernels) -> Cluster:

@@ -219,3 +219,8 @@ def test_only_kernels_between_matmuls_make_way():
     schedule = Schedule("step", {"main": (loop, head), "body": body}, "main", "f")
     assert between_matmuls(run_of("megatron-sc21-39B"), schedule) == {"softmax"}
     assert not between_matmuls(run_of("nemo2504-llama3.1-8b-bf16-8"), schedule)
+
+
+def test_a_row_says_whose_attention_it_ran():
+    assert run_of("nemo2411-gpt3-175b-bf16-128").kernels.attention == "flash2"
+    assert run_of("nemo2411-nemotron4-15b-bf16-128").kernels.attention == "cudnn_2024"
