@@ -38,8 +38,8 @@ from meshkit.config.cluster import Cluster
 from meshkit.predict.kernels import memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
 
-_WAITING = re.compile(r"DGXC NeMo|NeMo 24\.07|NeMo long-sequence|NeMo-Framework-Launcher")  # delayed, v1.5 or later
-_AMONG_FEW = re.compile(r"NeMo 24\.07|NeMo long-sequence")  # core_v0.8.0
+_WAITING = re.compile(r"DGXC NeMo|NeMo 24\.07|NeMo-Framework-Launcher")  # delayed, v1.5 or later
+_AMONG_FEW = re.compile(r"NeMo 24\.07")  # core_v0.8.0
 _HALF_BYTES, _COPY_BYTES = 2, 6  # between 16 bits and fp32
 _LARGEST_BYTES = 4 * 4 * 3  # of a layer: four linear layers, three operands
 

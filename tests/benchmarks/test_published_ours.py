@@ -224,3 +224,5 @@ def test_only_kernels_between_matmuls_make_way():
 def test_a_row_says_whose_attention_it_ran():
     assert run_of("nemo2411-gpt3-175b-bf16-128").kernels.attention == "flash2"
     assert run_of("nemo2411-nemotron4-15b-bf16-128").kernels.attention == "cudnn_2024"
+    launched = run_of("nemolauncher-LLAMA3-70B-64")
+    assert (launched.kernels.attention, launched.chunks, launched.configured) == ("flash2", 10, True)
