@@ -12,9 +12,7 @@ commits that Megatron-Bridge pins):
                           of inputs for the gradient of weights runs beside that of inputs, and the scatter of gradients
                           beside the one of weights; all others block
 
-In MXFP8 our program multiplies in fp8 with a scale for each tensor, and casts along one dim. TransformerEngine's
-`MXFP8BlockScaling` casts along both, in one kernel that reads once (common/cast/mxfp8/quantize_mxfp8.cuh), and looks
-for no largest values of tensors (`ours.py`).
+In MXFP8 our program multiplies in fp8 with a scale for each tensor; matmuls get MXFP8's rates here.
 
 Not there: the host that launches some 20 kernels a linear layer, and scales that are swizzled before a matmul.
 """
@@ -90,12 +88,11 @@ def cast_bytes(reads: int) -> float:
 def casts_s(run: Run, cluster: Cluster, *, forward: bool) -> float:
     """Seconds of a layer and micro-batch of casting inputs of the linear layers, or gradients of their outputs.
 
-    In MXFP8 what the program's casts along one dim lack: the other dim, and scales. 0 in other precisions, and of
-    experts, whose casts are in experts.py.
+    0 but in NVFP4: casts to 8 bits are in transformer_engine.py, those of experts in experts.py.
     """
-    if run.precision != "nvfp4" and (run.shape.experts or not is_mxfp8(run)):
+    if run.precision != "nvfp4":
         return 0.0
-    each = cast_bytes(run.recipe.cast_reads) if run.precision == "nvfp4" else SECOND_BYTES
+    each = cast_bytes(run.recipe.cast_reads)
     s = run.shape
     queries, up = s.heads * s.head_dim, (2 if s.gated else 1) * s.ffn
     width = 2 * s.hidden + (queries + s.ffn if forward else queries + 2 * s.keys + up)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.published.blocks import as_mxfp8, as_nvfp4, casts_s, is_mxfp8, slowed_s, travel_s
-from benchmarks.published.eager import between_matmuls, between_s, eager_s, logits_s, step_s
+from benchmarks.published.eager import COUNTS, between_matmuls, between_s, eager_s, logits_s, step_s
 from benchmarks.published.experiments import Run
 from benchmarks.published.experts import (
     as_in_megatron,
@@ -37,6 +37,8 @@ from benchmarks.published.ours import (
 )
 from benchmarks.published.prefetch import prefetched
 from benchmarks.published.reduction import accumulation_s, copies_s, gradients_s
+from benchmarks.published.transformer_engine import as_launched, is_counted, passes_logits
+from benchmarks.published.transformer_engine import logits_s as te_logits_s
 from benchmarks.published.userbuffers import find_overlap, tensor_s, without_tensor
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Instruction, Schedule
@@ -128,15 +130,11 @@ def _of_framework(run: Run) -> bool:
 
 
 def _counted(run: Run) -> bool:
-    return _stage(run) and run.framework.between != ""
+    return _stage(run) and run.framework.between in COUNTS
 
 
 def _experts(run: Run) -> bool:
     return _stage(run) and run.shape.experts > 0
-
-
-def _blocks(run: Run) -> bool:
-    return _stage(run) and not run.shape.experts
 
 
 def _nvfp4(run: Run) -> bool:
@@ -273,6 +271,14 @@ CORRECTIONS = (
     ),
     Correction("passes over logits by a framework's source: XLA's", _counted, head=_seconds(logits_s)),
     Correction("the optimizer's step by a framework's source: XLA's", _counted, step=_seconds(step_s)),
+    Correction(
+        "kernels between matmuls by Megatron-Core's source: XLA's", is_counted,
+        program=lambda at, schedule: as_launched(at.run, schedule, at.cluster),
+    ),
+    Correction(
+        "passes over logits by Megatron-Core's source: XLA's", is_counted, head=_seconds(te_logits_s),
+        program=lambda at, schedule: without(schedule, passes_logits(at.run)),
+    ),
     Correction("operators that torchtitan does not fuse: fused", _unfused, step=_seconds(eager_s)),
     Correction(
         "gradients over context and experts once a step: with every micro-batch",
@@ -324,7 +330,7 @@ CORRECTIONS = (
         "experts, overlap of the exchange: it blocks", lambda run: run.recipe.overlapped, off=_recipe(overlapped=False)
     ),
     Correction("experts, their exchange: none", _experts, layer=_exchange, travels=True),
-    Correction("casts to blocks of NVFP4 and MXFP8: none", _blocks, layer=_casts),
+    Correction("casts to blocks of NVFP4: none", _nvfp4, layer=_casts),
     Correction("NVFP4, what tensor-parallel GPUs send: nothing", _nvfp4, layer=_travel, travels=True),
     Correction(
         "tensor parallelism beside matmuls of weights, Megatron-LM of 2022: it blocks",

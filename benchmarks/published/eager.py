@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from benchmarks.published.experiments import Run
 from benchmarks.published.reduction import optimizer_ways, stage_parameters
 from meshkit.config.cluster import Cluster
-from meshkit.hlo.module import Schedule
+from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.kernels import memory_bytes_per_s
 
 # Bytes an element, (all operators) - (one fused kernel).
@@ -155,20 +155,25 @@ def step_s(run: Run, cluster: Cluster) -> float:
 
 
 def between_matmuls(run: Run, schedule: Schedule) -> set[str]:
-    """Names of the kernels of a stage's loops over layers that the framework's own take the place of.
+    """Names of the kernels of a stage's loops over layers that the framework's own take the place of."""
+    return {i.name for i in kernels_between(schedule)[1]} if run.framework.between in COUNTS else set()
+
+
+def kernels_between(schedule: Schedule) -> tuple[list[Instruction], list[Instruction]]:
+    """The loops over layers of a stage, forward first, and the kernels in them that neither multiply nor send.
 
     Gradients that are added up stay (ours.py).
     """
-    if run.framework.between not in COUNTS:
-        return set()
-    loops = [body for i in schedule.computations[schedule.entry] if (i.trip_count or 0) > 1 for body in i.bodies]
-    kernels = (i for body in loops for i in schedule.computations[body] if i.cost is not None and i.collective is None)
-    return {
-        i.name
+    loops = [i for i in schedule.computations[schedule.entry] if (i.trip_count or 0) > 1]
+    kernels = (i for loop in loops for body in loop.bodies for i in schedule.computations[body])
+    return loops, [
+        i
         for i in kernels
-        if not (i.cost.matmul_flops or i.cost.attention_flops)  # pyright: ignore[reportOptionalMemberAccess]
+        if i.cost is not None
+        and i.collective is None
+        and not i.cost.multiplies
         and not ("transpose(" in i.source and i.source.endswith("dynamic_update_slice"))
-    }
+    ]
 
 
 def _passes_bytes(run: Run, p: Passes) -> float:

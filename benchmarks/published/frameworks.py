@@ -104,7 +104,8 @@ class Framework:
             that are counted elsewhere.
         reruns: pattern of precisions of rows in which recomputation runs a layer whole (ours.py); "" for none.
         fused_gradients: matmuls add to the gradients of weights in their epilogue (`gradient_accumulation_fusion`).
-        between: count of eager.py that what our program has between the matmuls of a layer makes way for; "" for none.
+        between: count of eager.py, or transformer_engine.py, that what our program has between the matmuls of a layer
+            makes way for; "" for none.
         memory: what a GPU holds; None where XLA's program says it.
         xla: options of the compiler.
         why: where this is from.
@@ -197,7 +198,7 @@ FRAMEWORKS = (
     ),
     Framework(
         "SimuMax", r"SimuMax", sharded_optimizer=True, overlaps_tensor=False, sequence_parallel=True, memory=_MEGATRON,
-        fused_gradients=True, gradient_passes=3,
+        fused_gradients=True, gradient_passes=3, between="transformer_engine",
         why="the page: Megatron-LM 0.14, distributed optimizer, overlap of communication off by design; fusion of "
         "gradients on by default (training/arguments.py)",
     ),
@@ -223,7 +224,7 @@ FRAMEWORKS = (
         "Megatron-Core", r"Megatron|NeMo|MLPerf|Together", prefetches=True, xla=_ROOM, sharded_optimizer=True,
         overlaps_gradients=True, memory=_MEGATRON, chunked_tensor=True, overlaps_stages=True, sequence_parallel=True,
         bucket_parameters=40_000_000, bucket_per_replica=1_000_000, reruns=".",
-        fused_gradients=True, gradient_passes=1,
+        fused_gradients=True, gradient_passes=1, between="transformer_engine",
         why="NeMo's and Megatron-Bridge's recipes: distributed optimizer, overlap_grad_reduce, overlap_param_gather "
         "(buckets of 40 million parameters, or a million a replica: distributed_data_parallel.py), "
         "overlap_p2p, tp_comm_overlap (userbuffers), sequence parallelism with tensor parallelism, "
@@ -241,7 +242,7 @@ _SHARDED = Framework(
 )  # fmt: skip
 _REPLICATED = Framework(
     "other, replicas", "", sharded_optimizer=True, overlaps_gradients=True, sequence_parallel=True, memory=_MEGATRON,
-    reruns=".", fused_gradients=True, gradient_passes=1,
+    reruns=".", fused_gradients=True, gradient_passes=1, between="transformer_engine",
     why="source unknown: taken as Megatron-Core",
 )  # fmt: skip
 

@@ -14,8 +14,7 @@ micro-batch too.
 
 Stacking the gradients reads and writes each once, as adding them to those of the micro-batches before does; it goes
 where matmuls add to them in their epilogue (`Framework.fused_gradients`; `reduction.py` has what that costs).
-What else is left between the matmuls moves about as many bytes as the kernels that the frameworks launch there
-(docs/concepts/validation.md).
+What else is between the matmuls makes way for what the framework launches there (eager.py, transformer_engine.py).
 
 Where layers are recomputed, XLA makes again only what a gradient needs: all but a layer's last matmul and its reduction
 over tensor parallelism. Checkpoints of Megatron-LM, DeepSpeed and InternEvo, and torch's reentrant one, run a layer's

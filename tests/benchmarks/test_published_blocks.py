@@ -81,14 +81,11 @@ def test_linear_layers_multiply_in_four_bits_and_the_output_head_in_sixteen():
     assert {name: set(c.matmul_flops) for name, c in costs.items() if c} == {"head": {"bf16"}, "down": {"f4e2m1fn"}}
 
 
-def test_mxfp8_is_cast_along_both_dims_which_a_program_in_fp8_is_not():
+def test_eight_bits_are_cast_elsewhere():
     run = changed(WHOLE, precision="mxfp8")
-    cluster = Cluster.load(run.machines.table)
-    inputs = 2 * 8192 + 8192 + 28672  # of Llama 3 70B's four linear layers
-    rate = CAST_SHARE * cluster.gpu.memory_bytes_per_s
-    assert casts_s(run, cluster, forward=True) == pytest.approx(8192 * inputs * 1.0625 / rate)
-    assert casts_s(changed(WHOLE, precision="fp8"), cluster, forward=True) == 0
-    assert travel_s(changed(LARGE, precision="mxfp8"), cluster, forward=True) == (0, 0)
+    assert casts_s(run, Cluster.load(run.machines.table), forward=True) == 0
+    large = changed(LARGE, precision="mxfp8")
+    assert travel_s(large, Cluster.load(large.machines.table), forward=True) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,206 @@
+"""Memory passes of Megatron-Core between the matmuls of a layer, counted from its source. Part of replica.py.
+
+Bytes an element, operator by operator, of Megatron-LM core_v0.8.0 to core_v0.16.0 with TransformerEngine v1.11 to v2.12
+(`te`). They take the place of what our program has in its loops over layers between matmuls, and of what XLA adds to
+matmuls there: operands that it joins, and turns for Hopper's fp8.
+
+    norms             te common/normalization: forward reads and writes, 4; backward reads its output's gradient and its
+                      input, writes one, 6; `zero_centered_gamma` is in the kernel. With delayed scaling it casts: 3
+    residuals         core/fusions/fused_bias_dropout.py: without bias and dropout an addition, 6; with dropout its
+                      mask, 7 and back 5; gradient of a bias 2. Autograd sums both gradients of a norm's input, 6
+    queries, keys     core/transformer/attention.py: queries of several heads a key are copied out of the joint output
+                      (`reshape` of a view), 4; rotated (te fused_rope), queries and keys 4, back 4; values are made
+                      contiguous, 4 (transformer_engine.py, forward, or te get_qkv_layout); SplitAlongDim joins their
+                      gradients, 4. Without rotation attention takes all three where they lie, and writes alike;
+                      FlashAttention of te v1 takes them apart first, 4 (`_PrepareQKVForFA`)
+    activation        core/fusions/fused_bias_swiglu.py: 6 and 10 for an element of the second matmul's input; GELU and
+                      squared ReLU 4 and 6, gradient of a bias 2
+    context           te AttnFuncWithCPAndKVP2P, causal, c GPUs, the mean over them: keys and values joined, halves of
+                      them or of queries made contiguous, outputs rescaled and added up, and so the gradients: queries
+                      5.5 c - 1.5 and 7.5 c - 3.5, keys 2 c + 6 and 11 c + 5
+    casts to 8 bits   inputs of the four linear layers, gradients of their outputs (te pytorch/module/linear.py and
+                      layernorm_linear.py): read in 16 bits, written once, 3; with current scaling the largest value
+                      first, 2, but where the norm finds it (te v2.8 on, unless cuDNN's norm is asked for, as
+                      Megatron-Bridge does on GB200 and GB300). Hopper wants both layouts (te
+                      is_non_tn_fp8_gemm_supported): the same kernel writes the second, 1, at the measured rate of such
+                      a kernel; of what is gathered another transposes all, at the catalog's
+    casts to MXFP8    both layouts with scales in one kernel, 4 1/16; of gradients that userbuffers gather one by one,
+                      6 1/16; at the measured rate of such a cast
+
+Weights are cast once a step (housekeeping.py). Casts of NVFP4: blocks.py. Passes over logits: te
+pytorch/triton/cross_entropy.py 10 (largest and sum 2, gradient in place 4, times that of the loss 4);
+core/fusions/fused_cross_entropy.py as torch compiles it 32 (to fp32 and largest 6, exponential and sum 8, quotient 8,
+gradient 10); without fusion 52 (eager.py).
+
+Not there: scales that are swizzled, partial sums of a norm's weights (a row of fp32 for each multiprocessor), copies of
+whole attention for micro-batches of several sequences before core_v0.13, and all that waits for the host.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from benchmarks.published.blocks import is_mxfp8
+from benchmarks.published.eager import kernels_between
+from benchmarks.published.experiments import Run
+from benchmarks.published.experts import CAST_SHARE
+from benchmarks.published.ours import is_current
+from benchmarks.published.userbuffers import find_overlap
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.costs import Cost
+from meshkit.hlo.module import Instruction, Schedule
+from meshkit.predict.kernels import memory_bytes_per_s
+
+NAME = "transformer_engine"  # of `Framework.between`
+# Share of memory's peak of a cast along both dims on an H100: 4,096 x 4,096 in 51.7 us (NVIDIA/TransformerEngine, pull
+# 101; its pull 258, since v1.7, makes no large difference); experts.py has Blackwell's.
+_TURNING_SHARE = 0.388
+_BLOCK_BYTES = 1 + 1 / 32  # of MXFP8 along one dim, with its scales
+_FUSED, _COMPILED, _EAGER = 10, 32, 52  # bytes of a logit
+
+# Which passes over logits a source's recipes ask for (cross_entropy_loss_fusion, cross_entropy_fusion_impl; NeMo
+# v2.3.0, scripts/performance/utils.py; Megatron-Bridge v0.1.0rc4 to v0.5.0, utils/overrides.py), and dropout of a tenth
+# (gpt3_175b_hydra.yaml of dgxc-benchmarking@35a9aec, gpt3/175b.yaml of NeMo-Framework-Launcher@26e42fa).
+_LOSS_OF_TE = re.compile(r"Megatron-Bridge|1f6d9f4|Together")
+_LOSS_OURS = re.compile(r"jvp\(\)\)?/|\(jvp\(logits\)\)/convert_element_type$")
+_LOSS_UNFUSED = re.compile(r"weak scaling")
+_DROPS = re.compile(r"DGXC NeMo|NeMo 24\.07")
+
+
+def is_counted(run: Run) -> bool:
+    """Whether these passes are those of a run: experts' are in experts.py."""
+    return not run.whole and run.framework.between == NAME and not run.shape.experts
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a pass over a layer moves on one GPU, a token.
+
+    Attributes:
+        plain: bytes, as fast as memory is.
+        cast: bytes of casts along both dims.
+        turned: elements in 8 bits that a kernel of its own transposes.
+    """
+
+    plain: float = 0.0
+    cast: float = 0.0
+    turned: float = 0.0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.plain + other.plain, self.cast + other.cast, self.turned + other.turned)
+
+    def __rmul__(self, elements: float) -> Moved:
+        return Moved(elements * self.plain, elements * self.cast, elements * self.turned)
+
+
+def as_launched(run: Run, schedule: Schedule, cluster: Cluster) -> Schedule:
+    """The schedule of a stage with these passes in the place of all that is between the matmuls of its layers."""
+    loops, kernels = kernels_between(schedule)
+    gone = {i.name for i in kernels}
+    bodies = dict(schedule.computations)
+    for name in (name for loop in loops for name in loop.bodies):
+        bodies[name] = tuple(_alone(i) for i in bodies[name] if i.name not in gone and i.starts not in gone)
+    for loop, moved in zip((*loops[:1], *loops[-1:]), layer_moves(run, cluster)):
+        bodies[loop.bodies[0]] = (*_passes(run, cluster, moved, loop.name), *bodies[loop.bodies[0]])
+    return replace(schedule, computations=bodies)
+
+
+def _passes(run: Run, cluster: Cluster, moved: Moved, where: str) -> Iterator[Instruction]:
+    """The kernels of one pass, one of each kind."""
+    rate = memory_bytes_per_s(cluster.gpu) / cluster.gpu.memory_bytes_per_s
+    cast = moved.cast * rate / (_TURNING_SHARE if _is_hopper(cluster) else CAST_SHARE)
+    turned = run.tokens * moved.turned
+    costs = {
+        "plain": Cost(bytes_accessed=run.tokens * moved.plain),
+        "cast": Cost(bytes_accessed=run.tokens * cast),
+        "turned": Cost(bytes_accessed=2 * turned, transposed=turned),
+    }
+    for kind, cost in costs.items():
+        if cost.bytes_accessed:
+            yield Instruction(f"{where}.{kind}", "fusion", "kernel", "between matmuls", cost)
+
+
+def _alone(i: Instruction) -> Instruction:
+    """A matmul without what XLA does to its operands."""
+    if i.cost is None or not (i.cost.joined_bytes or i.cost.turned_bytes):
+        return i
+    return replace(i, cost=replace(i.cost, joined_bytes=0.0, turned_bytes=0.0))
+
+
+def layer_moves(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
+    """What a layer moves, forward and backward."""
+    s, ways = run.shape, run.tensor
+    hidden, queries, keys, ffn = s.hidden / ways, s.heads * s.head_dim / ways, s.keys / ways, s.ffn / ways
+    biased = not s.gated and s.kv_heads == s.heads  # GPT-3 and its like: biases, learned positions
+    drops = biased and _DROPS.search(run.row.source) is not None
+    forward = 2 * (4 + 6 + drops) * hidden + (6 if s.gated else 4) * ffn
+    back = 2 * (6 + 6 + 2 * biased + 5 * drops) * hidden + (10 if s.gated else 6 + 2 * biased) * ffn
+    if not biased:
+        copied = s.kv_heads < s.heads and s.kv_heads > ways
+        forward += (4 + 4 * copied) * queries + 8 * keys
+        back += 8 * queries + 12 * keys
+    elif run.kernels.attention.startswith("flash"):
+        forward, back = (i + 4 * (queries + 2 * keys) for i in (forward, back))
+    if run.context > 1:
+        c = run.context
+        forward += (5.5 * c - 1.5) * queries + (2 * c + 6) * keys
+        back += (7.5 * c - 3.5) * queries + (11 * c + 5) * keys
+    casts, casts_back = _casts(run, cluster) if run.precision == "fp8" else (Moved(), Moved())
+    return Moved(forward) + casts, Moved(back) + casts_back
+
+
+def _casts(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
+    """Of casts to 8 bits: of the inputs of linear layers, forward, and of gradients of their outputs, backward."""
+    s, ways, hopper, current = run.shape, run.tensor, _is_hopper(cluster), is_current(run)
+    hidden, queries, ffn = s.hidden / ways, s.heads * s.head_dim / ways, s.ffn / ways
+    inside = queries + ffn  # inputs of the second of two linear layers, and gradients of the first one's outputs
+    out = queries + 2 * s.keys / ways + (2 if s.gated else 1) * ffn
+    if is_mxfp8(run):
+        both, overlap = Moved(cast=2 + 2 * _BLOCK_BYTES), find_overlap(run)
+        again = Moved(cast=2 if overlap and not overlap.off else 0)
+        return (2 * hidden + inside) * both, (2 * hidden + out) * both + 2 * hidden * again
+    largest = 2 if current else 0
+    both = Moved(largest, cast=4) if hopper else Moved(largest + 3)
+    gathered, turned = both, 0.0
+    if ways > 1:  # along one dim, and what was gathered is transposed whole
+        gathered, turned = Moved(largest + 3), 4 * s.hidden
+    normed = gathered
+    if not current:  # norms write 8 bits, and what they write is transposed
+        normed, turned = Moved(-1), turned or 2 * hidden
+    elif "Megatron-Bridge" in run.row.source and not cluster.gpu.key.startswith("g"):  # norms find largest values
+        normed = gathered + Moved(-2)
+    back = 2 * hidden * gathered + out * both + Moved(turned=turned if hopper else 0.0)
+    return 2 * hidden * normed + inside * both, back
+
+
+def _is_hopper(cluster: Cluster) -> bool:
+    return cluster.gpu.key.startswith("h")
+
+
+def logits_s(run: Run, cluster: Cluster) -> float:
+    """Seconds of a micro-batch of passes over logits, on the stage of the output head."""
+    each = _COMPILED
+    if _LOSS_OF_TE.search(run.row.source):
+        each = _FUSED
+    elif _LOSS_UNFUSED.search(run.row.source) or "gpt3" in run.row.say("model").lower():
+        each = _EAGER
+    return _logits(run) * each / memory_bytes_per_s(cluster.gpu)
+
+
+def passes_logits(run: Run) -> Callable[[Instruction], bool]:
+    """Whether an instruction of the run's program is a pass over logits that multiplies nothing."""
+    least = 3.5 * _logits(run)  # fp32, read once
+
+    def found(i: Instruction) -> bool:
+        if i.cost is None or i.cost.multiplies or i.collective is not None:
+            return False
+        return i.cost.bytes_accessed > least and _LOSS_OURS.search(i.source) is not None
+
+    return found
+
+
+def _logits(run: Run) -> float:
+    """Of a micro-batch, on one GPU."""
+    return run.tokens * run.shape.vocab / run.tensor

@@ -1,0 +1,139 @@
+"""What Megatron-Core moves between matmuls: closed forms by hand, and what of a program they take the place of."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.published.experiments import Run, resolve
+from benchmarks.published.experts import CAST_SHARE
+from benchmarks.published.rows import parse_row
+from benchmarks.published.transformer_engine import Moved, as_launched, is_counted, layer_moves, logits_s, passes_logits
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.costs import Cost, Matmul
+from meshkit.hlo.module import Instruction, Schedule
+from meshkit.predict.kernels import kernel_work, memory_bytes_per_s
+
+with (Path(__file__).parent.parent / "data" / "published_runs.csv").open(encoding="utf-8") as file:
+    CELLS = {cells["id"]: cells for cells in csv.DictReader(file)}
+EIGHT, SEVENTY = "nemo2504-llama3.1-8b-bf16-8", "nemo2504-llama3.1-70b-fp8-64"
+CURRENT = "mbridge-26.02-LLAMA3_70B-DGX-H100-64-FP8"
+LARGE = "mbridge-26.06-LLAMA3.1_405B-DGX-GB200-256-MXFP8"
+GPT = "nemo2411-gpt3-175b-bf16-128"
+
+
+def run_of(name: str, **cells: object) -> tuple[Run, Cluster]:
+    run = resolve(parse_row({**CELLS[name], **{k: str(v) for k, v in cells.items()}}, "changed"))
+    assert isinstance(run, Run), run
+    return run, Cluster.load(run.machines.table)
+
+
+def loosely(value: float) -> Any:
+    return pytest.approx(value)
+
+
+def moved(plain: float, cast: float = 0.0, turned: float = 0.0) -> Moved:
+    return Moved(*(loosely(i) for i in (plain, cast, turned)))
+
+
+def test_sixteen_bits_over_two_context_parallel_gpus():
+    """Llama 3 8B (h 4096, keys 1024, f 14,336): two norms and residuals, both rotations, SwiGLU, ring attention."""
+    forward, back = layer_moves(*run_of(EIGHT))
+    ring, ring_back = 9.5 * 4096 + 10 * 1024, 11.5 * 4096 + 27 * 1024
+    assert forward == moved(2 * (4 + 6) * 4096 + 8 * 4096 + 8 * 1024 + 6 * 14_336 + ring)
+    assert back == moved(2 * (6 + 6) * 4096 + 8 * 4096 + 12 * 1024 + 10 * 14_336 + ring_back)
+
+
+def plain_70b(ways: int) -> tuple[float, float]:
+    h, k, f = 8192 / ways, 1024 / ways, 28_672 / ways
+    return 20 * h + 8 * h + 8 * k + 6 * f, 24 * h + 8 * h + 12 * k + 10 * f
+
+
+@pytest.mark.parametrize(
+    ("name", "cells", "ways", "scaling"),
+    [(SEVENTY, {}, 4, "delayed"), (SEVENTY, {"tp": 1}, 1, "delayed"), (CURRENT, {}, 4, "current")],
+)
+def test_eight_bits_on_hopper_want_both_layouts(name, cells, ways, scaling):
+    """Norms cast with delayed scaling, and find the largest value for the cast behind them with current scaling."""
+    forward, back = layer_moves(*run_of(name, **cells))
+    plain, plain_back = plain_70b(ways)
+    h, k, f = 8192 / ways, 1024 / ways, 28_672 / ways
+    largest = 2 if scaling == "current" else 0
+    norms = 2 * h * (3 if scaling == "current" else -1)
+    assert forward == moved(plain + norms + largest * (h + f), cast=4 * (h + f))
+    out = h + 2 * k + 2 * f
+    if ways == 1:
+        assert back == moved(plain_back, cast=4 * (out + 2 * h), turned=2 * 8192)
+    else:  # four tensors are gathered in one layout, and transposed whole
+        assert back == moved(plain_back + (3 + largest) * 2 * h + largest * out, cast=4 * out, turned=4 * 8192)
+
+
+def test_mxfp8_casts_both_layouts_at_once_but_what_userbuffers_gather():
+    forward, back = layer_moves(*run_of(LARGE))
+    h, k, f = 16_384 / 4, 1024 / 4, 53_248 / 4
+    assert forward == moved(28 * h + 8 * k + 6 * f, cast=(2 + 2 + 2 / 32) * (3 * h + f))
+    cast = 4.0625 * (h + 2 * k + 2 * f) + 6.0625 * 2 * h
+    assert back == moved(32 * h + 12 * k + 10 * f, cast=cast)
+    blocking = layer_moves(*run_of(LARGE, precision="NVFP4"))
+    assert blocking == (moved(28 * h + 8 * k + 6 * f), moved(32 * h + 12 * k + 10 * f)), "casts are in blocks.py"
+
+
+def test_one_layout_on_blackwell_with_a_scale_of_a_tensor():
+    forward, back = layer_moves(*run_of("mbridge-25.11-LLAMA3_8B-DGX-B200-8-FP8-CS"))
+    plain = 28 * 4096 + 8 * 1024 + 6 * 14_336
+    assert forward == moved(plain + 3 * 2 * 4096 + 5 * (4096 + 14_336)), "norms find largest values"
+    assert back == moved(32 * 4096 + 12 * 1024 + 10 * 14_336 + 5 * (2 * 4096 + 4096 + 2 * 1024 + 2 * 14_336))
+
+
+def test_biases_and_dropout_of_gpt_3():
+    """No rotation: attention takes the joint output, which FlashAttention 2 takes apart and joins again."""
+    forward, back = layer_moves(*run_of(GPT))
+    h = 12_288 / 4
+    assert forward == moved(2 * (4 + 7) * h + 4 * 4 * h + 4 * 3 * h)
+    assert back == moved(2 * (6 + 6 + 2 + 5) * h + (6 + 2) * 4 * h + 4 * 3 * h)
+
+
+def test_passes_take_the_place_of_what_is_between_matmuls():
+    """And of what XLA joins and turns for them; the loss's passes go by their size."""
+    run, cluster = run_of(SEVENTY)
+    product = Cost({"f8e4m3fn": 1e12}, matmuls=(Matmul("f8e4m3fn", 1, 1, 1, 1),), joined_bytes=1e6, turned_bytes=1e6)
+    body = (
+        Instruction("softmax", "f", "kernel", "jvp(layers)/reduce", Cost(bytes_accessed=1e6)),
+        Instruction("dot", "f", "kernel", "jvp(layers)/dot_general", product),
+    )
+    loops = tuple(Instruction(n, "while", "while", bodies=(f"{n}.body",), trip_count=4) for n in ("there", "back"))
+    logits = run.tokens * run.shape.vocab / 4
+    loss = Instruction("loss", "f", "kernel", "jit(train_step)/jvp()/reduce_max", Cost(bytes_accessed=4 * logits))
+    bodies = {"main": (*loops, loss), "there.body": body, "back.body": body}
+    found = as_launched(run, Schedule("step", bodies, "main", "f"), cluster).computations
+    assert [i.name for i in found["there.body"]] == ["there.plain", "there.cast", "dot"]
+    assert [i.name for i in found["back.body"]] == ["back.plain", "back.cast", "back.turned", "dot"]
+    plain, cast, turned, dot = (i.cost for i in found["back.body"])
+    assert plain
+    assert cast
+    assert turned
+    assert dot
+    assert (dot.joined_bytes, dot.turned_bytes) == (0, 0)
+    back = layer_moves(run, cluster)[1]
+    rate = 0.388 * cluster.gpu.memory_bytes_per_s
+    assert kernel_work(cast, cluster.gpu).alone_s == pytest.approx(8192 * back.cast / rate)
+    assert kernel_work(turned, cluster.gpu).alone_s > 2 * 8192 * back.turned / memory_bytes_per_s(cluster.gpu)
+    assert [passes_logits(run)(i) for i in (loss, body[0])] == [True, False]
+    large = run_of(LARGE)
+    (first, *_) = as_launched(large[0], Schedule("step", bodies, "main", "f"), large[1]).computations["there.body"][1:]
+    wanted = 8192 * layer_moves(*large)[0].cast / (CAST_SHARE * large[1].gpu.memory_bytes_per_s)
+    assert first.cost
+    assert kernel_work(first.cost, large[1].gpu).alone_s == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("name", "each"), [(EIGHT, 32), (LARGE, 10), (GPT, 52)])
+def test_a_logit_is_passed_over_as_the_recipe_s_loss_does(name, each):
+    run, cluster = run_of(name)
+    size = run.tokens * run.shape.vocab / run.tensor
+    assert logits_s(run, cluster) == pytest.approx(size * each / memory_bytes_per_s(cluster.gpu))
+    assert is_counted(run)
+    assert not is_counted(run_of("mbridge-26.06-Qwen3_30B_a3B-DGX-B300-8-MXFP8")[0])
+    assert not is_counted(run_of("internevo-7b-tp1-z8-8")[0])
