@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,36 +16,22 @@ import jax
 import numpy as np
 from jax import export
 
-from meshkit.compile.lowering import export_for_cuda, target_config, topology_name
+from meshkit.compile.lowering import export_for_cuda
+from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
 from meshkit.hlo import proto as wire
 from meshkit.hlo.module import load_module, read_schedule
-from meshkit.hlo.schedule import Instruction, Schedule
+from meshkit.hlo.schedule import Schedule
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
 from meshkit.step.train_step import make_train_step
 
-# Of jaxlib 0.4.38 (December 2024), the oldest that compiles without a GPU.
-STABLEHLO = "1.8.0"
-_LATER_FIELDS = (
-    "thread_dim_limit",
-    "runtime_version",
-    "driver_version",
-    "compile_time_toolkit_version",
-    "dnn_version",
-    "device_interconnect_info",
-    "device_vendor",
-    "platform_version",
-    "  name:",
-    "device_address_bits",
-)
 _PIPELINED = ("all_gather", "reduce_scatter", "all_reduce")
 _RENAMED = {f"xla_gpu_pipeline_{op}": f"xla_gpu_enable_pipelined_{op}" for op in _PIPELINED}
-_ALWAYS = {
-    "xla_gpu_autotune_level": 0,
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_enable_all_gather_combine_by_dim": False,
-    "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
-}
+_ALWAYS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_latency_hiding_scheduler": True}
+_BUS_BITS = 5120  # of a GPU's memory; with the clock that is made of it, its rate
+_CUDA = {"0.4.25": (12040, 8907), "0.4.26": (12040, 8907), "": (12080, 90600)}  # CUDA and cuDNN of an XLA; "": later
+_LIBRARIES = ("cuda.so.1", "cudart.so.12", "cudnn.so.8", "cudnn.so.9", "cublas.so.12", "cublasLt.so.12", "cufft.so.11",
+              "cusolver.so.11", "cusparse.so.12", "cupti.so.12", "nccl.so.2")  # fmt: skip
 # Field numbers of xla/service/hlo.proto.
 _MODULE, _COMPUTATIONS, _INSTRUCTIONS, _REPLICA_GROUPS, _DEVICE_LIST = 1, 3, 2, 49, 87
 
@@ -54,17 +41,17 @@ def schedule_by(
     experiment: Experiment,
     folder: Path,
     *,
+    flags: Mapping[str, Any],
     profile: Path | None = None,
-    timeout_s: float = 900.0,
 ) -> Schedule:
     """The step of an experiment as the XLA of another Python schedules it.
 
     Args:
-        python: interpreter with jax, jaxlib, jax-cuda12-plugin and jax-cuda12-pjrt of version 0.4.38.
+        python: interpreter with jax, jaxlib, jax-cuda12-plugin and jax-cuda12-pjrt of one version.
         experiment: as for plan.
         folder: for the program on its way.
+        flags: XLA's options beside the experiment's; those that this XLA does not have are left out.
         profile: costs of its instructions, which the scheduler then goes by.
-        timeout_s: for the compiler.
 
     Raises:
         subprocess.CalledProcessError: the older XLA refuses it; what it said is in `stderr`.
@@ -77,26 +64,112 @@ def schedule_by(
         program = make_train_step(experiment, mesh)
         arguments = (program.abstract_state, program.abstract_batch)
         exported = export_for_cuda(program.step, arguments, mesh, experiment.cluster)
-        (folder / "module.bin").write_bytes(_portable(exported.program, exported.donated))
+        (folder / "module.bin").write_bytes(_portable(exported.program, exported.donated, versions(python)[1]))
     options = {**program.xla_options, **experiment.xla}
     passes = options.pop("xla_disable_hlo_passes", "")
     renamed = {_RENAMED.get(k, k): v == 2 if k in _RENAMED else v for k, v in options.items()}
     if profile is not None:
         renamed["xla_gpu_pgle_profile_file_or_directory_path"] = str(profile)
-    (folder / "request.json").write_text(
-        json.dumps(
-            {
-                "topology": topology_name(experiment.cluster),
-                "target_config": _older(target_config(experiment.cluster.gpu)),
-                "options": {**renamed, **_ALWAYS},
-                "disabled_passes": passes,
-            }
-        )
-    )
-    child = Path(__file__).with_name("child.py")
-    subprocess.run([python, child, folder], check=True, capture_output=True, text=True, timeout=timeout_s)
-    (found,) = (folder / "dump").iterdir()
-    return read_schedule(load_module(with_groups(found.read_bytes())), mesh.placement(experiment.cluster))
+    known = _plugin(python).read_bytes()
+    asked = {name: json.dumps(value) for name, value in flags.items() if name.encode() in known}
+    if passes:  # a compile option takes no list there
+        asked["xla_disable_hlo_passes"] = passes
+    (folder / "request.json").write_text(json.dumps({"options": {**renamed, **_ALWAYS}, "flags": asked}))
+    _run(python, "child.py", folder, experiment)
+    return _read(folder, experiment)
+
+
+def praxis_schedule(python: Path, experiment: Experiment, folder: Path, flags: Mapping[str, Any]) -> Schedule:
+    """praxis.py's step on the GPUs of an experiment, as the XLA of a Python schedules it; scheduled.pb stays.
+
+    Raises:
+        subprocess.CalledProcessError: it was not compiled.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = {name: json.dumps(value) for name, value in (experiment.xla | _ALWAYS | flags).items()}
+    (folder / "request.json").write_text(json.dumps({"flags": asked}))
+    _run(python, "praxis.py", folder, experiment)
+    return _read(folder, experiment)
+
+
+def _run(python: Path, child: str, folder: Path, experiment: Experiment, timeout_s: float = 900.0) -> None:
+    environment = os.environ | stand_in(python, experiment.cluster, experiment.train.memory_fraction)
+    command = [python, Path(__file__).with_name(child), folder]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s, env=environment)
+
+
+def _read(folder: Path, experiment: Experiment) -> Schedule:
+    mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
+    assert isinstance(mesh, DescribedMesh)
+    module = load_module(with_groups((folder / "scheduled.pb").read_bytes()))
+    return read_schedule(module, mesh.placement(experiment.cluster))
+
+
+def stand_in(python: Path, cluster: Cluster, memory_fraction: float) -> dict[str, str]:
+    """Environment in which CUDA's libraries are driver.c, built beside XLA's plugin, and describe a cluster's GPUs.
+
+    Args:
+        python: whose XLA asks.
+        cluster: every GPU of it, as if in one host.
+        memory_fraction: share of a GPU's memory that the client may take.
+    """
+    plugin = _plugin(python)
+    folder = plugin.with_name("stand_in")
+    if not (folder / "libcuda.so.1").exists():
+        folder.mkdir(exist_ok=True)
+        source = Path(__file__).with_name("driver.c").read_text()
+        names = {
+            name.decode() for name in re.findall(rb"\0(_{0,2}cu[a-zA-Z]*[A-Z]\w{2,60})(?=\0)", plugin.read_bytes())
+        }
+        others = names - set(re.findall(r"\w+", source))
+        answers = (f"int {name}(void) {{ return 0; }}\n" for name in sorted(others))
+        (folder / "all.c").write_text("".join((source, *answers)))
+        build = ["cc", "-w", "-shared", "-fPIC", "-o", folder / "stand_in.so", folder / "all.c"]
+        subprocess.run(build, check=True, capture_output=True, text=True)
+        for library in _LIBRARIES:
+            (folder / f"lib{library}").symlink_to("stand_in.so")
+    cuda, cudnn = _CUDA.get(versions(python)[0], _CUDA[""])
+    gpu = cluster.gpu
+    assert gpu.compute_capability is not None
+    t = gpu.target
+    attributes = {
+        8: t["shared_memory_per_block_bytes"],
+        13: gpu.clock_hz / 1e3,
+        16: gpu.sms,
+        36: gpu.memory_bytes_per_s / (2 * _BUS_BITS / 8) / 1e3,
+        37: _BUS_BITS,
+        38: gpu.l2_bytes,
+        39: t["max_threads_per_sm"],
+        75: gpu.compute_capability[0],
+        76: gpu.compute_capability[1],
+        81: t["shared_memory_per_sm_bytes"],
+        82: t["registers_per_sm"],
+        97: t["shared_memory_per_block_optin_bytes"],
+    }
+    return {
+        **{f"GPU_ATTRIBUTE_{number}": str(int(value)) for number, value in attributes.items()},
+        "GPU_COUNT": str(cluster.num_gpus),
+        "GPU_NAME": gpu.name,
+        "CUDA_VERSION": str(cuda),
+        "CUDNN_VERSION": str(cudnn),
+        "GPU_BYTES": str(int(gpu.memory_bytes)),
+        "JAX_PLATFORMS": "cuda",
+        "LD_LIBRARY_PATH": str(folder),
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(memory_fraction),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
+def _plugin(python: Path) -> Path:
+    return next(python.parent.parent.glob("lib/python3*/site-packages/jax_plugins/xla_cuda12/xla_cuda_plugin.so"))
+
+
+@functools.cache
+def versions(python: Path) -> tuple[str, str]:
+    """Of jaxlib in a Python, and of the StableHLO that it reads."""
+    code = "import jaxlib, jaxlib.mlir.dialects.stablehlo as s; print(jaxlib.__version__, s.get_current_version())"
+    found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    return found[0], found[1]
 
 
 @contextmanager
@@ -109,7 +182,7 @@ def _gspmd() -> Iterator[None]:
         jax.config.update("jax_use_shardy_partitioner", True)
 
 
-def _portable(program: bytes, donated: list[int]) -> bytes:
+def _portable(program: bytes, donated: list[int], version: str) -> bytes:
     """An exported program as StableHLO of an earlier version; each donated argument's sharding is its output's too."""
     from jax._src.interpreters import mlir
     from jax._src.lib import _jax
@@ -132,13 +205,7 @@ def _portable(program: bytes, donated: list[int]) -> bytes:
                 arguments[k]["jax.buffer_donor"] = ir.BoolAttr.get(True)
         main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in arguments])
         main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(r) for r in results])
-        return _jax.mlir.serialize_portable_artifact(mlir.module_to_bytecode(module), STABLEHLO)
-
-
-def _older(config: str) -> str:
-    """A target description without the fields that came later."""
-    lines = [line for line in config.splitlines() if not any(later in line for later in _LATER_FIELDS)]
-    return re.sub(r" feature_extension: \w+", "", "\n".join(lines))
+        return _jax.mlir.serialize_portable_artifact(mlir.module_to_bytecode(module), version)
 
 
 def with_groups(proto: bytes) -> bytes:
@@ -198,24 +265,3 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
         position, shift = position + 1, shift + 7
         if byte < 128:
             return value, position
-
-
-def in_fp8(schedule: Schedule, head: int) -> Schedule:
-    """The layers' matmuls priced in fp8.
-
-    Without a GPU that XLA does not know its CUDA version, and multiplies what is quantized to fp8 in bf16.
-
-    Args:
-        schedule: of an fp8 program.
-        head: width of the output head, which is not quantized.
-    """
-
-    def priced(i: Instruction) -> Instruction:
-        cost = i.cost
-        if cost is None or not cost.matmuls or any(head in (m.m, m.n, m.k) for m in cost.matmuls):
-            return i
-        matmuls = tuple(replace(m, dtype="f8e4m3fn") for m in cost.matmuls)
-        flops = {"f8e4m3fn": sum(cost.matmul_flops.values())}
-        return replace(i, cost=replace(cost, matmuls=matmuls, matmul_flops=flops))
-
-    return replace(schedule, computations={n: tuple(map(priced, c)) for n, c in schedule.computations.items()})

@@ -1,13 +1,9 @@
 """Programs of an older XLA as today's reads them. The compile itself needs that XLA: benchmarks/older_xla."""
 
-import dataclasses
-
 import pytest
 
-from benchmarks.older_xla.programs import in_fp8, with_groups
+from benchmarks.older_xla.programs import with_groups
 from meshkit.hlo import proto as wire
-from meshkit.hlo.costs import Cost, Matmul
-from meshkit.hlo.schedule import Instruction, Schedule
 
 
 def _key(n: int) -> bytes:
@@ -53,19 +49,3 @@ def test_iota_device_lists_are_written_out(iota, expected):
 def test_explicit_device_lists_are_kept():
     explicit = _field(1, _field(1, b"\x00\x02")) + _field(1, _field(1, b"\x01\x03"))
     assert _groups(with_groups(_module(explicit))) == [[0, 2], [1, 3]]
-
-
-def test_only_the_layers_matmuls_are_priced_in_fp8():
-    def matmul(n: int) -> Instruction:
-        m = Matmul("bf16", 1, 64, n, 128)
-        return Instruction("dot", "custom-call", "kernel", cost=Cost({"bf16": m.flops}, matmuls=(m,)))
-
-    copy = Instruction("copy", "copy", "kernel", cost=Cost(bytes_accessed=8.0))
-    schedule = Schedule("step", {"main": (matmul(256), matmul(32000), copy)}, "main", "f")
-    layer, head, other = in_fp8(schedule, 32000).computations["main"]
-    assert layer.cost == dataclasses.replace(
-        matmul(256).cost,  # pyright: ignore[reportArgumentType]
-        matmul_flops={"f8e4m3fn": 2.0 * 64 * 256 * 128},
-        matmuls=(Matmul("f8e4m3fn", 1, 64, 256, 128),),
-    )
-    assert (head, other) == (matmul(32000), copy)
