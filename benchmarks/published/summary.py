@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -25,6 +25,7 @@ from benchmarks.published.statistics import groups, median_error, trends, trivia
 from meshkit.errors import MeshkitError
 
 JAX = ("MaxText", "Paxml")
+OLDER = Path(__file__).with_name("older_xla.csv")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,6 +81,7 @@ def _summary(found: Sequence[Prediction], rows: Mapping[str, Row]) -> list[str]:
         "![predicted and measured](predicted.svg)",
         "",
         *_by_handling(predicted, rows, trivial),
+        *_of_their_time(predicted, rows),
         *_families(predicted, rows, trivial),
         *_asked(predicted, rows, trivial),
         *_worst(predicted),
@@ -135,12 +137,45 @@ def _by_handling(predicted: Sequence[Prediction], rows: Mapping[str, Row], trivi
     return [*lines, ""]
 
 
+def read_older(path: Path = OLDER) -> list[dict[str, str]]:
+    """The rows of a file of benchmarks.older_xla.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _of_their_time(predicted: Sequence[Prediction], rows: Mapping[str, Row]) -> list[str]:
+    older = {row["id"]: float(row["older_s"]) for row in read_older()}
+    columns = ("XLA", "rows", "groups", "median error", "median \\|error\\|", "worst row")
+    about = (
+        "Its fully stated rows by the XLA of their images (older_xla.csv, `python -m benchmarks.older_xla`; a profiled run "
+        "by a predicted profile). It is not what `meshkit plan` gives, which is the first line."
+    )
+    lines = ["## `none`, compiled by the XLA of their time", "", about, ""]
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    members = [p for p in predicted if p.id in older and p.configured]
+    then = [replace(p, predicted_s=older[p.id]) for p in members]
+    for name, found in (("today's", members), ("of their time", then)):
+        if grouped := groups(found, rows):
+            worst = max(found, key=lambda p: abs(p.error or 0.0))
+            errors = (f"{_signed(grouped):+.1%}", _percent(median_error(grouped, lambda p: p.error)))
+            cells = (name, len(found), len(grouped), *errors, f"{worst.id} {worst.error or 0.0:+.1%}")
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return [*lines, ""]
+
+
+def _signed(grouped: Mapping[tuple[str, ...], Sequence[Prediction]]) -> float:
+    return statistics.median(statistics.median(p.error or 0.0 for p in group) for group in grouped.values())
+
+
 def _row(members: Sequence[Prediction], rows: Mapping[str, Row], trivial: Mapping[str, float]) -> str:
     grouped = groups(members, rows)
     inside = [p.inside for p in members if p.inside is not None]
-    signed = statistics.median(statistics.median(p.error or 0.0 for p in group) for group in grouped.values())
     ours, plain = median_error(grouped, lambda p: p.error), median_error(grouped, lambda p: trivial.get(p.id))
-    cells = (len(members), len(grouped), f"{signed:+.1%}", _percent(ours), _percent(plain))
+    cells = (len(members), len(grouped), f"{_signed(grouped):+.1%}", _percent(ours), _percent(plain))
     return " | ".join(map(str, (*cells, f"{sum(inside)} of {len(inside)}")))
 
 

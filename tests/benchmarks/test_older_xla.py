@@ -1,9 +1,13 @@
 """Programs of an older XLA as today's reads them. The compile itself needs that XLA: benchmarks/older_xla."""
 
+import dataclasses
+
 import pytest
 
-from benchmarks.older_xla.programs import with_groups
+from benchmarks.older_xla.programs import in_fp8, with_groups
 from meshkit.hlo import proto as wire
+from meshkit.hlo.costs import Cost, Matmul
+from meshkit.hlo.schedule import Instruction, Schedule
 
 
 def _key(n: int) -> bytes:
@@ -49,3 +53,18 @@ def test_iota_device_lists_are_written_out(iota, expected):
 def test_explicit_device_lists_are_kept():
     explicit = _field(1, _field(1, b"\x00\x02")) + _field(1, _field(1, b"\x01\x03"))
     assert _groups(with_groups(_module(explicit))) == [[0, 2], [1, 3]]
+
+
+def test_matmuls_of_gradients_are_priced_in_fp8():
+    def matmul(dtype: str) -> Instruction:
+        m = Matmul(dtype, 1, 64, 256, 128)
+        return Instruction("dot", "custom-call", "kernel", cost=Cost({dtype: m.flops}, matmuls=(m,)))
+
+    copy = Instruction("copy", "copy", "kernel", cost=Cost(bytes_accessed=8.0))
+    schedule = Schedule("step", {"main": (matmul("f16"), matmul("f8e4m3fn"), matmul("bf16"), copy)}, "main", "f")
+    gradient, *others = in_fp8(schedule).computations["main"]
+    assert gradient.cost == dataclasses.replace(
+        matmul("f8e5m2").cost,  # pyright: ignore[reportArgumentType]
+        matmul_flops={"f8e5m2": 2.0 * 64 * 256 * 128},
+    )
+    assert others == [matmul("f8e4m3fn"), matmul("bf16"), copy]
