@@ -86,9 +86,9 @@ def predict(runs: list[Run], pythons: Path, out: Path) -> None:
     file = out / OLDER.name
     done = {row["id"] for row in read_older(file)} if file.exists() else set()
     with file.open("a", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS)
+        writer = csv.writer(stream)
         if not done:
-            writer.writeheader()
+            writer.writerow(COLUMNS)
         for run in runs:
             image = image_of(run.row.id)
             if image is None or run.row.id in done:
@@ -98,7 +98,7 @@ def predict(runs: list[Run], pythons: Path, out: Path) -> None:
             except subprocess.CalledProcessError as error:
                 print(f"{run.row.id}: refused: {(error.stderr.strip().splitlines() or [''])[-1][:300]}", flush=True)
                 continue
-            writer.writerow(found)
+            writer.writerow(found.values())
             stream.flush()
             print(found, flush=True)
 

@@ -87,7 +87,7 @@ def praxis_schedule(python: Path, experiment: Experiment, folder: Path, flags: M
         subprocess.CalledProcessError: it was not compiled.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    asked = {name: json.dumps(value) for name, value in (experiment.xla | _ALWAYS | flags).items()}
+    asked = {name: json.dumps(value) for name, value in {**experiment.xla, **_ALWAYS, **flags}.items()}
     (folder / "request.json").write_text(json.dumps({"flags": asked}))
     _run(python, "praxis.py", folder, experiment)
     return _read(folder, experiment)

@@ -151,19 +151,20 @@ def _of_their_time(predicted: Sequence[Prediction], rows: Mapping[str, Row]) -> 
     older = {row["id"]: float(row["older_s"]) for row in read_older()}
     columns = ("XLA", "rows", "groups", "median error", "median \\|error\\|", "worst row")
     about = (
-        "Its fully stated rows by the XLA of their images (older_xla.csv, `python -m benchmarks.older_xla`; a profiled run "
+        "Fully stated rows by the XLA of their images (older_xla.csv, `python -m benchmarks.older_xla`; profiled runs "
         "by a predicted profile). It is not what `meshkit plan` gives, which is the first line."
     )
     lines = ["## `none`, compiled by the XLA of their time", "", about, ""]
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     members = [p for p in predicted if p.id in older and p.configured]
+    if not members:
+        return []
     then = [replace(p, predicted_s=older[p.id]) for p in members]
     for name, found in (("today's", members), ("of their time", then)):
-        if grouped := groups(found, rows):
-            worst = max(found, key=lambda p: abs(p.error or 0.0))
-            errors = (f"{_signed(grouped):+.1%}", _percent(median_error(grouped, lambda p: p.error)))
-            cells = (name, len(found), len(grouped), *errors, f"{worst.id} {worst.error or 0.0:+.1%}")
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+        grouped, worst = groups(found, rows), max(found, key=lambda p: abs(p.error or 0.0))
+        errors = (f"{_signed(grouped):+.1%}", _percent(median_error(grouped, lambda p: p.error)))
+        cells = (name, len(found), len(grouped), *errors, f"{worst.id} {worst.error or 0.0:+.1%}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return [*lines, ""]
 
 
