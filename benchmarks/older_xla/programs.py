@@ -29,6 +29,7 @@ from meshkit.step.train_step import make_train_step
 _PIPELINED = ("all_gather", "reduce_scatter", "all_reduce")
 _RENAMED = {f"xla_gpu_pipeline_{op}": f"xla_gpu_enable_pipelined_{op}" for op in _PIPELINED}
 _ALWAYS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_latency_hiding_scheduler": True}
+_GRADIENTS = "f8e5m2_highest"  # their matmuls in fp8, which sum with promotion
 _BUS_BITS = 5120  # of a GPU's memory; with the clock that is made of it, its rate
 _CUDA = {"0.4.25": (12040, 8907), "0.4.26": (12040, 8907), "": (12080, 90600)}  # CUDA and cuDNN of an XLA; "": later
 _LIBRARIES = ("cuda.so.1", "cudart.so.12", "cudnn.so.8", "cudnn.so.9", "cublas.so.12", "cublasLt.so.12", "cufft.so.11",
@@ -279,8 +280,8 @@ def in_fp8(schedule: Schedule) -> Schedule:
         cost = i.cost
         if cost is None or "f16" not in cost.matmul_flops:
             return i
-        matmuls = tuple(replace(m, dtype="f8e5m2") if m.dtype == "f16" else m for m in cost.matmuls)
-        flops = {("f8e5m2" if dtype == "f16" else dtype): n for dtype, n in cost.matmul_flops.items()}
+        matmuls = tuple(replace(m, dtype=_GRADIENTS) if m.dtype == "f16" else m for m in cost.matmuls)
+        flops = {(_GRADIENTS if dtype == "f16" else dtype): n for dtype, n in cost.matmul_flops.items()}
         return replace(i, cost=replace(cost, matmuls=matmuls, matmul_flops=flops))
 
     return replace(schedule, computations={n: tuple(map(priced, c)) for n, c in schedule.computations.items()})

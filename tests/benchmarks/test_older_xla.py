@@ -74,8 +74,8 @@ def test_matmuls_of_gradients_are_priced_in_fp8():
     schedule = Schedule("step", {"main": (matmul("f16"), matmul("f8e4m3fn"), matmul("bf16"), copy)}, "main", "f")
     gradient, *others = in_fp8(schedule).computations["main"]
     assert gradient.cost == dataclasses.replace(
-        matmul("f8e5m2").cost,  # pyright: ignore[reportArgumentType]
-        matmul_flops={"f8e5m2": 2.0 * 64 * 256 * 128},
+        matmul("f8e5m2_highest").cost,  # pyright: ignore[reportArgumentType]
+        matmul_flops={"f8e5m2_highest": 2.0 * 64 * 256 * 128},
     )
     assert others == [matmul("f8e4m3fn"), matmul("bf16"), copy]
 
