@@ -28,6 +28,8 @@ from benchmarks.published.housekeeping import housekeeping_s, largest_s, tied_s
 from benchmarks.published.ours import (
     casts_weights,
     finds_scale,
+    fused_scores,
+    has_wide_heads,
     is_filled,
     is_loop_copy,
     is_stacked_gradient,
@@ -261,6 +263,10 @@ CORRECTIONS = (
         lambda run: run.whole and run.framework.delayed and run.precision == "fp8", program=_without(finds_scale),
     ),
     Correction("accumulators filled once a step: with every micro-batch", _stage, program=_without(is_filled)),
+    Correction(
+        "attention of heads wider than 128, fused: scores in memory", lambda run: _stage(run) and has_wide_heads(run),
+        program=_program(fused_scores),
+    ),
     Correction(
         "recomputed layers run whole: without their last matmul",
         lambda run: run.framework.reruns and _of_framework(run), program=_program(rerun),

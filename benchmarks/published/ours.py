@@ -16,6 +16,9 @@ Stacking the gradients reads and writes each once, as adding them to those of th
 where matmuls add to them in their epilogue (`Framework.fused_gradients`; `reduction.py` has what that costs).
 What else is between the matmuls makes way for what the framework launches there (eager.py, transformer_engine.py).
 
+cuDNN's attention has heads of up to 128 in XLA, so that our program keeps the scores of wider ones in memory
+(`fused_scores`); FlashAttention 2 has them up to 256.
+
 Where layers are recomputed, XLA makes again only what a gradient needs: all but a layer's last matmul and its reduction
 over tensor parallelism. Checkpoints of Megatron-LM, DeepSpeed and InternEvo, and torch's reentrant one, run a layer's
 forward pass whole; so did torch's other one until its early stop became the default (pytorch/pytorch, pull requests
@@ -29,6 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from benchmarks.published.experiments import Run
+from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
 
 _STACKED_GRADIENT = re.compile(r"transpose\(.*/dynamic_update_slice$")
@@ -38,6 +42,7 @@ _CAST = re.compile(
 )
 _LARGEST = re.compile(r"/(query_key_value|query|key|value|output|gate_up|gate|up|down)/reduce_max$")
 _LAST = "/mlp/down/dot_general"  # of a layer
+_SCORES, _FUSED_HEAD = "/attention/vmap(", 128  # kernels between the projections; cuDNN's widest head in XLA
 _WEIGHT_BYTES = (4, 5, 6)  # read in fp32; written not at all, in fp8, in 16 bits
 _SCALES_BYTES = 64  # of a collective of largest values
 
@@ -122,6 +127,39 @@ def rerun(run: Run, schedule: Schedule) -> Schedule:
         return schedule
     computations = {name: tuple(_twice(body)) for name, body in schedule.computations.items()}
     return replace(schedule, computations=computations)
+
+
+def has_wide_heads(run: Run) -> bool:
+    """Whether a run's framework fuses attention that our program does not."""
+    return run.framework.fused_attention and run.shape.head_dim > _FUSED_HEAD and not run.row.say("attention")
+
+
+def fused_scores(run: Run, schedule: Schedule) -> Schedule:
+    """The schedule with one kernel a pass in the place of those that make and read the scores of attention."""
+    heads, length = run.shape.heads // run.tensor, run.length
+    forward = Cost(
+        attention_flops=2.0 * run.tokens * length * heads * run.shape.head_dim,  # of half the square
+        attention_queries=round(run.tokens * heads),
+        attention_length=length,
+        attention_head_dim=run.shape.head_dim,
+        attention_causal=True,
+    )
+
+    def fused(body: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        made = False
+        for i in body:
+            if _SCORES not in i.source or i.bodies:
+                yield i
+            elif not made:
+                made, backward = True, "transpose(" in i.source
+                cost = replace(
+                    forward,
+                    attention_flops=forward.attention_flops * (2.5 if backward else 1.0),
+                    attention_backward=backward,
+                )
+                yield replace(i, name=f"{i.name}.fused", kind="kernel", cost=cost)
+
+    return replace(schedule, computations={name: tuple(fused(b)) for name, b in schedule.computations.items()})
 
 
 def _twice(body: tuple[Instruction, ...]) -> Iterator[Instruction]:

@@ -11,7 +11,16 @@ import pytest
 from benchmarks.published.corrections import Step, corrected
 from benchmarks.published.eager import between_matmuls, between_s, eager_s, layer_bytes, logits_s, step_s
 from benchmarks.published.experiments import Run, resolve
-from benchmarks.published.ours import casts_weights, is_filled, is_loop_copy, is_stacked_gradient, repeats, rerun
+from benchmarks.published.ours import (
+    casts_weights,
+    fused_scores,
+    has_wide_heads,
+    is_filled,
+    is_loop_copy,
+    is_stacked_gradient,
+    repeats,
+    rerun,
+)
 from benchmarks.published.reduction import accumulation_s
 from benchmarks.published.rows import parse_row
 from meshkit.config.cluster import Cluster
@@ -226,3 +235,25 @@ def test_a_row_says_whose_attention_it_ran():
     assert run_of("nemo2411-nemotron4-15b-bf16-128").kernels.attention == "cudnn_2024"
     launched = run_of("nemolauncher-LLAMA3-70B-64")
     assert (launched.kernels.attention, launched.chunks, launched.configured) == ("flash2", 10, True)
+
+
+def test_scores_of_wide_heads_are_fused():
+    """Nemotron 4 340B: 96 heads of 192 over 8 GPUs, 4,096 tokens: half the square of two matmuls, back 2.5 times."""
+    run = run_of("nemo2411-nemotron4-340b-bf16-256")
+    assert has_wide_heads(run)
+    assert not has_wide_heads(run_of("nemo2411-gpt3-175b-bf16-128"))
+    forward, backward = (
+        tuple(Instruction(n, "fusion", "kernel", source=s + what, cost=Cost(bytes_accessed=8.0)) for n, what in names)
+        for s, names in (
+            (FORWARD, (("a", "attention/vmap(B->T)/dot_general"), ("b", "attention/vmap()/exp"), ("c", "mlp/mul"))),
+            (BACKWARD, (("d", "attention/vmap()/neg"), ("e", "attention/output/dot_general"))),
+        )
+    )  # fmt: skip
+    schedule = fused_scores(run, Schedule("s", {"f": forward, "b": backward}, "f", "x"))
+    (one, kept), (back, also) = schedule.computations["f"], schedule.computations["b"]
+    assert (kept.name, also.name) == ("c", "e")
+    assert one.cost
+    assert back.cost
+    assert one.cost.attention_flops == 2 * 2 * 4096 * 4096 * 12 * 192 / 2
+    assert (back.cost.attention_flops, back.cost.attention_backward) == (2.5 * one.cost.attention_flops, True)
+    assert (one.cost.attention_queries, one.cost.attention_length, one.cost.bytes_accessed) == (12 * 4096, 4096, 0)
