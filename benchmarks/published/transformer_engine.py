@@ -59,6 +59,9 @@ NAME = "transformer_engine"  # of `Framework.between`
 _TURNING_SHARE = 0.388
 _BLOCK_BYTES = 1 + 1 / 32  # of MXFP8 along one dim, with its scales
 _FUSED, _COMPILED, _EAGER = 10, 32, 52  # bytes of a logit
+# Share of a B200's memory's peak of two of them, forward and back of up to 0.5 G logits (MooreThreads/SimuMax@4dcaae5,
+# configs/system/b200_bf16_ceperm.json: `ce_fusion`, which counts 8 bytes, and `ce`); of Hopper no number was found.
+_LOSS_SHARES = {_FUSED: 0.2795 * 10 / 8, _EAGER: 0.3246}
 
 # Which passes over logits a source's recipes ask for (cross_entropy_loss_fusion, cross_entropy_fusion_impl; NeMo
 # v2.3.0, scripts/performance/utils.py; Megatron-Bridge v0.1.0rc4 to v0.5.0, utils/overrides.py), and dropout of a tenth
@@ -186,7 +189,10 @@ def logits_s(run: Run, cluster: Cluster) -> float:
         each = _FUSED
     elif _LOSS_UNFUSED.search(run.row.source) or "gpt3" in run.row.say("model").lower():
         each = _EAGER
-    return _logits(run) * each / memory_bytes_per_s(cluster.gpu)
+    rate = memory_bytes_per_s(cluster.gpu)
+    if each in _LOSS_SHARES and (cluster.gpu.compute_capability or (0, 0)) >= (10, 0):
+        rate = _LOSS_SHARES[each] * cluster.gpu.memory_bytes_per_s
+    return _logits(run) * each / rate
 
 
 def passes_logits(run: Run) -> Callable[[Instruction], bool]:
