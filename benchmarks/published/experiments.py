@@ -156,7 +156,7 @@ def resolve(row: Row) -> Run | str:
     if shape.layers % stages:
         text = f"{stage_layers} on the fullest stage, {last_layers} on that of the output head"
         notes.assume(f"{shape.layers} layers on {stages} stages: {text}")
-    if row.say("attention"):
+    if row.say("attention") and "TE" in row.say("precision"):
         notes.doubt("the scores of unfused attention as XLA's kernels make them, not Transformer Engine's")
     if "SFT" in row.say("model"):
         notes.doubt("how much of a sequence is padding, which attention may skip, is not stated")
