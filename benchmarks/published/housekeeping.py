@@ -6,15 +6,15 @@
     weights           fp32 ones are copied to 16 bits, gradients of 16 bits to fp32 (optimizer/distrib_optimizer.py);
                       those of linear layers are cast to 8 or 4 bits with the first micro-batch (TransformerEngine,
                       `is_first_microbatch`), along both dims where matmuls in 8 bits take no transposed operand, as on
-                      Hopper (pytorch/utils.py of v2.8, is_non_tn_fp8_gemm_supported). Kept in 8 bits (`fp8_params`,
-                      `fp8_param_gather`: Megatron-Bridge, training/mixed_precision.py, and NeMo 2, where scales are of
-                      tensors), they travel so and are only turned
+                      Hopper (pytorch/utils.py of v2.8, is_non_tn_fp8_gemm_supported) and before v2.0. Kept in 8 bits
+                      (`fp8_params`, `fp8_param_gather`: Megatron-Bridge, training/mixed_precision.py, and NeMo 2, where
+                      scales are of tensors), they travel so and are only turned
     tied embedding    the gradients of its two copies, on the first stage and on the last, are summed behind those of
                       replicas (distributed/finalize_model_grads.py): beside nothing
     largest values    with delayed scaling all-reduced behind each pass of a micro-batch over a chunk, which waits
                       (TransformerEngine from v1.5 on, pytorch/fp8.py, reduce_and_update_fp8_tensors; before, launchers
                       of NVIDIA had that beside compute and among tensor-parallel GPUs alone): over tensor, context and
-                      data parallelism, in core_v0.8.0 without the last (core/parallel_state.py)
+                      data parallelism, in core_v0.8.0 and in MLPerf v4.1 without the last (core/parallel_state.py)
 
 A tenth of a millisecond a step or less, and not here: gradients of norms over tensor parallelism, the norm of all
 gradients. Nor is clipping, which runs only where that norm is above its limit.
@@ -26,7 +26,7 @@ import re
 
 from benchmarks.published.blocks import SECOND_BYTES, cast_bytes, is_mxfp8
 from benchmarks.published.experiments import Run
-from benchmarks.published.ours import is_current
+from benchmarks.published.ours import is_current, wants_both
 from benchmarks.published.reduction import (
     GRADIENT_BYTES,
     gathered_bytes,
@@ -38,8 +38,9 @@ from meshkit.config.cluster import Cluster
 from meshkit.predict.kernels import memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
 
-_WAITING = re.compile(r"DGXC NeMo|NeMo 24\.07|NeMo-Framework-Launcher")  # delayed, v1.5 or later
-_AMONG_FEW = re.compile(r"NeMo 24\.07")  # core_v0.8.0
+# Delayed, v1.5 or later; those of core_v0.8.0 or with `tp_only_amax_red` (MLPerf v4.1, conf/custom.yaml).
+_WAITING = re.compile(r"DGXC NeMo|NeMo 24\.07|NeMo-Framework-Launcher|MLPerf Training v4\.1")
+_AMONG_FEW = re.compile(r"NeMo 24\.07|MLPerf Training v4\.1")
 _HALF_BYTES, _COPY_BYTES = 2, 6  # between 16 bits and fp32
 _LARGEST_BYTES = 4 * 4 * 3  # of a layer: four linear layers, three operands
 
@@ -62,7 +63,7 @@ def weight_bytes(run: Run, cluster: Cluster) -> float:
         return cast_bytes(run.recipe.cast_reads)
     if is_mxfp8(run):
         return 3 + SECOND_BYTES
-    turned = cluster.gpu.key.startswith("h")
+    turned = wants_both(run, cluster)
     if gathered_bytes(run) == 1:
         return 2.0 * turned
     return 3 + turned + 2 * is_current(run)

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from benchmarks.published.experiments import Run
+from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
 
@@ -76,6 +77,11 @@ def finds_scale(i: Instruction) -> bool:
 def is_current(run: Run) -> bool:
     """Whether fp8's scales are those of the tensors at hand (current scaling), not of steps before (delayed)."""
     return run.precision == "fp8" and re.search(r"cs|current", run.row.say("precision"), re.IGNORECASE) is not None
+
+
+def wants_both(run: Run, cluster: Cluster) -> bool:
+    """Whether TransformerEngine's matmuls in 8 bits take no transposed operand: on Hopper, and before v2.0 anywhere."""
+    return cluster.gpu.key.startswith("h") or "MLPerf Training v4.1" in run.row.source
 
 
 def is_loop_copy(i: Instruction) -> bool:

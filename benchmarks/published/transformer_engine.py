@@ -1,6 +1,6 @@
 """Memory passes of Megatron-Core between the matmuls of a layer, counted from its source. Part of replica.py.
 
-Bytes an element, operator by operator, of Megatron-LM core_v0.8.0 to core_v0.16.0 with TransformerEngine v1.11 to v2.12
+Bytes an element, operator by operator, of Megatron-LM core_v0.7.0 to core_v0.16.0 with TransformerEngine v0.12 to v2.12
 (`te`). They take the place of what our program has in its loops over layers between matmuls, and of what XLA adds to
 matmuls there: operands that it joins, and turns for Hopper's fp8.
 
@@ -14,7 +14,10 @@ matmuls there: operands that it joins, and turns for Hopper's fp8.
                       gradients, 4. Without rotation attention takes all three where they lie, and writes alike;
                       FlashAttention of te v1 takes them apart first, 4 (`_PrepareQKVForFA`)
     activation        core/fusions/fused_bias_swiglu.py: 6 and 10 for an element of the second matmul's input; GELU and
-                      squared ReLU 4 and 6, gradient of a bias 2
+                      squared ReLU 4 and 6, gradient of a bias 2. MLPerf's GPT-3 has te's own layer, in which GELU
+                      writes 8 bits, 3, which back are transposed by themselves, and its gradient, that of the bias
+                      and both layouts are one kernel, 6 (te pytorch/module/layernorm_mlp.py, 09ba842, v1.6 to v1.11;
+                      `gemm_gelu_fusion` is off)
     context           te AttnFuncWithCPAndKVP2P, causal, c GPUs, the mean over them: keys and values joined, halves of
                       them or of queries made contiguous, outputs rescaled and added up, and so the gradients: queries
                       5.5 c - 1.5 and 7.5 c - 3.5, keys 2 c + 6 and 11 c + 5
@@ -22,13 +25,13 @@ matmuls there: operands that it joins, and turns for Hopper's fp8.
                       layernorm_linear.py): read in 16 bits, written once, 3; with current scaling the largest value
                       first, 2, but where the norm finds it (te v2.8 on, unless cuDNN's norm is asked for, as
                       Megatron-Bridge does on GB200 and GB300). Hopper wants both layouts (te
-                      is_non_tn_fp8_gemm_supported): the same kernel writes the second, 1, at the measured rate of such
-                      a kernel; of what is gathered another transposes all, at the catalog's
+                      is_non_tn_fp8_gemm_supported; before v2.0 all do): the same kernel writes the second, 1, at the
+                      measured rate of such a kernel; of what is gathered another transposes all, at the catalog's
     casts to MXFP8    both layouts with scales in one kernel, 4 1/16; of gradients that userbuffers gather one by one,
                       6 1/16; at the measured rate of such a cast
 
-Weights are cast once a step (housekeeping.py). Casts of NVFP4: blocks.py. Passes over logits: te
-pytorch/triton/cross_entropy.py 10 (largest and sum 2, gradient in place 4, times that of the loss 4);
+Weights are cast and turned once a step (housekeeping.py), by te v0.12 as by v2.12. Casts of NVFP4: blocks.py. Passes
+over logits: te pytorch/triton/cross_entropy.py 10 (largest and sum 2, gradient in place 4, times that of the loss 4);
 core/fusions/fused_cross_entropy.py as torch compiles it 32 (to fp32 and largest 6, exponential and sum 8, quotient 8,
 gradient 10); without fusion 52 (eager.py).
 
@@ -46,7 +49,7 @@ from benchmarks.published.blocks import is_mxfp8
 from benchmarks.published.eager import kernels_between
 from benchmarks.published.experiments import Run
 from benchmarks.published.experts import CAST_SHARE
-from benchmarks.published.ours import is_current
+from benchmarks.published.ours import is_current, wants_both
 from benchmarks.published.userbuffers import find_overlap
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
@@ -64,12 +67,16 @@ _FUSED, _COMPILED, _EAGER = 10, 32, 52  # bytes of a logit
 _LOSS_SHARES = {_FUSED: 0.2795 * 10 / 8, _EAGER: 0.3246}
 
 # Which passes over logits a source's recipes ask for (cross_entropy_loss_fusion, cross_entropy_fusion_impl; NeMo
-# v2.3.0, scripts/performance/utils.py; Megatron-Bridge v0.1.0rc4 to v0.5.0, utils/overrides.py), and dropout of a tenth
-# (gpt3_175b_hydra.yaml of dgxc-benchmarking@35a9aec, gpt3/175b.yaml of NeMo-Framework-Launcher@26e42fa).
+# v2.3.0, scripts/performance/utils.py; Megatron-Bridge v0.1.0rc4 to v0.5.0, utils/overrides.py; MLPerf v4.1, conf/
+# custom.yaml), dropout of a tenth with micro-batches of one (gpt3_175b_hydra.yaml of dgxc-benchmarking@35a9aec, gpt3/
+# 175b.yaml of NeMo-Framework-Launcher@26e42fa; 175b_mlperf.yaml of @121c975d, of two, has none), and te's own layer
+# (MLPerf v3.1, conf/custom.yaml of NeMo bd0b818, AutocastTransformerLayer; v4.1, megatron_gpt_full_te_layer_autocast).
 _LOSS_OF_TE = re.compile(r"Megatron-Bridge|1f6d9f4|Together")
 _LOSS_OURS = re.compile(r"jvp\(\)\)?/|\(jvp\(logits\)\)/convert_element_type$")
-_LOSS_UNFUSED = re.compile(r"weak scaling")
+_LOSS_COMPILED = re.compile(r"MLPerf Training v4\.1")
+_LOSS_UNFUSED = re.compile(r"weak scaling|gpt3", re.IGNORECASE)
 _DROPS = re.compile(r"DGXC NeMo|NeMo 24\.07")
+_WHOLE_LAYER = re.compile(r"MLPerf Training v(3\.1|4\.1)")
 
 
 def is_counted(run: Run) -> bool:
@@ -113,7 +120,7 @@ def as_launched(run: Run, schedule: Schedule, cluster: Cluster) -> Schedule:
 def _passes(run: Run, cluster: Cluster, moved: Moved, where: str) -> Iterator[Instruction]:
     """The kernels of one pass, one of each kind."""
     rate = memory_bytes_per_s(cluster.gpu) / cluster.gpu.memory_bytes_per_s
-    cast = moved.cast * rate / (_TURNING_SHARE if _is_hopper(cluster) else CAST_SHARE)
+    cast = moved.cast * rate / (_TURNING_SHARE if cluster.gpu.key.startswith("h") else CAST_SHARE)
     turned = run.tokens * moved.turned
     costs = {
         "plain": Cost(bytes_accessed=run.tokens * moved.plain),
@@ -137,9 +144,10 @@ def layer_moves(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
     s, ways = run.shape, run.tensor
     hidden, queries, keys, ffn = s.hidden / ways, s.heads * s.head_dim / ways, s.keys / ways, s.ffn / ways
     biased = not s.gated and s.kv_heads == s.heads  # GPT-3 and its like: biases, learned positions
-    drops = biased and _DROPS.search(run.row.source) is not None
-    forward = 2 * (4 + 6 + drops) * hidden + (6 if s.gated else 4) * ffn
-    back = 2 * (6 + 6 + 2 * biased + 5 * drops) * hidden + (10 if s.gated else 6 + 2 * biased) * ffn
+    drops = biased and run.micro_batch == 1 and _DROPS.search(run.row.source) is not None
+    activation = (6, 10) if s.gated else (3, 0) if _casts_gelu(run) else (4, 6 + 2 * biased)
+    forward = 2 * (4 + 6 + drops) * hidden + activation[0] * ffn
+    back = 2 * (6 + 6 + 2 * biased + 5 * drops) * hidden + activation[1] * ffn
     if not biased:
         copied = s.kv_heads < s.heads and s.kv_heads > ways
         forward += (4 + 4 * copied) * queries + 8 * keys
@@ -156,7 +164,7 @@ def layer_moves(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
 
 def _casts(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
     """Of casts to 8 bits: of the inputs of linear layers, forward, and of gradients of their outputs, backward."""
-    s, ways, hopper, current = run.shape, run.tensor, _is_hopper(cluster), is_current(run)
+    s, ways, turns, current = run.shape, run.tensor, wants_both(run, cluster), is_current(run)
     hidden, queries, ffn = s.hidden / ways, s.heads * s.head_dim / ways, s.ffn / ways
     inside = queries + ffn  # inputs of the second of two linear layers, and gradients of the first one's outputs
     out = queries + 2 * s.keys / ways + (2 if s.gated else 1) * ffn
@@ -165,7 +173,7 @@ def _casts(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
         again = Moved(cast=2 if overlap and not overlap.off else 0)
         return (2 * hidden + inside) * both, (2 * hidden + out) * both + 2 * hidden * again
     largest = 2 if current else 0
-    both = Moved(largest, cast=4) if hopper else Moved(largest + 3)
+    both = Moved(largest, cast=4) if turns else Moved(largest + 3)
     gathered, turned = both, 0.0
     if ways > 1:  # along one dim, and what was gathered is transposed whole
         gathered, turned = Moved(largest + 3), 4 * s.hidden
@@ -174,12 +182,16 @@ def _casts(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
         normed, turned = Moved(-1), turned or 2 * hidden
     elif "Megatron-Bridge" in run.row.source and not cluster.gpu.key.startswith("g"):  # norms find largest values
         normed = gathered + Moved(-2)
-    back = 2 * hidden * gathered + out * both + Moved(turned=turned if hopper else 0.0)
+    if _casts_gelu(run):  # with the cast, and so is its gradient
+        inside, out, turned = queries, out - ffn, turned + ffn
+    back = 2 * hidden * gathered + out * both + Moved(turned=turned if turns else 0.0)
+    if _casts_gelu(run):
+        back += ffn * Moved(cast=6)
     return 2 * hidden * normed + inside * both, back
 
 
-def _is_hopper(cluster: Cluster) -> bool:
-    return cluster.gpu.key.startswith("h")
+def _casts_gelu(run: Run) -> bool:
+    return run.precision == "fp8" and not run.shape.gated and _WHOLE_LAYER.search(run.row.source) is not None
 
 
 def logits_s(run: Run, cluster: Cluster) -> float:
@@ -187,7 +199,7 @@ def logits_s(run: Run, cluster: Cluster) -> float:
     each = _COMPILED
     if _LOSS_OF_TE.search(run.row.source):
         each = _FUSED
-    elif _LOSS_UNFUSED.search(run.row.source) or "gpt3" in run.row.say("model").lower():
+    elif not _LOSS_COMPILED.search(run.row.source) and _LOSS_UNFUSED.search(f"{run.row.source} {run.row.say('model')}"):
         each = _EAGER
     rate = memory_bytes_per_s(cluster.gpu)
     if each in _LOSS_SHARES and (cluster.gpu.compute_capability or (0, 0)) >= (10, 0):

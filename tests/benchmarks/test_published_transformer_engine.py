@@ -96,6 +96,24 @@ def test_biases_and_dropout_of_gpt_3():
     assert back == moved(2 * (6 + 6 + 2 + 5) * h + (6 + 2) * 4 * h + 4 * 3 * h)
 
 
+@pytest.mark.parametrize(("source", "gpu"), [("v3.1", "H100-80GB SXM"), ("v4.1", "B200")])
+def test_gelu_of_transformer_engines_own_layer_casts(source, gpu):
+    """MLPerf's GPT-3, by TransformerEngine before v2.0: both layouts on any GPU, no dropout."""
+    run, cluster = run_of(GPT, source=f"MLPerf Training {source}", gpu=gpu, precision="fp8", micro_batch=2)
+    forward, back = layer_moves(run, cluster)
+    h, taken_apart = 12_288 / 4, 4 * 3 if run.kernels.attention.startswith("flash") else 0
+    assert forward == moved((2 * (4 + 6) + taken_apart + 3 * 4 - 2) * h, cast=4 * h)
+    wanted = moved((2 * (6 + 6 + 2) + taken_apart + 2 * 3) * h, cast=(4 * 3 + 6 * 4) * h, turned=4 * 12_288 + 4 * h)
+    assert back == wanted
+    logits = run.tokens * run.shape.vocab / 4
+    assert logits_s(run, cluster) * memory_bytes_per_s(cluster.gpu) / logits == loosely(52 if source == "v3.1" else 32)
+
+
+def test_dropout_of_a_recipe_with_micro_batches_of_one():
+    one, two = (layer_moves(*run_of("nemo2407-GPT3-175B-512", micro_batch=i)) for i in (1, 2))
+    assert [a.plain - b.plain for a, b in zip(one, two)] == [loosely(2 * 3072), loosely(10 * 3072)]
+
+
 def test_passes_take_the_place_of_what_is_between_matmuls():
     """And of what XLA joins and turns for them; the loss's passes go by their size."""
     run, cluster = run_of(SEVENTY)
