@@ -12,7 +12,7 @@
     tied embedding    the gradients of its two copies, on the first stage and on the last, are summed behind those of
                       replicas (distributed/finalize_model_grads.py): beside nothing
     largest values    with delayed scaling all-reduced behind each pass of a micro-batch over a chunk, which waits
-                      (TransformerEngine from v1.5 on, pytorch/fp8.py, reduce_and_update_fp8_tensors; before, launchers
+                      (TransformerEngine from v1.6 on, pytorch/fp8.py, reduce_and_update_fp8_tensors; before, launchers
                       of NVIDIA had that beside compute and among tensor-parallel GPUs alone): over tensor, context and
                       data parallelism, in core_v0.8.0 and in MLPerf v4.1 without the last (core/parallel_state.py)
 
@@ -38,7 +38,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.predict.kernels import memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
 
-# Delayed, v1.5 or later; those of core_v0.8.0 or with `tp_only_amax_red` (MLPerf v4.1, conf/custom.yaml).
+# Delayed, v1.6 or later; those of core_v0.8.0 or with `tp_only_amax_red` (MLPerf v4.1, conf/custom.yaml).
 _WAITING = re.compile(r"DGXC NeMo|NeMo 24\.07|NeMo-Framework-Launcher|MLPerf Training v4\.1")
 _AMONG_FEW = re.compile(r"NeMo 24\.07|MLPerf Training v4\.1")
 _HALF_BYTES, _COPY_BYTES = 2, 6  # between 16 bits and fp32

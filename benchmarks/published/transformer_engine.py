@@ -35,8 +35,13 @@ over logits: te pytorch/triton/cross_entropy.py 10 (largest and sum 2, gradient 
 core/fusions/fused_cross_entropy.py as torch compiles it 32 (to fp32 and largest 6, exponential and sum 8, quotient 8,
 gradient 10); without fusion 52 (eager.py).
 
-Not there: scales that are swizzled, partial sums of a norm's weights (a row of fp32 for each multiprocessor), copies of
-whole attention for micro-batches of several sequences before core_v0.13, and all that waits for the host.
+Each is a kernel, after a gap as any (`launches`): a norm back two, a cast with current scaling three (largest value,
+scale and cast: te pytorch/csrc/quantizer.cpp). Up to v1.5 te finds scales with every module and pass: a copy of largest
+values and the update, at the least, and scales that are kept for the way back (pytorch/fp8.py and module/base.py).
+
+Not there: gaps of ring attention's kernels, scales that are swizzled, partial sums of a norm's weights (a row of fp32
+for each multiprocessor), copies of whole attention for micro-batches of several sequences before core_v0.13, and all
+that waits for the host.
 """
 
 from __future__ import annotations
@@ -77,6 +82,7 @@ _LOSS_COMPILED = re.compile(r"MLPerf Training v4\.1")
 _LOSS_UNFUSED = re.compile(r"weak scaling|gpt3", re.IGNORECASE)
 _DROPS = re.compile(r"DGXC NeMo|NeMo 24\.07")
 _WHOLE_LAYER = re.compile(r"MLPerf Training v(3\.1|4\.1)")
+_UPDATES_SCALES = re.compile(r"MLPerf Training v3\.1")
 
 
 def is_counted(run: Run) -> bool:
@@ -112,13 +118,14 @@ def as_launched(run: Run, schedule: Schedule, cluster: Cluster) -> Schedule:
     bodies = dict(schedule.computations)
     for name in (name for loop in loops for name in loop.bodies):
         bodies[name] = tuple(_alone(i) for i in bodies[name] if i.name not in gone and i.starts not in gone)
-    for loop, moved in zip((*loops[:1], *loops[-1:]), layer_moves(run, cluster)):
-        bodies[loop.bodies[0]] = (*_passes(run, cluster, moved, loop.name), *bodies[loop.bodies[0]])
+    moves, kernels = layer_moves(run, cluster), launches(run, cluster)
+    for loop, moved, launched in zip((*loops[:1], *loops[-1:]), moves, kernels):
+        bodies[loop.bodies[0]] = (*_passes(run, cluster, moved, loop.name, launched), *bodies[loop.bodies[0]])
     return replace(schedule, computations=bodies)
 
 
-def _passes(run: Run, cluster: Cluster, moved: Moved, where: str) -> Iterator[Instruction]:
-    """The kernels of one pass, one of each kind."""
+def _passes(run: Run, cluster: Cluster, moved: Moved, where: str, launched: int) -> Iterator[Instruction]:
+    """The kernels of one pass: an instruction for all of a kind, the first with the gaps of those beyond one each."""
     rate = memory_bytes_per_s(cluster.gpu) / cluster.gpu.memory_bytes_per_s
     cast = moved.cast * rate / (_TURNING_SHARE if cluster.gpu.key.startswith("h") else CAST_SHARE)
     turned = run.tokens * moved.turned
@@ -127,9 +134,10 @@ def _passes(run: Run, cluster: Cluster, moved: Moved, where: str) -> Iterator[In
         "cast": Cost(bytes_accessed=run.tokens * cast),
         "turned": Cost(bytes_accessed=2 * turned, transposed=turned),
     }
-    for kind, cost in costs.items():
-        if cost.bytes_accessed:
-            yield Instruction(f"{where}.{kind}", "fusion", "kernel", "between matmuls", cost)
+    kinds = {kind: cost for kind, cost in costs.items() if cost.bytes_accessed}
+    for kind, cost in kinds.items():
+        cost = replace(cost, launches=launched - len(kinds) + 1 if kind == "plain" else 1)
+        yield Instruction(f"{where}.{kind}", "fusion", "kernel", "between matmuls", cost)
 
 
 def _alone(i: Instruction) -> Instruction:
@@ -143,14 +151,12 @@ def layer_moves(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
     """What a layer moves, forward and backward."""
     s, ways = run.shape, run.tensor
     hidden, queries, keys, ffn = s.hidden / ways, s.heads * s.head_dim / ways, s.keys / ways, s.ffn / ways
-    biased = not s.gated and s.kv_heads == s.heads  # GPT-3 and its like: biases, learned positions
-    drops = biased and run.micro_batch == 1 and _DROPS.search(run.row.source) is not None
+    biased, drops = _is_biased(run), _drops(run)
     activation = (6, 10) if s.gated else (3, 0) if _casts_gelu(run) else (4, 6 + 2 * biased)
     forward = 2 * (4 + 6 + drops) * hidden + activation[0] * ffn
     back = 2 * (6 + 6 + 2 * biased + 5 * drops) * hidden + activation[1] * ffn
     if not biased:
-        copied = s.kv_heads < s.heads and s.kv_heads > ways
-        forward += (4 + 4 * copied) * queries + 8 * keys
+        forward += (4 + 4 * _copies_queries(run)) * queries + 8 * keys
         back += 8 * queries + 12 * keys
     elif run.kernels.attention.startswith("flash"):
         forward, back = (i + 4 * (queries + 2 * keys) for i in (forward, back))
@@ -160,6 +166,48 @@ def layer_moves(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
         back += (7.5 * c - 3.5) * queries + (11 * c + 5) * keys
     casts, casts_back = _casts(run, cluster) if run.precision == "fp8" else (Moved(), Moved())
     return Moved(forward) + casts, Moved(back) + casts_back
+
+
+def launches(run: Run, cluster: Cluster) -> tuple[int, int]:
+    """Kernels that a layer launches for what it moves, forward and backward; casts to NVFP4 are in blocks.py."""
+    fused, biased, drops = _casts_gelu(run), _is_biased(run), _drops(run)
+    forward = 2 + 2 + 1
+    back = 4 + 2 + 1 + 2 * biased + 2 * drops + (biased and not fused)
+    if not biased:
+        forward, back = forward + 3 + _copies_queries(run), back + 3
+    elif run.kernels.attention.startswith("flash"):
+        forward, back = forward + 1, back + 1
+    if run.precision != "fp8":
+        return forward, back
+    if is_mxfp8(run):
+        return forward + 4, back + 4
+    if is_current(run):
+        forward, back = forward + 3 * 4 - 2 * _finds_largest(run, cluster), back + 3 * 4
+    else:
+        forward, back = forward + 2 - fused, back + 4 - fused
+    if wants_both(run, cluster):
+        back += (4 if run.tensor > 1 else 0 if is_current(run) else 2) + fused
+    if _UPDATES_SCALES.search(run.row.source):  # three modules
+        forward, back = forward + 3 * 3, back + 3 * 2
+    return forward, back
+
+
+def _is_biased(run: Run) -> bool:
+    """GPT-3 and its like: biases, learned positions."""
+    return not run.shape.gated and run.shape.kv_heads == run.shape.heads
+
+
+def _drops(run: Run) -> bool:
+    return _is_biased(run) and run.micro_batch == 1 and _DROPS.search(run.row.source) is not None
+
+
+def _copies_queries(run: Run) -> bool:
+    return run.shape.kv_heads < run.shape.heads and run.shape.kv_heads > run.tensor
+
+
+def _finds_largest(run: Run, cluster: Cluster) -> bool:
+    """Whether norms find the largest values of what they write."""
+    return "Megatron-Bridge" in run.row.source and not cluster.gpu.key.startswith("g")
 
 
 def _casts(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
@@ -180,7 +228,7 @@ def _casts(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
     normed = gathered
     if not current:  # norms write 8 bits, and what they write is transposed
         normed, turned = Moved(-1), turned or 2 * hidden
-    elif "Megatron-Bridge" in run.row.source and not cluster.gpu.key.startswith("g"):  # norms find largest values
+    elif _finds_largest(run, cluster):
         normed = gathered + Moved(-2)
     if _casts_gelu(run):  # with the cast, and so is its gradient
         inside, out, turned = queries, out - ffn, turned + ffn

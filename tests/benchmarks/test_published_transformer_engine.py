@@ -11,7 +11,15 @@ import pytest
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.experts import CAST_SHARE
 from benchmarks.published.rows import parse_row
-from benchmarks.published.transformer_engine import Moved, as_launched, is_counted, layer_moves, logits_s, passes_logits
+from benchmarks.published.transformer_engine import (
+    Moved,
+    as_launched,
+    is_counted,
+    launches,
+    layer_moves,
+    logits_s,
+    passes_logits,
+)
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost, Matmul
 from meshkit.hlo.module import Instruction, Schedule
@@ -109,6 +117,21 @@ def test_gelu_of_transformer_engines_own_layer_casts(source, gpu):
     assert logits_s(run, cluster) * memory_bytes_per_s(cluster.gpu) / logits == loosely(52 if source == "v3.1" else 32)
 
 
+@pytest.mark.parametrize(
+    ("name", "cells", "wanted"),
+    [
+        (EIGHT, {}, (2 + 2 + 1 + 4, 4 + 2 + 1 + 3)),  # norms, residuals, activation; rotations and what is copied
+        (SEVENTY, {}, (9 + 2, 10 + 4 + 4)),  # casts, and what is gathered turned
+        (CURRENT, {}, (9 + 3 * 2 + 2 * 2, 10 + 3 * 4 + 4)),  # norms find largest values
+        (LARGE, {}, (9 + 4, 10 + 4)),
+        (GPT, {}, (5 + 1, 7 + 2 + 2 + 1 + 1)),  # gradients of biases, dropout's
+        (GPT, {"source": "MLPerf Training v3.1", "precision": "fp8"}, (5 + 1 + 9, 7 + 2 + 3 + 5 + 6)),
+    ],
+)
+def test_kernels_that_a_layer_launches(name, cells, wanted):
+    assert launches(*run_of(name, **cells)) == wanted
+
+
 def test_dropout_of_a_recipe_with_micro_batches_of_one():
     one, two = (layer_moves(*run_of("nemo2407-GPT3-175B-512", micro_batch=i)) for i in (1, 2))
     assert [a.plain - b.plain for a, b in zip(one, two)] == [loosely(2 * 3072), loosely(10 * 3072)]
@@ -135,6 +158,7 @@ def test_passes_take_the_place_of_what_is_between_matmuls():
     assert turned
     assert dot
     assert (dot.joined_bytes, dot.turned_bytes) == (0, 0)
+    assert plain.launches + cast.launches + turned.launches == launches(run, cluster)[1]
     back = layer_moves(run, cluster)[1]
     rate = 0.388 * cluster.gpu.memory_bytes_per_s
     assert kernel_work(cast, cluster.gpu).alone_s == pytest.approx(8192 * back.cast / rate)
