@@ -24,10 +24,11 @@ from benchmarks.published.experts import (
     quantization_s,
     window_s,
 )
+from benchmarks.published.fsdp import as_eager, as_engine, engine_logits_s, is_carried, is_engine, rest_s, with_fsdp
+from benchmarks.published.fsdp import is_counted as is_eager
 from benchmarks.published.housekeeping import housekeeping_s, largest_s, tied_s
 from benchmarks.published.ours import (
     casts_weights,
-    finds_scale,
     fused_scores,
     has_wide_heads,
     is_filled,
@@ -255,12 +256,11 @@ CORRECTIONS = (
     Correction("XLA's own recomputation: kept", _stage, program=_without_names(lambda _, schedule: repeats(schedule))),
     Correction("copies of XLA's loop over layers: kept", _of_framework, program=_without(is_loop_copy)),
     Correction(
-        "casts of weights once a step: with every micro-batch", _stage,
-        program=lambda at, schedule: without(schedule, casts_weights(at.run)),
+        "zeros and copies of what XLA's loops carry: kept", _unfused, program=_without(is_carried),
     ),
     Correction(
-        "fp8's largest values found by casts, delayed scaling of FSDP: a pass of each tensor",
-        lambda run: run.whole and run.framework.delayed and run.precision == "fp8", program=_without(finds_scale),
+        "casts of weights once a step: with every micro-batch", _stage,
+        program=lambda at, schedule: without(schedule, casts_weights(at.run)),
     ),
     Correction("accumulators filled once a step: with every micro-batch", _stage, program=_without(is_filled)),
     Correction(
@@ -284,6 +284,18 @@ CORRECTIONS = (
     Correction(
         "passes over logits by Megatron-Core's source: XLA's", is_counted, head=_seconds(te_logits_s),
         program=lambda at, schedule: without(schedule, passes_logits(at.run)),
+    ),
+    Correction(
+        "kernels between matmuls, of logits and the optimizer by MosaicML's source: XLA's", is_eager,
+        program=lambda at, schedule: as_eager(at.run, schedule, at.cluster), step=_seconds(rest_s),
+    ),
+    Correction(
+        "kernels between matmuls and of logits, of FSDP in Megatron-Core by its source: XLA's", is_engine,
+        program=lambda at, schedule: as_engine(at.run, schedule, at.cluster), step=_seconds(engine_logits_s),
+    ),
+    Correction(
+        "FSDP's own passes over weights and gradients: none", lambda run: _unfused(run) and any(run.framework.gathered),
+        program=lambda at, schedule: with_fsdp(at.run, schedule, at.cluster),
     ),
     Correction("operators that torchtitan does not fuse: fused", _unfused, step=_seconds(eager_s)),
     Correction(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.published.rows import Row
 
+_FSDP1, _FSDP2 = (0, 4 + 4), (4, 4 + 6)  # bytes of fsdp.py
 # XLA runs every collective on its own as soon as a program wants more memory than the GPU has. A published run fitted,
 # so its program shall not be held to that where ours wants more.
 _ROOM = {"xla_gpu_memory_limit_slop_factor": 1000}
@@ -94,7 +95,6 @@ class Framework:
         chunked_tensor: gathers and scatters of sequence parallelism run beside their matmuls (userbuffers.py).
         overlaps_stages: sends between pipeline stages of several chunks hide under other micro-batches.
         sequence_parallel: with tensor parallelism, unless the row says no.
-        delayed: fp8's scales of a whole step are of the largest values of steps before, which casts find on the way.
         prefetches: FSDP in PyTorch: gathers and scatters run on a stream beside compute (prefetch.py).
         per_tensor: ZeRO-1 that all-reduces gradients, and broadcasts each parameter tensor from its one owner.
         bucket_parameters, bucket_per_replica: parameters whose gradients are reduced at once where that is overlapped,
@@ -105,7 +105,8 @@ class Framework:
         reruns: pattern of precisions of rows in which recomputation runs a layer whole (ours.py); "" for none.
         fused_gradients: matmuls add to the gradients of weights in their epilogue (`gradient_accumulation_fusion`).
         between: count of eager.py, or transformer_engine.py, that what our program has between the matmuls of a layer
-            makes way for; "" for none.
+            makes way for (fsdp.py for a whole step); "" for none.
+        gathered: bytes a parameter of a layer that FSDP moves itself, forward and backward (fsdp.py).
         memory: what a GPU holds; None where XLA's program says it.
         xla: options of the compiler.
         why: where this is from.
@@ -123,7 +124,6 @@ class Framework:
     chunked_tensor: bool = False
     overlaps_stages: bool = False
     sequence_parallel: bool = False
-    delayed: bool = False
     prefetches: bool = False
     per_tensor: bool = False
     bucket_parameters: int = 0
@@ -133,6 +133,7 @@ class Framework:
     reruns: str = ""
     fused_gradients: bool = False
     between: str = ""
+    gathered: tuple[float, float] = (0, 0)
     memory: Memory | None = None
     xla: Mapping[str, object] = field(default_factory=dict)
     why: str = ""
@@ -152,7 +153,7 @@ FRAMEWORKS = (
     ),
     Framework(
         "MosaicML", r"MosaicML|llm-foundry", whole=True, prefetches=True, attention="triton_flash1", reduce="bf16",
-        xla=_FSDP_OPTIONS, memory=_FSDP, reruns="^bf16$", delayed=True,
+        xla=_FSDP_OPTIONS, memory=_FSDP, reruns="^bf16$", between="mpt", gathered=_FSDP1,
         why="FSDP1: composer's get_mixed_precision (DEFAULT and PURE) leaves gradients in the compute dtype; prefetch "
         "of the next block; triton FlashAttention; rows in pure bf16 are those of the page of May 2023 (300cc5c), with "
         "torch 1.13.1, whose checkpoint runs whole blocks again; amp_fp8 is Transformer Engine's DelayedScaling "
@@ -160,13 +161,13 @@ FRAMEWORKS = (
     ),
     Framework(
         "IBM fms-fsdp", r"fms-fsdp|IBM", whole=True, prefetches=True, attention="flash2", reduce="bf16",
-        xla=_FSDP_OPTIONS, memory=_FSDP,
+        xla=_FSDP_OPTIONS, memory=_FSDP, gathered=_FSDP1,
         why="fms_fsdp/policies/mixed_precision.py: bf16 reductions; torch.compile",
     ),
     Framework(
         "torchtitan", r"torchtitan", whole=True, prefetches=True, attention="flash2", reduce="fp32",
         sequence_parallel=True, sharded_optimizer=True, overlaps_gradients=True, xla=_FSDP_OPTIONS,
-        memory=replace(
+        gathered=_FSDP2, memory=replace(
             _FSDP, compiles_loss=r"_?(2025|2026)",
             why="pytorch/torchtitan@9dec370 (2024-12): cross-entropy of pred.float(), compiling it commented out; "
             "@e7c0cae (2025-06): compiled",
@@ -175,7 +176,7 @@ FRAMEWORKS = (
     ),
     Framework(
         "KempnerForge", r"Kempner", whole=True, prefetches=True, attention="flash2", reduce="fp32",
-        sequence_parallel=True, xla=_FSDP_OPTIONS,
+        sequence_parallel=True, xla=_FSDP_OPTIONS, gathered=_FSDP2,
         memory=Memory(
             shards=True, shard_bytes=6, reduces_last=True, whole_logits=True, logit_bytes=8,
             why="KempnerInstitute/KempnerForge, distributed/parallel.py, training/grad.py and loss.py: all in bf16, "

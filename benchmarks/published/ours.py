@@ -1,7 +1,6 @@
 """What of a compiled stage only our program does, and what only the framework it stands for does. Part of replica.py.
 
-Of a whole step of FSDP that is the first line, and scales where they are delayed: FSDP casts its fp32 shards with every
-micro-batch too.
+Of a whole step of FSDP that is the first line: FSDP casts its fp32 shards with every micro-batch too. More: fsdp.py.
 
     copies of the loop over layers    it stacks what the backward pass needs, and takes it apart again; autograd keeps
                                       references

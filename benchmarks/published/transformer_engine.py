@@ -117,14 +117,14 @@ def as_launched(run: Run, schedule: Schedule, cluster: Cluster) -> Schedule:
     gone = {i.name for i in kernels}
     bodies = dict(schedule.computations)
     for name in (name for loop in loops for name in loop.bodies):
-        bodies[name] = tuple(_alone(i) for i in bodies[name] if i.name not in gone and i.starts not in gone)
+        bodies[name] = tuple(alone(i) for i in bodies[name] if i.name not in gone and i.starts not in gone)
     moves, kernels = layer_moves(run, cluster), launches(run, cluster)
-    for loop, moved, launched in zip((*loops[:1], *loops[-1:]), moves, kernels):
-        bodies[loop.bodies[0]] = (*_passes(run, cluster, moved, loop.name, launched), *bodies[loop.bodies[0]])
+    for loop, moved, number in zip((*loops[:1], *loops[-1:]), moves, kernels):
+        bodies[loop.bodies[0]] = (*launched(run, cluster, moved, loop.name, number), *bodies[loop.bodies[0]])
     return replace(schedule, computations=bodies)
 
 
-def _passes(run: Run, cluster: Cluster, moved: Moved, where: str, launched: int) -> Iterator[Instruction]:
+def launched(run: Run, cluster: Cluster, moved: Moved, where: str, number: int) -> Iterator[Instruction]:
     """The kernels of one pass: an instruction for all of a kind, the first with the gaps of those beyond one each."""
     rate = memory_bytes_per_s(cluster.gpu) / cluster.gpu.memory_bytes_per_s
     cast = moved.cast * rate / (_TURNING_SHARE if cluster.gpu.key.startswith("h") else CAST_SHARE)
@@ -136,11 +136,11 @@ def _passes(run: Run, cluster: Cluster, moved: Moved, where: str, launched: int)
     }
     kinds = {kind: cost for kind, cost in costs.items() if cost.bytes_accessed}
     for kind, cost in kinds.items():
-        cost = replace(cost, launches=launched - len(kinds) + 1 if kind == "plain" else 1)
+        cost = replace(cost, launches=number - len(kinds) + 1 if kind == "plain" else 1)
         yield Instruction(f"{where}.{kind}", "fusion", "kernel", "between matmuls", cost)
 
 
-def _alone(i: Instruction) -> Instruction:
+def alone(i: Instruction) -> Instruction:
     """A matmul without what XLA does to its operands."""
     if i.cost is None or not (i.cost.joined_bytes or i.cost.turned_bytes):
         return i

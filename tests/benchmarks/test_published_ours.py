@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published.corrections import Step, corrected
 from benchmarks.published.eager import between_matmuls, between_s, eager_s, layer_bytes, logits_s, step_s
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.ours import (
@@ -142,22 +141,6 @@ def test_delayed_scaling_finds_largest_values_on_the_way(precision, ours):
     weights = Cost(bytes_accessed=5 * 8192 * 8192 / 4)
     source = FORWARD + "attention/output/convert_element_type"
     assert casts_weights(run)(Instruction("loop_convert_fusion", "fusion", "kernel", source=source, cost=weights))
-
-
-@pytest.mark.parametrize(
-    ("name", "found"), [("mosaic-3b-s512-h100_80gb-8-amp_fp8-mb40", True), ("tt-8b-fsdp128-compile+float8", False)]
-)
-def test_scales_of_steps_before_are_found_by_casts_in_fsdp_too(name, found):
-    """Composer's amp_fp8 is delayed scaling; torchao's scales are of the tensors at hand."""
-    run = run_of(name)
-    source = FORWARD + "attention/output/reduce_max"
-    passes = [
-        Instruction(name, "fusion", "kernel", source=source, cost=Cost(bytes_accessed=2e6))
-        for name in ("input_reduce_fusion.1", "input_add_reduce_fusion.2")
-    ]
-    step = Step(run, Cluster.load(run.machines.table), {})
-    left = corrected(step, Schedule("step", {"main": tuple(passes)}, "main", "f")).computations["main"]
-    assert [i.name for i in left] == [i.name for i in passes[found:]]
 
 
 def test_eager_operators_pass_memory_one_by_one():
