@@ -70,7 +70,7 @@ def test_transformer_engine_casts_inputs_gradients_and_weights():
 
 
 def test_kernels_of_a_layer():
-    """Two norms and residuals, GELU, a shard's cast; back two a norm, bias by bias, the join; FSDP divides and casts."""
+    """Two norms, residuals, GELU, a shard cast; back two a norm, one a bias, the join; shards cast, divided, cast."""
     assert layer_launches(run_of(LARGE)[0]) == (6, 4, 4 + 2 + 1 + 1 + 4 + 3)
     assert layer_launches(run_of(PURE)[0])[1] == 5
     assert layer_launches(run_of(EIGHT_BITS)[0])[::2] == (6 + 4 * 5, 15 + 4 * 3)
