@@ -42,7 +42,7 @@ def format_flops(flops: float | None) -> str:
     """Floating-point operations: `4.00 PFLOP`."""
     if flops is None:
         return "-"
-    if abs(flops) >= 1e15:
+    if abs(flops) >= 1e15 * _ROUNDS_UP:
         return f"{_digits(flops / 1e15)} PFLOP"
     return f"{format_count(flops)}FLOP"
 

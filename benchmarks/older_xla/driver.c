@@ -10,7 +10,7 @@ static __thread long current = 0x1000;
 int cuDriverGetVersion(int *v) { *v = of("CUDA_VERSION"); return 0; }
 int cudaDriverGetVersion(int *v) { *v = of("CUDA_VERSION"); return 0; }
 int cudaRuntimeGetVersion(int *v) { *v = of("CUDA_VERSION"); return 0; }
-int cublasGetVersion_v2(void *h, int *v) { *v = 120403; return 0; }
+int cublasGetVersion_v2(void *h, int *v) { *v = of("CUDA_VERSION") / 10 * 100; return 0; }
 size_t cudnnGetVersion(void) { return of("CUDNN_VERSION"); }
 int cudnnGetProperty(int part, int *v) {
   int version = of("CUDNN_VERSION"), major = version < 90000 ? 1000 : 10000;

@@ -30,6 +30,7 @@ _PIPELINED = ("all_gather", "reduce_scatter", "all_reduce")
 _RENAMED = {f"xla_gpu_pipeline_{op}": f"xla_gpu_enable_pipelined_{op}" for op in _PIPELINED}
 _ALWAYS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_latency_hiding_scheduler": True}
 _GRADIENTS = "f8e5m2_highest"  # their matmuls in fp8, which sum with promotion
+_TIMEOUT_S = 900.0  # of a compile
 _BUS_BITS = 5120  # of a GPU's memory; with the clock that is made of it, its rate
 _CUDA = {"0.4.25": (12040, 8907), "0.4.26": (12040, 8907), "": (12080, 90600)}  # CUDA and cuDNN of an XLA; "": later
 _LIBRARIES = ("cuda.so.1", "cudart.so.12", "cudnn.so.8", "cudnn.so.9", "cublas.so.12", "cublasLt.so.12", "cufft.so.11",
@@ -94,10 +95,10 @@ def praxis_schedule(python: Path, experiment: Experiment, folder: Path, flags: M
     return _read(folder, experiment)
 
 
-def _run(python: Path, child: str, folder: Path, experiment: Experiment, timeout_s: float = 900.0) -> None:
+def _run(python: Path, child: str, folder: Path, experiment: Experiment) -> None:
     environment = os.environ | stand_in(python, experiment.cluster, experiment.train.memory_fraction)
     command = [python, Path(__file__).with_name(child), folder]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s, env=environment)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment)
 
 
 def _read(folder: Path, experiment: Experiment) -> Schedule:

@@ -31,7 +31,7 @@ from meshkit.predict.pricing import arithmetic_left
 
 _FOUR, _EIGHT = "f4e2m1fn", {f"{name}{how}": "mxfp8" for name in ("f8e4m3fn", "f8e5m2") for how in ("", "_highest")}
 _HALF_BYTES = 2
-SECOND_BYTES = 1 + 2 / 32  # of MXFP8 along the other dim, and the scales of both
+MXFP8_CAST = 2 + 2 * (1 + 1 / 32)  # bytes an element: read in 16 bits, written along both dims, each with scales
 _FOUR_BYTES = 0.5 + 1 / 16  # with the scale, in 8 bits, of 16 elements
 
 

@@ -188,11 +188,10 @@ def _reduces_gradients(i: Instruction) -> bool:
 
 def _without_ring(at: Step, schedule: Schedule) -> Schedule:
     """Hops of ring attention are sent under the attention of the piece before (Liu et al., 2023)."""
-    ring = {"collective": "collective-permute", "axes": ("context",)}
 
     def is_hop(i: Instruction) -> bool:
         c = i.collective
-        return c is not None and {"collective": c.collective, "axes": tuple(c.axes)} == ring
+        return c is not None and c.collective == "collective-permute" and tuple(c.axes) == ("context",)
 
     return without(schedule, is_hop) if at.windows else schedule
 

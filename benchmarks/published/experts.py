@@ -190,7 +190,7 @@ def exchange_s(run: Run, cluster: Cluster) -> float:
         table, received = (_HYBRID, sent * copies(run, ways))
         if hosts > 1:
             table, received = _HYBRID_IB, sent * copies(run, hosts)
-        dispatch, combine = (1e9 * np.interp(ways, table["gpus"], table[way]) for way in ("dispatch", "combine"))
+        dispatch, combine = (1e9 * float(np.interp(ways, table["gpus"], table[way])) for way in ("dispatch", "combine"))
         mapped = run.tokens / run.tensor * s.experts * ways
         gather = collective_time_s("all-gather", payload_bytes=mapped, **group)
         return total + gather + 2 * received * (1 / dispatch + 1 / combine)

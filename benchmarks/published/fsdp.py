@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.published.experiments import Run
-from benchmarks.published.ours import casts_weights, finds_scale, is_current, without
+from benchmarks.published.ours import casts_weights, finds_scale, is_current, runs_whole, without
 from benchmarks.published.reduction import stage_parameters
 from benchmarks.published.transformer_engine import NAME as ENGINE
 from benchmarks.published.transformer_engine import Moved, alone, launched, launches, logits_s, passes_logits
@@ -123,8 +123,7 @@ def layer_moves(run: Run) -> tuple[Moved, Moved, Moved]:
     s, fp8 = run.shape, run.precision == "fp8"
     weights = layer_weights(run) / run.tokens
     forward = Moved((2 * 4 + 2 * 6) * s.hidden + 4 * s.ffn, cast=fp8 * 4 * (3 * s.hidden + s.ffn + weights))
-    whole = run.framework.reruns and re.search(run.framework.reruns, run.row.say("precision"))
-    again = forward if whole else forward + Moved(-6 * s.hidden)
+    again = forward if runs_whole(run) else forward + Moved(-6 * s.hidden)
     outputs = 5 * s.hidden + s.ffn
     back = Moved((2 * 10 + 2 * 6 + 3 * 4) * s.hidden + 6 * s.ffn, cast=fp8 * 4 * outputs)
     if not fp8:
@@ -140,8 +139,7 @@ def layer_launches(run: Run) -> tuple[int, int, int]:
     """
     fp8 = run.precision == "fp8"
     forward, back = 2 + 2 + 1 + fp8 * 4 * (2 + 3), 4 + 2 + 1 + 1 + 4 + fp8 * 4 * 2
-    whole = run.framework.reruns and re.search(run.framework.reruns, run.row.say("precision"))
-    return forward + 1, forward if whole else forward - 1, back + 3 + fp8 * 4
+    return forward + 1, forward if runs_whole(run) else forward - 1, back + 3 + fp8 * 4
 
 
 def rest_s(run: Run, cluster: Cluster) -> float:

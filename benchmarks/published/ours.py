@@ -100,7 +100,7 @@ def is_filled(i: Instruction) -> bool:
 
 def _is_pass(i: Instruction) -> bool:
     """Whether an instruction is a kernel that multiplies nothing."""
-    return i.collective is None and i.cost is not None and not i.cost.matmul_flops and not i.cost.attention_flops
+    return i.collective is None and i.cost is not None and not i.cost.multiplies
 
 
 def without(schedule: Schedule, unwanted: Callable[[Instruction], bool]) -> Schedule:
@@ -125,10 +125,14 @@ def repeats(schedule: Schedule) -> set[str]:
     return {name for names in families.values() for name in sorted(names, key=len)[1:] if ".remat" in name}
 
 
+def runs_whole(run: Run) -> bool:
+    """Whether what a run recomputes runs whole: by its framework's pattern of precisions."""
+    return bool(run.framework.reruns and re.search(run.framework.reruns, run.row.say("precision")))
+
+
 def rerun(run: Run, schedule: Schedule) -> Schedule:
     """The schedule with the last matmul of every layer, and its collective, once more where the framework does so."""
-    again = run.framework.reruns and re.search(run.framework.reruns, run.row.say("precision"))
-    if run.document["train"]["remat"] != "full" or not again:
+    if run.document["train"]["remat"] != "full" or not runs_whole(run):
         return schedule
     computations = {name: tuple(_twice(body)) for name, body in schedule.computations.items()}
     return replace(schedule, computations=computations)

@@ -69,7 +69,7 @@ class Prediction:
         """Whether the measured time lies between the bounds of the prediction."""
         if None in (self.hidden_s, self.blocking_s, self.measured_s):
             return None
-        return bool(self.hidden_s <= self.measured_s <= self.blocking_s)  # pyright: ignore[reportOperatorIssue]
+        return self.hidden_s <= self.measured_s <= self.blocking_s  # pyright: ignore[reportOperatorIssue]
 
 
 def family_of(run: Run) -> str:

@@ -50,7 +50,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from benchmarks.published.blocks import is_mxfp8
+from benchmarks.published.blocks import MXFP8_CAST, is_mxfp8
 from benchmarks.published.eager import kernels_between
 from benchmarks.published.experiments import Run
 from benchmarks.published.experts import CAST_SHARE
@@ -65,7 +65,6 @@ NAME = "transformer_engine"  # of `Framework.between`
 # Share of memory's peak of a cast along both dims on an H100: 4,096 x 4,096 in 51.7 us (NVIDIA/TransformerEngine, pull
 # 101; its pull 258, since v1.7, makes no large difference); experts.py has Blackwell's.
 _TURNING_SHARE = 0.388
-_BLOCK_BYTES = 1 + 1 / 32  # of MXFP8 along one dim, with its scales
 _FUSED, _COMPILED, _EAGER = 10, 32, 52  # bytes of a logit
 # Share of a B200's memory's peak of two of them, forward and back of up to 0.5 G logits (MooreThreads/SimuMax@4dcaae5,
 # configs/system/b200_bf16_ceperm.json: `ce_fusion`, which counts 8 bytes, and `ce`); of Hopper no number was found.
@@ -217,7 +216,7 @@ def _casts(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
     inside = queries + ffn  # inputs of the second of two linear layers, and gradients of the first one's outputs
     out = queries + 2 * s.keys / ways + (2 if s.gated else 1) * ffn
     if is_mxfp8(run):
-        both, overlap = Moved(cast=2 + 2 * _BLOCK_BYTES), find_overlap(run)
+        both, overlap = Moved(cast=MXFP8_CAST), find_overlap(run)
         again = Moved(cast=2 if overlap and not overlap.off else 0)
         return (2 * hidden + inside) * both, (2 * hidden + out) * both + 2 * hidden * again
     largest = 2 if current else 0

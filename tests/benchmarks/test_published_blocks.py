@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import pytest
 
 from benchmarks.published.blocks import as_mxfp8, as_nvfp4, cast_bytes, casts_s, travel_s
-from benchmarks.published.experiments import Run, resolve
+from benchmarks.published.experiments import resolve
 from benchmarks.published.experts import CAST_SHARE
 from benchmarks.published.rows import parse_row
 from meshkit.config.cluster import Cluster
@@ -16,19 +13,10 @@ from meshkit.hlo.costs import Cost, Matmul
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.network import collective_time_s
+from tests.benchmarks.published_rows import CELLS, changed
 
-CELLS = {}
-for name in ("published_runs", "blind_runs"):
-    with (Path(__file__).parent.parent / "data" / f"{name}.csv").open(encoding="utf-8") as file:
-        CELLS |= {cells["id"]: cells for cells in csv.DictReader(file)}
 LARGE = "mbridge-26.02.01-LLAMA3.1_405B-DGX-GB300-256-NVFP4"
 WHOLE = "mbridge-26.02-LLAMA3_70B-DGX-GB300-64-NVFP4"  # no tensor parallelism
-
-
-def changed(name: str, **cells: object) -> Run:
-    run = resolve(parse_row({**CELLS[name], **{k: str(v) for k, v in cells.items()}}, "changed"))
-    assert isinstance(run, Run), run
-    return run
 
 
 def test_a_cast_moves_the_bytes_that_its_kernels_read_and_write():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import pytest
 
-from benchmarks.published.experiments import Run, resolve
+from benchmarks.published.experiments import Run
 from benchmarks.published.fsdp import (
     as_eager,
     as_engine,
@@ -20,16 +17,14 @@ from benchmarks.published.fsdp import (
     rest_s,
     with_fsdp,
 )
-from benchmarks.published.rows import parse_row
 from benchmarks.published.transformer_engine import Moved, logits_s
 from benchmarks.published.transformer_engine import layer_moves as engine_moves
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.kernels import memory_bytes_per_s
+from tests.benchmarks.published_rows import changed
 
-with (Path(__file__).parent.parent / "data" / "published_runs.csv").open(encoding="utf-8") as file:
-    CELLS = {cells["id"]: cells for cells in csv.DictReader(file)}
 LARGE, PURE = "mosaic-13b-s1024-a100_80gb-8-amp_bf16-mb40", "mosaic-7b-s512-a100_40gb-8-bf16-mb48"
 EIGHT_BITS, TITAN = "mosaic-3b-s512-h100_80gb-8-amp_fp8-mb40", "tt-8b-fsdp128-compile"
 BRIDGE = "mbridge-25.11-LLAMA3_8B-DGX-H100-8-FP8-CS"
@@ -37,8 +32,7 @@ LAYERS = "jit(train_step)/while/body/jvp(layers)/while/body/"
 
 
 def run_of(name: str) -> tuple[Run, Cluster]:
-    run = resolve(parse_row(CELLS[name], "test"))
-    assert isinstance(run, Run)
+    run = changed(name)
     return run, Cluster.load(run.machines.table)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
-from pathlib import Path
 
 import pytest
 
@@ -12,18 +10,9 @@ from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.holdings import framework_peak_bytes, in_flight, kept_bytes
 from benchmarks.published.replay import predict
 from benchmarks.published.rows import measured_peak_bytes, measured_step_time_s, parse_row, read_rows
+from tests.benchmarks.published_rows import CELLS, RUNS, changed
 
-RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
-with RUNS.open(encoding="utf-8") as file:
-    CELLS = {cells["id"]: cells for cells in csv.DictReader(file)}
 GIB = 2**30
-
-
-def changed(name: str, **cells: object) -> Run:
-    """A row with other cells."""
-    run = resolve(parse_row({**CELLS[name], **{k: str(v) for k, v in cells.items()}}, "changed"))
-    assert isinstance(run, Run), run
-    return run
 
 
 def test_a_gpt_layer_keeps_what_korthikanti_counts():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -26,18 +24,10 @@ from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.kernels import memory_bytes_per_s
+from tests.benchmarks.published_rows import CELLS, changed
 
-RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
-with RUNS.open(encoding="utf-8") as file:
-    CELLS = {cells["id"]: cells for cells in csv.DictReader(file)}
 FORWARD, BACKWARD = "jit(train_step)/jvp(layers)/while/body/", "jit(train_step)/transpose(jvp(layers))/while/body/"
 STACK, TAKE = "jit(dynamic_update_index_in_dim)/dynamic_update_slice", "jit(dynamic_index_in_dim)/dynamic_slice"
-
-
-def run_of(name: str) -> Run:
-    run = resolve(parse_row(CELLS[name], name))
-    assert isinstance(run, Run)
-    return run
 
 
 @pytest.mark.parametrize(
@@ -57,7 +47,7 @@ def run_of(name: str) -> Run:
 )
 def test_what_a_framework_does_not_do(name, source, elements, each, ours):
     instruction = Instruction(name, "fusion", "kernel", source=source, cost=Cost(bytes_accessed=elements * each))
-    casts = casts_weights(run_of("nemo2504-llama3.1-8b-bf16-8"))
+    casts = casts_weights(changed("nemo2504-llama3.1-8b-bf16-8"))
     assert (is_loop_copy(instruction) or is_filled(instruction) or casts(instruction)) is ours
 
 
@@ -72,7 +62,7 @@ def test_stacked_gradients_are_told_from_stacked_activations():
 
 def test_matmuls_that_add_to_gradients_take_a_share_of_their_bytes_longer():
     """0.57 of reading and writing them in fp32, 0.14 in 16 bits; experts' grouped calls were measured with it."""
-    run = run_of("nemo2504-llama3.1-8b-bf16-8")
+    run = changed("nemo2504-llama3.1-8b-bf16-8")
     cluster = Cluster.load(run.machines.table)
     weights = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14_336
     rate = memory_bytes_per_s(cluster.gpu)
@@ -80,13 +70,13 @@ def test_matmuls_that_add_to_gradients_take_a_share_of_their_bytes_longer():
     assert accumulation_s(run, cluster) == pytest.approx(0.14 * 4 * weights / rate)
     wide = replace(run, framework=replace(run.framework, reduce="fp32"))
     assert accumulation_s(wide, cluster) == pytest.approx(0.57 * 8 * weights / rate)
-    grok = run_of("nemo-grok1-bf16-8")
+    grok = changed("nemo-grok1-bf16-8")
     alone = 6144 * (2 * 128 * (48 + 8) + 8) / 4
     own = (8 / 2) * 3 * 6144 * 32_768 / 4
     assert not grok.recipe.grouped
     assert accumulation_s(grok, cluster) == pytest.approx(0.14 * 4 * (alone + own) / rate)
     for name in ("korthikanti-22B-selective", "megatron-sc21-39B", "internevo-7b-tp1-z8-8"):
-        assert accumulation_s(run_of(name), cluster) == 0.0, "a pass of its own adds them up"
+        assert accumulation_s(changed(name), cluster) == 0.0, "a pass of its own adds them up"
 
 
 def test_of_copies_that_xla_made_one_is_the_original():
@@ -99,7 +89,7 @@ def test_of_copies_that_xla_made_one_is_the_original():
 def test_a_matmul_is_never_ours():
     cost = Cost(matmul_flops={"bf16": 1.0}, bytes_accessed=4096 * 14_336 * 6)
     source = FORWARD + "mlp/gate_up/convert_element_type"
-    assert not casts_weights(run_of("nemo2504-llama3.1-8b-bf16-8"))(
+    assert not casts_weights(changed("nemo2504-llama3.1-8b-bf16-8"))(
         Instruction("dot", "fusion", "kernel", source, cost)
     )
 
@@ -124,7 +114,7 @@ def test_a_recomputed_layer_runs_whole_where_the_framework_does_so(name, again):
     body = [Instruction(name, "f", kind, FORWARD + part, Cost()) for (name, kind), part in zip(kinds, parts)]
     body += [Instruction("done", "f", "done", starts="reduce")]
     body += [Instruction("dot.3", "f", "kernel", BACKWARD + "mlp/down/dot_general", Cost())]
-    found = rerun(run_of(name), Schedule("step", {"main": tuple(body)}, "main", "f")).computations["main"]
+    found = rerun(changed(name), Schedule("step", {"main": tuple(body)}, "main", "f")).computations["main"]
     more = [(i.name, i.starts) for i in found if i.name.endswith(".rerun")]
     assert more == ([("dot.2.rerun", None), ("reduce.rerun", None), ("done.rerun", "reduce.rerun")] if again else [])
     assert len(found) == len(body) + len(more)
@@ -149,7 +139,7 @@ def test_eager_operators_pass_memory_one_by_one():
     The page has the same job compiled: 5,762 and 6,667 tokens/s a GPU, 0.39 s a step apart. 20 %: what the operators
     write may stay in the L2 cache, and the compiled one saves launches too.
     """
-    run = run_of("tt-8b-fsdp8-eager")
+    run = changed("tt-8b-fsdp8-eager")
     forward, backward = layer_bytes(run)
     both = 16 * (4096 + 1024) + 4 * 4096
     assert forward == 2 * (32 + 2) * 4096 + both + 4 * 14_336
@@ -159,8 +149,8 @@ def test_eager_operators_pass_memory_one_by_one():
     found = eager_s(run, cluster) * cluster.gpu.memory_bytes_per_s * cluster.gpu.achieved["memory"] / rate
     assert found == pytest.approx(2 * 8192 * 32 * (2 * forward + backward) / rate)
     assert found == pytest.approx(2 * 8192 / 5762 - 2 * 8192 / 6667, rel=0.2)
-    assert eager_s(run_of("tt-8b-fsdp128-compile"), cluster) == 0
-    assert eager_s(run_of("internevo-7b-tp1-z8-8"), cluster) == 0
+    assert eager_s(changed("tt-8b-fsdp128-compile"), cluster) == 0
+    assert eager_s(changed("internevo-7b-tp1-z8-8"), cluster) == 0
 
 
 GPU = Cluster.load({"gpu": "a100_80gb", "hosts": 1, "gpus_per_host": 8})
@@ -182,20 +172,20 @@ GPU = Cluster.load({"gpu": "a100_80gb", "hosts": 1, "gpus_per_host": 8})
 )
 def test_passes_between_matmuls_are_those_that_the_framework_s_source_has(name, forward, backward):
     rate = memory_bytes_per_s(GPU.gpu)
-    found = between_s(run_of(name), GPU)
+    found = between_s(changed(name), GPU)
     assert found == pytest.approx((forward / rate, backward / rate), rel=1e-6)
 
 
 def test_logits_and_the_optimizer_s_step_are_counted_beyond_those_of_our_program():
     """Megatron's 22B: 8,192 tokens of 6,400 logits, 2.75e9 parameters; InternEvo's 7B on 8 GPUs owns an eighth."""
     rate = memory_bytes_per_s(GPU.gpu)
-    small, seven = run_of("korthikanti-22B-selective"), run_of("internevo-7b-tp1-z8-8")
+    small, seven = changed("korthikanti-22B-selective"), changed("internevo-7b-tp1-z8-8")
     assert logits_s(small, GPU) == pytest.approx(8192 * 6400 * 38 / rate)
     assert logits_s(seven, GPU) == pytest.approx(4096 * 103_168 * 46 / rate)
     assert step_s(small, GPU) == pytest.approx(20 * (48 * 12 * 6144**2 + 51_200 * 6144) / 8 / rate)
     layers = 32 * (4 * 4096**2 + 3 * 4096 * 11_008)
     assert step_s(seven, GPU) == pytest.approx(30 * (layers + 2 * 103_168 * 4096) / 8 / rate)
-    assert step_s(run_of("nemo2504-llama3.1-8b-bf16-8"), GPU) == 0.0
+    assert step_s(changed("nemo2504-llama3.1-8b-bf16-8"), GPU) == 0.0
 
 
 def test_only_kernels_between_matmuls_make_way():
@@ -209,22 +199,22 @@ def test_only_kernels_between_matmuls_make_way():
     loop = Instruction("while", "while", "while", bodies=("body",), trip_count=48)
     head = Instruction("loss", "f", "kernel", "jit(train_step)/jvp()/reduce_sum", plain)
     schedule = Schedule("step", {"main": (loop, head), "body": body}, "main", "f")
-    assert between_matmuls(run_of("megatron-sc21-39B"), schedule) == {"softmax"}
-    assert not between_matmuls(run_of("nemo2504-llama3.1-8b-bf16-8"), schedule)
+    assert between_matmuls(changed("megatron-sc21-39B"), schedule) == {"softmax"}
+    assert not between_matmuls(changed("nemo2504-llama3.1-8b-bf16-8"), schedule)
 
 
 def test_a_row_says_whose_attention_it_ran():
-    assert run_of("nemo2411-gpt3-175b-bf16-128").kernels.attention == "flash2"
-    assert run_of("nemo2411-nemotron4-15b-bf16-128").kernels.attention == "cudnn_2024"
-    launched = run_of("nemolauncher-LLAMA3-70B-64")
+    assert changed("nemo2411-gpt3-175b-bf16-128").kernels.attention == "flash2"
+    assert changed("nemo2411-nemotron4-15b-bf16-128").kernels.attention == "cudnn_2024"
+    launched = changed("nemolauncher-LLAMA3-70B-64")
     assert (launched.kernels.attention, launched.chunks, launched.configured) == ("flash2", 10, True)
 
 
 def test_scores_of_wide_heads_are_fused():
     """Nemotron 4 340B: 96 heads of 192 over 8 GPUs, 4,096 tokens: half the square of two matmuls, back 2.5 times."""
-    run = run_of("nemo2411-nemotron4-340b-bf16-256")
+    run = changed("nemo2411-nemotron4-340b-bf16-256")
     assert has_wide_heads(run)
-    assert not has_wide_heads(run_of("nemo2411-gpt3-175b-bf16-128"))
+    assert not has_wide_heads(changed("nemo2411-gpt3-175b-bf16-128"))
     forward, backward = (
         tuple(Instruction(n, "fusion", "kernel", source=s + what, cost=Cost(bytes_accessed=8.0)) for n, what in names)
         for s, names in (

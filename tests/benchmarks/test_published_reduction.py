@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.published import reduction
 from benchmarks.published.corrections import CORRECTIONS, Step
-from benchmarks.published.experiments import Run, resolve
+from benchmarks.published.experiments import Run
 from benchmarks.published.housekeeping import housekeeping_s, largest_s, tied_s, weight_bytes
-from benchmarks.published.rows import parse_row
 from meshkit.config.cluster import Cluster
 from meshkit.predict.kernels import memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.pricing import arithmetic_left
-
-RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
-with RUNS.open(encoding="utf-8") as file:
-    CELLS = {cells["id"]: cells for cells in csv.DictReader(file)}
-
-
-def changed(name: str, **cells: object) -> Run:
-    run = resolve(parse_row({**CELLS[name], **{k: str(v) for k, v in cells.items()}}, "changed"))
-    assert isinstance(run, Run), run
-    return run
+from tests.benchmarks.published_rows import changed
 
 
 def cluster_of(run: Run) -> Cluster:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.published.experiments import Run, resolve
+from benchmarks.published.experiments import Run
 from benchmarks.published.experts import CAST_SHARE
-from benchmarks.published.rows import parse_row
 from benchmarks.published.transformer_engine import (
     Moved,
     as_launched,
@@ -24,9 +21,8 @@ from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost, Matmul
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.kernels import kernel_work, memory_bytes_per_s
+from tests.benchmarks.published_rows import changed
 
-with (Path(__file__).parent.parent / "data" / "published_runs.csv").open(encoding="utf-8") as file:
-    CELLS = {cells["id"]: cells for cells in csv.DictReader(file)}
 EIGHT, SEVENTY = "nemo2504-llama3.1-8b-bf16-8", "nemo2504-llama3.1-70b-fp8-64"
 CURRENT = "mbridge-26.02-LLAMA3_70B-DGX-H100-64-FP8"
 LARGE = "mbridge-26.06-LLAMA3.1_405B-DGX-GB200-256-MXFP8"
@@ -34,8 +30,7 @@ GPT = "nemo2411-gpt3-175b-bf16-128"
 
 
 def run_of(name: str, **cells: object) -> tuple[Run, Cluster]:
-    run = resolve(parse_row({**CELLS[name], **{k: str(v) for k, v in cells.items()}}, "changed"))
-    assert isinstance(run, Run), run
+    run = changed(name, **cells)
     return run, Cluster.load(run.machines.table)
 
 

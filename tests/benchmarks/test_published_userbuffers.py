@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import pytest
 
 from benchmarks.published.blocks import slowed_s
-from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.ours import is_current
-from benchmarks.published.rows import parse_row
 from benchmarks.published.userbuffers import find_overlap, tensor_s, without_tensor
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost, Matmul
@@ -19,17 +14,10 @@ from meshkit.hlo.schedule import Collective
 from meshkit.predict.kernels import kernel_work, memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.pricing import arithmetic_left
+from tests.benchmarks.published_rows import changed
 
-with (Path(__file__).parent.parent / "data" / "published_runs.csv").open(encoding="utf-8") as file:
-    CELLS = {cells["id"]: cells for cells in csv.DictReader(file)}
 PIPELINE = "nemo2504-llama3.1-70b-bf16-64"  # 4 GPUs, 4,096 tokens each of a context-parallel pair
 RING = "mbridge-26.02-LLAMA3_70B-DGX-H100-64-FP8"  # 4 GPUs, 8,192 tokens
-
-
-def changed(name: str, **cells: object) -> Run:
-    run = resolve(parse_row({**CELLS[name], **{k: str(v) for k, v in cells.items()}}, "changed"))
-    assert isinstance(run, Run), run
-    return run
 
 
 class Prices:

@@ -50,10 +50,22 @@ def test_nvfp4_takes_what_fp8_takes_over_as_many_bytes(size, tflops):
     assert precision_of(H100, "f4e2m1fn") == "bf16"
 
 
-@pytest.mark.parametrize(("precision", "tflops"), [("bf16", 1463), ("fp8", 2815), ("mxfp8", 2677), ("nvfp4", 5094)])
+@pytest.mark.parametrize(("precision", "tflops"), [("bf16", 1463), ("fp8", 2814)])
 def test_a_long_run_is_what_transformerengine_measures_of_cublaslt(precision, tflops):
-    """The matmuls of a layer, 100 of each in a row, on a B300 (NVIDIA/TransformerEngine@1609c89, gemm_profiling)."""
-    assert sustained_flops_per_s(catalog.gpu("b300"), precision) / 1e12 == pytest.approx(tflops, rel=0.013)
+    """The matmuls of a layer, 100 of each in a row, on a B300 (NVIDIA/TransformerEngine@1609c89, gemm_profiling).
+
+    Another card than the catalog's: within the standard deviation of a fleet's.
+    """
+    spread = catalog.kernels()["gpu_spread"]
+    assert sustained_flops_per_s(catalog.gpu("b300"), precision) / 1e12 == pytest.approx(tflops, rel=spread)
+
+
+@pytest.mark.parametrize(("precision", "tflops"), [("mxfp8", 2677), ("nvfp4", 5094)])
+def test_a_long_run_in_blocks_is_that_card_s_share_of_fp8(precision, tflops):
+    """The same page's, over its fp8; shares in the catalog have three digits, the least is 0.373."""
+    b300 = catalog.gpu("b300")
+    found = sustained_flops_per_s(b300, precision) / sustained_flops_per_s(b300, "fp8")
+    assert found == pytest.approx(tflops / 2814, rel=2 * 0.0005 / 0.373)
 
 
 def test_mxfp8_in_a_burst_is_cublaslts():
@@ -170,13 +182,15 @@ def test_promoted_sums_cost_less_under_the_power_cap_than_at_the_full_clock(busy
     assert promoted / plain == pytest.approx(slower)
 
 
-@pytest.mark.parametrize(("key", "tflops", "bf16"), [("h100_sxm", 1402.6, 794.5), ("h200", 1453.4, 794.5)])
-def test_the_best_shape_with_promoted_sums_is_as_published(key, tflops, bf16):
-    """torch._scaled_mm without fast accumulation (stas00/ml-engineering); burst of bf16 by the same tool beside it."""
+@pytest.mark.parametrize(("key", "share"), [("h100_sxm", 0.91), ("h200", 0.94)])
+def test_promoted_sums_take_the_share_of_each_card_that_was_published(key, share):
+    """torch._scaled_mm with and without fast accumulation (stas00/ml-engineering)."""
     gpu, at_once = catalog.gpu(key), Assumptions(sustained=False)
-    rate = 1e15 / kernel_work(Cost({"f8e4m3fn_highest": 1e15}), gpu, assumptions=at_once).arithmetic_s / 1e12
-    same_clock = bf16 / (sustained_flops_per_s(gpu, "bf16", "burst") / 1e12)
-    assert rate * same_clock == pytest.approx(tflops, rel=0.08)
+    plain, promoted = (
+        kernel_work(Cost({dtype: 1e15}), gpu, assumptions=at_once).arithmetic_s
+        for dtype in ("f8e4m3fn", "f8e4m3fn_highest")
+    )
+    assert plain / promoted == pytest.approx(share, rel=0.04)  # the two cards differ by 0.033
 
 
 def test_blackwell_sums_in_one_way():

@@ -21,7 +21,7 @@ from meshkit.report.schema import (
 from meshkit.report.views.report import write_html
 from meshkit.report.views.words import goodput_part
 from meshkit.runs.phases import Goodput
-from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
+from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_rate, format_seconds
 from tests.report.browser import Browser, find_chromium
 
 WIDTHS = (1280, 390)
@@ -273,3 +273,8 @@ def test_a_page_of_nothing_known(browser, timeline, tmp_path, width):
     assert browser.problems == []
     assert re.search(r"No step was seen", browser.evaluate("document.body.textContent"))
     check_no_overflow(browser, width)
+
+
+def test_units_round_up_to_the_next_one():
+    assert (format_seconds(0.99996), format_bytes(1023.99 * 2**20)) == ("1.00 s", "1.00 GiB")
+    assert (format_count(999.99e3).strip(), format_flops(9.996e14)) == ("1.00 M", "1.00 PFLOP")
