@@ -378,6 +378,10 @@ CORRECTIONS = (
         lambda run: _stage(run) and run.framework.overlaps_gradients, off=_framework(overlaps_gradients=False),
     ),
     Correction(
+        "weights behind the optimizer where a recipe gathers them so: under the next forward",
+        lambda run: not run.recipe.overlaps_weights, off=_recipe(overlaps_weights=True),
+    ),
+    Correction(
         "gradients in buckets: all at once", lambda run: _stage(run) and run.framework.bucket_parameters,
         off=_framework(bucket_parameters=0),
     ),

@@ -31,6 +31,7 @@ class Recipe:
         capacity: every expert takes as many rows, and what is above is dropped: rows are whole tiles of a cast.
         recomputes: modules whose forward pass runs twice.
         reduce: dtype in which gradients travel.
+        overlaps_weights: they are gathered under the next forward pass; else behind the optimizer, beside nothing.
         attention: of kernels.toml; "" for the framework's.
         graph: what CUDA graphs replay: `none`, `parts` or `all`.
         cast_reads: times that a cast to NVFP4 reads an operand.
@@ -45,6 +46,7 @@ class Recipe:
     capacity: bool = False
     recomputes: tuple[str, ...] = ()
     reduce: str = "fp32"
+    overlaps_weights: bool = True
     attention: str = ""
     graph: str = "none"
     cast_reads: int = 3

@@ -76,6 +76,8 @@ def gradients_s(run: Run, cluster: Cluster, backward_s: float, forward_s: float)
         return 0.0
     if not run.framework.overlaps_gradients:
         backward_s = forward_s = 0.0
+    if not run.recipe.overlaps_weights:
+        forward_s = 0.0
     size = stage_parameters(run)
     count = _buckets(run, size)
     wire = GRADIENT_BYTES[run.framework.reduce] * size / count

@@ -94,6 +94,25 @@ def test_interleaved_stages_reduce_chunk_by_chunk():
     assert gathered == pytest.approx(0.1 + 0.1 * lost + 2.2 * lost), "one bucket is beside nothing"
 
 
+def test_weights_of_a_recipe_are_gathered_behind_its_optimizer():
+    """405B in NVFP4 on GB200, Megatron-Bridge v0.4.2 and v0.5.0: all of the gather, where v0.4.0 hides most of it."""
+    name = "mbridge-26.04.01-LLAMA3.1_405B-DGX-GB200-256-NVFP4"
+    run = changed(name)
+    cluster = cluster_of(run)
+    assert (run.data, run.chunks, run.recipe.overlaps_weights) == (4, 8, False)
+    count = reduction._buckets(run, reduction.stage_parameters(run))
+    gather = count * reduction._priced(
+        run, cluster, "all-gather", 2 * reduction.stage_parameters(run) / count, run.data
+    )
+    beside = replace(run, recipe=replace(run.recipe, overlaps_weights=True))
+    blocking, hidden = (reduction.gradients_s(r, cluster, 100.0, 100.0) for r in (run, beside))
+    lost = 1 - arithmetic_left(cluster.gpu, 16)
+    first = gather / 8 / round(count / 8)  # of the first chunk's buckets one is beside nothing
+    assert blocking - hidden == pytest.approx((gather - first) * (1 - lost))
+    for other in (name.replace("GB200", "GB300"), "mbridge-26.04-LLAMA3_70B-DGX-GB200-64-NVFP4"):
+        assert changed(other).recipe.overlaps_weights
+
+
 def _filled_and_drained_s(stages: int, chunks: int, micro_batches: int, send_s: float) -> float:
     """Interleaved 1F1B op by op, a chunk forward 1 s and backward 2 s, each send between stages so many seconds."""
     total, done = chunks * micro_batches, {}
