@@ -2,13 +2,16 @@
 
     gradients         their buffer is filled with zeros (distributed/param_and_grad_buffer.py, `reset`), and divided by
                       the number of replicas unless the collective averages (`average_in_collective`: recipes of NeMo 2
-                      and Megatron-Bridge ask for it, Megatron-LM's own script does not)
-    weights           fp32 ones are copied to 16 bits, gradients of 16 bits to fp32 (optimizer/distrib_optimizer.py);
-                      those of linear layers are cast to 8 or 4 bits with the first micro-batch (TransformerEngine,
-                      `is_first_microbatch`), along both dims where matmuls in 8 bits take no transposed operand, as on
-                      Hopper (pytorch/utils.py of v2.8, is_non_tn_fp8_gemm_supported) and before v2.0. Kept in 8 bits
-                      (`fp8_params`, `fp8_param_gather`: Megatron-Bridge, training/mixed_precision.py, and NeMo 2, where
-                      scales are of tensors), they travel so and are only turned
+                      and Megatron-Bridge ask for it, Megatron-LM's own script does not). Those of experts, in buffers
+                      of their own, are scaled in any case where GPUs share them, as an average is of fewer replicas
+                      (distributed/distributed_data_parallel.py, `expert_gradient_scaling_factor`)
+    weights           fp32 ones are copied to 16 bits, gradients of 16 bits to fp32 (optimizer/distrib_optimizer.py),
+                      of experts what one of their fewer replicas owns; those of linear layers are cast to 8 or 4 bits
+                      with the first micro-batch (TransformerEngine, `is_first_microbatch`), along both dims where
+                      matmuls in 8 bits take no transposed operand, as on Hopper (pytorch/utils.py of v2.8,
+                      is_non_tn_fp8_gemm_supported) and before v2.0. Kept in 8 bits (`fp8_params`, `fp8_param_gather`:
+                      Megatron-Bridge, training/mixed_precision.py, and NeMo 2, where scales are of tensors), they
+                      travel so and are only turned
     tied embedding    the gradients of its two copies, on the first stage and on the last, are summed behind those of
                       replicas (distributed/finalize_model_grads.py): beside nothing
     largest values    with delayed scaling all-reduced behind each pass of a micro-batch over a chunk, which waits
@@ -16,9 +19,9 @@
                       of NVIDIA had that beside compute and among tensor-parallel GPUs alone): over tensor, context and
                       data parallelism, in core_v0.8.0 and in MLPerf v4.1 without the last (core/parallel_state.py)
 
-A tenth of a millisecond a step or less, and not here: gradients of norms over tensor parallelism, the norm of all
-gradients, and the zeros and copies of experts (at most 0.15 % of a step). Nor is clipping, which runs only where that
-norm is above its limit. Tables of the vocabulary count as linear layers in casts and gathers, which they are not.
+A tenth of a millisecond a step or less, and not here: gradients of norms over tensor parallelism and the norm of all
+gradients. Nor is clipping, which runs only where that norm is above its limit. Tables of the vocabulary count as
+linear layers in casts and gathers, which they are not.
 """
 
 from __future__ import annotations
@@ -43,16 +46,20 @@ from meshkit.predict.network import collective_time_s
 _WAITING = re.compile(r"DGXC NeMo|NeMo 24\.07|NeMo-Framework-Launcher|MLPerf Training v4\.1")
 _AMONG_FEW = re.compile(r"NeMo 24\.07|MLPerf Training v4\.1")
 _HALF_BYTES, _COPY_BYTES = 2, 6  # between 16 bits and fp32
+_SCALED = 3  # passes over gradients that are scaled: zeros, read and written
 _LARGEST_BYTES = 4 * 4 * 3  # of a layer: four linear layers, three operands
 
 
 def housekeeping_s(run: Run, cluster: Cluster) -> float:
     """Seconds a step of passes over gradients and weights on one GPU."""
-    whole, passes, wide = stage_parameters(run), run.framework.gradient_passes, GRADIENT_BYTES[run.framework.reduce]
-    moved = (whole + stage_experts(run)) * weight_bytes(run, cluster)
+    whole, owned, ways = stage_parameters(run), stage_experts(run), optimizer_ways(run)
+    passes, wide = run.framework.gradient_passes, GRADIENT_BYTES[run.framework.reduce]
+    moved = (whole + owned) * weight_bytes(run, cluster)
     if passes:
-        moved += whole * wide * (passes if run.data * run.context > 1 else 1)
-        moved += whole / optimizer_ways(run) * _COPY_BYTES * (2 if wide == _HALF_BYTES else 1)
+        reduced = passes if run.data * run.context > 1 else 1
+        moved += wide * (whole * reduced + owned * (_SCALED if run.experts > 1 else reduced))
+        stepped = whole / ways + owned / max(1, ways // run.experts)
+        moved += stepped * _COPY_BYTES * (2 if wide == _HALF_BYTES else 1)
     return moved / memory_bytes_per_s(cluster.gpu)
 
 

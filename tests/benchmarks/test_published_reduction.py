@@ -175,6 +175,18 @@ def test_gradients_and_weights_are_passed_over_once_a_step():
     assert housekeeping_s(changed("internevo-7b-tp1-z-1-8"), cluster_of(one)) == 0, "its optimizer is in eager.py"
 
 
+def test_gradients_of_experts_are_scaled_and_stepped_among_fewer_replicas():
+    """Qwen3 235B, 32 replicas that share experts 8 ways: zeros, and scaled by 1/8 though the collective averages."""
+    run = changed("mbridge-26.04.01-Qwen3_235B_a22B-DGX-B300-256-MXFP8")
+    cluster, cast = cluster_of(run), 2 + 2 * (1 + 1 / 32)
+    dense, owned = reduction.stage_parameters(run), reduction.stage_experts(run)
+    moved = dense * (2 + 12 / 32) + owned * (2 * 3 + 12 / 4) + (dense + owned) * cast
+    assert housekeeping_s(run, cluster) == pytest.approx(moved / memory_bytes_per_s(cluster.gpu))
+    alone = replace(run, experts=1)
+    moved = dense * (2 + 12 / 32) + 8 * owned * (2 + 12 / 32) + (dense + 8 * owned) * cast
+    assert housekeeping_s(alone, cluster) == pytest.approx(moved / memory_bytes_per_s(cluster.gpu)), "nothing to scale"
+
+
 def test_weights_are_cast_once_a_step_or_kept_in_8_bits():
     name, mx = "mbridge-26.04-LLAMA3_70B-DGX-GB200-64-MXFP8", 2 + 2 * (1 + 1 / 32)
     for cells, each, sent in (
