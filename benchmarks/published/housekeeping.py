@@ -11,7 +11,9 @@
                       matmuls in 8 bits take no transposed operand, as on Hopper (pytorch/utils.py of v2.8,
                       is_non_tn_fp8_gemm_supported) and before v2.0. Kept in 8 bits (`fp8_params`, `fp8_param_gather`:
                       Megatron-Bridge, training/mixed_precision.py, and NeMo 2, where scales are of tensors), they
-                      travel so and are only turned
+                      travel so and are only turned. Embedding and output head are no layers of TransformerEngine:
+                      they stay in 16 bits (core/transformer/transformer_block.py makes its layers alone in
+                      `fp8_model_init`; core/models/gpt/gpt_model.py)
     tied embedding    the gradients of its two copies, on the first stage and on the last, are summed behind those of
                       replicas (distributed/finalize_model_grads.py): beside nothing
     largest values    with delayed scaling all-reduced behind each pass of a micro-batch over a chunk, which waits
@@ -20,8 +22,7 @@
                       data parallelism, in core_v0.8.0 and in MLPerf v4.1 without the last (core/parallel_state.py)
 
 A tenth of a millisecond a step or less, and not here: gradients of norms over tensor parallelism and the norm of all
-gradients. Nor is clipping, which runs only where that norm is above its limit. Tables of the vocabulary count as
-linear layers in casts and gathers, which they are not.
+gradients. Nor is clipping, which runs only where that norm is above its limit.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from benchmarks.published.reduction import (
     optimizer_ways,
     stage_experts,
     stage_parameters,
+    table_parameters,
 )
 from meshkit.config.cluster import Cluster
 from meshkit.predict.kernels import memory_bytes_per_s
@@ -54,7 +56,7 @@ def housekeeping_s(run: Run, cluster: Cluster) -> float:
     """Seconds a step of passes over gradients and weights on one GPU."""
     whole, owned, ways = stage_parameters(run), stage_experts(run), optimizer_ways(run)
     passes, wide = run.framework.gradient_passes, GRADIENT_BYTES[run.framework.reduce]
-    moved = (whole + owned) * weight_bytes(run, cluster)
+    moved = (whole - table_parameters(run) + owned) * weight_bytes(run, cluster)
     if passes:
         reduced = passes if run.data * run.context > 1 else 1
         moved += wide * (whole * reduced + owned * (_SCALED if run.experts > 1 else reduced))
@@ -64,7 +66,7 @@ def housekeeping_s(run: Run, cluster: Cluster) -> float:
 
 
 def weight_bytes(run: Run, cluster: Cluster) -> float:
-    """Bytes that are moved to have a weight in 8 or 4 bits, once a step."""
+    """Bytes that are moved to have a linear layer's weight in 8 or 4 bits, once a step."""
     if run.framework.name != "Megatron-Core" or run.precision == "bf16":
         return 0.0
     if run.precision == "nvfp4":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from benchmarks.published.blocks import is_mxfp8
 from benchmarks.published.experiments import Run
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
@@ -33,9 +34,13 @@ def stage_experts(run: Run) -> float:
 
 def stage_parameters(run: Run) -> float:
     """Parameters on one GPU of the fullest stage, but for experts."""
+    return run.stage_layers * run.shape.layer_parameters() / run.tensor + table_parameters(run)
+
+
+def table_parameters(run: Run) -> float:
+    """Parameters of embedding and output head on one GPU of the fullest stage."""
     shape = run.shape
-    tables = shape.vocab * shape.hidden * (1 if run.stages > 1 or shape.tied else 2)
-    return (run.stage_layers * shape.layer_parameters() + tables) / run.tensor
+    return shape.vocab * shape.hidden * (1 if run.stages > 1 or shape.tied else 2) / run.tensor
 
 
 def optimizer_ways(run: Run) -> int:
@@ -57,9 +62,9 @@ def _zero_group(run: Run) -> int | None:
 
 
 def gathered_bytes(run: Run) -> int:
-    """Of a weight that replicas gather: 1 where it is kept in 8 bits (housekeeping.py), else 2."""
+    """Of a linear layer's weight that replicas gather: 1 where it is kept in 8 bits (housekeeping.py), else 2."""
     kept = _KEPT_IN_8_BITS.search(f"{run.row.source} {run.row.notes}")
-    return 1 if kept and run.precision == "fp8" and "mx" not in run.row.say("precision").lower() else 2
+    return 1 if kept and run.precision == "fp8" and not is_mxfp8(run) else 2
 
 
 def gradients_s(run: Run, cluster: Cluster, backward_s: float, forward_s: float) -> float:
@@ -87,7 +92,8 @@ def gradients_s(run: Run, cluster: Cluster, backward_s: float, forward_s: float)
     if not run.framework.sharded_optimizer:
         return _beside(_priced(run, cluster, "all-reduce", wire, members), count, backward_s, cluster)
     scatter = _priced(run, cluster, "reduce-scatter", wire, members)
-    gather = _priced(run, cluster, "all-gather", gathered_bytes(run) * size / count, members)
+    sent = gathered_bytes(run) * size + (2 - gathered_bytes(run)) * table_parameters(run)  # which stay in 16 bits
+    gather = _priced(run, cluster, "all-gather", sent / count, members)
     if run.shape.experts and members > run.experts:  # in buckets of their own, among fewer replicas
         owned, few = stage_experts(run), members // run.experts
         more = _buckets(run, owned)

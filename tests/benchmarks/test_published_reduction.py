@@ -180,10 +180,11 @@ def test_gradients_of_experts_are_scaled_and_stepped_among_fewer_replicas():
     run = changed("mbridge-26.04.01-Qwen3_235B_a22B-DGX-B300-256-MXFP8")
     cluster, cast = cluster_of(run), 2 + 2 * (1 + 1 / 32)
     dense, owned = reduction.stage_parameters(run), reduction.stage_experts(run)
-    moved = dense * (2 + 12 / 32) + owned * (2 * 3 + 12 / 4) + (dense + owned) * cast
+    linear = dense - run.shape.vocab * run.shape.hidden
+    moved = dense * (2 + 12 / 32) + owned * (2 * 3 + 12 / 4) + (linear + owned) * cast
     assert housekeeping_s(run, cluster) == pytest.approx(moved / memory_bytes_per_s(cluster.gpu))
     alone = replace(run, experts=1)
-    moved = dense * (2 + 12 / 32) + 8 * owned * (2 + 12 / 32) + (dense + 8 * owned) * cast
+    moved = dense * (2 + 12 / 32) + 8 * owned * (2 + 12 / 32) + (linear + 8 * owned) * cast
     assert housekeeping_s(alone, cluster) == pytest.approx(moved / memory_bytes_per_s(cluster.gpu)), "nothing to scale"
 
 
@@ -201,6 +202,30 @@ def test_weights_are_cast_once_a_step_or_kept_in_8_bits():
         run = changed(cells[0], **cells[1])
         assert weight_bytes(run, cluster_of(run)) == pytest.approx(each), cells
         assert reduction.gathered_bytes(run) == sent, cells
+
+
+def test_tables_of_the_vocabulary_stay_in_16_bits():
+    """Llama 3 8B with current scaling: two tables of 128,256 x 4,096 are neither turned nor gathered in 8 bits."""
+    run = changed("mbridge-25.11-LLAMA3_8B-DGX-B200-8-FP8-CS")
+    cluster, tables = cluster_of(run), 2 * run.shape.vocab * 4096
+    assert reduction.table_parameters(run) == tables
+    assert reduction.gathered_bytes(run) == 1
+    size, vocab = reduction.stage_parameters(run), run.shape.vocab
+    narrow = changed("mbridge-25.11-LLAMA3_8B-DGX-B200-8-FP8-CS", vocab=vocab // 2)
+    one = replace(run.framework, bucket_parameters=0, overlaps_gradients=False)
+    sent = [
+        reduction.gradients_s(replace(r, framework=one), cluster, 0.0, 0.0)
+        - reduction._priced(r, cluster, "reduce-scatter", 2 * reduction.stage_parameters(r), 8)
+        for r in (run, narrow)
+    ]
+    for seconds, parameters, held in ((sent[0], size, tables), (sent[1], size - tables / 2, tables / 2)):
+        wanted = reduction._priced(run, cluster, "all-gather", parameters - held + 2 * held, 8)
+        assert seconds == pytest.approx(wanted)
+    hopper = changed("nemo2504-llama3.1-70b-fp8-64")
+    cluster = cluster_of(hopper)
+    moved = housekeeping_s(hopper, cluster) * memory_bytes_per_s(cluster.gpu)
+    copied = reduction.stage_parameters(hopper) * (2 + 12 / (hopper.data * hopper.context))
+    assert moved - copied == pytest.approx(2 * hopper.stage_layers * hopper.shape.layer_parameters() / hopper.tensor)
 
 
 def test_a_tied_embedding_and_largest_values_wait():
