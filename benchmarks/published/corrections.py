@@ -24,7 +24,17 @@ from benchmarks.published.experts import (
     quantization_s,
     window_s,
 )
-from benchmarks.published.fsdp import as_eager, as_engine, engine_logits_s, is_carried, is_engine, rest_s, with_fsdp
+from benchmarks.published.fsdp import (
+    as_eager,
+    as_engine,
+    as_wide,
+    engine_logits_s,
+    is_carried,
+    is_engine,
+    rest_s,
+    scatters_wide,
+    with_fsdp,
+)
 from benchmarks.published.fsdp import is_counted as is_eager
 from benchmarks.published.housekeeping import housekeeping_s, largest_s, tied_s
 from benchmarks.published.ours import (
@@ -251,6 +261,10 @@ CORRECTIONS = (
     Correction(
         "FSDP's stream: gathers and scatters as XLA schedules them", _unfused,
         program=lambda at, schedule: prefetched(schedule, at.readers),
+    ),
+    Correction(
+        "FSDP's gradients in fp32, composer from 0.16.4 on: in 16 bits", scatters_wide,
+        program=lambda _, schedule: as_wide(schedule),
     ),
     Correction("XLA's own recomputation: kept", _stage, program=_without_names(lambda _, schedule: repeats(schedule))),
     Correction("copies of XLA's loop over layers: kept", _of_framework, program=_without(is_loop_copy)),

@@ -8,7 +8,10 @@ loops before they are written, and copies of what its loops carry, which are no 
 gradient of `torch.split`), and divided before they are scattered, 4 (_runtime_utils.py, `_div_if_needed`). FSDP2 (torch
 2.4 on, _composable/fsdp/_fsdp_collectives.py): weights are copied out of what was gathered, 4 with each gather
 (`foreach_all_gather_copy_out`), gradients copied in and to fp32, 6 (`foreach_reduce_scatter_copy_in`; NCCL takes the
-mean).
+mean). MosaicML's runs on 128 H100s and more (llm-foundry@5e85bd62, of January 2024, whose setup.py asks for composer
+0.17.2) travel in fp32, as composer's DEFAULT does from 0.16.4 on (composer/trainer/mosaic_fsdp_utils.py,
+get_mixed_precision; mosaicml/composer@d745fcb1): gradients are cast 6 and divided 8 before, their shards divided 8 and
+not cast.
 
 **MosaicML's models** take the place of all that XLA has between the matmuls of layers. Bytes an element in 16 bits, of
 llm-foundry@300cc5c (gpt_blocks.py, torch 1.13.1, composer 0.13.4) and v0.3.0, whose submit_benchmarks.py asks for it
@@ -50,6 +53,7 @@ from meshkit.predict.kernels import memory_bytes_per_s
 NAME = "mpt"  # of `Framework.between`
 _LOGIT, _LOGIT_FP8, _LOGIT_OURS = 34, 14, 14
 _STEP, _STEP_OURS = 92, 32
+_WIDE_GPUS = 128  # from which on the page's rows are of 2024
 _SHARDS = "jit(train_step)/convert_element_type"  # cast once a step
 _MADE_BY_XLA = re.compile(r"(jit\(train_step\)(/broadcast_in_dim)?)?$")  # sources that name no operation of the model
 
@@ -57,6 +61,23 @@ _MADE_BY_XLA = re.compile(r"(jit\(train_step\)(/broadcast_in_dim)?)?$")  # sourc
 def is_counted(run: Run) -> bool:
     """Whether the passes of MosaicML's models are those of a run."""
     return run.whole and run.framework.between == NAME
+
+
+def scatters_wide(run: Run) -> bool:
+    """Whether the gradients of a run of MosaicML's travel in fp32, where those of our program do in 16 bits."""
+    return is_counted(run) and run.framework.reduce == "bf16" and not runs_whole(run) and run.gpus >= _WIDE_GPUS
+
+
+def as_wide(schedule: Schedule) -> Schedule:
+    """The schedule of a whole step whose scatters of gradients in 16 bits move fp32."""
+
+    def one(i: Instruction) -> Instruction:
+        c = i.collective
+        if c is None or c.collective != "reduce-scatter" or c.dtype == "f32":
+            return i
+        return replace(i, collective=replace(c, dtype="f32", payload_bytes=2 * c.payload_bytes))
+
+    return replace(schedule, computations={k: tuple(map(one, body)) for k, body in schedule.computations.items()})
 
 
 def is_carried(i: Instruction) -> bool:
@@ -81,8 +102,10 @@ def is_between(i: Instruction) -> bool:
 def with_fsdp(run: Run, schedule: Schedule, cluster: Cluster) -> Schedule:
     """The schedule of a whole step with FSDP's own passes."""
     tokens, weights = run.tokens, layer_weights(run)
-    forward, backward = (Moved(b * weights / tokens) for b in run.framework.gathered)
-    return _launched(run, schedule, cluster, "fsdp", ((forward, 1), (Moved(), 1), (backward, 2)))
+    wide = scatters_wide(run)
+    sizes = zip(run.framework.gathered, (0, wide * (6 + 8 - 4)))
+    forward, backward = (Moved((b + more) * weights / tokens) for b, more in sizes)
+    return _launched(run, schedule, cluster, "fsdp", ((forward, 1), (Moved(), 1), (backward, 2 + wide)))
 
 
 def as_eager(run: Run, schedule: Schedule, cluster: Cluster) -> Schedule:
@@ -129,7 +152,8 @@ def layer_moves(run: Run) -> tuple[Moved, Moved, Moved]:
     if not fp8:
         back += Moved(2 * outputs)
     ways = run.sharded
-    return forward + Moved(6 * weights / ways), again, back + Moved((6 + 4 + 6) * weights / ways)
+    shards = 8 if scatters_wide(run) else 4 + 6
+    return forward + Moved(6 * weights / ways), again, back + Moved((6 + shards) * weights / ways)
 
 
 def layer_launches(run: Run) -> tuple[int, int, int]:
@@ -139,7 +163,7 @@ def layer_launches(run: Run) -> tuple[int, int, int]:
     """
     fp8 = run.precision == "fp8"
     forward, back = 2 + 2 + 1 + fp8 * 4 * (2 + 3), 4 + 2 + 1 + 1 + 4 + fp8 * 4 * 2
-    return forward + 1, forward if runs_whole(run) else forward - 1, back + 3 + fp8 * 4
+    return forward + 1, forward if runs_whole(run) else forward - 1, back + 3 - scatters_wide(run) + fp8 * 4
 
 
 def rest_s(run: Run, cluster: Cluster) -> float:

@@ -8,6 +8,7 @@ from benchmarks.published.experiments import Run
 from benchmarks.published.fsdp import (
     as_eager,
     as_engine,
+    as_wide,
     engine_logits_s,
     is_carried,
     is_counted,
@@ -15,18 +16,20 @@ from benchmarks.published.fsdp import (
     layer_launches,
     layer_moves,
     rest_s,
+    scatters_wide,
     with_fsdp,
 )
 from benchmarks.published.transformer_engine import Moved, logits_s
 from benchmarks.published.transformer_engine import layer_moves as engine_moves
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
-from meshkit.hlo.module import Instruction, Schedule
+from meshkit.hlo.module import Collective, Instruction, Schedule
 from meshkit.predict.kernels import memory_bytes_per_s
 from tests.benchmarks.published_rows import changed
 
 LARGE, PURE = "mosaic-13b-s1024-a100_80gb-8-amp_bf16-mb40", "mosaic-7b-s512-a100_40gb-8-bf16-mb48"
 EIGHT_BITS, TITAN = "mosaic-3b-s512-h100_80gb-8-amp_fp8-mb40", "tt-8b-fsdp128-compile"
+WIDE = "mosaic-7b-s2048-h100_80gb-128-amp_bf16-mb6"
 BRIDGE = "mbridge-25.11-LLAMA3_8B-DGX-H100-8-FP8-CS"
 LAYERS = "jit(train_step)/while/body/jvp(layers)/while/body/"
 
@@ -68,6 +71,26 @@ def test_kernels_of_a_layer():
     assert layer_launches(run_of(LARGE)[0]) == (6, 4, 4 + 2 + 1 + 1 + 4 + 3)
     assert layer_launches(run_of(PURE)[0])[1] == 5
     assert layer_launches(run_of(EIGHT_BITS)[0])[::2] == (6 + 4 * 5, 15 + 4 * 3)
+
+
+def test_gradients_of_2024_travel_in_fp32():
+    """7B on 128 H100s: cast 6 and divided 8, joined 4 as ever; shards divided 8. A scatter has twice the bytes."""
+    run, cluster = run_of(WIDE)
+    assert scatters_wide(run)
+    assert not any(scatters_wide(run_of(name)[0]) for name in (LARGE, PURE, EIGHT_BITS, TITAN))
+    h, weights = 4096, 12 * 4096**2 / run.tokens
+    assert layer_moves(run)[2] == moved((20 + 12 + 12) * h + 24 * h + 2 * 9 * h + (6 + 8) * weights / 128)
+    found = with_fsdp(run, step_of(run.shape.layers - 1), cluster)
+    assert bytes_of(found, "backward.body")["attention2.fsdp.plain"] == pytest.approx((4 + 6 + 8) * 12 * h**2)
+    assert layer_launches(run)[2] == layer_launches(run_of(LARGE)[0])[2] - 1
+
+    def scatter(kind: str, dtype: str) -> Instruction:
+        sent = Collective("s", "", kind, ("fsdp",), True, "infiniband", None, dtype, 128, 1, 8, 100)
+        return Instruction(f"{kind}.{dtype}", kind, "start", collective=sent)
+
+    body = (scatter("reduce-scatter", "bf16"), scatter("reduce-scatter", "f32"), scatter("all-gather", "bf16"))
+    wide = as_wide(Schedule("test", {"entry": body}, "entry", "")).computations["entry"]
+    assert [i.collective.payload_bytes for i in wide if i.collective] == [200, 100, 100]
 
 
 def test_logits_and_optimizer():
