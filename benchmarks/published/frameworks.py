@@ -155,9 +155,9 @@ FRAMEWORKS = (
         "MosaicML", r"MosaicML|llm-foundry", whole=True, prefetches=True, attention="triton_flash1", reduce="bf16",
         xla=_FSDP_OPTIONS, memory=_FSDP, reruns="^bf16$", between="mpt", gathered=_FSDP1,
         why="FSDP1: composer's get_mixed_precision (PURE, and DEFAULT up to 0.16.3: fsdp.py) leaves gradients in the "
-        "compute dtype; prefetch of the next block; triton FlashAttention; rows in pure bf16 are those of the page of May 2023 (300cc5c), with "
-        "torch 1.13.1, whose checkpoint runs whole blocks again; amp_fp8 is Transformer Engine's DelayedScaling "
-        "(mosaicml/composer@d4c0aacf, core/precision.py)",
+        "compute dtype; prefetch of the next block; triton FlashAttention; rows in pure bf16 are those of the page of "
+        "May 2023 (300cc5c), with torch 1.13.1, whose checkpoint runs whole blocks again; amp_fp8 is Transformer "
+        "Engine's DelayedScaling (mosaicml/composer@d4c0aacf, core/precision.py)",
     ),
     Framework(
         "IBM fms-fsdp", r"fms-fsdp|IBM", whole=True, prefetches=True, attention="flash2", reduce="bf16",
