@@ -50,7 +50,7 @@ from benchmarks.published.ours import (
 )
 from benchmarks.published.prefetch import prefetched
 from benchmarks.published.reduction import accumulation_s, copies_s, gradients_s
-from benchmarks.published.transformer_engine import as_launched, is_counted, passes_logits
+from benchmarks.published.transformer_engine import as_dropped, as_launched, drops_scores, is_counted, passes_logits
 from benchmarks.published.transformer_engine import logits_s as te_logits_s
 from benchmarks.published.userbuffers import find_overlap, tensor_s, without_tensor
 from meshkit.config.cluster import Cluster
@@ -280,6 +280,7 @@ CORRECTIONS = (
         "attention of heads wider than 128, fused: scores in memory", lambda run: _stage(run) and has_wide_heads(run),
         program=_program(fused_scores),
     ),
+    Correction("dropout of attention's scores in NeMo's GPT-3: none", drops_scores, program=_program(as_dropped)),
     Correction(
         "recomputed layers run whole: without their last matmul",
         lambda run: run.framework.reruns and _of_framework(run), program=_program(rerun),

@@ -35,6 +35,8 @@ over logits: te pytorch/triton/cross_entropy.py 10 (largest and sum 2, gradient 
 core/fusions/fused_cross_entropy.py as torch compiles it 32 (to fp32 and largest 6, exponential and sum 8, quotient 8,
 gradient 10); without fusion 52 (eager.py).
 
+Dropout of attention's scores, where there is dropout, is in attention's kernel: `_DROPPED`.
+
 Each is a kernel, after a gap as any (`launches`): a norm back two, a cast with current scaling three (largest value,
 scale and cast: te pytorch/csrc/quantizer.cpp). Up to v1.5 te finds scales with every module and pass: a copy of largest
 values and the update, at the least, and scales that are kept for the way back (pytorch/fp8.py and module/base.py).
@@ -69,6 +71,12 @@ _FUSED, _COMPILED, _EAGER = 10, 32, 52  # bytes of a logit
 # Share of a B200's memory's peak of two of them, forward and back of up to 0.5 G logits (MooreThreads/SimuMax@4dcaae5,
 # configs/system/b200_bf16_ceperm.json: `ce_fusion`, which counts 8 bytes, and `ce`); of Hopper no number was found.
 _LOSS_SHARES = {_FUSED: 0.2795 * 10 / 8, _EAGER: 0.3246}
+
+# Seconds of attention with dropout of a tenth over those without, both passes, 4,096 tokens, 16 heads of 128, by what a
+# run has (kernels.toml): FlashAttention 2.7.4 on GB200, 0.728 over 0.695 ms (NVIDIA/TransformerEngine, pull 3313): the
+# same kernel, and as fast on a multiprocessor, as on an H100, of which no number was found; cuDNN on H200, 0.614 over
+# 0.594 (issue 3312, sbhd).
+_DROPPED = {"flash2": 0.728 / 0.695, "cudnn_2024": 0.614 / 0.594}
 
 # Which passes over logits a source's recipes ask for (cross_entropy_loss_fusion, cross_entropy_fusion_impl; NeMo
 # v2.3.0, scripts/performance/utils.py; Megatron-Bridge v0.1.0rc4 to v0.5.0, utils/overrides.py; MLPerf v4.1, conf/
@@ -198,6 +206,23 @@ def _is_biased(run: Run) -> bool:
 
 def _drops(run: Run) -> bool:
     return _is_biased(run) and run.micro_batch == 1 and _DROPS.search(run.row.source) is not None
+
+
+def drops_scores(run: Run) -> bool:
+    """Whether attention drops a tenth of its scores: those recipes have `attention_dropout` as `hidden_dropout`."""
+    return is_counted(run) and _drops(run) and run.kernels.attention in _DROPPED
+
+
+def as_dropped(run: Run, schedule: Schedule) -> Schedule:
+    """The schedule of a stage with attention that drops, as more FLOP of attention."""
+
+    def one(i: Instruction) -> Instruction:
+        if i.cost is None or not i.cost.attention_flops:
+            return i
+        flops = i.cost.attention_flops * _DROPPED[run.kernels.attention]
+        return replace(i, cost=replace(i.cost, attention_flops=flops))
+
+    return replace(schedule, computations={k: tuple(map(one, body)) for k, body in schedule.computations.items()})
 
 
 def _copies_queries(run: Run) -> bool:

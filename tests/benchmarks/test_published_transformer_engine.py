@@ -10,7 +10,9 @@ from benchmarks.published.experiments import Run
 from benchmarks.published.experts import CAST_SHARE
 from benchmarks.published.transformer_engine import (
     Moved,
+    as_dropped,
     as_launched,
+    drops_scores,
     is_counted,
     launches,
     layer_moves,
@@ -130,6 +132,24 @@ def test_kernels_that_a_layer_launches(name, cells, wanted):
 def test_dropout_of_a_recipe_with_micro_batches_of_one():
     one, two = (layer_moves(*run_of("nemo2407-GPT3-175B-512", micro_batch=i)) for i in (1, 2))
     assert [a.plain - b.plain for a, b in zip(one, two)] == [loosely(2 * 3072), loosely(10 * 3072)]
+
+
+def test_attention_takes_longer_where_it_drops_scores():
+    """NeMo 24.11's GPT-3 with FlashAttention 2, and 24.07's with cuDNN; 24.07's of 512 GPUs drops nothing."""
+    body = (
+        Instruction("attention", "f", "kernel", cost=Cost(attention_flops=1000.0)),
+        Instruction("free", "f", "free"),
+    )
+    schedule = Schedule("step", {"main": body}, "main", "f")
+    for name, longer in ((GPT, 0.728 / 0.695), ("nemo2407-GPT3-175B-128", 0.614 / 0.594)):
+        run, _ = run_of(name)
+        assert drops_scores(run)
+        attention, other = as_dropped(run, schedule).computations["main"]
+        assert attention.cost
+        assert attention.cost.attention_flops == pytest.approx(1000 * longer)
+        assert other == body[1]
+    for name in ("nemo2407-GPT3-175B-512", SEVENTY, LARGE):
+        assert not drops_scores(run_of(name)[0])
 
 
 def test_passes_take_the_place_of_what_is_between_matmuls():
