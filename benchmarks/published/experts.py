@@ -8,6 +8,7 @@
                       as XLA schedules it; Megatron's is `exchange_s`, and blocks unless the recipe overlaps it
     around experts    what our program does to rows before and after their matmuls goes (`is_routing`); what Megatron
                       launches there is counted instead (`passes_s`, `operators_s`)
+    attention         and all other kernels between matmuls but the router's: transformer_engine.py
 
 Not there: the sink of attention, gradients of biases in the epilogue of a matmul, the host
 that launches all this and waits for the counts of rows.
@@ -145,18 +146,16 @@ def renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
 def quantization_s(run: Run, cluster: Cluster, share: float = CAST_SHARE) -> float:
     """Seconds of a layer and micro-batch of casting operands to 8 bits; 0 where the program does, or none is needed.
 
-    Inputs of the four linear layers forward, gradients of their outputs backward; weights are cast once a step.
-    `share`: of the peak of device memory.
+    Inputs of both linear layers of experts forward, gradients of their outputs backward; weights are cast once a step,
+    and attention's casts are in transformer_engine.py. `share`: of the peak of device memory.
     """
     if not run.shape.experts or run.precision != "fp8":
         return 0.0
     s, k = run.shape, run.shape.experts_per_token
-    queries = s.heads * s.head_dim
-    attention = (s.hidden + queries) + (queries + 2 * s.keys + s.hidden)
     between = 0 if run.recipe.fused else 3 * s.ffn  # of both matmuls of an expert
     experts = k * (2 * s.hidden + between)
     each = _CAST_BYTES + (_ACTIVATION if is_current(run) else 0)  # which reads once more, for the largest values
-    moved = each * run.tokens * (attention + experts) / run.tensor
+    moved = each * run.tokens * experts / run.tensor
     return moved / (share * cluster.gpu.memory_bytes_per_s)
 
 
@@ -216,8 +215,8 @@ def beside_s(run: Run, cluster: Cluster, compute_s: float) -> float:
 def passes_s(run: Run, cluster: Cluster, share: float | None = None) -> float:
     """Seconds of a layer and micro-batch of moving rows to an expert's matmuls and back.
 
-    Permutations: by destination, then by expert where a GPU has several, and back. What our program does to tokens as
-    the sum of their copies counts already. `share`: of the peak of device memory, for permutations; default: measured.
+    Permutations: by destination, then by expert where a GPU has several, and back, which sums the copies of a token; so
+    do DeepEP's own as they combine. `share`: of the peak of device memory, for permutations; default: measured.
     """
     s, recipe = run.shape, run.recipe
     tokens = run.tokens / run.tensor
@@ -228,7 +227,7 @@ def passes_s(run: Run, cluster: Cluster, share: float | None = None) -> float:
         seconds = moved * wide * (1 / (share or _HYBRID_PERMUTE_SHARE) + 1 / (share or _HYBRID_RETURN_SHARE))
     else:
         sorts = run.tensor if recipe.grouped and s.experts > run.experts else 0
-        seconds = 2 * (tokens + rows + 4 * rows * sorts) * wide / (share or _PERMUTE_SHARE)
+        seconds = 4 * (tokens + rows + 2 * rows * sorts) * wide / (share or _PERMUTE_SHARE)
         if run.precision == "fp8" and not recipe.capacity:
             seconds += 8 * rows * s.hidden * _ACTIVATION / memory_bytes_per_s(cluster.gpu)
     return seconds

@@ -7,7 +7,8 @@ matmuls there: operands that it joins, and turns for Hopper's fp8.
     norms             te common/normalization: forward reads and writes, 4; backward reads its output's gradient and its
                       input, writes one, 6; `zero_centered_gamma` is in the kernel. With delayed scaling it casts: 3
     residuals         core/fusions/fused_bias_dropout.py: without bias and dropout an addition, 6; with dropout its
-                      mask, 7 and back 5; gradient of a bias 2. Autograd sums both gradients of a norm's input, 6
+                      mask, 7 and back 5; gradient of a bias 2. Autograd sums both gradients of a norm's input, 6, and
+                      those of the output that a router and experts have, 6
     queries, keys     core/transformer/attention.py: queries of several heads a key are copied out of the joint output
                       (`reshape` of a view), 4; rotated (te fused_rope), queries and keys 4, back 4; values are made
                       contiguous, 4 (transformer_engine.py, forward, or te get_qkv_layout); SplitAlongDim joins their
@@ -40,6 +41,9 @@ Dropout of attention's scores, where there is dropout, is in attention's kernel:
 Each is a kernel, after a gap as any (`launches`): a norm back two, a cast with current scaling three (largest value,
 scale and cast: te pytorch/csrc/quantizer.cpp). Up to v1.5 te finds scales with every module and pass: a copy of largest
 values and the update, at the least, and scales that are kept for the way back (pytorch/fp8.py and module/base.py).
+
+Layers with experts have the same attention, norms and residuals; GPT-OSS adds residuals and biases, and rotates, by
+operators (experts.py).
 
 Not there: gaps of ring attention's kernels, scales that are swizzled, partial sums of a norm's weights (a row of fp32
 for each multiprocessor), copies of whole attention for micro-batches of several sequences before core_v0.13, and all
@@ -84,17 +88,18 @@ _DROPPED = {"flash2": 0.728 / 0.695, "cudnn_2024": 0.614 / 0.594}
 # 175b.yaml of NeMo-Framework-Launcher@26e42fa; 175b_mlperf.yaml of @121c975d, of two, has none), and te's own layer
 # (MLPerf v3.1, conf/custom.yaml of NeMo bd0b818, AutocastTransformerLayer; v4.1, megatron_gpt_full_te_layer_autocast).
 _LOSS_OF_TE = re.compile(r"Megatron-Bridge|1f6d9f4|Together")
+_OF_EXPERTS = re.compile("/moe/(experts|router)/")
 _LOSS_OURS = re.compile(r"jvp\(\)\)?/|\(jvp\(logits\)\)/convert_element_type$")
 _LOSS_COMPILED = re.compile(r"MLPerf Training v4\.1")
-_LOSS_UNFUSED = re.compile(r"weak scaling|gpt3", re.IGNORECASE)
+_LOSS_UNFUSED = re.compile(r"weak scaling|gpt3|grok", re.IGNORECASE)
 _DROPS = re.compile(r"DGXC NeMo|NeMo 24\.07")
 _WHOLE_LAYER = re.compile(r"MLPerf Training v(3\.1|4\.1)")
 _UPDATES_SCALES = re.compile(r"MLPerf Training v3\.1")
 
 
 def is_counted(run: Run) -> bool:
-    """Whether these passes are those of a run: experts' are in experts.py."""
-    return not run.whole and run.framework.between == NAME and not run.shape.experts
+    """Whether these passes are those of a run; those of its experts and their router are in experts.py."""
+    return not run.whole and run.framework.between == NAME
 
 
 @dataclass(frozen=True)
@@ -121,10 +126,11 @@ class Moved:
 def as_launched(run: Run, schedule: Schedule, cluster: Cluster) -> Schedule:
     """The schedule of a stage with these passes in the place of all that is between the matmuls of its layers."""
     loops, kernels = kernels_between(schedule)
-    gone = {i.name for i in kernels}
+    gone = {i.name for i in kernels if not _OF_EXPERTS.search(i.source)}
     bodies = dict(schedule.computations)
     for name in (name for loop in loops for name in loop.bodies):
-        bodies[name] = tuple(alone(i) for i in bodies[name] if i.name not in gone and i.starts not in gone)
+        kept = (i for i in bodies[name] if i.name not in gone and i.starts not in gone)
+        bodies[name] = tuple(i if _OF_EXPERTS.search(i.source) else alone(i) for i in kept)
     moves, kernels = layer_moves(run, cluster), launches(run, cluster)
     for loop, moved, number in zip((*loops[:1], *loops[-1:]), moves, kernels):
         bodies[loop.bodies[0]] = (*launched(run, cluster, moved, loop.name, number), *bodies[loop.bodies[0]])
@@ -155,16 +161,19 @@ def alone(i: Instruction) -> Instruction:
 
 
 def layer_moves(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
-    """What a layer moves, forward and backward."""
+    """What a layer moves, forward and backward; of one with experts all but what they and their router do."""
     s, ways = run.shape, run.tensor
     hidden, queries, keys, ffn = s.hidden / ways, s.heads * s.head_dim / ways, s.keys / ways, s.ffn / ways
     biased, drops = _is_biased(run), _drops(run)
-    activation = (6, 10) if s.gated else (3, 0) if _casts_gelu(run) else (4, 6 + 2 * biased)
-    forward = 2 * (4 + 6 + drops) * hidden + activation[0] * ffn
+    activation = (0, 0) if s.experts else (6, 10) if s.gated else (3, 0) if _casts_gelu(run) else (4, 6 + 2 * biased)
+    added, rotated = (0, 0) if s.biased else (6, 4)  # GPT-OSS has both by operators, in experts.py
+    forward = 2 * (4 + added + drops) * hidden + activation[0] * ffn
     back = 2 * (6 + 6 + 2 * biased + 5 * drops) * hidden + activation[1] * ffn
+    if s.experts:
+        back += 6 * hidden
     if not biased:
-        forward += (4 + 4 * _copies_queries(run)) * queries + 8 * keys
-        back += 8 * queries + 12 * keys
+        forward += (rotated + 4 * _copies_queries(run)) * queries + (rotated + 4) * keys
+        back += (rotated + 4) * queries + (rotated + 8) * keys
     elif run.kernels.attention.startswith("flash"):
         forward, back = (i + 4 * (queries + 2 * keys) for i in (forward, back))
     if run.context > 1:
@@ -178,22 +187,25 @@ def layer_moves(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
 def launches(run: Run, cluster: Cluster) -> tuple[int, int]:
     """Kernels that a layer launches for what it moves, forward and backward; casts to NVFP4 are in blocks.py."""
     fused, biased, drops = _casts_gelu(run), _is_biased(run), _drops(run)
-    forward = 2 + 2 + 1
-    back = 4 + 2 + 1 + 2 * biased + 2 * drops + (biased and not fused)
+    routed, operators = run.shape.experts > 0, run.shape.biased
+    forward = 2 + 2 * (not operators) + (not routed)
+    back = 4 + 2 + 1 + 2 * biased + 2 * drops + (biased and not fused)  # the gradient of an activation, or of a router
     if not biased:
-        forward, back = forward + 3 + _copies_queries(run), back + 3
+        rotations = 2 * (not operators)
+        forward, back = forward + rotations + 1 + _copies_queries(run), back + rotations + 1
     elif run.kernels.attention.startswith("flash"):
         forward, back = forward + 1, back + 1
     if run.precision != "fp8":
         return forward, back
+    blocks = 1 if routed else 2
     if is_mxfp8(run):
-        return forward + 4, back + 4
+        return forward + 2 * blocks, back + 2 * blocks
     if is_current(run):
-        forward, back = forward + 3 * 4 - 2 * _finds_largest(run, cluster), back + 3 * 4
+        forward, back = forward + blocks * (6 - _finds_largest(run, cluster)), back + 6 * blocks
     else:
-        forward, back = forward + 2 - fused, back + 4 - fused
+        forward, back = forward + blocks - fused, back + 2 * blocks - fused
     if wants_both(run, cluster):
-        back += (4 if run.tensor > 1 else 0 if is_current(run) else 2) + fused
+        back += blocks * (2 if run.tensor > 1 else 0 if is_current(run) else 1) + fused
     if _UPDATES_SCALES.search(run.row.source):  # three modules
         forward, back = forward + 3 * 3, back + 3 * 2
     return forward, back
@@ -237,29 +249,30 @@ def _finds_largest(run: Run, cluster: Cluster) -> bool:
 def _casts(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
     """Of casts to 8 bits: of the inputs of linear layers, forward, and of gradients of their outputs, backward."""
     s, ways, turns, current = run.shape, run.tensor, wants_both(run, cluster), is_current(run)
-    hidden, queries, ffn = s.hidden / ways, s.heads * s.head_dim / ways, s.ffn / ways
+    hidden, queries, ffn = s.hidden / ways, s.heads * s.head_dim / ways, 0 if s.experts else s.ffn / ways
+    blocks = 1 if s.experts else 2  # of two linear layers each
     inside = queries + ffn  # inputs of the second of two linear layers, and gradients of the first one's outputs
     out = queries + 2 * s.keys / ways + (2 if s.gated else 1) * ffn
     if is_mxfp8(run):
         both, overlap = Moved(cast=MXFP8_CAST), find_overlap(run)
         again = Moved(cast=2 if overlap and not overlap.off else 0)
-        return (2 * hidden + inside) * both, (2 * hidden + out) * both + 2 * hidden * again
+        return (blocks * hidden + inside) * both, (blocks * hidden + out) * both + blocks * hidden * again
     largest = 2 if current else 0
     both = Moved(largest, cast=4) if turns else Moved(largest + 3)
     gathered, turned = both, 0.0
     if ways > 1:  # along one dim, and what was gathered is transposed whole
-        gathered, turned = Moved(largest + 3), 4 * s.hidden
+        gathered, turned = Moved(largest + 3), 2 * blocks * s.hidden
     normed = gathered
     if not current:  # norms write 8 bits, and what they write is transposed
-        normed, turned = Moved(-1), turned or 2 * hidden
+        normed, turned = Moved(-1), turned or blocks * hidden
     elif _finds_largest(run, cluster):
         normed = gathered + Moved(-2)
     if _casts_gelu(run):  # with the cast, and so is its gradient
         inside, out, turned = queries, out - ffn, turned + ffn
-    back = 2 * hidden * gathered + out * both + Moved(turned=turned if turns else 0.0)
+    back = blocks * hidden * gathered + out * both + Moved(turned=turned if turns else 0.0)
     if _casts_gelu(run):
         back += ffn * Moved(cast=6)
-    return 2 * hidden * normed + inside * both, back
+    return blocks * hidden * normed + inside * both, back
 
 
 def _casts_gelu(run: Run) -> bool:

@@ -28,6 +28,7 @@ from tests.benchmarks.published_rows import changed
 EIGHT, SEVENTY = "nemo2504-llama3.1-8b-bf16-8", "nemo2504-llama3.1-70b-fp8-64"
 CURRENT = "mbridge-26.02-LLAMA3_70B-DGX-H100-64-FP8"
 LARGE = "mbridge-26.06-LLAMA3.1_405B-DGX-GB200-256-MXFP8"
+QWEN, OSS = "mbridge-26.06-Qwen3_30B_a3B-DGX-B300-8-MXFP8", "mbridge-26.04-GPT-DGX-GB200-64-BF16"
 GPT = "nemo2411-gpt3-175b-bf16-128"
 
 
@@ -91,6 +92,37 @@ def test_one_layout_on_blackwell_with_a_scale_of_a_tensor():
     plain = 28 * 4096 + 8 * 1024 + 6 * 14_336
     assert forward == moved(plain + 3 * 2 * 4096 + 5 * (4096 + 14_336)), "norms find largest values"
     assert back == moved(32 * 4096 + 12 * 1024 + 10 * 14_336 + 5 * (2 * 4096 + 4096 + 2 * 1024 + 2 * 14_336))
+
+
+def test_attention_of_layers_with_experts():
+    """Qwen3 30B (h 2048, q 4096, k 512): queries of 8 heads a key are copied, both norms' sums, and that of the router;
+    casts of attention's two linear layers. GPT-OSS adds residuals and rotates by operators, which experts.py counts."""
+    forward, back = layer_moves(*run_of(QWEN))
+    h, q, k = 2048, 4096, 512
+    block = 2 + 2 + 2 / 32
+    assert forward == moved(2 * (4 + 6) * h + 8 * q + 8 * k, cast=block * (h + q))
+    assert back == moved((2 * (6 + 6) + 6) * h + 8 * q + 12 * k, cast=block * (q + 2 * k + h))
+    assert launches(*run_of(QWEN)) == (2 + 2 + 4 + 2, 4 + 3 + 3 + 2)
+    h, q, k = 2880, 4096, 512
+    assert layer_moves(*run_of(OSS)) == (moved(8 * h + 4 * q + 4 * k), moved(30 * h + 4 * q + 8 * k))
+    assert launches(*run_of(OSS)) == (2 + 2, 4 + 3 + 1)
+    h, q, k = 2048, 4096, 512  # current scaling on Hopper: both layouts at once, the largest value found by the norm
+    forward, back = layer_moves(*run_of("mbridge-26.04-Qwen3_30B_a3B-DGX-H100-16-FP8"))
+    assert forward == moved(20 * h + 8 * q + 8 * k + 2 * q, cast=4 * (h + q))
+    assert back == moved(30 * h + 8 * q + 12 * k + 2 * (q + 2 * k + h), cast=4 * (q + 2 * k + h))
+
+
+def test_what_experts_and_their_router_do_is_theirs():
+    run, cluster = run_of(QWEN)
+    product = Cost({"bf16": 1e12}, matmuls=(Matmul("bf16", 1, 1, 1, 1),), joined_bytes=1e6)
+    names = ("attention/mul", "moe/reduce_sum", "moe/router/top_k", "moe/experts/mul")
+    kernels = (Instruction(n, "f", "kernel", f"jvp(layers)/{n}", Cost(bytes_accessed=1e6)) for n in names)
+    dots = (Instruction(n, "f", "kernel", f"jvp(layers)/{n}", product) for n in ("attention/dot", "moe/experts/dot"))
+    loops = tuple(Instruction(n, "while", "while", bodies=("body",), trip_count=4) for n in ("there",))
+    schedule = Schedule("step", {"main": loops, "body": (*kernels, *dots)}, "main", "f")
+    found = as_launched(run, schedule, cluster).computations["body"]
+    kept = {i.name: i.cost.joined_bytes for i in found if i.cost and "." not in i.name}
+    assert kept == {"moe/router/top_k": 0, "moe/experts/mul": 0, "attention/dot": 0, "moe/experts/dot": 1e6}
 
 
 def test_biases_and_dropout_of_gpt_3():
@@ -193,5 +225,5 @@ def test_a_logit_is_passed_over_as_the_recipe_s_loss_does(name, each):
     rate = 0.349375 * cluster.gpu.memory_bytes_per_s if name == LARGE else memory_bytes_per_s(cluster.gpu)
     assert logits_s(run, cluster) == pytest.approx(size * each / rate)  # a third of memory's peak on Blackwell
     assert is_counted(run)
-    assert not is_counted(run_of("mbridge-26.06-Qwen3_30B_a3B-DGX-B300-8-MXFP8")[0])
+    assert is_counted(run_of(QWEN)[0])
     assert not is_counted(run_of("internevo-7b-tp1-z8-8")[0])
