@@ -35,11 +35,14 @@ _ROUTER, _HALF, _EIGHT = "f32_highest", "bf16", "f8e4m3fn"
 _ACTIVATION, _COUNT = 2, 8  # bytes
 _CAST_BYTES = 4  # an operand read in 16 bits, written in 8 along both of its dims (TransformerEngine's MXFP8)
 
-# Shares of the peak of device memory. A cast: 8192 x 8192 in 52.3 us on B200 (ROCm/TransformerEngine, pull 598).
+# Shares of the peak of device memory. A cast along both dims: 8192 x 8192 in 52.3 us on B200 (ROCm/TransformerEngine,
+# pull 598); 4,096 x 4,096 in 51.7 us on H100 (NVIDIA/TransformerEngine, pull 101; its pull 258, since v1.7, makes no
+# large difference).
 # TransformerEngine's permutations: 0.50 and backward 0.51 (SimuMax 4dcaae5, configs/system/b200_bf16_ceperm.json).
 # DeepEP's own, before the experts and behind them: its issue 590, 16 B300s, 4,096 tokens of 14,336 bytes to 8 of 128
 # experts: 864 MB in the 229 us that a dispatch takes longer with one, and in 633 of a combine.
-CAST_SHARE, _PERMUTE_SHARE, _HYBRID_PERMUTE_SHARE, _HYBRID_RETURN_SHARE = 0.68, 0.5, 0.475, 0.172
+CAST_SHARE, HOPPER_CAST_SHARE = 0.68, 0.388
+_PERMUTE_SHARE, _HYBRID_PERMUTE_SHARE, _HYBRID_RETURN_SHARE = 0.5, 0.475, 0.172
 
 # A grouped call over its price as one batched matmul, by rows of an expert: forward and gradients of inputs; gradients
 # of weights. Medians of 108 calls of TransformerEngine in bf16 on a B200, each over what kernels.py gives, less the
@@ -143,11 +146,16 @@ def renamed(cost: Cost, names: Mapping[str, str]) -> Cost:
     return replace(cost, matmul_flops=flops, matmuls=matmuls)
 
 
-def quantization_s(run: Run, cluster: Cluster, share: float = CAST_SHARE) -> float:
+def cast_share(cluster: Cluster) -> float:
+    """Of the peak of device memory, that a cast along both dims reaches."""
+    return HOPPER_CAST_SHARE if cluster.gpu.key.startswith("h") else CAST_SHARE
+
+
+def quantization_s(run: Run, cluster: Cluster, share: float | None = None) -> float:
     """Seconds of a layer and micro-batch of casting operands to 8 bits; 0 where the program does, or none is needed.
 
     Inputs of both linear layers of experts forward, gradients of their outputs backward; weights are cast once a step,
-    and attention's casts are in transformer_engine.py. `share`: of the peak of device memory.
+    and attention's casts are in transformer_engine.py. `share`: of the peak of device memory; default: measured.
     """
     if not run.shape.experts or run.precision != "fp8":
         return 0.0
@@ -156,7 +164,7 @@ def quantization_s(run: Run, cluster: Cluster, share: float = CAST_SHARE) -> flo
     experts = k * (2 * s.hidden + between)
     each = _CAST_BYTES + (_ACTIVATION if is_current(run) else 0)  # which reads once more, for the largest values
     moved = each * run.tokens * experts / run.tensor
-    return moved / (share * cluster.gpu.memory_bytes_per_s)
+    return moved / ((share or cast_share(cluster)) * cluster.gpu.memory_bytes_per_s)
 
 
 def copies(run: Run, groups: int) -> float:

@@ -59,7 +59,7 @@ from dataclasses import dataclass, replace
 from benchmarks.published.blocks import MXFP8_CAST, is_mxfp8
 from benchmarks.published.eager import kernels_between
 from benchmarks.published.experiments import Run
-from benchmarks.published.experts import CAST_SHARE
+from benchmarks.published.experts import cast_share
 from benchmarks.published.ours import is_current, wants_both
 from benchmarks.published.userbuffers import find_overlap
 from meshkit.config.cluster import Cluster
@@ -68,9 +68,6 @@ from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.kernels import memory_bytes_per_s
 
 NAME = "transformer_engine"  # of `Framework.between`
-# Share of memory's peak of a cast along both dims on an H100: 4,096 x 4,096 in 51.7 us (NVIDIA/TransformerEngine, pull
-# 101; its pull 258, since v1.7, makes no large difference); experts.py has Blackwell's.
-_TURNING_SHARE = 0.388
 _FUSED, _COMPILED, _EAGER = 10, 32, 52  # bytes of a logit
 # Share of a B200's memory's peak of two of them, forward and back of up to 0.5 G logits (MooreThreads/SimuMax@4dcaae5,
 # configs/system/b200_bf16_ceperm.json: `ce_fusion`, which counts 8 bytes, and `ce`); of Hopper no number was found.
@@ -140,7 +137,7 @@ def as_launched(run: Run, schedule: Schedule, cluster: Cluster) -> Schedule:
 def launched(run: Run, cluster: Cluster, moved: Moved, where: str, number: int) -> Iterator[Instruction]:
     """The kernels of one pass: an instruction for all of a kind, the first with the gaps of those beyond one each."""
     rate = memory_bytes_per_s(cluster.gpu) / cluster.gpu.memory_bytes_per_s
-    cast = moved.cast * rate / (_TURNING_SHARE if cluster.gpu.key.startswith("h") else CAST_SHARE)
+    cast = moved.cast * rate / cast_share(cluster)
     turned = run.tokens * moved.turned
     costs = {
         "plain": Cost(bytes_accessed=run.tokens * moved.plain),

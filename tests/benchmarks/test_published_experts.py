@@ -132,6 +132,10 @@ def test_operands_are_cast_once_each():
     assert quantization_s(run, cluster) == pytest.approx(4 * 4096 * experts / rate)
     fused = changed(OVERLAPPED, gpu="B200", micro_batch=1)
     assert quantization_s(fused, cluster) == pytest.approx(4 * 4096 * 16 * 2048 / rate)
+    hopper = changed("mbridge-26.04-Qwen3_30B_a3B-DGX-H100-16-FP8")
+    there = Cluster.load(hopper.machines.table)
+    moved = 6 * hopper.tokens * experts  # the largest value first, with current scaling
+    assert quantization_s(hopper, there) == pytest.approx(moved / (there.gpu.memory_bytes_per_s * 0.388))
     assert quantization_s(changed(QWEN, precision="BF16"), cluster) == 0
     assert quantization_s(changed("nemo2504-llama3.1-8b-bf16-8", precision="fp8"), cluster) == 0
 
