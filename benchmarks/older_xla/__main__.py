@@ -24,7 +24,6 @@ from typing import Any
 
 from benchmarks.older_xla.programs import praxis_schedule, schedule_by
 from benchmarks.published.experiments import Run, resolve
-from benchmarks.published.kernels import adapted, kernels_of
 from benchmarks.published.programs import Program, get_program
 from benchmarks.published.rows import measured_step_time_s, read_rows
 from benchmarks.published.summary import OLDER, read_older
@@ -111,9 +110,8 @@ def image_of(row: str) -> dict[str, Any] | None:
 
 def _predicted(run: Run, image: dict[str, Any], python: Path, out: Path) -> dict[str, Any]:
     program, _ = get_program(run.toml, out / "programs")
-    kernels = kernels_of(run.row, run.framework)
-    schedules = _older(program, adapted(program.experiment.cluster, kernels), image, python)
-    today, *older = (_facts(program.simulate(kernels, schedule)) for schedule in (None, *schedules))
+    schedules = _older(program, program.experiment.cluster, image, python)
+    today, *older = (_facts(program.simulate(run.kernels, schedule)) for schedule in (None, *schedules))
     cells = [*today, *older[-1], *(older[0] if image["profiled"] else ("", ""))]
     return dict(zip(COLUMNS, (run.row.id, image["jaxlib"], "yes" if image["profiled"] else "no", *cells), strict=True))
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from benchmarks.published.experiments import Run, resolve
+from benchmarks.published.kernels import calibration_text
 from benchmarks.published.reasons import with_repeats
 from benchmarks.published.replay import Prediction
 from benchmarks.published.rows import Row, measured_step_time_s, read_rows
@@ -77,12 +78,14 @@ def _show(rows: Iterable[Row]) -> int:
 
 def experiment_files(rows: Iterable[Row]) -> dict[str, str]:
     """File name -> experiment file, under a comment that says where its row is from, of the rows whose whole step
-    `meshkit plan` compiles as it is: JAX's, which it predicts, and torchtitan's."""
+    `meshkit plan` compiles as it is: JAX's, which it predicts, and torchtitan's; with the calibrations they name."""
     files = {}
     for row in rows:
         run = resolve(row)
         if isinstance(run, Run) and run.whole and (run.handling == "none" or run.framework.name == "torchtitan"):
             files[f"{run.document['name']}.toml"] = f"{_provenance(run)}\n{run.toml}"
+            if calibration := run.document["cluster"].get("calibration"):
+                files[calibration] = calibration_text(calibration)
     return files
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.published.frameworks import Framework, find_framework
-from benchmarks.published.kernels import Kernels, kernels_of
+from benchmarks.published.kernels import Kernels, calibration_name, kernels_of
 from benchmarks.published.machines import Machines, find_machines
 from benchmarks.published.recipes import Recipe, find_recipe
 from benchmarks.published.rows import Row
@@ -177,7 +177,7 @@ def resolve(row: Row) -> Run | str:
     return Run(row, framework, shape, length, gpus, tensor, context, stages, chunks, data, sharded, micro_batch,
                micro_batches, stage_layers, last_layers, whole, document, machines, tuple(notes.assumed), experts,
                precision, recipe, _recomputed_share(row, shape.layers / stages / chunks),
-               kernels_of(row, framework))  # fmt: skip
+               Kernels() if "calibration" in document["cluster"] else kernels_of(row, framework))  # fmt: skip
 
 
 def _recomputed_share(row: Row, layers: float) -> float:
@@ -402,7 +402,10 @@ def _whole(row: Row, framework: Framework, common, machines: Machines, ways, mic
     train = {"global_batch": micro_batch * count * data * sharded, "sequence_length": length, "accumulate": count,
              "precision": precision, "reduce_precision": framework.reduce, "remat": remat,
              "derived_options": False, **_launched(row)}  # fmt: skip
-    return {"name": _name(row), "cluster": machines.table, "mesh": mesh, "rules": rules,
+    table, named = machines.table, calibration_name(kernels_of(row, framework), str(machines.table["gpu"]))
+    if named and not framework.prefetches:  # the product's own; what others have is in Run.kernels
+        table = table | {"calibration": named}
+    return {"name": _name(row), "cluster": table, "mesh": mesh, "rules": rules,
             "model": _model(row, framework, shape, shape.layers, length, context), "train": train,
             "xla": dict(_options(row, framework))}  # fmt: skip
 

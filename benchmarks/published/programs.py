@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published.kernels import Kernels, adapted
+from benchmarks.published.kernels import Kernels, adapted, write_calibration
 from benchmarks.published.prefetch import users
 from meshkit.compile.choices import choices_for
 from meshkit.compile.program import compile_absent
@@ -75,6 +75,7 @@ def get_program(toml: str, folder: Path) -> tuple[Program, bool]:
     file, text = folder / f"{key}.gz", folder / f"{key}.toml"
     if not text.exists() or text.read_text() != toml:  # a row of another name may have been first
         text.write_text(toml)
+    write_calibration(toml, folder)
     experiment = load(text)
     use_no_accelerator()
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))

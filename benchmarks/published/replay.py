@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.published.corrections import Step, corrected, corrections_of
 from benchmarks.published.experiments import Run, resolve
 from benchmarks.published.holdings import framework_peak_bytes
-from benchmarks.published.kernels import adapted
+from benchmarks.published.kernels import adapted, write_calibration
 from benchmarks.published.programs import Program, get_program, has_program, program_key
 from benchmarks.published.reasons import Case, mean_kernel_s, outside_note
 from benchmarks.published.replica import BLOCKING, HIDDEN, framework_view, replica_step_s
@@ -123,6 +123,7 @@ def _predict(row: Row, folder: Path, compile_missing: bool) -> Prediction:
     experiments.mkdir(parents=True, exist_ok=True)
     name = str(run.document["name"]) if run.whole else f"{_safe(row.id)}.stage"
     (experiments / f"{name}.toml").write_text(run.toml)
+    write_calibration(run.toml, experiments)
     if not compile_missing and not has_program(run.toml, folder / "programs"):
         blank = _blank(row, "not predicted: its program was not compiled")
         peak_bytes = framework_peak_bytes(run, blank.peak_means or "allocated")

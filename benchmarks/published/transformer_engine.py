@@ -77,7 +77,7 @@ _LOSS_SHARES = {_FUSED: 0.2795 * 10 / 8, _EAGER: 0.3246}
 # run has (kernels.toml): FlashAttention 2.7.4 on GB200, 0.728 over 0.695 ms (NVIDIA/TransformerEngine, pull 3313): the
 # same kernel, and as fast on a multiprocessor, as on an H100, of which no number was found; cuDNN on H200, 0.614 over
 # 0.594 (issue 3312, sbhd).
-_DROPPED = {"flash2": 0.728 / 0.695, "cudnn_2024": 0.614 / 0.594}
+_DROPPED = {"flash2": 0.728 / 0.695, "cudnn_9_1": 0.614 / 0.594, "cudnn_9_4": 0.614 / 0.594}
 
 # Which passes over logits a source's recipes ask for (cross_entropy_loss_fusion, cross_entropy_fusion_impl; NeMo
 # v2.3.0, scripts/performance/utils.py; Megatron-Bridge v0.1.0rc4 to v0.5.0, utils/overrides.py; MLPerf v4.1, conf/

@@ -16,6 +16,7 @@ from benchmarks.published import blind, corrections, pieces, statistics
 from benchmarks.published.__main__ import COLUMNS, experiment_files, main
 from benchmarks.published.experiments import Run, place, resolve
 from benchmarks.published.frameworks import FRAMEWORKS, find_framework
+from benchmarks.published.kernels import Kernels, write_calibration
 from benchmarks.published.plot import draw
 from benchmarks.published.replay import Prediction, group_key, predict
 from benchmarks.published.replica import SCHEDULED, layer_loops, replica_step_s
@@ -28,6 +29,7 @@ from meshkit.config.toml import NAME_PATTERN
 from meshkit.errors import ConfigError
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
+from meshkit.predict.kernels import kernel_work, measured_rates
 from meshkit.predict.network import collective_time_s
 
 RUNS = Path(__file__).parent.parent / "data" / "published_runs.csv"
@@ -61,7 +63,20 @@ def test_committed_experiment_files_are_those_of_the_rows():
     those of blind_jax_runs.csv."""
     committed = {path.name: path.read_text(encoding="utf-8") for path in FILES.iterdir()}
     assert committed == experiment_files((*ROWS.values(), *JAX_RUNS.values()))
-    assert all(load(path).train.derived_options is False for path in FILES.iterdir())
+    experiments = [path for path in FILES.iterdir() if not path.name.startswith("cudnn_")]
+    assert all(load(path).train.derived_options is False for path in experiments)
+
+
+def test_a_file_of_the_products_own_names_the_attention_of_its_image():
+    """cuDNN 9.1.0 on an H200, 542 and 444 TFLOP/s at the full clock (NVIDIA/cudnn-frontend@b740542)."""
+    run, cost = matched("maxtext-a3-llama2-7b-8"), Cost(attention_flops=1e12, attention_queries=2048 * 128)
+    found = load(FILES / "maxtext-a3-llama2-7b-8.toml").cluster
+    today = found.model_copy(update={"calibration": None})
+    assert run.kernels == Kernels()
+    for backward, rate, by_the_catalog in ((False, 542e12, 0.597 * 989.4e12), (True, 444e12, 0.479 * 989.4e12)):
+        way = dataclasses.replace(cost, attention_backward=backward)
+        older, newer = (kernel_work(way, c.gpu, measured_rates(c)).arithmetic_s for c in (found, today))
+        assert older / newer == pytest.approx(by_the_catalog / rate, rel=2e-3)  # rounding of shares to three places
 
 
 def test_rows_that_share_a_program_are_grouped_once_each():
@@ -78,6 +93,7 @@ def test_rows_that_share_a_program_are_grouped_once_each():
 def test_the_experiment_of_a_row_is_a_file_that_loads(name, tmp_path):
     run = matched(name)
     (tmp_path / "experiment.toml").write_text(run.toml)
+    write_calibration(run.toml, tmp_path)
     experiment = load(tmp_path / "experiment.toml")
     assert math.prod(experiment.mesh.shape) == experiment.cluster.num_gpus
     if run.whole:

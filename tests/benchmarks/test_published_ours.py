@@ -205,7 +205,8 @@ def test_only_kernels_between_matmuls_make_way():
 
 def test_a_row_says_whose_attention_it_ran():
     assert changed("nemo2411-gpt3-175b-bf16-128").kernels.attention == "flash2"
-    assert changed("nemo2411-nemotron4-15b-bf16-128").kernels.attention == "cudnn_2024"
+    assert changed("nemo2411-nemotron4-15b-bf16-128").kernels.attention == "cudnn_9_4"
+    assert changed("nemo2407-GPT3-175B-128").kernels.attention == "cudnn_9_1"
     launched = changed("nemolauncher-LLAMA3-70B-64")
     assert (launched.kernels.attention, launched.chunks, launched.configured) == ("flash2", 10, True)
 
