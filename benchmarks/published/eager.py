@@ -37,6 +37,7 @@ import re
 from dataclasses import dataclass
 
 from benchmarks.published.experiments import Run
+from benchmarks.published.ours import is_pass
 from benchmarks.published.reduction import optimizer_ways, stage_parameters
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Instruction, Schedule
@@ -169,10 +170,7 @@ def kernels_between(schedule: Schedule) -> tuple[list[Instruction], list[Instruc
     return loops, [
         i
         for i in kernels
-        if i.cost is not None
-        and i.collective is None
-        and not i.cost.multiplies
-        and not ("transpose(" in i.source and i.source.endswith("dynamic_update_slice"))
+        if is_pass(i) and not ("transpose(" in i.source and i.source.endswith("dynamic_update_slice"))
     ]
 
 

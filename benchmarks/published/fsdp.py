@@ -41,7 +41,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.published.experiments import Run
-from benchmarks.published.ours import casts_weights, finds_scale, is_current, runs_whole, without
+from benchmarks.published.ours import casts_weights, finds_scale, is_current, is_pass, runs_whole, without
 from benchmarks.published.reduction import stage_parameters
 from benchmarks.published.transformer_engine import NAME as ENGINE
 from benchmarks.published.transformer_engine import Moved, alone, launched, launches, logits_s, passes_logits
@@ -82,7 +82,7 @@ def as_wide(schedule: Schedule) -> Schedule:
 
 def is_carried(i: Instruction) -> bool:
     """Whether an instruction fills a stack of XLA's loops, or copies what they carry."""
-    if i.collective is not None or i.cost is None or i.cost.multiplies or i.bodies:
+    if not is_pass(i):
         return False
     return _MADE_BY_XLA.match(i.source) is not None and i.name.startswith(
         ("loop_broadcast", "wrapped_broadcast", "copy", "wrapped_copy")
@@ -92,7 +92,7 @@ def is_carried(i: Instruction) -> bool:
 def is_between(i: Instruction) -> bool:
     """Whether an instruction of a whole step is a kernel between the matmuls of its layers; gradients that are added up
     stay."""
-    if i.collective is not None or i.cost is None or i.cost.multiplies or i.bodies:
+    if not is_pass(i):
         return False
     if "transpose(" in i.source and i.source.endswith("dynamic_update_slice"):
         return False

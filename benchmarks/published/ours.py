@@ -56,7 +56,7 @@ def casts_weights(run: Run) -> Callable[[Instruction], bool]:
     def found(i: Instruction) -> bool:
         if fp8 and delayed and finds_scale(i):
             return True
-        if not _is_pass(i):
+        if not is_pass(i):
             return False
         if _CAST.search(i.source) or _LARGEST.search(i.source):
             moved = i.cost.bytes_accessed  # pyright: ignore[reportOptionalMemberAccess]
@@ -70,7 +70,7 @@ def finds_scale(i: Instruction) -> bool:
     """Whether an instruction finds the largest value of a tensor and does nothing else, or sends such values."""
     if i.collective is not None:
         return i.collective.payload_bytes <= _SCALES_BYTES
-    return _is_pass(i) and i.name.startswith("input_reduce_fusion") and _LARGEST.search(i.source) is not None
+    return is_pass(i) and i.name.startswith("input_reduce_fusion") and _LARGEST.search(i.source) is not None
 
 
 def is_current(run: Run) -> bool:
@@ -85,20 +85,20 @@ def wants_both(run: Run, cluster: Cluster) -> bool:
 
 def is_loop_copy(i: Instruction) -> bool:
     """Whether an instruction copies into or out of the stacks of the loop over layers: FSDP does not either."""
-    return _is_pass(i) and _LOOP_COPY.search(i.source) is not None
+    return is_pass(i) and _LOOP_COPY.search(i.source) is not None
 
 
 def is_stacked_gradient(i: Instruction) -> bool:
     """Whether an instruction copies a layer's gradient into the stack of all layers'."""
-    return _is_pass(i) and _STACKED_GRADIENT.search(i.source) is not None
+    return is_pass(i) and _STACKED_GRADIENT.search(i.source) is not None
 
 
 def is_filled(i: Instruction) -> bool:
     """Whether an instruction fills an accumulator."""
-    return _is_pass(i) and i.name.startswith(("loop_broadcast", "wrapped_broadcast"))
+    return is_pass(i) and i.name.startswith(("loop_broadcast", "wrapped_broadcast"))
 
 
-def _is_pass(i: Instruction) -> bool:
+def is_pass(i: Instruction) -> bool:
     """Whether an instruction is a kernel that multiplies nothing."""
     return i.collective is None and i.cost is not None and not i.cost.multiplies
 

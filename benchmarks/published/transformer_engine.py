@@ -60,7 +60,7 @@ from benchmarks.published.blocks import MXFP8_CAST, is_mxfp8
 from benchmarks.published.eager import kernels_between
 from benchmarks.published.experiments import Run
 from benchmarks.published.experts import cast_share
-from benchmarks.published.ours import is_current, wants_both
+from benchmarks.published.ours import is_current, is_pass, wants_both
 from benchmarks.published.userbuffers import find_overlap
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
@@ -294,9 +294,8 @@ def passes_logits(run: Run) -> Callable[[Instruction], bool]:
     least = 3.5 * _logits(run)  # fp32, read once
 
     def found(i: Instruction) -> bool:
-        if i.cost is None or i.cost.multiplies or i.collective is not None:
-            return False
-        return i.cost.bytes_accessed > least and _LOSS_OURS.search(i.source) is not None
+        large = is_pass(i) and i.cost is not None and i.cost.bytes_accessed > least
+        return large and _LOSS_OURS.search(i.source) is not None
 
     return found
 
