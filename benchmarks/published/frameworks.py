@@ -227,7 +227,8 @@ FRAMEWORKS = (
         bucket_parameters=40_000_000, bucket_per_replica=1_000_000, reruns=".",
         fused_gradients=True, gradient_passes=1, between="transformer_engine",
         why="NeMo's and Megatron-Bridge's recipes: distributed optimizer, overlap_grad_reduce, overlap_param_gather "
-        "(buckets of 40 million parameters, or a million a replica: distributed_data_parallel.py), "
+        "(buckets of 40 million parameters, or a million a replica: distributed_data_parallel.py; what recipes set "
+        "instead: reduction.py), "
         "overlap_p2p, tp_comm_overlap (userbuffers), sequence parallelism with tensor parallelism, "
         "gradient_accumulation_fusion (models/gpt_provider.py, v0.3.0; gpt/model/base.py, NeMo v2.0.0)",
     ),

@@ -21,6 +21,15 @@ GRADIENT_BYTES = {"bf16": 2, "fp32": 4}
 _KEPT_IN_8_BITS = re.compile(
     r"Megatron-Bridge|DGXC NeMo.*(@741c886|@1f6d9f4|nemo_megatron)|Together|FP8_PARAM(S|_GATHER)=True"
 )
+# Gradients in buckets of 128 Mi parameters at any number of replicas: CommOverlapConfig of Megatron-Bridge (training/
+# comm_overlap.py, v0.1.0rc4 to v0.6.0), which all recipes of Llama and Qwen3 beside the pages have, of those of GPT-OSS
+# 120B GB200's alone (scripts/performance/configs/gpt_oss, v0.4.0 to v0.5.1; the rest leave it to Megatron-Core), and
+# MegatronCommOverlapCallback of NeMo 2 (lightning/pytorch/callbacks/megatron_comm_overlap.py, @03ec896 on), which
+# recipes of Llama 3.1 have in performance mode. NeMo 1 hands Megatron-Core no size (megatron_gpt_model.py).
+_WIDE = re.compile(
+    r"Megatron-Bridge(?!.*GPT OSS)|GPT OSS.* GB200$|DGXC NeMo.*@(741c886|1f6d9f4)|Together.*(llama|qwen)"
+)
+_WIDE_PARAMETERS = 128 * 2**20
 # A matmul that adds to a gradient takes longer than one of the same shape that writes, by this share of the time in
 # which memory reads and writes the gradient: medians of 144 and 82 shapes of SimuMax's B200 (4dcaae5,
 # configs/system/b200_bf16_ceperm.json: layout NT, accumulate); on its A100 0.42 of 61 in fp32.
@@ -157,7 +166,11 @@ def _buckets(run: Run, size: float) -> int:
     framework = run.framework
     if not (framework.bucket_parameters and framework.overlaps_gradients):
         return 1
-    return max(1, round(size / max(framework.bucket_parameters, framework.bucket_per_replica * run.data * run.context)))
+    each = max(framework.bucket_parameters, framework.bucket_per_replica * run.data * run.context)
+    row = run.row
+    if _WIDE.search(f"{row.source} {row.say('model')} {row.say('gpu')}"):
+        each = _WIDE_PARAMETERS
+    return max(1, round(size / each))
 
 
 def _beside(seconds: float, count: int, window_s: float, cluster: Cluster) -> float:

@@ -32,14 +32,31 @@ def test_the_last_bucket_is_beside_nothing():
 
 
 def test_buckets_hold_what_the_framework_says():
-    """InternEvo: 2^29 elements of 7.3e9 parameters. Megatron-Core: 40e6, or 1e6 for each of 128 replicas."""
+    """InternEvo: 2^29 elements of 7.3e9 parameters. Megatron-Core: 40e6, or 1e6 for each of 64 replicas."""
     run = changed("internevo-7b-tp1-z8-1024")
     size = reduction.stage_parameters(run)
     assert reduction._buckets(run, size) == round(size / 2**29) == 14
-    nemo = changed("nemo2504-llama3.1-8b-bf16-128")
-    assert nemo.data * nemo.context == 128
-    assert reduction._buckets(nemo, 12.8e9) == 100
+    name = "mbridge-26.04-GPT-DGX-{}-64-BF16"
+    core, few = (changed(name.format(gpu)) for gpu in ("B300", "H100"))  # H100: four stages
+    assert (core.data * core.context, few.data * few.context) == (64, 16)
+    assert (reduction._buckets(core, 12.8e9), reduction._buckets(few, 12.8e9)) == (200, 320)
     assert reduction._buckets(changed("simumax-b200-llama3_70b_l12_tp4_pp1_dp2_mbc8_cef"), 12.8e9) == 1
+
+
+def test_recipes_of_bridge_and_nemo_2_set_buckets_of_128_mi():
+    """At any number of replicas; those of GPT-OSS leave it to Megatron-Core, but for GB200's, and so does NeMo 1."""
+    for name, count in (
+        ("nemo2504-llama3.1-8b-bf16-128", 100),
+        ("mbridge-26.04-LLAMA3_70B-DGX-GB200-64-MXFP8", 100),
+        ("mbridge-26.04.01-Qwen3_235B_a22B-DGX-B300-256-MXFP8", 100),
+        ("mbridge-26.04-GPT-DGX-GB200-64-BF16", 100),
+        ("mbridge-26.04-GPT-DGX-GB300-64-BF16", 210),
+        ("nemo2407-LLAMA2-70B-64", 336),
+    ):
+        run = changed(name)
+        assert reduction._buckets(run, 100 * 2**27) == count, name
+        bare = replace(run, framework=replace(run.framework, bucket_parameters=0))
+        assert reduction._buckets(bare, 100 * 2**27) == 1, name
 
 
 def test_every_tensor_is_broadcast_by_its_owner():
