@@ -205,6 +205,20 @@ def test_gradients_of_experts_are_scaled_and_stepped_among_fewer_replicas():
     assert housekeeping_s(alone, cluster) == pytest.approx(moved / memory_bytes_per_s(cluster.gpu)), "nothing to scale"
 
 
+def test_the_precision_aware_optimizer_copies_nothing():
+    """Qwen3 235B on GB200 in bf16: zeros, and scaled gradients of experts; in 8 bits, and in NeMo 2, copies too."""
+    run = changed("mbridge-25.11-Qwen3_235B_a22B-DGX-GB200-256-BF16")
+    assert run.precision == "bf16"
+    assert not run.whole
+    cluster, dense, owned = cluster_of(run), reduction.stage_parameters(run), reduction.stage_experts(run)
+    rate = memory_bytes_per_s(cluster.gpu)
+    assert housekeeping_s(run, cluster) == pytest.approx((2 * dense + 2 * 3 * owned) / rate)
+    nemo = changed("nemo2504-llama3.1-70b-bf16-64")
+    whole = reduction.stage_parameters(nemo)
+    moved = housekeeping_s(nemo, cluster_of(nemo)) * memory_bytes_per_s(cluster_of(nemo).gpu)
+    assert moved == pytest.approx(whole * (2 + 12 / (nemo.data * nemo.context)))
+
+
 def test_weights_are_cast_once_a_step_or_kept_in_8_bits():
     name, mx = "mbridge-26.04-LLAMA3_70B-DGX-GB200-64-MXFP8", 2 + 2 * (1 + 1 / 32)
     for cells, each, sent in (
