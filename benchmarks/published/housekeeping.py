@@ -4,7 +4,10 @@
                       the number of replicas unless the collective averages (`average_in_collective`: recipes of NeMo 2
                       and Megatron-Bridge ask for it, Megatron-LM's own script does not). Those of experts, in buffers
                       of their own, are scaled in any case where GPUs share them, as an average is of fewer replicas
-                      (distributed/distributed_data_parallel.py, `expert_gradient_scaling_factor`)
+                      (distributed/distributed_data_parallel.py, `expert_gradient_scaling_factor`). Where the loss is
+                      a sum over tokens (`calculate_per_token_loss`: GPT-OSS in Megatron-Bridge from v0.4.0 on,
+                      recipes/gpt_oss/gpt_oss.py), none is scaled before, and all are divided by the number of tokens
+                      once they are reduced (distributed/finalize_model_grads.py)
     weights           fp32 ones are copied to 16 bits, gradients of 16 bits to fp32 (optimizer/distrib_optimizer.py),
                       of experts what one of their fewer replicas owns. Neither with the precision-aware optimizer,
                       which Megatron-Bridge takes in bf16 (scripts/performance of v0.1.0rc4 to v0.5.1: run_script.py,
@@ -54,6 +57,7 @@ _AMONG_FEW = re.compile(r"NeMo 24\.07|MLPerf Training v4\.1")
 _HALF_BYTES, _COPY_BYTES = 2, 6  # between 16 bits and fp32
 _SCALED = 3  # passes over gradients that are scaled: zeros, read and written
 _PRECISION_AWARE = re.compile(r"Megatron-Bridge")  # in bf16
+_SUMMED = re.compile(r"Megatron-Bridge 26\.0[46].* GPT OSS")
 _LARGEST_BYTES = 4 * 4 * 3  # of a layer: four linear layers, three operands
 
 
@@ -64,6 +68,8 @@ def housekeeping_s(run: Run, cluster: Cluster) -> float:
     moved = (whole - table_parameters(run) + owned) * weight_bytes(run, cluster)
     if passes:
         reduced = passes if run.data * run.context > 1 else 1
+        if _SUMMED.search(f"{run.row.source} {run.row.say('model')}"):
+            reduced = _SCALED
         moved += wide * (whole * reduced + owned * (_SCALED if run.experts > 1 else reduced))
     if passes and not (run.precision == "bf16" and _PRECISION_AWARE.search(run.row.source)):
         stepped = whole / ways + owned / max(1, ways // run.experts)

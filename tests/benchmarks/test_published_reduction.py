@@ -219,6 +219,20 @@ def test_the_precision_aware_optimizer_copies_nothing():
     assert moved == pytest.approx(whole * (2 + 12 / (nemo.data * nemo.context)))
 
 
+def test_gradients_of_gpt_oss_are_divided_by_tokens():
+    """From v0.4.0 on: zeros, read and written; before, and in Qwen3's runs, those of experts alone."""
+    for name, dense in (
+        ("mbridge-26.02-GPT-DGX-B300-64-BF16", 1),
+        ("mbridge-26.04-GPT-DGX-B300-64-BF16", 3),
+        ("mbridge-26.04.01-GPT-DGX-H100-64-BF16", 3),
+        ("mbridge-25.11-Qwen3_235B_a22B-DGX-GB200-256-BF16", 1),
+    ):
+        run = changed(name)
+        moved = housekeeping_s(run, cluster_of(run)) * memory_bytes_per_s(cluster_of(run).gpu)
+        passes = dense * reduction.stage_parameters(run) + 3 * reduction.stage_experts(run)
+        assert moved == pytest.approx(2 * passes), name
+
+
 def test_weights_are_cast_once_a_step_or_kept_in_8_bits():
     name, mx = "mbridge-26.04-LLAMA3_70B-DGX-GB200-64-MXFP8", 2 + 2 * (1 + 1 / 32)
     for cells, each, sent in (
