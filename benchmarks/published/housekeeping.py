@@ -11,9 +11,10 @@
     weights           fp32 ones are copied to 16 bits, gradients of 16 bits to fp32 (optimizer/distrib_optimizer.py),
                       of experts what one of their fewer replicas owns. Neither with the precision-aware optimizer,
                       which Megatron-Bridge takes in bf16 (scripts/performance of v0.1.0rc4 to v0.5.1: run_script.py,
-                      utils/helpers.py, utils/overrides.py): TransformerEngine's Adam reads gradients where they were
-                      reduced, and writes weights in 16 bits and what fp32 has beyond them (`store_param_remainders`),
-                      as many bytes as fp32. Those of linear layers are cast to 8 or 4 bits
+                      utils/helpers.py, utils/overrides.py) and NeMo 2 for Llama 3.1 405B on GB200 (@6f2c6fd,
+                      scripts/performance/utils.py; v2.2 does not): TransformerEngine's Adam reads gradients where they
+                      were reduced, and writes weights in 16 bits and what fp32 has beyond them
+                      (`store_param_remainders`), as many bytes as fp32. Those of linear layers are cast to 8 or 4 bits
                       with the first micro-batch (TransformerEngine, `is_first_microbatch`), along both dims where
                       matmuls in 8 bits take no transposed operand, as on Hopper (pytorch/utils.py of v2.8,
                       is_non_tn_fp8_gemm_supported) and before v2.0. Kept in 8 bits (`fp8_params`, `fp8_param_gather`:
@@ -56,7 +57,7 @@ _WAITING = re.compile(r"DGXC NeMo|NeMo 24\.07|NeMo-Framework-Launcher|MLPerf Tra
 _AMONG_FEW = re.compile(r"NeMo 24\.07|MLPerf Training v4\.1")
 _HALF_BYTES, _COPY_BYTES = 2, 6  # between 16 bits and fp32
 _SCALED = 3  # passes over gradients that are scaled: zeros, read and written
-_PRECISION_AWARE = re.compile(r"Megatron-Bridge")  # in bf16
+_PRECISION_AWARE = re.compile(r"Megatron-Bridge|DGXC NeMo.*@1f6d9f4")  # in bf16
 _SUMMED = re.compile(r"Megatron-Bridge 26\.0[46].* GPT OSS")
 _LARGEST_BYTES = 4 * 4 * 3  # of a layer: four linear layers, three operands
 

@@ -206,7 +206,7 @@ def test_gradients_of_experts_are_scaled_and_stepped_among_fewer_replicas():
 
 
 def test_the_precision_aware_optimizer_copies_nothing():
-    """Qwen3 235B on GB200 in bf16: zeros, and scaled gradients of experts; in 8 bits, and in NeMo 2, copies too."""
+    """Qwen3 235B on GB200 in bf16: zeros, and scaled gradients of experts; v2.2 of NeMo copies, @6f2c6fd not."""
     run = changed("mbridge-25.11-Qwen3_235B_a22B-DGX-GB200-256-BF16")
     assert run.precision == "bf16"
     assert not run.whole
@@ -217,6 +217,9 @@ def test_the_precision_aware_optimizer_copies_nothing():
     whole = reduction.stage_parameters(nemo)
     moved = housekeeping_s(nemo, cluster_of(nemo)) * memory_bytes_per_s(cluster_of(nemo).gpu)
     assert moved == pytest.approx(whole * (2 + 12 / (nemo.data * nemo.context)))
+    later = changed("nemo2505-llama3.1-405b-gb200-bf16-128")
+    moved = housekeeping_s(later, cluster_of(later)) * memory_bytes_per_s(cluster_of(later).gpu)
+    assert moved == pytest.approx(reduction.stage_parameters(later) * 2)
 
 
 def test_gradients_of_gpt_oss_are_divided_by_tokens():
