@@ -45,9 +45,10 @@ values and the update, at the least, and scales that are kept for the way back (
 Layers with experts have the same attention, norms and residuals; GPT-OSS adds residuals and biases, and rotates, by
 operators (experts.py).
 
-Not there: gaps of ring attention's kernels, scales that are swizzled, partial sums of a norm's weights (a row of fp32
-for each multiprocessor), copies of whole attention for micro-batches of several sequences before core_v0.13, and all
-that waits for the host.
+Not there: gaps of ring attention's kernels, partial sums of a norm's weights (a row of fp32 for each multiprocessor),
+copies of whole attention for micro-batches of several sequences before core_v0.13, and all that waits for the host.
+Scales of MXFP8 that are put in cuBLASLt's order before a matmul (te pytorch/csrc/extensions/gemm.cpp; from v2.12 on
+those of weights and of what was gathered) are in its rate: te's own benchmark, which that is from, times both.
 """
 
 from __future__ import annotations
