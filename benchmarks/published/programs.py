@@ -5,6 +5,7 @@ A program is compiled once; simulating it again with other hardware numbers or a
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import json
@@ -24,6 +25,9 @@ from meshkit.config.experiment import Experiment, load
 from meshkit.hlo.module import Schedule, load_module, read_schedule
 from meshkit.predict.simulate import Simulation, simulate
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, use_no_accelerator
+
+_ROOT = Path(__file__).parents[2]
+_MAKERS = ("models", "meshkit/compile", "meshkit/parallel", "meshkit/sharding", "meshkit/step")
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,19 @@ class Program:
 
 
 def program_key(toml: str) -> str:
-    """Equal for experiments that compile to the same program: their file without its name, jaxlib's version."""
+    """Equal for experiments that compile to the same program: their file without its name, jaxlib's version, and the
+    code that a program is of (prices, which only schedule profiled runs, apart)."""
     text = re.sub(r"^name = .*\n", "", toml)
-    return hashlib.sha256(f"{metadata.version('jaxlib')}\n{text}".encode()).hexdigest()[:20]
+    return hashlib.sha256(f"{metadata.version('jaxlib')}\n{_digest(_ROOT)}\n{text}".encode()).hexdigest()[:20]
+
+
+@functools.cache
+def _digest(root: Path) -> str:
+    """Of the sources that make a program."""
+    found = hashlib.sha256()
+    for file in sorted(file for folder in _MAKERS for file in (root / folder).rglob("*.py")):
+        found.update(file.relative_to(root).as_posix().encode() + b"\n" + file.read_bytes())
+    return found.hexdigest()
 
 
 def get_program(toml: str, folder: Path) -> tuple[Program, bool]:

@@ -8,11 +8,12 @@ import hashlib
 import math
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from benchmarks.published import blind, corrections, pieces, statistics
+from benchmarks.published import blind, corrections, pieces, programs, statistics
 from benchmarks.published.__main__ import COLUMNS, experiment_files, main
 from benchmarks.published.experiments import Run, place, resolve
 from benchmarks.published.frameworks import FRAMEWORKS, find_framework
@@ -77,6 +78,21 @@ def test_a_file_of_the_products_own_names_the_attention_of_its_image():
         way = dataclasses.replace(cost, attention_backward=backward)
         older, newer = (kernel_work(way, c.gpu, measured_rates(c)).arithmetic_s for c in (found, today))
         assert older / newer == pytest.approx(by_the_catalog / rate, rel=2e-3)  # rounding of shares to three places
+
+
+def test_a_kept_program_is_not_that_of_other_code(tmp_path, monkeypatch):
+    toml = matched("maxtext-llama2-70b-fp8-512").toml
+    key = programs.program_key(toml)
+    assert key == programs.program_key(toml.replace("maxtext-llama2-70b-fp8-512", "another"))
+    for folder in programs._MAKERS:
+        shutil.copytree(programs._ROOT / folder, tmp_path / folder)
+    monkeypatch.setattr(programs, "_ROOT", tmp_path)
+    programs._digest.cache_clear()
+    assert programs.program_key(toml) == key
+    with (tmp_path / "models" / "llama.py").open("a") as file:
+        file.write("# changed\n")
+    programs._digest.cache_clear()
+    assert programs.program_key(toml) != key
 
 
 def test_rows_that_share_a_program_are_grouped_once_each():
