@@ -28,7 +28,8 @@ An optimizer's step moves 32 bytes a parameter in our program. Megatron-LM, 52 (
 fp32 6, unscaled and checked 8, norm 4, apex's Adam 28, weights to 16 bits 6. InternEvo, 62 (hybrid_zero_optim.py,
 _step): flat 4, to fp32 6, norm of copies in fp32 10, unscaled 8, Adam 28, to 16 bits 6.
 
-Every pass is priced at memory's sustained rate, which small kernels do not reach.
+Every pass is priced at memory's sustained rate, which small kernels do not reach, but for norms of apex and torch
+themselves: 0.6 of an A100's peak (`NORM`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ _ROTATION = 20 - 4  # of queries and keys: float 6, complex product 8, type_as 6
 _REPEAT = 2  # keys and values copied for every head, summed again on the way back
 _GATE, _GATE_BACK = 10 - 6, 18 - 10  # silu 4 and product 6; the product's two gradients 6 each, silu's 6
 _RESIDUAL = 2  # an addition of its own 6, beside the norm behind it 4
+
+
+# What a byte of a layer norm counts at memory's sustained share of 0.9. Both passes, 14 bytes an element in 16 bits:
+# apex's in 251 us for 16,384 x 1,024 (NVIDIA/apex, pull 1037, 2021), torch's in 235, 347 and 509 us for 8,192 x 2,048,
+# 3,072 and 4,096 (pytorch/pytorch, pull 87445, 2022, in torch 2.0; 5 to 11 % more before): 0.60; 0.64, 0.65 and 0.59 of
+# the 1,555 GB/s of an A100 with 40 GB (neither says which it is; of one with 80 GB, a quarter less). Carried to H100.
+NORM = 0.9 / 0.6
 
 
 @dataclass(frozen=True)
@@ -86,19 +94,19 @@ class Count:
     step: float
 
 
-_MEGATRON, _INTERNEVO = Passes(8 + 14, 4, 4, 4 + 5), Passes(2 * 12 + 2 * 6, 8, 6)
+_MEGATRON, _INTERNEVO = Passes(8 * NORM + 14, 4, 4, 4 + 5), Passes(2 * (6 + 6 * NORM) + 2 * 6, 8, 6)
 COUNTS = {
     "megatron": Count(
         _MEGATRON,
-        Passes(12 + 8 + 22, 14, 8, 6 + 5),
+        Passes((12 + 8) * NORM + 22, 14, 8, 6 + 5),
         {"full": _MEGATRON, "dots": Passes(hidden=4, scores=4 + 5)},
         logit=52 - 14,
         step=52 - 32,
     ),
     "internevo": Count(
         _INTERNEVO,
-        Passes(2 * (10 + 6 + 6 + 6) + 6, 8, 10),
-        {"full": _INTERNEVO, "none": Passes(2 * 12 + 6)},
+        Passes(2 * ((10 + 6) * NORM + 6 + 6) + 6, 8, 10),
+        {"full": _INTERNEVO, "none": Passes(2 * (6 + 6 * NORM) + 6)},
         logit=60 - 14,
         step=62 - 32,
     ),

@@ -44,26 +44,27 @@ def moved(plain: float, cast: float = 0.0) -> Moved:
 
 
 def test_operators_of_a_layer_of_13b():
-    """h 5120, f 4 h, 12 h^2 weights: norms 4, residuals 6, GELU 4; torch 2.1 stops before the last residual."""
+    """h 5120, f 4 h, 12 h^2 weights: norms 4 (half more, eager.py), residuals 6, GELU 4; torch 2.1 stops before
+    the last residual."""
     run, _ = run_of(LARGE)
     assert is_counted(run)
     h, shard = 5120, 12 * 5120**2 / (40 * 1024) / 8
     forward, again, back = layer_moves(run)
-    assert forward == moved(36 * h + 6 * shard)
-    assert again == moved(30 * h)
-    assert back == moved((20 + 12 + 12) * h + 24 * h + 2 * 9 * h + 16 * shard)
+    assert forward == moved(40 * h + 6 * shard)
+    assert again == moved(34 * h)
+    assert back == moved((30 + 12 + 12) * h + 24 * h + 2 * 9 * h + 16 * shard)
 
 
 def test_torch_1_13_runs_whole_layers_again():
-    assert layer_moves(run_of(PURE)[0])[1] == moved(36 * 4096)
+    assert layer_moves(run_of(PURE)[0])[1] == moved(40 * 4096)
 
 
 def test_transformer_engine_casts_inputs_gradients_and_weights():
     """No gradient of a bias is a kernel of its own."""
     h, weights = 2560, 12 * 2560**2 / (40 * 512)
     forward, _, back = layer_moves(run_of(EIGHT_BITS)[0])
-    assert forward == moved(36 * h + 6 * weights / 8, cast=4 * (7 * h + weights))
-    assert back == moved(68 * h + 16 * weights / 8, cast=4 * 9 * h)
+    assert forward == moved(40 * h + 6 * weights / 8, cast=4 * (7 * h + weights))
+    assert back == moved(78 * h + 16 * weights / 8, cast=4 * 9 * h)
 
 
 def test_kernels_of_a_layer():
@@ -79,7 +80,7 @@ def test_gradients_of_2024_travel_in_fp32():
     assert scatters_wide(run)
     assert not any(scatters_wide(run_of(name)[0]) for name in (LARGE, PURE, EIGHT_BITS, TITAN))
     h, weights = 4096, 12 * 4096**2 / run.tokens
-    assert layer_moves(run)[2] == moved((20 + 12 + 12) * h + 24 * h + 2 * 9 * h + (6 + 8) * weights / 128)
+    assert layer_moves(run)[2] == moved((30 + 12 + 12) * h + 24 * h + 2 * 9 * h + (6 + 8) * weights / 128)
     found = with_fsdp(run, step_of(run.shape.layers - 1), cluster)
     assert bytes_of(found, "backward.body")["attention2.fsdp.plain"] == pytest.approx((4 + 6 + 8) * 12 * h**2)
     assert layer_launches(run)[2] == layer_launches(run_of(LARGE)[0])[2] - 1

@@ -159,18 +159,19 @@ GPU = Cluster.load({"gpu": "a100_80gb", "hosts": 1, "gpus_per_host": 8})
 @pytest.mark.parametrize(
     ("name", "forward", "backward"),
     [
-        # h 8192, f 32768, 64 heads of 2048 tokens, tensor 8: 22 h + (4 h + 4 f + 9 a s) / 8; back 42 h + (14 h + 8 f
+        # h 8192, f 32768, 64 heads of 2048 tokens, tensor 8: 26 h + (4 h + 4 f + 9 a s) / 8; back 52 h + (14 h + 8 f
         # + 11 a s) / 8 and the forward pass again
-        ("megatron-sc21-39B", 8192 * 348_160, 8192 * (571_392 + 348_160)),
+        ("megatron-sc21-39B", 8192 * 380_928, 8192 * (653_312 + 380_928)),
         # h 6144, f 24576, sequence parallel: an eighth of everything; of the scores (9 a s + 4 h) / 8 again
-        ("korthikanti-22B-selective", 8192 * 179_712, 8192 * (241_664 + 6144 * 8 / 8 + 150_528)),
-        # h 4096, f 11008: 44 h + 6 f; back 70 h + 10 f, and 30 h of norms and residuals again
-        ("internevo-7b-tp1-z8-8", 4096 * 246_272, 4096 * (396_800 + 122_880)),
-        ("internevo-7b-flops-full-32-mb8x1", 16_384 * 246_272, 16_384 * (396_800 + 246_272)),
+        ("korthikanti-22B-selective", 8192 * 182_784, 8192 * (249_344 + 6144 * 8 / 8 + 150_528)),
+        # h 4096, f 11008: 50 h + 6 f; back 86 h + 10 f, and 36 h of norms and residuals again
+        ("internevo-7b-tp1-z8-8", 4096 * 270_848, 4096 * (462_336 + 147_456)),
+        ("internevo-7b-flops-full-32-mb8x1", 16_384 * 270_848, 16_384 * (462_336 + 270_848)),
         ("nemo2504-llama3.1-8b-bf16-8", 0.0, 0.0),
     ],
 )
 def test_passes_between_matmuls_are_those_that_the_framework_s_source_has(name, forward, backward):
+    """A byte of a norm counts half more, since those of apex and torch have 0.6 of memory's peak and not 0.9."""
     rate = memory_bytes_per_s(GPU.gpu)
     found = between_s(changed(name), GPU)
     assert found == pytest.approx((forward / rate, backward / rate), rel=1e-6)
