@@ -21,7 +21,7 @@ from meshkit.predict.kernels import attention_full_clock
 # catalog's; of images until summer 2024 (Pax, A3 and JAX-Toolbox of March and April have 8.9.7: NVIDIA/JAX-Toolbox
 # @dc31d2c4 and @06218556, .github/container/install-cudnn.sh, which later takes the newest); and of those until 2025.
 _RELEASES = (
-    (r"Megatron-Bridge 26|nemo 26", ""),
+    (r"\b(26\.\d\d|2026)\b|nemo 26", ""),
     (r"NeMo 24\.07|NeMo long-sequence|r0\.8\.0|Llama 3 paper|JAX-Toolbox|gpu/a3/|paxml/", "cudnn_9_1"),
     ("", "cudnn_9_4"),
 )
