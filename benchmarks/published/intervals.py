@@ -27,7 +27,7 @@ import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.published.rows import read_rows
@@ -205,7 +205,7 @@ def coverage_text(residuals: Sequence[Residual]) -> str:
     for name, members in by_stratum(residuals).items():
         groups, sources = _counts(members)
         note = "" if enough(groups, sources) else f"uncalibrated: {groups} groups of {sources} sources"
-        some = [one for one in looked if name in (one.residual.stratum.kind, one.residual.stratum.name)]
+        some = _among(looked, members)
         lines.append(f"| {name} | {groups} | {len(members)} | {_cells(some)} | {note} |")
     return "\n".join(lines)
 
@@ -239,7 +239,7 @@ def ways_text(residuals: Sequence[Residual]) -> str:
     for name, way in ways.items():
         looked = _left_out(dense, way)
         strata = [members for members in by_stratum(dense).values() if enough(*_counts(members))]
-        least = min((_covered([o for o in looked if o.residual in members]) for members in strata), default=math.nan)
+        least = min((_covered(_among(looked, members)) for members in strata), default=math.nan)
         lines.append(f"| {name} | {_cells(looked)} | {least:.0%} |")
     return "\n".join(lines)
 
@@ -283,6 +283,13 @@ def _left_out(residuals: Sequence[Residual], way: _Way) -> list[_Looked]:
     weights = _weights(residuals)
     ends = {s: way([r for r in residuals if r.source != s] or residuals) for s in {r.source for r in residuals}}
     return [_Looked(r, weight, ends[r.source](r)) for r, weight in zip(residuals, weights)]
+
+
+def _among(looked: Sequence[_Looked], members: Sequence[Residual]) -> list[_Looked]:
+    """Those of a stratum, in which each of its groups weighs one, though it may have rows of another."""
+    some = [one for one in looked if one.residual in members]
+    weights = _weights([one.residual for one in some])
+    return [replace(one, weight=weight) for one, weight in zip(some, weights, strict=True)]
 
 
 def _cells(looked: Sequence[_Looked]) -> str:

@@ -93,6 +93,13 @@ def test_a_source_is_judged_by_the_others():
     assert row[5:7] == [f"{60 / 80:.0%}", f"{6 / 7:.0%}"], "none of the 20 inside, and all others"
 
 
+def test_a_group_of_two_gpus_weighs_one_in_the_stratum_of_each():
+    hopper, ampere = (stratum_of(gpu, "bf16", False) for gpu in (H100, A100))
+    mixed = [Residual(3.0, "off", ("off", "mixed"), stratum) for stratum in (ampere, hopper, hopper, hopper)]
+    found = [*drawn(1), *mixed, Residual(1.03, "off", ("off", "plain"), ampere)]
+    assert table_row(coverage_text(found), "dense, ampere, 16 bit")[5] == "50%"
+
+
 def test_the_table_has_numbers_by_kind_and_counts_by_stratum():
     experts = residuals([1.5, 2.0, 1.2], "page0", stratum_of(B200, "fp8", True))
     lines = table_text([*drawn(3), *experts]).splitlines()[3:]
