@@ -43,7 +43,15 @@ from dataclasses import replace
 
 from benchmarks.published.eager import NORM
 from benchmarks.published.experiments import Run
-from benchmarks.published.ours import casts_weights, finds_scale, is_current, is_pass, runs_whole, without
+from benchmarks.published.ours import (
+    casts_weights,
+    finds_scale,
+    is_current,
+    is_pass,
+    is_stacked_gradient,
+    runs_whole,
+    without,
+)
 from benchmarks.published.reduction import stage_parameters
 from benchmarks.published.transformer_engine import NAME as ENGINE
 from benchmarks.published.transformer_engine import Moved, alone, launched, launches, logits_s, passes_logits
@@ -94,9 +102,7 @@ def is_carried(i: Instruction) -> bool:
 def is_between(i: Instruction) -> bool:
     """Whether an instruction of a whole step is a kernel between the matmuls of its layers; gradients that are added up
     stay."""
-    if not is_pass(i):
-        return False
-    if "transpose(" in i.source and i.source.endswith("dynamic_update_slice"):
+    if not is_pass(i) or is_stacked_gradient(i):
         return False
     return "(layers)" in i.source or i.source == _SHARDS or _MADE_BY_XLA.match(i.source) is not None
 

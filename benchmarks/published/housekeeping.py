@@ -58,7 +58,7 @@ _AMONG_FEW = re.compile(r"NeMo 24\.07|MLPerf Training v4\.1")
 _HALF_BYTES, _COPY_BYTES = 2, 6  # between 16 bits and fp32
 _SCALED = 3  # passes over gradients that are scaled: zeros, read and written
 _PRECISION_AWARE = re.compile(r"Megatron-Bridge|DGXC NeMo.*@1f6d9f4")  # in bf16
-_SUMMED = re.compile(r"Megatron-Bridge 26\.0[46].* GPT OSS")
+_SUMMED = re.compile(r"Megatron-Bridge 26\.0[468].* GPT OSS")
 _LARGEST_BYTES = 4 * 4 * 3  # of a layer: four linear layers, three operands
 
 

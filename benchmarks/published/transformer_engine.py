@@ -5,7 +5,7 @@ Bytes an element, operator by operator, of Megatron-LM core_v0.7.0 to core_v0.16
 matmuls there: operands that it joins, and turns for Hopper's fp8.
 
     norms             te common/normalization: forward reads and writes, 4; backward reads its output's gradient and its
-                      input, writes one, 6; each slower than memory (`NORM`) but for cuDNN's (Megatron-Bridge on GB200
+                      input, writes one, 6; each slower than memory (eager.py) but for cuDNN's (Megatron-Bridge on GB200
                       and GB300); `zero_centered_gamma` is in the kernel. With delayed scaling it casts: 3
     residuals         core/fusions/fused_bias_dropout.py: without bias and dropout an addition, 6; with dropout its
                       mask, 7 and back 5; gradient of a bias 2. Autograd sums both gradients of a norm's input, 6, and
@@ -59,7 +59,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.published.blocks import MXFP8_CAST, is_mxfp8
-from benchmarks.published.eager import kernels_between
+from benchmarks.published.eager import FAST_NORM, kernels_between
 from benchmarks.published.experiments import Run
 from benchmarks.published.experts import cast_share
 from benchmarks.published.ours import is_current, is_pass, wants_both
@@ -70,9 +70,6 @@ from meshkit.hlo.module import Instruction, Schedule
 from meshkit.predict.kernels import memory_bytes_per_s
 
 NAME = "transformer_engine"  # of `Framework.between`
-# What a byte of a norm counts at memory's sustained share of 0.9: te's kernels are of apex' FastLayerNorm, which take
-# 140 us for 16,384 x 1,024 in 16 bits, both passes, 10 bytes (NVIDIA/apex, pull 1037, an A100 of 2021, 1,555 GB/s).
-NORM = 0.9 / 0.77
 _FUSED, _COMPILED, _EAGER = 10, 32, 52  # bytes of a logit
 # Share of a B200's memory's peak of two of them, forward and back of up to 0.5 G logits (MooreThreads/SimuMax@4dcaae5,
 # configs/system/b200_bf16_ceperm.json: `ce_fusion`, which counts 8 bytes, and `ce`); of Hopper no number was found.
@@ -169,7 +166,7 @@ def layer_moves(run: Run, cluster: Cluster) -> tuple[Moved, Moved]:
     biased, drops = _is_biased(run), _drops(run)
     activation = (0, 0) if s.experts else (6, 10) if s.gated else (3, 0) if _casts_gelu(run) else (4, 6 + 2 * biased)
     added, rotated = (0, 0) if s.biased else (6, 4)  # GPT-OSS has both by operators, in experts.py
-    norm = 1.0 if _normed_by_cudnn(run, cluster) else NORM
+    norm = 1.0 if _normed_by_cudnn(run, cluster) else FAST_NORM
     forward = 2 * (4 * norm + added + drops) * hidden + activation[0] * ffn
     back = 2 * (6 * norm + 6 + 2 * biased + 5 * drops) * hidden + activation[1] * ffn
     if s.experts:
