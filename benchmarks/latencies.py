@@ -15,8 +15,8 @@ from pathlib import Path
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.sections import PREDICTED, TABLE
+from meshkit.planning.planner import Plan, plan_experiment
 from meshkit.predict.simulate import simulate
-from meshkit.verbs.plan.planner import Plan, plan_experiment
 
 EXPERIMENTS = Path(__file__).parent.parent / "configs" / "experiments"
 NAMES = ("mixtral_8x7b", "llama3_70b")

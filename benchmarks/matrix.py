@@ -16,7 +16,7 @@ from pathlib import Path
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.errors import MeshkitError
-from meshkit.verbs.plan.planner import Plan, plan_experiment
+from meshkit.planning.planner import Plan, plan_experiment
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ROOT / "configs" / "experiments"

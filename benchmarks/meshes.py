@@ -16,8 +16,8 @@ from typing import Any
 
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.toml import inline
+from meshkit.planning.planner import plan_experiment
 from meshkit.units import GIB, format_percent, format_seconds
-from meshkit.verbs.plan.planner import plan_experiment
 
 MODELS = {"8B": "llama3_8b", "13B": "llama2_13b", "34B": "codellama_34b", "70B": "llama3_70b"}
 HOSTS = (1, 8, 64)

@@ -20,8 +20,8 @@ from xml.sax.saxutils import escape
 
 from rich.console import Console
 
+from meshkit.search.variants import Outcome
 from meshkit.units import GIB, format_seconds
-from meshkit.verbs.plan.variants import Outcome
 from meshkit.verbs.tune.tune_report import RULE_WORDS, TuneReport, best_first, progress_bar, variants_table, what_text
 from meshkit.verbs.tune.tuner import REPORT_FILE, Sizes, parse_hosts, tune_experiment
 

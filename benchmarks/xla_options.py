@@ -17,9 +17,9 @@ from meshkit.compile.choices import derive_options, loop_traffic, options_for
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.sections import PREDICTED
 from meshkit.errors import MeshkitError
+from meshkit.planning.planner import plan_experiment
 from meshkit.sharding.mesh import build_mesh, describe_devices, use_no_accelerator
 from meshkit.step.train_step import make_train_step
-from meshkit.verbs.plan.planner import plan_experiment
 
 EXPERIMENTS = Path(__file__).parent.parent / "configs" / "experiments"
 NAMES = ("llama3_8b", "llama3_70b", "llama3_8b_long", "mixtral_8x7b", "vit_l16")

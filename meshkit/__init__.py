@@ -21,7 +21,7 @@ _PUBLIC = {
     "ProgramError": "meshkit.errors",
     "Report": "meshkit.report.schema",
     "ShardingRules": "meshkit.config.rules",
-    "SubmititExecutor": "meshkit.verbs.plan.workers",
+    "SubmititExecutor": "meshkit.search.workers",
     "TraceError": "meshkit.errors",
     "abstract": "meshkit.sharding.resolve",
     "build_mesh": "meshkit.sharding.mesh",
@@ -36,7 +36,7 @@ _PUBLIC = {
     "make_train_step": "meshkit.step.train_step",
     "overlap": "meshkit.timeline",
     "pipeline": "meshkit.parallel.pipeline",
-    "plan": "meshkit.verbs.plan.planner",
+    "plan": "meshkit.planning.planner",
     "prepare_platform": "meshkit.sharding.mesh",
     "progress": "meshkit.runs.phases",
     "profile": "meshkit.verbs.profile.profiler",
@@ -59,19 +59,19 @@ if TYPE_CHECKING:
     from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
     from meshkit.linting.examine import lint_step as lint
     from meshkit.parallel.pipeline import pipeline
+    from meshkit.planning.planner import plan
     from meshkit.predict.network import collective_time_s
     from meshkit.report.compare import compare
     from meshkit.report.folder import read_report
     from meshkit.report.schema import Report
     from meshkit.runs.phases import init_distributed, progress
+    from meshkit.search.workers import SubmititExecutor
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
     from meshkit.sharding.mesh import build_mesh, describe_devices, prepare_platform
     from meshkit.sharding.resolve import abstract, shard_model, shardings
     from meshkit.step.train_step import make_train_step, sharded_step
     from meshkit.timeline import overlap
     from meshkit.verbs.explain.explainer import explain_step as explain
-    from meshkit.verbs.plan.planner import plan
-    from meshkit.verbs.plan.workers import SubmititExecutor
     from meshkit.verbs.profile.profiler import profile
     from meshkit.verbs.tune.tuner import tune
 

@@ -65,7 +65,6 @@ def test_pages_show_the_rows_of_the_import_contract(page):
         sorted(re.findall(r"`(\w+)`", line.split("|")[1])) for line in table.splitlines() if line.startswith("| `")
     ]
     assert shown == rows()
-    assert len(shown) <= 9
 
 
 def test_every_package_and_module_of_the_root_is_in_a_row():
@@ -181,7 +180,7 @@ def test_the_command_line_imports_what_it_prints_with_and_no_more(words, absent)
 
 def test_verbs_of_the_library_stay_functions_whatever_was_imported_before():
     code = """
-import meshkit.verbs.plan.planner, meshkit.verbs.profile.profiler, meshkit.verbs.compare.cli, meshkit.parallel.pipeline
+import meshkit.planning.planner, meshkit.verbs.profile.profiler, meshkit.verbs.compare.cli, meshkit.parallel.pipeline
 import meshkit as mk
 assert all(callable(f) for f in (mk.plan, mk.profile, mk.compare, mk.pipeline, mk.overlap)), mk.plan
 import meshkit.verbs.plan.cli, meshkit.verbs.profile.cli

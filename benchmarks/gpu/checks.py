@@ -116,8 +116,8 @@ def programs() -> Iterator[tuple[str, Experiment, bool]]:
 
 def check_memory(experiment: Experiment, fits: bool) -> str:
     """The plan of a program says that it fits one H100, or that it does not."""
+    from meshkit.planning.planner import plan_experiment
     from meshkit.units import format_bytes
-    from meshkit.verbs.plan.planner import plan_experiment
 
     memory = plan_experiment(experiment).report.memory
     assert memory.fits is fits, f"peak {format_bytes(memory.peak_bytes)}, margin {format_bytes(memory.margin_bytes)}"

@@ -128,7 +128,7 @@ def rates_of(folder: Path) -> Rates:
 
 def predicted_report(experiment: Experiment) -> Report:
     """The plan of what one GPU runs alone: no collective beside its kernels, no slower GPU to wait for."""
-    from meshkit.verbs.plan.planner import plan_experiment
+    from meshkit.planning.planner import plan_experiment
 
     plan = plan_experiment(experiment)
     machines = Machines(

@@ -20,10 +20,10 @@ from meshkit.config.experiment import load
 from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.errors import ConfigError
 from meshkit.hlo.module import load_module
+from meshkit.planning.planner import plan_experiment
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.train_step import make_train_step
-from meshkit.verbs.plan.planner import plan_experiment
 
 pytestmark = pytest.mark.deviceless
 TINY = "configs/experiments/mlp.toml"

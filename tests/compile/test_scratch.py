@@ -46,7 +46,7 @@ except KeyboardInterrupt:
 # What tunes: workers, each of which compiles.
 TUNER = """
 import sys, time
-from meshkit.verbs.plan import workers
+from meshkit.search import workers
 workers.COMMAND = (PLANS,)
 with workers.open_workers("x.toml", (), 2) as pool:
     pool.submit(("a=1",))

@@ -14,7 +14,7 @@ from meshkit.cli import main
 from meshkit.config import user_code
 from meshkit.config.user_code import load_object
 from meshkit.errors import ConfigError
-from meshkit.verbs.plan.workers import open_workers
+from meshkit.search.workers import open_workers
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "configs" / "experiments"

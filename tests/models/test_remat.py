@@ -16,10 +16,10 @@ from meshkit.config import catalog
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.hlo.module import load_module
+from meshkit.planning.planner import Plan, plan_experiment
 from meshkit.sharding import build_mesh
 from meshkit.step.state import describe_model
 from meshkit.step.train_step import make_train_step
-from meshkit.verbs.plan.planner import Plan, plan_experiment
 from models.llama import Llama
 from models.remat import check_remat
 

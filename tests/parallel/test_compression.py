@@ -176,7 +176,7 @@ def test_the_bytes_across_infiniband_are_the_closed_form(dtype, element):
     Two hosts of 8 H100: R = 2 over InfiniBand, one GPU per domain in each group, so all wire bytes cross it.
     """
     pytest.importorskip("jax_cuda12_plugin", reason="the `plan` extra is not installed")
-    from meshkit.verbs.plan.planner import make_plan
+    from meshkit.planning.planner import make_plan
 
     cluster = mk.Cluster.load("dgx_h100", hosts=2)
     spec = mk.MeshSpec.parse({"data": {"infiniband": 2}, "fsdp": 8})

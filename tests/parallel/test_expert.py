@@ -240,7 +240,7 @@ ON_H100S = [
 @functools.cache
 def planned(remat: str, capacity_factor: float | None):
     """Rows of communication of the debug model's step on 2 x 8 H100s."""
-    from meshkit.verbs.plan.planner import plan_experiment
+    from meshkit.planning.planner import plan_experiment
 
     options = [f'train.remat="{remat}"', *([f"model.capacity_factor={capacity_factor}"] if capacity_factor else [])]
     return plan_experiment(load(DEBUG, [*ON_H100S, *options])).report.communication

@@ -12,11 +12,11 @@ import pytest
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
+from meshkit.planning.planner import Plan, plan_experiment
 from meshkit.sharding import build_mesh
 from meshkit.step.state import HOST_MEMORY, TrainState
 from meshkit.step.train_step import TrainProgram, make_train_step
 from meshkit.verbs.checkpoint.store import CheckpointStore
-from meshkit.verbs.plan.planner import Plan, plan_experiment
 
 CONFIGS = Path(__file__).parents[2] / "configs/experiments"
 

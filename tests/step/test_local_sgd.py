@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.config.experiment import load
+from meshkit.planning.planner import plan_experiment
 from meshkit.step.local_sgd import LocalSgd, wait_before_backward
-from meshkit.verbs.plan.planner import plan_experiment
 
 REPLICAS, EVERY, ROUNDS, BATCH = 4, 3, 5, 8
 IN, OUT = 6, 10

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import meshkit as mk
 from meshkit.compile.options import CompileChoices
 from meshkit.errors import ProgramError
+from meshkit.planning.planner import make_plan
 from meshkit.trace.measured import write_pgle
-from meshkit.verbs.plan.planner import make_plan
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.slow]
 OPTION = "xla_gpu_pgle_profile_file_or_directory_path"

@@ -26,16 +26,16 @@ from meshkit.config.toml import to_toml
 from meshkit.errors import ConfigError
 from meshkit.linting.examine import SCALARS, Examined, Explained, examine, examine_step
 from meshkit.linting.placements import SEVERITY_COLOURS, Finding, Subject, finding_lines
+from meshkit.planning.planner import Plan, absent_step, make_plan, plan_experiment
 from meshkit.report.readable import Printed
 from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part
 from meshkit.report.views.page import Cell, Table, number_columns, text_columns
+from meshkit.search.proposals import propose
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import Placed
 from meshkit.units import format_bytes
-from meshkit.verbs.plan.planner import Plan, absent_step, make_plan, plan_experiment
-from meshkit.verbs.plan.proposals import propose
 
 _LONGEST_ROW = 62  # columns that an activation takes of a terminal
 

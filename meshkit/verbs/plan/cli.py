@@ -59,10 +59,10 @@ def plan(
 
     from meshkit.compile.program import compiling
     from meshkit.config.experiment import load
+    from meshkit.planning.planner import plan_experiment
     from meshkit.report.folder import write_folder
-    from meshkit.verbs.plan.planner import plan_experiment
-    from meshkit.verbs.plan.proposals import propose as propose_placement
-    from meshkit.verbs.plan.proposals import remedies_table
+    from meshkit.search.proposals import propose as propose_placement
+    from meshkit.search.proposals import remedies_table
 
     start = time.perf_counter()
     if out is not None:
@@ -109,7 +109,7 @@ def plan(
 
 def _with_remedies(report: Any, experiment: Path, set_: list[str], jobs: int | None) -> Any:
     """The report with the changes by which the step fits, each compiled."""
-    from meshkit.verbs.plan.proposals import TRIES, find_remedies
+    from meshkit.search.proposals import TRIES, find_remedies
 
     compiled: list[Any] = []
     with status(f"the step does not fit: compiling up to {TRIES} changes with which it may"):
@@ -121,7 +121,7 @@ def _with_remedies(report: Any, experiment: Path, set_: list[str], jobs: int | N
 
 def _with_alternatives(report: Any, experiment: Path, set_: list[str], jobs: int | None) -> Any:
     """The report with what other options of XLA would give, each compiled."""
-    from meshkit.verbs.plan.proposals import find_alternatives
+    from meshkit.search.proposals import find_alternatives
 
     with status("compiling with other options of XLA"):
         found = find_alternatives(experiment, set_, report, jobs=jobs)
@@ -132,7 +132,7 @@ def _sweep(
     experiment: Path, set_: list[str], sweep: str, scaling: str, out: Path | None, as_json: bool, jobs: int | None
 ) -> None:
     """Plans, prints and writes the sizes of `--sweep`."""
-    from meshkit.verbs.plan.scaling import SCALING_FILE, render, scale, write_scaling_html
+    from meshkit.search.scaling import SCALING_FILE, render, scale, write_scaling_html
 
     if scaling not in ("weak", "strong"):
         raise ConfigError(f"there is no scaling '{scaling}'.", at="--scaling", hint="weak or strong")

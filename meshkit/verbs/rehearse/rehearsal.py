@@ -38,6 +38,7 @@ from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
+from meshkit.planning.planner import absent_step
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.memory import Reserved, reserved_memory
 from meshkit.predict.simulate import simulate, step_pricer
@@ -54,7 +55,6 @@ from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_
 from meshkit.trace.measured import MeasuredKernels, kernel_seconds, rates_of, tensor_share
 from meshkit.trace.reader import COMMAND_BUFFERS_FLAG
 from meshkit.units import format_bytes, format_percent, format_seconds
-from meshkit.verbs.plan.planner import absent_step
 
 LOG_FILE = "logs/rehearsal.log"
 COMMAND = ("-P", "-m", "meshkit.verbs.rehearse.rehearsal")  # beyond the interpreter

@@ -19,7 +19,7 @@ SCHEMAS = {
     "experiment": "meshkit.config.experiment:experiment_json_schema",
     "explain": "meshkit.verbs.explain.explainer:Explanation",
     "report": "meshkit.report.schema:Report",
-    "scaling": "meshkit.verbs.plan.scaling:ScalingReport",
+    "scaling": "meshkit.search.scaling:ScalingReport",
     "topo": "meshkit.verbs.topo.topo:TopoReport",
     "tune": "meshkit.verbs.tune.tune_report:TuneReport",
 }

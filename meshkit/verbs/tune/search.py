@@ -24,10 +24,10 @@ from meshkit.config.experiment import Experiment, load
 from meshkit.config.files import read_regular
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
+from meshkit.search.bounds import Bound, Bounds, host_pool_bytes, pool_bytes
+from meshkit.search.variants import Outcome, PipelineChoice, Space, Variant
+from meshkit.search.workers import Settings, Workers
 from meshkit.units import format_bytes, format_seconds
-from meshkit.verbs.plan.bounds import Bound, Bounds, host_pool_bytes, pool_bytes
-from meshkit.verbs.plan.variants import Outcome, PipelineChoice, Space, Variant
-from meshkit.verbs.plan.workers import Settings, Workers
 from meshkit.verbs.tune.tune_report import RULE_WORDS, PrunedPart
 
 JOURNAL_FILE = "candidates.jsonl"

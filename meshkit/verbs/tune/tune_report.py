@@ -38,8 +38,8 @@ from meshkit.report.views.page import (
     text_columns,
 )
 from meshkit.report.views.words import axes_text
+from meshkit.search.variants import Outcome, OutcomeRow, mesh_text
 from meshkit.units import GIB, format_bytes, format_percent, format_seconds
-from meshkit.verbs.plan.variants import Outcome, OutcomeRow, mesh_text
 
 TUNE_SCHEMA = "meshkit.tune/1"
 # Differences below this share of the step are left out of what says why, but for the largest.

@@ -27,11 +27,11 @@ from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.toml import inline
 from meshkit.console import notebook_line
 from meshkit.errors import ConfigError
+from meshkit.planning.planner import check_has_gpus
+from meshkit.search.bounds import Bounds
+from meshkit.search.variants import REMATS, Outcome, Space, Variant, make_space, meshes_over
+from meshkit.search.workers import Build, BuiltStep, Settings, Workers, open_workers, opened, plan_built
 from meshkit.units import format_seconds
-from meshkit.verbs.plan.bounds import Bounds
-from meshkit.verbs.plan.planner import check_has_gpus
-from meshkit.verbs.plan.variants import REMATS, Outcome, Space, Variant, make_space, meshes_over
-from meshkit.verbs.plan.workers import Build, BuiltStep, Settings, Workers, open_workers, opened, plan_built
 from meshkit.verbs.tune.search import Journal, Pruned, Search, candidates
 from meshkit.verbs.tune.tune_report import SILENT, SearchProgress, TuneReport, report_of
 

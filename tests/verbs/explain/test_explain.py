@@ -14,11 +14,11 @@ from meshkit import cli
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.linting.examine import announce_findings
+from meshkit.planning import planner
+from meshkit.planning.planner import plan_experiment
 from meshkit.sharding import build_mesh, describe_devices
 from meshkit.step.train_step import make_train_step
 from meshkit.verbs.explain.explainer import Explanation, explain
-from meshkit.verbs.plan import planner
-from meshkit.verbs.plan.planner import plan_experiment
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "configs/experiments").glob("*.toml"))

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.hlo.module import load_module
+from meshkit.planning.planner import make_plan
 from meshkit.report.compare import compare
 from meshkit.report.summarize import check_invariants
 from meshkit.trace.captured import CapturedDevice, CapturedMesh, CaptureRecord
-from meshkit.verbs.plan.planner import make_plan
 from meshkit.verbs.profile.profiler import measure_run
 from tests.trace.trace_files import clock_text, plane_text, write_planes
 

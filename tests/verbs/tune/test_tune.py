@@ -13,13 +13,13 @@ import pytest
 from meshkit.config.experiment import load
 from meshkit.config.sections import RematMix
 from meshkit.errors import ConfigError, RunError
-from meshkit.verbs.plan import workers as pool
-from meshkit.verbs.plan.bounds import Bounds, host_pool_bytes, pool_bytes
-from meshkit.verbs.plan.variants import REMATS, Outcome, PipelineChoice, Variant, factorizations, make_space
+from meshkit.search import workers as pool
+from meshkit.search.bounds import Bounds, host_pool_bytes, pool_bytes
+from meshkit.search.variants import REMATS, Outcome, PipelineChoice, Variant, factorizations, make_space
 from meshkit.verbs.tune.search import JOURNAL_FILE, Journal, Pruned, candidates
 from meshkit.verbs.tune.tune_report import pareto
 from meshkit.verbs.tune.tuner import tune_experiment
-from tests.verbs.plan.made_up import MadeUpWorkers
+from tests.search.made_up import MadeUpWorkers
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "experiments"
 LLAMA_70B = str(CONFIGS / "llama3_70b.toml")
@@ -348,7 +348,7 @@ def test_the_search_of_70b_finds_that_its_widest_values_can_wait_in_host_memory(
 def test_a_search_ends_with_a_winner_that_plan_reproduces(tmp_path, monkeypatch):
     """Four compiles of a tiny model on 16 absent GPUs; then the winner's file plans to the same program and seconds,
     and compiles nothing."""
-    from meshkit.verbs.plan.planner import plan_experiment
+    from meshkit.planning.planner import plan_experiment
 
     monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path / "cache"))
     report = tune_experiment(TINY, ON_16, out=tmp_path, budget=4, jobs=2)

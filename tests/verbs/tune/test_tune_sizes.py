@@ -8,12 +8,13 @@ import pytest
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
+from meshkit.planning.planner import HOST_MEMORY_EXCEEDED
 from meshkit.predict.interval import StepInterval
 from meshkit.report.schema import Report, StepPart, Warning_, WindowPart
-from meshkit.verbs.plan.variants import HOST_MEMORY_EXCEEDED, OutcomeRow, outcome_of
+from meshkit.search.variants import OutcomeRow, outcome_of
 from meshkit.verbs.tune.tune_report import differences, why
 from meshkit.verbs.tune.tuner import Sizes, parse_hosts, tune_experiment
-from tests.verbs.plan.made_up import MadeUpWorkers
+from tests.search.made_up import MadeUpWorkers
 from tests.verbs.tune.test_tune import AXES, ON_16, TINY, made_up
 
 

@@ -8,8 +8,8 @@ import pytest
 
 import meshkit as mk
 from meshkit.errors import RunError
-from meshkit.verbs.plan import workers as pool
-from meshkit.verbs.plan.variants import Outcome
+from meshkit.search import workers as pool
+from meshkit.search.variants import Outcome
 from meshkit.verbs.tune.tuner import tune_experiment
 from tests.verbs.tune import tuned_steps
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.compile.lowering import over_arrays
-from meshkit.verbs.plan.planner import make_plan
+from meshkit.planning.planner import make_plan
 
 RULES = mk.ShardingRules({}, auto={"axis": "fsdp", "min_bytes": 0})
 WIDE, ROWS = 256, 512

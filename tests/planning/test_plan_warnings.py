@@ -11,10 +11,10 @@ import pytest
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Schedule
+from meshkit.planning.planner import plan_warnings
 from meshkit.report.schema import MemoryPart, Report, StepPart, Warning_, WindowPart
 from meshkit.report.views.words import step_text
 from meshkit.step.program import StepFacts
-from meshkit.verbs.plan.planner import plan_warnings
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "a100x4_fsdp_gpu0.csv.gz"
 EMPTY = Schedule("m", {"main": ()}, "main", "f")

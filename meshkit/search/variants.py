@@ -23,6 +23,7 @@ from meshkit.config.rules import PRESETS, preset_rules
 from meshkit.config.sections import PGLE_OPTION, PREDICTED, RematMix, plain_value
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
+from meshkit.planning.planner import HOST_MEMORY_EXCEEDED
 from meshkit.predict.interval import StepInterval
 from meshkit.report.schema import LinkName, Part, Report
 
@@ -328,7 +329,6 @@ def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield first, *rest
 
 
-HOST_MEMORY_EXCEEDED = "host_memory_exceeded"  # the code of a warning: what is offloaded has no room on a host
 Status = Literal["fits", "does_not_fit", "error"]
 
 

@@ -1,6 +1,6 @@
 """Workers that plan nothing: an outcome is what a function says of the settings."""
 
-from meshkit.verbs.plan import workers as pool
+from meshkit.search import workers as pool
 
 
 class MadeUpWorkers(pool.Workers):

@@ -23,9 +23,9 @@ from meshkit.errors import ConfigError
 from meshkit.report.schema import Part
 from meshkit.report.views.charts import COLORS, legend_frame
 from meshkit.report.views.page import Page, Table, number_columns, section, text_columns
+from meshkit.search.variants import Outcome, mesh_text
+from meshkit.search.workers import Settings, default_jobs, open_workers
 from meshkit.units import format_bytes, format_percent, format_seconds
-from meshkit.verbs.plan.variants import Outcome, mesh_text
-from meshkit.verbs.plan.workers import Settings, default_jobs, open_workers
 
 SCALING_SCHEMA = "meshkit.scaling/1"
 SCALING_FILE = "scaling.json"

@@ -15,7 +15,7 @@ from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.errors import ConfigError
 from meshkit.predict.network import collective_time_s
 from meshkit.report.schema import CommunicationPart, MeshAxisPart, Report, StepPart, WindowPart
-from meshkit.verbs.plan.proposals import Traffic, assignments, propose, traffic_of
+from meshkit.search.proposals import Traffic, assignments, propose, traffic_of
 
 GIB = 2**30
 HEAVY = Traffic(("tensor",), "all-reduce", GIB, 64)

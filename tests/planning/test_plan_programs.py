@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.hlo.costs import Matmul
+from meshkit.planning.planner import make_plan
 from meshkit.predict.assumptions import slowest_of
 from meshkit.predict.kernels import shape_share
 from meshkit.predict.nccl import by_hand
-from meshkit.verbs.plan.planner import make_plan
 
 pytestmark = pytest.mark.deviceless
 

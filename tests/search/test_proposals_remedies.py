@@ -7,10 +7,10 @@ import pytest
 from meshkit.cli import main
 from meshkit.config.experiment import load
 from meshkit.report.schema import OptionPart, ProgramPart, Report, StepPart, WindowPart
-from meshkit.verbs.plan import proposals
-from meshkit.verbs.plan.bounds import Bounds
-from meshkit.verbs.plan.proposals import _cost_text, changes, find_alternatives, find_remedies, other_options
-from meshkit.verbs.plan.variants import Outcome
+from meshkit.search import proposals
+from meshkit.search.bounds import Bounds
+from meshkit.search.proposals import _cost_text, changes, find_alternatives, find_remedies, other_options
+from meshkit.search.variants import Outcome
 
 STAGES = "configs/experiments/llama_pipeline_cpu.toml"
 # Sequences so long and microbatches so few that activations, not the state, are what does not fit.
@@ -113,8 +113,8 @@ ON_64 = (
 )
 def test_two_changes_are_not_shown_where_one_of_them_is_enough(seconds, shown, monkeypatch):
     answers = Answers(seconds)
-    monkeypatch.setattr("meshkit.verbs.plan.proposals.open_workers", answers)
-    monkeypatch.setattr("meshkit.verbs.plan.proposals._may_fit", lambda *_: True)
+    monkeypatch.setattr("meshkit.search.proposals.open_workers", answers)
+    monkeypatch.setattr("meshkit.search.proposals._may_fit", lambda *_: True)
     found = find_remedies("llama3_8b", ON_64, step_s=1.6, tries=60)
     assert [remedy.settings for remedy in found] == shown
     assert [remedy.cost_s for remedy in found] == [pytest.approx(seconds[settings] - 1.6) for settings in shown]
@@ -127,7 +127,7 @@ def test_two_changes_are_not_shown_where_one_of_them_is_enough(seconds, shown, m
 @pytest.mark.deviceless
 def test_three_remedies_of_a_pipeline_are_compiled_and_hold_when_planned_again():
     """A pool of two thirds of what the step needs; the plan of each remedy needs what was promised, and fits."""
-    from meshkit.verbs.plan.planner import plan_experiment
+    from meshkit.planning.planner import plan_experiment
 
     whole = plan_experiment(load(STAGES, TIGHT)).report.memory
     tight = (*TIGHT, f"train.memory_fraction={2 / 3 * whole.peak_bytes / whole.capacity_bytes:.5f}")

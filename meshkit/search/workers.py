@@ -1,4 +1,4 @@
-"""Processes that plan variants at the same time, each its own compiler: `python -m meshkit.verbs.plan.workers PARENT`.
+"""Processes that plan variants at the same time, each its own compiler: `python -m meshkit.search.workers PARENT`.
 
 XLA can die of a program, and a machine can run out of memory: then the variant is lost, and a new process goes on.
 
@@ -42,13 +42,13 @@ from meshkit.config.mesh import MeshSpec
 from meshkit.config.toml import inline
 from meshkit.config.user_code import child_path
 from meshkit.errors import MeshkitError
+from meshkit.planning.planner import make_plan, plan_experiment
+from meshkit.search.variants import Outcome, outcome_of
 from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.program import local_bytes
 from meshkit.units import format_bytes
-from meshkit.verbs.plan.planner import make_plan, plan_experiment
-from meshkit.verbs.plan.variants import Outcome, outcome_of
 
-COMMAND = ("-P", "-m", "meshkit.verbs.plan.workers")  # beyond the interpreter
+COMMAND = ("-P", "-m", "meshkit.search.workers")  # beyond the interpreter
 
 _IN_FLIGHT = 32  # requests at a time to an executor that does not say how many workers it has
 

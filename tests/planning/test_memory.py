@@ -16,14 +16,14 @@ from meshkit.hlo.instructions import Shape
 from meshkit.hlo.module import Instruction, Schedule, parse_hlo
 from meshkit.hlo.proto import ModuleAttributes
 from meshkit.hlo.schedule import Collective
+from meshkit.planning.planner import _outside_warning, memory_part
 from meshkit.predict.memory import cudnn_workspace_bytes, nccl_bytes, reserved_memory
+from meshkit.search import proposals as remedies
+from meshkit.search.bounds import Bounds
+from meshkit.search.proposals import changes, find_remedies
+from meshkit.search.variants import Outcome
 from meshkit.step.program import StepFacts
-from meshkit.verbs.plan import proposals as remedies
-from meshkit.verbs.plan.bounds import Bounds
-from meshkit.verbs.plan.planner import _outside_warning, memory_part
-from meshkit.verbs.plan.proposals import changes, find_remedies
-from meshkit.verbs.plan.variants import Outcome
-from tests.verbs.plan.made_up import MadeUpWorkers
+from tests.search.made_up import MadeUpWorkers
 
 MIB, GIB = 2**20, 2**30
 CONNECTION = 12 * MIB  # 10 MiB to receive, 2 MiB to send: NCCL_DEBUG_SUBSYS=ALLOC, nccl#1685

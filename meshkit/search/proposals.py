@@ -29,10 +29,10 @@ from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 from meshkit.report.schema import RemedyPart, Report
+from meshkit.search.bounds import Bounds, CollectiveSeconds, Shape, collective_seconds, group_shape, pool_bytes
+from meshkit.search.variants import Outcome, factorizations, make_space
+from meshkit.search.workers import Settings, open_workers
 from meshkit.units import format_bytes, format_percent, format_seconds
-from meshkit.verbs.plan.bounds import Bounds, CollectiveSeconds, Shape, collective_seconds, group_shape, pool_bytes
-from meshkit.verbs.plan.variants import Outcome, factorizations, make_space
-from meshkit.verbs.plan.workers import Settings, open_workers
 
 # A gain below this share of the communication is within what the network model gets wrong.
 _WORTH = 0.01

@@ -6,9 +6,9 @@ import pytest
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.verbs.plan.scaling import growing_axis, parse_sweep, scale, sizes_of, write_scaling_html
-from meshkit.verbs.plan.variants import Outcome
-from tests.verbs.plan.made_up import MadeUpWorkers
+from meshkit.search.scaling import growing_axis, parse_sweep, scale, sizes_of, write_scaling_html
+from meshkit.search.variants import Outcome
+from tests.search.made_up import MadeUpWorkers
 
 TINY = "configs/experiments/mlp.toml"
 FOUR_HOSTS = 'cluster={ name = "dgx_h100", hosts = 4 }'

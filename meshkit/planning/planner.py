@@ -41,7 +41,8 @@ from meshkit.step.program import NO_FACTS, StepFacts, TrainProgram
 from meshkit.step.train_step import make_train_step
 from meshkit.timeline import Timeline
 from meshkit.units import format_bytes, format_rate, format_seconds
-from meshkit.verbs.plan.variants import HOST_MEMORY_EXCEEDED
+
+HOST_MEMORY_EXCEEDED = "host_memory_exceeded"  # the code of a warning: offloaded arrays do not fit into host memory
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.config.experiment import load
-from meshkit.verbs.plan.planner import plan_experiment
+from meshkit.planning.planner import plan_experiment
 
 pytestmark = pytest.mark.deviceless
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshkit.config.experiment import load
+from meshkit.planning.planner import plan_experiment
 from meshkit.report.views.words import pipeline_lines
-from meshkit.verbs.plan.planner import plan_experiment
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.slow]  # half a minute of compiling
 
