@@ -41,12 +41,14 @@ _PUBLIC = {
     "progress": "meshkit.runs.phases",
     "profile": "meshkit.verbs.profile.profiler",
     "read_report": "meshkit.report.folder",
+    "render": "meshkit.report.views.report",
     "shard_model": "meshkit.sharding.resolve",
     "shard_over": "meshkit.sharding.constrain",
     "sharded_step": "meshkit.step.train_step",
     "sharding_scope": "meshkit.sharding.constrain",
     "shardings": "meshkit.sharding.resolve",
     "tune": "meshkit.verbs.tune.tuner",
+    "write_html": "meshkit.report.views.report",
 }
 _RENAMED = {"explain": "explain_step", "lint": "lint_step", "load_experiment": "load"}
 
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from meshkit.report.compare import compare
     from meshkit.report.folder import read_report
     from meshkit.report.schema import Report
+    from meshkit.report.views.report import render, write_html
     from meshkit.runs.phases import init_distributed, progress
     from meshkit.search.workers import SubmititExecutor
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
@@ -104,12 +107,14 @@ __all__ = [
     "profile",
     "progress",
     "read_report",
+    "render",
     "shard_model",
     "shard_over",
     "sharded_step",
     "sharding_scope",
     "shardings",
     "tune",
+    "write_html",
 ]
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import io
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from rich.segment import Segment
     from rich.text import Text
 
+_NOTEBOOK_WIDTH = 100
 _LONGEST_TEXT = 2**13  # of a table's cell or a paragraph; documents are printed as they are
 
 
@@ -127,6 +130,39 @@ def rendered(renderable: RenderableType, *, width: int = 80, html: bool = False)
     if not html:
         return file.getvalue().rstrip("\n")
     return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
+
+
+class Printed:
+    """What Python shows as the command line prints it: at a prompt, by `print` and in a notebook."""
+
+    def __str__(self) -> str:
+        """The tables that the command line prints."""
+        return rendered(self.__rich__())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return rendered(self.__rich__(), width=_NOTEBOOK_WIDTH, html=True)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """The same for a shell of IPython."""
+        printer.text(str(self))
+
+    @abstractmethod
+    def __rich__(self) -> RenderableType:
+        """Return what rich draws of it."""
+
+
+@dataclass(frozen=True, repr=False)
+class Rendered(Printed):
+    """What a function has drawn for a terminal: rich prints it, and so does Python."""
+
+    drawn: RenderableType
+
+    def __rich__(self) -> RenderableType:
+        """Return what was drawn."""
+        return self.drawn
 
 
 def say(text: str) -> None:

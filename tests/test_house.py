@@ -1,11 +1,14 @@
-"""The house: rows as the docs show them, no cycle, no name twice, no missing path in the docs, no jax at the door."""
+"""The house: rows as the docs show them, no cycle, no name twice, no missing path in the docs, no jax at the door.
+
+Of the tests: none imports, calls or patches a private name of meshkit.
+"""
 
 import ast
 import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,20 +39,32 @@ def trees():
 
 
 def imports_of(tree):
-    """Modules of meshkit that a module imports, at its top or inside of functions."""
+    """Modules of meshkit that a module imports: at its top, inside of functions, or by name while it runs."""
+    dynamic = False
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshkit"):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield full if full in MODULES else node.module
+                yield node.module
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            dynamic |= name in ("import_module", "__import__", "find_spec", "resolve_name", "run_module")
+        elif isinstance(node, ast.alias):
+            dynamic |= node.name in ("import_module", "find_spec", "resolve_name", "run_module")
+    if dynamic:  # any text of it that names a module of ours may be what it imports
+        texts = (n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        yield from (named for text in texts if (named := text.partition(":")[0]) in MODULES)
 
 
 @pytest.fixture(scope="module")
 def imports(trees):
-    """Module -> those of meshkit that it imports."""
-    return {name: {m for m in imports_of(trees[path]) if m != "meshkit"} - {name} for name, path in MODULES.items()}
+    """Module -> those of meshkit that it imports; the door, whose table of public names names them all, is left out."""
+    return {
+        name: set(imports_of(trees[path])) - {name, "meshkit"} for name, path in MODULES.items() if name != "meshkit"
+    }
 
 
 def rows():
@@ -71,7 +86,6 @@ def test_every_package_and_module_of_the_root_is_in_a_row():
     modules = {p.stem for p in (ROOT / "meshkit").glob("*.py")}
     packages = {p.parent.name for p in (ROOT / "meshkit").glob("*/__init__.py")}
     assert (modules | packages) - {"__init__", "__main__"} == {name for row in rows() for name in row}
-    assert len(modules) == 8
 
 
 def test_packages_say_what_enters_and_what_leaves(trees):
@@ -79,6 +93,21 @@ def test_packages_say_what_enters_and_what_leaves(trees):
         if (folder / "__init__.py").exists():
             text = ast.get_docstring(trees[folder / "__init__.py"]) or ""
             assert all(word in text for word in ("Enters:", "Leaves:", "May be imported")), folder.name
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import importlib\ndef view():\n    return importlib.import_module('meshkit.report.views.report')",
+        "from importlib import import_module\nview = import_module('meshkit.report.views.report')",
+        "def view():\n    return __import__('meshkit.report.views.report')",
+        "import importlib\nVIEWS = {'html': 'meshkit.report.views.report:write_html'}\nload = importlib.import_module",
+        "def view():\n    from meshkit.report.views import report",
+        "import meshkit.report.views.report",
+    ],
+)
+def test_an_import_is_seen_however_it_is_written(code):
+    assert "meshkit.report.views.report" in set(imports_of(ast.parse(code)))
 
 
 def test_no_module_imports_itself_in_the_end(imports):
@@ -96,33 +125,15 @@ def test_a_public_class_name_stands_once(trees):
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_files_are_as_long_as_a_subject(imports):
-    importers = defaultdict(set)
-    for name, found in imports.items():
-        for m in found:
-            importers[m].add(name)
+def test_a_small_module_has_several_users(imports):
+    """What one module alone uses, in less than 60 lines, is a part of that module."""
+    users = Counter(m for found in imports.values() for m in found)
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
-    assert [name for name, n in lines.items() if n > 600] == []
-    small = [n for n, count in lines.items() if count < 60 and len(importers[n]) == 1]
-    entries = [n for n in small if n.endswith(".cli") or MODULES[n].name in ("__init__.py", "__main__.py")]
-    assert sorted(set(small) - set(entries)) == []
-
-
-def test_functions_take_at_most_eight_parameters(trees):
-    many = set()
-    for name, path in MODULES.items():
-        for node in ast.walk(trees[path]):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                a = node.args
-                positional = [x.arg for x in (*a.posonlyargs, *a.args) if x.arg not in ("self", "cls")]
-                if len(positional) + len(a.kwonlyargs) > 8 and not name.endswith(".cli"):
-                    many.add((name, node.name))
-    public = {
-        "pipeline",
-        "ring_attention",
-        "gathered_attention",
-    }  # for users, and all but a few of them by keyword only
-    assert {found for found in many if found[1] not in public} == set()
+    small = {n for n, count in lines.items() if count < 60 and users[n] == 1}
+    assert (
+        sorted(n for n in small if not n.endswith(".cli") and MODULES[n].name not in ("__init__.py", "__main__.py"))
+        == []
+    )
 
 
 def test_one_module_prints(trees):

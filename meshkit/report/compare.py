@@ -159,6 +159,12 @@ class Comparison(Part):
     conditions: tuple[JudgedCondition, ...] = ()
     parts: tuple[ComparedPart, ...] = ()
 
+    def __repr__(self) -> str:
+        """The verdict in one line; `mk.render` shows the tables."""
+        return f"<Comparison: {self.verdict or 'of a step that has no time'}>"
+
+    __str__ = __repr__
+
 
 def compare(a: Report, b: Report) -> Comparison:
     """Both reports side by side, b relative to a.

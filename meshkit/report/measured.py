@@ -11,8 +11,8 @@ from meshkit.config.cluster import Cluster
 from meshkit.discover.topology import gpu_by_name
 from meshkit.hlo.schedule import Schedule
 from meshkit.report import schema
+from meshkit.report.goodput import goodput_part
 from meshkit.report.schema import CommunicationPart, Report, Warning_
-from meshkit.report.views.words import goodput_part
 from meshkit.runs.metrics import read_metrics, within
 from meshkit.runs.phases import read_goodput
 from meshkit.trace.captured import CaptureRecord

@@ -1,9 +1,10 @@
 """The report: what plan, rehearse and profile all say, as pydantic models.
 
-`report.json` is the truth, the terminal and the HTML page are views of it. Values are SI; a key that holds no value
-is None (`null`), never 0 and never NaN. Keys may be added, never renamed. The docstring of a part is the description of
-its JSON Schema. What only some sources know (kernels, data quality, single steps, ...) is an object that is null where
-nobody does: a plan has no data quality, a run without metrics no history.
+`report.json` is the truth. The terminal and the HTML page are views of it, which nothing here knows: a report says one
+line of itself, and `meshkit.report.views.report` draws it. Values are SI; a key that holds no value is None (`null`),
+never 0 and never NaN. Keys may be added, never renamed. The docstring of a part is the description of its JSON Schema.
+What only some sources know (kernels, data quality, single steps, ...) is an object that is null where nobody does: a
+plan has no data quality, a run without metrics no history.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from meshkit.config.files import write_file
 from meshkit.hlo.pipeline_report import ScheduleCost
 from meshkit.predict.interval import StepInterval
-from meshkit.report.readable import Readable
-from meshkit.units import format_percent
+from meshkit.units import format_bytes, format_percent, format_seconds
 
 SCHEMA = "meshkit.report/1"
 REPORT_FILE = "report.json"
 Source = Literal["plan", "rehearse", "profile"]
+WORD: dict[Source, str] = {"plan": "predicted", "rehearse": "rehearsed", "profile": "measured"}
 LinkName = Literal["nvlink", "infiniband"]
 WaitMethod = Literal["clocked", "clock_free"]
 
@@ -524,7 +525,7 @@ class FeedbackPart(Part):
     before_exposed_s: float | None = None
 
 
-class Report(Readable, Part):
+class Report(Part):
     """The whole report; `Report.model_json_schema(mode="serialization")` is its JSON Schema."""
 
     schema_: Literal["meshkit.report/1"] = Field(default=SCHEMA, alias="schema")
@@ -556,9 +557,51 @@ class Report(Readable, Part):
         """What a device is called: virtual ones of a CPU are no GPUs."""
         return "device" if self.cluster.gpu == "cpu" else "GPU"
 
+    @property
+    def devices(self) -> str:
+        """`16 x h100_sxm`; `16 devices` where nobody says of what kind."""
+        count = self.cluster.num_gpus or self.window.devices
+        if self.cluster.gpu:
+            return f"{count} x {self.cluster.gpu}"
+        return f"{count} device{'' if count == 1 else 's'}"
+
+    def __repr__(self) -> str:
+        """`<Report: predicted step of 1.04 s on 16 x h100_sxm, MFU 41.2 %, 123 ms of communication exposed, fits>`."""
+        from meshkit.predict.coverage import NOT_PREDICTED  # brings numpy, which `meshkit schema` does without
+
+        step, fits = self.step, self.memory.fits
+        at_least = "more than " if any(w.code == NOT_PREDICTED for w in self.warnings) else ""
+        time = "" if step.time_s is None else f" of {at_least}{format_seconds(step.time_s)}"
+        too_much = format_bytes(-(self.memory.margin_bytes or 0))
+        said = [
+            f"{WORD[self.source]} step{time} on {self.devices}",
+            f"MFU {format_percent(step.mfu)}" if step.mfu is not None else "",
+            f"{format_seconds(step.exposed_s)} of communication exposed" if step.exposed_s is not None else "",
+            "" if fits is None else "fits" if fits else f"does not fit, {too_much} too much",
+        ]
+        return f"<Report: {', '.join(text for text in said if text)}>"
+
+    def __str__(self) -> str:
+        """The same line, and below it the verdict."""
+        return f"{self!r}\n{self.verdict}" if self.verdict else repr(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """The same for a notebook and a shell of IPython."""
+        printer.text(str(self))
+
     def to_dict(self) -> dict:
         """The report as plain values, every key present."""
         return self.model_dump(mode="json")
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """The rows of communication as flat dicts, as pandas and the like take them."""
+        return [_flat(row.model_dump(mode="json")) for row in self.communication]
+
+    def to_row(self) -> dict[str, Any]:
+        """The step and its memory as one flat dict: a row of a table of several reports."""
+        memory = _flat(self.memory.model_dump(mode="json"))
+        row = {"source": self.source, **_flat(self.step.model_dump(mode="json"))}
+        return row | {f"memory_{key}": value for key, value in memory.items()}
 
     def write(self, path: str | Path) -> Path:
         """Writes `report.json` into a run folder, or to a file that ends in `.json`; returns the file."""
@@ -569,3 +612,10 @@ class Report(Readable, Part):
         write_file(partial, self.to_json() + "\n")
         os.replace(partial, file)
         return file
+
+
+def _flat(part: dict[str, Any]) -> dict[str, Any]:
+    """The plain values of a part: a list of texts as one, and nothing that is a table itself."""
+    joined = {key: "+".join(map(str, v)) if isinstance(v, list) else v for key, v in part.items()}
+    tables = {key for key, v in part.items() if isinstance(v, dict) or (isinstance(v, list) and dict in map(type, v))}
+    return {key: v for key, v in joined.items() if key not in tables}

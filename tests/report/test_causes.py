@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import meshkit as mk
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.instructions import InstructionInfo
@@ -110,7 +111,7 @@ def test_what_does_not_fit_is_said_first(tmp_path):
     )
     assert f'<p class="verdict">{report.verdict}</p>' in write_html(report, tmp_path / "a.html").read_text()
     assert report.to_dict()["verdict"] == report.verdict
-    assert str(report).splitlines()[:3] == [
+    assert str(mk.render(report)).splitlines()[:3] == [
         "The step does not fit: 3.00 GiB a GPU too much. The most is activations, 70.0",
         "GiB. 20.0 % of the step of 1.00 s is exposed communication.",
         "",

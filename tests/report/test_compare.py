@@ -13,7 +13,7 @@ from meshkit.errors import ConfigError, TraceError
 from meshkit.predict.interval import step_interval, stratum_of
 from meshkit.report.compare import compare, condition_text, judge, pair
 from meshkit.report.folder import read_report
-from meshkit.report.views.tables import render_comparison
+from meshkit.report.views.report import render
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_what_is_withheld_is_unknown_and_not_zero(report):
     found = compare(report, report.model_copy(update={"communication": rows}))
     assert not any(row.one_sided for row in found.communication)
     console = Console(width=80, file=io.StringIO(), force_terminal=False)
-    console.print(render_comparison(found))
+    console.print(render(found))
     assert re.search(r"fsdp, nvlink: all-gather bf16 +2\.50 ms +- +- +-", console.file.getvalue())
 
 
@@ -180,7 +180,7 @@ def test_what_differs_by_the_most_seconds_comes_first(report, slower):
 
 def test_terminal_fits_80_columns(report, slower):
     console = Console(width=80, file=io.StringIO(), force_terminal=False)
-    console.print(render_comparison(compare(report, slower)))
+    console.print(render(compare(report, slower)))
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= 80
     assert "2.00 x" in text

@@ -8,8 +8,7 @@ from meshkit.console import output, say, status, stdout
 from meshkit.report.compare import compare
 from meshkit.report.folder import read_report
 from meshkit.report.schema import MeshAxisPart, Report, StepPart, Warning_, WindowPart
-from meshkit.report.views.report import write_html
-from meshkit.report.views.tables import render_comparison
+from meshkit.report.views.report import render, write_html
 from meshkit.verbs.arguments import show_report
 from tests.report.browser import Browser, find_chromium
 
@@ -84,7 +83,7 @@ def test_a_name_on_the_terminal_is_no_markup(report, capsys, name):
     )
     with status(f"reading {name}"):
         show_report(odd, False, name)
-    stdout().print(render_comparison(compare(odd, odd)))
+    stdout().print(render(compare(odd, odd)))
     text = capsys.readouterr().out
     assert f"axis {name} is odd" in text
     assert text.count(name) >= 6
@@ -110,7 +109,7 @@ def test_no_terminal_escape_of_a_report_reaches_the_terminal(report, tmp_path, c
     (tmp_path / "report.json").write_text(json.dumps(document))
     odd = read_report(tmp_path)
     show_report(odd, False, "run" + ESCAPES)
-    stdout().print(render_comparison(compare(odd, odd)))
+    stdout().print(render(compare(odd, odd)))
     say(ESCAPES)
     output(ESCAPES)
     shown = capsys.readouterr()

@@ -7,9 +7,10 @@ import pytest
 from rich.console import Console
 
 from meshkit.report.folder import read_report, write_folder
+from meshkit.report.goodput import goodput_part
 from meshkit.report.schema import Report
 from meshkit.report.views.report import render
-from meshkit.report.views.words import goodput_part, goodput_summary
+from meshkit.report.views.words import goodput_summary
 from meshkit.runs.phases import Goodput
 from meshkit.verbs.train.cli import training_summary
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from meshkit.report.compare import compare
+from meshkit.report.goodput import goodput_part
 from meshkit.report.schema import (
     FeedbackPart,
     FindingPart,
@@ -19,7 +20,6 @@ from meshkit.report.schema import (
     TrainingPart,
 )
 from meshkit.report.views.report import write_html
-from meshkit.report.views.words import goodput_part
 from meshkit.runs.phases import Goodput
 from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_rate, format_seconds
 from tests.report.browser import Browser, find_chromium

@@ -69,7 +69,7 @@ def test_no_line_of_a_log_ends_in_blanks_and_advice_stands_once(report):
     many = [
         FindingPart(code="host_bound", severity="warning", message=m, seconds=2.625e-5, hint="graphs") for m in "AB"
     ]
-    text = str(report.model_copy(update={"findings": tuple(many)}))
+    text = str(render(report.model_copy(update={"findings": tuple(many)})))
     assert "! 26.2 us host_bound: A Try graphs.\n! 26.2 us host_bound: B\n" in text
     assert not re.search(r" $", text, re.MULTILINE)
 

@@ -12,6 +12,8 @@ import rich.table
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from meshkit.console import Rendered
+from meshkit.report.compare import Comparison
 from meshkit.report.schema import CommunicationPart, GoodputPart, Report
 from meshkit.report.views import charts, tables, words
 from meshkit.report.views.page import (
@@ -51,11 +53,11 @@ def write_html(
     title: str | None = None,
     trace_file: str | None = None,
 ) -> Path:
-    """Writes the page and returns its path.
+    """Write the page of a report, which opens offline, and return the file.
 
     Args:
         report: what the page is about.
-        path: the file.
+        path: the file, or a folder that is there, for its `report.html`.
         timeline: what the report summarizes; without it the page has no timeline.
         other, other_timeline: a second report to compare with: the measurement, where the first is its prediction.
         title: what it is about: an experiment, a run.
@@ -64,6 +66,7 @@ def write_html(
     Raises:
         ConfigError: Plotly, which draws the charts, is not installed.
     """
+    path = Path(path) / "report.html" if Path(path).is_dir() else Path(path)
     reports = [report] if other is None else [report, other]
     names = words.names_of([r.source for r in reports])
     shown = [Shown(r, name) for r, name in zip(reports, names)]
@@ -84,7 +87,7 @@ def write_html(
 def _title(reports: Sequence[Report]) -> str:
     """`predicted beside measured step on 8 x h100_sxm`."""
     said = " beside ".join(dict.fromkeys(words.WORD[r.source] for r in reports))
-    return f"{said} step on {words.gpus_text(reports[-1])}"
+    return f"{said} step on {reports[-1].devices}"
 
 
 def _header(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
@@ -396,8 +399,15 @@ _EXPOSED_COLUMNS = (
 )
 
 
-def render(report: Report, *, title: str | None = None) -> RenderableType:
-    """The whole report, for `rich.print`; `title` says what it is about (an experiment, a run)."""
+def render(report: Report | Comparison, *, title: str | None = None) -> Rendered:
+    """Return a report or a comparison as the command line prints it: for `print`, a notebook's cell, `rich.print`.
+
+    Args:
+        report: of `mk.plan`, `mk.profile` or `mk.read_report`; or what `mk.compare` returns.
+        title: what the report is about: an experiment, a run.
+    """
+    if isinstance(report, Comparison):
+        return Rendered(tables.render_comparison(report))
     shown, planned = Shown(report), report.source == "plan"
     said = words.two_lines(report.verdict, WIDTH) if planned else report.verdict  # all of a plan's is on its page
     parts: list[RenderableType] = [Text(said, "bold"), Text()] if said else []
@@ -423,7 +433,7 @@ def render(report: Report, *, title: str | None = None) -> RenderableType:
         parts += [heading("data quality"), Text(found, overflow="fold")]
     if report.warnings:
         parts += [heading("warnings"), *listed((w.message for w in report.warnings), "!", "bold yellow")]
-    return Group(*parts)
+    return Rendered(Group(*parts))
 
 
 def _findings(report: Report) -> Iterator[RenderableType]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -12,11 +11,18 @@ from typing import NamedTuple
 from meshkit.hlo.schedule import Collective
 from meshkit.predict.coverage import NOT_PREDICTED
 from meshkit.report.compare import ComparedRow
-from meshkit.report.schema import CommunicationPart, GoodputPart, MeshAxisPart, Report, StepPart, StepSample
+from meshkit.report.goodput import PHASES, goodput_part
+from meshkit.report.schema import (
+    WORD,
+    CommunicationPart,
+    GoodputPart,
+    MeshAxisPart,
+    Report,
+    StepPart,
+    StepSample,
+)
 from meshkit.runs.phases import Goodput
 from meshkit.units import format_bytes, format_count, format_flops, format_percent, format_seconds
-
-WORD = {"plan": "predicted", "rehearse": "rehearsed", "profile": "measured"}
 
 
 class Look(NamedTuple):
@@ -148,15 +154,9 @@ def plural(n: int, word: str) -> str:
     return f"{n} {word}{'' if n == 1 else 's'}"
 
 
-def gpus_text(report: Report) -> str:
-    """`16 x h100_sxm`; `16 devices` where nobody says of what kind."""
-    count = report.cluster.num_gpus or report.window.devices
-    return f"{count} x {report.cluster.gpu}" if report.cluster.gpu else plural(count, "device")
-
-
 def machines(report: Report) -> str:
     """`16 x h100_sxm: 2 hosts x 8, NVLink domains of 8`."""
-    c, gpus = report.cluster, gpus_text(report)
+    c, gpus = report.cluster, report.devices
     if c.hosts is None:
         return gpus
     fabric = f", {c.fabric}" if c.fabric else ""
@@ -340,33 +340,6 @@ def pipeline_lines(report: Report) -> list[str]:
         exposed = format_seconds(p.permute_exposed_s)
         lines.append(f"{p.permute_count:g} permutes between stages: {format_seconds(p.permute_s)}, {exposed} exposed")
     return lines
-
-
-# phase of the trainer -> key of the part and what it is called, in the order in which a run goes through them
-PHASES = {
-    "step": ("step", "steps that count"),
-    "data": ("data_wait", "waiting for data"),
-    "evaluate": ("evaluate", "evaluation"),
-    "save": ("checkpoint", "blocked by checkpoints"),
-    "start": ("start", "start"),
-    "compile": ("compile", "compile"),
-    "restore": ("restore", "restore"),
-    "init": ("init", "initial state"),
-    "lost": ("lost", "lost steps"),
-    "restart": ("restart", "restart"),
-    "other": ("other", "other"),
-}
-
-
-def goodput_part(goodput: Goodput) -> GoodputPart:
-    """As the report has it: the parts add up to the wall time."""
-    seconds = dict.fromkeys(PHASES, 0.0)
-    for phase, spent in goodput.seconds.items():
-        seconds[phase if phase in PHASES else "other"] += spent
-    values = {f"{PHASES[phase][0]}_s": spent for phase, spent in seconds.items()}
-    wall_s = math.fsum(values.values())
-    share = goodput.seconds.get("step", 0.0) / wall_s if wall_s else None
-    return GoodputPart(share=share, wall_s=wall_s, attempts=goodput.attempts, lost_steps=goodput.lost_steps, **values)
 
 
 def goodput_shares(part: GoodputPart) -> list[Share]:

@@ -31,8 +31,7 @@ def compare(
     """
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.compare import condition_text, judge
-    from meshkit.report.views.report import write_html
-    from meshkit.report.views.tables import render_comparison
+    from meshkit.report.views.report import render, write_html
 
     first, second = _report(a), _report(b)
     comparison = compare_reports(first, second)
@@ -44,7 +43,7 @@ def compare(
     if as_json:
         output(comparison.to_json())
     else:
-        stdout().print(render_comparison(comparison))
+        stdout().print(render(comparison))
     met = [condition_text(c) for c in judged if c.met]
     if met:
         raise ConditionError(f"{b} against {a} meets {len(met)} of {len(judged)} conditions: {'; '.join(met)}.")

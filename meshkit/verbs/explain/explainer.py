@@ -23,11 +23,11 @@ from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import ShardingRules
 from meshkit.config.toml import to_toml
+from meshkit.console import Printed
 from meshkit.errors import ConfigError
 from meshkit.linting.examine import SCALARS, Examined, Explained, examine, examine_step
 from meshkit.linting.placements import SEVERITY_COLOURS, Finding, Subject, finding_lines
 from meshkit.planning.planner import Plan, absent_step, make_plan, plan_experiment
-from meshkit.report.readable import Printed
 from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part
 from meshkit.report.views.page import Cell, Table, number_columns, text_columns
@@ -99,7 +99,8 @@ class Explanation(Printed, Part):
         """Findings that `--strict` does not pass."""
         return tuple(f for f in self.findings if f.severity != "note")
 
-    def _shown(self) -> RenderableType:
+    def __rich__(self) -> RenderableType:
+        """Return its tables."""
         return render(self)
 
 

@@ -54,7 +54,7 @@ def profile(
     """
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.folder import find_prediction, read_report
-    from meshkit.report.views.tables import render_comparison
+    from meshkit.report.views.report import render
     from meshkit.trace.inspector import find_inspector_files
     from meshkit.trace.loose import is_loose
     from meshkit.verbs.profile.profiler import profile_inspector, profile_run, profile_traces
@@ -82,7 +82,7 @@ def profile(
     show_report(report, as_json, run.name)
     if other is not None and not as_json:
         output("")
-        stdout().print(render_comparison(compare_reports(other, report)))
+        stdout().print(render(compare_reports(other, report)))
     if out is not None:
         say(f"wrote {'report.json and report.html' if inspector else _FILES} into {out}")
 

@@ -20,9 +20,9 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from meshkit.console import Printed
 from meshkit.errors import RunError
 from meshkit.predict.interval import errors_apart
-from meshkit.report.readable import Printed
 from meshkit.report.schema import Part
 from meshkit.report.views.charts import legend_frame, limit
 from meshkit.report.views.page import (
@@ -105,7 +105,8 @@ class TuneReport(Printed, Part):
     wall_s: float
     jobs: int
 
-    def _shown(self) -> Any:
+    def __rich__(self) -> RenderableType:
+        """Return its tables."""
         return render(self)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshkit.report.views.words import goodput_part
+from meshkit.report.goodput import goodput_part
 from meshkit.runs.phases import read_attempts, read_goodput
 
 ROOT = Path(__file__).parents[3]
