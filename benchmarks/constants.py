@@ -121,7 +121,7 @@ def more_of(constant: Constant | None) -> Iterator[None]:
     adapted, load, shapes = programs.adapted, Cluster.load, matmuls.table_flops_per_s
     patches = []
     if constant.table in ("gpu", "nic"):
-        change = functools.partial(_with_more, constant=constant)
+        change = functools.partial(with_more, constant=constant)
         patches.append(mock.patch.object(programs, "adapted", lambda *a: change(adapted(*a))))
         patches.append(mock.patch.object(replay, "adapted", lambda *a: change(adapted(*a))))
         patches.append(mock.patch.object(replay, "Cluster", mock.Mock(load=lambda *a, **k: change(load(*a, **k)))))
@@ -147,7 +147,7 @@ def _forget() -> None:
     by_hand.cache_clear()
 
 
-def _with_more(cluster: Cluster, constant: Constant) -> Cluster:
+def with_more(cluster: Cluster, constant: Constant) -> Cluster:
     if constant.table == "nic":
         nic = cluster.nic
         return cluster.model_copy(update={"nic": replace(nic, achieved=min(1.0, MORE * nic.achieved))} if nic else {})
@@ -180,7 +180,7 @@ def render(changed: Mapping[Constant | None, Mapping[str, Prediction]], rows: Ma
             steps = [found[i].predicted_s / p.predicted_s - 1 for i, p in base.items()]  # pyright: ignore
             most = max(steps, key=abs)
             said = f"{statistics.median(steps):+.1%}, {most:+.1%}"
-            cells = [f"`{constant.name}`", constant.what, *_known_of(constant), said]
+            cells = [f"`{constant.name}`", constant.what, *known_of(constant), said]
         for wanted in kinds.values():
             errors = [p.error for p in found.values() if wanted(p)]
             cells.append(f"{statistics.median(map(abs, errors)):.1%}, {statistics.median(errors):+.1%}")  # pyright: ignore
@@ -188,7 +188,7 @@ def render(changed: Mapping[Constant | None, Mapping[str, Prediction]], rows: Ma
     return "\n".join(lines)
 
 
-def _known_of(constant: Constant) -> tuple[str, str, str]:
+def known_of(constant: Constant) -> tuple[str, str, str]:
     """(value, keys of its sources in catalog.toml, kind)."""
     if constant.table == "by_hand":
         return f"{1e6 * nccl_constants()['by_hand'][constant.name]['value']:g} us", "nccl.toml, `by_hand`", "assumed"

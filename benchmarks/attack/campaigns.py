@@ -361,7 +361,7 @@ def _renderings(folder: Path) -> Callable[[int], Attack]:
             if code == 1 or "Traceback (most" in script:
                 raise Broken(f"a traceback: {script[-800:]}")
             if code == 0:
-                (_check_yaml if name == "jobset" else _check_script)(script, place, stubs)
+                (_check_yaml if name == "jobset" else check_script)(script, place, stubs)
                 seen = (place / "seen").read_text() if (place / "seen").exists() else str(path)
                 if option == "FILE" and str(path) not in seen:
                     raise Broken("another name than was given")
@@ -377,7 +377,7 @@ def _renderings(folder: Path) -> Callable[[int], Attack]:
     return make
 
 
-def _check_script(script: str, place: Path, stubs: Path) -> None:
+def check_script(script: str, place: Path, stubs: Path) -> None:
     """Runs a script with stubs for all that it starts: nothing that a name says may happen."""
     file = place / "script.sh"
     file.write_text(script)

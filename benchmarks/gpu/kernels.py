@@ -18,7 +18,7 @@ from jax.profiler import ProfileData
 
 from benchmarks.gpu.sampling import Sampler
 
-_REPEATS = 8  # inside one program, so that a launch's time does not show
+REPEATS = 8  # inside one program, so that a launch's time does not show
 _TRACED = 10  # calls whose kernels a profiler sees
 # cuBLAS alone is asked: XLA would make and time dozens of kernels of its own for each shape, 8 s, to take cuBLAS's
 _CUBLAS = {"xla_gpu_enable_triton_gemm": False}
@@ -206,14 +206,14 @@ def compiled(work: Callable, operands: Any, options: Mapping[str, Any] | None = 
             operands, _ = lax.optimization_barrier(carry)  # else the compiler makes one call of all
             return operands, work(operands)
 
-        return lax.fori_loop(0, _REPEATS - 1, again, (operands, work(operands)))[1]
+        return lax.fori_loop(0, REPEATS - 1, again, (operands, work(operands)))[1]
 
     program = jax.jit(repeated, compiler_options=dict(options or {}))
     jax.block_until_ready(program(operands))
     return program
 
 
-def timed(program: Callable, operands: Any, seconds: float, calls: int = _REPEATS) -> tuple[float, float]:
+def timed(program: Callable, operands: Any, seconds: float, calls: int = REPEATS) -> tuple[float, float]:
     """`times` of a compiled program that does the work `calls` times, run for so many seconds."""
     ends: list[float] = []
     began = time.perf_counter()

@@ -36,7 +36,7 @@ from meshkit.config.toml import (
 from meshkit.errors import ConfigError, MeshkitError, TraceError
 
 LARGEST_FILE_BYTES = 4 * 2**20
-_PIECE_BYTES = 33 * 2**20
+PIECE_BYTES = 33 * 2**20
 _SHORT_INTEGER = re.compile(r"[0-9]{1,12}", re.ASCII)
 DEEPEST_KEY = 32
 _KEY_PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
@@ -201,7 +201,7 @@ def unpacked(packed: io.BufferedReader | io.BytesIO, most_bytes: int) -> Iterato
     left = most_bytes + 1
     try:
         with gzip.GzipFile(fileobj=packed) as file:
-            while piece := file.read(min(left, _PIECE_BYTES)):
+            while piece := file.read(min(left, PIECE_BYTES)):
                 if (left := left - len(piece)) == 0:
                     raise ValueError(f"it unpacks to more than {most_bytes / 2**20:g} MiB")
                 yield piece

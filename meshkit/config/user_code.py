@@ -314,7 +314,8 @@ def check_writers(module_name: str, folder: Path | None, at: str | None) -> None
                 at=at,
                 hint=f"chmod o-w {path}, once you know what is in it; or a folder that only you can write",
             )
-        if found.st_mode & stat.S_IWGRP and not _is_private(found.st_uid, found.st_gid) and str(path) not in _warned:
+        shared = found.st_mode & stat.S_IWGRP and not is_private_group(found.st_uid, found.st_gid)
+        if shared and str(path) not in _warned:
             _warned.add(str(path))
             say(f"meshkit: a group may write {path}, from which the module '{module_name}' is loaded; chmod g-w {path}")
 
@@ -335,9 +336,9 @@ def serve(module_name: str, folder: Path, at: str | None) -> None:
             hint="another name for one of the two",
         )
     importlib.invalidate_caches()
-    _FINDER.served[top] = folder
-    if _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
+    FINDER.served[top] = folder
+    if FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, FINDER)
 
 
 def child_path() -> str:
@@ -374,7 +375,7 @@ class _Finder:
         return spec
 
 
-_FINDER: Any = _Finder()
+FINDER: Any = _Finder()
 
 
 def _importer() -> str:
@@ -392,7 +393,7 @@ def _importer() -> str:
 def _installed(top: str) -> ModuleSpec | None:
     """What Python finds under a top-level name without any folder of an experiment; nothing is imported."""
     for finder in sys.meta_path:
-        if finder is not _FINDER and (spec := finder.find_spec(top, None)) is not None:
+        if finder is not FINDER and (spec := finder.find_spec(top, None)) is not None:
             return spec
     return None
 
@@ -421,7 +422,7 @@ def _package_folders() -> list[str]:
     return [*site.getsitepackages(), site.getusersitepackages()]
 
 
-def _is_private(uid: int, gid: int) -> bool:
+def is_private_group(uid: int, gid: int) -> bool:
     """Whether a group is the one that a user has alone, as many systems give every user."""
     import grp
     import pwd

@@ -48,8 +48,8 @@ from meshkit.redaction import redact_streams
 # after the heartbeat; the end is a barrier, which must not keep the others waiting for long once one has failed.
 _JOIN_S, _JOIN_HERE_S, _CONNECT_S, _HEARTBEAT_S, _SHUTDOWN_S = 300.0, 20.0, 60, 100, 120
 # Process 0 has the whole limit to hear all others; they wait for its answer a little longer than that.
-_ANSWER_S = 60.0
-_AGAIN_S = 10.0  # a process says its word again while it waits for the answer
+ANSWER_S = 60.0
+AGAIN_S = 10.0  # a process says its word again while it waits for the answer
 _SIGNATURE = hashlib.sha256().digest_size * 2
 _key: bytes | None = None
 
@@ -261,7 +261,7 @@ class Agreement:
         if self.rank != 0:
             _set(client, said, self.rank, mine)
             again = lambda: _set(client, said, self.rank, mine)
-            decided = _get(client, answer, 0, timeout_s + _ANSWER_S, again)
+            decided = _get(client, answer, 0, timeout_s + ANSWER_S, again)
         else:
             decided = self._decide(client, said, mine, decide, timeout_s)
             _set(client, answer, 0, decided)
@@ -304,7 +304,7 @@ class Agreement:
 def _set(client: Any, topic: str, rank: int, word: Any) -> None:
     """Says a word, also where somebody has said another in this process's place."""
     text = json.dumps(word)
-    client.key_value_set(_name(topic, rank), _sign(topic, rank, text) + text, allow_overwrite=True)
+    client.key_value_set(word_name(topic, rank), _sign(topic, rank, text) + text, allow_overwrite=True)
 
 
 def _get(client: Any, topic: str, rank: int, timeout_s: float, again: Callable[[], None] | None = None) -> Any:
@@ -317,9 +317,9 @@ def _get(client: Any, topic: str, rank: int, timeout_s: float, again: Callable[[
     ends, text = time.monotonic() + timeout_s, None
     while text is None:
         began = time.monotonic()
-        wait_s = max(0.001, min(ends - began, _AGAIN_S if again else timeout_s))
+        wait_s = max(0.001, min(ends - began, AGAIN_S if again else timeout_s))
         try:
-            text = client.blocking_key_value_get(_name(topic, rank), round(wait_s * 1000))
+            text = client.blocking_key_value_get(word_name(topic, rank), round(wait_s * 1000))
         except Exception as error:  # jaxlib raises one class for a limit that passed and for a service that is gone
             passed, why = time.monotonic() - began > 0.9 * wait_s, str(error).splitlines()[0]
             if again is None or not passed or time.monotonic() >= ends:
@@ -347,7 +347,8 @@ def _folder(topic: str) -> str:
     return topic if _key is None else f"meshkit/{_digest('folder', topic)}"
 
 
-def _name(topic: str, rank: int) -> str:
+def word_name(topic: str, rank: int) -> str:
+    """Return the key of the store under which a process says its word; with a secret, one that nobody else knows."""
     return f"{_folder(topic)}/{rank if _key is None else _digest('name', topic, str(rank))}"
 
 

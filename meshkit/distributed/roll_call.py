@@ -35,7 +35,7 @@ from meshkit.errors import ConfigError, RunError
 _ANSWER_BYTES, _LINE_BYTES = 1 << 24, 1024
 _RETRY_S, _CONNECT_S = 0.1, 5.0
 # What process 0 says at once to a process of the job, so that one that listens there by accident is recognized.
-_GREETING, _GREETING_S = b"meshkit", 10.0
+_GREETING, GREETING_S = b"meshkit", 10.0
 _MOST_NAMED = 16
 # Silent connections at a time, beyond the job's own; a process says its line as soon as it is connected.
 _SPARE, _SILENT_S = 128, 20.0
@@ -43,11 +43,11 @@ _SPARE, _SILENT_S = 128, 20.0
 _STANDS_S = 0.3
 _MOST_REFUSED = 64
 # For a process 0 that listens in place of this one, on this machine.
-_OTHER_S, _LOOKS = 3.0, 10
+OTHER_S, _LOOKS = 3.0, 10
 # A line on who is waited for, after so many seconds, and then each time after twice as many.
-_FIRST_WORD_S = 10.0
+FIRST_WORD_S = 10.0
 # A name that nobody knows is wrong; in Kubernetes a pod's name is known once the pod has started.
-_NAME_S = 20.0
+NAME_S = 20.0
 # Certificates, logs and time stamps of checkpoints are of no use beyond it; a message on a busy machine takes seconds.
 _CLOCK_S = 60.0
 
@@ -125,10 +125,10 @@ def session_key(gang: Gang, attendance: Attendance) -> bytes | None:
     Returns:
         64 hexadecimal digits, as ASCII; None also where the job has certificates.
     """
-    return _prove(gang, b"session", attendance.session.encode()) or None
+    return prove(gang, b"session", attendance.session.encode()) or None
 
 
-def _prove(gang: Gang, what: bytes, *words: bytes) -> bytes:
+def prove(gang: Gang, what: bytes, *words: bytes) -> bytes:
     """That this process knows the job's secret; empty where it has none, or certificates in its place."""
     if gang.secret is None or gang.mtls is not None:
         return b""
@@ -180,7 +180,7 @@ def wait_for_name(gang: Gang, timeout_s: float, log: Log = lambda _: None) -> No
     """
     host, port = gang.address
     progress, began = _Progress(log, timeout_s), time.monotonic()
-    patience_s = timeout_s if gang.in_kubernetes else min(timeout_s, _NAME_S)
+    patience_s = timeout_s if gang.in_kubernetes else min(timeout_s, NAME_S)
     while True:
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -202,7 +202,7 @@ class _Progress:
 
     def __init__(self, log: Log, timeout_s: float):
         self._log, self._timeout_s = log, timeout_s
-        self._began, self._next = time.monotonic(), _FIRST_WORD_S
+        self._began, self._next = time.monotonic(), FIRST_WORD_S
 
     def say(self, text: str) -> None:
         waited = time.monotonic() - self._began
@@ -219,7 +219,7 @@ def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts,
     roll = _Roll(gang, in_the_open=contexts[0] is None and gang.secret is None)
     progress, rival = _Progress(log, timeout_s), _Rival(gang, contexts[1])
     try:
-        server = _server(gang, bind)
+        server = open_server(gang, bind)
     except OSError as e:
         rival.look(1)  # the one that listens in place of this one finds both, if it calls a roll too
         if rival.found is not None:
@@ -242,7 +242,8 @@ def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts,
         return roll.close()
 
 
-def _server(gang: Gang, bind: str | None) -> socket.socket:
+def open_server(gang: Gang, bind: str | None) -> socket.socket:
+    """Return the socket that process 0 listens on: of `bind`, or of every interface at the coordinator's port."""
     host, port = split_address(bind) if bind else ("", gang.address[1])
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     if host:
@@ -261,14 +262,14 @@ class _Rival:
     def __init__(self, gang: Gang, context: ssl.SSLContext | None):
         self.found: Attendance | None = None
         self.over = threading.Event()
-        self._ask = lambda token: _ask(gang, token, _OTHER_S, _OTHER_S, context)
+        self._ask = lambda token: _ask(gang, token, OTHER_S, OTHER_S, context)
 
     def look(self, times: int, token: str | None = None) -> None:
         for left in reversed(range(times)):
             try:
                 found = self._ask(token or secrets.token_hex(8))
             except (OSError, ValueError):
-                if left and self.over.wait(_OTHER_S):
+                if left and self.over.wait(OTHER_S):
                     return
                 continue
             self.found = found if found.twice else None
@@ -335,7 +336,7 @@ class _Roll:
                     raise PermissionError
             else:
                 said, question = _Introduction.model_validate_json(line), secrets.token_hex(16).encode()
-                proof = _prove(self._gang, b"member", question, line)
+                proof = prove(self._gang, b"member", question, line)
                 connection.send(_GREETING + (b" " + question if proof else b"") + b"\n")
                 if proof:
                     self._asked[connection] = said, proof
@@ -353,7 +354,7 @@ class _Roll:
         answer = json.dumps(asdict(found)).encode()
         for said, _, connection in self._claims:
             try:
-                proof = _prove(self._gang, b"attendance", said.token.encode(), answer)
+                proof = prove(self._gang, b"attendance", said.token.encode(), answer)
                 connection.settimeout(5)
                 connection.sendall(answer + (b" " + proof if proof else b"") + b"\n")
                 connection.close()
@@ -486,10 +487,10 @@ def _ask(gang: Gang, token: str, connect_s: float, answer_s: float, context: ssl
         with connection:
             line = json.dumps({**said, "time": time.time()}).encode()
             connection.sendall(line + b"\n")
-            connection.settimeout(min(_GREETING_S, answer_s))
+            connection.settimeout(min(GREETING_S, answer_s))
             greeting, rest = _read_line(connection)
             word, _, question = greeting.partition(b" ")
-            proof = _prove(gang, b"member", question, line)
+            proof = prove(gang, b"member", question, line)
             if word != _GREETING:
                 raise ValueError
             if bool(question) != bool(proof):
@@ -501,7 +502,7 @@ def _ask(gang: Gang, token: str, connect_s: float, answer_s: float, context: ssl
             answer, _ = _read_line(connection, rest)
             if proof:
                 answer, _, theirs = answer.rpartition(b" ")
-                if not hmac.compare_digest(theirs, _prove(gang, b"attendance", token.encode(), answer)):
+                if not hmac.compare_digest(theirs, prove(gang, b"attendance", token.encode(), answer)):
                     raise _NoSecretError(f"what listens there does not know the job's secret ({SECRET})")
             return TypeAdapter(Attendance).validate_json(answer)
 

@@ -86,7 +86,7 @@ def _per_query(x: jax.Array) -> jax.Array:
 
 
 def _attend(q, k, v, causal):
-    pairs, size = _visible_pairs(q.shape[1], k.shape[1], causal)
+    pairs, size = visible_pairs(q.shape[1], k.shape[1], causal)
     grouped = _group(q, k.shape[2])
     batch, queries, kv_heads, group, _ = grouped.shape
     out = jnp.zeros(grouped.shape, jnp.float32)
@@ -117,7 +117,7 @@ def _attend(q, k, v, causal):
 
 
 def _gradients(q, k, v, out, lse, g, causal):
-    pairs, size = _visible_pairs(q.shape[1], k.shape[1], causal)
+    pairs, size = visible_pairs(q.shape[1], k.shape[1], causal)
     kv_heads = k.shape[2]
     queries, g5 = _group(q, kv_heads), _group(g.astype(q.dtype), kv_heads)
     # d(scores) = weights * (d(weights) - sum_over_keys(weights * d(weights))), and that sum is g . out
@@ -145,7 +145,7 @@ def _gradients(q, k, v, out, lse, g, causal):
     return dq.reshape(q.shape), dk, dv
 
 
-def _visible_pairs(queries: int, keys: int, causal: bool) -> tuple[tuple[jax.Array, jax.Array], tuple[int, int]]:
+def visible_pairs(queries: int, keys: int, causal: bool) -> tuple[tuple[jax.Array, jax.Array], tuple[int, int]]:
     """Indices (of query block, of key block) of the pairs with anything to see, and the lengths of those blocks."""
     size = _block(queries), _block(keys)
     grid = np.ones((queries // size[0], keys // size[1]), bool)

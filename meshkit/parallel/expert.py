@@ -92,7 +92,7 @@ def expert_layer(
     Raises:
         ConfigError: axes that cut experts but not tokens, or sizes that the axes do not divide.
     """
-    layout = _Layout.of(current_scope())
+    layout = ExchangeLayout.of(current_scope())
     layout.check(x.shape, kernels[0].shape)
     batch, length, _ = x.shape
     tokens, k, ways = batch * length // layout.pieces(layout.tokens), choices.shape[-1], layout.size(layout.experts)
@@ -109,7 +109,7 @@ def expert_layer(
 
 
 @dataclass(frozen=True)
-class _Layout:
+class ExchangeLayout:
     """Mesh axes of a layer's arrays, taken from the rules; without a mesh there are none.
 
     In a stage of a pipeline some are manual already: arrays come in pieces, and what gathers the kernels before the
@@ -132,7 +132,7 @@ class _Layout:
     manual: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, scope: Scope | None) -> _Layout:
+    def of(cls, scope: Scope | None) -> ExchangeLayout:
         if scope is None:
             return cls(None)
         names = ("act_batch", "act_length", "act_residual_length", "act_experts", "act_mlp")
@@ -229,7 +229,7 @@ class _Layer:
     It keeps the scope, since a backward pass is traced outside of it.
     """
 
-    layout: _Layout
+    layout: ExchangeLayout
     dispatch: Dispatch
     saved_name: str | None
 

@@ -224,7 +224,7 @@ def memory_part(
     reserved = reserved_memory(module, schedule, cluster, compiled.memory["temp"])
     outside = reserved.outside_pool + compiled.symmetric_bytes
     # Where memory_fraction leaves too little outside, the plan counts with one that leaves enough: most of what lies
-    # there is NCCL's, whose count is an upper bound. `_outside_warning` says so.
+    # there is NCCL's, whose count is an upper bound. `outside_warning` says so.
     margin = min(pool, capacity - outside) - compiled.peak_bytes - reserved.inside_pool
     parameters_bytes, optimizer_bytes = facts.parameters_bytes, facts.optimizer_bytes
     gradients, activations = _split(compiled, facts.gradients_bytes)
@@ -310,7 +310,7 @@ def plan_warnings(
         *_flop_warning(compiled, schedule, simulation, cluster, steps),
         *_rematerialization_warning(compiled, simulation, memory, steps),
         *_warnings(compiled, simulation, memory, steps),
-        *_outside_warning(compiled.symmetric_bytes, memory),
+        *outside_warning(compiled.symmetric_bytes, memory),
         *_launch_warning(simulation, steps),
         *_host_warning(compiled, simulation, cluster, steps),
         *map(_finding_warning, findings),
@@ -403,7 +403,7 @@ def _rematerialization_warning(
     return [Warning_(code=coverage.REMATERIALIZED, message=f"{message}; {way}", seconds=seconds)]
 
 
-def _outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
+def outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
     """What lies outside of the pool, where collectives keep memory there or `memory_fraction` leaves too little."""
     capacity, context, nccl = memory.capacity_bytes or 0, memory.context_bytes or 0, memory.nccl_bytes or 0
     outside, left = context + nccl + symmetric, capacity - (memory.pool_bytes or 0)

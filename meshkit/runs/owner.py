@@ -38,8 +38,8 @@ LAUNCH_VARIABLE = "MESHKIT_LAUNCH"
 RUN_FILE, OWNER_FOLDER = "run.json", "owner"
 _RUN_SCHEMA, _OWNER_SCHEMA = "meshkit.run/1", "meshkit.owner/1"
 LEASE_S = 120.0  # a library that keeps the interpreter for a minute is no death
-_BEAT_S, _POLL_S = 5.0, 0.2
-_LINGER_S = 5.0  # a process that was killed frees its memory first
+BEAT_S, _POLL_S = 5.0, 0.2
+LINGER_S = 5.0  # a process that was killed frees its memory first
 _LARGEST_BYTES = 1 << 16
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _CLAIM = re.compile(r"([0-9]{1,12})(\.released)?\.json", re.ASCII)
@@ -108,7 +108,7 @@ class RunOwner:
         self._lost = self._lost or "it was given back"  # a save in the background may be late
         self._ends.set()
         if self._claim is not None:
-            self._thread.join(timeout=_BEAT_S)
+            self._thread.join(timeout=BEAT_S)
             with suppress(OSError):  # taken over
                 _give_back(self._claim)
 
@@ -136,7 +136,7 @@ class RunOwner:
         Raises:
             ConfigError: another has taken it over.
         """
-        if self._lost or time.monotonic() - self._looked > 2 * _BEAT_S:
+        if self._lost or time.monotonic() - self._looked > 2 * BEAT_S:
             with suppress(OSError):
                 self.check()
 
@@ -154,7 +154,7 @@ class RunOwner:
 
     def _beat(self) -> None:
         assert self._claim is not None
-        while not self._ends.wait(_BEAT_S) and not self._lost:
+        while not self._ends.wait(BEAT_S) and not self._lost:
             with suppress(OSError):  # storage that is away comes back, or the lease ends
                 self._look(self._claim)
 
@@ -181,7 +181,7 @@ def take_run(
     try:
         owners = folder / OWNER_FOLDER
         owners.mkdir(parents=True, exist_ok=True)
-        claim = _acquire(owners, _me(attempt), say)
+        claim = _acquire(owners, this_process(attempt), say)
         try:
             return RunOwner(_identity(folder, known_run), int(claim.stem), claim)
         except BaseException:
@@ -205,8 +205,8 @@ def renewing(folder: Path, launch: str) -> Iterator[None]:
     """
 
     def beat() -> None:
-        me = _me(0)
-        while not ends.wait(_BEAT_S):
+        me = this_process(0)
+        while not ends.wait(BEAT_S):
             with suppress(OSError):  # storage that is away comes back; or given back, or taken over just now
                 newest = _newest(folder / OWNER_FOLDER)
                 if newest is None or newest.record.get("launch") != launch:
@@ -230,7 +230,7 @@ def is_owned(folder: Path) -> bool:
             that is made there tells the time.
     """
     newest = _newest(folder / OWNER_FOLDER)
-    return newest is not None and not newest.is_gone(_me(0))
+    return newest is not None and not newest.is_gone(this_process(0))
 
 
 def _acquire(owners: Path, me: Mapping[str, Any], say: Callable[[str], None]) -> Path:
@@ -239,7 +239,7 @@ def _acquire(owners: Path, me: Mapping[str, Any], say: Callable[[str], None]) ->
     while True:
         last = _newest(owners)
         if last is None or last.is_gone(me):
-            if (claim := _make(owners, (last.token if last else 0) + 1, me)) is not None:
+            if (claim := make_claim(owners, (last.token if last else 0) + 1, me)) is not None:
                 return claim
             continue
         try:
@@ -252,11 +252,11 @@ def _acquire(owners: Path, me: Mapping[str, Any], say: Callable[[str], None]) ->
         if last.is_before(me):
             if waited_s > LEASE_S:
                 raise RunError(f"the attempt before this one has not ended in {waited_s:.0f} s: {last}.", at=at)
-        elif (last.is_here(me) and waited_s > _LINGER_S) or (not last.is_here(me) and now != beat):
+        elif (last.is_here(me) and waited_s > LINGER_S) or (not last.is_here(me) and now != beat):
             raise ConfigError(
                 f"another job has this run folder: {last}.", at=at, hint="another --out, or the same when it has ended"
             )
-        elif waited_s > LEASE_S and (claim := _make(owners, last.token + 1, me)) is not None:  # no sign all the while
+        elif waited_s > LEASE_S and (claim := make_claim(owners, last.token + 1, me)) is not None:  # no sign of life
             return claim
         if not told and waited_s > 1:
             told = True
@@ -264,7 +264,7 @@ def _acquire(owners: Path, me: Mapping[str, Any], say: Callable[[str], None]) ->
         time.sleep(_POLL_S)
 
 
-def _make(owners: Path, token: int, me: Mapping[str, Any]) -> Path | None:
+def make_claim(owners: Path, token: int, me: Mapping[str, Any]) -> Path | None:
     """The claim with this number, which then has the folder; None where somebody else was first."""
     claim = owners / f"{token}.json"
     try:
@@ -332,7 +332,7 @@ def _identity(folder: Path, known_run: Callable[[], str | None]) -> str:
     return run
 
 
-def _me(attempt: int) -> dict[str, Any]:
+def this_process(attempt: int) -> dict[str, Any]:
     """What tells this process from all others."""
     job = os.environ.get("SLURM_JOB_ID")
     return {
@@ -340,7 +340,7 @@ def _me(attempt: int) -> dict[str, Any]:
         "boot": _text(Path("/proc/sys/kernel/random/boot_id")),
         "pid_namespace": _link(Path("/proc/self/ns/pid")),
         "pid": os.getpid(),
-        "started": _started(os.getpid())[0],
+        "started": process_start(os.getpid())[0],
         "attempt": attempt,
         "launch": os.environ.get(LAUNCH_VARIABLE) or (f"SLURM job {job}" if job else ""),
     }
@@ -350,7 +350,7 @@ def _runs(pid: Any, started: Any) -> bool:
     """Whether a process of this machine is the one that began then, and has not ended."""
     if not isinstance(pid, int) or pid < 1:
         return False
-    began, state = _started(pid)
+    began, state = process_start(pid)
     if began is not None:
         return began == started and state not in ("Z", "X")
     try:
@@ -362,7 +362,7 @@ def _runs(pid: Any, started: Any) -> bool:
     return True
 
 
-def _started(pid: int) -> tuple[int | None, str]:
+def process_start(pid: int) -> tuple[int | None, str]:
     """When a process was started, in ticks since the system was, and its state; None where the system does not say."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

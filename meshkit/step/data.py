@@ -479,7 +479,7 @@ class Batches:
         import grain  # with orbax it is a seventh of what a plan imports, which reads no data
 
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2 * _PREFETCHED_BATCHES)
-        return iter(grain.MapDataset.range(first, last).map(self._load).to_iter_dataset(options))
+        return iter(grain.MapDataset.range(first, last).map(self.load).to_iter_dataset(options))
 
     def _streamed(self, first: int, last: int) -> Iterator[dict[str, np.ndarray]]:
         """The local rows of each step of a stream; what comes before the first step is made and left out."""
@@ -493,13 +493,13 @@ class Batches:
                 yield ahead.popleft().result()
 
     def _next(self, step: int, examples: Iterator[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-        """The local rows of the next step of a stream. Raises RunError as `_load` does."""
+        """The local rows of the next step of a stream. Raises RunError as `load` does."""
         with _data_of(step):
             batch = list(itertools.islice(examples, self._size))
-            return self._stacked(step, [batch[row] for row in self._local_rows()])
+            return self._stacked(step, [batch[row] for row in self.local_rows()])
 
-    def _load(self, step: int) -> dict[str, np.ndarray]:
-        """The local rows of a step, in the order of `_local_rows`.
+    def load(self, step: int) -> dict[str, np.ndarray]:
+        """The local rows of a step, in the order of `local_rows`.
 
         Raises:
             RunError: the source raises, or gives an example unlike the first one.
@@ -509,7 +509,7 @@ class Batches:
         dataset = grain.MapDataset.source(cast(Examples, self.examples))
         shuffled: Any = (dataset if self.seed is None else dataset.shuffle(seed=self.seed)).repeat()
         with _data_of(int(step)):
-            return self._stacked(int(step), [shuffled[int(step) * self._size + row] for row in self._local_rows()])
+            return self._stacked(int(step), [shuffled[int(step) * self._size + row] for row in self.local_rows()])
 
     @property
     def _size(self) -> int:
@@ -524,7 +524,8 @@ class Batches:
                 raise RunError(message, hint="examples of one shape")
         return {name: np.stack(values) for name, values in rows.items()}
 
-    def _local_rows(self) -> Sequence[int]:
+    def local_rows(self) -> Sequence[int]:
+        """Return the rows of a batch that devices of this process hold, in order."""
         rows: set[int] = set()
         for x in self.like.values():
             for index in x.sharding.addressable_devices_indices_map(x.shape).values():
@@ -532,7 +533,7 @@ class Batches:
         return sorted(rows)
 
     def _to_devices(self, local: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        rows = np.asarray(self._local_rows())
+        rows = np.asarray(self.local_rows())
 
         def one(x, values):
             def shard(index):

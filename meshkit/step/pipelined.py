@@ -271,7 +271,7 @@ class Arrangement:
     axis: str
     optimizer: optax.GradientTransformation
     abstract: TrainState
-    _compiled: dict = field(default_factory=dict, repr=False, compare=False)
+    compiled: dict = field(default_factory=dict, repr=False, compare=False)
 
     @functools.cached_property
     def saved(self) -> TrainState:
@@ -307,15 +307,15 @@ class Arrangement:
         """The state after `Stack.arrange` or `Stack.restore`."""
         if self.stack.natural:
             return state
-        if way not in self._compiled:
+        if way not in self.compiled:
             order = getattr(self.stack, way)
 
             def run(state):
                 state = _constrain(_on_device(state, given), self._uncut(given))
                 return _constrain(self._over_layers(order, state), self._uncut(wanted))
 
-            self._compiled[way] = jax.jit(run, out_shardings=jax.tree.map(lambda x: x.sharding, wanted))
-        return self._compiled[way](state)
+            self.compiled[way] = jax.jit(run, out_shardings=jax.tree.map(lambda x: x.sharding, wanted))
+        return self.compiled[way](state)
 
     def _uncut(self, abstract: TrainState) -> TrainState:
         """Shardings under which every device has all layers, of its share of each: to reorder them there.

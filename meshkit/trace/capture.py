@@ -76,7 +76,7 @@ class Capture:
         if self.last < self.first:
             raise ConfigError(f"[profile] steps = [{self.first}, {self.last}] ends before it starts.")
         self._step, self._module = step, _compiled_module(step.program)
-        self._before = _memory(step.mesh.local_devices).peak_bytes
+        self._before = captured_memory(step.mesh.local_devices).peak_bytes
         self._processes = None if processes is None else tuple(sorted(set(processes)))
         self._done = 0
         self._start_s = self._began = 0.0
@@ -177,7 +177,7 @@ class Capture:
             partitioner="shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
             options_hash=options_hash(step.options) if step.options else None,
             work=step.facts,
-            memory=_memory(mesh.local_devices, self._before, _program_bytes(step.program)),
+            memory=captured_memory(mesh.local_devices, self._before, program_bytes_of(step.program)),
             captured_processes=self._processes,
             domains=tuple(placement.domains.tolist()) if placement else None,
             links=links,
@@ -309,7 +309,9 @@ def _ordinal(device: Any) -> int:
     return device.id if device.local_hardware_id is None else device.local_hardware_id
 
 
-def _memory(devices: Any, before_bytes: int | None = None, program_bytes: int | None = None) -> captured.CapturedMemory:
+def captured_memory(
+    devices: Any, before_bytes: int | None = None, program_bytes: int | None = None
+) -> captured.CapturedMemory:
     """The allocator of the fullest of some devices; none of CPU devices, which count nothing."""
     found = [stats for d in devices if (stats := d.memory_stats())]
     if not found:
@@ -323,7 +325,7 @@ def _memory(devices: Any, before_bytes: int | None = None, program_bytes: int | 
     )
 
 
-def _program_bytes(program: Any) -> int | None:
+def program_bytes_of(program: Any) -> int | None:
     """What XLA counts for a compiled program; None where it does not say."""
     found = memory_of(program) if hasattr(program, "memory_analysis") else None
     return bytes_at_once(found) if found else None

@@ -41,7 +41,7 @@ _BACKWARD = re.compile(r"backward|bprop|bwd|compute_dot_do_o|convert_dq|reduce_h
 _NUMBERS = ("partition-id", "replica-id")  # a memset of four bytes each
 _NO_LIBRARY = re.compile(r"fusion|^wrapped_|^memcpy", re.IGNORECASE)  # a kernel of XLA's own, and a copy
 _SLICES = re.compile(r"copy|slice")
-_MOST_CELLS = 30_000_000  # of one comparison: a graph of five thousand kernels; 0.3 GB for a second
+MOST_CELLS = 30_000_000  # of one comparison: a graph of five thousand kernels; 0.3 GB for a second
 # What a pair of a kernel and an instruction is worth.
 _SAME_NAME, _SAME_WORK, _SAME_STEM, _SAME_KIND, _COPIES, _ANY_LIBRARY, _FILLS = 4.0, 3.8, 2.0, 3.0, 2.0, 0.8, 0.5
 _AGAIN = 1.0  # at most, of a second kernel of one instruction
@@ -237,7 +237,7 @@ class _Names:
         taken = np.array([self._taken.get(i, buffer) != buffer for i in range(low, min(high, len(self._nodes)))])
         several, libraries, count = self._several[low:high], self._more[low:high], len(taken)
         foreign = [not _NO_LIBRARY.search(kernel) for kernel in kernels]
-        if count * len(kernels) > _MOST_CELLS:
+        if count * len(kernels) > MOST_CELLS:
             return [-1] * len(kernels)
         place = np.arange(count, dtype=np.float32) * _LEFT_OUT
         best = np.zeros(count, np.float32)  # of what has been paired, where the last pair has this instruction

@@ -22,7 +22,7 @@ from meshkit.trace.xspace import NO_VALUE, Events, Line, Plane, XSpace, concaten
 
 _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)$")
 # Bounded: a message is as long as somebody likes.
-_DROPPED = re.compile(
+DROPPED = re.compile(
     r"(?<![0-9])([0-9]{1,15})[^.;\n]{0,80}\bdropped\b|\bdropped\b[^0-9]{0,80}([0-9]{1,15})", re.IGNORECASE
 )
 _GRAPH_STATS = ("correlation_id", "cuda_graph_node_id")  # launch and node
@@ -30,7 +30,7 @@ _GPU_STATS = ("hlo_op", "hlo_module", "memcpy_details", "cuda_graph_id", *_GRAPH
 _HARDWARE = ("device_vendor", "compute_cap_major", "compute_cap_minor", "memory_size")
 _CPU_STATS = ("hlo_op", "hlo_module", "run_id", "program_id", "device_ordinal", "_pt", "_p", "_ct", "_c")
 _PS_PER_NS = 1000
-_BLOCK = 1 << 17  # events of which all columns are in memory at a time
+BLOCK = 1 << 17  # events of which all columns are in memory at a time
 _LONGEST_TRACE_NS = 86_400 * 10**9  # a day; a time further from the start is no time of this trace
 
 
@@ -99,7 +99,7 @@ def read_operations(file: TraceFile, space: XSpace | None = None) -> Operations:
         TraceError: it cannot be read, is no trace, or has two planes of one device.
     """
     space = space or read_xspace(file.path)
-    lost = [int(m[1] or m[2]) for text in space.messages for m in _DROPPED.finditer(text)]
+    lost = [int(m[1] or m[2]) for text in space.messages for m in DROPPED.finditer(text)]
     found = Operations(messages=space.messages, dropped=sum(lost) if lost else None)
     reader = _Reader(found, _duration_ns(space, found))
     gpus = [(int(m[1]), plane) for plane in space.planes if (m := _GPU_PLANE.match(plane.name))]
@@ -173,7 +173,7 @@ class _Reader:
             for events in space.events(plane, line, wanted):
                 parts.append((events, np.clip(events.offset_ps, -limit, limit) + since))
                 count += len(events.metadata)
-                if count >= _BLOCK:
+                if count >= BLOCK:
                     yield _joined(parts, wanted)
                     count = 0
         if parts:
@@ -443,7 +443,7 @@ class Classifier:
 
 
 @lru_cache(maxsize=10_000)
-def _is_fused(name: str) -> bool:
+def is_fused(name: str) -> bool:
     """Whether a kernel's name says that it computes and communicates at once."""
     return bool(_MATMUL.search(name) and _COLLECTIVE.search(name))
 
@@ -472,7 +472,7 @@ def _kind(label: Label, program: TracedProgram, of_program: bool) -> tuple[int, 
     if (of_program and label.op in program.containers) or _CONTAINER_OP.match(label.op):
         return CONTAINER, None
     collective = program.collectives.get(label.op) if of_program else None
-    if (of_program and label.op in program.fused) or _is_fused(label.name):
+    if (of_program and label.op in program.fused) or is_fused(label.name):
         return FUSED, collective
     if collective is not None or _COMMUNICATION_OP.match(label.op) or is_communication(label.name):
         return COMMUNICATION, collective or program.kinds.get(kind_of_collective(label))

@@ -28,10 +28,10 @@ _STAT_METADATA, _STAT_DOUBLE, _STAT_STRING, _STAT_BYTES, _STAT_REF = 1, 2, 5, 6,
 _METADATA_STAT = 5  # of an entry's value
 _PROGRAM = re.compile(r"^(.*)\((-?\d+)\)$")  # `jit_f(12)`: module and the runtime's id of the program
 _EVENT_TAG = _LINE_EVENT << 3 | 2
-_CHUNK = 1 << 14  # events decoded at a time: the temporaries stay in the cache, and memory is bounded
+CHUNK = 1 << 14  # events decoded at a time: the temporaries stay in the cache, and memory is bounded
 # How an event begins: its length, id and time. A stat in it begins in another way.
 _EVENT = re.compile(rb"\x22(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])\x08[\x80-\xff]{0,3}[\x00-\x7f]\x10")
-_STRETCH_BYTES, _LANE_BYTES, _FEWEST_LANES = 1 << 21, 1 << 12, 32  # of a line that is entered at many places
+STRETCH_BYTES, _LANE_BYTES, _FEWEST_LANES = 1 << 21, 1 << 12, 32  # of a line that is entered at many places
 NO_VALUE = np.iinfo(np.int64).min  # of a stat that an event does not have
 _NOTHING = np.zeros(0, np.int64)
 _MOST_PLANES, _MOST_LINES = 10_000, 100_000  # of a file, of a plane: each takes more memory than an event of a file
@@ -176,7 +176,7 @@ class XSpace:
         """
         slots = {id_: wanted.index(name) for id_, name in plane.stat_names.ids(of=wanted).items()}
         try:
-            for begin, end in _event_spans(self.buffer, *line.span):
+            for begin, end in event_spans(self.buffer, *line.span):
                 yield _Decoder(self.buffer, plane, slots, wanted).decode(begin, end)
                 self.buffer.forget(line.span[0], int(end[-1]))
         except WireError as e:
@@ -341,28 +341,28 @@ def _read_stat(buffer: Buffer, start: int, end: int) -> tuple[int, int, int | fl
     return id_, kind, found
 
 
-def _event_spans(buffer: Buffer, start: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def event_spans(buffer: Buffer, start: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Begin and end of the events of a line, a chunk at a time."""
     while start < end:
         if buffer.data[start] != _EVENT_TAG:
             start = buffer.skip(start, end)
             continue
-        begins, after = _side_by_side(buffer, start, end)
+        begins, after = event_starts(buffer, start, end)
         if not len(begins):
             begins, after = _one_by_one(buffer, start, end)
-        for i in range(0, len(begins), _CHUNK):
-            begin = begins[i : i + _CHUNK]
+        for i in range(0, len(begins), CHUNK):
+            begin = begins[i : i + CHUNK]
             yield begin, begin + _lengths(buffer.bytes, begin)
         start = after
 
 
-def _side_by_side(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
+def event_starts(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
     """Begins of some events from `start` on, and where the next is; none where this way finds none.
 
     A line is entered at many places that look like an event; from each the events are followed to the next place. What
     stands before the first place that was not met is right, since its chain of lengths began at `start`.
     """
-    end = min(end, start + _STRETCH_BYTES)
+    end = min(end, start + STRETCH_BYTES)
     places = (_EVENT.search(buffer.data, at, min(at + 512, end)) for at in range(start + _LANE_BYTES, end, _LANE_BYTES))
     lanes = np.array([start, *(found.start() for found in places if found)], np.int64)
     if len(lanes) < _FEWEST_LANES:
@@ -387,7 +387,7 @@ def _one_by_one(buffer: Buffer, start: int, end: int) -> tuple[np.ndarray, int]:
     """Begins of some events from `start` on, and where what follows them is."""
     begins: list[int] = []
     data, varint = buffer.data, buffer.varint
-    while start < end and data[start] == _EVENT_TAG and len(begins) < _CHUNK:
+    while start < end and data[start] == _EVENT_TAG and len(begins) < CHUNK:
         length, begin = data[start + 1], start + 2
         if length > 0x7F:
             length, begin = varint(start + 1, end)

@@ -285,7 +285,7 @@ def write_weights(
     tensors = [(row, index, name) for row in layout.rows for index, name in row.names(layout.sizes)]
     written = DTYPES[_WRITTEN[dtype]]
     values = (
-        row.to_file(_fetch(arrays[row.path], index), layout.sizes).astype(written, order="C")
+        row.to_file(fetch(arrays[row.path], index), layout.sizes).astype(written, order="C")
         for row, index, _ in tensors
     )
     shapes = [(name, row.file_shape(layout.sizes)) for row, _, name in tensors]
@@ -476,7 +476,7 @@ def _take(x: jax.Array, index: tuple[Any, ...]) -> jax.Array:
     return x
 
 
-def _fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
+def fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
     """x[index] on the host; of an array that spans processes, on every host."""
     if isinstance(x, np.ndarray):
         return x[index]

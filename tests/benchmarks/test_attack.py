@@ -8,11 +8,11 @@ from benchmarks.attack import campaigns, harness, mutate
 
 
 def test_a_name_that_runs_is_seen(tmp_path):
-    campaigns._check_script("srun 'touch canary'\n", tmp_path, tmp_path)
+    campaigns.check_script("srun 'touch canary'\n", tmp_path, tmp_path)
     with pytest.raises(harness.Broken, match="a name was run"):
-        campaigns._check_script("echo $(touch canary)\n", tmp_path, tmp_path)
+        campaigns.check_script("echo $(touch canary)\n", tmp_path, tmp_path)
     with pytest.raises(harness.Broken, match="no script"):
-        campaigns._check_script("echo 'touch\n", tmp_path, tmp_path)
+        campaigns.check_script("echo 'touch\n", tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 import pytest
 
 import meshkit as mk
-from benchmarks.constants import CONSTANTS, MORE, _known_of, _with_more, more_of
+from benchmarks.constants import CONSTANTS, MORE, known_of, more_of, with_more
 from meshkit.config import catalog
 from meshkit.predict.nccl import by_hand
 
 
 @pytest.mark.parametrize("constant", CONSTANTS, ids=lambda c: f"{c.table} {c.name}")
 def test_every_constant_has_a_value_a_source_and_a_kind(constant):
-    assert all(_known_of(constant))
+    assert all(known_of(constant))
 
 
 def test_a_constant_is_changed_and_put_back():
@@ -26,6 +26,6 @@ def test_a_constant_is_changed_and_put_back():
 def test_more_of_a_rate_is_of_the_cluster_that_is_simulated():
     cluster = mk.Cluster.load("dgx_h100")
     memory, nic = (next(c for c in CONSTANTS if c.what.startswith(what)) for what in ("device memory", "a NIC"))
-    assert _with_more(cluster, memory).gpu.achieved["memory"] == pytest.approx(0.99)
-    assert _with_more(cluster, nic).nic.achieved == 1.0
+    assert with_more(cluster, memory).gpu.achieved["memory"] == pytest.approx(0.99)
+    assert with_more(cluster, nic).nic.achieved == 1.0
     assert cluster.gpu.achieved["memory"] == 0.9

@@ -27,9 +27,9 @@ posix = pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def forget(monkeypatch):
     """What is loaded here is forgotten."""
     monkeypatch.delenv("MESHKIT_MODEL_ROOTS", raising=False)
-    before, served = set(sys.modules), dict(user_code._FINDER.served)
+    before, served = set(sys.modules), dict(user_code.FINDER.served)
     yield
-    user_code._FINDER.served = served
+    user_code.FINDER.served = served
     for name in set(sys.modules) - before:
         if name.startswith("oc_"):
             del sys.modules[name]
@@ -170,7 +170,7 @@ def test_code_that_everybody_may_write_is_not_run(tmp_path, monkeypatch, what):
 
 @posix
 def test_code_that_a_group_may_write_is_warned_of_once(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(user_code, "_is_private", lambda uid, gid: False)
+    monkeypatch.setattr(user_code, "is_private_group", lambda uid, gid: False)
     folder = files(tmp_path / "code", oc_group="value = 1\n")
     folder.chmod(0o770)
     assert load_object("oc_group:value", [folder]) == load_object("oc_group:value", [folder]) == 1

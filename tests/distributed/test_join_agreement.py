@@ -110,7 +110,7 @@ def test_what_the_user_gave_wrong_is_so_on_all(reach):
 
 
 def test_the_others_do_not_wait_for_a_process_0_that_is_gone(reach, monkeypatch):
-    monkeypatch.setattr(agreement, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(agreement, "ANSWER_S", 0.1)
     answers = reach([1], 2, lambda every: None, timeout_s=0.2)
     assert "process 0 gives no answer within 0 s: DEADLINE_EXCEEDED" in str(answers[1])
 
@@ -181,7 +181,7 @@ def test_a_word_of_another_attempt_or_topic_is_none(reach):
     (said,) = reach.service.values.values()
     for topic, key in (("b", b"key"), ("a", b"another")):
         agreement.sign_with(key)
-        name = agreement._name(f"meshkit/test/{topic}/answer", 0)
+        name = agreement.word_name(f"meshkit/test/{topic}/answer", 0)
         reach.service.values = {name: said}
         answers = reach([1], 2, lambda every: None, topic=topic, timeout_s=3600.0)
         assert "has written in the place of process 0" in str(answers[1])
@@ -202,7 +202,7 @@ class Remover(Service):
 
 
 def test_a_word_that_a_stranger_removes_is_said_again(reach, key, monkeypatch):
-    monkeypatch.setattr(agreement, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(agreement, "AGAIN_S", 0.2)
     agreement.sign_with(key)
     service = Remover(3, '"rank": 1')
     monkeypatch.setattr(
@@ -215,8 +215,8 @@ def test_a_word_that_a_stranger_removes_is_said_again(reach, key, monkeypatch):
 
 
 def test_an_answer_that_a_stranger_removes_costs_the_limit_and_is_named(reach, monkeypatch):
-    monkeypatch.setattr(agreement, "_AGAIN_S", 0.1)
-    monkeypatch.setattr(agreement, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(agreement, "AGAIN_S", 0.1)
+    monkeypatch.setattr(agreement, "ANSWER_S", 0.5)
     service = Remover(100, '"answer"')
     monkeypatch.setattr(
         agreement, "jax_runtime", lambda: SimpleNamespace(client=service, process_id=0, num_processes=1)

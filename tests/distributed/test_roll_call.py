@@ -78,7 +78,7 @@ def test_nobody_listens():
 
 
 def test_a_port_that_is_taken(monkeypatch):
-    monkeypatch.setattr(roll_call, "_OTHER_S", 0.3)
+    monkeypatch.setattr(roll_call, "OTHER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(RunError, match="cannot listen on"):
@@ -170,7 +170,7 @@ def test_a_proof_that_was_overheard_serves_nobody_else():
     def overhear(port):
         connection, said = say(port, line)
         question = said.strip().split(b" ")[1]
-        heard.append((question, roll_call._prove(gang, b"member", question, line.strip())))
+        heard.append((question, roll_call.prove(gang, b"member", question, line.strip())))
         connection.sendall(heard[0][1] + b"\n")
         kept.append(connection)
 
@@ -231,9 +231,9 @@ def test_two_that_both_say_they_are_number_0():
 
 def test_two_on_different_machines_that_both_say_they_are_number_0(monkeypatch):
     """The second cannot listen on the coordinator's address, which is not of its machine."""
-    port, found, whole = free_port(), [], roll_call._server
+    port, found, whole = free_port(), [], roll_call.open_server
     elsewhere = lambda gang, bind: whole(gang, bind or f"127.0.0.1:{free_port()}")
-    monkeypatch.setattr(roll_call, "_server", elsewhere)
+    monkeypatch.setattr(roll_call, "open_server", elsewhere)
     call = lambda bind: found.append(call_roll(Gang(f"127.0.0.1:{port}", 2, 0), 30, bind=bind))
     both = [threading.Thread(target=call, args=(bind,)) for bind in (f"127.0.0.1:{port}", None)]
     for thread in both:
@@ -282,7 +282,7 @@ def test_a_connection_that_breaks_is_no_second_process():
 
 @pytest.mark.parametrize("says", [b"", b"220 mail.example.com ESMTP\r\n", b"meshkit\n{}\n", b"\0" * 3000])
 def test_something_else_that_listens_on_the_port(says, monkeypatch):
-    monkeypatch.setattr(roll_call, "_GREETING_S", 0.2)
+    monkeypatch.setattr(roll_call, "GREETING_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         over = threading.Event()
@@ -319,7 +319,7 @@ def test_a_clock_that_is_off(off_s):
 @pytest.mark.parametrize(("in_kubernetes", "seconds"), [(False, 0.2), (True, 0.6)])
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_coordinator_that_nobody_knows(monkeypatch, process, in_kubernetes, seconds):
-    monkeypatch.setattr(roll_call, "_NAME_S", 0.2)
+    monkeypatch.setattr(roll_call, "NAME_S", 0.2)
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"knows no host by the name of the coordinator no-such-host\.invalid:61000"):
         call_roll(Gang("no-such-host.invalid:61000", 2, process, in_kubernetes=in_kubernetes), 0.6)
@@ -327,7 +327,7 @@ def test_a_coordinator_that_nobody_knows(monkeypatch, process, in_kubernetes, se
 
 
 def test_whom_it_waits_for_is_said(monkeypatch):
-    monkeypatch.setattr(roll_call, "_FIRST_WORD_S", 0.3)
+    monkeypatch.setattr(roll_call, "FIRST_WORD_S", 0.3)
     port, said = free_port(), []
     found = call_roll(Gang(f"127.0.0.1:{port}", 3, 0), 2.5, bind=f"127.0.0.1:{port}", log=said.append)
     assert found.missing == [1, 2]

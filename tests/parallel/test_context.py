@@ -87,7 +87,7 @@ def test_blocks_add_up(monkeypatch, causal, kv_heads):
     out, lse = blocks.attend(q, k, v, causal=causal, implementation="xla")
     gradients = blocks.attend_gradients(q, k, v, out, lse, g, causal=causal, implementation="xla")
     assert worst([out, *gradients], reference(causal, kv_heads)) < TOLERANCE
-    (first, _), _ = blocks._visible_pairs(LENGTH, LENGTH, causal)
+    (first, _), _ = blocks.visible_pairs(LENGTH, LENGTH, causal)
     assert len(first) == (10 if causal else 16)
 
 

@@ -169,7 +169,7 @@ def test_the_ragged_exchange_moves_what_the_dense_one_does(sizes, buffer_factor,
             return value_and_gradients(lambda x, w, k: expert_layer(x, w, choices, k, **options), arguments)
 
     padded = run()
-    monkeypatch.setattr(expert._Layout, "ragged", True)
+    monkeypatch.setattr(expert.ExchangeLayout, "ragged", True)
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_by_gathering)
     for ragged, wanted in zip(jax.tree.leaves(run()), jax.tree.leaves(padded), strict=True):
         np.testing.assert_array_equal(ragged, wanted)

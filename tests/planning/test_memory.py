@@ -16,7 +16,7 @@ from meshkit.hlo.instructions import Shape
 from meshkit.hlo.module import Instruction, Schedule, parse_hlo
 from meshkit.hlo.proto import ModuleAttributes
 from meshkit.hlo.schedule import Collective
-from meshkit.planning.planner import _outside_warning, memory_part
+from meshkit.planning.planner import memory_part, outside_warning
 from meshkit.predict.memory import cudnn_workspace_bytes, nccl_bytes, reserved_memory
 from meshkit.search import proposals as remedies
 from meshkit.search.bounds import Bounds
@@ -154,7 +154,7 @@ def test_what_lies_outside_of_the_pool_is_said(used, symmetric, fraction):
     """And the memory_fraction that a plan counts with is one with which the step fits as it says."""
     program = replace(compiled(5 * GIB), symmetric_bytes=symmetric)
     m = verdict(program, fraction=fraction, used=used)
-    found = [w.message for w in _outside_warning(symmetric, m)]
+    found = [w.message for w in outside_warning(symmetric, m)]
     too_much = m.context_bytes + m.nccl_bytes + symmetric > m.capacity_bytes - m.pool_bytes
     assert too_much == (fraction == 0.99 and bool(used or symmetric))
     assert bool(found) == bool(too_much or symmetric)
@@ -163,7 +163,7 @@ def test_what_lies_outside_of_the_pool_is_said(used, symmetric, fraction):
     for fits_with in counted:
         again = verdict(program, fraction=fits_with, used=used)
         assert m.margin_bytes - 0.001 * m.capacity_bytes <= again.margin_bytes <= m.margin_bytes
-        assert "counts with" not in "".join(w.message for w in _outside_warning(symmetric, again))
+        assert "counts with" not in "".join(w.message for w in outside_warning(symmetric, again))
 
 
 def test_one_byte_too_much_does_not_fit():

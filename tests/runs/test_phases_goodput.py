@@ -5,6 +5,7 @@ import math
 import random
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -198,10 +199,17 @@ def test_what_cannot_be_read_is_left_out(tmp_path, text):
     assert read_goodput(tmp_path) is None
 
 
-def test_storage_that_hangs_does_not_keep_a_run_from_ending(tmp_path):
+def test_storage_that_hangs_does_not_keep_a_run_from_ending(tmp_path, monkeypatch):
+    hangs, over = threading.Event(), threading.Event()
     with GoodputLog(tmp_path, Phases()) as log:
         log.resumed(0)
-        log._lock.acquire()  # the thread, in a write that never comes back
+        monkeypatch.setattr("meshkit.runs.phases.os.replace", lambda *_: (hangs.set(), over.wait()))
+        writer = threading.Thread(target=log.write)
+        writer.start()
+        assert hangs.wait(60)
+    assert not over.is_set()
+    over.set()
+    writer.join()
     assert read_attempts(tmp_path)[0].outcome is None
 
 

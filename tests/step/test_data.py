@@ -77,7 +77,7 @@ def test_a_process_loads_only_the_rows_of_its_devices(tokens):
             def addressable_devices_indices_map(_shape):
                 return {0: (slice(2, 3), slice(None)), 1: (slice(5, 6), slice(None))}
 
-    local = Batches(batches.examples, {"tokens": TwoDevices}, 0)._load(3)["tokens"]
+    local = Batches(batches.examples, {"tokens": TwoDevices}, 0).load(3)["tokens"]
     np.testing.assert_array_equal(local, np.asarray(batches.at(3)["tokens"])[[2, 5]])
 
 
@@ -106,8 +106,8 @@ def test_any_number_of_processes_reads_the_same_examples_in_the_same_order(token
         for process in range(processes):
             like = {name: _OfProcess(x, process, processes) for name, x in batches.like.items()}
             reader = Batches(batches.examples, like, batches.seed)
-            rows = reader._load(step)["tokens"]
-            for row, values in zip(reader._local_rows(), rows, strict=True):
+            rows = reader.load(step)["tokens"]
+            for row, values in zip(reader.local_rows(), rows, strict=True):
                 np.testing.assert_array_equal(found.setdefault(row, values), values)
         np.testing.assert_array_equal([found[row] for row in range(8)], np.asarray(batches.at(step)["tokens"]))
         shuffled = np.asarray(batches_of(experiment(), tokens).at(step)["tokens"])

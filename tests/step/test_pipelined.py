@@ -101,7 +101,7 @@ def test_layers_change_their_order_without_whole_copies():
     state = arrangement.from_saved(saved)
     arrangement.to_saved(state)
     for way, given in (("arrange", saved), ("restore", state)):
-        text = arrangement._compiled[way].lower(given).compile().as_text()
+        text = arrangement.compiled[way].lower(given).compile().as_text()
         assert "all-to-all(" in text
         assert "all-gather(" not in text
         assert "all-reduce(" not in text

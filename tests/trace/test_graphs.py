@@ -303,6 +303,6 @@ def test_the_name_of_a_kernel_tells_its_kind(kernel, kind):
 
 
 def test_an_order_too_long_to_compare_falls_back_to_names(monkeypatch, tmp_path):
-    monkeypatch.setattr("meshkit.trace.graphs._MOST_CELLS", 1)
+    monkeypatch.setattr("meshkit.trace.graphs.MOST_CELLS", 1)
     trace = read(tmp_path, ["loop_add_fusion_1", "loop_add_fusion_1"])
     assert np.array(trace.kernels.count)[list(trace.timeline.op_names).index("loop_add_fusion.1")] == 2

@@ -22,8 +22,8 @@ def made(path, *, devices=1, layers=100, steps=5):
 def test_reading_takes_less_than_the_trace_beside_it(tmp_path, monkeypatch):
     """The file's own bytes are outside of what is counted here."""
     file, events = made(tmp_path / "x.xplane.pb", layers=20, steps=100)
-    monkeypatch.setattr(operations, "_BLOCK", 1 << 11)
-    monkeypatch.setattr(xspace, "_CHUNK", 1 << 10)
+    monkeypatch.setattr(operations, "BLOCK", 1 << 11)
+    monkeypatch.setattr(xspace, "CHUNK", 1 << 10)
     read_trace([file], TracedProgram(trace_speed.MODULE), num_steps=100)  # imports
     tracemalloc.start()
     found = read_trace([file], TracedProgram(trace_speed.MODULE), num_steps=100)
@@ -47,9 +47,9 @@ def test_pieces_of_any_size_say_the_same(tmp_path, monkeypatch):
     file, _ = made(tmp_path / "x.xplane.pb", devices=2, layers=20)
     whole = operations.read_operations(file)
     for block, chunk, stretch in ((64, 16, 700), (1000, 333, 1 << 18)):
-        monkeypatch.setattr(operations, "_BLOCK", block)
-        monkeypatch.setattr(xspace, "_CHUNK", chunk)
-        monkeypatch.setattr(xspace, "_STRETCH_BYTES", stretch)
+        monkeypatch.setattr(operations, "BLOCK", block)
+        monkeypatch.setattr(xspace, "CHUNK", chunk)
+        monkeypatch.setattr(xspace, "STRETCH_BYTES", stretch)
         pieces = operations.read_operations(file)
         assert pieces.events == whole.events
         for device, ops in whole.devices.items():
@@ -65,7 +65,7 @@ def test_a_packed_trace_is_unpacked_piece_by_piece(tmp_path, monkeypatch):
     packed = tmp_path / "x.xplane.pb.gz"
     packed.write_bytes(gzip.compress(file.path.read_bytes()))
     for piece in (1000, 1 << 25):
-        monkeypatch.setattr(bounded, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(bounded, "PIECE_BYTES", piece)
         buffer = xspace.read_xspace(packed).buffer
         assert bytes(buffer.data[: buffer.size]) == file.path.read_bytes()
         assert not buffer.bytes[buffer.size :].any()

@@ -10,9 +10,9 @@ import pytest
 from jax.profiler import ProfileData
 
 from meshkit.errors import TraceError
-from meshkit.trace.operations import _DROPPED, TraceFile, _is_fused, read_operations
+from meshkit.trace.operations import DROPPED, TraceFile, is_fused, read_operations
 from meshkit.trace.protobuf import Buffer, WireError
-from meshkit.trace.xspace import NO_VALUE, Events, _event_spans, _side_by_side, read_xspace
+from meshkit.trace.xspace import NO_VALUE, Events, event_spans, event_starts, read_xspace
 from tests.trace.trace_files import clock_text, plane_text, write_planes
 
 DATA = Path(__file__).parent.parent / "data"
@@ -132,7 +132,7 @@ def test_a_long_line_that_is_entered_at_many_places_has_the_same_events(tmp_path
     buffer = Buffer.read(path)
     assert spans_of(buffer) == walked(buffer)
     if seed == 0:
-        assert len(_side_by_side(buffer, 11, buffer.size)[0]) > 3_900
+        assert len(event_starts(buffer, 11, buffer.size)[0]) > 3_900
     for _ in range(15):  # damaged: an error, or what a walk field by field finds
         buffer.memory[rng.randrange(buffer.size)] = rng.randrange(256)
         found = spans_of(buffer)
@@ -144,7 +144,7 @@ def test_a_long_line_that_is_entered_at_many_places_has_the_same_events(tmp_path
 def spans_of(buffer):
     """Begin and end of each event of a line; None for one that is damaged."""
     with suppress(WireError):
-        return np.concatenate([np.stack(spans, axis=1) for spans in _event_spans(buffer, 0, buffer.size)]).tolist()
+        return np.concatenate([np.stack(spans, axis=1) for spans in event_spans(buffer, 0, buffer.size)]).tolist()
 
 
 def walked(buffer):
@@ -210,14 +210,14 @@ def test_damage_is_an_error_or_a_valid_reading_never_a_crash(tmp_path, seed):
 
 @pytest.mark.parametrize("piece", ["1 ", "dropped ", "9", "1" * 30 + " dropped "])
 def test_a_message_of_megabytes_is_searched_for_dropped_events_in_linear_time(piece):
-    found = [int(m[1] or m[2]) for m in _DROPPED.finditer(piece * (2**20 // len(piece)))]
+    found = [int(m[1] or m[2]) for m in DROPPED.finditer(piece * (2**20 // len(piece)))]
     assert all(n < 10**15 for n in found)
 
 
 @pytest.mark.parametrize(("name", "fused"), [("void gemm_all_reduce<float>", True), ("AllGather" + "Matmul", True),
                                              ("gemm" * 2**18, False), ("allgather" * 2**17, False)])  # fmt: skip
 def test_names_of_fused_kernels(name, fused):
-    assert _is_fused(name) is fused
+    assert is_fused(name) is fused
 
 
 @pytest.mark.parametrize(

@@ -134,13 +134,13 @@ def test_a_slice_touches_no_other_tensors(folder):
 
 
 def test_writing_fetches_one_tensor_at_a_time(tmp_path, monkeypatch):
-    fetched, original = [], weights._fetch
+    fetched, original = [], weights.fetch
 
     def counted(x, index):
         fetched.append(original(x, index).nbytes)
         return original(x, index)
 
-    monkeypatch.setattr(weights, "_fetch", counted)
+    monkeypatch.setattr(weights, "fetch", counted)
     model, params = make("moe")
     write_weights(params, tmp_path / "out", model.hf_layout())
     assert max(fetched) == 40 * 16 * 4  # the embedding; of three stacks of experts never more than one expert

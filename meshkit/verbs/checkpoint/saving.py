@@ -39,7 +39,7 @@ from meshkit.verbs.checkpoint.manifest import (
 )
 
 STATE = "state"
-_REMOVE_S, _QUIET_S = 5.0, 0.5  # what is left, or made again, after that goes with the next save, or at the end
+_REMOVE_S, QUIET_S = 5.0, 0.5  # what is left, or made again, after that goes with the next save, or at the end
 _VISIBLE_S = 90.0  # clients of NFS keep the names in a folder for up to a minute
 
 
@@ -132,7 +132,7 @@ class Saving:
             futures = asyncio.run(self._handler.async_save(epath.Path(into), args=args))
             self._state = None
             self._copied.set()
-            _wait_for_all(futures or ())
+            wait_for_all(futures or ())
             shards = into / f"ocdbt.process_{self._agreement.rank}"  # nobody else writes there, also not the merge
             files = fingerprints(self._partial, _files(shards), sync=True)
             if self._agreement.size > 1 and (took_s := time.monotonic() - self._began) > self._limit_s:
@@ -187,7 +187,7 @@ class Saving:
             time.sleep(0.1)
 
 
-def _wait_for_all(futures: Sequence[Any]) -> None:
+def wait_for_all(futures: Sequence[Any]) -> None:
     """The first error, once no other array is being written any more."""
     problems = []
     for future in futures:
@@ -202,7 +202,7 @@ def _wait_for_all(futures: Sequence[Any]) -> None:
 def remove_failed(folder: Path) -> None:
     """Removes a folder in which threads of a failed save may still make files for a moment, the folder itself too."""
     ends, gone_since = time.monotonic() + _REMOVE_S, time.monotonic()
-    while time.monotonic() < min(ends, gone_since + _QUIET_S):
+    while time.monotonic() < min(ends, gone_since + QUIET_S):
         if folder.exists():
             shutil.rmtree(folder, ignore_errors=True)
             gone_since = time.monotonic()

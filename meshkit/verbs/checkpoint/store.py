@@ -60,7 +60,7 @@ _stores = itertools.count()  # made in the same order by every process
 _READ_S = 3600.0
 _LEAST_WRITE_S, _SLOWEST_BYTES_PER_S = 600.0, 20e6  # of all processes together
 _ABANDON_S = 5.0  # to let a save of several processes end after one of them has failed
-_SAID_AFTER_S = 1.0  # of waiting for an earlier save
+SAID_AFTER_S = 1.0  # of waiting for an earlier save
 
 
 class CheckpointStore:
@@ -95,13 +95,13 @@ class CheckpointStore:
         self.arrangement, self._owner = arrangement, owner
         self._facts: dict[str, Any] = dict(facts or {}) | ({"run": owner.run} if owner else {})
         self._say = say or _warn
-        self._numbers, self._saving, self._failed = itertools.count(), None, None
+        self._numbers, self.saving, self._failed = itertools.count(), None, None
         self._removed: list[Path] = []  # of failed saves; threads of orbax may make them again
         self._news: dict[str, Any] = {}
         self._said_slow = False
         silence_orbax()
-        self._agreement = Agreement(f"checkpoints/{next(_stores)}")
-        opened = self._agreement.reach("open", None, lambda _: self._open(), timeout_s=_READ_S)
+        self.agreement = Agreement(f"checkpoints/{next(_stores)}")
+        opened = self.agreement.reach("open", None, lambda _: self._open(), timeout_s=_READ_S)
         self._steps, unwritable, unreadable = opened
         if unreadable:  # not a folder without checkpoints
             raise unreadable_error("the folder of checkpoints", unreadable, str(self.folder))
@@ -149,24 +149,24 @@ class CheckpointStore:
             "step": step,
             "arrays": _describe(state),
             "mesh": _mesh_of(state),
-            "processes": self._agreement.size,
+            "processes": self.agreement.size,
             **self._facts,
         }
         kept = kept_steps([step, *self._steps], keep=self.table.keep, keep_every=self.table.keep_every)
-        self._saving = Saving(
+        self.saving = Saving(
             self.folder,
             number,
             record,
-            self._agreement,
+            self.agreement,
             limit_s=write_limit_s(sum(leaf.nbytes for leaf in jax.tree.leaves(state))),
             superseded=[s for s in self._steps if s not in kept],
             owner=self._owner,
         )
-        self._saving.start(state)
+        self.saving.start(state)
 
     def check(self) -> None:
         """Says what became of a save in the background, once it has ended; cheap enough for every step."""
-        if self._saving is not None and self._saving.ended:
+        if self.saving is not None and self.saving.ended:
             self._settle()
 
     def wait(self) -> None:
@@ -189,7 +189,7 @@ class CheckpointStore:
 
         Never raises: a run that ends well has called `wait`.
         """
-        if self._saving is not None and self._saving.wait(_ABANDON_S if self._agreement.size > 1 else None):
+        if self.saving is not None and self.saving.wait(_ABANDON_S if self.agreement.size > 1 else None):
             self._settle()
         self._remove_again()
 
@@ -257,7 +257,7 @@ class CheckpointStore:
             if pause_s is not None:
                 time.sleep(pause_s)
             state, found = _read(self.folder / str(step), saved, step)
-            corruption, failure = self._agree(f"restore/{step}", found, _decide)
+            corruption, failure = self._agree(f"restore/{step}", found, first_problem)
             if failure is None:
                 return corruption, state
             if failure["forbidden"]:
@@ -273,7 +273,7 @@ class CheckpointStore:
         Raises:
             ConfigError, RunError: it cannot be read.
         """
-        checkpoint, mine = self.folder / str(step), (self._agreement.rank, self._agreement.size)
+        checkpoint, mine = self.folder / str(step), (self.agreement.rank, self.agreement.size)
         manifest, found = None, {}
         try:
             share = (0, 1) if self.table.verify == "full" else mine
@@ -285,7 +285,7 @@ class CheckpointStore:
             found["corruption"] = str(error)
         except OSError as error:
             found["failure"] = describe_failure(error)
-        corruption, failure = self._agree(f"verify/{step}", found, _decide)
+        corruption, failure = self._agree(f"verify/{step}", found, first_problem)
         if failure is not None:
             raise unreadable_error(f"checkpoint {step}", failure, str(checkpoint))
         return corruption, manifest
@@ -353,19 +353,19 @@ class CheckpointStore:
         self._steps = [step for step in self._steps if step not in steps]
 
     def _agree(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        return self._agreement.reach(f"{topic}/{next(self._numbers)}", mine, decide, timeout_s=_READ_S)
+        return self.agreement.reach(f"{topic}/{next(self._numbers)}", mine, decide, timeout_s=_READ_S)
 
     def _settle(self, *, say: bool = True) -> None:
         """Waits for the save in the background, and takes in its outcome; says so if it failed."""
-        if self._saving is None:
+        if self.saving is None:
             return
-        saving, self._saving = self._saving, None
+        saving, self.saving = self.saving, None
         began = time.monotonic()
         outcome = saving.wait()
         assert outcome is not None
         waits_s = time.monotonic() - began
         self._failed = outcome if outcome.error is not None else None
-        if outcome.error is not None and self._agreement.rank == 0:
+        if outcome.error is not None and self.agreement.rank == 0:
             self._removed.append(saving.partial)
         if outcome.error is None:
             self._steps = sorted({*self._steps, outcome.step} - {*saving.superseded}, reverse=True)
@@ -379,7 +379,7 @@ class CheckpointStore:
                 self._say_first(
                     f"warning: checkpoint {outcome.step} could not be saved{newest}: {outcome.error}. Training goes on."
                 )
-        if waits_s > _SAID_AFTER_S:
+        if waits_s > SAID_AFTER_S:
             self._news["checkpoint_wait_s"] = waits_s
             if not self._said_slow:
                 self._said_slow = True
@@ -395,7 +395,7 @@ class CheckpointStore:
 
     def _say_first(self, line: str) -> None:
         """Prints on process 0 alone what every process has come to know."""
-        if self._agreement.rank == 0:
+        if self.agreement.rank == 0:
             self._say(line)
 
 
@@ -475,7 +475,7 @@ def _read(checkpoint: Path, saved: TrainState, step: int) -> tuple[TrainState | 
     return (state, {}) if found == step else (None, {"corruption": f"its state is of step {found}"})
 
 
-def _decide(every: list[dict[str, Any]]) -> tuple[str | None, dict[str, Any] | None]:
+def first_problem(every: list[dict[str, Any]]) -> tuple[str | None, dict[str, Any] | None]:
     """The first corruption that any process has read, or the first failure to read, or other manifests than the first.
 
     Args:

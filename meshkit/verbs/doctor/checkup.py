@@ -151,7 +151,7 @@ def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None 
     if now_s < _BUILT:
         date = time.strftime("%Y-%m-%d", time.gmtime(now_s))
         return error("clock", f"the clock says {date}, which is before meshkit was made.", _NTP)
-    kept = _clock_is_kept() if kept is None else kept
+    kept = clock_is_kept() if kept is None else kept
     if several and kept is False:
         need = "logs, certificates and goodput of several machines need it"
         message = f"no time service keeps this machine's clock; {need}."
@@ -159,7 +159,7 @@ def check_clock(*, several: bool, now_s: float | None = None, kept: bool | None 
     return ok("clock", "the clock is kept by a time service" if kept else "the clock is plausible")
 
 
-def _clock_is_kept() -> bool | None:
+def clock_is_kept() -> bool | None:
     """What the kernel says; None where it does not, or is not Linux."""
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_long) != 8:
         return None
@@ -267,7 +267,7 @@ def check_gang(env: Mapping[str, str], timeout_s: float = 60.0) -> list[Result]:
         return [failed("gang", e, "meshkit launch sets these variables")]
     if attendance.problem is not None:
         return [error("gang", attendance.problem, "the log of that process, or of the machine it should run on")]
-    return [_clocks(attendance), _all_reduce(env, gang, timeout_s)]
+    return [_clocks(attendance), try_all_reduce(env, gang, timeout_s)]
 
 
 def _clocks(attendance: Attendance) -> Result:
@@ -281,7 +281,7 @@ def _clocks(attendance: Attendance) -> Result:
     return warning("roll_call", message, "chrony or ntpd on all machines")
 
 
-def _all_reduce(env: Mapping[str, str], gang: Gang, timeout_s: float) -> Result:
+def try_all_reduce(env: Mapping[str, str], gang: Gang, timeout_s: float) -> Result:
     """The sum over all devices of the job, in a child process, since what hangs must be ended."""
     child = {**env, "MESHKIT_DOCTOR_TIMEOUT": str(timeout_s), "PYTHONPATH": child_path()}
     try:

@@ -44,7 +44,7 @@ _SLOW_BYTES_PER_S = 100e6
 _LEAST_FREE_BYTES = 1 << 30
 # Of this user, or of the container: jax, NCCL and the checkpoint writer start some hundred threads a process.
 _FEW_THREADS = 4096
-_PIDS_FILES = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
+PIDS_FILES = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max")
 _SHOWN = ("flax", "optax", "orbax-checkpoint", "numpy")
 # NCCL's documentation of environment variables: for debugging, "should not be used in production nor retained in
 # scripts" (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, read 2026-11).
@@ -257,7 +257,7 @@ def check_disk(folder: Path, needed_bytes: int | None = None) -> list[Result]:
             wants = f"; the checkpoints of this experiment take {format_bytes(needed_bytes)}" if needed_bytes else ""
             message = f"{there} has {format_bytes(free)} free{wants}."
             return [error("disk", message, "another --out, or a smaller checkpoint.keep")]
-        rate = _write_rate(probe)
+        rate = write_rate(probe)
     except OSError as e:
         return [error("disk", f"{there} cannot be written: {e.strerror}.", "another --out")]
     finally:
@@ -272,7 +272,7 @@ def check_disk(folder: Path, needed_bytes: int | None = None) -> list[Result]:
 def _threads() -> Result:
     """The smallest of what a user and a container may start; a thread counts as a process."""
     limits = {"ulimit -u": resource.getrlimit(resource.RLIMIT_NPROC)[0]}
-    for name in _PIDS_FILES:
+    for name in PIDS_FILES:
         with suppress(OSError, ValueError):  # "max", or no cgroup
             limits["pids.max of the container"] = int(Path(name).read_text())
     finite = {name: value for name, value in limits.items() if value != resource.RLIM_INFINITY}
@@ -283,7 +283,7 @@ def _threads() -> Result:
     return ok("threads", "enough threads for a process")
 
 
-def _write_rate(path: Path) -> float:
+def write_rate(path: Path) -> float:
     """Bytes per second of 64 MiB with fsync."""
     block = os.urandom(1 << 20)
     began = time.perf_counter()

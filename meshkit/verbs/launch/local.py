@@ -52,8 +52,8 @@ _NEVER = float("inf")
 # Two attempts in a row that reach no new step will not get there by a third.
 _FRUITLESS_ATTEMPTS = 2
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
-_MOST_BYTES = 1 << 20
-_MOST_AT_ONCE, _MOST_AT_THE_END = 4 << 20, 64 << 20
+MOST_BYTES = 1 << 20
+MOST_AT_ONCE, MOST_AT_THE_END = 4 << 20, 64 << 20
 _MOST_OF_A_TRACEBACK = 60
 _CHATTER = "[Gloo] Rank"
 
@@ -281,7 +281,7 @@ class Supervisor:
         logs: Path | None = None,
         first_rank: int = 0,
     ):
-        self._command, self._environments, self._folder = command, environments, folder
+        self.command, self.environments, self._folder = command, environments, folder
         self._policy, self._print, self._first_rank = policy, show, first_rank
         self._logs = logs or folder / "logs"
         self._signals: list[signal.Signals] = []
@@ -322,17 +322,17 @@ class Supervisor:
     def _attempt(self, number: int) -> AttemptEnd:
         """One attempt from its start to its end, with nothing of it left running."""
         logs = self._logs / f"attempt{number}"
-        environments = self._environments(number)
+        environments = self.environments(number)
         with ExitStack() as stack:
             pulses = [stack.enter_context(closing(Pulse())) for _ in environments]
             told = [{PULSE_VARIABLE: str(pulse.path), LAUNCH_VARIABLE: self._launch} for pulse in pulses]
             environments = [{**e, **of_process} for e, of_process in zip(environments, told)]
             watchdog = Watchdog(pulses, self._policy.limits)
             shared = [pulse.descriptor for pulse in pulses]
-            gang = stack.enter_context(LocalGang(self._command, environments, logs, self._first_rank, shared))
+            gang = stack.enter_context(LocalGang(self.command, environments, logs, self._first_rank, shared))
             follower = Follower(gang.members[0].log)
             try:
-                end = self._watch(number, gang, follower, watchdog)
+                end = self.watch(number, gang, follower, watchdog)
                 if end.stuck is not None:
                     watchdog.stacks(gang)  # and then no grace: what is stuck does not end by itself
                 elif end.failed is not None:
@@ -345,7 +345,7 @@ class Supervisor:
         endings = tuple(m.ending for m in gang.members if m.ending is not None)
         return replace(end, endings=endings, where=where, before_steps=before_steps)
 
-    def _watch(self, number: int, gang: LocalGang, follower: Follower, watchdog: Watchdog) -> AttemptEnd:
+    def watch(self, number: int, gang: LocalGang, follower: Follower, watchdog: Watchdog) -> AttemptEnd:
         """Until all are done, one has failed or is stuck (and why), or the grace after a signal is over."""
         forwarded, saved, deadline, stop_others_at = 0, False, _NEVER, _NEVER
         while True:
@@ -365,7 +365,7 @@ class Supervisor:
             failures = [m for m in ended if codes.get(m.rank) not in (DONE, PREEMPTED)]
             left = [m for m in ended if codes.get(m.rank) == DONE and watchdog.has_left(m, gang)]
             if (failures or left) and not forwarded and not saved:
-                first = min(failures + left, key=_is_a_consequence)
+                first = min(failures + left, key=cause_first)
                 return AttemptEnd(number, first, left=first in left)
             if any(codes[m.rank] != INTERRUPTED for m in failures):  # the others cannot save without it
                 deadline = min(deadline, now + self._policy.failure_grace_s)
@@ -498,7 +498,7 @@ def next_attempt(logs: Path) -> int:
     return max((number + 1 for name in names if (number := integer(name)) is not None), default=0)
 
 
-def _is_a_consequence(member: Member) -> tuple[int, float]:
+def cause_first(member: Member) -> tuple[int, float]:
     """Sorts failures seen at one look, the cause first.
 
     When a process is gone, jax aborts the others (SIGABRT), or they lose their connection to it (exit code 4).
@@ -560,15 +560,15 @@ class Follower:
         """The lines that came since the last call; with `last` also one that has no end."""
         try:
             with self._path.open("rb") as file:
-                if last and file.seek(0, 2) - self._offset > _MOST_AT_THE_END:  # the log has it all
-                    self._offset, self._rest = file.tell() - _MOST_AT_THE_END, b""
+                if last and file.seek(0, 2) - self._offset > MOST_AT_THE_END:  # the log has it all
+                    self._offset, self._rest = file.tell() - MOST_AT_THE_END, b""
                 file.seek(self._offset)
-                data = file.read(_MOST_AT_THE_END if last else _MOST_AT_ONCE)
+                data = file.read(MOST_AT_THE_END if last else MOST_AT_ONCE)
         except OSError:
             data = b""
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if self._rest and (last or len(self._rest) >= _MOST_BYTES):
+        if self._rest and (last or len(self._rest) >= MOST_BYTES):
             lines, self._rest = [*lines, self._rest], b""
         return [_printable(line) for line in lines]
 
@@ -578,7 +578,7 @@ def last_lines(path: Path, count: int) -> list[str]:
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - _MOST_BYTES))
+            file.seek(max(0, file.tell() - MOST_BYTES))
             data = file.read()
     except OSError:
         return []

@@ -65,7 +65,7 @@ FLAGS = (
     "--xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl=false",
 )
 # Below this share of the kernels' seconds, what the trace does not name is not worth a warning.
-_NOTABLE = 0.01
+NOTABLE = 0.01
 # What a trace is noted for that a rehearsal always is: of one process, whose collectives run no kernel.
 _EXPECTED = ("process_subset", "collective_counts")
 
@@ -309,7 +309,7 @@ def _clock(schedule: Schedule, times: Mapping[str, float], cluster: Cluster) -> 
 def _unnamed(price: MeasuredKernels) -> list[Warning_]:
     """That some kernels were priced, as the trace lacks them."""
     missing, known = sum(price.missing.values()), price.known_s
-    if not missing or missing < _NOTABLE * (missing + known):
+    if not missing or missing < NOTABLE * (missing + known):
         return []
     names = ", ".join(sorted(price.missing, key=lambda n: -price.missing[n])[:5])
     share = format_percent(missing / (missing + known))

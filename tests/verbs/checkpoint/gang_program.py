@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
 
         manifest.fingerprint = full
     store.save(random_state(30, shape=(2, 4)))
-    store._saving.wait(120)
+    store.saving.wait(120)
     store.check()
     seen["failed"] = store.news()["checkpoint_error"]
     seen["after_failure"] = store.steps()

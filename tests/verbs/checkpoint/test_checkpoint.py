@@ -200,7 +200,7 @@ def disk(monkeypatch):
 
 def ended(store):
     """Waits for the save in the background as a training does: by looking again at every step."""
-    store._saving.wait(60)
+    store.saving.wait(60)
     store.check()
 
 
@@ -242,7 +242,7 @@ def test_the_last_good_checkpoint_stays_until_the_newer_one_is_whole(tmp_path, d
 
 
 def test_a_save_that_outlasts_the_interval_is_waited_for_and_said_once(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr("meshkit.verbs.checkpoint.store._SAID_AFTER_S", 0.0)
+    monkeypatch.setattr("meshkit.verbs.checkpoint.store.SAID_AFTER_S", 0.0)
     said = []
     store = CheckpointStore(tmp_path, CheckpointTable(keep=9), say=said.append)
     for step in (1, 2, 3):

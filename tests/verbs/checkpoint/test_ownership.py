@@ -171,17 +171,18 @@ def test_checkpoints_alone_in_a_new_folder_go_on_as_the_run_that_they_are_of(tmp
 def test_a_writer_whose_folder_was_taken_over_commits_and_removes_nothing(tmp_path, monkeypatch):
     with take_run(tmp_path) as owner:
         saved(tmp_path, 1, 2, owner=owner)
-        store, said = store_of(tmp_path, owner), []
-        store._say = said.append
+        said = []
+        store = store_of(tmp_path, owner, say=said.append)
         write = saving.write_manifest
 
         def taken_over_meanwhile(*arguments):
             write(*arguments)
-            assert owning._make(tmp_path / "owner", 2, owning._me(0)) is not None
+            assert owning.make_claim(tmp_path / "owner", 2, owning.this_process(0)) is not None
 
         monkeypatch.setattr(saving, "write_manifest", taken_over_meanwhile)
         store.save(state_at(3))
-        store._settle()
+        store.saving.wait(60)
+        store.check()
         assert "checkpoint 3 could not be saved" in said[0]
         assert "has taken it over" in said[0]
         assert checkpoints(tmp_path) == ["1", "2"]  # 1 would have gone with 3
@@ -192,10 +193,11 @@ def test_a_writer_whose_folder_was_taken_over_commits_and_removes_nothing(tmp_pa
 def test_a_takeover_between_the_last_look_and_the_commit_lets_nothing_through(tmp_path, monkeypatch):
     """The one who takes over renames what is half written before it looks which checkpoints there are."""
     with take_run(tmp_path) as owner:
-        store = store_of(tmp_path, owner)
+        store = store_of(tmp_path, owner, say=lambda line: None)
         monkeypatch.setattr(owner, "check", lambda: remove_unfinished(tmp_path / "checkpoints"))
         store.save(state_at(3))
-        store._settle(say=False)
+        store.saving.wait(60)
+        store.check()
         assert "No such file" in store.news()["checkpoint_error"]
     assert checkpoints(tmp_path) == []
 
@@ -211,8 +213,7 @@ def test_what_a_living_owner_has_half_written_stays(tmp_path):
 
 def test_two_owners_never_write_into_one_folder(tmp_path, monkeypatch):
     names = []
-    monkeypatch.setattr(saving.Saving, "start", lambda self, state: names.append(self._partial.name))
-    monkeypatch.setattr(CheckpointStore, "_settle", lambda self, **_: None)
+    monkeypatch.setattr(saving.Saving, "start", lambda self, state: names.append(self.partial.name))
     for _ in range(2):
         with take_run(tmp_path) as owner:
             store_of(tmp_path, owner).save(state_at(4))

@@ -54,7 +54,7 @@ def fill(folder):
 
 def save(store, step):
     store.save(random_state(step))
-    store._saving.wait(60)
+    store.saving.wait(60)
     store.check()
 
 
@@ -126,7 +126,7 @@ def test_a_training_goes_on_over_a_full_disk_and_says_so_in_terminal_and_metrics
 
 def test_what_a_failed_save_is_still_writing_is_removed_with_it(tmp_path, monkeypatch):
     """tensorstore's threads go on with other arrays after the first error: a file appears while the folder goes."""
-    monkeypatch.setattr(saving, "_QUIET_S", 1.5)
+    monkeypatch.setattr(saving, "QUIET_S", 1.5)
     folder = tmp_path / "20.partial-1"
     folder.mkdir()
     ends = time.monotonic() + 0.3
@@ -196,7 +196,7 @@ def test_a_save_ends_when_the_last_array_does():
                 raise self.error
 
     with pytest.raises(OSError, match="full"):
-        saving._wait_for_all([Future(1), Future(2, OSError("full")), Future(3, OSError("later")), Future(4)])
+        saving.wait_for_all([Future(1), Future(2, OSError("full")), Future(3, OSError("later")), Future(4)])
     assert done == [1, 2, 3, 4]
 
 
@@ -205,7 +205,7 @@ def test_a_part_that_takes_longer_than_a_save_may_is_none_for_anybody(tmp_path, 
     said = []
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointTable(), say=said.append)
     save(store, 10)
-    line = store._agreement
+    line = store.agreement
     monkeypatch.setattr(line, "size", 2)
     monkeypatch.setattr(line, "reach", lambda topic, mine, decide, timeout_s: decide([mine, {"files": {}}]))
     monkeypatch.setattr(store_module, "write_limit_s", lambda state_bytes: 0.001)

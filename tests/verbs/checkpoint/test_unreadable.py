@@ -185,6 +185,6 @@ def test_what_is_no_file_is_damage_and_not_waited_for(run, put, monkeypatch):
 def test_one_process_that_cannot_read_stops_all_of_them():
     failure = {"reason": "Stale file handle", "forbidden": False}
     every = [{"corruption": None, "seal": "a"}, {"failure": failure}, {"corruption": None, "seal": "a"}]
-    assert store._decide(every) == (None, {"reason": "Stale file handle, found by process 1", "forbidden": False})
-    assert store._decide([*every, {"corruption": "b is missing"}])[0] == "b is missing, found by process 3"
+    assert store.first_problem(every) == (None, {"reason": "Stale file handle, found by process 1", "forbidden": False})
+    assert store.first_problem([*every, {"corruption": "b is missing"}])[0] == "b is missing, found by process 3"
     assert isinstance(manifest.unreadable_error("it", failure, "x"), MeshkitError)

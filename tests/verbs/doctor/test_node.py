@@ -121,7 +121,7 @@ def test_disk(tmp_path):
 
 
 def test_slow_storage(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "_write_rate", lambda _: 5e6)
+    monkeypatch.setattr(machine, "write_rate", lambda _: 5e6)
     assert "5.00 MB/s" in wrong(check_disk(tmp_path))[("disk", "warning")]
 
 
@@ -152,7 +152,7 @@ def test_jax_and_jaxlib_that_were_not_released_together(monkeypatch):
 @pytest.mark.parametrize(("limit", "status"), [("512", "warning"), ("max", "ok"), ("16384", "ok")])
 def test_threads_of_a_container(monkeypatch, tmp_path, limit, status):
     (tmp_path / "pids.max").write_text(limit + "\n")
-    monkeypatch.setattr(machine, "_PIDS_FILES", (str(tmp_path / "pids.max"),))
+    monkeypatch.setattr(machine, "PIDS_FILES", (str(tmp_path / "pids.max"),))
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (machine.resource.RLIM_INFINITY,) * 2)
     (found,) = [r for r in check_limits(has_gpus=False) if r.check == "threads"]
     assert (found.status, limit in found.message) == (status, status != "ok")

@@ -37,13 +37,14 @@ class Run:
 
     def __init__(self, folder, body, *, processes=2, policy=FAST):
         self.folder, self.shown = folder, []
+        self.show = self.shown.append
         code = f"import os; os.chdir({str(folder)!r})" + PRELUDE + textwrap.dedent(body)
         self.supervisor = Supervisor(
             [sys.executable, "-c", code],
             lambda attempt: [{**os.environ, "RANK_": str(i), "ATTEMPT_": str(attempt)} for i in range(processes)],
             folder,
             policy,
-            self.shown.append,
+            lambda line: self.show(line),
         )
 
     def __call__(self):

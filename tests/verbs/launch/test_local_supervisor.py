@@ -94,11 +94,11 @@ def test_the_failure_that_is_the_cause_is_shown(tmp_path):
         until("zero"); sys.exit(2)
     """
     run = Run(tmp_path, body, policy=Policy(max_restarts=0))
-    gang = LocalGang(run.supervisor._command, run.supervisor._environments(0), tmp_path / "logs")
+    gang = LocalGang(run.supervisor.command, run.supervisor.environments(0), tmp_path / "logs")
     with closing(Pulse()) as pulse, gang:
         for member in gang.members:  # both have told of their end
             assert select.select([member.channel], [], [], 60)[0]
-        end = run.supervisor._watch(0, gang, _NothingNew(), Watchdog([pulse, pulse], Limits()))
+        end = run.supervisor.watch(0, gang, _NothingNew(), Watchdog([pulse, pulse], Limits()))
     assert (end.failed.rank, end.received, end.stuck) == (1, None, None)
 
 
@@ -144,20 +144,20 @@ def test_a_terminal_that_is_gone_changes_nothing(tmp_path):
         raise BrokenPipeError
 
     run = Run(tmp_path, "print('a line'); sys.exit(0 if attempt else 4)")
-    run.supervisor._print = gone
+    run.show = gone
     assert run() == 0
 
 
 def test_a_lost_connection_is_not_named_as_the_cause(tmp_path):
     """The one whose connection broke may be seen at the same look as the one that was killed."""
-    from meshkit.verbs.launch.local import _is_a_consequence
+    from meshkit.verbs.launch.local import cause_first
     from meshkit.verbs.launch.processes import Ending
 
     members = [
         cast(Member, SimpleNamespace(rank=rank, ending=Ending(code), ended_s=seconds))
         for rank, code, seconds in [(0, 4, 1.0), (1, -9, 1.1), (2, -6, 0.9)]
     ]
-    assert [m.rank for m in sorted(members, key=_is_a_consequence)] == [1, 0, 2]
+    assert [m.rank for m in sorted(members, key=cause_first)] == [1, 0, 2]
 
 
 def test_the_whole_traceback_is_shown(tmp_path):
@@ -356,9 +356,9 @@ def test_last_step_reads_what_train_writes(tmp_path):
 
 
 def test_a_line_without_an_end_is_followed_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "_MOST_BYTES", 100)
-    monkeypatch.setattr(supervisor, "_MOST_AT_ONCE", 150)
-    monkeypatch.setattr(supervisor, "_MOST_AT_THE_END", 300)
+    monkeypatch.setattr(supervisor, "MOST_BYTES", 100)
+    monkeypatch.setattr(supervisor, "MOST_AT_ONCE", 150)
+    monkeypatch.setattr(supervisor, "MOST_AT_THE_END", 300)
     log = tmp_path / "0.log"
     follower = supervisor.Follower(log)
     log.write_text("a" * 90)

@@ -229,7 +229,7 @@ except ConfigError as error:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: /proc")
 def test_a_process_whose_interpreter_is_kept_for_longer_than_its_lease_keeps_the_folder(tmp_path, monkeypatch):
     """Another host looks while no thread of the process runs; its launcher gives the sign of life."""
-    monkeypatch.setattr(owner, "_BEAT_S", 0.3)
+    monkeypatch.setattr(owner, "BEAT_S", 0.3)
     code, holds = (text.format(folder=str(tmp_path)) for text in (_ELSEWHERE, _HOLDS))
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as elsewhere:
         supervisor, shown = run(tmp_path, holds, Limits())

@@ -21,7 +21,7 @@ from meshkit.report.folder import feedback_part, read_report
 from meshkit.report.measured import withhold_axes
 from meshkit.report.summarize import check_invariants
 from meshkit.step.program import StepFacts
-from meshkit.trace.capture import Capture, CapturedStep, _memory, _program_bytes, chosen_processes
+from meshkit.trace.capture import Capture, CapturedStep, captured_memory, chosen_processes, program_bytes_of
 from meshkit.trace.captured import read_records
 
 DATA = Path(__file__).parents[2] / "data"
@@ -250,11 +250,11 @@ def test_a_process_that_the_job_does_not_have_cannot_capture():
 @pytest.mark.parametrize(("before", "first"), [(5, False), (9, True)])
 def test_a_peak_is_told_from_one_before_the_first_step(step, before, first):
     devices = [SimpleNamespace(memory_stats=lambda n=n: {"bytes_limit": 20, "peak_bytes_in_use": n}) for n in (9, 7)]
-    memory = _memory(devices, before, _program_bytes(step[0]))
+    memory = captured_memory(devices, before, program_bytes_of(step[0]))
     assert (memory.pool_bytes, memory.peak_bytes, memory.before_steps) == (20, 9, first)
     assert memory.program_bytes is not None
     assert memory.program_bytes > sum(w.nbytes for w in step[1]) // 8  # a device's part of the weights at least
-    assert _program_bytes(SimpleNamespace()) is None  # of an own loop's program, that says nothing
+    assert program_bytes_of(SimpleNamespace()) is None  # of an own loop's program, that says nothing
 
 
 def test_a_process_that_is_not_chosen_captures_nothing(step, mesh, tmp_path):

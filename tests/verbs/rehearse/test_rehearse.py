@@ -296,7 +296,7 @@ def test_kernels_that_the_trace_lacks_are_priced_and_named(planned, tmp_path, mo
     largest = max(schedule.walk(), key=lambda pair: pair[0].cost.bytes_accessed if pair[0].kind == "kernel" else 0)[0]
     left = {name: times for name, times in kernels.items() if name != largest.name}
     write_capture(tmp_path, experiment, module, serialized, left)
-    monkeypatch.setattr(rehearsal, "_NOTABLE", 0.0)  # made-up kernels take milliseconds, and the missing one does not
+    monkeypatch.setattr(rehearsal, "NOTABLE", 0.0)  # made-up kernels take milliseconds, and the missing one does not
     report = rehearsal.measure(experiment, tmp_path).report
     assert report.step.compute_s > sum(milliseconds * times for milliseconds, times in left.values()) * 1e-3
     (warning,) = [w for w in report.warnings if w.code == "rehearsal_unnamed"]
