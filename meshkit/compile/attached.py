@@ -72,7 +72,7 @@ _SETTINGS = {
     # the report names lines of source, which must be those of this program
     "jax_compilation_cache_include_metadata_in_key": True,
 }
-_WRITE_ARGUMENTS = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]
+WRITE_ARGUMENTS = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def compile_cache(say: Callable[[str], None]) -> Iterator[CompileCache | None]:
             jax.config.update(name, value)
         compilation_cache.reset_cache()
         compilation_cache._cache, compilation_cache._cache_initialized = cache, True
-        as_expected = write is not None and list(inspect.signature(write).parameters) == _WRITE_ARGUMENTS
+        as_expected = write is not None and list(inspect.signature(write).parameters) == WRITE_ARGUMENTS
         if as_expected and jax.default_backend() == "cpu":
             compiler._cache_write = _write_from_any_process
         yield cache

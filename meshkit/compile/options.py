@@ -252,10 +252,11 @@ def known_options() -> set[str]:
     specs = [importlib.util.find_spec(m) for m in _LIBRARIES if importlib.util.find_spec(m.partition(".")[0])]
     folders = [Path(spec.origin).parent for spec in specs if spec and spec.origin]
     libraries = [folder / name for folder in folders for name in ("xla_cuda_plugin.so", "libjax_common.so")]
-    return next((_names_in(library) for library in libraries if library.exists()), set())
+    return next((flags_in(library) for library in libraries if library.exists()), set())
 
 
-def _names_in(library: Path) -> set[str]:
+def flags_in(library: Path) -> set[str]:
+    """Return the names of XLA's flags that a library of XLA holds as texts."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         found = _NAME.finditer(content)
         return {m[0].decode() for m in found if not content[max(0, m.start() - 1) : m.start()].isalnum()}

@@ -70,12 +70,12 @@ def test_jax_is_left_as_it_was(root):
 
 def test_the_function_of_jax_that_is_replaced_is_as_expected(root):
     """Else processes beyond the first would compile again on CPUs, silently."""
-    from meshkit.compile.attached import _WRITE_ARGUMENTS
+    from meshkit.compile.attached import WRITE_ARGUMENTS
 
     with compile_cache(print):
         assert compiler._cache_write.__module__ == "meshkit.compile.attached"
     assert compiler._cache_write.__module__ == "jax._src.compiler"
-    assert len(_WRITE_ARGUMENTS) == 5
+    assert len(WRITE_ARGUMENTS) == 5
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])

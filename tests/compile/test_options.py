@@ -8,9 +8,9 @@ from meshkit.compile.options import (
     PLANNERS,
     Option,
     RefusedOption,
-    _names_in,
     chosen_options,
     compile_lowered,
+    flags_in,
     known_options,
     left_out_lines,
     option_error,
@@ -106,7 +106,7 @@ def test_other_errors_stay_what_they_are():
 def test_names_are_read_from_the_library(tmp_path):
     library = tmp_path / "xla_cuda_plugin.so"
     library.write_bytes(b"\0xla_gpu_first\0\x12xla_gpu_second\xff yxla_gpu_third xla_n")
-    assert _names_in(library) == {"xla_gpu_first", "xla_gpu_second"}
+    assert flags_in(library) == {"xla_gpu_first", "xla_gpu_second"}
 
 
 def test_the_error_names_the_closest_option(monkeypatch):

@@ -215,8 +215,8 @@ import sys, time
 from pathlib import Path
 from meshkit.errors import ConfigError
 from meshkit.runs import owner
-folder, me = Path({folder!r}), owner._me(0) | {{"host": "elsewhere", "boot": "another"}}
-owner._me, owner.LEASE_S = (lambda attempt: me), 2.0
+folder, me = Path({folder!r}), owner.this_process(0) | {{"host": "elsewhere", "boot": "another"}}
+owner.this_process, owner.LEASE_S = (lambda attempt: me), 2.0
 while not (folder / "holds").exists(): time.sleep(0.05)
 time.sleep(2.5)
 try:
