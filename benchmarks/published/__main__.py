@@ -1,167 +1,235 @@
-"""`python -m benchmarks.published --rows FILE.csv --out DIR`: the command line of the replay."""
+"""`python -m benchmarks.published --rows FILE.csv --out DIR`: plan the JAX runs of a file, and score the plans.
+
+Each row of a JAX trainer becomes an experiment file in DIR/experiments, which `meshkit plan` takes as it is; nothing
+is changed afterwards. DIR/predictions.csv has a line for every row, blank with the reason where there is no plan. A
+second run resumes: meshkit keeps compiled programs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
+import os
+import statistics
+import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.published.experiments import Run, resolve
-from benchmarks.published.kernels import calibration_text
-from benchmarks.published.reasons import with_repeats
-from benchmarks.published.replay import Prediction
-from benchmarks.published.rows import Row, measured_step_time_s, read_rows
-from benchmarks.published.runner import replay
+from benchmarks.published.experiments import Run, Unplannable, experiment_of
+from benchmarks.published.intervals import Residual, group_medians, stratum_name
+from benchmarks.published.rows import Row, measured_step_s, read_rows, trainer_of
+from meshkit.config import catalog
 from meshkit.errors import MeshkitError
 
-COLUMNS = (
-    "id",
-    "measured_step_time_s",
-    "predicted_step_time_s",
-    "predicted_exposed_s",
-    "predicted_peak_bytes",
-    "note",
-    "interval_low_s",
-    "interval_high_s",
-    "configured",
-    "handling",
-)
+ROOT = Path(__file__).parents[2]
+MOST_S = 1800  # of one plan
+COLUMNS = ("id", "measured_step_time_s", "predicted_step_time_s", "interval_low_s", "interval_high_s",
+           "predicted_exposed_s", "predicted_peak_bytes", "configured", "program", "note")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A row beside its plan; None or "" is unknown.
+
+    Attributes:
+        trainer: of JAX; "" where the row is of another framework, or may be.
+        interval_s: level in percent -> (low, high) of the step.
+        stratum: of the plan.
+    """
+
+    row: Row
+    trainer: str = ""
+    measured_s: float | None = None
+    predicted_s: float | None = None
+    interval_s: tuple[tuple[int, float, float], ...] = ()
+    exposed_s: float | None = None
+    peak_bytes: int | None = None
+    configured: str = ""
+    stratum: str = ""
+    note: str = ""
+
+    def inside(self, percent: int) -> bool | None:
+        """Return whether the measured step lies in the interval of a level; None without either."""
+        if self.measured_s is None:
+            return None
+        return next((low <= self.measured_s <= high for p, low, high in self.interval_s if p == percent), None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replays the rows of a file; returns the exit code."""
+    """Plan the rows of a file; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
-    parser.add_argument("--rows", type=Path, required=True, help="CSV with the columns of the published runs")
-    parser.add_argument("--out", type=Path, required=True, help="folder for predictions.csv; a second run resumes")
-    parser.add_argument("--only", default="", help="rows whose id, source or model holds this text")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile and simulate")
-    parser.add_argument("--simulate-only", action="store_true", help="leave rows blank whose program is not compiled")
-    parser.add_argument("--print", action="store_true", dest="show", help="print the experiment files and stop")
-    parser.add_argument("--files", action="store_true", help="write those of JAX and torchtitan into --out, and stop")
+    parser.add_argument(
+        "--rows", type=Path, required=True, help="CSV with the columns of benchmarks/published/rows.csv"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for predictions.csv and experiments/")
+    parser.add_argument("--only", default="", help="rows whose id, source, model or framework holds this text")
+    parser.add_argument("--jobs", type=int, default=1, help="plans at a time")
+    parser.add_argument("--files", action="store_true", help="write the experiment files, and plan nothing")
     options = parser.parse_args(arguments)
     try:
         rows = [row for row in read_rows(options.rows) if _wanted(row, options.only)]
-        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "experiments").mkdir(parents=True, exist_ok=True)
+        found = {row.id: Prediction(row, note="not reached yet") for row in rows}
+        write(options.out, found.values())
     except (MeshkitError, OSError) as error:
         print(f"published: {error}", file=sys.stderr)
         return 2
-    if options.show:
-        return _show(rows)
-    if options.files:
-        return _write_files(rows, options.out)
-    done: dict[str, Prediction] = {}
-    started = time.perf_counter()
-    write(options.out, rows, done)
-    for found in replay(rows, options.out, max(1, options.jobs), not options.simulate_only):
-        done[found.id] = found
-        _say(found, len(done), len(rows), time.perf_counter() - started)
-        if not options.simulate_only or len(done) == len(rows):
-            write(options.out, rows, done)
+    runs: dict[str, Run] = {}
+    for row in rows:
+        found[row.id] = _prepared(row, runs)
+    files = {}
+    for index, (name, run) in enumerate(runs.items()):
+        stem = run.document["name"]
+        files[name] = options.out / "experiments" / f"{stem if stem not in _stems(files) else f'{stem}_{index}'}.toml"
+        files[name].write_text(run.text, encoding="utf-8")
+    if not options.files:
+        with ThreadPoolExecutor(max(1, options.jobs)) as pool:
+            started = time.perf_counter()
+            plans = pool.map(lambda name: (name, _planned(found[name], runs[name], files[name])), runs)
+            for count, (name, prediction) in enumerate(plans, 1):
+                found[name] = prediction
+                write(options.out, found.values())
+                left_s = (time.perf_counter() - started) / count * (len(runs) - count)
+                print(f"[{count}/{len(runs)}] {_said(prediction)}, {left_s / 60:.0f} min left", file=sys.stderr)
+    write(options.out, found.values())
+    print("\n".join(summary(options.rows.name, list(found.values()))))
     return 0
 
 
 def _wanted(row: Row, text: str) -> bool:
-    return text.lower() in " ".join((row.id, row.source, row.say("model"))).lower()
+    cells = (row.id, *map(row.say, ("source", "source_ref", "model", "framework")))
+    return text.lower() in " ".join(cells).lower()
 
 
-def _show(rows: Iterable[Row]) -> int:
-    for row in rows:
-        run = resolve(row)
-        print(f"# {row.id}: {run}" if isinstance(run, str) else f"# {row.id}: {'; '.join(run.assumed)}\n{run.toml}")
-    return 0
+def _stems(files: dict[str, Path]) -> set[str]:
+    return {path.stem for path in files.values()}
 
 
-def experiment_files(rows: Iterable[Row]) -> dict[str, str]:
-    """File name -> experiment file, under a comment that says where its row is from, of the rows whose whole step
-    `meshkit plan` compiles as it is: JAX's, which it predicts, and torchtitan's; with the calibrations they name."""
-    files = {}
-    for row in rows:
-        run = resolve(row)
-        if isinstance(run, Run) and run.whole and (run.handling == "none" or run.framework.name == "torchtitan"):
-            files[f"{run.document['name']}.toml"] = f"{_provenance(run)}\n{run.toml}"
-            if calibration := run.document["cluster"].get("calibration"):
-                files[calibration] = calibration_text(calibration)
-    return files
+def _prepared(row: Row, runs: dict[str, Run]) -> Prediction:
+    """The prediction of a row before its plan; its experiment goes into `runs`."""
+    measured, how = measured_step_s(row)
+    trainer, why = trainer_of(row)
+    blank = Prediction(row, trainer, measured)
+    if not trainer:
+        return replace(blank, note=_joined(why, how))
+    try:
+        runs[row.id] = run = experiment_of(row)
+    except Unplannable as error:
+        return replace(blank, note=_joined(str(error), how))
+    except Exception as error:  # whatever a row holds ends that row only
+        return replace(blank, note=_joined(f"no experiment file: {type(error).__name__}: {str(error)[:200]}", how))
+    return replace(blank, configured=run.configured, stratum=stratum_name(run.document), note="not planned yet")
 
 
-def _provenance(run: Run) -> str:
-    measured_s, how = measured_step_time_s(run.row, run.model_flops)
-    said = f"{measured_s:.4g} s a step{f' ({how})' if how else ''}" if measured_s else "no step time"
-    plan = {
-        "none": "What `meshkit plan` of this file says is what the replay predicts.",
-        "adjusted": "The replay changes the planned step as FSDP in PyTorch runs it: docs/concepts/validation.md.",
-    }[run.handling]
-    lines = [f"{run.row.id}: {run.row.source}", f"Published: {said}. {plan}"]
-    for text in run.assumed:
-        lines.append(f"{'Row' if text.startswith('row ') else 'Assumed:'} {text.lstrip('!').removeprefix('row ')}.")
-    return "".join(f"# {part}\n" for line in lines for part in textwrap.wrap(line, 118, break_long_words=False))
+def _planned(prediction: Prediction, run: Run, path: Path) -> Prediction:
+    """The prediction with what `meshkit plan` of its file says."""
+    report, why = plan(path)
+    row = prediction.row
+    if report is None:
+        return replace(prediction, configured="", note=_joined(f"not planned: {why}", run.note))
+    step = report["step"]
+    peaks = catalog.gpu(run.document["cluster"]["gpu"]).peak_flops
+    peak = peaks.get(run.document["train"]["precision"], peaks.get("bf16"))
+    measured, how = measured_step_s(row, step["model_flops"], peak)
+    interval, reason = step["time_interval"], step["time_interval_reason"]
+    ends = tuple((p, *interval[f"p{p}_s"]) for p in (50, 80)) if interval else ()
+    return replace(
+        prediction,
+        measured_s=measured,
+        predicted_s=step["time_s"],
+        interval_s=ends,
+        exposed_s=step["exposed_s"],
+        peak_bytes=report["memory"]["peak_bytes"],
+        note=_joined(run.note, how, f"no interval: {reason}" if reason else ""),
+    )
 
 
-def _write_files(rows: Iterable[Row], folder: Path) -> int:
-    for name, text in experiment_files(rows).items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return 0
+def plan(path: Path) -> tuple[dict | None, str]:
+    """Return the report of `meshkit plan` of a file, or None and why there is none."""
+    command = [sys.executable, "-m", "meshkit", "plan", str(path.resolve()), "--json", "--no-remedies"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=MOST_S)
+    except subprocess.TimeoutExpired:
+        return None, f"it takes more than {MOST_S} s"
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        said = next((line for line in lines if line.startswith("meshkit: ")), lines[-1] if lines else "")
+        return None, said.removeprefix("meshkit: ")[:300] or f"meshkit plan exits with {done.returncode}"
+    return json.loads(done.stdout), ""
 
 
-def _say(found: Prediction, count: int, total: int, elapsed_s: float) -> None:
-    left_s = elapsed_s / count * (total - count)
-    if found.error is not None:
-        result = f"{found.predicted_s:.4g} s, measured {found.measured_s:.4g} s ({found.error:+.1%})"
-    else:
-        result = f"{found.predicted_s:.4g} s" if found.predicted_s else found.note[:90]
-    print(f"[{count}/{total}] {found.id}: {result}; {found.seconds:.1f} s, {left_s / 60:.0f} min left", file=sys.stderr)
+def _joined(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
 
 
-def write(folder: Path, rows: Iterable[Row], done: dict[str, Prediction]) -> None:
-    """predictions.csv, as the contract has it, and details.csv with everything that is known of each row."""
-    found = with_repeats([done.get(row.id) or Prediction(row.id, row.source, note="not reached yet") for row in rows])
-    table: list[dict[str, object]] = [
-        dict(
-            zip(
-                COLUMNS,
-                (
-                    p.id,
-                    p.measured_s,
-                    p.predicted_s,
-                    p.exposed_s,
-                    p.peak_bytes,
-                    p.note,
-                    p.interval_low_s,
-                    p.interval_high_s,
-                    _configured(p),
-                    p.handling,
-                ),
-                strict=True,
-            )
-        )
-        for p in found
-    ]
-    _write(folder / "predictions.csv", COLUMNS, table)
-    _write(folder / "details.csv", [f.name for f in fields(Prediction)], [asdict(p) for p in found])
+def _said(p: Prediction) -> str:
+    if p.predicted_s is None:
+        return f"{p.row.id}: {p.note[:90]}"
+    beside = f", measured {p.measured_s:.4g} s ({p.predicted_s / p.measured_s - 1:+.1%})" if p.measured_s else ""
+    return f"{p.row.id}: {p.predicted_s:.4g} s{beside}"
 
 
-def _configured(p: Prediction) -> str:
-    return ("fully" if p.configured else "partly") if p.predicted_s else ""
-
-
-def _write(path: Path, columns: Sequence[str], table: Iterable[dict[str, object]]) -> None:
+def write(folder: Path, found: Iterable[Prediction]) -> None:
+    """Write predictions.csv, whole or not at all."""
+    path = folder / "predictions.csv"
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows({k: _cell(v) for k, v in row.items()} for row in table)
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for p in found:
+            ends = next((ends[1:] for ends in p.interval_s if ends[0] == 80), (None, None))
+            planned = p.predicted_s is not None
+            cells = (p.row.id, p.measured_s, p.predicted_s, *ends, p.exposed_s, p.peak_bytes,
+                     p.configured if planned else "", "ours" if planned else "", p.note)  # fmt: skip
+            writer.writerow(["" if c is None else f"{c:.6g}" if isinstance(c, float) else c for c in cells])
     temporary.replace(path)
 
 
-def _cell(value: object) -> object:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else value
+def summary(name: str, found: Sequence[Prediction]) -> list[str]:
+    """Return how many JAX rows of a file were predicted, and how far off they are."""
+    jax = [p for p in found if p.trainer]
+    planned = [p for p in jax if p.predicted_s is not None]
+    share = f" ({len(planned) / len(jax):.0%})" if jax else ""
+    others = f"{len(found) - len(jax)} rows of other or unknown frameworks"
+    lines = [f"{name}: {len(planned)} of {len(jax)} JAX rows predicted{share}; {others}."]
+    scored = [
+        (p, Residual(p.row.id, p.predicted_s / p.measured_s - 1, p.row.group, p.row.publisher, p.stratum))
+        for p in planned
+        if p.predicted_s and p.measured_s
+    ]
+    if not scored:
+        return lines
+    residuals = [r for _, r in scored]
+    by_group, bias = group_medians(residuals)
+    by_row = statistics.median(abs(r.error) for r in residuals)
+    groups = {(r.group, r.stratum) for r in residuals}
+    lines.append(
+        f"{len(scored)} rows of {len(groups)} groups: median |error| {by_row:.1%} by row, {by_group:.1%} by group; "
+        f"bias {bias:+.1%} (median over groups)."
+    )
+    lines += [_coverage(scored, percent, lambda r: (r.group, r.stratum)) for percent in (50, 80)]
+    return lines
+
+
+def _coverage(
+    scored: Sequence[tuple[Prediction, Residual]], percent: int, group_of: Callable[[Residual], object]
+) -> str:
+    inside: dict[object, list[bool]] = {}
+    for p, r in scored:
+        if (found := p.inside(percent)) is not None:
+            inside.setdefault(group_of(r), []).append(found)
+    rows = [one for some in inside.values() for one in some]
+    if not rows:
+        return f"interval of {percent} %: no row has one."
+    by_group = statistics.fmean(statistics.fmean(some) for some in inside.values())
+    return (f"interval of {percent} %: covers {statistics.fmean(rows):.0%} of {len(rows)} rows, {by_group:.0%} of "
+            f"{len(inside)} groups.")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,26 +1,38 @@
-"""Published training runs as rows: any CSV with the columns of the shared data. First in the flow of the replay.
+"""Published training runs as rows of any CSV with the columns of rows.csv. First in the flow.
 
-Nothing here raises on what a row holds: a number that is not one is blank, and what is missing is said in a note later.
+    FILE.csv -> Row: its cells, what ran (`trainer_of`), its measured step
+
+Nothing here raises on what a row holds: a number that is not one is blank.
 """
 
 from __future__ import annotations
 
 import csv
-import functools
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from meshkit.errors import ConfigError
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
-_DERIVED_STEP = re.compile(r"DERIVED step\D*?([\d.]+)\s*s\b")
-_BYTES = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
-_PEAK = re.compile(r"(peak alloc|peak memory|mem/GPU)\D{0,4}([\d.]+)\s*(GiB|GB|MiB|MB)\b", re.IGNORECASE)
+_MOST_CELL = 10_000  # characters; a longer one is no cell of such a table
+# Words of a source that name a trainer: those of JAX as the `framework` column has them, then others.
+_JAX = {
+    "maxtext": "maxtext",
+    "axlearn": "axlearn",
+    "paxml": "paxml",
+    "pax": "paxml",
+    "praxis": "paxml",
+    "levanter": "levanter",
+    "t5x": "t5x",
+    "flax": "flax",
+    "jax": "jax",
+}
+_OTHERS = ("megatron", "nemo", "torchtitan", "pytorch", "torch", "deepspeed", "mosaicml", "llm-foundry", "composer",
+           "fms-fsdp", "internevo", "simumax", "kempnerforge", "vtrain", "tensorflow", "mindspore", "paddle",
+           "neuronx", "colossalai", "nanotron", "fsdp2", "hugging face", "transformers")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,31 +40,38 @@ class Row:
     """One published run; None or "" is what its source does not say.
 
     Attributes:
-        id, source, notes: as written; `source` holds the reference to the page too.
-        text: every other column that is no number.
+        id: unique in its file.
+        text: every column, as written.
         numbers: every column that is one.
-        correction: what was changed of it and why (corrections.toml); "" for nothing.
     """
 
     id: str
-    source: str
-    notes: str
     text: Mapping[str, str]
     numbers: Mapping[str, float]
-    correction: str = ""
 
     def count(self, name: str) -> int | None:
-        """A column as a positive whole number."""
+        """Return a column as a positive whole number."""
         value = self.numbers.get(name)
-        return int(value) if value is not None and value >= 1 and float(value).is_integer() else None
+        return int(value) if value is not None and value >= 1 and value.is_integer() else None
 
     def say(self, name: str) -> str:
-        """A column of text, "" where it is blank."""
+        """Return a column as text, "" where it is blank."""
         return self.text.get(name, "")
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Page, model and precision: runs that share them are correlated, and weigh one together."""
+        page = self.say("source_ref").partition(" ")[0] or self.say("source") or self.id
+        return (page, self.say("model"), self.say("precision").partition(" ")[0])
+
+    @property
+    def publisher(self) -> str:
+        """Who published the run: the first word of its page, else of its source."""
+        return re.split(r"[/@: ]", self.say("source_ref") or self.say("source"))[0]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; ids that are missing or come twice get a number.
+    """Return the rows of a file; ids that are missing or come twice get a number.
 
     Raises:
         ConfigError: no such file, or one without a header that has `id`.
@@ -60,14 +79,12 @@ def read_rows(path: Path) -> list[Row]:
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             reader = csv.DictReader(file)
-            table = list(reader)
             columns = reader.fieldnames or []
+            table = list(reader) if "id" in columns else []
     except (OSError, csv.Error) as error:
         raise ConfigError(f"'{path}' cannot be read as CSV: {error}.", hint="--rows FILE.csv") from None
     if "id" not in columns:
-        raise ConfigError(
-            f"'{path}' has no column 'id'.", at=str(path), hint="a header like that of published_runs.csv"
-        )
+        raise ConfigError(f"'{path}' has no column 'id'.", hint="a header like that of benchmarks/published/rows.csv")
     rows, seen = [], set()
     for index, cells in enumerate(table):
         row = parse_row(cells, f"row-{index + 1}")
@@ -80,39 +97,53 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def parse_row(cells: Mapping[str | None, object], name: str) -> Row:
-    """A row of strings; `name` stands for an id that is missing."""
-    text = {k: v.strip() for k, v in cells.items() if isinstance(k, str) and isinstance(v, str)}
-    source = " ".join(filter(None, (text.get("source", ""), text.get("source_ref", ""))))
-    stated, why = text, []
-    for known in _corrections():
-        if re.search(known["source"], source) and all(stated.get(k) == v for k, v in known["when"].items()):
-            text = {**text, **known["cells"]}
-            why.append(known["why"])
+    """Return a row of strings; `name` stands for an id that is missing."""
+    text = {k.strip(): v.strip()[:_MOST_CELL] for k, v in cells.items() if isinstance(k, str) and isinstance(v, str)}
     numbers = {key: value for key, cell in text.items() if (value := _number(cell)) is not None}
-    return Row(text.get("id") or name, source, text.get("notes", ""), text, numbers, "; ".join(why))
-
-
-@functools.cache
-def _corrections() -> list[dict[str, Any]]:
-    return tomllib.loads(Path(__file__).with_name("corrections.toml").read_text(encoding="utf-8"))["correction"]
+    return Row(text.get("id") or name, text, numbers)
 
 
 def _number(cell: str) -> float | None:
     if not _NUMBER.fullmatch(cell):
         return None
-    try:
-        value = float(cell.replace(",", ""))
-    except ValueError:
-        return None
+    value = float(cell.replace(",", ""))
     return value if math.isfinite(value) else None
 
 
-def measured_step_time_s(row: Row, model_flops: float | None = None) -> tuple[float | None, str]:
-    """Seconds of a measured step and what they are derived from.
+def trainer_of(row: Row) -> tuple[str, str]:
+    """Return the JAX trainer that ran a row, "" for another or an unknown one, and why it is not planned.
 
-    The step time itself; else tokens/s; else the step that a note derives; else TFLOP/s, of the FLOP that its source
-    counts (`step_tflop_per_gpu`, of corrections.toml) or of the model's in a step over all GPUs, the whole attention
-    square counted as Meta does.
+    The column `framework` says it; without one the source does, then the notes. What names a JAX trainer and another
+    one alike is not guessed.
+    """
+    stated = row.say("framework").lower()
+    if stated:
+        found = _named(stated, _JAX)
+        return (_JAX[found], "") if found else ("", f"another framework: {stated[:60]}")
+    for cell in (f"{row.say('source')} {row.say('source_ref')}", row.say("notes")):
+        jax, other = _named(cell.lower(), _JAX), _named(cell.lower(), _OTHERS)
+        if jax and not other:
+            return _JAX[jax], ""
+        if other and not jax:
+            return "", f"another framework: its source names {other}"
+        if jax and other:
+            return "", f"its source names {jax} and {other}: the column framework is missing"
+    return "", "not known to be JAX: the column framework is missing, and no source names one"
+
+
+def _named(text: str, words) -> str:
+    return next((word for word in words if re.search(rf"(?<![a-z]){re.escape(word)}(?![a-z])", text)), "")
+
+
+def measured_step_s(
+    row: Row, model_flops: float | None = None, peak_flops: float | None = None
+) -> tuple[float | None, str]:
+    """Return the seconds of a measured step, and what they are derived from where the row states none.
+
+    Args:
+        row: with `step_time_s`, else tokens/s, else FLOP/s or MFU.
+        model_flops: of a step over all GPUs, the whole attention square counted (`step.model_flops` of a report).
+        peak_flops: of one GPU, that an MFU is a share of.
     """
     numbers, gpus = row.numbers, row.count("n_gpus")
     if (direct := numbers.get("step_time_s", 0)) > 0:
@@ -121,25 +152,10 @@ def measured_step_time_s(row: Row, model_flops: float | None = None) -> tuple[fl
     rate = numbers.get("tokens_per_s_per_gpu", 0)
     if rate > 0 and gpus and batch and length:
         return batch * length / (rate * gpus), "measured time derived from tokens/s"
-    if found := _DERIVED_STEP.search(row.notes):
-        return float(found[1].rstrip(".")), "measured time as the note derives it"
     teraflops = numbers.get("tflops_per_gpu", 0)
-    if teraflops > 0 and (counted := numbers.get("step_tflop_per_gpu", 0)) > 0:
-        return counted / teraflops, "measured time derived from TFLOP/s as its source counted them"
     if teraflops > 0 and gpus and model_flops:
-        return model_flops / (teraflops * 1e12 * gpus), "measured time derived from TFLOP/s, formula assumed"
+        return model_flops / (teraflops * 1e12 * gpus), "measured time derived from TFLOP/s, by plan's count of FLOP"
+    share = numbers.get("mfu_pct", 0) / 100
+    if 0 < share < 1 and gpus and model_flops and peak_flops:
+        return model_flops / (share * peak_flops * gpus), "measured time derived from MFU, by plan's count of FLOP"
     return None, "no measured time"
-
-
-def measured_peak_bytes(notes: str, source: str = "") -> tuple[int, str, str] | None:
-    """(bytes, `allocated` or `reserved`, the words) of a peak of memory that a note states.
-
-    torchtitan prints the reserved peak of the caching allocator; SimuMax and others that say `alloc` the allocated one.
-    A bare figure per GPU is taken as allocated. What KempnerForge prints as GB are GiB (its metrics/memory.py).
-    """
-    found = _PEAK.search(notes)
-    if found is None:
-        return None
-    unit = "gib" if found[3].lower() == "gb" and "kempner" in source.lower() else found[3].lower()
-    size = int(float(found[2].rstrip(".")) * _BYTES[unit])
-    return size, "reserved" if found[1].lower() == "peak memory" else "allocated", found[0]

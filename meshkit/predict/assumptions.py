@@ -1,6 +1,6 @@
 """What a simulation takes into account, each part on or off: the ingredients of the model.
 
-Everything is on by default. `benchmarks/ablation.py` switches one off at a time and prints what that costs.
+Everything is on by default; a step that was measured, or rehearsed, is priced without some.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def compare(a: Report, b: Report) -> Comparison:
         step={
             name: pair(getattr(a.step, name), getattr(b.step, name))
             for name in schema.StepPart.model_fields
-            if name != "time_interval"
+            if not name.startswith("time_interval")
         },
         memory={
             name: pair(getattr(a.memory, name), getattr(b.memory, name))

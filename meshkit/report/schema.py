@@ -112,6 +112,7 @@ class StepPart(Part):
     idle_between_s: float | None = None
     idle_input_s: float | None = None
     time_interval: StepInterval | None = None
+    time_interval_reason: str | None = None
 
 
 class SpreadPart(Part):

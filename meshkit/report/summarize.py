@@ -163,12 +163,17 @@ def summarize_simulation(
         warnings=warnings,
     )
     unread = any(w.code == NOT_PREDICTED for w in warnings)
-    if source != "plan" or cluster.is_cpu or report.step.time_s is None or unread:
+    if source != "plan" or cluster.is_cpu or report.step.time_s is None:
         return report
-    widest = max(flops, key=lambda dtype: flops[dtype], default="bf16")
-    experts = any(_EXPERTS.search(i.source) for i, _ in schedule.walk())
-    part = step_interval(report.step.time_s, stratum_of(cluster.gpu, facts.precision or widest, experts))
-    return report.model_copy(update={"step": report.step.model_copy(update={"time_interval": part})})
+    if unread:
+        part, reason = None, "a kernel of the step has no predicted time"
+    else:
+        widest = max(flops, key=lambda dtype: flops[dtype], default="bf16")
+        experts = any(_EXPERTS.search(i.source) for i, _ in schedule.walk())
+        stratum = stratum_of(cluster.gpu, facts.precision or widest, experts)
+        part, reason = step_interval(report.step.time_s, stratum)
+    found = {"time_interval": part, "time_interval_reason": reason}
+    return report.model_copy(update={"step": report.step.model_copy(update=found)})
 
 
 def check_invariants(report: Report) -> None:

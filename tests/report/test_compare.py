@@ -45,11 +45,11 @@ def test_a_report_beside_itself_is_all_ones(report):
 
 
 def test_plans_with_an_interval_are_compared_by_their_numbers(report):
-    interval = step_interval(report.step.time_s, stratum_of(catalog.gpu("h100_sxm"), "bf16", False))
+    interval, _ = step_interval(report.step.time_s, stratum_of(catalog.gpu("h100_sxm"), "bf16", False))
     plan = report.model_copy(update={"step": report.step.model_copy(update={"time_interval": interval})})
     found = compare(plan, plan)
     assert found.step["time_s"].ratio == 1
-    assert "time_interval" not in found.step
+    assert not [name for name in found.step if name.startswith("time_interval")]
 
 
 def test_ratios(report, slower):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from meshkit.predict.interval import StepInterval
 from meshkit.report.schema import (
     ClusterPart,
     FindingPart,
@@ -26,7 +27,7 @@ from meshkit.report.schema import (
 )
 from meshkit.report.views.charts import common, lanes, step_to_draw
 from meshkit.report.views.report import bar, render, write_html
-from meshkit.report.views.words import LOOKS, Share, step_shares
+from meshkit.report.views.words import LOOKS, Share, interval_text, step_shares
 from meshkit.timeline import DeviceStep, Timeline
 
 
@@ -209,3 +210,25 @@ def test_thousands_of_spans_are_joined_without_losing_time():
 
 def test_the_step_that_is_drawn_is_the_median_one(timeline):
     assert [s.device for s in step_to_draw(timeline)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "said"),
+    [
+        (True, "990 ms to 1.17 s (80 % of comparable runs; how: docs/concepts/validation.md)"),
+        (False, "990 ms to 1.17 s (80 % of comparable runs, all of one publisher; how: docs/concepts/validation.md)"),
+    ],
+)
+def test_the_interval_is_one_sentence(report, calibrated, said):
+    part = StepInterval(p50_s=(1.0, 1.1), p80_s=(0.99, 1.17), stratum="dense", calibrated=calibrated, rows=9)
+    assert interval_text(report.model_copy(update={"step": StepPart(time_interval=part)})) == said
+
+
+def test_why_there_is_no_interval_stands_where_it_would(report, timeline, tmp_path):
+    why = "2 groups of comparable runs (experts, hopper, 16 bit), 4 are needed for 80 %"
+    step = report.step.model_copy(update={"time_interval_reason": why})
+    plan = report.model_copy(update={"step": step})
+    assert interval_text(plan) == f"no interval: {why}"
+    assert "no interval: 2 groups of comparable runs" in " ".join(shown(render(plan)).split())
+    assert f"no interval: {why}" in write_html(plan, tmp_path / "report.html", timeline).read_text()
+    assert interval_text(report) == ""

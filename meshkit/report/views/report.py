@@ -184,7 +184,7 @@ def _step(shown: Sequence[Shown], page: Page) -> str:
             low, high = format_seconds(r.step.all_overlapped_s), format_seconds(r.step.all_exposed_s)
             note += f" The {words.WORD[r.source]} step would take {low} if all communication hid, {high} if none did."
         if interval := words.interval_text(r):
-            note += f" Measured it will take {interval}."
+            note += f" Expected: {interval}."
     time_s = reports[-1].step.time_s
     alone = len(reports) == 1
     colors = legend(

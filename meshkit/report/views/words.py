@@ -187,7 +187,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
         ("memory", memory_text(report)),
     ]
     if interval := interval_text(report):
-        found.insert(3, ("likely", interval))
+        found.insert(3, ("expected", interval))
     if report.training.hours is not None:
         found.append(("training", training_text(report)))
     if report.training.checkpoint_s is not None:
@@ -379,19 +379,15 @@ def trend_text(report: Report) -> str:
 
 
 def interval_text(report: Report) -> str:
-    """`1.09 s to 1.21 s in half of all runs, 1.05 s to 1.31 s in 80 %`, and whose errors that is; empty without one."""
-    part = report.step.time_interval
+    """Return `0.99 to 1.17 s (80 % of comparable runs; how: ...)`, or why there is no interval; empty where unknown."""
+    part, reason = report.step.time_interval, report.step.time_interval_reason
     if part is None:
-        return ""
-    (low, high), (least, most) = part.p50_s, part.p80_s
-    found = (
-        f"{format_seconds(low)} to {format_seconds(high)} in half of all runs, {format_seconds(least)} to "
-        f"{format_seconds(most)} in 80 %"
-    )
-    why = [f"errors of {part.rows} published runs"]
-    if not part.calibrated:
-        why.append(f"uncalibrated: too few of them are {part.stratum}")
-    return f"{found} ({'; '.join(why)})"
+        return f"no interval: {reason}" if reason else ""
+    low, high = (format_seconds(end) for end in part.p80_s)
+    number, _, unit = low.partition(" ")
+    low = number if high.endswith(f" {unit}") else low
+    whose = "80 % of comparable runs" + ("" if part.calibrated else ", all of one publisher")
+    return f"{low} to {high} ({whose}; how: docs/concepts/validation.md)"
 
 
 def _bounds(report: Report) -> str:

@@ -5,7 +5,6 @@ outcomes of the experiment as it is and of the winner -> differences -> sentence
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,7 +21,6 @@ from rich.text import Text
 
 from meshkit.console import Printed
 from meshkit.errors import RunError
-from meshkit.predict.interval import errors_apart
 from meshkit.report.schema import Part
 from meshkit.report.views.charts import legend_frame, limit
 from meshkit.report.views.page import (
@@ -206,8 +204,7 @@ def why(base: Outcome, winner: Outcome | None, parts: Sequence[DifferencePart]) 
     step = winner.time_s or 0.0
     if base.time_s:
         share = format_percent(step / base.time_s - 1)
-        error = ", within the error" if _within_the_error(base, winner) else ""
-        said.append(f"a step takes {format_seconds(step)} instead of {format_seconds(base.time_s)} ({share}{error}).")
+        said.append(f"a step takes {format_seconds(step)} instead of {format_seconds(base.time_s)} ({share}).")
     if winner.num_gpus != base.num_gpus:
         said.append(_gpus(base, winner))
     said += _recomputation(base, winner)
@@ -217,13 +214,6 @@ def why(base: Outcome, winner: Outcome | None, parts: Sequence[DifferencePart]) 
             said.append(_sentence(part))
     named = any(part.saved_s > 0 and _is_gone(part) for part in parts if _is_reason(part, step, largest))
     return (*said, *_collectives(base, winner, named))
-
-
-def _within_the_error(base: Outcome, winner: Outcome) -> bool:
-    """Whether a step is shorter by less than the errors of half of all pairs of such predictions lie apart."""
-    if winner.time_interval is None or not base.time_s or not winner.time_s:
-        return False
-    return math.log(base.time_s / winner.time_s) < errors_apart()
 
 
 def _is_reason(part: DifferencePart, step: float, largest: float) -> bool:
