@@ -28,9 +28,6 @@ class Assumptions:
     contention: bool = True
     """A collective takes multiprocessors and memory bandwidth from what computes at the same time."""
     slowest: bool = True  # all GPUs wait for the slowest of them, see `slowest_of`; False: all are alike
-    waves: bool = True
-    """Matmuls and attention lose to a collective what they were measured to lose, where they were (catalog,
-    `contended`): where blocks do not fit, all wait for a second wave. False: no more than its multiprocessors."""
     streams: int = 1
     """On which asynchronous collectives run, in turn. XLA has one, however many its scheduler lets be in flight, and
     two with `xla_gpu_experimental_enable_collective_multi_streaming` (execution_stream_assignment.cc)."""

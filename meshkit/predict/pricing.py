@@ -1,10 +1,9 @@
 """Prices of a program's instructions, and what collectives in flight leave of the GPU and of each other's links.
 
 NCCL's kernels hold multiprocessors until they are done, and every byte that arrives passes device memory several times.
-cuBLAS's kernels on Hopper start one block per multiprocessor: with some of them taken, the rest of the blocks form a
-second wave, and the matmul takes up to twice as long. How much is measured where there are measurements (catalog,
-`contended`); elsewhere a kernel loses the multiprocessors that the collective holds. An H100 with cuBLAS 13.1 lost no
-more than those either, beside blocks that stream memory; what published runs say against it is in how-plan-works.md.
+A kernel loses the multiprocessors that the collective holds, as an H100 with cuBLAS 13.1 did beside blocks that stream
+memory, or what was measured on the GPU itself (catalog, `contended`: A100). Kernels that deal out their tiles to one
+block per multiprocessor beforehand lose up to half: a plan does not know which ones do.
 
 Each stream runs its collectives in order (`InFlight`). One first waits for its latency, which it shares with nobody,
 and then sends: it takes a share of the link inside a domain and of the GPU's way out of it. Where several ask for more
@@ -35,30 +34,27 @@ _COPY_PASSES = 2
 _FAIR = 0.5  # of memory's bandwidth: what neither a kernel nor the collectives beside it are kept below
 
 
-def arithmetic_left(gpu: Gpu, channels: int | None, *, waves: bool = True) -> float:
-    """Share of its arithmetic rate that a collective leaves to a kernel: as measured, else that of the other
-    multiprocessors.
+def arithmetic_left(gpu: Gpu, channels: int | None) -> float:
+    """Return the share of its arithmetic rate that a collective leaves to a kernel: as measured on the GPU, else that
+    of the other multiprocessors.
 
     Args:
         gpu: that both run on.
         channels: of the collective; None: not known.
-        waves: False: no measurement counts.
     """
     if channels == 0:
         return by_hand("beside_copies")
-    measured = gpu.achieved.get("contended") if waves else None
-    return measured or max(by_hand("least_left"), 1.0 - (channels or 0) / gpu.sms)
+    return gpu.achieved.get("contended") or max(by_hand("least_left"), 1.0 - (channels or 0) / gpu.sms)
 
 
-def load_of(c: Collective, price: Price, gpu: Gpu, memory_bytes_per_s: float, *, waves: bool = True) -> Load:
-    """What a collective leaves of a GPU whose memory sustains `memory_bytes_per_s`; `waves`: see `Assumptions`."""
+def load_of(c: Collective, price: Price, gpu: Gpu, memory_bytes_per_s: float) -> Load:
+    """Return what a collective leaves of a GPU whose memory sustains `memory_bytes_per_s`."""
     if price.seconds <= 0.0 or not gpu.compute_capability:
         return NO_LOAD
     wire = c.payload_bytes * wire_factor(c.collective, c.group_size)
     passes = catalog.kernels()["nccl_memory_passes"] if price.channels != 0 else _COPY_PASSES
     taken = passes * wire / price.seconds / memory_bytes_per_s
-    left = arithmetic_left(gpu, price.channels, waves=waves)
-    return Load(left, 1.0 - taken, adds=not (waves and "contended" in gpu.achieved))
+    return Load(arithmetic_left(gpu, price.channels), 1.0 - taken, adds="contended" not in gpu.achieved)
 
 
 class Pricer:
@@ -143,8 +139,7 @@ class Pricer:
         if not self._assumptions.contention:
             return Transfer(**vars(price))
         gpu = self._cluster.gpu
-        load = load_of(c, price, gpu, memory_bytes_per_s(gpu, self._rates), waves=self._assumptions.waves)
-        return Transfer(**vars(price), load=load)
+        return Transfer(**vars(price), load=load_of(c, price, gpu, memory_bytes_per_s(gpu, self._rates)))
 
 
 def host_bytes_per_s(cluster: Cluster) -> float:
@@ -159,7 +154,7 @@ class Load:
 
     arithmetic: float = 1.0
     memory: float = 1.0
-    adds: bool = True  # whether another collective takes as much again of the arithmetic; a second wave comes once
+    adds: bool = True  # whether another collective takes as much again of the arithmetic; what was measured counts once
 
     def beside(self, work: KernelWork) -> tuple[float, float]:
         """Seconds of the kernel during the collective over its seconds alone, and the collective's rate over its own.

@@ -14,6 +14,7 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.hlo.costs import Cost, Matmul
 from meshkit.predict.kernels import kernel_work, measured_rates, memory_bytes_per_s
+from meshkit.predict.pricing import arithmetic_left
 from meshkit.report.schema import (
     CommunicationPart,
     KernelClassPart,
@@ -44,7 +45,7 @@ MADE = {
     "small_kernels": {"rms norm s": 1e-4, "rms norm bytes_per_s": MEMORY / 2},
     "contention": {
         "matmul, 0 held: slowdown": 1.0,
-        "matmul, 24 held: slowdown": 1 / H100.achieved["contended"],
+        "matmul, 24 held: slowdown": 1 / arithmetic_left(H100, 24),
         "copy, 24 blocks stream: slowdown": 2.0,
         "copy, 24 blocks stream: streamed bytes_per_s": MEMORY / 2,
         "24 channels, beside nothing: bytes_per_s": 1000e9,
