@@ -26,6 +26,7 @@ left out: their rate rises with the work where every other source's falls, which
 from __future__ import annotations
 
 import argparse
+import bisect
 import csv
 import gzip
 import io
@@ -42,7 +43,7 @@ import numpy as np
 
 from meshkit.config import catalog
 from meshkit.hlo.costs import Matmul
-from meshkit.predict.kernels import LARGE, LONG_S, sustained_flops_per_s, table_flops_per_s
+from meshkit.predict.kernels import sustained_flops_per_s, table_flops_per_s
 
 GPUS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100_sxm", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300",
         "gb200": "gb200", "gb300": "gb300"}  # fmt: skip
@@ -70,8 +71,10 @@ TE_SHAPES = [[(15872, 12288, 4096), (15872, 4096, 4096), (15872, 16384, 4096), (
 OLDER = "1.3.0rc17"
 ROWS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 COLUMNS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)
+LARGE, LONG_S = (catalog.kernels()[name] for name in ("large_dim", "long_run_s"))
 AT_CAP = 0.95
 BURST_S = (0.3e-3, 3e-3)
+ONSET_MS = (1, 2, 3, 5, 7, 10, 15)
 CAST_COLUMNS = (512, 4096)  # what tells a cast: beyond, the product takes nearly all of the time
 OUT = Path(__file__).resolve().parents[1] / "meshkit" / "config"
 
@@ -95,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (OUT / "matmul_shapes.csv").write_text(matmul_table(rates), encoding="utf-8")
         (OUT / "attention_rates.csv").write_text(attention_table(charts), encoding="utf-8")
     print_caps(caps, rates)
+    print_onset(rates)
     print_casts(casts)
     print_errors(rates)
     print_cublaslt()
@@ -281,6 +285,36 @@ def print_caps(caps: Mapping[tuple[str, str], Mapping[str, list[float]]], rates:
         peak = catalog.gpu(key).peak_flops[precision] / 1e12
         burst = burst_of(rates[key, precision])
         print(f"| {key} | {precision} | {cap:.0f} | {cap / peak:.3f} | {each} | {burst:.0f} | {burst / peak:.3f} |")
+
+
+def print_onset(rates: Rates) -> None:
+    """How much faster kernels are than those of the same wrapper that take 15 ms or more, by their seconds; than those
+    of which no dim is below 4096, by their least dim."""
+    by_time, by_dim = defaultdict(list), defaultdict(list)
+    for (gpu, _), table in rates.items():
+        series: dict[str, list[tuple[Shape, float]]] = defaultdict(list)
+        for shape, found in table.items():
+            for name, tflops in found.items():
+                series[name].append((shape, tflops))
+        for rows in series.values():
+            times: dict[int, list[float]] = defaultdict(list)
+            dims: dict[int, list[float]] = defaultdict(list)
+            for shape, tflops in rows:
+                took = 2e-12 * math.prod(shape) / tflops
+                if min(shape) >= LARGE:
+                    times[bisect.bisect(ONSET_MS, took * 1e3)].append(tflops)
+                if BURST_S[0] <= took <= BURST_S[1]:
+                    dims[min(4096, 1 << (min(shape).bit_length() - 1))].append(tflops)
+            long_run, large = statistics.median(times[len(ONSET_MS)]), statistics.median(dims[4096])
+            for n, found in times.items():
+                if gpu != "a100_80gb":  # whose matmuls the cap does not slow
+                    by_time[n].append(statistics.median(found) / long_run)
+            for n, found in dims.items():
+                by_dim[n].append(statistics.median(found) / large)
+    print("\n| over the rate of a long run, or of large dims | median | least | most | series |\n|---|---|---|---|---|")
+    named = [(f"{a} to {b} ms", by_time[n]) for n, (a, b) in enumerate(itertools.pairwise((0, *ONSET_MS)))]
+    for label, found in [*named, *((f"least dim {n}", by_dim[n]) for n in (512, 1024, 2048))]:
+        print(f"| {label} | {statistics.median(found):.3f} | {min(found):.3f} | {max(found):.3f} | {len(found)} |")
 
 
 def burst_of(table: Mapping[Shape, Mapping[str, float]]) -> float:

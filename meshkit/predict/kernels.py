@@ -52,7 +52,6 @@ _MEASURED = {"hopper": "h100_sxm", "blackwell": "b200"}  # of OpenXLA's table
 _STAND_INS = {"a100_40gb": "a100_80gb", "gh200": "h200"}  # the same multiprocessors and clocks
 _PEAK_SHARE = 0.99
 _PACKED = {"nvfp4": 2}  # elements in a byte: such a matmul takes what one in fp8 of as many bytes does
-LARGE, LONG_S = 2048, 10e-3  # of a matmul that the power cap slows
 
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
@@ -463,7 +462,7 @@ def _every_table() -> dict[tuple[str, str], list[Mapping[str, str]]]:
 def _shapes(key: str, precision: str) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """(grid of each dim, rates [m, n, k] in FLOP/s); a shape that was not measured has the rate of the next smaller.
 
-    A large shape that takes 10 ms or more is what the cap is made of (benchmarks/kernel_rates.py), so its burst is not
+    A large shape that takes 10 ms or more is what the cap is made of (benchmarks/kernel_rates), so its burst is not
     known, and is at least the cap.
     """
     rows = _every_table()[key, precision]
@@ -479,7 +478,8 @@ def _shapes(key: str, precision: str) -> tuple[tuple[np.ndarray, ...], np.ndarra
             np.moveaxis(table, axis, 0)[i] = np.where(np.isnan(cells), below, cells)
     every = (*grids, np.array([float(d) for d in depths]))
     m, n, k = np.meshgrid(*every, indexing="ij")
-    capped = (np.minimum(np.minimum(m, n), k) >= LARGE) & (2 * m * n * k >= LONG_S * table)
+    large = np.minimum(np.minimum(m, n), k) >= catalog.kernels()["large_dim"]
+    capped = large & (2 * m * n * k >= catalog.kernels()["long_run_s"] * table)
     return every, np.where(capped, np.maximum(table, sustained_flops_per_s(catalog.gpu(key), precision)), table)
 
 
