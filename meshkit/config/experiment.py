@@ -53,6 +53,7 @@ from meshkit.config.toml import (
     validate,
 )
 from meshkit.config.user_code import check_files, find_experiment
+from meshkit.config.xla_options import check_xla_options
 from meshkit.errors import ConfigError
 from meshkit.redaction import has_credentials, is_secret_name
 
@@ -156,6 +157,7 @@ def _build(document: TomlDocument) -> Experiment:
     """The experiment of a document: every table checked, the mesh resolved, the rules made."""
     check_plain(document.table)
     checked = validate(ExperimentTable, document.table)
+    check_xla_options(checked.xla, {name for name in checked.xla if document.is_overridden(("xla", name))})
     cluster = load_table(as_table(checked.cluster), folder=document.path.parent)
     mesh = MeshSpec.parse(checked.mesh).resolve(cluster)
     rules = _build_rules(checked, mesh, document)
@@ -318,7 +320,6 @@ def check_sections(table: ExperimentTable, mesh: MeshSpec, rules: ShardingRules)
     sizes = mesh.sizes
     cut = rules.mapping("activations")
     _check_captured_steps(table)
-    _check_xla_options(table.xla)
     _check_optimizer(table.optimizer)
     for section in ("local_sgd", "compression"):
         if (found := getattr(table, section)) is not None:
@@ -367,17 +368,6 @@ def _check_captured_steps(table: ExperimentTable) -> None:
         problem = "ends before it begins" if first > last else f"goes beyond the {steps} steps of [train]"
         hint = f"steps = [{min(first, last, steps)}, {min(max(first, last), steps)}]"
         raise SpecError(f"profile.steps {problem}.", key=key, value=value, hint=hint)
-
-
-def _check_xla_options(options: Mapping[str, Any]) -> None:
-    """Refuses names that are no option of XLA, and values that no option has."""
-    for name, value in options.items():
-        if not name.startswith("xla_"):
-            hint = f"xla_{name.removeprefix('--').removeprefix('xla_')}"
-            raise SpecError(f"'{name}' is no XLA option.", key=("xla", name), value=value, hint=hint)
-        if not isinstance(value, bool | int | float | str):
-            message = f"xla.{name} must be a string, a number, true or false."
-            raise SpecError(message, key=("xla", name), value=value, hint="one plain value")
 
 
 def _check_replica_axis(section: str, axis: str, known: Mapping[str, int], batch: Sequence[str]) -> None:

@@ -338,6 +338,10 @@ class TomlDocument:
                 return f"{self.display}:{position.line}: {statement}{unset}"
         return self.display if not path else f"{self.display}: {dotted(path)} is not set"
 
+    def is_overridden(self, key: Key) -> bool:
+        """Whether an override set the key, or a table around it."""
+        return any(key[: len(override.key)] == override.key for override in self.overrides)
+
     def locate(self, error: SpecError) -> ConfigError:
         """The error, pointing into this document unless it points elsewhere already."""
         if error.located:

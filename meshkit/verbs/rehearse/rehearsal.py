@@ -33,6 +33,7 @@ from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, load
 from meshkit.config.user_code import child_path
+from meshkit.config.xla_options import as_overrides
 from meshkit.discover.probe import read_nvml
 from meshkit.distributed.environment import MEMORY_FRACTIONS
 from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
@@ -127,7 +128,13 @@ def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
     log = folder / LOG_FILE
     log.parent.mkdir(parents=True, exist_ok=True)
     beside = str(experiment.path.absolute()) if experiment.path else None
-    request = {"experiment": str(folder / "experiment.toml"), "beside": beside, "folder": str(folder), "steps": steps}
+    request = {
+        "experiment": str(folder / "experiment.toml"),
+        "overrides": as_overrides(experiment.xla),
+        "beside": beside,
+        "folder": str(folder),
+        "steps": steps,
+    }
     environment = gpu_environment(experiment, os.environ)
     environment["PYTHONPATH"] = child_path()
     with log.open("wb") as stderr:
@@ -390,10 +397,10 @@ def main(request: dict[str, Any]) -> None:
     """Compiles, runs and captures the experiment of a request; its code is beside the file that the user named.
 
     Args:
-        request: as `run` writes it: `experiment` (a file of all keys), `beside` (the user's file or None), `folder` (of
-            the run) and `steps` (to capture).
+        request: as `run` writes it: `experiment` (a file of all keys), `overrides` (of keys that a file may not set),
+            `beside` (the user's file or None), `folder` (of the run) and `steps` (to capture).
     """
-    experiment = load(request["experiment"])
+    experiment = load(request["experiment"], request["overrides"])
     if request["beside"]:
         experiment = replace(experiment, path=Path(request["beside"]))
     mock(experiment.cluster)

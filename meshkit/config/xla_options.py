@@ -1,0 +1,69 @@
+"""Which options of XLA an experiment file may set in `[xla]`: those that can name no file and start no program.
+
+XLA takes a flag or a number for an option of that type alone, so only a text can name a path. The options that take a
+text are listed: a test holds the list against the descriptor of `xla.DebugOptions` in the installed jaxlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from meshkit.config.toml import SpecError, inline, key_text
+
+# Fields of `xla.DebugOptions` (xla/xla.proto, in jaxlib 0.11.2 and 0.12.0.1) that are enums, which take names.
+_ENUMS = """
+    xla_autotuner_preferred_backend xla_cpu_experimental_onednn_fusion_type xla_cpu_experimental_xnn_fusion_type
+    xla_cpu_experimental_xnn_graph_fusion_mode xla_cpu_experimental_ynn_fusion_type xla_cpu_opt_preset
+    xla_cpu_scheduler_type xla_detect_unstable_reductions xla_detect_unstable_reductions_post_optimizations
+    xla_gpu_all_gather_mode xla_gpu_collective_permute_mode xla_gpu_command_buffer_scheduling_mode
+    xla_gpu_command_buffer_update_mode xla_gpu_cudnn_deviceless_compilation_mode xla_gpu_detect_inf
+    xla_gpu_detect_nan xla_gpu_deviceless_cub_mode xla_gpu_disable_async_collectives
+    xla_gpu_enable_collectives_command_buffer_filter xla_gpu_enable_command_buffer
+    xla_gpu_enable_while_loop_unrolling xla_gpu_experimental_autotune_backends
+    xla_gpu_experimental_autotune_cache_mode xla_gpu_experimental_deterministic_ops_triton
+    xla_gpu_experimental_early_exit xla_gpu_experimental_pipeline_parallelism_opt_level
+    xla_gpu_experimental_use_collective_kernels xla_gpu_libnvjitlink_mode xla_gpu_pgle_accuracy_checker
+    xla_gpu_pipeline_all_gather xla_gpu_pipeline_all_reduce xla_gpu_pipeline_reduce_scatter
+    xla_gpu_ragged_all_to_all_mode xla_gpu_shape_checks xla_gpu_unsupported_use_cross_host_one_shot_kernel
+    xla_partitioning_algorithm xla_step_marker_location
+"""
+ENUMS = frozenset(_ENUMS.split())
+# Strings among them that name no file or folder, and reach no program's arguments: passes, an instruction set, times.
+_TEXTS = """
+    xla_cpu_max_isa xla_disable_hlo_passes xla_enable_hlo_passes_only xla_gpu_device_execution_terminate_timeout
+    xla_gpu_execution_terminate_timeout xla_run_hlo_passes_starting_from
+"""
+TEXTS = frozenset(_TEXTS.split())
+
+
+def check_xla_options(options: Mapping[str, Any], by_command: Collection[str] = ()) -> None:
+    """Stops at a name that is no option of XLA, and at a text in a file that could name a file or a program.
+
+    Args:
+        options: `[xla]`.
+        by_command: names of those that the command line sets, whose author runs the command.
+
+    Raises:
+        SpecError: which key, and what would do.
+    """
+    for name, value in options.items():
+        key = ("xla", name)
+        if not name.startswith("xla_"):
+            hint = f"xla_{name.removeprefix('--').removeprefix('xla_')}"
+            raise SpecError(f"'{name}' is no XLA option.", key=key, value=value, hint=hint)
+        if not isinstance(value, bool | int | float | str):
+            message = f"xla.{name} must be a string, a number, true or false."
+            raise SpecError(message, key=key, value=value, hint="one plain value")
+        if isinstance(value, str) and name not in ENUMS | TEXTS and name not in by_command:
+            message = (
+                f"xla.{name} is a text that could name a file or a program, and an experiment file may set no such "
+                "option of XLA."
+            )
+            hint = f"--set 'xla.{name}=\"...\"' on the command line; a number, true or false without quotes"
+            raise SpecError(message, key=key, value=value, hint=hint)
+
+
+def as_overrides(options: Mapping[str, Any]) -> list[str]:
+    """The options that `check_xla_options` has let through, for `load` in another process: `xla.NAME=VALUE`."""
+    return [f"xla.{key_text(name)}={inline(value)}" for name, value in options.items()]
