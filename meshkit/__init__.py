@@ -6,11 +6,7 @@ Everything public is here, and imported only when it is used: `import meshkit` c
 from __future__ import annotations
 
 import importlib
-import sys
-import warnings
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 _PUBLIC = {
     "Cluster": "meshkit.config.cluster",
@@ -132,40 +128,3 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
-
-
-# Documented paths of 0.1 -> where they are now. An old one warns and works until the next release.
-_MOVED = {
-    "meshkit.parallel.balance": "meshkit.parallel.layout",
-    "meshkit.parallel.local_sgd": "meshkit.step.local_sgd",
-    "meshkit.parallel.pipeline.sums": "meshkit.parallel.pipeline.manual",
-    "meshkit.parallel.ring": "meshkit.parallel.context",
-    "meshkit.parallel.ulysses": "meshkit.parallel.context",
-    "meshkit.step.program": "meshkit.step.program",
-    "meshkit.step.stages": "meshkit.step.pipelined",
-    "meshkit.training.layout": "meshkit.weights.layout",
-    "meshkit.training.stages": "meshkit.step.pipelined",
-    "meshkit.training.weights": "meshkit.weights.files",
-}
-
-
-class _MovedModules:
-    """Old names of modules, found only where nothing else answers to them."""
-
-    def find_spec(self, fullname, path=None, target=None) -> ModuleSpec | None:
-        is_package = any(name.startswith(f"{fullname}.") for name in _MOVED)
-        loader: Any = self
-        return ModuleSpec(fullname, loader, is_package=is_package) if is_package or fullname in _MOVED else None
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """The usual module."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        new = _MOVED.get(module.__name__)
-        if new is not None:
-            warnings.warn(f"{module.__name__} is now {new}; the old name goes with the next release", FutureWarning, 3)
-            moved = importlib.import_module(new)
-            vars(module)["__getattr__"] = lambda name: getattr(moved, name)
-
-
-sys.meta_path.append(_MovedModules())

@@ -257,19 +257,3 @@ assert all(callable(getattr(mk, name)) for name in mk.__all__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_documented_paths_of_before_warn_and_work():
-    code = """
-import warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    from meshkit.training.layout import Layout
-    from meshkit.training.weights import write_weights
-    import meshkit.training.stages
-from meshkit.weights.layout import Layout as now
-assert Layout is now
-assert [w.category for w in caught if "is now" in str(w.message)] == [FutureWarning] * 3, caught
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """What a machine is, live or recorded: a Topology, and from there a cluster, or where it differs from a declared one.
 
-Enters: a Probe of a machine; a bundle, or a file of `nvidia-smi topo -m`, NCCL or topograph. Leaves: `Topology`, a
+Enters: a Probe of a machine; a bundle, or a file of `nvidia-smi topo -m` or NCCL. Leaves: `Topology`, a
 cluster table, differences, NVLink identities. May be imported by sharding and the verbs; imports no jax.
 """
 
@@ -15,7 +15,7 @@ from meshkit.discover.machine import discover, domain_identities, identity_recor
 from meshkit.discover.nvidia_smi import from_matrix, parse_matrices
 from meshkit.discover.probe import FixtureProbe, LiveProbe, Probe
 from meshkit.discover.topology import Topology, merge
-from meshkit.discover.topology_files import from_rack, parse_topology
+from meshkit.discover.topology_files import parse_topology
 
 __all__ = [
     "FixtureProbe",
@@ -44,7 +44,7 @@ def read_recorded(path: Path, form: Form) -> tuple[Topology, ...]:
     Args:
         path: of the record.
         form: `bundle` of `meshkit topo record` (its hosts are one Topology), topology or graph `xml` of NCCL, or a
-            `matrix`: output of `nvidia-smi topo -m`, or (.yaml) a rack model of topograph.
+            `matrix`: output of `nvidia-smi topo -m`.
 
     Raises:
         ConfigError: there is no such record.
@@ -56,7 +56,5 @@ def read_recorded(path: Path, form: Form) -> tuple[Topology, ...]:
     if form == "xml":
         return (parse_topology(data, at=str(path)),)
     text = decode(data, "topology", str(path))
-    if path.suffix in (".yaml", ".yml"):
-        return (from_rack(text, at=str(path)),)
     matrices = parse_matrices(text, at=str(path))
     return tuple(from_matrix(m, str(path) if len(matrices) == 1 else f"{path}:{m.line}") for m in matrices)

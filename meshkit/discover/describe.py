@@ -38,7 +38,6 @@ def to_cluster(found: Topology, *, gpu: str | None = None) -> dict[str, Any]:
         table |= {"nic": ports[0].key, "nics_per_host": max(1, len(ports) // found.hosts)}
         works = False if ports[0].layer == "tcp" else found.rdma.works
         table |= {} if works is None else {"gpudirect_rdma": works}
-    table |= dict(found.assumed)
     return table | _unusual_switch(found, table)
 
 

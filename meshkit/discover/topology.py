@@ -176,8 +176,6 @@ class Topology:
     """`nvlink`, `pcie` or `shared_memory`; None where nothing says."""
     nics_listed: bool = False
     """Whether every RDMA port of the machine would be in `nics`."""
-    assumed: tuple[tuple[str, object], ...] = ()
-    """Cluster keys known of such a machine, with why in `warnings`."""
     warnings: tuple[str, ...] = ()
     nothing_here: str = ""
     """Why there is no GPU, in one sentence; empty when there is one."""

@@ -9,7 +9,6 @@ last: 2 swaps of chunks per step, where attention by itself would need 4 per lay
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -271,10 +270,3 @@ def _swapped_on_odd_gpus(even: jax.Array, odd: jax.Array, axes: Axes, dim: int) 
     """GPU i holds chunks i and 2 n - 1 - i, so the even one comes first where i is even."""
     swap = lax.axis_index(axes) % 2 == 1
     return jnp.concatenate([jnp.where(swap, odd, even), jnp.where(swap, even, odd)], axis=dim)
-
-
-def __getattr__(name: str) -> Any:
-    if name != "Layout":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("Layout is now ContextLayout; the old name goes with the next release", FutureWarning, 2)
-    return ContextLayout

@@ -15,7 +15,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.discover import check, record, to_cluster
 from meshkit.discover.machine import replay
 from meshkit.discover.nvidia_smi import from_matrix, parse_matrices
-from meshkit.discover.topology_files import from_rack, parse_topology
+from meshkit.discover.topology_files import parse_topology
 from meshkit.errors import ConfigError, MeshkitError, TraceError
 
 DATA = Path(__file__).parents[1] / "data/topo"
@@ -24,7 +24,6 @@ NCV4 = (DATA / "azhpc-images/topology_ncv4-topo.xml").read_text()
 GRAPH = (DATA / "azhpc-images/topology_ncv4-graph.xml").read_text()
 H100 = (DATA / "text/ml-engineering_perf_topo.txt").read_text()
 ASUS = (DATA / "text/stelline_asus-esc8000a-e12.txt").read_text()
-RACK = (DATA / "topograph_nvl72_model.yaml").read_text()
 
 DOCTYPE = '<!DOCTYPE topology SYSTEM "hwloc.dtd">\n<topology version="2.0"/>'
 BILLION = '<!DOCTYPE a [<!ENTITY b "cc"><!ENTITY d "&b;&b;">]>\n<system version="1"><cpu numaid="0">&d;</cpu></system>'
@@ -77,14 +76,6 @@ TEXT = {
     "a stranger": (changed(H100, "\nGPU7", "\nGPU9"), "row 'GPU9' is none of the columns"),
     "too many cells": (changed(H100, "0-51,104-155    0\n", "0-51,104-155    0   1\n", 1), "more cells than"),
 }
-RACKS = {
-    "no blocks": ("switches:\n  core:\n", "no blocks"),
-    "a range": (changed(RACK, "[1101-1118]", "[1118-1101]"), "no range of hosts"),
-    "a huge range": (changed(RACK, "[1101-1118]", "[1-999999999]"), "no range of hosts"),
-    "a host in two domains": (changed(RACK, "node[1201-1218]", "node[1118-1135]"), "names host node1118 again"),
-    "a block without a domain": (changed(RACK, "    accelerator.topology.test/domain: nvl-2-2", ""), "has no domain"),
-    "another form": (changed(RACK, "  nodes:", "  nodes: &all", 1), "is no line of a block"),
-}
 
 
 def one_message(error):
@@ -97,7 +88,6 @@ def one_message(error):
 READERS = {
     "topo.xml": (XML, lambda text, at: parse_topology(text.encode(), at=at)),
     "topo.txt": (TEXT, parse_matrices),
-    "nvl72.yaml": (RACKS, from_rack),
 }
 
 
@@ -109,11 +99,6 @@ def test_damaged_files(file, name):
         read(text, at=file)
     assert words in caught.value.message
     one_message(caught.value)
-
-
-def test_a_rack_of_another_name_is_not_guessed():
-    with pytest.raises(TraceError, match="does not say how many GPUs a host has"):
-        from_rack(RACK, at="model.yaml")
 
 
 def tar(members, mode="w"):
@@ -237,12 +222,6 @@ def test_random_damage_to_xml(data, name):
 @given(data=st.data(), text=st.sampled_from([H100, ASUS]))
 def test_random_damage_to_a_matrix(data, text):
     survives(lambda: [from_matrix(m, "topo.txt") for m in parse_matrices(damaged(data, text))])
-
-
-@FEW
-@given(data=st.data())
-def test_random_damage_to_a_rack(data):
-    survives(lambda: [from_rack(damaged(data, RACK), at="nvl72.yaml")])
 
 
 @settings(FEW, max_examples=60)

@@ -156,7 +156,7 @@ def run(
         out: a cluster file to write.
         record: where to write a scrubbed bundle of this machine.
         xml: NCCL's topology XML to read instead of this machine.
-        matrix: output of `nvidia-smi topo -m` (or a rack model of topograph) to read instead.
+        matrix: output of `nvidia-smi topo -m` to read instead.
         gpu: catalog key of the GPUs, where discovery does not know it.
 
     Raises:
