@@ -3,13 +3,10 @@
     TrainProgram -> lowered -> XLA, with the options that plan uses -> what trainer runs and a capture records
     with compile_cache(say):   jax compiles -> <private folder>/<machine>/<key> -> the next attempt loads
 
-An entry is native code that the next run executes, so whoever can write the folder can run code as its owner. It must
-belong to the user, be closed to everybody else (0700), and lie where nobody else can put another one in its place;
-where it does not, nothing is read or kept. The folder that was checked is held open, and entries are looked up below
-its descriptor: a link that is turned after the check changes nothing. jax makes the keys (program, options, versions,
-devices). Beyond what jax does, a file is written whole or not at all, must belong to the user, and carries a seal that
-takes the secret in `seal.key` to make (`compile.store`): jax's own would leave half a file behind when it is killed,
-and warn of it at every start.
+An entry is native code that the next run executes, so whoever can write the folder can run code as its owner: it is one
+of meshkit's own (private.py), or nothing is read or kept. jax makes the keys (program, options, versions, devices).
+Beyond what jax does, a file is written whole or not at all, must belong to the user, and has a digest: jax's own would
+leave half a file behind when it is killed, and warn of it at every start.
 
 The folder is `compiled` of `cache.cache_root`. Below it is one for each kind of CPU: code for one may use instructions
 that another lacks.
@@ -34,16 +31,7 @@ import jax
 from jax._src import compilation_cache, compiler
 from jax._src.compilation_cache_interface import CacheInterface
 
-from meshkit.compile.cache import (
-    DamagedEntry,
-    HeldFolder,
-    NotPrivate,
-    Store,
-    cache_root,
-    hold_private,
-    max_bytes,
-    seal_key,
-)
+from meshkit.compile.cache import DamagedEntry, Store, cache_root, max_bytes, unfit_folder
 from meshkit.compile.choices import choices_for, compile_to_fit
 from meshkit.compile.options import (
     CompileChoices,
@@ -62,6 +50,7 @@ from meshkit.console import say
 from meshkit.distributed.join import Agreement
 from meshkit.errors import ConfigError
 from meshkit.hlo.module import Schedule, read_schedule
+from meshkit.private import NotPrivate, check_private, private_folder
 from meshkit.step.train_step import TrainProgram
 
 # Processes begin to compile together, and differ by what their hosts are busy with.
@@ -73,6 +62,7 @@ _SETTINGS = {
     "jax_compilation_cache_include_metadata_in_key": True,
 }
 WRITE_ARGUMENTS = ["cache_key", "compile_time_secs", "module_name", "backend", "executable"]
+_SUFFIX = ".executable"
 
 
 @dataclass(frozen=True)
@@ -164,22 +154,22 @@ def _as_process_0(topic: str, mine: Any) -> Any:
 class CompileCache(CacheInterface):
     """Executables in a private folder, by key; those used longest ago go when all exceed `most_bytes`."""
 
-    def __init__(self, folder: HeldFolder, most_bytes: int, key: bytes):
-        self._path, self.store = folder.path, Store(folder.path, most_bytes, held=folder, key=key)
+    def __init__(self, folder: Path, most_bytes: int):
+        self.store, self._path = Store(folder, most_bytes), folder  # jax asks for _path
         self.hits = self.misses = 0  # look-ups so far
 
     def get(self, key: str) -> bytes | None:
         """The entry of a key; None where there is none, or it is not what was written."""
         content = None
         with suppress(DamagedEntry):
-            content = self.store.read(key)
+            content = self.store.read(key + _SUFFIX)
         self.hits += content is not None
         self.misses += content is None
         return content
 
     def put(self, key: str, value: bytes) -> None:
         """Keeps an entry, whole or not at all. A full disk costs the entry."""
-        self.store.write(key, value)
+        self.store.write(key + _SUFFIX, value)
 
 
 @contextmanager
@@ -211,7 +201,7 @@ def compile_cache(say: Callable[[str], None]) -> Iterator[CompileCache | None]:
     write: Any = getattr(compiler, "_cache_write", None)
     try:
         # the folder is also where XLA:GPU keeps what its autotuner found
-        for name, value in {"jax_compilation_cache_dir": str(cache._path), **_SETTINGS}.items():
+        for name, value in {"jax_compilation_cache_dir": str(cache.store.folder), **_SETTINGS}.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
         compilation_cache._cache, compilation_cache._cache_initialized = cache, True
@@ -242,37 +232,36 @@ def _open(say: Callable[[str], None]) -> CompileCache | None:
     root = cache_root()
     if root is None:
         return None
-    folder, named = root / "compiled", "MESHKIT_CACHE" in os.environ
+    folder = root / "compiled"
     try:
-        outer = hold_private(folder)
-        cache = CompileCache(hold_private(outer.path / _machine()), max_bytes(), seal_key(outer))
-        with suppress(OSError):
-            cache.store.trim()
-        return cache
-    except NotPrivate as error:
-        problem = error
-    if named:
-        raise ConfigError(
-            f"compiled programs cannot be kept in the folder that MESHKIT_CACHE names: {problem}.",
-            at=str(folder),
-            hint="a folder of your own (chmod 700), or MESHKIT_CACHE=off",
-        )
-    say(f"compiled programs are not kept, a restart compiles again: {folder}: {problem}; MESHKIT_CACHE names another")
-    return None
+        cache = CompileCache(private_folder(private_folder(folder) / _machine()), max_bytes())
+    except NotPrivate as problem:
+        if "MESHKIT_CACHE" in os.environ:
+            raise unfit_folder(folder, problem) from None
+        why = f"{folder}: {problem}; MESHKIT_CACHE names another"
+        say(f"compiled programs are not kept, a restart compiles again: {why}")
+        return None
+    with suppress(OSError):
+        cache.store.trim()
+    return cache
 
 
 def _check_theirs(folder: str) -> str:
     """The user's own folder for jax, without links: jax looks entries up by its path, again and again."""
     if "://" in folder:
         return folder
+    path = Path(folder)
     try:
-        return str(hold_private(Path(folder)).path)
+        with suppress(OSError):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(path)
     except NotPrivate as problem:
         raise ConfigError(
             f"jax's compilation cache holds code that would be run, and it is not private: {problem}.",
             at=f"JAX_COMPILATION_CACHE_DIR={folder}",
             hint="a folder of your own (chmod 700), or without that variable, for meshkit's",
         ) from None
+    return os.path.realpath(path)
 
 
 def _machine() -> str:

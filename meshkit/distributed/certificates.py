@@ -18,7 +18,7 @@ import shutil
 import ssl
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from meshkit.config.files import open_regular
 from meshkit.distributed.environment import MTLS
 from meshkit.errors import ConfigError
+from meshkit.private import MARK, NotPrivate, private_folder
 
 if TYPE_CHECKING:  # what a process reads takes no cryptography
     from cryptography import x509
@@ -117,25 +118,17 @@ def write_certificates(folder: Path, files: Mapping[str, bytes]) -> None:
     """Writes them into a folder that this user alone can open; replaces those of an earlier run.
 
     Args:
-        folder: made with mode 0700 if missing, and given that mode if not.
+        folder: of meshkit's own (private.py), made if missing.
         files: file name -> PEM, as `make_certificates` gives them; each gets mode 0600.
 
     Raises:
-        ConfigError: the folder belongs to somebody else or is a link, has other files in it, cannot be written, or its
-            file system keeps no permissions.
+        ConfigError: the folder is not private, has other files in it, cannot be written, or its file system keeps no
+            permissions.
     """
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise ConfigError(
-                f"{folder} is no folder of this user; certificates are not written there.", hint="another folder"
-            )
-        if strange := sorted(p.name for p in folder.iterdir() if p.name not in FILES):
+        private_folder(folder)
+        if strange := sorted(p.name for p in folder.iterdir() if p.name not in (*FILES, MARK)):
             raise ConfigError(f"{folder} has other files in it: {', '.join(strange[:4])}.", hint="a folder of its own")
-        folder.chmod(0o700)
         for name, data in files.items():
             (folder / name).unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
@@ -144,8 +137,9 @@ def write_certificates(folder: Path, files: Mapping[str, bytes]) -> None:
                 file.flush()
                 os.fsync(file.fileno())  # other hosts read it at once
         mode = stat.S_IMODE((folder / KEY_FILE).stat().st_mode)
-    except OSError as e:
-        raise ConfigError(f"certificates cannot be written to {folder}: {e.strerror}.", hint="another folder") from None
+    except (NotPrivate, OSError) as e:
+        problem = getattr(e, "strerror", None) or e
+        raise ConfigError(f"certificates cannot be written to {folder}: {problem}.", hint="another folder") from None
     if mode & 0o077:
         shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(

@@ -16,6 +16,7 @@ import meshkit as mk
 from meshkit.compile import cache
 from meshkit.compile.lowering import export_for_cuda, on_own_stack
 from meshkit.compile.program import compile_absent
+from meshkit.private import MARK
 from meshkit.sharding.mesh import DescribedMesh
 
 REQUEST = {"target_config": "sms: 132", "mesh_shape": [8], "compiler_options": {"xla_a": True}}
@@ -31,6 +32,10 @@ def folder(tmp_path, monkeypatch):
     return found
 
 
+def entries(folder):
+    return sorted(p.name for p in folder.iterdir() if p.name != MARK)
+
+
 def file_of(folder, key="k"):
     return folder / f"{key}.program"
 
@@ -39,7 +44,7 @@ def test_an_entry_comes_back_as_it_was(folder):
     assert cache.load(folder, "k") is None
     cache.store(folder, "k", ENTRY)
     assert cache.load(folder, "k") == ENTRY
-    assert [p.name for p in folder.iterdir()] == ["k.program"]  # no temporary file stays
+    assert entries(folder) == ["k.program"]  # no temporary file stays
 
 
 def test_only_the_owner_can_read(folder):
@@ -48,10 +53,37 @@ def test_only_the_owner_can_read(folder):
     assert stat.S_IMODE(file_of(folder).stat().st_mode) == 0o600
 
 
-def test_a_folder_open_to_others_is_closed(folder):
+def test_a_folder_of_the_users_is_refused_and_left_as_it_is(monkeypatch, tmp_path):
+    """MESHKIT_CACHE=$HOME, where ~/programs is the user's."""
+    theirs = tmp_path / "programs"
+    theirs.mkdir(mode=0o755)
+    for name in ("thesis.tex", f"{'0' * 64}.program", "old-0123456789abcdef.tmp"):
+        (theirs / name).write_text("mine")
+        os.utime(theirs / name, (0, 0))
+    monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path))
+    monkeypatch.setenv("MESHKIT_CACHE_BYTES", "1")
+    with pytest.raises(mk.ConfigError, match="there are files in it, and meshkit did not make it") as error:
+        cache.cache_folder()
+    assert "MESHKIT_CACHE=/a/new/folder" in (error.value.hint or "")
+    assert len(os.listdir(theirs)) == 3
+    assert stat.S_IMODE(theirs.stat().st_mode) == 0o755
+
+
+def test_only_entries_are_removed(folder, monkeypatch):
+    """Somebody has put files of their own into a folder of meshkit's."""
+    for name in ("thesis.tex", "notes.tmp", "seal.key"):
+        (folder / name).write_text("mine")
+        os.utime(folder / name, (0, 0))
+    monkeypatch.setenv("MESHKIT_CACHE_BYTES", "1")
+    cache.store(folder, "k", ENTRY)
+    assert entries(folder) == ["notes.tmp", "seal.key", "thesis.tex"]
+
+
+def test_a_folder_that_was_opened_to_others_is_refused(folder):
     folder.chmod(0o777)
-    assert cache.cache_folder() == folder
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with pytest.raises(mk.ConfigError, match=r"others may enter it \(mode 0777, not 0700\)"):
+        cache.cache_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o777
 
 
 @pytest.mark.parametrize(
@@ -84,16 +116,16 @@ def test_the_entries_used_longest_ago_go_first(folder, monkeypatch):
     size = file_of(folder, "a").stat().st_size
     monkeypatch.setenv("MESHKIT_CACHE_BYTES", str(3 * size))
     cache.store(folder, "e", ENTRY)
-    assert sorted(p.stem for p in folder.iterdir()) == ["a", "d", "e"]
+    assert entries(folder) == ["a.program", "d.program", "e.program"]
 
 
 def test_what_a_dead_writer_left_is_removed_and_what_a_living_one_writes_is_not(folder):
-    left, written = folder / "1-x.tmp", folder / "2-y.tmp"
+    left, written = (folder / f"k.program-{i:016x}.tmp" for i in (1, 2))
     left.write_bytes(b"half")
     os.utime(left, times=(time.time() - 7200, time.time() - 7200))
     written.write_bytes(b"half")
     cache.store(folder, "k", ENTRY)
-    assert sorted(p.name for p in folder.iterdir()) == ["2-y.tmp", "k.program"]
+    assert entries(folder) == ["k.program", written.name]
 
 
 def test_a_full_disk_costs_the_entry_alone(folder, monkeypatch):
@@ -102,7 +134,7 @@ def test_a_full_disk_costs_the_entry_alone(folder, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     cache.store(folder, "k", ENTRY)
-    assert list(folder.iterdir()) == []
+    assert entries(folder) == []
 
 
 @pytest.mark.parametrize("word", ["off", "OFF", "0", "none", ""])

@@ -25,6 +25,7 @@ from meshkit.distributed.certificates import (
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import join_gang
 from meshkit.errors import ConfigError, RunError
+from meshkit.private import MARK
 from meshkit.verbs.launch.jobs import Job, Kubernetes, jobset, jobset_yaml, submit_jobset
 from meshkit.verbs.launch.local import LocalPart
 
@@ -46,7 +47,8 @@ def ours(tmp_path_factory):
 
 def test_only_this_user_can_read_them(ours):
     assert stat.S_IMODE(ours.stat().st_mode) == 0o700
-    assert {p.name: stat.S_IMODE(p.stat().st_mode) for p in ours.iterdir()} == dict.fromkeys(FILES, 0o600)
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in ours.iterdir()}
+    assert modes == dict.fromkeys((*FILES, MARK), 0o600)
     assert [p.name for p in ours.iterdir() if b"PRIVATE KEY" in p.read_bytes()] == ["key.pem"]  # none of the authority
 
 
@@ -63,13 +65,14 @@ def test_they_are_new_each_time_and_gone_afterwards(tmp_path):
 
 def test_a_folder_that_is_not_for_them(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(ConfigError, match="no folder of this user"):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    with pytest.raises(ConfigError, match=r"cannot be written to .*: it is a link"):
         write_certificates(tmp_path / "link", {})
     (tmp_path / "full").mkdir()
     (tmp_path / "full/model.py").touch()
-    with pytest.raises(ConfigError, match=r"has other files in it: model\.py"):
+    with pytest.raises(ConfigError, match="there are files in it, and meshkit did not make it"):
         write_certificates(tmp_path / "full", {})
+    assert [p.name for p in (tmp_path / "full").iterdir()] == ["model.py"]
     with pytest.raises(ConfigError, match="cannot be written"):
         write_certificates(tmp_path / "full/model.py/mtls", {})
 
@@ -141,7 +144,7 @@ def test_the_verb_for_a_launcher_of_ones_own(tmp_path, capsys):
     for host in ("gpu7", "10.0.0.1"):
         read_certificates(str(tmp_path / "m"), coordinator_host=host)
     assert main(["launch", "certificates", str(tmp_path), "--host", "gpu7"]) == 2
-    assert "has other files in it" in capsys.readouterr().err
+    assert "meshkit did not make it" in capsys.readouterr().err
 
 
 def test_what_local_would_start(tmp_path, capsys, monkeypatch):

@@ -23,13 +23,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshkit.compile.cache import cache_root, private_folder
+from meshkit.compile.cache import cache_root
 from meshkit.compile.options import check_compiler, version_of
 from meshkit.config.user_code import child_path, listed, read_site
 from meshkit.discover.machine import discover
 from meshkit.discover.probe import Probe
 from meshkit.distributed.environment import MEMORY_FRACTIONS, read_gang
 from meshkit.errors import MeshkitError
+from meshkit.private import NotPrivate, private_folder
 from meshkit.redaction import redact
 from meshkit.units import format_bytes, format_rate
 
@@ -321,10 +322,11 @@ def _cache() -> Result:
     if root is None:
         return warning("compile_cache", "MESHKIT_CACHE=off: every restart compiles again.", "unset MESHKIT_CACHE")
     folder = root / "compiled"
-    problem = private_folder(folder)
-    if problem:
+    try:
+        private_folder(folder)
+    except NotPrivate as problem:
         message = f"compiled programs cannot be kept in {folder}: {problem}; every restart compiles again."
-        return warning("compile_cache", message, "MESHKIT_CACHE with a folder of your own (chmod 700)")
+        return warning("compile_cache", message, "MESHKIT_CACHE=/a/new/folder, which meshkit makes")
     return ok("compile_cache", f"compiled programs are kept in {folder}")
 
 
