@@ -1,11 +1,11 @@
 """`python -m benchmarks.kernel_rates --data DIR`: the tables of kernel rates that ship, from published measurements.
 
-    matmul_shapes.csv       TFLOP/s of matmuls by GPU, precision and shape: cuBLAS alone, since that is what XLA calls
+    matmuls.csv       TFLOP/s of matmuls by GPU, precision and shape: cuBLAS alone, since that is what XLA calls
     attention_rates.csv     share of the bf16 peak of fused attention by GPU, pass, mask and length: cuDNN's where it
                             was measured; FlashAttention-2 forward on A100
 
 DIR holds gemm_aiconfigurator.csv.gz and sdpa_cudnn_frontend.csv, attention_fwd_aiconfigurator.csv.gz (tables of
-ai-dynamo/aiconfigurator@095f58a51 and NVIDIA/cudnn-frontend@3929da2, Apache-2.0 and MIT). A cell of matmul_shapes.csv
+ai-dynamo/aiconfigurator@095f58a51 and NVIDIA/cudnn-frontend@3929da2, Apache-2.0 and MIT). A cell of matmuls.csv
 is the geometric mean of the libraries' wrappers that it names, each one row of the raw file; nothing is smoothed.
 
 Printed: what a long run sustains and what a burst reaches, which the catalog has as `achieved.matmul` and
@@ -43,7 +43,7 @@ import numpy as np
 
 from meshkit.config import catalog
 from meshkit.hlo.costs import Matmul
-from meshkit.predict.kernels import sustained_flops_per_s, table_flops_per_s
+from meshkit.predict.kernels import burst_flops_per_s, large_flops_per_s
 
 GPUS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100_sxm", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300",
         "gb200": "gb200", "gb300": "gb300"}  # fmt: skip
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kernel_rates: {error}", file=sys.stderr)
         return 2
     if not options.check:
-        (OUT / "matmul_shapes.csv").write_text(matmul_table(rates), encoding="utf-8")
+        (OUT / "matmuls.csv").write_text(matmul_table(rates), encoding="utf-8")
         (OUT / "attention_rates.csv").write_text(attention_table(charts), encoding="utf-8")
     print_caps(caps, rates)
     print_onset(rates)
@@ -205,7 +205,7 @@ def read_matmuls(path: Path) -> tuple[Rates, Mapping[tuple[str, str], Mapping[st
 
 
 def matmul_table(rates: Rates) -> str:
-    """The text of matmul_shapes.csv."""
+    """The text of matmuls.csv: new rows of cuBLAS, and the comment and OpenXLA's rows as they are."""
     rows = []
     for (gpu, precision), table in sorted(rates.items()):
         names = sorted({name for found in table.values() for name in found})
@@ -213,14 +213,11 @@ def matmul_table(rates: Rates) -> str:
             cells = [table.get((m, n, k), {}) for k in COLUMNS]
             if any(cells):
                 means = [f"{statistics.geometric_mean(c.values()):.4g}" if c else "" for c in cells]
-                rows.append([gpu, precision, f"cuBLAS ({'; '.join(names)})", m, n, *means])
-    comment = (
-        "# TFLOP/s of matmuls [m, k] x [k, n] by cuBLAS in short bursts (long kernels: at the power cap), by k.\n"
-        "# Written by `python -m benchmarks.kernel_rates` from gemm_perf of ai-dynamo/aiconfigurator@095f58a51,\n"
-        "# Apache-2.0, read 2026-11-22: the geometric mean of the wrappers of cuBLAS that `library` names;\n"
-        "# of fp8 without the cast of the [m, k] operand that the raw rows include.\n"
-    )
-    return _csv_text(comment, ["gpu", "precision", "library", "m", "n", *COLUMNS], rows)
+                rows.append([gpu, precision, f"cuBLAS ({'; '.join(names)})", 1, m, n, "", *means])
+    text = (OUT / "matmuls.csv").read_text(encoding="utf-8")
+    comment = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    of_xla = [list(row.values()) for row in catalog.measured_table("matmuls.csv") if row["library"] == "XLA"]
+    return _csv_text(comment, ["gpu", "precision", "library", "batch", "m", "n", 256, *COLUMNS], [*rows, *of_xla])
 
 
 def _csv_text(comment: str, header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -342,7 +339,7 @@ def print_cublaslt() -> None:
     print("|---|---|---|---|---|---|")
     for precision, source, rates in CUBLASLT:
         for size, measured in rates.items():
-            rate = table_flops_per_s(Matmul(precision, 1, size, size, size), catalog.gpu("b200"), precision) / 1e12
+            rate = burst_flops_per_s(Matmul(precision, 1, size, size, size), catalog.gpu("b200"), precision) / 1e12
             print(f"| {size} | {precision} | {measured} | {source} | {rate:.0f} | {rate / measured - 1:+.0%} |")
     print("\n| B300, a layer's matmuls | TFLOP/s | over fp8 | catalog, long run | burst of these shapes |")
     print("|---|---|---|---|---|")
@@ -350,8 +347,8 @@ def print_cublaslt() -> None:
     gpu, fp8 = catalog.gpu("b300"), sum(TE_B300_MS["fp8"])
     for precision, times in TE_B300_MS.items():
         shapes = [(2 * m * n * k, Matmul(precision, 1, m, n, k)) for each in TE_SHAPES for m, n, k in each]
-        burst = sum(flops) / sum(f / table_flops_per_s(matmul, gpu, precision) for f, matmul in shapes) / 1e12
-        cap = sustained_flops_per_s(gpu, precision) / 1e12
+        burst = sum(flops) / sum(f / burst_flops_per_s(matmul, gpu, precision) for f, matmul in shapes) / 1e12
+        cap = large_flops_per_s(gpu, precision) / 1e12
         rate = sum(flops) / sum(times) / 1e9
         print(f"| {precision} | {rate:.0f} | {fp8 / sum(times):.3f} | {cap:.0f} | {burst:.0f} |")
 
@@ -366,10 +363,10 @@ def print_errors(rates: Rates) -> None:
             true = statistics.geometric_mean(found.values()) * 1e12
             matmul = Matmul(precision, 1, *shape)
             if shape[0] not in ROWS or not {*shape[1:]} <= {*COLUMNS}:
-                errors.append(abs(table_flops_per_s(matmul, catalog.gpu(key), precision) / true - 1))
+                errors.append(abs(burst_flops_per_s(matmul, catalog.gpu(key), precision) / true - 1))
             for other in {k for k, p in rates if p == precision} - {key}:
                 if _same_generation(key, other):
-                    found_s = table_flops_per_s(matmul, catalog.gpu(key), precision, table_of=other)
+                    found_s = burst_flops_per_s(matmul, catalog.gpu(key), precision, measured=other)
                     others[other].append(abs(found_s / true - 1))
         ninth = sorted(errors)[int(0.9 * len(errors))] if errors else math.nan
         by = ", ".join(f"{name} {statistics.median(v):.1%}" for name, v in sorted(others.items()))

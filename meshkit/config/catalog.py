@@ -181,7 +181,7 @@ def _numbers(table: str, key: str) -> dict[str, Any]:
 
 @functools.cache
 def measured_table(name: str) -> tuple[Mapping[str, str], ...]:
-    """The rows of a table of measured rates beside this module: matmul_rates.csv, matmul_shapes.csv, ..."""
+    """The rows of a table of measured rates beside this module: matmuls.csv, attention_rates.csv"""
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     return tuple(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 

@@ -3,19 +3,19 @@
 time = max(FLOP / (dense peak x sustained share), bytes / (memory bandwidth x sustained share)). The shares are measured
 ones and live in config/catalog.toml with their sources; the rates of a calibration that the cluster names come first.
 
-`config/matmul_shapes.csv` has cuBLAS's rates of some 5,000 shapes on seven GPUs, in bursts; between them rates are
-log-linear. In a long run of nothing else a kernel takes the smaller of that and of what the power cap leaves
-(`achieved.matmul` of the catalog): a shape that fills half of a GPU does not draw the power that would throttle it.
+`config/matmuls.csv` has the rates of matmuls in bursts: cuBLAS's of some 5,000 shapes on seven GPUs, and 375 shapes of
+powers of two that OpenXLA measured on an H100 and on a B200. Between them rates are log-linear (`burst_flops_per_s`).
+In a long run of nothing else a kernel takes the smaller of that and of what the power cap leaves to a large one
+(`large_flops_per_s`): a shape that fills half of a GPU does not draw the power that would throttle it (`shape_share`).
 Block-scaled matmuls take what fp8's take over as many bytes: those in NVFP4 over half the depth.
 
 In a step the cap binds the mean: what waits for memory draws less, and the clock rises until tensor cores take what it
 leaves. `step_gain` is how much faster they are then than in a long run of nothing else.
 
-Where that table does not reach (dims below 512, many small products, TF32), the rate of its nearest shape is scaled as
-`config/matmul_rates.csv` has it, 375 shapes of powers of two that OpenXLA measured on an H100 and on a B200. There many
-small products fill a GPU as one large one does, a dim that is no multiple of a tile costs as much as the next multiple,
-and dims beyond the table are further waves of the same tiles. A GPU that was not measured is read at the shape that
-gives each of its multiprocessors the same number of tiles, and a tile the same time, as on a measured one.
+Where cuBLAS's rows do not reach (dims below 512, many small products, TF32), the rate of their nearest shape is scaled
+as OpenXLA's have it. There many small products fill a GPU as one large one does, a dim that is no multiple of a tile
+costs as much as the next multiple, and dims beyond the rows are further waves of the same tiles. A GPU that was not
+measured is read at the shape that gives each of its multiprocessors the same number of tiles, and a tile the same time.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _PRECISION = {"bf16": "bf16", "f16": "fp16", "f32": "tf32", "f32_highest": "fp32
               "mxfp8": "mxfp8", "f4e2m1fn": "nvfp4"}  # fmt: skip
 
 
+Shape = tuple[int, int, int, int]  # batch, m, n, k
+
 _NOT_MEASURED = Rates()
 _ALL = Assumptions()
 _CHARTED_HEAD = 128
@@ -48,7 +50,6 @@ _CHARTED = {"a100_40gb": "a100_80gb", "h100_sxm": "h200", "h100_pcie": "h200", "
             "b300": "gb300"}  # fmt: skip
 _TILE = 128  # cuBLAS's smallest output tile that keeps tensor cores busy, both ways
 _INNER = 64  # of its loop over k
-_MEASURED = {"hopper": "h100_sxm", "blackwell": "b200"}  # of OpenXLA's table
 _STAND_INS = {"a100_40gb": "a100_80gb", "gh200": "h200"}  # the same multiprocessors and clocks
 _PEAK_SHARE = 0.99
 _PACKED = {"nvfp4": 2}  # elements in a byte: such a matmul takes what one in fp8 of as many bytes does
@@ -190,7 +191,7 @@ def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy
 def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumptions, busy: float) -> float:
     """Sustained rate of a large matmul."""
     precision = precision_of(gpu, dtype)
-    large = sustained_flops_per_s(gpu, precision, _kind(assumptions))
+    large = large_flops_per_s(gpu, precision, _kind(assumptions))
     kept = gain = _promoted_share(gpu, dtype)
     if assumptions.sustained:  # what promotes draws less at a clock, so that the clock is higher under the cap
         capped = kept ** (1 - 1 / catalog.kernels()["power_exponent"])
@@ -231,13 +232,6 @@ def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assu
 def attention_full_clock(gpu: Gpu, way: str) -> float:
     """Rate of a pass of attention (`forward` or `backward`) at the full clock over that of a long run."""
     return full_clock(gpu, "bf16") ** catalog.kernels()[f"attention_power_{way}"]
-
-
-def matmul_share(cost: Cost, gpu: Gpu) -> float:
-    """Rate of a kernel's matmuls over that of large ones, at most 1; 1 where none has a shape."""
-    flops = sum(m.flops for m in cost.matmuls)
-    as_large = sum(m.flops / shape_share(m, gpu, precision_of(gpu, m.dtype)) for m in cost.matmuls)
-    return flops / as_large if as_large else 1.0
 
 
 def attention_share(cost: Cost, gpu: Gpu) -> float:
@@ -336,54 +330,85 @@ def memory_bytes_per_s(gpu: Gpu, rates: Rates = _NOT_MEASURED) -> float:
     return min(gpu.memory_bytes_per_s, rates.memory_bytes_per_s or gpu.memory_bytes_per_s * gpu.achieved["memory"])
 
 
-def shape_share(matmul: Matmul, gpu: Gpu, precision: str, sustained: str = "matmul") -> float:
-    """Rate of a matmul of this shape over that of a large one, at most 1.
+def shape_share(matmul: Matmul, gpu: Gpu, precision: str, kind: str = "matmul") -> float:
+    """Return the rate of a matmul of this shape over that of a large one, at most 1.
 
     Args:
         matmul: its shape.
         gpu: where it runs.
-        precision: as the catalog calls it; one that no table has is read as bf16.
-        sustained: the rate of a large one: `matmul` of a long run, `burst` of a short one.
+        precision: as the catalog calls it; one that no rows have is read as bf16.
+        kind: of `large_flops_per_s`.
     """
     if gpu.compute_capability is None or min(matmul.batch, matmul.m, matmul.n, matmul.k) < 1:
         return 1.0
-    return _share((matmul.batch, matmul.m, matmul.n, matmul.k), gpu.key, precision, sustained)
+    return _shape_share((matmul.batch, matmul.m, matmul.n, matmul.k), gpu.key, precision, kind)
 
 
 @functools.lru_cache(maxsize=65536)
-def _share(shape: tuple[int, int, int, int], key: str, precision: str, sustained: str) -> float:
+def _shape_share(shape: Shape, key: str, precision: str, kind: str) -> float:
     gpu = catalog.gpu(key)
-    if _table_of(gpu, precision) is None:
-        return _older_share(shape, gpu, precision)
-    large = sustained_flops_per_s(gpu, precision, sustained)
-    rate = table_flops_per_s(Matmul(precision, *_tiled(shape)), gpu, precision)
-    return _useful(shape) * min(1.0, rate / large)
+    if _measured_gpu(gpu, precision) is None:
+        return _xla_share(shape, gpu, precision)
+    burst = burst_flops_per_s(Matmul(precision, *_tiled(shape)), gpu, precision)
+    return _useful(shape) * min(1.0, burst / large_flops_per_s(gpu, precision, kind))
 
 
-def _tiled(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+def large_flops_per_s(gpu: Gpu, precision: str, kind: str = "matmul") -> float:
+    """Return the rate of a large matmul by the catalog, FLOP/s of one GPU.
+
+    Args:
+        gpu: its peaks, and the shares of them that were measured or are taken from its kind.
+        precision: as the catalog calls it; of one that the GPU lacks, fp32's peak.
+        kind: `matmul` of a long run, `burst` of a short one; a share of the precision's own comes first.
+    """
+    share = gpu.achieved.get(f"{kind}_{precision}", gpu.achieved.get(kind, gpu.achieved["matmul"]))
+    return gpu.peak_flops.get(precision, gpu.peak_flops["fp32"]) * share
+
+
+def burst_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str, measured: str | None = None) -> float:
+    """Return the rate in a burst of a shape of whole tiles, by cuBLAS's measured shapes.
+
+    Args:
+        matmul: its shape.
+        gpu: where it runs.
+        precision: as the catalog calls it.
+        measured: a GPU whose rows are read instead of the nearest one's.
+
+    Raises:
+        KeyError: that GPU has no rows of this precision.
+    """
+    key = measured or _measured_gpu(gpu, precision)
+    if key is None:
+        raise KeyError(f"{gpu.key} {precision}")
+    peak, packed, precision = gpu.peak_flops[precision], _PACKED.get(precision, 1), _column(precision)
+    other = catalog.gpu(key)
+    theirs, ours = large_flops_per_s(other, precision), large_flops_per_s(gpu, precision)
+    tiles, slower = other.sms / gpu.sms, (theirs / other.sms) / (ours / gpu.sms)
+    if _STAND_INS.get(gpu.key, gpu.key) == key:
+        tiles = slower = 1.0
+    batch, m, n, k = matmul.batch, matmul.m, matmul.n, -(-matmul.k // packed)
+    grids, rates = _rates(key, precision, "cuBLAS")
+    grids, rates = grids[1:], rates[0]
+    least = int(grids[0][0])
+    near = (max(m * batch * tiles, least), max(n, least), max(k * slower, least))
+    if near[0] > grids[0][-1] and near[1] < near[0]:  # C and its transpose are the same work
+        near = (near[1], near[0], near[2])
+    found = _log_linear(grids, rates, [min(x, float(grid[-1])) for x, grid in zip(near, grids)]) * ours / theirs
+    if min(m, n, k) < least:  # as OpenXLA's shapes have the step from the nearest one
+        large = (1, max(m * batch, least), max(n, least), max(k, least))
+        found *= _xla_share((batch, m, n, k), gpu, precision) / _xla_share(large, gpu, precision)
+    return min(_PEAK_SHARE * peak, packed * found)
+
+
+def _tiled(shape: Shape) -> Shape:
     """The shape that a kernel of whole tiles works on."""
     batch, m, n, k = shape
     return batch, _padded(m, _TILE), _padded(n, _TILE), _padded(k, _INNER)
 
 
-def _useful(shape: tuple[int, int, int, int]) -> float:
+def _useful(shape: Shape) -> float:
     """Share of the work of its tiles that a shape needs; the rest draws power too."""
     return math.prod(shape) / math.prod(_tiled(shape))
-
-
-def sustained_flops_per_s(gpu: Gpu, precision: str, kind: str = "matmul") -> float:
-    """Rate of a large matmul by the catalog: `matmul` of a long run, `burst` of a short one.
-
-    Args:
-        gpu: its peaks, and the shares of them that were measured or are taken from its kind.
-        precision: as the catalog calls it; of one that the GPU lacks, fp32's peak.
-        kind: `matmul` or `burst`; a share of the precision's own comes first.
-
-    Returns:
-        FLOP/s of one GPU.
-    """
-    share = gpu.achieved.get(f"{kind}_{precision}", gpu.achieved.get(kind, gpu.achieved["matmul"]))
-    return gpu.peak_flops.get(precision, gpu.peak_flops["fp32"]) * share
 
 
 def step_gain(full: float, busy: float) -> float:
@@ -398,100 +423,78 @@ def step_gain(full: float, busy: float) -> float:
 
 def full_clock(gpu: Gpu, precision: str) -> float:
     """Rate of tensor cores at the full clock over that of a long run."""
-    return sustained_flops_per_s(gpu, precision, "burst") / sustained_flops_per_s(gpu, precision)
-
-
-def table_flops_per_s(matmul: Matmul, gpu: Gpu, precision: str, table_of: str | None = None) -> float:
-    """The rate in a burst of a shape of whole tiles, by the measured table.
-
-    Args:
-        matmul: its shape.
-        gpu: where it runs.
-        precision: as the catalog calls it.
-        table_of: a GPU whose table is read instead of the nearest one's.
-
-    Raises:
-        KeyError: that GPU has no table of this precision.
-    """
-    table = table_of or _table_of(gpu, precision)
-    if table is None:
-        raise KeyError(f"{gpu.key} {precision}")
-    peak, packed, precision = gpu.peak_flops[precision], _PACKED.get(precision, 1), _column(precision)
-    measured = catalog.gpu(table)
-    theirs, ours = sustained_flops_per_s(measured, precision), sustained_flops_per_s(gpu, precision)
-    tiles, slower = measured.sms / gpu.sms, (theirs / measured.sms) / (ours / gpu.sms)
-    if _STAND_INS.get(gpu.key, gpu.key) == table:
-        tiles = slower = 1.0
-    batch, m, n, k = matmul.batch, matmul.m, matmul.n, -(-matmul.k // packed)
-    grids, values = _shapes(table, precision)
-    least = int(grids[0][0])
-    near = (max(m * batch * tiles, least), max(n, least), max(k * slower, least))
-    if near[0] > grids[0][-1] and near[1] < near[0]:  # C and its transpose are the same work
-        near = (near[1], near[0], near[2])
-    found = _log_linear(grids, values, [min(x, float(grid[-1])) for x, grid in zip(near, grids)]) * ours / theirs
-    if min(m, n, k) < least:  # as OpenXLA's table has the step from the nearest shape
-        large = (1, max(m * batch, least), max(n, least), max(k, least))
-        found *= _older_share((batch, m, n, k), gpu, precision) / _older_share(large, gpu, precision)
-    return min(_PEAK_SHARE * peak, packed * found)
+    return large_flops_per_s(gpu, precision, "burst") / large_flops_per_s(gpu, precision)
 
 
 def _column(precision: str) -> str:
     return {"fp16": "bf16", "mxfp8": "fp8", "nvfp4": "fp8"}.get(precision, precision)
 
 
-def _table_of(gpu: Gpu, precision: str) -> str | None:
-    """The GPU whose table is read for this one; None where no table has the precision, and for GPUs before Ampere."""
-    precision, major = _column(precision), (gpu.compute_capability or (0, 0))[0]
-    key = _STAND_INS.get(gpu.key, gpu.key)
+def _measured_gpu(gpu: Gpu, precision: str) -> str | None:
+    """The GPU whose rows of cuBLAS are read for this one; None where none have the precision, and before Ampere."""
+    major = (gpu.compute_capability or (0, 0))[0]
     near = {8: "a100_80gb", 9: "h100_sxm"}.get(major, "b200")
-    for name in (key, near):
-        if (name, precision) in _every_table() and major >= 8:
-            return name
+    for key in (_STAND_INS.get(gpu.key, gpu.key), near):
+        if (key, _column(precision), "cuBLAS") in _rows() and major >= 8:
+            return key
     return None
 
 
 @functools.cache
-def _every_table() -> dict[tuple[str, str], list[Mapping[str, str]]]:
-    tables: dict[tuple[str, str], list[Mapping[str, str]]] = {}
-    for row in catalog.measured_table("matmul_shapes.csv"):
-        tables.setdefault((row["gpu"], row["precision"]), []).append(row)
-    return tables
+def _rows() -> dict[tuple[str, str, str], list[Mapping[str, str]]]:
+    """The rows of matmuls.csv by GPU, precision and library."""
+    rows: dict[tuple[str, str, str], list[Mapping[str, str]]] = {}
+    for row in catalog.measured_table("matmuls.csv"):
+        rows.setdefault((row["gpu"], row["precision"], row["library"].partition(" ")[0]), []).append(row)
+    return rows
 
 
 @functools.cache
-def _shapes(key: str, precision: str) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """(grid of each dim, rates [m, n, k] in FLOP/s); a shape that was not measured has the rate of the next smaller.
+def _rates(key: str, precision: str, library: str) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """(grid of each dim, rates [batch, m, n, k] in FLOP/s, of XLA relative); a gap has the next smaller shape's rate.
 
     A large shape that takes 10 ms or more is what the cap is made of (benchmarks/kernel_rates), so its burst is not
     known, and is at least the cap.
     """
-    rows = _every_table()[key, precision]
-    depths = [name for name in rows[0] if name.isdigit()]
-    grids = tuple(np.array(sorted({float(row[d]) for row in rows})) for d in ("m", "n"))
-    table = np.full((len(grids[0]), len(grids[1]), len(depths)), np.nan)
+    rows, unit = _rows()[key, precision, library], 1e12 if library == "cuBLAS" else 1.0
+    depths = [name for name in rows[0] if name.isdigit() and any(row[name] for row in rows)]
+    grids = tuple(np.array(sorted({float(row[d]) for row in rows})) for d in ("batch", "m", "n"))
+    table = np.full((*(len(grid) for grid in grids), len(depths)), np.nan)
     for row in rows:
-        at = tuple(int(np.searchsorted(grid, float(row[d]))) for d, grid in zip(("m", "n"), grids))
-        table[at] = [float(row[d] or "nan") * 1e12 for d in depths]
-    for axis in range(3):
+        at = tuple(int(np.searchsorted(grid, float(row[d]))) for d, grid in zip(("batch", "m", "n"), grids))
+        table[at] = [float(row[d] or "nan") * unit for d in depths]
+    for axis in range(1, 4):
         for i in range(1, table.shape[axis]):
             cells, below = (np.take(table, j, axis) for j in (i, i - 1))
             np.moveaxis(table, axis, 0)[i] = np.where(np.isnan(cells), below, cells)
-    every = (*grids, np.array([float(d) for d in depths]))
-    m, n, k = np.meshgrid(*every, indexing="ij")
-    large = np.minimum(np.minimum(m, n), k) >= catalog.kernels()["large_dim"]
-    capped = large & (2 * m * n * k >= catalog.kernels()["long_run_s"] * table)
-    return every, np.where(capped, np.maximum(table, sustained_flops_per_s(catalog.gpu(key), precision)), table)
+    grids = (*grids, np.array([float(d) for d in depths]))
+    if library == "cuBLAS":
+        _, m, n, k = np.meshgrid(*grids, indexing="ij")
+        large = np.minimum(np.minimum(m, n), k) >= catalog.kernels()["large_dim"]
+        capped = large & (2 * m * n * k >= catalog.kernels()["long_run_s"] * table)
+        table = np.where(capped, np.maximum(table, large_flops_per_s(catalog.gpu(key), precision)), table)
+    return grids, table
 
 
-def _older_share(shape: tuple[int, int, int, int], gpu: Gpu, precision: str) -> float:
-    """The share of a shape by OpenXLA's table, as if it ran on the measured GPU of the same generation."""
-    generation = "blackwell" if (gpu.compute_capability or (0, 0)) >= (10, 0) else "hopper"
-    measured = catalog.gpu(_MEASURED[generation])
-    batch, wide, tall, deep = _tiled(shape)
-    rates = (g.peak_flops.get(precision, g.peak_flops["fp32"]) * g.achieved["matmul"] / g.sms for g in (measured, gpu))
-    slower = next(rates) / next(rates)
-    near = (batch * measured.sms / gpu.sms, wide, tall, deep * slower)
-    return min(1.0, _useful(shape) * _interpolated(generation, precision, near))
+def _xla_share(shape: Shape, gpu: Gpu, precision: str) -> float:
+    """The share of a shape by OpenXLA's rates, as if it ran on the GPU of the same generation that they are of."""
+    measured = catalog.gpu("b200" if (gpu.compute_capability or (0, 0)) >= (10, 0) else "h100_sxm")
+    theirs, ours = (
+        g.peak_flops.get(precision, g.peak_flops["fp32"]) * g.achieved["matmul"] / g.sms for g in (measured, gpu)
+    )
+    grids, rates = _rates(measured.key, precision if precision in ("bf16", "tf32", "fp8") else "bf16", "XLA")
+    batch, m, n, k = _tiled(shape)
+    batch, k = batch * measured.sms / gpu.sms, k * (theirs / ours)
+    most_batch, most_m, most_n, most_k = (float(grid[-1]) for grid in grids)
+    batch, m, n = batch * max(1.0, m / most_m) * max(1.0, n / most_n), min(m, most_m), min(n, most_n)
+    while batch > most_batch and min(m, n) < most_m:  # more small products fill the GPU as fewer larger ones do
+        batch, m, n = (batch / 2, 2 * m, n) if m <= n else (batch / 2, m, 2 * n)
+    below = 1.0  # dims below the rows fill a part of the smallest tile that was measured
+    for size, grid in ((m, grids[1]), (n, grids[2]), (k, grids[3])):
+        below *= min(1.0, size / float(grid[0]))
+    point = [batch, min(m, most_m), min(n, most_n), min(k, most_k)]
+    largest = float(rates[-1, -1, -1, -1])
+    return min(1.0, _useful(shape) * (below * _log_linear(grids, rates, point) / largest))
 
 
 def _padded(size: int, tile: int) -> int:
@@ -499,21 +502,6 @@ def _padded(size: int, tile: int) -> int:
     if size <= tile:
         return 1 << (size - 1).bit_length()
     return -(-size // tile) * tile
-
-
-def _interpolated(generation: str, precision: str, shape: tuple[float, float, float, float]) -> float:
-    """The measured rates between their shapes, over the largest of them with every dim at the table's end."""
-    batch, m, n, k = shape
-    grids, table = _table(generation, precision)
-    most_batch, most_m, most_n, most_k = (float(grid[-1]) for grid in grids)
-    batch, m, n = batch * max(1.0, m / most_m) * max(1.0, n / most_n), min(m, most_m), min(n, most_n)
-    while batch > most_batch and min(m, n) < most_m:  # more small products fill the GPU as fewer larger ones do
-        batch, m, n = (batch / 2, 2 * m, n) if m <= n else (batch / 2, m, 2 * n)
-    below = 1.0  # dims below the table fill a part of the smallest tile that was measured
-    for size, grid in ((m, grids[1]), (n, grids[2]), (k, grids[3])):
-        below *= min(1.0, size / float(grid[0]))
-    point = [batch, min(m, most_m), min(n, most_n), min(k, most_k)]
-    return below * _log_linear(grids, table, point) / float(table[-1, -1, -1, -1])
 
 
 def _log_linear(grids: tuple[np.ndarray, ...], table: np.ndarray, point: list[float]) -> float:
@@ -525,16 +513,3 @@ def _log_linear(grids: tuple[np.ndarray, ...], table: np.ndarray, point: list[fl
         part = position - low
         values = values[low] * (1 - part) + values[low + 1] * part
     return float(np.exp(values))
-
-
-@functools.cache
-def _table(generation: str, precision: str) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """(grid of each dim, rates [batch, m, n, k])."""
-    column = precision if precision in ("bf16", "tf32", "fp8") else "bf16"
-    rows = [row for row in catalog.measured_table("matmul_rates.csv") if row["generation"] == generation]
-    dims = ("batch", "m", "n", "k")
-    grids = tuple(np.array(sorted({float(row[d]) for row in rows})) for d in dims)
-    table = np.zeros([len(grid) for grid in grids])
-    for row in rows:
-        table[tuple(int(np.searchsorted(grid, float(row[d]))) for d, grid in zip(dims, grids))] = float(row[column])
-    return grids, table

@@ -28,8 +28,8 @@ from meshkit.predict.kernels import (
     attention_full_clock,
     attention_share,
     full_clock,
-    matmul_share,
     precision_of,
+    shape_share,
     step_gain,
 )
 from meshkit.predict.pricing import Pricer
@@ -249,7 +249,9 @@ def _samples(
             enough = cost.attention_flops >= large * _LEAST_FLOPS and not (large and flops)
         elif len(cost.matmul_flops) == 1:
             kind, name = "matmul", precision_of(gpu, next(iter(cost.matmul_flops)))
-            work = flops / matmul_share(cost, gpu)
+            large_flops = sum(m.flops / shape_share(m, gpu, precision_of(gpu, m.dtype)) for m in cost.matmuls)
+            shaped = sum(m.flops for m in cost.matmuls)
+            work = flops / (shaped / large_flops) if large_flops else flops
             enough = flops >= large * _LEAST_FLOPS
         else:
             kind, name, work = "memory", "", cost.bytes_accessed
