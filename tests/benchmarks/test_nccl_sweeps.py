@@ -4,10 +4,10 @@ import csv
 
 import pytest
 
-from benchmarks.nccl_fit import by_hand_lines
-from benchmarks.nccl_rows import Forced, read_rows
-from benchmarks.nccl_sweeps import DATA, OUT_COLUMNS, main
-from benchmarks.nccl_systems import describe
+from benchmarks.nccl_sweeps.__main__ import DATA, OUT_COLUMNS, main
+from benchmarks.nccl_sweeps.fit import by_hand_lines
+from benchmarks.nccl_sweeps.rows import Forced, read_rows
+from benchmarks.nccl_sweeps.systems import describe
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.predict.algorithms import options

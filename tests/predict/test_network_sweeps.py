@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from benchmarks import host_cliff
-from benchmarks.nccl_fit import CLASSES, leave_one_out, misses, over_systems, size_class
-from benchmarks.nccl_rows import PCIE, RACKS, read_rows
-from benchmarks.nccl_sweeps import SWEEPS, read_xla_table
-from benchmarks.nccl_systems import describe
+from benchmarks.nccl_sweeps.__main__ import SWEEPS, read_xla_table
+from benchmarks.nccl_sweeps.fit import CLASSES, leave_one_out, misses, over_systems, size_class
+from benchmarks.nccl_sweeps.rows import PCIE, RACKS, read_rows
+from benchmarks.nccl_sweeps.systems import describe
 
 TORCH = "stas00"  # timed call by call, launch and all
 

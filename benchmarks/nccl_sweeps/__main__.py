@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 
 import meshkit
-from benchmarks.nccl_figure import draw
-from benchmarks.nccl_fit import CLASSES, by_hand_lines, by_kind, by_place, constant_lines, leave_one_out, misses
-from benchmarks.nccl_rows import Measured, Row, read_rows
+from benchmarks.nccl_sweeps.figure import draw
+from benchmarks.nccl_sweeps.fit import CLASSES, by_hand_lines, by_kind, by_place, constant_lines, leave_one_out, misses
+from benchmarks.nccl_sweeps.rows import Measured, Row, read_rows
 from meshkit.config.cluster import Cluster
 from meshkit.errors import ConfigError, MeshkitError
 
-DATA = Path(__file__).parent.parent / "tests" / "data"
+DATA = Path(__file__).parents[2] / "tests" / "data"
 SWEEPS, TABLE = (DATA / "nccl_sweeps.csv", DATA / "nccl_sweeps_multinode.csv"), DATA / "xla_collective_table.csv.gz"
 OUT_COLUMNS = ("system", "collective", "algo", "bytes", "measured_us", "predicted_us", "note")
 _LEAST_SYSTEMS = 3  # below, there is nothing to fit the rest to

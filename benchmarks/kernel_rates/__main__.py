@@ -76,7 +76,7 @@ AT_CAP = 0.95
 BURST_S = (0.3e-3, 3e-3)
 ONSET_MS = (1, 2, 3, 5, 7, 10, 15)
 CAST_COLUMNS = (512, 4096)  # what tells a cast: beyond, the product takes nearly all of the time
-OUT = Path(__file__).resolve().parents[1] / "meshkit" / "config"
+OUT = Path(__file__).resolve().parents[2] / "meshkit" / "config"
 
 Shape = tuple[int, int, int]
 Rates = dict[tuple[str, str], dict[Shape, dict[str, float]]]  # (GPU, precision) -> shape -> wrapper -> TFLOP/s

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.nccl_rows import PCIE, RACKS, Row
+from benchmarks.nccl_sweeps.rows import PCIE, RACKS, Row
 from meshkit.predict.nccl import fitted_values, nccl_constants
 from meshkit.predict.refit import Sensitivity
 

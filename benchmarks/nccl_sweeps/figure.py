@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from benchmarks.nccl_rows import Row
+from benchmarks.nccl_sweeps.rows import Row
 
 _WIDTH, _HEIGHT, _PANEL, _LEFT, _TOP, _ROW = 900, 24, (390, 250), 56, 44, 330
 _COLORS = ("#1f5fa8", "#b5541c", "#2e7d4f", "#7a4fa3", "#8a6d00", "#a8326b")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.nccl_systems import assumed, describe
+from benchmarks.nccl_sweeps.systems import assumed, describe
 from meshkit.config.cluster import Cluster
 from meshkit.config.toml import did_you_mean
 from meshkit.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What one price of a collective takes: `python -m benchmarks.collective_prices`, in microseconds of CPU.
+"""What one price of a collective takes: `python -m benchmarks.nccl_sweeps.prices`, in microseconds of CPU.
 
 Six kinds over four groups of four shipped clusters, at six sizes. `first`: the first price of a group of GPUs, at
 which the links and what NCCL's tuner expects of them are made; `new size`: a later one of the same group; `again`: the

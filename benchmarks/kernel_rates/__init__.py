@@ -1,0 +1,1 @@
+"""What kernels take: the tables of rates that ship, from published measurements."""
