@@ -47,7 +47,6 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the list with expected seconds")
     parser.add_argument("--check", action="store_true", help="what can be proven without a card")
     parser.add_argument("--score", type=Path, metavar="DIR", help="predicted beside measured, for a folder of results")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="with --score: the page that the tables go into")
     parser.add_argument("--toy", action="store_true", help="at a size for CPUs")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -67,7 +66,7 @@ def main() -> None:
         from meshkit.errors import ConfigError
 
         try:
-            print(score(args.score, args.page))
+            print(score(args.score))
         except ConfigError as e:
             parser.error(str(e))
     elif args.out is None:

@@ -39,7 +39,6 @@ from meshkit.trace.captured import open_program
 from meshkit.units import format_bytes, format_count, format_percent, format_rate, format_seconds
 
 SCORE, PLAN = "score.md", "plan.json"
-BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 _FORMATS: dict[str, Callable[[float], str]] = {
     "s": format_seconds,
     "FLOP/s": lambda x: f"{format_count(x)}FLOP/s",
@@ -93,22 +92,18 @@ class Card:
     toy: bool
 
 
-def score(folder: Path, page: Path | None = None) -> str:
-    """The tables of a folder of results; writes them and a calibration into it, and the tables into a page.
+def score(folder: Path) -> str:
+    """Return the tables of a folder of results; writes them (score.md) and a calibration into it.
 
     Raises:
-        ConfigError: the folder has no results of the card itself; a toy run is asked for a page, or it has no marks.
+        ConfigError: the folder has no results of the card itself.
     """
     card = _card(folder)
-    if page is not None and card.toy:
-        raise ConfigError("results of a toy run go onto no page.", at=str(folder), hint="--score without --page")
     text = "\n".join([*_header(card), *_tables(folder, card)])
     (folder / SCORE).write_text(text + "\n", encoding="utf-8")
     rates = rates_of(folder)
     if rates != Rates():
         calibration.write(folder / CALIBRATION_FILE, Calibration((), _measured_on(card), rates))
-    if page is not None:
-        _write_page(page, text)
     return text
 
 
@@ -485,11 +480,3 @@ _ROWS: dict[str, Callable[[Measurement, Path, Mapping[str, Any], Card], Iterator
     "verbs:bench": _rates,
     "captures:measure": _said,
 }
-
-
-def _write_page(page: Path, text: str) -> None:
-    old = page.read_text(encoding="utf-8") if page.exists() else ""
-    if old.count(BEGIN) != 1 or old.count(END) != 1:
-        raise ConfigError(f"the page has no place for tables: {BEGIN} and {END}, once each.", at=str(page))
-    before, after = old.split(BEGIN)[0], old.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")

@@ -11,7 +11,6 @@ from benchmarks.gpu import scoring
 from benchmarks.gpu.measurements import MEASUREMENTS
 from meshkit.config import calibration, catalog
 from meshkit.config.experiment import load
-from meshkit.errors import ConfigError
 from meshkit.hlo.costs import Cost, Matmul
 from meshkit.predict.kernels import kernel_work, measured_rates, memory_bytes_per_s
 from meshkit.predict.pricing import arithmetic_left
@@ -166,22 +165,7 @@ def test_what_failed_is_said_and_what_is_missing_has_no_table(tmp_path):
     assert text.count("###") == 1
 
 
-def test_a_page_takes_the_tables_between_its_marks(made, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"# Head\n{scoring.BEGIN}\nstale\n{scoring.END}\ntail\n")
-    scoring.score(made, page)
-    scoring.score(made, page)
-    text = page.read_text()
-    assert text.startswith("# Head\n")
-    assert text.endswith(f"{scoring.END}\ntail\n")
-    assert "stale" not in text
-    assert text.count("(`matmul`)") == 1
-    page.write_text("no marks")
-    with pytest.raises(ConfigError, match="no place for tables"):
-        scoring.score(made, page)
-
-
-def test_a_run_on_cpu_devices_is_scored_with_nothing_predicted_and_goes_onto_no_page(tmp_path):
+def test_a_run_on_cpu_devices_is_scored_with_nothing_predicted(tmp_path):
     chosen = [m for m in MEASUREMENTS if m.name == "copy"]
     write(tmp_path, "card", {"gpu": None, "nvidia_smi": "none", "checks": {"nvcc": "FAILED, none"}}, toy=True)
     assert runner.run_all(chosen, tmp_path, time.monotonic() + 120, toy=True) == 0
@@ -194,8 +178,6 @@ def test_a_run_on_cpu_devices_is_scored_with_nothing_predicted_and_goes_onto_no_
     assert found.rates.memory_bytes_per_s
     assert found.measured_on is not None
     assert found.measured_on.gpu == "cpu"
-    with pytest.raises(ConfigError, match="toy run"):
-        scoring.score(tmp_path, tmp_path / "page.md")
 
 
 def test_a_training_is_read_from_its_trace_and_its_clock(tmp_path):
