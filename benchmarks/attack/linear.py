@@ -174,18 +174,19 @@ def _hlo(folder: Path) -> Reader:
     from meshkit.config.mesh import Placement
     from meshkit.errors import MeshkitError
     from meshkit.hlo.instructions import read_instructions
-    from meshkit.hlo.module import load_module, parse_hlo, read_program
+    from meshkit.hlo.module import Module, read_program
+    from tests.hlo_text import serialized_hlo
 
     place = Placement.from_shape(("x",), (8,))
     module = "HloModule m\n\nENTRY %e (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n{}\n}}\n"
     root = '  ROOT %r = f32[8] custom-call(%x), custom_call_target="{}", metadata={{op_name="{}"}}, backend_config="{}"'
 
     def prepare(text: str) -> Callable[[], object]:
-        serialized = parse_hlo(text).as_serialized_hlo_module_proto()
+        serialized = serialized_hlo(text)
 
         def read() -> None:
             with contextlib.suppress(MeshkitError):
-                loaded = load_module(serialized)
+                loaded = Module(serialized)
                 read_program(loaded, place)
                 read_instructions(loaded)
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from meshkit.config.cluster import Gpu
-from meshkit.hlo.costs import Cost, opcode
-from meshkit.hlo.instructions import dtype_bits, shape_of
+from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import COLLECTIVES
+from meshkit.hlo.proto import HloInstruction, Module, dtype_bits
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.predict.kernels import kernel_work
 from meshkit.report.schema import Report
@@ -63,7 +61,7 @@ def ids_of(run: Path) -> Ids | None:
 
 
 def as_it_ran(
-    schedule: Schedule, module: Any, gpu: Gpu, measured: Report, own: Ids | None
+    schedule: Schedule, module: Module, gpu: Gpu, measured: Report, own: Ids | None
 ) -> tuple[Schedule, dict[str, str]]:
     """A program's schedule with what its look-ups and scatters take with the ids that they had.
 
@@ -107,39 +105,35 @@ def _missing(cost: Cost, use: Use) -> dict[str, Cost]:
     return {way: replace(cost, bytes_accessed=0.0, added=(added, 0.0)) for way, added in held.items()}
 
 
-def uses(module: Any) -> Iterator[Use]:
+def uses(module: Module) -> Iterator[Use]:
     """The look-ups and scatters of a module that take tokens; not those whose ids are sorted or counted in between."""
-    computations = {c.name: c for c in module.computations()}
-    for computation in computations.values():
-        for i in computation.instructions():
-            called = re.search(r"calls=%?([\w.\-]+)", i.to_string()) if opcode(i) == "fusion" else None
-            for inner in computations[called[1]].instructions() if called else ():
-                if opcode(inner) not in ("gather", "scatter"):
-                    continue
-                ends = _origins(inner.operands()[1], i, computations)
-                mocked = "collective" in ends
-                if ends and ends <= {"parameter", "collective"} and (opcode(inner) == "scatter" or not mocked):
-                    yield _use(i, inner, mocked)
+    for i in (i for c in module.computations.values() for i in c.instructions if i.opcode == "fusion"):
+        for inner in i.called[0].instructions:
+            if inner.opcode not in ("gather", "scatter"):
+                continue
+            ends = _origins(inner.operands[1], i)
+            mocked = "collective" in ends
+            if ends and ends <= {"parameter", "collective"} and (inner.opcode == "scatter" or not mocked):
+                yield _use(i, inner, mocked)
 
 
-def _use(fusion: Any, inner: Any, mocked: bool) -> Use:
-    table, ids = (shape_of(o) for o in inner.operands()[:2])
-    adds, rows = opcode(inner) == "scatter", math.prod(ids.dims)
-    width = math.prod(shape_of(inner.operands()[-1] if adds else inner).dims) // rows
+def _use(fusion: HloInstruction, inner: HloInstruction, mocked: bool) -> Use:
+    table, ids = (o.shape for o in inner.operands[:2])
+    adds, rows = inner.opcode == "scatter", ids.elements
+    width = (inner.operands[-1] if adds else inner).shape.elements // rows
     row_bytes = width * dtype_bits(table.dtype) / 8
     return Use(fusion.name, adds, rows, row_bytes, int(table.bytes / row_bytes), mocked)
 
 
-def _origins(value: Any, fusion: Any | None, computations: Mapping[str, Any]) -> set[str]:
+def _origins(value: HloInstruction, fusion: HloInstruction | None) -> set[str]:
     """Where ids come from: `parameter` of the program or of a loop, `collective`, or the opcode of what made them."""
-    op = opcode(value)
+    op = value.opcode
     if op in ("constant", "iota", "partition-id", "compare"):
         return set()
     if op == "parameter" and fusion is not None:
-        number = re.search(r"parameter\((\d+)\)", value.to_string())
-        return _origins(fusion.operands()[int(number[1])], None, computations) if number else {op}
+        return _origins(fusion.operands[value.parameter_number], None)
     if op.removesuffix("-start").removesuffix("-done") in {*COLLECTIVES, "async"}:
         return {"collective"}
     if op in _HANDS_ON:
-        return set().union(*(_origins(o, fusion, computations) for o in value.operands()))
+        return set().union(*(_origins(o, fusion) for o in value.operands))
     return {op}

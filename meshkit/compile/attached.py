@@ -49,7 +49,7 @@ from meshkit.config.mesh import Placement
 from meshkit.console import say
 from meshkit.distributed.join import Agreement
 from meshkit.errors import ConfigError
-from meshkit.hlo.module import Schedule, read_schedule
+from meshkit.hlo.module import Module, Schedule, read_schedule
 from meshkit.private import NotPrivate, check_private, private_folder
 from meshkit.step.train_step import TrainProgram
 
@@ -90,7 +90,8 @@ class _Executable:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        return read_schedule(self.program.runtime_executable().hlo_modules()[0], self.placement)
+        (module, *_) = self.program.runtime_executable().hlo_modules()
+        return read_schedule(Module(module.as_serialized_hlo_module_proto()), self.placement)
 
 
 def compile_step(program: TrainProgram, experiment: Experiment) -> CompiledStep:

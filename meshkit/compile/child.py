@@ -27,7 +27,7 @@ from typing import Any
 
 from meshkit.compile.options import RefusedOption, compile_lowered, memory_of
 from meshkit.compile.scratch import die_with_parent
-from meshkit.hlo.proto import ModuleAttributes
+from meshkit.hlo.proto import Module
 
 _PEAK = re.compile(r"^\s*Live ranges at \d+ \(peak\):")
 _COLLECTIVE_MEMORY = re.compile(r"^allocation \d+: size (\d+), color 7,")
@@ -38,7 +38,7 @@ _OURS = "the process that plans sets it itself, and reads what XLA writes there"
 KINDS: tuple[str, ...] = (FORWARD, BACKWARD, CARRIED, ARGUMENT, OTHER)
 
 
-def live_bytes(folder: Path, module: ModuleAttributes) -> dict[str, int] | None:
+def live_bytes(folder: Path, module: Module) -> dict[str, int] | None:
     """Bytes at the peak by kind of KINDS, from a folder that XLA dumped into; None where it left no live ranges.
 
     `forward`: made by the forward pass: what it keeps for the backward pass, or works on. `backward`: made by the
@@ -80,20 +80,20 @@ def _at_peak(file: Path) -> Iterator[tuple[str, int]]:
                 inside = True
 
 
-def _kinds(module: ModuleAttributes) -> dict[str, str]:
+def _kinds(module: Module) -> dict[str, str]:
     """Instruction -> kind; a parameter of a loop's body has that of the loop."""
     kinds: dict[str, str] = {}
     parameters: dict[str, list[str]] = {}
     loops: dict[str, str] = {}
-    for computation in module.computations:
-        for at in map(module.of, module.order(computation)):
-            kind = _of_path(at.source)
-            if at.opcode == "parameter":
-                parameters.setdefault(computation, []).append(at.name)
-                kind = ARGUMENT if computation == module.entry else OTHER
-            if at.opcode == "while":
-                loops[at.called[0]] = kind
-            kinds[at.name] = kind
+    for computation in module.computations.values():
+        for i in computation.order:
+            kind = _of_path(i.source)
+            if i.opcode == "parameter":
+                parameters.setdefault(computation.name, []).append(i.name)
+                kind = ARGUMENT if computation is module.entry else OTHER
+            if i.opcode == "while":
+                loops[i.called[0].name] = kind
+            kinds[i.name] = kind
     for body, kind in loops.items():
         for name in parameters.get(body, ()):
             kinds[name] = CARRIED if kind == BACKWARD else kind
@@ -185,7 +185,7 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
         "compile_s": done - lowered_at,
         "memory": memory_of(compiled),
         "host_memory": memory_of(compiled, "host_"),
-        "live": live_bytes(dump, ModuleAttributes(module)),
+        "live": live_bytes(dump, Module(module)),
         "symmetric_bytes": symmetric_bytes(dump),
         "partitioner": "shardy" if jax.config.jax_use_shardy_partitioner else "gspmd",
     }

@@ -47,8 +47,8 @@ from meshkit.config.files import integer
 from meshkit.config.mesh import Placement
 from meshkit.config.user_code import child_path
 from meshkit.errors import ConfigError, ProgramError
-from meshkit.hlo.module import Schedule, load_module, read_schedule
-from meshkit.hlo.proto import clean_path
+from meshkit.hlo.module import Schedule, read_schedule
+from meshkit.hlo.proto import Module, clean_path
 from meshkit.sharding.mesh import DescribedMesh
 
 COMPILE_TIMEOUT, _TIMEOUT_S = "MESHKIT_COMPILE_TIMEOUT", 1800.0
@@ -100,9 +100,9 @@ class CompiledProgram:
     """Types of parameters whose new values the step drops, see `lowering.dead_updates`."""
 
     @functools.cached_property
-    def hlo(self) -> Any:
-        """The scheduled HLO as the runtime's object."""
-        return load_module(self.module)
+    def hlo(self) -> Module:
+        """The scheduled HLO, read."""
+        return Module(self.module)
 
     @functools.cached_property
     def schedule(self) -> Schedule:

@@ -10,28 +10,17 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from meshkit.hlo.instructions import Shape, dtype_bits, shape_of
+from meshkit.hlo.proto import Computation, HloInstruction, Shape, dtype_bits, integer, ints, message, text
 
 SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element"}
-_LOOP = "kind=kLoop"
-_HOST_MEMORY = ":S(5)"
-_HIGHEST = re.compile(r'operand_precision=\{highest|"operand_precision":\s*\["HIGHEST|algorithm=dot_f32_f32_f32')
 _GEMM = re.compile(r"__cublas\$(?!triangular)|__cudnn\$.*[Gg]emm")
 # A complex multiply-add is four of its parts.
 _PARTS_OF = {"c64": "f32", "c128": "f64"}
-_ALONG = re.compile(r"dimensions=\{(\d+)\}")
-_CALL_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\[\]]*)\]')
-_CALL_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\[\]]*)\]')
-_DOT_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
-_RHS_CONTRACTED = re.compile(r"rhs_contracting_dims=\{([\d,]*)\}")
-_DOT_BATCH = re.compile(r"lhs_batch_dims=\{([\d,]*)\}")
-_START_INDEX = re.compile(r"start_index_map=\{([\d,]*)\}")
-_SCATTERED = re.compile(r"scatter_dims_to_operand_dims=\{([\d,]*)\}")
-_LAYOUT = re.compile(r"= \w+\[[\d,]*\]\{(\d+)")  # the dim whose elements are neighbours in memory
-_SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{[^{}]*?"dimensions":\s*\[([^\[\]]*)\]')
+# Numbers in `PrecisionConfig`: of a precision, and of an algorithm.
+_HIGHEST, _DOT_F32_F32_F32 = 2, 11
 # Custom calls that tell the compiler something and run nothing.
 FREE_CALLS = frozenset(
     {
@@ -111,140 +100,127 @@ class Cost:
         return bool(self.matmul_flops or self.attention_flops)
 
 
-def opcode(instruction: Any) -> str:
-    """`kAllGather` as HLO text spells it: `all-gather`."""
-    name = instruction.opcode.name
-    return _OPCODES.get(name) or _OPCODES.setdefault(name, re.sub(r"(?<!^)(?=[A-Z])", "-", name[1:]).lower())
+def cost_of(instruction: HloInstruction) -> Cost:
+    """Work of one scheduled instruction (not of control flow, which its body's instructions carry)."""
+    op = instruction.opcode
+    if op == "fusion":
+        return _fusion(instruction)
+    if op == "custom-call":
+        return _custom_call(instruction)
+    if op == "copy":
+        return cost_of_copy(instruction)
+    flops, matmuls = _matmul_work(instruction)
+    sort = _sort_of(instruction)
+    moved = _plain_bytes(instruction) + sort.again_bytes
+    return Cost(flops, bytes_accessed=moved, matmuls=matmuls, launches=sort.passes, compared=sort.compared)
 
 
-_OPCODES: dict[str, str] = {"kAllToAll": "all-to-all", "kRaggedAllToAll": "ragged-all-to-all", "kTopK": "topk"}
+def cost_of_copy(instruction: HloInstruction) -> Cost:
+    """Work of a copy: on the device read and write, to or from host memory once over the host link."""
+    (source, *_) = instruction.operands
+    size = float(source.shape.bytes)
+    if instruction.shape.on_host or source.shape.on_host:
+        return Cost(host_bytes=size)
+    return Cost(bytes_accessed=2.0 * size)
 
 
-class CostModel:
-    """Costs of the instructions of one module.
-
-    Args:
-        computations: name -> computation, of the whole module.
-        called: instruction -> names of the computations it calls.
-    """
-
-    def __init__(self, computations: Mapping[str, Any], called: Any):
-        self._computations, self._called = computations, called
-        self._matmuls: dict[str, tuple[Counter, tuple[Matmul, ...]]] = {}
-
-    def cost(self, instruction: Any) -> Cost:
-        """Work of one scheduled instruction (not of control flow, which its body's instructions carry)."""
-        op = opcode(instruction)
-        if op == "fusion":
-            return self._fusion(instruction)
-        if op == "custom-call":
-            return self._custom_call(instruction)
-        if op == "copy":
-            return self.copy(instruction)
-        flops, matmuls = _matmul_work(instruction)
-        sort = _sort_of(instruction)
-        moved = _plain_bytes(instruction, op) + sort.again_bytes
-        return Cost(flops, bytes_accessed=moved, matmuls=matmuls, launches=sort.passes, compared=sort.compared)
-
-    def copy(self, instruction: Any) -> Cost:
-        """Work of a copy: on the device read and write, to or from host memory (space 5) once over the host link."""
-        (source, *_) = instruction.operands()
-        size = float(shape_of(source).bytes)
-        if _HOST_MEMORY in instruction.to_string() or _HOST_MEMORY in source.to_string():
-            return Cost(host_bytes=size)
-        return Cost(bytes_accessed=2.0 * size)
-
-    def asynchronous(self, start: Any, root: Any) -> Cost:
-        """Work of an asynchronous operation, given its start and what that wraps; a slice copy may go to the host."""
-        cost = self.cost(root)
-        if _HOST_MEMORY in start.to_string() and not cost.matmul_flops:
-            return Cost(host_bytes=cost.bytes_accessed / 2)
-        return cost
-
-    def _fusion(self, instruction: Any) -> Cost:
-        (name,) = self._called(instruction)[:1] or (None,)
-        if name is None:
-            return Cost(bytes_accessed=_plain_bytes(instruction, "fusion"))
-        body = list(self._computations[name].instructions())
-        inner = [self._custom_call(i) for i in body if opcode(i) == "custom-call"]
-        flops, matmuls = self._matmuls_in(name)
-        moved = sum(_parameter_bytes(i) for i in body if opcode(i) == "parameter") + _root_bytes(instruction, body)
-        joined, turned = (sum(map(count, body)) for count in (_joined_bytes, _turned_bytes))
-        loop = _LOOP in instruction.to_string()
-        along, apart = (sum(counts) for counts in zip(*map(_added, body)))
-        blocks = max(map(_elements, _roots(body))) / _BLOCK_ELEMENTS if loop else _joining_blocks(body)
-        attention = next((c for c in inner if c.attention_flops), Cost())
-        sorts = [_sort_of(i) for i in body if opcode(i) == "sort"]
-        sort = max(sorts, default=_Sort())
-        return replace(
-            attention,
-            matmul_flops=flops,
-            attention_flops=sum(c.attention_flops for c in inner),
-            bytes_accessed=moved + sort.again_bytes,
-            matmuls=matmuls,
-            priced_by="bytes" if any(c.priced_by == "bytes" for c in inner) else "roofline",
-            joined_bytes=joined,
-            turned_bytes=turned,
-            launches=sort.passes if sorts else (2 if joined else 1),
-            blocks=blocks + (along + apart) / _BLOCK_ELEMENTS,
-            sectors=sum(map(_sectors, body)),
-            added=(along, apart),
-            transposed=0.0 if loop else float(max((_elements(i) for i in body if opcode(i) == "transpose"), default=0)),
-            compared=sort.compared,
-            integers=sum(map(_integers, _roots(body))) if any(map(_hashes, body)) else 0.0,
-        )
-
-    def _matmuls_in(self, name: str) -> tuple[Counter, tuple[Matmul, ...]]:
-        """FLOP by dtype of every matmul in a computation and in those it calls, and the matmuls that have a shape."""
-        if name not in self._matmuls:
-            total: Counter = Counter()
-            shapes: list[Matmul] = []
-            for i in self._computations[name].instructions():
-                for flops, matmuls in (_matmul_work(i), *map(self._matmuls_in, self._called(i))):
-                    total.update(flops)
-                    shapes += matmuls
-            self._matmuls[name] = total, tuple(shapes)
-        return self._matmuls[name]
-
-    def _custom_call(self, instruction: Any) -> Cost:
-        text = instruction.to_string()
-        target = custom_call_target(text)
-        moved = sum(shape_of(o).bytes for o in instruction.operands()) + _result_bytes(shape_of(instruction))
-        if "fmha" in target:
-            return replace(_attention(instruction, text, target), bytes_accessed=moved)
-        flops, matmuls = _matmul_work(instruction)
-        known = flops or target in STREAMING_CALLS or target in FREE_CALLS
-        return Cost(flops, bytes_accessed=moved, matmuls=matmuls, priced_by="roofline" if known else "bytes")
+def cost_of_start(start: HloInstruction) -> Cost:
+    """Work of what an asynchronous start wraps; a slice copy may go to the host."""
+    cost = cost_of(start.called[0].root)
+    if start.shape.on_host and not cost.matmul_flops:
+        return Cost(host_bytes=cost.bytes_accessed / 2)
+    return cost
 
 
-def custom_call_target(text: str) -> str:
-    """`custom_call_target` of a printed instruction; empty if it has none."""
-    found = re.search(r'custom_call_target="([^"]*)"', text)
-    return found[1] if found else ""
+def _fusion(instruction: HloInstruction) -> Cost:
+    if not instruction.called:
+        return Cost(bytes_accessed=_plain_bytes(instruction))
+    computation = instruction.called[0]
+    body = computation.instructions
+    inner = [_custom_call(i) for i in body if i.opcode == "custom-call"]
+    flops, matmuls = _matmuls_in(computation)
+    moved = sum(_parameter_bytes(i) for i in body if i.opcode == "parameter") + _root_bytes(instruction, body)
+    joined, turned = (sum(map(count, body)) for count in (_joined_bytes, _turned_bytes))
+    loop = text(instruction.fields, 11) == "kLoop"
+    along, apart = (sum(counts) for counts in zip(*map(_added, body)))
+    blocks = max(map(_elements, _roots(body))) / _BLOCK_ELEMENTS if loop else _joining_blocks(body)
+    attention = next((c for c in inner if c.attention_flops), Cost())
+    sorts = [_sort_of(i) for i in body if i.opcode == "sort"]
+    sort = max(sorts, default=_Sort())
+    return replace(
+        attention,
+        matmul_flops=flops,
+        attention_flops=sum(c.attention_flops for c in inner),
+        bytes_accessed=moved + sort.again_bytes,
+        matmuls=matmuls,
+        priced_by="bytes" if any(c.priced_by == "bytes" for c in inner) else "roofline",
+        joined_bytes=joined,
+        turned_bytes=turned,
+        launches=sort.passes if sorts else (2 if joined else 1),
+        blocks=blocks + (along + apart) / _BLOCK_ELEMENTS,
+        sectors=sum(map(_sectors, body)),
+        added=(along, apart),
+        transposed=0.0 if loop else float(max((_elements(i) for i in body if i.opcode == "transpose"), default=0)),
+        compared=sort.compared,
+        integers=sum(map(_integers, _roots(body))) if any(map(_hashes, body)) else 0.0,
+    )
 
 
-def _matmul_work(instruction: Any) -> tuple[dict[str, float], tuple[Matmul, ...]]:
+def _matmuls_in(computation: Computation) -> tuple[Counter, tuple[Matmul, ...]]:
+    """FLOP by dtype of every matmul in a computation and in those it reaches, and the matmuls that have a shape."""
+    total: Counter = Counter()
+    shapes: list[Matmul] = []
+    pending, seen = [computation], {computation}
+    while pending:
+        for i in pending.pop().instructions:
+            flops, matmuls = _matmul_work(i)
+            total.update(flops)
+            shapes += matmuls
+            pending += [c for c in i.called if c not in seen]
+            seen.update(i.called)
+    return total, tuple(shapes)
+
+
+def _custom_call(instruction: HloInstruction) -> Cost:
+    target = instruction.target
+    moved = sum(o.shape.bytes for o in instruction.operands) + _result_bytes(instruction.shape)
+    if "fmha" in target:
+        return replace(_attention(instruction), bytes_accessed=moved)
+    flops, matmuls = _matmul_work(instruction)
+    known = flops or target in STREAMING_CALLS or target in FREE_CALLS
+    return Cost(flops, bytes_accessed=moved, matmuls=matmuls, priced_by="roofline" if known else "bytes")
+
+
+def _matmul_work(instruction: HloInstruction) -> tuple[dict[str, float], tuple[Matmul, ...]]:
     """FLOP by dtype of an instruction that is itself a matmul or a convolution, also by cuBLAS or cuDNN; its shape."""
-    op = opcode(instruction)
-    if op not in ("dot", "scaled-dot", "ragged-dot", "convolution", "custom-call"):
-        return {}, ()
-    text, out = instruction.to_string(), shape_of(instruction)
-    out = out.parts[0] if out.parts else out
-    target = custom_call_target(text)
+    op, target = instruction.opcode, instruction.target
     if op == "convolution" or target.startswith("__cudnn$conv"):
-        return _convolution(instruction, out, text, target), ()
-    if op == "custom-call" and not _GEMM.search(target):
+        return _convolution(instruction), ()
+    if op not in ("dot", "scaled-dot", "ragged-dot") and not (op == "custom-call" and _GEMM.search(target)):
         return {}, ()
-    patterns = (_CALL_CONTRACTED, _CALL_BATCH) if op == "custom-call" else (_DOT_CONTRACTED, _DOT_BATCH)
-    contracted, batch = (_dims(pattern, text) for pattern in patterns)
-    lhs = shape_of(instruction.operands()[0])
+    out, lhs = instruction.shape, instruction.operands[0].shape
+    out = out.parts[0] if out.parts else out
+    contracted, _, batch = _dot_dims(instruction)
     k = math.prod(lhs.dims[d] for d in contracted)
     batches = math.prod(lhs.dims[d] for d in batch)
-    m = math.prod(lhs.dims) // max(1, k * batches)
-    n = math.prod(out.dims) // max(1, batches * m)
+    m = lhs.elements // max(1, k * batches)
+    n = out.elements // max(1, batches * m)
     parts = 4 if lhs.dtype in _PARTS_OF else 1
-    matmul = Matmul(_matmul_dtype(_PARTS_OF.get(lhs.dtype, lhs.dtype), text), parts * batches, m, n, k)
+    dtype = _matmul_dtype(_PARTS_OF.get(lhs.dtype, lhs.dtype), instruction)
+    matmul = Matmul(dtype, parts * batches, m, n, k)
     return {matmul.dtype: matmul.flops}, (matmul,)
+
+
+def _dot_dims(dot: HloInstruction) -> tuple[list[int], list[int], list[int]]:
+    """Dims of a matmul: contracted ones of its left and of its right operand, and those of the left one's batch."""
+    if dot.opcode == "custom-call":
+        said = dot.configured("dot_dimension_numbers") or {}
+        names = ("lhs_contracting_dimensions", "rhs_contracting_dimensions", "lhs_batch_dimensions")
+        left, right, batch = ([int(d) for d in said.get(name, ())] for name in names)
+    else:
+        numbers = message(dot.fields, 30) or message(message(dot.fields, 90), 1)
+        left, right, batch = (ints(numbers, number) for number in (1, 2, 3))
+    return left, right, batch
 
 
 class _Sort(NamedTuple):
@@ -255,14 +231,13 @@ class _Sort(NamedTuple):
     compared: tuple[int, int, float] = (0, 0, 0.0)
 
 
-def _sort_of(instruction: Any) -> _Sort:
+def _sort_of(instruction: HloInstruction) -> _Sort:
     """What an instruction sorts; one kernel of anything else."""
-    if opcode(instruction) != "sort":
+    if instruction.opcode != "sort":
         return _Sort()
-    operands = [shape_of(o) for o in instruction.operands()]
-    dim = _ALONG.search(instruction.to_string())
-    passes, steps, tile = sort_passes(operands, int(dim[1]) if dim else 0)
-    compared = (steps, tile, float(math.prod(operands[0].dims)))
+    operands = [o.shape for o in instruction.operands]
+    passes, steps, tile = sort_passes(operands, next(iter(instruction.dimensions), 0))
+    compared = (steps, tile, float(operands[0].elements))
     return _Sort(passes, 2.0 * (passes - 1) * sum(s.bytes for s in operands), compared)
 
 
@@ -288,21 +263,16 @@ def sort_passes(operands: Sequence[Shape], dim: int) -> tuple[int, int, int]:
     return 1 + wide * (wide + 3) // 2, inside * (inside + 1) // 2 + wide * inside, 2**inside
 
 
-def _dims(pattern: re.Pattern[str], text: str) -> list[int]:
-    found = pattern.search(text)
-    return [int(d.strip(' "')) for d in found[1].split(",") if d.strip(' "')] if found else []
-
-
-def _attention(instruction: Any, text: str, target: str) -> Cost:
+def _attention(instruction: HloInstruction) -> Cost:
     """A cuDNN fused attention, without its bytes.
 
     Forward is two matmuls over the [batch, heads, length, length] scores: 4 b h s^2 d; backward five, so 2.5 times;
     a causal mask skips half (FlashAttention-2, section 3.1 and its FLOP formula in section 4.1).
     """
-    backward = "Backward" in target
-    scores = _dims(_SCORES, text)
-    head_dim = shape_of(instruction.operands()[0]).dims[-1]
-    causal = bool(re.search(r'"mask_type":\s*"[A-Z_]*CAUSAL', text))
+    backward = "Backward" in instruction.target
+    scores = [int(d) for d in instruction.configured("intermediate_tensor_shape", "dimensions") or ()]
+    head_dim = instruction.operands[0].shape.dims[-1]
+    causal = "CAUSAL" in str(instruction.configured("mask_type"))
     flops = 4.0 * (math.prod(scores) if scores else 0) * head_dim * (0.5 if causal else 1.0)
     return Cost(
         attention_flops=flops * (2.5 if backward else 1.0),
@@ -314,38 +284,43 @@ def _attention(instruction: Any, text: str, target: str) -> Cost:
     )
 
 
-def _matmul_dtype(name: str, text: str) -> str:
+def _matmul_dtype(name: str, instruction: HloInstruction) -> str:
     """Operand type of a matmul; `f32_highest` where the program forbids TF32, and `f8..._highest` where it forbids to
     sum in nothing but tensor cores (XLA's PrecisionConfig is cuBLAS's fast accumulation)."""
-    return f"{name}_highest" if (name == "f32" or name.startswith("f8")) and _HIGHEST.search(text) else name
+    if name != "f32" and not name.startswith("f8"):
+        return name
+    precision = message(instruction.fields, 51)
+    called = instruction.configured("precision_config", "operand_precision") or ()
+    highest = _HIGHEST in ints(precision, 1)[:1] or "HIGHEST" in called[:1]
+    return f"{name}_highest" if highest or integer(precision, 2) == _DOT_F32_F32_F32 else name
 
 
-def _convolution(instruction: Any, result: Shape, text: str, target: str) -> dict[str, float]:
+def _convolution(instruction: HloInstruction) -> dict[str, float]:
     """2 x outputs x (kernel window x input features): the kernel's elements per output feature.
 
     In all three directions of cuDNN's the FLOP are those of the forward convolution of output and kernel.
     """
-    first, second = (shape_of(o) for o in instruction.operands()[:2])
+    first, second = (o.shape for o in instruction.operands[:2])
+    result = instruction.shape.parts[0] if instruction.shape.parts else instruction.shape
     output, kernel = result, second
-    if "BackwardInput" in target:
+    if "BackwardInput" in instruction.target:
         output = first
-    elif "BackwardFilter" in target:
+    elif "BackwardFilter" in instruction.target:
         output, kernel = second, result
-    labels = re.search(r"dim_labels=\w+_(\w+)->", text)
-    position = labels[1].index("o") if labels else len(kernel.dims) - 1
-    flops = 2.0 * math.prod(output.dims) * math.prod(kernel.dims) / max(1, kernel.dims[position])
-    return {_matmul_dtype(first.dtype, text): flops}
+    features = kernel.dims[integer(message(instruction.fields, 16), 4)]  # of its output
+    flops = 2.0 * output.elements * kernel.elements / max(1, features)
+    return {_matmul_dtype(first.dtype, instruction): flops}
 
 
-def _plain_bytes(instruction: Any, op: str) -> float:
-    operands = instruction.operands()
+def _plain_bytes(instruction: HloInstruction) -> float:
+    op, operands = instruction.opcode, instruction.operands
     if op in SLICES:
-        return 2.0 * shape_of(instruction).bytes
+        return 2.0 * instruction.shape.bytes
     if op == "dynamic-update-slice":
-        return 2.0 * shape_of(operands[1]).bytes
+        return 2.0 * operands[1].shape.bytes
     if op == "scatter":
-        return 3.0 * shape_of(operands[-1]).bytes
-    return float(shape_of(instruction).bytes + sum(shape_of(o).bytes for o in operands))
+        return 3.0 * operands[-1].shape.bytes
+    return float(instruction.shape.bytes + sum(o.shape.bytes for o in operands))
 
 
 def _result_bytes(shape: Shape) -> int:
@@ -354,106 +329,99 @@ def _result_bytes(shape: Shape) -> int:
     return shape.bytes - last.bytes if last and last.dtype in ("s8", "u8") else shape.bytes
 
 
-def _parameter_bytes(parameter: Any) -> float:
+def _parameter_bytes(parameter: HloInstruction) -> float:
     """Bytes that a fusion reads of one parameter.
 
     Read through slices: the slices. Updated in place: nothing. Any other use: the whole array, once.
     """
-    uses: list[tuple[Any, Any]] = []
+    uses: list[tuple[HloInstruction, HloInstruction]] = []
     stack = [parameter]
     while stack:
         value = stack.pop()
-        for user in value.users():
-            if opcode(user) in _VIEWS or (opcode(user) == "dynamic-update-slice" and _is_read_on(user, value)):
+        for user in value.users:
+            if user.opcode in _VIEWS or (user.opcode == "dynamic-update-slice" and _is_read_on(user, value)):
                 stack.append(user)
             else:
                 uses.append((user, value))
     total = 0.0
     for user, value in uses:
-        of_this = user.operands()[0].name == value.name
-        if opcode(user) == "gather" and of_this:
+        of_this = user.operands[0].name == value.name
+        if user.opcode == "gather" and of_this:
             total += _gathered_bytes(user, value)
-        elif opcode(user) in SLICES and of_this:
-            total += shape_of(user).bytes
-        elif not (opcode(user) in ("dynamic-update-slice", "scatter") and of_this):
-            return float(shape_of(parameter).bytes)
-    return total if uses else float(shape_of(parameter).bytes)
+        elif user.opcode in SLICES and of_this:
+            total += user.shape.bytes
+        elif not (user.opcode in ("dynamic-update-slice", "scatter") and of_this):
+            return float(parameter.shape.bytes)
+    return total if uses else float(parameter.shape.bytes)
 
 
-def _is_read_on(update: Any, array: Any) -> bool:
+def _is_read_on(update: HloInstruction, array: HloInstruction) -> bool:
     """Whether what an update in place makes of an array is read by something else, so that all of the array is."""
-    return update.operands()[0].name == array.name and any(opcode(u) != "tuple" for u in update.users())
+    return update.operands[0].name == array.name and any(u.opcode != "tuple" for u in update.users)
 
 
-def _gathered_bytes(gather: Any, table: Any) -> float:
+def _gathered_bytes(gather: HloInstruction, table: HloInstruction) -> float:
     """Bytes that a look-up reads of memory: its rows; across rows the sectors that it meets, at random, each once."""
-    sectors, table_bytes = _sectors(gather), shape_of(table).bytes
+    sectors, table_bytes = _sectors(gather), table.shape.bytes
     if not sectors:
-        return float(shape_of(gather).bytes)
+        return float(gather.shape.bytes)
     return -table_bytes * math.expm1(-_SECTOR_BYTES * sectors / table_bytes)
 
 
-def _sectors(gather: Any) -> float:
+def _sectors(gather: HloInstruction) -> float:
     """Sectors that a look-up asks for where neighbours in memory are of other rows: one for each element."""
-    if opcode(gather) != "gather":
+    if gather.opcode != "gather":
         return 0.0
-    indexed, layout = _dims(_START_INDEX, gather.to_string()), _LAYOUT.search(gather.operands()[0].to_string())
-    across = layout is not None and int(layout[1]) in indexed
-    return float(math.prod(shape_of(gather).dims)) if across else 0.0
+    across = gather.operands[0].shape.minor in ints(message(gather.fields, 33), 3)
+    return float(gather.shape.elements) if across else 0.0
 
 
-def _added(scatter: Any) -> tuple[float, float]:
+def _added(scatter: HloInstruction) -> tuple[float, float]:
     """Elements that a scatter adds to what others may add to: where rows lie along memory; across it."""
-    text = scatter.to_string() if opcode(scatter) == "scatter" else ""
-    if not text or "unique_indices=true" in text:
+    if scatter.opcode != "scatter" or integer(scatter.fields, 69):  # of unique indices
         return 0.0, 0.0
-    indexed, layout = _dims(_SCATTERED, text), _LAYOUT.search(scatter.operands()[0].to_string())
-    elements = float(math.prod(shape_of(scatter.operands()[-1]).dims))
-    return (0.0, elements) if layout is not None and int(layout[1]) in indexed else (elements, 0.0)
+    elements = float(scatter.operands[-1].shape.elements)
+    across = scatter.operands[0].shape.minor in ints(message(scatter.fields, 48), 3)
+    return (0.0, elements) if across else (elements, 0.0)
 
 
-def _joining_blocks(body: list[Any]) -> float:
+def _joining_blocks(body: Sequence[HloInstruction]) -> float:
     """Blocks of a fusion that joins arrays: of its largest, four elements a thread along memory, else one."""
     blocks = 0.0
     for joined in map(_viewed, _roots(body)):
-        if opcode(joined) == "concatenate":
-            (dim, *_), layout = _dims(_ALONG, joined.to_string()), _LAYOUT.search(joined.to_string())
-            along = layout is not None and int(layout[1]) == dim
-            largest = max(math.prod(shape_of(o).dims) for o in joined.operands())
+        if joined.opcode == "concatenate":
+            along = joined.shape.minor in joined.dimensions
+            largest = max(o.shape.elements for o in joined.operands)
             blocks = max(blocks, largest / (_BLOCK_ELEMENTS if along else _BLOCK_THREADS))
     return blocks
 
 
-def _joined_bytes(dot: Any) -> float:
+def _joined_bytes(dot: HloInstruction) -> float:
     """Bytes of reading and writing operands that a fused matmul joins from several arrays.
 
     Where there is a GPU XLA times its own kernel, which joins as it reads, against cuBLAS, and takes cuBLAS for large
     ones: another kernel joins them first (in a trace of Llama 3 8B on an H100 all 96 of them).
     """
-    operands = dot.operands() if opcode(dot) == "dot" else ()
-    return 2.0 * sum(shape_of(o).bytes for o in operands if opcode(_viewed(o)) == "concatenate")
+    operands = dot.operands if dot.opcode == "dot" else ()
+    return 2.0 * sum(o.shape.bytes for o in operands if _viewed(o).opcode == "concatenate")
 
 
-def _turned_bytes(dot: Any) -> float:
+def _turned_bytes(dot: HloInstruction) -> float:
     """Bytes of transposing the operands in fp8 of a fused matmul whose inner dim does not lie along memory."""
-    if opcode(dot) != "dot":
+    if dot.opcode != "dot":
         return 0.0
-    inner = (_dims(pattern, dot.to_string()) for pattern in (_DOT_CONTRACTED, _RHS_CONTRACTED))
-    return 2.0 * sum(shape_of(o).bytes for o, dims in zip(dot.operands(), inner) if _is_across(o, dims))
+    pairs = zip((o.shape for o in dot.operands), _dot_dims(dot))
+    across = (s for s, inner in pairs if s.dtype.startswith("f8") and s.minor is not None and s.minor not in inner)
+    return 2.0 * sum(s.bytes for s in across)
 
 
-def _is_across(operand: Any, inner: list[int]) -> bool:
-    layout = _LAYOUT.search(operand.to_string()) if shape_of(operand).dtype.startswith("f8") else None
-    return layout is not None and int(layout[1]) not in inner
-
-
-def _hashes(value: Any) -> bool:
+def _hashes(value: HloInstruction) -> bool:
     """Whether an instruction mixes bits of an array, as only random numbers are made; other integers are indices."""
-    shape = shape_of(value)
-    return opcode(value) == "xor" and shape.dtype[0] in "su" and math.prod(shape.dims) > 1
+    shape = value.shape
+    return value.opcode == "xor" and shape.dtype[0] in "su" and math.prod(shape.dims) > 1
 
 
-def _integers(root: Any, elements: float | None = None) -> float:
+def _integers(root: HloInstruction, elements: float | None = None) -> float:
     """Instructions on 32-bit integers behind one result of a fusion, which computes what it needs of each element.
 
     An operation runs once for an element, however many read it; but XLA emits each part of a joined array on its own,
@@ -470,74 +438,74 @@ def _integers(root: Any, elements: float | None = None) -> float:
         if value.name in seen:
             continue
         seen.add(value.name)
-        op = opcode(value)
+        op = value.opcode
         total += needed * _issued(value, op)
         if op in SLICES:
-            total += _integers(value.operands()[0], min(needed, math.prod(shape_of(value).dims)))
+            total += _integers(value.operands[0], min(needed, value.shape.elements))
         elif op in ("concatenate", "broadcast", "reduce", "pad", "dynamic-update-slice"):
-            total += sum(map(_integers, value.operands()))
+            total += sum(map(_integers, value.operands))
         else:
-            stack += value.operands()
+            stack += value.operands
     return total
 
 
-def _issued(value: Any, op: str) -> int:
+def _issued(value: HloInstruction, op: str) -> int:
     """Integer instructions for an element of one operation; a rotation, of two shifts and what joins them, is one."""
-    dtype = shape_of(value).dtype
+    dtype = value.shape.dtype
     if dtype[0] not in "su" or not (op in _INTEGER or op in _SHIFTS):
         return 0
     if op in _SHIFTS:
-        rotates = [u for u in value.users() if _rotates(u)]
-        return 0 if dtype_bits(dtype) > 32 or (rotates and len(rotates) == len(value.users())) else 1
+        rotates = [u for u in value.users if _rotates(u)]
+        return 0 if dtype_bits(dtype) > 32 or (rotates and len(rotates) == len(value.users)) else 1
     return max(1, dtype_bits(dtype) // 32)
 
 
-def _rotates(value: Any) -> bool:
-    operands = value.operands()
-    shifted = sorted(opcode(o) for o in operands) == ["shift-left", "shift-right-logical"]
-    return opcode(value) == "or" and shifted and len({o.operands()[0].name for o in operands}) == 1
+def _rotates(value: HloInstruction) -> bool:
+    operands = value.operands
+    shifted = sorted(o.opcode for o in operands) == ["shift-left", "shift-right-logical"]
+    return value.opcode == "or" and shifted and len({o.operands[0].name for o in operands}) == 1
 
 
-def _viewed(value: Any) -> Any:
-    while opcode(value) in ("bitcast", "reshape"):
-        value = value.operands()[0]
+def _viewed(value: HloInstruction) -> HloInstruction:
+    while value.opcode in ("bitcast", "reshape"):
+        value = value.operands[0]
     return value
 
 
-def _root_bytes(instruction: Any, body: list[Any]) -> float:
+def _root_bytes(instruction: HloInstruction, body: Sequence[HloInstruction]) -> float:
     """Bytes that a fusion writes: of an in-place update, the update; a scatter reads what it adds to as well."""
     roots = _roots(body)
     if len(roots) != 1:
-        return float(_result_bytes(shape_of(instruction)))
+        return float(_result_bytes(instruction.shape))
     return _written(roots[0])
 
 
-def _roots(body: list[Any]) -> list[Any]:
-    return [i for i in body if not i.users()]
+def _roots(body: Sequence[HloInstruction]) -> Sequence[HloInstruction]:
+    return [i for i in body if not i.users]
 
 
-def _elements(root: Any) -> int:
+def _elements(root: HloInstruction) -> int:
     """Elements of the largest result; of an in-place update, of the update."""
-    op = opcode(root)
+    op = root.opcode
     if op == "tuple":
-        return max(map(_elements, root.operands()), default=0)
+        return max(map(_elements, root.operands), default=0)
     if op in ("bitcast", "reshape"):
-        return _elements(root.operands()[0])
-    return math.prod(shape_of(root.operands()[1] if op == "dynamic-update-slice" else root).dims)
+        return _elements(root.operands[0])
+    return (root.operands[1] if op == "dynamic-update-slice" else root).shape.elements
 
 
-def _written(value: Any) -> float:
-    op = opcode(value)
+def _written(value: HloInstruction) -> float:
+    op = value.opcode
     if op == "tuple":
-        return sum(_written(o) for o in value.operands())
+        return sum(_written(o) for o in value.operands)
     if op in ("bitcast", "reshape"):
-        return _written(value.operands()[0])
+        return _written(value.operands[0])
     if op == "dynamic-update-slice":
-        return float(shape_of(value.operands()[1]).bytes)
+        return float(value.operands[1].shape.bytes)
     if op == "scatter":
-        result, updates = shape_of(value), shape_of(value.operands()[-1])
+        result, updates = value.shape, value.operands[-1].shape
         rows = math.prod(updates.dims) * dtype_bits(result.dtype) / 8
         return 2.0 * min(rows, result.bytes)
     if op == "parameter":
         return 0.0
-    return float(_result_bytes(shape_of(value)))
+    return float(_result_bytes(value.shape))

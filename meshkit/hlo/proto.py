@@ -1,26 +1,39 @@
-"""What a module says about its instructions beyond opcode, operands and shape.
+"""A compiled program as its message keeps it: computations of instructions, read once.
 
-    serialized HloModuleProto -> ModuleAttributes: entry, schedule order, and by instruction name: called computations,
-    replica groups, backend configuration, op_name path
+    serialized HloModuleProto -> Module -> Computation -> HloInstruction: shape, operands, users, attributes
 
-The runtime's instruction objects print these and nothing more; here they are read from the message that XLA writes
-(xla/service/hlo.proto, xla/xla_data.proto), whose field numbers hold across jaxlib 0.11 and 0.12. jaxlib has no Python
-classes for these messages, so they are read by their wire format, without a schema
-(https://protobuf.dev/programming-guides/encoding).
+jaxlib has no Python classes for XLA's messages (xla/service/hlo.proto, xla/xla_data.proto, whose field numbers hold
+across jaxlib 0.11 and 0.12), so they are read by their wire format (https://protobuf.dev/programming-guides/encoding).
+What XLA checks of a module holds here, too: names are unique, and an instruction takes what stands before it.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from meshkit.errors import ProgramError
+from meshkit.errors import MeshkitError, ProgramError
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_NUMBERED = {_VARINT, _BYTES}  # what begins with a number, which is the value or its length
+_HOST_SPACE = 5  # XLA:GPU's number of host memory
+_TUPLE = 13
+_DTYPES = {  # `PrimitiveType`
+    1: "pred", 2: "s8", 3: "s16", 4: "s32", 5: "s64", 6: "u8", 7: "u16", 8: "u32", 9: "u64", 10: "f16", 11: "f32",
+    12: "f64", 13: "tuple", 14: "opaque", 15: "c64", 16: "bf16", 17: "token", 18: "c128", 19: "f8e5m2",
+    20: "f8e4m3fn", 21: "s4", 22: "u4", 23: "f8e4m3b11fnuz", 24: "f8e5m2fnuz", 25: "f8e4m3fnuz", 26: "s2", 27: "u2",
+    28: "f8e4m3", 29: "f8e3m4", 30: "s1", 31: "u1", 32: "f4e2m1fn", 33: "f8e8m0fnu", 34: "buffer",
+}  # fmt: skip
+_BITS = re.compile(r"^[a-z]+?(\d+)")
+# Metadata, which names files and lines; ids, which count through a process; and what is kept to show values of a run.
+_NOT_PRINTED = {7, 35, 36, 37, 38, 68, 82, 88}
 
 Fields = dict[int, list[int | bytes]]
 
@@ -32,32 +45,32 @@ def read_fields(message: bytes) -> Fields:
         ProgramError: the bytes are no message.
     """
     found: Fields = {}
-    for tag, value in _walk(message):
-        found.setdefault(tag >> 3, []).append(value)
-    return found
-
-
-def _walk(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The tag and the value of each field in order."""
     position, end = 0, len(message)
     try:
         while position < end:
-            tag, position = _varint(message, position)
+            tag, position = message[position], position + 1  # most numbers are one byte
+            if tag > 127:
+                tag, position = _varint(message, position - 1)
             kind = tag & 7
-            if kind == _VARINT:
-                value, position = _varint(message, position)
+            if kind in _NUMBERED:
+                value, position = message[position], position + 1
+                if value > 127:
+                    value, position = _varint(message, position - 1)
             else:
-                if kind == _BYTES:
-                    size, position = _varint(message, position)
-                else:
-                    size = {_FIXED64: 8, _FIXED32: 4}[kind]
-                if position + size > end:
+                value = {_FIXED64: 8, _FIXED32: 4}[kind]
+            if kind != _VARINT:
+                stop = position + value
+                if stop > end:
                     raise IndexError
-                value = message[position : position + size]
-                position += size
-            yield tag, value
+                value, position = message[position:stop], stop
+            number = tag >> 3
+            if number in found:
+                found[number].append(value)
+            else:
+                found[number] = [value]
     except (IndexError, KeyError):
         raise ProgramError(f"not a protocol buffer: byte {position} of {end} is out of place.") from None
+    return found
 
 
 def ints(fields: Fields, number: int) -> list[int]:
@@ -115,25 +128,88 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
             raise IndexError
 
 
+@contextmanager
+def refusing_malformed(what: str) -> Iterator[None]:
+    """Makes of what reading malformed contents raises a `ProgramError`.
+
+    Args:
+        what: is read, the subject of a sentence.
+    """
+    try:
+        yield
+    except MeshkitError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ProgramError(f"{what} cannot be read: {type(error).__name__}: {error}.") from None
+
+
 @dataclass(frozen=True)
-class Attributes:
-    """Attributes of one instruction."""
+class Shape:
+    """An array (dtype and dims), or a tuple of shapes (dtype `tuple`)."""
 
-    name: str  # as XLA prints it
-    opcode: str  # as XLA prints it
-    called: tuple[str, ...]
-    """Names of the computations it calls: of a loop (body, condition), of a conditional its branches."""
-    fields: Fields
+    dtype: str  # as XLA spells it: `bf16`, `f8e4m3fn`, `s32`, `pred`, `token`
+    dims: tuple[int, ...] = ()  # sizes; () of a scalar, a token or a tuple
+    parts: tuple[Shape, ...] = ()  # members of a tuple
+    minor: int | None = field(default=None, compare=False)
+    """The dim whose elements are neighbours in memory; None of a scalar, a tuple, or where there is no layout."""
+    on_host: bool = field(default=False, compare=False)  # whether it, or a part of it, is in host memory
+
+    @functools.cached_property
+    def bytes(self) -> int:
+        """Bytes of an array or, summed, of a tuple; sub-byte types are packed."""
+        if self.dtype == "tuple":
+            return sum(p.bytes for p in self.parts)
+        return math.ceil(self.elements * dtype_bits(self.dtype) / 8)
 
     @property
-    def id(self) -> int:
-        """What `operands` of others name it by."""
-        return integer(self.fields, 35)
+    def elements(self) -> int:
+        """Of an array; 1 of anything else."""
+        return math.prod(self.dims)
 
-    @property
-    def operands(self) -> list[int]:
-        """Ids of instructions of the same computation."""
-        return ints(self.fields, 36)
+    def __str__(self) -> str:
+        if self.dtype == "tuple":
+            return f"({', '.join(map(str, self.parts))})"
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def dtype_bits(name: str) -> int:
+    """Bits of an element: 16 for bf16, 8 for pred and every f8, 4 for s4; 0 for a token."""
+    if name == "pred":
+        return 8
+    m = _BITS.match(name)
+    return int(m[1]) if m else 0
+
+
+@functools.lru_cache(maxsize=65536)
+def _shape(serialized: bytes) -> Shape:
+    """Of a `ShapeProto`."""
+    fields = read_fields(serialized)
+    kind = integer(fields, 2)
+    if kind == _TUPLE:
+        parts = tuple(_shape(part) for part in fields.get(4, ()) if isinstance(part, bytes))
+        return Shape("tuple", parts=parts, on_host=any(p.on_host for p in parts))
+    layout = message(fields, 5)
+    minor = next(iter(ints(layout, 1)), None)
+    dims = tuple(ints(fields, 3))
+    return Shape(_DTYPES.get(kind, "invalid"), dims, (), minor, integer(layout, 8) == _HOST_SPACE)
+
+
+@dataclass(eq=False)
+class HloInstruction:
+    """One instruction of a computation."""
+
+    name: str  # unique in its module
+    opcode: str  # as XLA prints it: `all-gather-start`
+    fields: Fields = field(repr=False)
+    operands: Sequence[HloInstruction] = field(default=(), repr=False)
+    called: Sequence[Computation] = field(default=(), repr=False)
+    """What it calls: of a loop (body, condition), of a conditional its branches."""
+    users: list[HloInstruction] = field(default_factory=list, repr=False)  # of its result, each once
+
+    @functools.cached_property
+    def shape(self) -> Shape:
+        """Of its result."""
+        return _shape(b"".join(v for v in self.fields.get(3, ()) if isinstance(v, bytes)))
 
     @property
     def tuple_index(self) -> int:
@@ -141,11 +217,26 @@ class Attributes:
         return integer(self.fields, 13)
 
     @property
+    def parameter_number(self) -> int:
+        """Of a `parameter`, which one of its computation it is."""
+        return integer(self.fields, 9)
+
+    @property
+    def channel(self) -> int:
+        """That a send and a receive share; 0 where there is none."""
+        return integer(self.fields, 26)
+
+    @property
+    def dimensions(self) -> list[int]:
+        """Along which it joins, sorts or reduces."""
+        return ints(self.fields, 14)
+
+    @functools.cached_property
     def source(self) -> str:
         """The op_name path of the model code that caused it; "" if XLA kept none."""
         return clean_path(text(self.metadata, 2))
 
-    @property
+    @functools.cached_property
     def metadata(self) -> Fields:
         """`OpMetadata`: where it comes from."""
         return message(self.fields, 7)
@@ -161,172 +252,98 @@ class Attributes:
         return {text(pair, 1): text(pair, 2) for m in messages(self.fields, 68) for pair in messages(m, 1)}
 
     @functools.cached_property
-    def backend(self) -> Mapping[str, Any]:
-        """`backend_config` of XLA:GPU; empty where there is none, or it is no JSON object."""
+    def _configuration(self) -> dict[str, Any]:
         try:
             found = json.loads(text(self.fields, 43) or "{}")
         except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
-    @property
-    def is_sync(self) -> bool | None:
-        """Whether a collective blocks the stream it is issued on; None where XLA does not say."""
-        return _member(self.backend, "collective_backend_config", "is_sync")
+    def configured(self, *keys: str) -> Any:
+        """What `backend_config` of XLA:GPU, or a part of it, has under keys, each within the last; None if nothing."""
+        whole = self._configuration
+        found: Any = next((c for c in (whole, *whole.values()) if isinstance(c, dict) and keys[0] in c), None)
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found
 
     @property
     def trip_count(self) -> int | None:
         """Iterations of a loop; None where XLA does not know."""
-        known = str(_member(self.backend, "known_trip_count", "n"))
+        known = str(self.configured("known_trip_count", "n"))
         return int(known) if known.isdecimal() and len(known) < 19 else None
 
-
-def _member(backend: Mapping[str, Any], name: str, key: str) -> Any:
-    """What an object in a configuration has under a key; None where it is no object."""
-    inner = backend.get(name)
-    return inner.get(key) if isinstance(inner, dict) else None
-
-
-class ModuleAttributes:
-    """Attributes of a module, each computation's read when it is first asked for.
-
-    Args:
-        module: a serialized `HloModuleProto`.
-
-    Raises:
-        ProgramError: the bytes are no message.
-    """
-
-    def __init__(self, module: bytes):
-        top = read_fields(module)
-        self._computations = {text(c, 1): c for c in messages(top, 3)}
-        self._names = {integer(c, 5): name for name, c in self._computations.items()}
-        sequences = messages(message(top, 7), 1)
-        # computation id -> instruction ids in schedule order
-        self._sequences = {integer(pair, 1): ints(message(pair, 2), 1) for pair in sequences}
-        self._instructions: dict[str, Attributes] = {}
-        self._order: dict[str, list[str]] = {}
-        self._parents: dict[str, str] = {}
-        self.entry = text(top, 2)  # name of the computation that runs
-        self.stack_frames = message(top, 17)  # `StackFrameIndexProto`
-        self.device_assignment = message(top, 15)  # `DeviceAssignmentProto`
-
-    @property
-    def computations(self) -> list[str]:
-        """Names of all computations."""
-        return list(self._computations)
-
-    def order(self, computation: str) -> list[str]:
-        """Names of a computation's instructions as scheduled; operands first where the module has no schedule."""
-        if computation not in self._order:
-            self._order[computation] = self._read(computation)
-        return self._order[computation]
-
-    def root(self, computation: str) -> int:
-        """The id of the instruction whose value a computation gives."""
-        return integer(self._computations[computation], 6)
-
-    def of(self, instruction: str) -> Attributes:
-        """The attributes of an instruction; names are unique in a module."""
-        if instruction not in self._instructions:
-            for computation in self._computations:
-                self.order(computation)
-        return self._instructions[instruction]
-
-    def parent(self, instruction: str) -> str:
-        """The computation that an instruction stands in."""
-        self.of(instruction)
-        return self._parents[instruction]
-
-    def _read(self, name: str) -> list[str]:
-        computation = self._computations[name]
-        ids: dict[int, str] = {}
-        for fields in messages(computation, 2):
-            instruction = text(fields, 1)
-            called = tuple(self._names[i] for i in ints(fields, 38) if i in self._names)
-            self._instructions[instruction] = Attributes(instruction, text(fields, 2), called, fields)
-            self._parents[instruction] = name
-            ids[integer(fields, 35)] = instruction
-        sequence = self._sequences.get(integer(computation, 5), [])
-        complete = len(sequence) == len(ids) and all(i in ids for i in sequence)
-        return [ids[i] for i in sequence] if complete else list(ids.values())
+    def identity(self) -> tuple:
+        """Equal for equal instructions, wherever they were written."""
+        names = [[o.name for o in self.operands], [c.name for c in self.called], sorted(self.frontend.items())]
+        rest = [(number, self.fields[number]) for number in sorted(self.fields.keys() - _NOT_PRINTED)]
+        return self.name, self.opcode, names, rest
 
 
-_MODULE_COMPUTATION, _MODULE_SCHEDULE = 3, 7
-_INSTRUCTION, _COMPUTATION_ROOT = 2, 6
-_ID, _OPERANDS, _PREDECESSORS = 35, 36, 37
-_WITH_IDS = {
-    _MODULE_COMPUTATION: {_INSTRUCTION: {_ID: None, _OPERANDS: None, _PREDECESSORS: None}, _COMPUTATION_ROOT: None},
-    _MODULE_SCHEDULE: {1: {2: {1: None}}},
-}
-_LOCAL = 2**32 - 1  # an id is its computation's, and below it a number of its own
-_SPARE_IDS = 2**20  # of tables that XLA makes as long as the highest number in a computation: some 40 MB
+@dataclass(eq=False)
+class Computation:
+    """The instructions of one computation."""
+
+    name: str
+    instructions: Sequence[HloInstruction]  # by their ids
+    order: Sequence[HloInstruction]  # as scheduled; operands first where the module has no schedule
+    root: HloInstruction  # whose value it gives
 
 
-def with_dense_ids(module: bytes) -> bytes:
-    """A serialized `HloModuleProto` that takes memory in proportion to its instructions, in the order of their ids.
-
-    XLA makes a table for every computation, as long as the highest id in it. Ids of XLA's own that have grown through
-    many passes are dense enough; those of a compiler that counts through a process, or of whoever likes, are numbered
-    anew.
-
-    Raises:
-        ProgramError: the bytes are no module, or an instruction refers to one that is not in its computation.
-    """
-    rows, count = 0, 0
-    for computation in messages(read_fields(module), _MODULE_COMPUTATION):
-        ids = [integer(i, _ID) & _LOCAL for i in messages(computation, _INSTRUCTION)]
-        rows, count = rows + max(ids, default=0), count + len(ids)
-    if rows <= 4 * count + _SPARE_IDS:
-        return module
-    known: dict[int, int] = {}
-    for computation in messages(read_fields(module), _MODULE_COMPUTATION):
-        ids = sorted({integer(i, _ID) for i in messages(computation, _INSTRUCTION)})
-        known.update((old, old & ~_LOCAL | rank) for rank, old in enumerate(ids))
-    return renumbered(module, known)
-
-
-def renumbered(message: bytes, known: Mapping[int, int], forms: Mapping[int, Any] = _WITH_IDS) -> bytes:
-    """A message with other ids of instructions.
+class Module:
+    """A compiled program.
 
     Args:
-        message: a serialized `HloModuleProto`, or what of one `forms` is about.
-        known: id -> its new one.
-        forms: field number -> the forms of a message in it, or None where ids stand.
+        serialized: a `HloModuleProto`.
 
     Raises:
-        ProgramError: the bytes are no message, or have an id that is not known.
+        ProgramError: the bytes are no module, or an instruction takes or calls what does not stand before it.
     """
-    out = bytearray()
-    try:
-        for tag, value in _walk(message):
-            inner = forms.get(tag >> 3, {})
-            if inner is None:
-                value = (
-                    known[value] if isinstance(value, int) else b"".join(_varint_of(known[i]) for i in _unpack(value))
-                )
-            elif inner and isinstance(value, bytes):
-                value = renumbered(value, known, inner)
-            length = _varint_of(len(value)) if isinstance(value, bytes) and tag & 7 == _BYTES else b""
-            out += _varint_of(tag) + length + (_varint_of(value) if isinstance(value, int) else value)
-    except KeyError as error:
-        raise ProgramError(f"an instruction refers to id {error.args[0]}, which none has.") from None
-    return bytes(out)
 
+    def __init__(self, serialized: bytes):
+        with refusing_malformed(f"the HLO module ({len(serialized)} bytes)"):
+            top = read_fields(serialized)
+            self.name = text(top, 1)
+            self.stack_frames = message(top, 17)  # `StackFrameIndexProto`
+            self.device_assignment = message(top, 15)  # `DeviceAssignmentProto`
+            sequences = messages(message(top, 7), 1)
+            # computation id -> instruction ids in schedule order
+            scheduled = {integer(pair, 1): ints(message(pair, 2), 1) for pair in sequences}
+            found: dict[int, Computation] = {}
+            self.instructions: dict[str, HloInstruction] = {}
+            for fields in messages(top, 3):
+                id_ = integer(fields, 5)
+                found[id_] = self._computation(fields, scheduled.get(id_, ()), found)
+            self.computations = {c.name: c for c in found.values()}
+            if text(top, 2) not in self.computations:
+                raise ProgramError(f"the HLO module ({len(serialized)} bytes) has no entry computation.")
+        self.entry = self.computations[text(top, 2)]
 
-def _varint_of(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal programs: a hash of every instruction in order."""
+        every = ([c.name, c.root.name, *(i.identity() for i in c.order)] for c in self.computations.values())
+        digest = hashlib.sha256()
+        for each in every:
+            digest.update(repr(each).encode())
+        return digest.hexdigest()[:16]
 
-
-@functools.lru_cache(maxsize=1)
-def attributes_of(module: Any) -> ModuleAttributes:
-    """The attributes of a module as the runtime has it; of the last one asked for they are read once."""
-    return ModuleAttributes(module.as_serialized_hlo_module_proto())
+    def _computation(self, fields: Fields, scheduled: Iterable[int], known: Mapping[int, Computation]) -> Computation:
+        """One computation; `known` are those before it, which it may call."""
+        by_id: dict[int, HloInstruction] = {}
+        for read in messages(fields, 2):
+            operands = [by_id[i] for i in ints(read, 36)]
+            called = [known[i] for i in ints(read, 38)]
+            made = HloInstruction(text(read, 1), text(read, 2), read, operands, called)
+            if made.name in self.instructions:
+                raise ProgramError(f"two instructions of the HLO module are called {made.name}.")
+            self.instructions[made.name] = by_id[integer(read, 35)] = made
+            for operand in dict.fromkeys(operands):
+                operand.users.append(made)
+        order = [by_id[i] for i in scheduled if i in by_id]
+        complete = len(order) == len(by_id) == len(set(order))
+        by_ids = [i for _, i in sorted(by_id.items())]
+        return Computation(text(fields, 1), by_ids, order if complete else [*by_id.values()], by_id[integer(fields, 6)])
 
 
 def clean_path(op_name: str) -> str:

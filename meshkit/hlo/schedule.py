@@ -7,6 +7,7 @@ spans (`read_groups`, `group_shape`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,11 @@ import numpy as np
 from meshkit.config.mesh import Placement
 from meshkit.errors import ProgramError
 from meshkit.hlo.costs import Cost
-from meshkit.hlo.proto import Attributes, Fields, integer, ints, message, messages
+from meshkit.hlo.proto import Fields, HloInstruction, integer, ints, message, messages, refusing_malformed
 
 # Fields of HloInstructionProto (xla/service/hlo.proto).
 _MOST_PARTITIONS = 2**22
-_EXPLICIT, _PAIRS, _DEVICE_LIST, _IOTA_LIST, _MESH_LIST = 49, 52, 87, 92, 93
+_FORMS = _EXPLICIT, _PAIRS, _DEVICE_LIST, _IOTA_LIST, _MESH_LIST = 49, 52, 87, 92, 93
 
 
 @dataclass(frozen=True)
@@ -121,28 +122,28 @@ class GroupShape:
     gpus_per_domain: int  # members of one group that share a domain (the fewest, where groups differ)
 
 
-def read_groups(attributes: Attributes, num_partitions: int) -> np.ndarray:
+def read_groups(instruction: HloInstruction, num_partitions: int) -> np.ndarray:
     """Groups of a collective as partition ids, shape [num_groups, group_size]; [pairs, 2] for a permute.
 
     Args:
-        attributes: of the instruction that communicates.
+        instruction: that communicates.
         num_partitions: devices of the program; no groups at all means all of them.
 
     Raises:
         ProgramError: groups of unequal size, of more partitions than a program can have, or none that can be read.
     """
-    try:
-        groups = _groups(attributes, num_partitions)
-    except (ValueError, IndexError, KeyError, ArithmeticError) as error:
-        raise ProgramError(f"the groups of the collective {attributes.name} cannot be read: {error}.") from None
+    said = tuple((number, tuple(instruction.fields.get(number, ()))) for number in _FORMS)
+    with refusing_malformed(f"the groups of the collective {instruction.name}"):
+        groups = _groups(said, num_partitions)
     if groups.size and not 0 <= groups.min() <= groups.max() < _MOST_PARTITIONS:
-        raise ProgramError(f"the collective {attributes.name} has partitions {groups.min()} to {groups.max()}.")
+        raise ProgramError(f"the collective {instruction.name} has partitions {groups.min()} to {groups.max()}.")
     return groups
 
 
-def _groups(attributes: Attributes, num_partitions: int) -> np.ndarray:
-    """What `read_groups` reads."""
-    fields = attributes.fields
+@functools.lru_cache(maxsize=64)  # a program has few, of which some list thousands of partitions
+def _groups(said: tuple, num_partitions: int) -> np.ndarray:
+    """What `read_groups` reads, given the fields of _FORMS."""
+    fields = dict(said)
     for listed in messages(fields, _MESH_LIST):
         return _mesh_groups(listed)
     lists = messages(fields, _DEVICE_LIST)
@@ -152,8 +153,7 @@ def _groups(attributes: Attributes, num_partitions: int) -> np.ndarray:
     # of a `SourceTarget` too a zero is left out of the message
     groups = [[integer(m, 1), integer(m, 2)] for m in messages(fields, _PAIRS)] or [ints(m, 1) for m in explicit]
     if len({len(g) for g in groups}) > 1:
-        sizes = sorted({len(g) for g in groups})
-        raise ProgramError(f"the collective {attributes.name} has groups of unequal size: {sizes}.")
+        raise ValueError(f"they are of unequal size: {sorted({len(g) for g in groups})}")
     return np.array(groups) if groups and groups[0] else np.arange(num_partitions)[None]
 
 

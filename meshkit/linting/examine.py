@@ -32,8 +32,8 @@ from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import AllowTable
 from meshkit.errors import ConfigError
-from meshkit.hlo.instructions import dtype_bits
 from meshkit.hlo.module import Schedule
+from meshkit.hlo.proto import dtype_bits
 from meshkit.hlo.schedule import Collective
 from meshkit.linting.placements import Finding, Subject, apply_allow_list, finding_lines, in_sums, lint
 from meshkit.sharding.constrain import Activation, partition_spec, record_activations

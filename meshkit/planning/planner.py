@@ -25,7 +25,7 @@ from meshkit.config.experiment import Experiment
 from meshkit.console import notebook_line
 from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
-from meshkit.hlo.module import Schedule
+from meshkit.hlo.module import Module, Schedule
 from meshkit.linting.examine import Examined, Lint, examine, rematerialization_findings
 from meshkit.linting.placements import Finding
 from meshkit.predict import coverage
@@ -202,7 +202,7 @@ def _program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:
 
 def memory_part(
     compiled: CompiledProgram,
-    module: Any,
+    module: Module,
     schedule: Schedule,
     cluster: Cluster,
     *,

@@ -13,13 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from meshkit.config.catalog import kernels, reserved
 from meshkit.config.cluster import Cluster
-from meshkit.hlo.costs import custom_call_target, opcode
-from meshkit.hlo.instructions import Shape, shape_of
 from meshkit.hlo.module import Schedule
+from meshkit.hlo.proto import Module, Shape
 from meshkit.hlo.schedule import Collective
 
 _ATTENTION_BACKWARD = re.compile(r"fmha.*Backward")
@@ -47,7 +45,7 @@ class Reserved:
         return self.context + self.nccl
 
 
-def reserved_memory(module: Any, schedule: Schedule, cluster: Cluster, temporary_bytes: int) -> Reserved:
+def reserved_memory(module: Module, schedule: Schedule, cluster: Cluster, temporary_bytes: int) -> Reserved:
     """What a compiled module takes that its compiler does not count; `temporary_bytes` is its largest block.
 
     Args:
@@ -112,13 +110,12 @@ def _communicators(used: Iterable[Collective]) -> list[list[Collective]]:
     return list(groups.values())
 
 
-def _cudnn_workspace(module: Any) -> int:
+def _cudnn_workspace(module: Module) -> int:
     """The largest workspace of a fused attention's backward pass, the only one that has a large one."""
     found = [
-        cudnn_workspace_bytes(*shape_of(i).parts[:2])
-        for computation in module.computations()
-        for i in computation.instructions()
-        if opcode(i) == "custom-call" and _ATTENTION_BACKWARD.search(custom_call_target(i.to_string()))
+        cudnn_workspace_bytes(*i.shape.parts[:2])
+        for i in module.instructions.values()
+        if _ATTENTION_BACKWARD.search(i.target)
     ]
     return max(found, default=0)
 

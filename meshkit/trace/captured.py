@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.files import gunzip, inside, open_regular, read_regular
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import MeshkitError, TraceError
-from meshkit.hlo.costs import opcode
-from meshkit.hlo.module import Program, load_module, read_program
+from meshkit.hlo.module import Module, Program, read_program
 from meshkit.hlo.schedule import Schedule
 from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.trace.graphs import graph_nodes
@@ -164,7 +162,7 @@ class Captured:
     records: tuple[CaptureRecord, ...]  # the sidecars, by process
     cluster: Cluster | None  # what the mesh was built from, if that was recorded
     placement: Placement  # where the partitions of the program were
-    module: Any  # the compiled program
+    module: Module  # the compiled program
     schedule: Schedule | None  # the same, read; None where this version does not know a form of HLO in it
     program: TracedProgram  # what its traces are read with
     broken: dict[int, str]  # process -> what is wrong with its trace file, of those that cannot be used
@@ -382,11 +380,11 @@ def _trace_folder(run: Path) -> Path:
     raise TraceError(message, at=str(run), hint=_HINT)
 
 
-def _read_module(folder: Path, record: CaptureRecord) -> Any:
+def _read_module(folder: Path, record: CaptureRecord) -> Module:
     """The compiled program, checked to be the one that the sidecar names."""
     file = folder / Path(record.program_file).name
     try:
-        module = load_module(gunzip(read_regular(file, LARGEST_PROGRAM_BYTES), LARGEST_PROGRAM_BYTES))
+        module = Module(gunzip(read_regular(file, LARGEST_PROGRAM_BYTES), LARGEST_PROGRAM_BYTES))
     except (OSError, ValueError, MeshkitError) as e:
         raise TraceError(f"the captured program cannot be read: {e}", at=str(file)) from None
     if module.name != record.module:
@@ -396,23 +394,18 @@ def _read_module(folder: Path, record: CaptureRecord) -> Any:
     return module
 
 
-def traced_program(module: Any, read: Program, device_ids: Sequence[int]) -> TracedProgram:
+def traced_program(module: Module, read: Program, device_ids: Sequence[int]) -> TracedProgram:
     """What the program says of the operations that its traces hold; its partitions run on `device_ids` in order.
 
     Args:
-        module: the compiled program, as the runtime has it.
+        module: the compiled program.
         read: the same, from `read_program`; without a schedule `expected`, `kernels` and `graph_nodes` stay empty.
         device_ids: [partitions] the global id of each one's device.
     """
-    computations = {c.name: c.instructions() for c in module.computations()}
-    instructions = [i for body in computations.values() for i in body]
-    fused = set()  # one kernel which computes a matmul and communicates
-    for i in instructions:
-        if i.name in read.collectives and opcode(i) == "fusion":
-            called = re.search(r"calls=%?([\w.\-]+)", i.to_string())
-            body = computations.get(called[1], ()) if called else ()
-            if any(opcode(j) in ("dot", "convolution") for j in body):
-                fused.add(i.name)
+    instructions = module.instructions.values()
+    fusions = (i for i in instructions if i.opcode == "fusion" and i.name in read.collectives)
+    # one kernel which computes a matmul and communicates
+    fused = {i.name for i in fusions for c in i.called if {"dot", "convolution"} & {j.opcode for j in c.instructions}}
     expected: dict[str, int] = {}
     if read.schedule is not None:
         communicating = {i.name for body in read.schedule.computations.values() for i in body if i.collective}
@@ -422,7 +415,7 @@ def traced_program(module: Any, read: Program, device_ids: Sequence[int]) -> Tra
     return TracedProgram(
         module.name,
         read.collectives,
-        containers={i.name for i in instructions if opcode(i) in _CONTAINERS},
+        containers={i.name for i in instructions if i.opcode in _CONTAINERS},
         fused=fused,
         groups={name: ids[partitions] for name, partitions in read.participants.items()},
         expected=expected,

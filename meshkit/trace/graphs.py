@@ -15,12 +15,11 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from meshkit.hlo.instructions import kind_of_kernel
-from meshkit.hlo.proto import Attributes, ModuleAttributes, attributes_of
+from meshkit.hlo.proto import HloInstruction, Module
 from meshkit.hlo.schedule import Instruction, Schedule
 from meshkit.trace.operations import (
     DeviceOperations,
@@ -49,29 +48,28 @@ _LEFT_OUT, _UNKNOWN = 0.3, 0.5  # the cost of an instruction without a kernel, a
 _TAKEN = 0.7  # what is left of a pair's worth where another graph has the instruction
 
 
-def graph_nodes(module: Any, schedule: Schedule | None) -> tuple[GraphNode, ...]:
+def graph_nodes(module: Module, schedule: Schedule | None) -> tuple[GraphNode, ...]:
     """The instructions of a program that run on a GPU, in their order, what loops and calls run in their place.
 
     Args:
-        module: the program, as the runtime has it.
+        module: the program.
         schedule: the same, read; None gives no nodes.
     """
     if schedule is None:
         return ()
-    attributes = attributes_of(module)
     every = (i for i, _ in schedule.walk() if i.kind in ("kernel", "start", "collective") or i.opcode in _NUMBERS)
-    return tuple(_node(i, attributes) for i in every)
+    return tuple(_node(i, module) for i in every)
 
 
-def _node(i: Instruction, attributes: ModuleAttributes) -> GraphNode:
+def _node(i: Instruction, module: Module) -> GraphNode:
     """One instruction; of an asynchronous kernel that which it starts."""
     if i.collective is not None:
         name = i.name.rpartition("/")[2]  # of several that are started together, as the program names it
         return GraphNode(name, "", name, "", i.collective.collective, copies=False, fills=False)
-    at = attributes.of(i.name)
-    if at.opcode == "async-start" and at.called:
-        at = attributes.of(attributes.order(at.called[0])[-1])
-    inside = [attributes.of(name) for name in attributes.order(at.called[0])] if at.opcode == "fusion" else []
+    at = module.instructions[i.name]
+    if at.opcode == "async-start":
+        at = at.called[0].root
+    inside = at.called[0].order if at.opcode == "fusion" else ()
     stem = _STEM.sub("", at.name)
     library = _library(at.target) if at.target else "sort" if at.opcode == "sort" else ""
     return GraphNode(
@@ -91,7 +89,7 @@ def _library(name: str) -> str:
     return f"{kind} backward" if kind == "attention" and _BACKWARD.search(name) else kind
 
 
-def _work(at: Attributes) -> Hashable:
+def _work(at: HloInstruction) -> Hashable:
     """What an instruction does, by opcode, shape and literal."""
     return (at.opcode, *(value for number in (3, 8) for value in at.fields.get(number, ()) if number in at.fields))
 

@@ -27,7 +27,7 @@ import numpy as np
 from meshkit.compile.scratch import die_with_parent
 from meshkit.config.mesh import Placement
 from meshkit.errors import TraceError
-from meshkit.hlo.module import load_module, read_program
+from meshkit.hlo.module import Module, read_program
 from meshkit.timeline import DeviceStep, exposed_waits
 from meshkit.trace.captured import traced_program
 from meshkit.trace.operations import TraceFile
@@ -50,7 +50,7 @@ class _Watcher:
     def __init__(
         self, program: str, axes: Sequence[str], shape: Sequence[int], device_ids: Sequence[int], devices: Any
     ):
-        module = load_module(Path(program).read_bytes())
+        module = Module(Path(program).read_bytes())
         read = read_program(module, Placement.from_shape(axes, shape))
         self.program = traced_program(module, read, device_ids)
         self.devices = {int(ordinal): device for ordinal, device in devices.items()}

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,8 +19,8 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.files import gunzip, read_regular
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
-from meshkit.hlo.module import COLLECTIVES, Program, load_module, read_program
-from meshkit.hlo.proto import attributes_of, ints, message, messages, read_fields, text
+from meshkit.hlo.module import COLLECTIVES, Module, Program, read_program
+from meshkit.hlo.proto import ints, message, messages, read_fields, text
 from meshkit.hlo.schedule import Collective, read_groups
 from meshkit.trace.captured import LARGEST_PROGRAM_BYTES, TRACE_FOLDER, traced_program
 from meshkit.trace.operations import KINDS, Operations, TracedProgram, TraceFile, is_container, read_operations
@@ -43,7 +42,7 @@ class Loose:
     files: tuple[TraceFile, ...]
     hosts: Mapping[int, str]  # process -> its host, by the name of its file
     program: TracedProgram
-    module: Any | None  # the compiled program; None where nobody has left it
+    module: Module | None  # the compiled program; None where nobody has left it
     read: Program | None  # the same, read
     placement: Placement | None  # on the mesh; None where no mesh is known
     cluster: Cluster | None
@@ -221,7 +220,7 @@ class _Scan:
                 if not is_container(label):
                     self._busy[label.module, label.program] += int(each)
 
-    def module(self) -> Any | None:
+    def module(self) -> Module | None:
         """The compiled program, as the trace has it, else a file beside it; None, and why, where nobody has left it."""
         exact = [blob for (name, id_), blob in self.kept.items() if name == self.name and id_ == self.program]
         named = [blob for (name, _), blob in self.kept.items() if name == self.name]
@@ -264,31 +263,29 @@ def _nothing_ran(space: XSpace, path: Path) -> TraceError:
     )
 
 
-def _loaded(content: bytes) -> Any:
+def _loaded(content: bytes) -> Module:
     """The program of a serialized `HloProto` or `HloModuleProto`."""
     inner = next((v for v in read_fields(content).get(1, ()) if isinstance(v, bytes)), b"")
     try:
         wrapped = 3 in read_fields(inner)
     except MeshkitError:  # a module's own field 1 is its name
         wrapped = False
-    return load_module(inner if wrapped else content)
+    return Module(inner if wrapped else content)
 
 
 def _placed(
-    module: Any, devices: Sequence[int], mesh: MeshSpec | None, cluster: Cluster | None
+    module: Module, devices: Sequence[int], mesh: MeshSpec | None, cluster: Cluster | None
 ) -> tuple[np.ndarray, Placement]:
     """[partitions] the device of each, and where they are on the mesh (or on an axis of all devices)."""
-    attributes = attributes_of(module)
-    rows = [ints(m, 1) for m in messages(attributes.device_assignment, 3)]  # of each partition, its replicas
+    rows = [ints(m, 1) for m in messages(module.device_assignment, 3)]  # of each partition, its replicas
     assigned = [device for row in rows for device in row]
     ids = np.array(assigned if len(assigned) > 1 else sorted(devices))
     if not set(ids.tolist()) & set(devices):  # numbered in another way
         ids = np.array(sorted(devices))
     highest = 0
-    for name in (n for c in attributes.computations for n in attributes.order(c)):
-        at = attributes.of(name)
-        if at.opcode.removesuffix("-start") in COLLECTIVES:
-            highest = max(highest, int(read_groups(at, 1).max()))
+    for i in module.instructions.values():
+        if i.opcode.removesuffix("-start") in COLLECTIVES:
+            highest = max(highest, int(read_groups(i, 1).max()))
     if highest >= len(ids):
         ids = np.concatenate([ids, np.arange(highest + 1 - len(ids)) + ids.max() + 1])
     count = len(ids)
@@ -348,7 +345,7 @@ def _of_kind(kind: str) -> Collective:
 
 def _notes(
     scan: _Scan,
-    module: Any | None,
+    module: Module | None,
     mesh: MeshSpec | None,
     cluster: Cluster | None,
     missing: Sequence[int],

@@ -10,9 +10,10 @@ from benchmarks.gpu import scoring
 from benchmarks.gpu.ids import Ids, as_it_ran, ids_of, uses
 from meshkit.config import catalog
 from meshkit.config.mesh import Placement
-from meshkit.hlo.module import parse_hlo, read_schedule
+from meshkit.hlo.module import read_schedule
 from meshkit.predict.kernels import kernel_work
 from meshkit.report.schema import KernelClassPart, KernelPart, KernelsPart, Report, StepPart, WindowPart
+from tests.hlo_text import parse_hlo
 
 H100 = catalog.gpu("h100_sxm")
 ROWS, WIDTH, TABLE = 65536, 512, 131072

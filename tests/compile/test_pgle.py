@@ -19,7 +19,6 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.errors import ConfigError
-from meshkit.hlo.module import load_module
 from meshkit.planning.planner import plan_experiment
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.mesh import build_mesh, describe_devices
@@ -80,14 +79,16 @@ class OnGpus:
         return SimpleNamespace(memory_analysis=lambda: None, runtime_executable=self.runtime_executable)
 
     def runtime_executable(self):
-        return SimpleNamespace(hlo_modules=lambda: [self.module])
+        return SimpleNamespace(
+            hlo_modules=lambda: [SimpleNamespace(as_serialized_hlo_module_proto=lambda: self.module)]
+        )
 
 
 def test_train_asks_xla_again_with_the_same_prices(plans):
     own, _ = plans
     experiment = load(TINY, (*ON_16, PREDICTED))
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
-    gpus = OnGpus(load_module(own.compiled.module))
+    gpus = OnGpus(own.compiled.module)
     made = compile_step(replace(make_train_step(experiment, mesh), step=gpus), experiment)
     assert [PGLE_OPTION in asked for asked in gpus.asked] == [False] + [True] * ROUNDS
     plain = [{k: v for k, v in asked.items() if k != PGLE_OPTION} for asked in gpus.asked]

@@ -13,6 +13,7 @@ from meshkit.compile.options import CompileChoices
 from meshkit.compile.program import compile_absent
 from meshkit.config.catalog import gpu, gpu_keys
 from meshkit.config.cluster import Cluster
+from tests.hlo_text import printed
 from tests.releases import BEFORE_0_12
 
 pytestmark = pytest.mark.deviceless
@@ -34,7 +35,7 @@ def compiled(step, shapes, *, cluster="dgx_h100", hosts=1, mesh=None, wants_mesh
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=spec) for shape, dtype in shapes]
     choices = CompileChoices(xla or {})
     program = compile_absent(step(mesh) if wants_mesh else step, args, mesh=mesh, cluster=cluster, choices=choices)
-    return program, program.hlo.to_string(), program.schedule
+    return program, printed(program.module), program.schedule
 
 
 def on_each_gpu(function):

@@ -3,15 +3,17 @@
 The mesh is data 2 over InfiniBand x tensor 4 on NVLink; arrays are fp32 unless a name says otherwise.
 """
 
-import resource
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from meshkit.config.mesh import Placement
 from meshkit.errors import ProgramError
-from meshkit.hlo.module import load_module, parse_hlo, read_collectives, read_schedule
-from meshkit.hlo.proto import ModuleAttributes, integer, messages, read_fields, renumbered, with_dense_ids
+from meshkit.hlo.instructions import read_instructions
+from meshkit.hlo.module import read_collectives, read_program, read_schedule
+from meshkit.hlo.proto import Module, read_fields
+from tests.hlo_text import parse_hlo, serialized_hlo
 
 FILES = Path(__file__).parent.parent / "data" / "hlo"
 PLACEMENT = Placement.from_shape(("data", "tensor"), (2, 4), gpus_per_domain=4)
@@ -178,30 +180,37 @@ ENTRY %main (x: f32[4]) -> (f32[4], f32[4]) {
   ROOT %o = (f32[4], f32[4]) tuple(%late, %early)
 }
 """
-    module = load_module(parse_hlo(text).as_serialized_hlo_module_proto())
-    attributes = ModuleAttributes(module.as_serialized_hlo_module_proto())
-    assert attributes.order("main") == ["x", "early", "late", "o"]
+    assert [i.name for i in parse_hlo(text).entry.order] == ["x", "early", "late", "o"]
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"not a module at all", b"\x0a\xff\x01short"])
 def test_what_is_no_module_is_an_error(content):
-    with pytest.raises(ProgramError, match=r"not a (serialized HLO module|protocol buffer)"):
-        load_module(content)
     with pytest.raises(ProgramError, match="not a protocol buffer"):
-        ModuleAttributes(content)
+        Module(content)
 
 
-def test_ids_far_apart_cost_no_memory():
-    """XLA makes tables as long as the highest id of each computation: 10 GB of this file's."""
-    serialized = parse_hlo((FILES / "loops.hlo").read_text()).as_serialized_hlo_module_proto()
-    ids = [integer(m, 35) for c in messages(read_fields(serialized), 3) for m in messages(c, 2)]
-    sparse = renumbered(serialized, {i: i and i | (i & 0xFF) << 20 | 2**30 for i in ids})
-    assert with_dense_ids(serialized) is serialized
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert load_module(sparse).to_string() == load_module(serialized).to_string()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024
-    with pytest.raises(ProgramError, match="refers to id"):
-        renumbered(serialized, {})
+@pytest.mark.parametrize("file", sorted(FILES.glob("*.hlo")), ids=lambda f: f.stem)
+def test_a_damaged_module_is_read_or_is_an_error(file):
+    serialized = serialized_hlo(file.read_text())
+    for at in range(0, len(serialized), 41):
+        for damaged in (serialized[:at], serialized[:at] + b"\x7f" + serialized[at + 1 :]):
+            with contextlib.suppress(ProgramError):
+                module = Module(damaged)
+                read_instructions(module)
+                read_program(module, PLACEMENT)
+
+
+@pytest.mark.parametrize("operand", [1, 2, 3])
+def test_an_instruction_takes_what_stands_before_it(operand):
+    """So that nothing goes round in circles. `b` (id 2) takes `a` (1), itself, or what no instruction is."""
+    a, b = b"\x0a\x01a\x98\x02\x01", b"\x0a\x01b\x98\x02\x02\xa0\x02" + bytes([operand])
+    computation = b"\x0a\x01c\x12\x06" + a + b"\x12\x09" + b + b"\x28\x01\x30\x02"
+    module = b"\x12\x01c\x1a" + bytes([len(computation)]) + computation
+    if operand == 1:
+        assert [i.name for i in Module(module).entry.root.operands] == ["a"]
+    else:
+        with pytest.raises(ProgramError, match=rf"\({len(module)} bytes\) cannot be read: KeyError: {operand}"):
+            Module(module)
 
 
 def test_fields_of_the_wire_format():

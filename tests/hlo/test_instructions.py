@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from meshkit.hlo.instructions import SourceLines, read_instructions
-from meshkit.hlo.module import parse_hlo
 from meshkit.hlo.proto import Fields
+from tests.hlo_text import compiled_module, parse_hlo
 
 HLO = Path(__file__).parent.parent / "data" / "hlo"
 FILES = (
@@ -75,7 +75,7 @@ def model(x, w):
 def found():
     x, w = jnp.ones((64, 32)), jnp.ones((32, 128))
     compiled = jax.jit(model).lower(x, w).compile()
-    return read_instructions(compiled.runtime_executable().hlo_modules()[0])
+    return read_instructions(compiled_module(compiled))
 
 
 def test_kinds_of_a_real_program(found):
@@ -92,7 +92,7 @@ def test_what_has_no_line_names_that_of_its_user():
     cut, whole = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in (("fsdp",), ()))
     step = jax.jit(model, in_shardings=(whole, cut), out_shardings=whole)
     compiled = step.lower(jnp.ones((64, 32)), jnp.ones((32, 128))).compile()
-    found = read_instructions(compiled.runtime_executable().hlo_modules()[0])
+    found = read_instructions(compiled_module(compiled))
     gathered = [info.line for name, info in found.items() if name.startswith("all-gather")]
     _, first = inspect.getsourcelines(model)
     assert set(gathered) == {f"hlo/test_instructions.py:{first + 2}"}
@@ -111,7 +111,7 @@ def test_keys_are_unique_and_survive_a_recompile(found):
     assert len(set(keys)) == len(keys)
     x, w = jnp.ones((64, 32)), jnp.ones((32, 128))
     again = jax.jit(lambda x, w: model(x, w)).lower(x, w).compile()
-    other = read_instructions(again.runtime_executable().hlo_modules()[0])
+    other = read_instructions(compiled_module(again))
     matmuls = [{i.key.split("|", 2)[1] for i in side.values() if i.kind == "matmul"} for side in (found, other)]
     assert matmuls[0] == matmuls[1]
 

@@ -16,7 +16,7 @@ import pytest
 
 from meshkit.config.mesh import Placement
 from meshkit.hlo.instructions import read_instructions
-from meshkit.hlo.module import load_module, read_program
+from meshkit.hlo.module import Module, read_program
 from meshkit.trace.captured import traced_program
 
 DATA = Path(__file__).parent.parent / "data"
@@ -64,7 +64,7 @@ def read(name):
     """Everything that is read of a program but its fingerprint, as JSON has it."""
     mesh = MESHES[name]
     placement = Placement.from_shape(tuple(mesh), tuple(mesh.values()), gpus_per_domain=4)
-    module = load_module(serialized(name))
+    module = Module(serialized(name))
     program = read_program(module, placement)
     traced = traced_program(module, program, range(placement.num_partitions))
     works: dict = {}  # equal ones have the same number

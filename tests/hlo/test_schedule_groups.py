@@ -5,9 +5,9 @@ import pytest
 
 from meshkit.config.mesh import Placement
 from meshkit.errors import ProgramError
-from meshkit.hlo.module import parse_hlo
-from meshkit.hlo.proto import Attributes, ModuleAttributes
+from meshkit.hlo.proto import HloInstruction
 from meshkit.hlo.schedule import group_shape, read_groups
+from tests.hlo_text import parse_hlo
 
 # One meaning, five spellings: groups along the second axis of a 2 x 4 mesh.
 ROWS = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -32,8 +32,7 @@ def groups_of(text, partitions=8):
         op = f"collective-permute(%x), channel_id=1, {text}"
     else:
         op = f"all-reduce(%x), channel_id=1, {text}{', ' if text else ''}use_global_device_ids=true, to_apply=%add"
-    module = parse_hlo(MODULE.format(op))
-    return read_groups(ModuleAttributes(module.as_serialized_hlo_module_proto()).of("c"), partitions).tolist()
+    return read_groups(parse_hlo(MODULE.format(op)).instructions["c"], partitions).tolist()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_three_dimensional_iota():
 )
 def test_groups_that_no_program_has(fields, message):
     with pytest.raises(ProgramError, match=message):
-        read_groups(Attributes("c", "all-reduce", (), fields), 8)
+        read_groups(HloInstruction("c", "all-reduce", fields), 8)
 
 
 def test_a_partition_that_the_mesh_lacks():
@@ -88,7 +87,7 @@ def test_a_partition_that_the_mesh_lacks():
 
 
 def test_groups_of_unequal_size_are_an_error():
-    with pytest.raises(ProgramError, match=r"c has groups of unequal size: \[1, 2\]"):
+    with pytest.raises(ProgramError, match=r"collective c cannot be read: .*of unequal size: \[1, 2\]"):
         groups_of("replica_groups={{0,1},{2}}", 3)
 
 

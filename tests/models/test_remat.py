@@ -15,13 +15,13 @@ from flax import nnx
 from meshkit.config import catalog
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.hlo.module import load_module
 from meshkit.planning.planner import Plan, plan_experiment
 from meshkit.sharding import build_mesh
 from meshkit.step.state import describe_model
 from meshkit.step.train_step import make_train_step
 from models.llama import Llama
 from models.remat import check_remat
+from tests.hlo_text import printed
 
 DEBUG = Path(__file__).parents[2] / "configs/experiments/llama_debug_cpu.toml"
 POLICIES = ["none", "full", "dots", "offload", "offload_dots", ("gate", "up"), "everything_saveable"]
@@ -154,7 +154,7 @@ def test_a_mix_recomputes_less_and_what_it_offloads_waits_in_pinned_host_memory(
     assert matmul_flops(mix) == pytest.approx(matmul_flops(some), rel=1e-6)
     assert mix.compiled.memory["temp"] < some.compiled.memory["temp"]
     assert mix.compiled.host_peak_bytes == LAYER_INPUTS * (1 + 2048 // 512)
-    text = load_module(mix.compiled.module).to_string()
+    text = printed(mix.compiled.module)
     assert set(re.findall(r"bf16\[([\d,]+)\]\{[\d,]+:S\(5\)\}", text)) >= {"4,4,1024,512", "4,4,1024,2048"}
 
 

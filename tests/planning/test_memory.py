@@ -12,9 +12,8 @@ from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.config.mesh import Placement
-from meshkit.hlo.instructions import Shape
-from meshkit.hlo.module import Instruction, Schedule, parse_hlo
-from meshkit.hlo.proto import ModuleAttributes
+from meshkit.hlo.module import Instruction, Schedule
+from meshkit.hlo.proto import Shape
 from meshkit.hlo.schedule import Collective
 from meshkit.planning.planner import memory_part, outside_warning
 from meshkit.predict.memory import cudnn_workspace_bytes, nccl_bytes, reserved_memory
@@ -23,6 +22,7 @@ from meshkit.search.bounds import Bounds
 from meshkit.search.proposals import changes, find_remedies
 from meshkit.search.variants import Outcome
 from meshkit.step.program import StepFacts
+from tests.hlo_text import parse_hlo
 from tests.search.made_up import MadeUpWorkers
 
 MIB, GIB = 2**20, 2**30
@@ -241,7 +241,7 @@ LIVE = """HloLiveRange (max 113):
 
 def test_live_ranges_are_told_apart_by_what_made_them(tmp_path):
     """Also what an asynchronous start wraps, as the copies of activations that a loop of layers keeps."""
-    module = ModuleAttributes(parse_hlo(MODULE).as_serialized_hlo_module_proto())
+    module = parse_hlo(MODULE)
     assert live_bytes(tmp_path, module) is None
     (tmp_path / "module_0001.jit_step.sm_9.0a_gpu_after_optimizations-live-range.txt").write_text(LIVE)
     assert live_bytes(tmp_path, module) == {

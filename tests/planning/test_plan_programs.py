@@ -14,6 +14,7 @@ from meshkit.planning.planner import make_plan
 from meshkit.predict.assumptions import slowest_of
 from meshkit.predict.kernels import shape_share
 from meshkit.predict.nccl import by_hand
+from tests.hlo_text import compiled_module
 
 pytestmark = pytest.mark.deviceless
 
@@ -107,8 +108,7 @@ def test_collectives_have_the_same_key_before_and_after_a_run(plan, mesh):
     made = plan(step_on(mesh), array(mesh, (64, 8), "data"))
     x = array(attached, (64, 8), "data")
     compiled = jax.jit(step_on(attached)).lower(x).compile()
-    (module,) = compiled.runtime_executable().hlo_modules()
-    measured = read_collectives(module, Placement.from_shape(("data", "fsdp"), (4, 2)))
+    measured = read_collectives(compiled_module(compiled), Placement.from_shape(("data", "fsdp"), (4, 2)))
     planned = {op.key for row in made.report.communication for op in row.ops}
     assert planned
     assert planned == {c.key for c in measured.values()}

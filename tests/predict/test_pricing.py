@@ -8,7 +8,7 @@ import pytest
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
-from meshkit.hlo.module import parse_hlo, read_schedule
+from meshkit.hlo.module import read_schedule
 from meshkit.hlo.schedule import Collective, Instruction, Schedule
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.kernels import KernelWork
@@ -16,6 +16,7 @@ from meshkit.predict.nccl import by_hand, fitted_values
 from meshkit.predict.network import Price, collective_price, collective_time_s
 from meshkit.predict.pricing import NO_LOAD, Load, Pricer, arithmetic_left, load_of, together
 from meshkit.predict.simulate import step_pricer
+from tests.hlo_text import parse_hlo
 
 H100, B200, A100 = catalog.gpu("h100_sxm"), catalog.gpu("b200"), catalog.gpu("a100_80gb")
 GATHER = Collective("g", "g", "all-gather", ("fsdp",), True, "nvlink", None, "bf16", 8, 1, 8, 8 * 10**9)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import meshkit.trace.captured as captured_traces
 import meshkit.verbs.profile.profiler as profiler
 from meshkit.config.cluster import Cluster
 from meshkit.errors import ConfigError, TraceError
-from meshkit.hlo import proto
 from meshkit.report.folder import feedback_part, read_report
 from meshkit.report.measured import withhold_axes
 from meshkit.report.summarize import check_invariants
@@ -89,8 +89,8 @@ def test_a_profiled_run_holds_its_report(report, run):
 
 
 def test_the_compiled_program_is_parsed_once(run, monkeypatch):
-    parsed, attributes = [], proto.ModuleAttributes
-    monkeypatch.setattr(proto, "ModuleAttributes", lambda m: parsed.append(m) or attributes(m))
+    parsed, real = [], captured_traces.Module
+    monkeypatch.setattr(captured_traces, "Module", lambda m: parsed.append(m) or real(m))
     profiler.measure_run(run)
     assert len(parsed) == 1
 

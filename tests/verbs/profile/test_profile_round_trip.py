@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
-from meshkit.hlo.module import load_module
 from meshkit.planning.planner import make_plan
 from meshkit.report.compare import compare
 from meshkit.report.summarize import check_invariants
@@ -64,7 +63,7 @@ def write_run(folder, plan, cluster, *, lost=0.0):
         lost: share of the communication that ran in CUDA graphs, without a name.
     """
     (step,) = plan.timeline.steps
-    module = load_module(plan.compiled.module)
+    module = plan.compiled.hlo
     trace = folder / "trace"
     trace.mkdir()
     length_s = step.window[1] - step.window[0]

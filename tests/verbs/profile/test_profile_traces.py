@@ -17,7 +17,6 @@ from meshkit.cli import app
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError, TraceError
-from meshkit.hlo import proto
 from meshkit.report.folder import read_report
 from meshkit.report.summarize import check_invariants
 from meshkit.trace import loose
@@ -173,8 +172,8 @@ def test_a_captured_trace_alone_says_what_its_run_folder_says(step, mesh, tmp_pa
 
 
 def test_the_program_is_parsed_once(file, monkeypatch):
-    read, real = [], proto.ModuleAttributes
-    monkeypatch.setattr(proto, "ModuleAttributes", lambda module: read.append(len(module)) or real(module))
+    read, real = [], loose.Module
+    monkeypatch.setattr(loose, "Module", lambda module: read.append(len(module)) or real(module))
     profile_traces(file)
     assert len(read) == 1
 
