@@ -170,7 +170,7 @@ def _trace(folder: Path) -> Reader:
     return _in_file(file, lambda: _cli("profile", str(file))), forms
 
 
-def _hlo(folder: Path) -> Reader:
+def _programs(folder: Path) -> Reader:
     from meshkit.config.mesh import Placement
     from meshkit.errors import MeshkitError
     from meshkit.hlo.instructions import read_instructions
@@ -270,7 +270,7 @@ READERS = {
     "report.json": _report,
     "metrics.jsonl": _metrics,
     "a trace": _trace,
-    "a program's HLO": _hlo,
+    "a program's HLO": _programs,
     "a safetensors header": _safetensors,
     "redaction of what is printed": _redaction,
     "the console": _console,

@@ -46,7 +46,7 @@ _FREE = {
     "replica-id",
     "tuple",
 }
-_CONTROL = {"while", "conditional", "call"}
+CONTROL = {"while", "conditional", "call"}
 # Where a send and a receive that XLA made of a permute keep its pairs.
 _SEND_PAIRS = "_xla_send_recv_source_target_pairs"
 _ALIASES = ("copy", "bitcast", "convert", "reshape", "broadcast")
@@ -282,7 +282,7 @@ def _bodies(i: HloInstruction) -> Sequence[Computation]:
     """
     if i.opcode == "async-start":
         return _bodies(i.called[0].root)
-    if i.opcode not in _CONTROL:
+    if i.opcode not in CONTROL:
         return ()
     return i.called[:1] if i.opcode == "while" else i.called
 

@@ -20,7 +20,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.files import gunzip, inside, open_regular, read_regular
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import MeshkitError, TraceError
-from meshkit.hlo.module import Module, Program, read_program
+from meshkit.hlo.module import CONTROL, Module, Program, read_program
 from meshkit.hlo.schedule import Schedule
 from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.trace.graphs import graph_nodes
@@ -29,7 +29,6 @@ from meshkit.trace.reader import Note, Trace, read_trace, some
 from meshkit.units import format_bytes
 
 TRACE_FOLDER = "trace"  # of a run folder
-_CONTAINERS = {"while", "conditional", "call"}
 _LARGEST_RECORD_BYTES = 16 * 2**20
 LARGEST_PROGRAM_BYTES = 2**30  # unpacked; a proto cannot have more than twice that
 _HINT = "`meshkit train` with [profile] steps = [first, last], or mk.profile(...)"
@@ -415,7 +414,7 @@ def traced_program(module: Module, read: Program, device_ids: Sequence[int]) -> 
     return TracedProgram(
         module.name,
         read.collectives,
-        containers={i.name for i in instructions if i.opcode in _CONTAINERS},
+        containers={i.name for i in instructions if i.opcode in CONTROL},
         fused=fused,
         groups={name: ids[partitions] for name, partitions in read.participants.items()},
         expected=expected,

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from meshkit.errors import TraceError
+from meshkit.hlo.module import COLLECTIVES, CONTROL
 from meshkit.hlo.schedule import Collective
 from meshkit.trace.xspace import NO_VALUE, Events, Line, Plane, XSpace, concatenated, read_xspace
 
@@ -312,9 +313,7 @@ _COMMUNICATION_KERNEL = re.compile(
     r"|multimem_?all_?(?:reduce|gather)|deep_ep::",
     re.IGNORECASE,
 )
-_COMMUNICATION_OP = re.compile(
-    r"^(?:all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter)\b"
-)
+_COMMUNICATION_OP = re.compile(rf"^(?:{'|'.join(COLLECTIVES)})\b")
 _KERNEL_KINDS = (  # in the names of kernels that communicate, the first that fits
     ("ragged-all-to-all", "raggedalltoall"),
     ("all-gather", "allgather"),
@@ -332,7 +331,7 @@ KINDS = (
 _COPIES = ("memcpy", "memset", "__amd_rocclr_copy", "__amd_rocclr_fill")  # how their names begin
 _FROM_HOST = re.compile(r"h(?:ost)?_?(?:to|2)_?d", re.IGNORECASE)  # MemcpyH2D, CopyHostToDevice
 _OVER_HOST = re.compile(rf"{_FROM_HOST.pattern}|d(?:evice)?_?(?:to|2)_?h", re.IGNORECASE)
-_CONTAINER_OP = re.compile(r"^(?:while|conditional|call)(?:\.\d+)*$")
+_CONTAINER_OP = re.compile(rf"^(?:{'|'.join(CONTROL)})(?:\.\d+)*$")
 # a matmul and a collective in one kernel's name: gemm_all_reduce, AllGatherMatmul, ...
 _MATMUL = re.compile(r"gemm|matmul", re.IGNORECASE)
 _COLLECTIVE = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
