@@ -61,8 +61,6 @@ __all__ = ["Experiment", "experiment_json_schema", "load"]
 
 # Keys of [optimizer] that say something of AdamW alone.
 ADAMW_KEYS = ("weight_decay", "dtype", "b1", "b2", "eps")
-# schedule -> the one that is the same with virtual stages
-_WITH_CHUNKS = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
 
 
 @dataclass(frozen=True)
@@ -471,12 +469,12 @@ def _check_schedule(pipeline: PipelineTable, stages: int) -> None:
     chunks, microbatches = pipeline.virtual_stages, pipeline.microbatches
     if chunks == 1:
         return
-    if pipeline.schedule in _WITH_CHUNKS:
+    if pipeline.schedule == "1f1b":
         raise SpecError(
-            f"schedule '{pipeline.schedule}' has one virtual stage on each stage, not {chunks}.",
+            f"schedule '1f1b' has one virtual stage on each stage, not {chunks}.",
             key=("pipeline", "schedule"),
             value=pipeline.schedule,
-            hint=f'schedule = "{_WITH_CHUNKS[pipeline.schedule]}", or virtual_stages = 1',
+            hint='schedule = "interleaved_1f1b", or virtual_stages = 1',
         )
     if microbatches % stages:
         below, above = microbatches // stages * stages, -(-microbatches // stages) * stages

@@ -384,8 +384,8 @@ class PipelineTable(TomlTable):
 
     axis: SectionAxis = Field(description="the mesh axis whose GPUs are the stages")
     microbatches: Count = Field(description="into which a step's batch is cut; the more, the smaller the bubble")
-    schedule: Literal["gpipe", "circular", "1f1b", "interleaved_1f1b"] = Field(
-        default="1f1b", description="who does what when; circular and interleaved_1f1b have virtual stages"
+    schedule: Literal["1f1b", "interleaved_1f1b"] = Field(
+        default="1f1b", description="who does what when; interleaved_1f1b has virtual stages"
     )
     virtual_stages: Count = Field(default=1, description="chunks of layers on each stage: the bubble divided by it")
     residuals: Name = Field(

@@ -69,7 +69,7 @@ def test_a_resolved_file_loads_back_equal(path, tmp_path):
         (["local_sgd.axis=data"], "[local_sgd] has nothing to work on", "one of the two sections"),
         (["compression.axis=data"], "[compression] has nothing to work on", "one of the two sections"),
         (["compression.axis=pipeline"], "'pipeline' does not cut the batch", "an axis of act_batch"),
-        (["pipeline.schedule=zero"], "pipeline.schedule", "gpipe"),
+        (["pipeline.schedule=gpipe"], "pipeline.schedule must be one of 1f1b, interleaved_1f1b", "interleaved_1f1b"),
         (["pipeline.stages=4"], "unknown key 'stages' in [pipeline]", "'virtual_stages'"),
     ],
 )

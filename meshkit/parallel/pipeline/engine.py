@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.errors import ConfigError
 from meshkit.hlo.pipeline_report import PipelineReport
-from meshkit.parallel.pipeline.loops import Lockstep, Residuals, find_policy, loop_gradients, loop_sums
+from meshkit.parallel.pipeline.loops import Lockstep, Residuals, find_policy, loop_sums
 from meshkit.parallel.pipeline.manual import ManualAxes
 from meshkit.parallel.pipeline.schedules import Tables, check_sizes, make_report, make_tables
 from meshkit.parallel.pipeline.stack import Stack
@@ -48,7 +48,7 @@ class Pipeline:
         stack: how many layers each virtual stage has.
         axes: the mesh, and which of its axes cut what.
         specs: PartitionSpecs of the parameters; None: layers over the pipeline's axis, the rest replicated.
-        schedule: `gpipe`, `circular`, `1f1b` or `interleaved_1f1b`.
+        schedule: `1f1b` or `interleaved_1f1b`.
         residuals: `recompute`, `stash`, or a policy of `jax.checkpoint`, see `residuals`.
         head: `replicated`: the loss runs on every device and counts on the last stage. `vocab_parallel`: all devices
             get the last stage's activations, and the loss cuts the work over the pipeline's axis.
@@ -123,11 +123,8 @@ class Pipeline:
 
         def local(params, batch, rng):
             worker = self._worker(params, specs, batch, rng)
-            if self.schedule in ("gpipe", "circular"):
-                sums, stages, outer = loop_gradients(worker, tables, self.residuals, self.accumulators)
-            else:
-                zeros = partial(self._zero_gradients, specs)
-                sums, stages, outer = Lockstep(worker, tables, self.residuals).gradients(zeros)
+            zeros = partial(self._zero_gradients, specs)
+            sums, stages, outer = Lockstep(worker, tables, self.residuals).gradients(zeros)
             loss, metrics, weight = self._finish(sums, tables)
             return loss, metrics, self._reduce({"stages": stages, "outer": outer}, specs, weight)
 
@@ -144,14 +141,12 @@ class Pipeline:
         Raises:
             ConfigError: parameters or a batch that do not fit the pipeline.
         """
-        chunks = self.stack.virtual_stages
-        name = "circular" if chunks > 1 else "gpipe"
-        tables = make_tables(name, self.stack.stages, chunks, _microbatches(batch))
+        tables = self.tables(_microbatches(batch))
         specs = self._specs(params)
 
         def local(params, batch, rng):
             worker = self._worker(params, specs, batch, rng)
-            return self._finish(loop_sums(worker, tables, worker.weights, worker.outer), tables)[:2]
+            return self._finish(loop_sums(worker, tables), tables)[:2]
 
         return self._run(local, params, specs, batch, rng, gradients=False)
 
@@ -328,7 +323,7 @@ def pipeline(
         batch: arrays [microbatches, batch, ...].
         mesh: attached or described; None takes that of the sharding scope.
         axis: its axis that cuts the layers.
-        schedule: `gpipe`, `circular`, `1f1b` or `interleaved_1f1b`.
+        schedule: `1f1b` or `interleaved_1f1b`.
         virtual_stages: chunks of layers on each stage.
         layout: layers of each virtual stage, see `parse_layout`.
         residuals: `recompute`, `stash`, or a policy of `jax.checkpoint`.

@@ -1,8 +1,7 @@
 """The two ways through a schedule's ticks, and what a stage keeps of its forward pass until its backward pass.
 
-GPipe and circular pipelines are a loop of forward ticks, differentiated by JAX: the simplest pipeline there is, and the
-forward pass of evaluation. Its derivative keeps something of every tick, so memory grows with the number of
-microbatches. Lockstep's does not: forward and backward of different microbatches (1F1B) in one tick,
+Evaluation is a loop of forward ticks. A training step is in Lockstep: forward and backward of different microbatches
+(1F1B) in one tick, so that its memory does not grow with the number of microbatches,
 
     tick    gradient of the embedding                            (of what the tick before sent out of the first layer)
             gradients from the next stage arrive                 permute, hidden under the forward chunk
@@ -150,64 +149,36 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def loop_gradients(worker: Worker, tables: Tables, residuals: Residuals, accumulators: Any) -> tuple[Sums, Any, Any]:
-    """This device's part of the sums, and of the gradients of stages (arrays [v, ...]) and of outer parameters.
-
-    Gradients are summed over microbatches in the dtype of the weights that the loop is given: fp32 accumulators are
-    weights cast to fp32 before it.
+def loop_sums(worker: Worker, tables: Tables) -> Sums:
+    """This device's part of the sums of a forward pass: the forwards of a schedule, without its backwards.
 
     Args:
         worker: of the device.
-        tables: of `gpipe` or `circular`.
-        residuals: what is kept of each tick for its backward.
-        accumulators: dtype of the gradients; None is that of each weight.
-    """
-    weights, outer = jax.tree.map(lambda x: x.astype(accumulators or x.dtype), (worker.weights, worker.outer))
-
-    def loss(weights, outer):
-        sums = loop_sums(worker, tables, weights, outer, residuals)
-        return sums["loss"], sums
-
-    (_, sums), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, outer)
-    return sums, *gradients
-
-
-def loop_sums(worker: Worker, tables: Tables, weights: Any, outer: Any, residuals: Residuals = "stash") -> Sums:
-    """This device's part of the sums of a forward pass.
-
-    Args:
-        worker: of the device.
-        tables: of a schedule that runs all forwards first.
-        weights, outer: parameters in whatever dtype; they are used in the worker's.
-        residuals: what a derivative of this keeps of each tick; it recomputes the rest.
+        tables: of any schedule of the worker's stages.
     """
     w, last, chunks = worker, worker.last, worker.stack.virtual_stages
-    before = jax.tree.map(lambda a: a.dtype, (w.weights, w.outer))
 
     def tick(state: Any, now: Any, scored: bool) -> tuple[Any, None]:
         received, sums = state
-        stages, outside = jax.tree.map(lambda a, dtype: a.astype(dtype), (weights, outer), before)
-        scoring, entering = now["scored"], w.enter(outside, now["entering"])
+        scoring, entering = now["scored"], w.enter(w.outer, now["entering"])
         now = {k: a[w.stage] for k, a in now["forward"].items()}
         x = where((w.stage == 0) & (now["chunk"] == 0), entering, received)
-        (y, loss_sum), metrics = w.run_stage(w.chunk_of(stages, now["chunk"]), x, now["chunk"], now["microbatch"])
+        (y, loss_sum), metrics = w.run_stage(w.chunk_of(w.weights, now["chunk"]), x, now["chunk"], now["microbatch"])
         sums = add(sums, now["valid"], loss=loss_sum, stages=metrics)
         if scored:
             mine = scoring["valid"] & (w.stage == last)
-            loss_sum, (weight, metrics) = w.score(outside, y, scoring["microbatch"], mine)
+            loss_sum, (weight, metrics) = w.score(w.outer, y, scoring["microbatch"], mine)
             sums = add(sums, mine, loss=loss_sum, weight=weight, last=metrics)
         return (lax.optimization_barrier(w.pass_on(y, 1)), sums), None
 
     def scan(state: Any, inputs: Any, scored: bool) -> Any:
         body = jax.named_scope(TICK)(lambda state, now: tick(state, now, scored))
-        if residuals != "stash":
-            body = jax.checkpoint(body, policy=find_policy(residuals))
         return lax.scan(body, state, inputs)[0]
 
     x = jax.tree.map(jnp.zeros_like, w.enter(w.outer, 0))
     state = (x, w.empty_sums(x))
-    half = tables.ticks // 2
-    inputs = jax.tree.map(lambda a: jnp.asarray(a[:half]), _forward_ticks(tables))
+    ticks = sum(p.ticks for p in tables.phases if p.forward)
+    inputs = jax.tree.map(lambda a: jnp.asarray(a[:ticks]), _forward_ticks(tables))
     # Behind the last layer S ticks in a row of v S have a microbatch; no other tick runs the head.
     state = scan(state, jax.tree.map(lambda a: a[:last], inputs), False) if last else state
     if chunks == 1:
@@ -236,7 +207,7 @@ class Lockstep:
 
     Args:
         worker: of the device.
-        tables: of a 1F1B schedule.
+        tables: of the schedule.
         residuals: what a stage keeps of a microbatch between its forward and its backward.
     """
 

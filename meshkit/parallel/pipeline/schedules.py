@@ -9,7 +9,7 @@ interleaving (Narayanan et al. 2021, arXiv:2104.04473), which goes through all c
     backward k of stage s    in tick (v S - 1) + (S - 1 - s) + k, of chunk v - 1 - chunk(k)
 
 which is three phases: v S - 1 ticks forward, M v - (v - 1) S both, v S - 1 backward. A stage holds at most
-(v + 1) S - 1 inputs, whatever M is. GPipe and its circular form run all forwards, then their mirror image.
+(v + 1) S - 1 inputs, whatever M is.
 
 What comes of a tick is handed on in that tick and used in the next one, never later: the tables need no queues.
 `check_tables` proves it, tick by tick.
@@ -34,8 +34,7 @@ from meshkit.errors import ConfigError
 from meshkit.hlo.pipeline_report import PipelineReport
 from meshkit.parallel.pipeline.stack import Stack
 
-SCHEDULES = ("gpipe", "circular", "1f1b", "interleaved_1f1b")
-_ONE_CHUNK = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
+SCHEDULES = ("1f1b", "interleaved_1f1b")
 # Names of scopes in the program: what runs in a tick, and in it what is before, in and behind the layers.
 TICK, FIRST, STAGE, LAST = "pipeline_tick", "pipeline_first", "pipeline_stage", "pipeline_last"
 
@@ -147,7 +146,7 @@ def check_sizes(schedule: str, stages: int, virtual_stages: int, microbatches: i
     Args:
         schedule: one of SCHEDULES.
         stages: S.
-        virtual_stages: v; more than one needs `circular` or `interleaved_1f1b`.
+        virtual_stages: v; more than one needs `interleaved_1f1b`.
         microbatches: M; a multiple of S where v is more than one.
 
     Raises:
@@ -160,10 +159,10 @@ def check_sizes(schedule: str, stages: int, virtual_stages: int, microbatches: i
             f"a pipeline needs at least one stage, chunk and microbatch, not {stages}, {virtual_stages} and "
             f"{microbatches}."
         )
-    if virtual_stages > 1 and schedule in _ONE_CHUNK:
+    if virtual_stages > 1 and schedule == "1f1b":
         raise ConfigError(
             f"schedule '{schedule}' has one virtual stage on each stage, not {virtual_stages}.",
-            hint=f'schedule = "{_ONE_CHUNK[schedule]}"',
+            hint='schedule = "interleaved_1f1b"',
         )
     if virtual_stages > 1 and microbatches % stages:
         below, above = microbatches // stages * stages, -(-microbatches // stages) * stages
@@ -188,8 +187,7 @@ def make_tables(schedule: str, stages: int, virtual_stages: int, microbatches: i
         ConfigError: sizes that it cannot have.
     """
     check_sizes(schedule, stages, virtual_stages, microbatches)
-    make = _all_forward_first if schedule in ("gpipe", "circular") else _one_forward_one_backward
-    tables = make(schedule, stages, virtual_stages, microbatches)
+    tables = _one_forward_one_backward(schedule, stages, virtual_stages, microbatches)
     check_tables(tables)
     return tables
 
@@ -229,19 +227,6 @@ def _steady_phases(start: int, stop: int, stages: int, chunks: int) -> list[Phas
         phases.append(Phase("steady", group, group + stages, True, True, True))
         phases.append(Phase("steady", group + stages, inner, True, True, False))
     return phases
-
-
-def _all_forward_first(schedule: str, stages: int, chunks: int, microbatches: int) -> Tables:
-    k, chunk, microbatch = _order(stages, chunks, microbatches)
-    half = len(k) + stages - 1
-    forward, backward = Slots.empty(2 * half, stages), Slots.empty(2 * half, stages)
-    for s in range(stages):
-        forward.put(k + s, s, chunk, microbatch)
-        backward.put(2 * half - 1 - (k + s), s, chunk, microbatch)
-    # The loop's derivative keeps what every tick was given, in the order of the ticks.
-    forward.slot[:half] = backward.slot[half:][::-1] = np.arange(half)[:, None]
-    phases = (Phase("warmup", 0, half, True, False, True), Phase("drain", half, 2 * half, False, True, True))
-    return Tables(schedule, stages, chunks, microbatches, forward, backward, half, phases)
 
 
 def _allot_slots(forward: Slots, backward: Slots, running: int) -> int:
@@ -321,8 +306,6 @@ def _check_phases(tables: Tables) -> None:
     """The phases cover all ticks and run all work; embedding runs one tick before its use, its gradient one after."""
     assert [p.start for p in tables.phases] == [0, *(p.stop for p in tables.phases[:-1])]
     assert tables.phases[-1].stop == tables.ticks
-    if tables.schedule in ("gpipe", "circular"):
-        return
     at = [p for p in tables.phases for _ in range(p.ticks)]
     for t in range(tables.ticks):
         assert at[t].forward or not tables.forward.valid[t].any()
@@ -379,10 +362,7 @@ def make_report(tables: Tables, stack: Stack, *, axis: str = "pipeline", shared_
 
 def _useful(tables: Tables, layers: float, repeated: int) -> dict[str, float]:
     """`PipelineReport.useful`; the head runs once for each microbatch, the embedding in every tick that may need it."""
-    if tables.schedule in ("gpipe", "circular"):
-        embedded = tables.ticks // 2
-    else:
-        embedded = 1 + sum(p.ticks for p in tables.phases if p.forward and p.outer)
+    embedded = 1 + sum(p.ticks for p in tables.phases if p.forward and p.outer)
     return {TICK: layers, STAGE: layers, FIRST: tables.microbatches / embedded / repeated, LAST: 1 / repeated}
 
 

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshkit.parallel.pipeline import Stack, make_tables
+from meshkit.parallel.pipeline import SCHEDULES, Stack, make_tables
 from tests.parallel.pipeline import toy
 
 TOLERANCE = 1e-5
-ONE_CHUNK, CHUNKS = ("1f1b", "gpipe"), ("interleaved_1f1b", "circular")
 MESHES = {
     "pipeline": {},
     "data": {"data": ("data",)},
@@ -68,8 +67,8 @@ PRUNED = [
     ("1f1b", "pipeline", 2, 1, 1),
     ("1f1b", "pipeline", 8, 1, 2),
     ("1f1b", "fsdp", 4, 1, 1),
-    ("gpipe", "tensor", 2, 1, 2),
-    ("circular", "data", 2, 2, 2),
+    ("1f1b", "tensor", 2, 1, 2),
+    ("interleaved_1f1b", "data", 2, 2, 2),
     ("interleaved_1f1b", "pipeline", 4, 2, 4),
     ("interleaved_1f1b", "data", 2, 4, 2),
     ("interleaved_1f1b", "tensor", 4, 2, 1),
@@ -79,8 +78,7 @@ MATRIX = [
     (schedule, kind, stages, chunks, times)
     for kind, stages, times in itertools.product(MESHES, (2, 4, 8), (1, 2, 4))
     if kind == "pipeline" or stages < 8
-    for chunks, schedules in ((1, ONE_CHUNK), (2, CHUNKS), (4, CHUNKS))
-    for schedule in schedules
+    for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4))
 ]
 
 
@@ -107,8 +105,8 @@ HARD = {"rate": 0.2, "aux": True}  # dropout, and a loss and a metric of each la
         pytest.param("1f1b", 1, 4, {"residuals": "stash"}, marks=pytest.mark.slow),
         ("interleaved_1f1b", 2, 7, {"head": "vocab_parallel", "tied": True}),
         pytest.param("interleaved_1f1b", 2, 9, {"residuals": "stash", "layout": "2|3|3|1"}, marks=pytest.mark.slow),
-        pytest.param("gpipe", 1, 3, {"head": "vocab_parallel", "tied": True}, marks=pytest.mark.slow),
-        pytest.param("circular", 2, 7, {"residuals": "dots_saveable"}, marks=pytest.mark.slow),
+        pytest.param("1f1b", 1, 3, {"head": "vocab_parallel", "tied": True}, marks=pytest.mark.slow),
+        pytest.param("interleaved_1f1b", 2, 7, {"residuals": "dots_saveable"}, marks=pytest.mark.slow),
     ],
 )
 def test_dropout_losses_of_layers_tied_tables_and_uneven_layers(schedule, chunks, layers, options):
@@ -123,19 +121,19 @@ def test_a_head_over_the_pipeline_with_fsdp_and_tensor():
     check(mesh, 4, 4, schedule="interleaved_1f1b", virtual_stages=2, head="vocab_parallel", tied=True, **HARD, **axes)
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 3), ("gpipe", 1)])
-def test_one_chunk_takes_fewer_microbatches_than_stages(schedule, microbatches):
-    check(toy.make_mesh(pipeline=4), 4, microbatches, schedule=schedule)
+@pytest.mark.parametrize("microbatches", [3, 1])
+def test_one_chunk_takes_fewer_microbatches_than_stages(microbatches):
+    check(toy.make_mesh(pipeline=4), 4, microbatches)
 
 
 @pytest.mark.parametrize("chunks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_stage_is_a_pipeline_too(chunks):
-    check(toy.make_mesh(pipeline=1), 2, 2, schedule=(ONE_CHUNK, CHUNKS)[chunks > 1][0], virtual_stages=chunks)
+    check(toy.make_mesh(pipeline=1), 2, 2, schedule=SCHEDULES[chunks > 1], virtual_stages=chunks)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_loss_alone_is_the_loss(chunks):
-    made = toy.build(toy.make_mesh(pipeline=2), 4, schedule=CHUNKS[0] if chunks > 1 else "1f1b", virtual_stages=chunks)
+    made = toy.build(toy.make_mesh(pipeline=2), 4, schedule=SCHEDULES[chunks > 1], virtual_stages=chunks)
     params, batch = toy.make_params(4), toy.make_batch(4)
     params = {**params, "stages": made.stack.arrange(params["stages"])}
     loss, metrics = jax.device_get(toy.compiled(made.value, params, batch))
@@ -144,18 +142,17 @@ def test_the_loss_alone_is_the_loss(chunks):
     assert metrics["right"] == pytest.approx(wanted[1]["right"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
-def test_accumulators_keep_what_bf16_would_lose(schedule):
+def test_accumulators_keep_what_bf16_would_lose():
     """128 equal gradients in a row: a bf16 sum stops growing at 2^8 times an addend's ulp, an fp32 one does not."""
     mesh, layers = toy.make_mesh(pipeline=2), 2
     params = toy.make_params(layers, dtype=jnp.bfloat16)
     batch = jax.tree.map(lambda a: np.repeat(a, 128, axis=0), toy.make_batch(1))
     found = {}
     for accumulators in (jnp.float32, None):
-        made = toy.build(mesh, layers, schedule=schedule, accumulators=accumulators)
+        made = toy.build(mesh, layers, accumulators=accumulators)
         _, _, found[accumulators] = toy.compiled(made.value_and_gradients, params, batch)
     one = jax.tree.map(lambda a: a[:1], batch)
-    wanted = toy.compiled(toy.build(mesh, layers, schedule=schedule).value_and_gradients, params, one)[2]
+    wanted = toy.compiled(toy.build(mesh, layers).value_and_gradients, params, one)[2]
 
     def error(gradients):
         pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted))

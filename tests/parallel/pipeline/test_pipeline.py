@@ -55,7 +55,7 @@ def plain(params, batch):
         {"schedule": "1f1b"},
         {"schedule": "interleaved_1f1b", "virtual_stages": 2},
         {"schedule": "1f1b", "layout": "3|1"},
-        {"schedule": "gpipe", "batch_spec": P(None, "data")},
+        {"schedule": "1f1b", "batch_spec": P(None, "data")},
     ],
 )
 def test_layers_go_in_and_gradients_come_out_in_the_model_s_order(options):
@@ -161,8 +161,6 @@ def test_a_pipeline_needs_a_mesh():
     [
         *(("1f1b", s, 1, m) for s, m in ((4, 4), (4, 32), (8, 32))),
         *(("interleaved_1f1b", s, v, m) for s, v, m in ((4, 2, 8), (4, 4, 8), (8, 4, 32))),
-        ("gpipe", 4, 1, 8),
-        ("circular", 4, 2, 8),
     ],
 )
 def test_executed_over_useful_flops_are_the_formula(schedule, stages, chunks, microbatches):
