@@ -199,7 +199,7 @@ def profile_run(run: str | Path, *, predicted: Report | None = None) -> Report:
 
     Also `calibration.toml`, which a cluster may name for later plans, where the run had messages and kernels
     large enough to measure one; and `pgle.pbtxt`, by which XLA schedules a recompile
-    (`[xla] xla_gpu_pgle_profile_file_or_directory_path`).
+    (`--set xla.xla_gpu_pgle_profile_file_or_directory_path=...`).
 
     Args:
         run: the folder, or the `report.json` in it.
