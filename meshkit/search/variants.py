@@ -23,7 +23,7 @@ from meshkit.config.rules import PRESETS, preset_rules
 from meshkit.config.sections import PGLE_OPTION, PREDICTED, RematMix, plain_value
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
-from meshkit.planning.planner import HOST_MEMORY_EXCEEDED
+from meshkit.planning.warnings import HOST_MEMORY_EXCEEDED
 from meshkit.predict.interval import StepInterval
 from meshkit.report.schema import LinkName, Part, Report
 

@@ -15,7 +15,8 @@ from meshkit.config.mesh import Placement
 from meshkit.hlo.module import Instruction, Schedule
 from meshkit.hlo.proto import Shape
 from meshkit.hlo.schedule import Collective
-from meshkit.planning.planner import memory_part, outside_warning
+from meshkit.planning.planner import memory_part
+from meshkit.planning.warnings import outside_warning
 from meshkit.predict.memory import cudnn_workspace_bytes, nccl_bytes, reserved_memory
 from meshkit.search import proposals as remedies
 from meshkit.search.bounds import Bounds

@@ -11,7 +11,7 @@ import pytest
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Schedule
-from meshkit.planning.planner import plan_warnings
+from meshkit.planning.warnings import plan_warnings
 from meshkit.report.schema import MemoryPart, Report, StepPart, Warning_, WindowPart
 from meshkit.report.views.words import step_text
 from meshkit.step.program import StepFacts

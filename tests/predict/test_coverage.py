@@ -11,7 +11,7 @@ from meshkit.compile.options import Option
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.costs import Cost
 from meshkit.hlo.module import Instruction, Schedule
-from meshkit.planning.planner import plan_warnings
+from meshkit.planning.warnings import plan_warnings
 from meshkit.predict.coverage import executed_flops, flop_note, kernel_seconds_by_name, rematerialized, unpriced_seconds
 from meshkit.predict.simulate import simulate
 from meshkit.report.schema import MemoryPart

@@ -8,7 +8,7 @@ import pytest
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.planning.planner import HOST_MEMORY_EXCEEDED
+from meshkit.planning.warnings import HOST_MEMORY_EXCEEDED
 from meshkit.report.schema import Report, StepPart, Warning_, WindowPart
 from meshkit.search.variants import OutcomeRow, outcome_of
 from meshkit.verbs.tune.tune_report import differences, why

@@ -1,0 +1,209 @@
+"""What a plan warns of: texts of what was assumed, what the compiler said, and what does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from meshkit.compile.choices import LIMIT, NO_LIMIT
+from meshkit.compile.program import CompiledProgram
+from meshkit.config.cluster import Cluster
+from meshkit.hlo.module import Schedule
+from meshkit.linting.placements import Finding
+from meshkit.predict import coverage
+from meshkit.predict.kernels import COMPUTE_DTYPE, calibration_note, precision_of
+from meshkit.predict.simulate import Simulation
+from meshkit.report.schema import MemoryPart, Warning_
+from meshkit.step.program import NO_FACTS, StepFacts
+from meshkit.units import format_bytes, format_rate, format_seconds
+
+HOST_MEMORY_EXCEEDED = "host_memory_exceeded"  # the code of a warning: offloaded arrays do not fit into host memory
+# Of the step: below, the least that kernels take changes no number that anybody acts on.
+_NOTABLE = 0.05
+_NOTES = {
+    "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
+    "conditional": "a conditional is counted as its longest branch",
+    "opaque custom call": "a custom call whose FLOP are unknown takes longer than its memory traffic, its price",
+    "side stream": "a computation on a stream of its own is counted as if it ran on the main one",
+}
+
+
+def plan_warnings(
+    compiled: CompiledProgram,
+    schedule: Schedule,
+    simulation: Simulation,
+    memory: MemoryPart,
+    cluster: Cluster,
+    findings: Sequence[Finding],
+    facts: StepFacts = NO_FACTS,
+) -> list[Warning_]:
+    """Everything there is to warn of, what changes the meaning of all numbers first.
+
+    Args:
+        compiled, schedule, simulation: of the step.
+        memory: of its report.
+        cluster: it is planned for.
+        findings: of the lint.
+        facts: the precision of a training step, and how many one call of the program makes.
+    """
+    steps, measured = facts.steps_per_call, calibration_note(cluster)
+    return [
+        *_precision_warning(facts.precision, cluster),
+        *([Warning_(code="calibration", message=measured)] if measured else []),
+        *_dead_update_warning(compiled),
+        *_flop_warning(compiled, schedule, simulation, cluster, steps),
+        *_rematerialization_warning(compiled, simulation, memory, steps),
+        *_warnings(compiled, simulation, memory, steps),
+        *outside_warning(compiled.symmetric_bytes, memory),
+        *_launch_warning(simulation, steps),
+        *_host_warning(compiled, simulation, cluster, steps),
+        *map(_finding_warning, findings),
+    ]
+
+
+def _finding_warning(finding: Finding) -> Warning_:
+    """A finding of the lint as a warning of the report."""
+    hint = f"; {finding.hint}" if finding.hint else ""
+    return Warning_(code=finding.code, message=f"{finding.severity}: {finding.message}{hint}")
+
+
+def _precision_warning(precision: str | None, cluster: Cluster) -> list[Warning_]:
+    """That the GPU does not multiply in the precision that was asked for."""
+    if precision is None or cluster.gpu.compute_capability is None:
+        return []
+    runs_as = precision_of(cluster.gpu, COMPUTE_DTYPE[precision])
+    if precision != "fp8" or runs_as == "fp8":
+        return []
+    instead = "bf16" if runs_as == "bf16" else "fp32"
+    message = (
+        f"{cluster.gpu.name} has no fp8 matmuls: they run in {runs_as}, and the casts to fp8 come on top; "
+        f'train.precision = "{instead}" saves them, and MFU refers to the peak of {runs_as}'
+    )
+    return [Warning_(code="precision", message=message)]
+
+
+def _dead_update_warning(compiled: CompiledProgram) -> list[Warning_]:
+    """That the step drops the parameters that it computes, so that half of it is not planned."""
+    dead = compiled.dead_updates
+    if not dead:
+        return []
+    more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
+    message = (
+        f"the step makes {', '.join(dead[:3])}{more} anew and returns no array of a parameter's shape: its update is "
+        "dead code, which XLA leaves out, and so does this plan; try returning the new parameters and optimizer state, "
+        "or giving the nnx.jit'ed step itself, with its modules as arguments"
+    )
+    return [Warning_(code="dead_update", message=message)]
+
+
+def _flop_warning(
+    compiled: CompiledProgram, schedule: Schedule, simulation: Simulation, cluster: Cluster, steps: int
+) -> list[Warning_]:
+    """That the compiled program does other work than the traced one, where it does, and what more of it takes."""
+    start, end = simulation.timeline.steps[0].window
+    note = coverage.flop_note(
+        schedule,
+        compiled.traced_flops,
+        cluster.num_gpus,
+        step_s=end - start,
+        peak_flops=max(cluster.gpu.peak_flops.values()),
+        recomputed=coverage.rematerialized(simulation, compiled.log).kernels > 0,
+    )
+    if note is None:
+        return []
+    seconds = coverage.kernel_seconds_by_name(simulation) if note.names else {}
+    known = note.share * sum(seconds.get(name, 0.0) for name in set(note.names)) / steps
+    return [Warning_(code=note.code, message=note.message, seconds=known or None)]
+
+
+def _rematerialization_warning(
+    compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, steps: int
+) -> list[Warning_]:
+    """What XLA computes twice because it counts more memory than the step may take, and what to try."""
+    found = coverage.rematerialized(simulation, compiled.log)
+    if not found.kernels:
+        return []
+    seconds = found.seconds / steps
+    counted = "" if found.counted_bytes is None else f" (it counts {format_bytes(found.counted_bytes)})"
+    message = (
+        f"XLA recomputes {found.kernels} kernels, {format_seconds(seconds)} a step, to keep within the "
+        f"memory{counted}; the compiled step needs {format_bytes(memory.peak_bytes)}"
+    )
+    tried = any(o.name == LIMIT and o.why != "[xla]" for o in compiled.chosen)
+    if memory.fits and not tried:
+        way = f"it may fit without: try the XLA option {LIMIT} = {NO_LIMIT}"
+    else:
+        way = "try more recomputation in the layers (train.remat), where it costs less, or more micro-batches"
+    return [Warning_(code=coverage.REMATERIALIZED, message=f"{message}; {way}", seconds=seconds)]
+
+
+def outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
+    """What lies outside of the pool, where collectives keep memory there or `memory_fraction` leaves too little."""
+    capacity, context, nccl = memory.capacity_bytes or 0, memory.context_bytes or 0, memory.nccl_bytes or 0
+    outside, left = context + nccl + symmetric, capacity - (memory.pool_bytes or 0)
+    if not symmetric and outside <= left:
+        return []
+    message = (
+        f"outside of the pool lie {format_bytes(context)} of CUDA's, {format_bytes(nccl)} of NCCL's at most and "
+        f"{format_bytes(symmetric)} of collectives in symmetric memory, whose prices are derived; "
+        f"train.memory_fraction leaves {format_bytes(left)}"
+    )
+    if outside > left and memory.fits:
+        most = math.floor(1000 * (capacity - outside) / capacity) / 1000
+        message += f": the plan counts with train.memory_fraction = {most:g}, which a run needs, too"
+    return [Warning_(code="outside_pool", message=message)]
+
+
+def _launch_warning(simulation: Simulation, steps: int) -> list[Warning_]:
+    """That the step is mostly kernels too small for their price to hold."""
+    found = coverage.short_kernels(simulation)
+    start, end = simulation.timeline.steps[0].window
+    if found.seconds < _NOTABLE * (end - start):
+        return []
+    seconds = found.seconds / steps
+    message = (
+        f"{found.kernels // steps} kernels a step are priced below what any kernel takes: the step is bound by "
+        f"launches, and on a GPU up to {format_seconds(seconds)} longer"
+    )
+    return [Warning_(code="launch_bound", message=message, seconds=seconds)]
+
+
+def _host_warning(compiled: CompiledProgram, simulation: Simulation, cluster: Cluster, steps: int) -> list[Warning_]:
+    """What lies in host memory (offloaded activations, optimizer state), and what fetching it costs a step."""
+    if not simulation.host_bytes:
+        return []
+    link, seconds = cluster.offload_link(), simulation.host_transfer_s / steps
+    needed = compiled.host_peak_bytes * cluster.num_gpus / cluster.hosts
+    there = cluster.host_memory_bytes
+    of = "" if there is None else f" of {format_bytes(there)}"
+    message = (
+        f"{format_bytes(compiled.host_peak_bytes)} per GPU lie in host memory, {format_bytes(needed)}{of} a host; "
+        f"{format_bytes(simulation.host_bytes / steps)} a step cross {link.fabric}, "
+        f"{format_seconds(seconds)} at {format_rate(link.bytes_per_s * link.achieved)}, one direction after the other"
+    )
+    found = [Warning_(code="host_memory", message=message, seconds=seconds)]
+    if there is not None and needed > there:
+        too_much = f"what is offloaded needs {format_bytes(needed)} of a host, which has {format_bytes(there)}"
+        found.append(Warning_(code=HOST_MEMORY_EXCEEDED, message=f"{too_much}: offload less, or fewer GPUs a host"))
+    return found
+
+
+def _warnings(compiled: CompiledProgram, simulation: Simulation, memory: MemoryPart, each: int) -> list[Warning_]:
+    """What was assumed of single instructions, what the compiler said, and by how much the step is too large."""
+    seconds = coverage.unpriced_seconds(simulation, steps=each)
+    found = [
+        Warning_(code=kind.replace(" ", "_"), message=f"{_NOTES.get(kind, kind)}: {', '.join(names[:5])}"
+                 + (f" and {len(names) - 5} more" if len(names) > 5 else ""), seconds=seconds.get(kind))
+        for kind, names in simulation.notes.items()
+    ]  # fmt: skip
+    found += [Warning_(code="compiler", message=line) for line in compiled.log]
+    if memory.fits is False:
+        missing, reserved = format_bytes(-(memory.margin_bytes or 0)), format_bytes(memory.reserved_bytes)
+        found.append(
+            Warning_(
+                code="does_not_fit",
+                message=f"the step needs {format_bytes(memory.peak_bytes)} a GPU, and {reserved} is taken beside it: "
+                f"{missing} more than there is",
+            )
+        )
+    return found
