@@ -321,9 +321,10 @@ def _cache() -> Result:
         return failed("compile_cache", e, "MESHKIT_CACHE_BYTES in bytes")
     if root is None:
         return warning("compile_cache", "MESHKIT_CACHE=off: every restart compiles again.", "unset MESHKIT_CACHE")
-    folder = root / "compiled"
+    folder = root
     try:
-        private_folder(folder)
+        for folder in (root / "programs", root / "compiled"):
+            private_folder(folder)
     except NotPrivate as problem:
         message = f"compiled programs cannot be kept in {folder}: {problem}; every restart compiles again."
         return warning("compile_cache", message, "MESHKIT_CACHE=/a/new/folder, which meshkit makes")
