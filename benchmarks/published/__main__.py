@@ -233,4 +233,8 @@ def _coverage(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("published: stopped; the same command goes on with what is compiled.", file=sys.stderr)
+        sys.exit(130)

@@ -61,9 +61,10 @@ _EFA = {"a100_40gb": 4, "a100_80gb": 4, "h100_sxm": 32, "h200": 32}  # AWS's por
 _RACKS, _RACK_GPUS = ("gb200", "gb300"), (72, 64)  # of an NVL72: whole racks, else the 64 of powers of two
 # The largest number of a column that is planned.
 _MOST = {"n_gpus": 2**17, "seq_len": 2**24, "layers": 2000, "hidden": 2**18, "ffn": 2**20, "heads": 2**12,
-         "vocab": 2**22, "global_batch_seqs": 2**24, "micro_batch": 2**20, "gpus_per_node": 2**10}  # fmt: skip
+         "vocab": 2**22, "global_batch_seqs": 2**24, "micro_batch": 2**20, "gpus_per_node": 2**10,
+         "experts": 2**12, "experts_per_token": 2**9, "head_dim": 2**12, "vpp": 2**8, "kv_heads": 2**12}  # fmt: skip
 _PLAIN = re.compile(r"gpt|opt|bloom|palm|falcon|mpt|nemotron", re.IGNORECASE)  # two matrices and a GELU
-_EXPERTS = re.compile(r"moe|mixtral|deepseek|grok|kimi|gpt.oss|\d+x\d+b|a\d+b\b", re.IGNORECASE)
+_EXPERTS = re.compile(r"moe|mixtral|deepseek|grok|kimi|gpt.oss|\d+x\d+b|[-_ ]a\d+b\b", re.IGNORECASE)
 _NO_DECODER = re.compile(r"\bt5|bert|\bvit\b|diffusion|resnet|clip|whisper|flux|dit\b", re.IGNORECASE)
 # Words for what a layer keeps, of MaxText (get_remat_policy), Praxis (AutodiffCheckpointType) and in general, as
 # `train.remat`; the longest that stands in the cell.

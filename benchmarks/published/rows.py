@@ -26,7 +26,11 @@ _JAX = {
     "pax": "paxml",
     "praxis": "paxml",
     "levanter": "levanter",
+    "haliax": "levanter",
     "t5x": "t5x",
+    "easylm": "easylm",
+    "tunix": "tunix",
+    "equinox": "equinox",
     "flax": "flax",
     "jax": "jax",
 }
@@ -145,6 +149,11 @@ def measured_step_s(
         model_flops: of a step over all GPUs, the whole attention square counted (`step.model_flops` of a report).
         peak_flops: of one GPU, that an MFU is a share of.
     """
+    found, how = _derived(row, model_flops, peak_flops)
+    return (found, how) if found and math.isfinite(found) else (None, "no measured time")
+
+
+def _derived(row: Row, model_flops: float | None, peak_flops: float | None) -> tuple[float | None, str]:
     numbers, gpus = row.numbers, row.count("n_gpus")
     if (direct := numbers.get("step_time_s", 0)) > 0:
         return direct, ""
@@ -158,4 +167,4 @@ def measured_step_s(
     share = numbers.get("mfu_pct", 0) / 100
     if 0 < share < 1 and gpus and model_flops and peak_flops:
         return model_flops / (share * peak_flops * gpus), "measured time derived from MFU, by plan's count of FLOP"
-    return None, "no measured time"
+    return None, ""

@@ -119,6 +119,7 @@ def test_what_a_row_leaves_unsaid_is_assumed_and_said():
 def test_the_number_of_parameters_decides_what_a_name_does_not():
     gated = document(model="unheard-of", params_b="5.3", vocab="32000")["model"]
     assert gated["class"] == "models.gpt:GPT"  # 32 layers of two matrices of 11,008, where three were 6.7e9
+    assert document(model="llama7b")["model"]["class"] == "models.llama:Llama"
     assert document(model="gpt3-5b", params_b="5", layers="24", ffn="16384", vocab="51200")["model"]["tied"]
 
 
