@@ -62,7 +62,7 @@ _FIXED = (
     "compression.",
 )
 # A run that ends waits this long for what is still being measured and handed on.
-_MEASURE_S, _SINKS_S = 30.0, 5.0
+MEASURE_S, _SINKS_S = 30.0, 5.0
 _LINES_WITHOUT_TERMINAL = 10
 
 
@@ -187,7 +187,7 @@ class RunLog(MetricsLog):
     def __init__(self, experiment: Experiment, folder: Path, resumed_step: int, say: Callable[[str], None]):
         self._first = jax.process_index() == 0
         self._folder, self._say = folder, say
-        self._measuring: threading.Thread | None = None
+        self.measuring: threading.Thread | None = None
         self._warned = False
         self._sinks = open_sinks(experiment, folder, say) if self._first else None
         super().__init__(folder / "metrics.jsonl" if self._first else None, resumed_step)
@@ -204,8 +204,8 @@ class RunLog(MetricsLog):
     def measure_capture(self) -> None:
         """Measures the capture that has just ended, in a thread; returns at once."""
         if self._first:
-            self._measuring = threading.Thread(target=self._measure, name="meshkit-capture", daemon=True)
-            self._measuring.start()
+            self.measuring = threading.Thread(target=self._measure, name="meshkit-capture", daemon=True)
+            self.measuring.start()
 
     def close(self) -> None:
         """Waits for what is on its way, but not for long, and flushes to disk.
@@ -213,8 +213,8 @@ class RunLog(MetricsLog):
         After a failure of one of several processes it does not wait: the others wait for that one to be gone.
         """
         hurries = jax.process_count() > 1 and _is_a_failure(sys.exception())
-        if self._measuring:
-            self._measuring.join(0 if hurries else _MEASURE_S)
+        if self.measuring:
+            self.measuring.join(0 if hurries else MEASURE_S)
         if self._sinks:
             self._sinks.close(0 if hurries else _SINKS_S)
         try:

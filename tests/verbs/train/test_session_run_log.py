@@ -119,13 +119,13 @@ def test_of_several_processes_one_that_fails_waits_for_no_measurement(log, monke
     """The others wait in a collective until it is gone; a signal that the run has honoured is no failure."""
     asked = []
     monkeypatch.setattr(session.jax, "process_count", lambda: 2)
-    log._measuring = SimpleNamespace(join=asked.append)
+    log.measuring = SimpleNamespace(join=asked.append)
     with pytest.raises(error):  # noqa: PT012
         try:
             raise error
         finally:
             log.close()
-    assert asked == [session._MEASURE_S if waits else 0]
+    assert asked == [session.MEASURE_S if waits else 0]
 
 
 def test_brackets_are_no_markup():
