@@ -18,8 +18,9 @@ from meshkit.compile.options import CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.experiment import Experiment, load
 from meshkit.hlo.schedule import Instruction, Schedule
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices
-from meshkit.step.train_step import TrainProgram, make_train_step
+from meshkit.step.train_step import TrainProgram
 
 CONFIG = Path(__file__).parent.parent / "configs/experiments/llama_debug_cpu.toml"
 EMBED, LENGTH, STAGES, LAYERS = 2048, 2048, 4, 16

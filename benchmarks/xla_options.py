@@ -18,8 +18,8 @@ from meshkit.config.experiment import Experiment, load
 from meshkit.config.sections import PREDICTED
 from meshkit.errors import MeshkitError
 from meshkit.planning.planner import plan_experiment
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding.mesh import build_mesh, describe_devices, use_no_accelerator
-from meshkit.step.train_step import make_train_step
 
 EXPERIMENTS = Path(__file__).parent.parent / "configs" / "experiments"
 NAMES = ("llama3_8b", "llama3_70b", "llama3_8b_long", "mixtral_8x7b", "vit_l16")
@@ -36,9 +36,10 @@ def rows(experiment: Experiment) -> Iterable[str]:
     """A line of the table for each step."""
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     program = make_train_step(experiment, mesh)
-    traffic = loop_traffic(experiment, program, mesh)
+    traffic = loop_traffic(program, experiment.placement)
     forced = {o.name: o.value for o in options_for(traffic, experiment.cluster)} if traffic else {}
-    sets = "yes" if any(o.costs_memory for o in derive_options(experiment, program, mesh)) else "no"
+    derived = derive_options(program, experiment.cluster, experiment.placement)
+    sets = "yes" if any(o.costs_memory for o in derived) else "no"
     words: list[str] = []
     for step, word in STEPS.items():
         words += [word] if word else []

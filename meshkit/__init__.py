@@ -29,7 +29,7 @@ _PUBLIC = {
     "lint": "meshkit.linting.examine",
     "load_experiment": "meshkit.config.experiment",
     "init_distributed": "meshkit.runs.phases",
-    "make_train_step": "meshkit.step.train_step",
+    "make_train_step": "meshkit.planning.resolved",
     "overlap": "meshkit.timeline",
     "pipeline": "meshkit.parallel.pipeline",
     "plan": "meshkit.planning.planner",
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
     from meshkit.sharding.mesh import build_mesh, describe_devices, prepare_platform
     from meshkit.sharding.resolve import abstract, shard_model, shardings
-    from meshkit.step.train_step import make_train_step, sharded_step
+    from meshkit.step.train_step import sharded_step
     from meshkit.timeline import overlap
     from meshkit.verbs.explain.explainer import explain_step as explain
     from meshkit.verbs.profile.profiler import profile

@@ -16,6 +16,7 @@ import pytest
 from meshkit.cli import main
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
+from meshkit.planning.resolved import resolve
 from meshkit.step.data import open_data
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +131,7 @@ def test_a_token_file_with_objects_is_refused_and_not_unpickled(tmp_path):
     np.save(tmp_path / "tokens.npy", np.array([Trap(tmp_path / "ran")], dtype=object), allow_pickle=True)
     experiment = load(EXPERIMENT, [f"data.source={tmp_path / 'tokens.npy'}"])
     with pytest.raises(ConfigError, match=r"tokens\.npy"):
-        open_data(experiment)
+        open_data(resolve(experiment), None)
     assert not (tmp_path / "ran").exists()
 
 

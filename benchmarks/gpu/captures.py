@@ -40,14 +40,14 @@ def measure(folder: Path, toy: bool) -> Iterator[dict[str, Any]]:
     import jax
 
     from meshkit.compile.attached import compile_step
-    from meshkit.step.train_step import make_train_step
+    from meshkit.planning.resolved import make_train_step
     from meshkit.trace.capture import CapturedStep
     from meshkit.verbs.rehearse.rehearsal import filled
     from meshkit.verbs.train import watch
 
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=sorted(jax.devices(), key=lambda d: d.id))
     made = make_train_step(experiment, mesh)
-    step = compile_step(made, experiment)
+    step = compile_step(made, experiment.cluster, experiment.placement, experiment.xla)
     captured = CapturedStep(step.program, mesh, experiment.cluster, experiment.mesh, made.facts, step.options)
     said: list[str] = []
     stragglers = watch.Stragglers(0, said.append)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +103,15 @@ def main(program: str, toy: bool) -> None:
 
     from meshkit.compile.attached import compile_step
     from meshkit.compile.options import bytes_at_once, memory_of
-    from meshkit.step.train_step import make_train_step
+    from meshkit.planning.resolved import make_train_step
 
     devices = sorted(jax.devices(), key=lambda d: d.id)
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)
     made = make_train_step(experiment, mesh)
     state, batch = filled(made, experiment)
     for case, options in CASES[program].items():
-        chosen = replace(experiment, xla={**experiment.xla, **({} if toy else options)})
-        compiled = compile_step(made, chosen)
+        xla = {**experiment.xla, **({} if toy else options)}
+        compiled = compile_step(made, experiment.cluster, experiment.placement, xla)
         times = []
         for _ in range(_WARM_UP + _STEPS):
             began = time.perf_counter()

@@ -44,7 +44,6 @@ from meshkit.compile.options import (
     memory_of,
 )
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import Placement
 from meshkit.console import say
 from meshkit.distributed.join import Agreement
@@ -94,29 +93,31 @@ class _Executable:
         return read_schedule(Module(module.as_serialized_hlo_module_proto()), self.placement)
 
 
-def compile_step(program: TrainProgram, experiment: Experiment) -> CompiledStep:
+def compile_step(
+    program: TrainProgram, cluster: Cluster, placement: Placement, xla: Mapping[str, object]
+) -> CompiledStep:
     """The step compiled ahead of time.
 
     Args:
         program: its mesh is of the devices that are there.
-        experiment: its cluster says for what it is compiled, and `[xla]` and `[train]` with which options.
+        cluster, placement: of these devices.
+        xla: the user's own options, `[xla]`.
 
     Raises:
-        ConfigError: XLA refuses an option of the experiment's.
+        ConfigError: XLA refuses an option of the user's.
         RunError: other processes of the job did not answer.
     """
     began = time.perf_counter()
     lowered = program.step.lower(program.abstract_state, program.abstract_batch)
     try:
-        if experiment.cluster.is_cpu:
-            compiled, _ = compile_lowered(lowered, experiment.xla, experiment.xla)
-            return CompiledStep(compiled, experiment.xla, time.perf_counter() - began)
-        placement = experiment.mesh.placement(experiment.cluster)
-        choices = choices_for(experiment, program, program.mesh)
-        made = compile_for_gpus(lowered, experiment.cluster, placement, choices)
+        if cluster.is_cpu:
+            compiled, _ = compile_lowered(lowered, xla, xla)
+            return CompiledStep(compiled, xla, time.perf_counter() - began)
+        choices = choices_for(program, cluster, placement, xla)
+        made = compile_for_gpus(lowered, cluster, placement, choices)
     except RefusedOption as e:
         message = f"XLA refuses the option {e.name}: {e.reason}."
-        raise experiment.error(f"xla.{e.name}", message, hint_for(e.name, e.reason)) from None
+        raise program.spec.places.error(f"xla.{e.name}", message, hint_for(e.name, e.reason)) from None
     if jax.process_index() == 0:
         for line in made.log:
             say(f"meshkit: {line}")

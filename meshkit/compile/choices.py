@@ -33,14 +33,13 @@ from typing import Any, Protocol, cast
 from meshkit.compile.cache import profile_text, text_file
 from meshkit.compile.options import CompileChoices, Option, chosen_options
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import Experiment
+from meshkit.config.mesh import Placement
 from meshkit.config.sections import PGLE_OPTION, PREDICTED, TABLE, TABLE_OPTION
 from meshkit.hlo.module import Schedule
 from meshkit.hlo.schedule import domains_spanned
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.network import collective_time_s
 from meshkit.predict.simulate import simulate, step_pricer
-from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import placements_by_state
 from meshkit.sharding.strategy import BYTES_OF, AxisRoles, Weight, make_weights
 from meshkit.step.program import TrainProgram
@@ -97,34 +96,43 @@ class LoopTraffic:
     domains: int  # that a group spans
 
 
-def choices_for(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> CompileChoices:
-    """What an experiment's step is compiled with, by plan, by a rehearsal and on GPUs."""
+def choices_for(
+    program: TrainProgram, cluster: Cluster, placement: Placement, xla: Mapping[str, object]
+) -> CompileChoices:
+    """What a training step is compiled with, by plan, by a rehearsal and on GPUs that are there.
+
+    Args:
+        program: the step; its `[train]` says how much memory it may take, and in which order it is compiled.
+        cluster: that it is compiled for.
+        placement: of its partitions there.
+        xla: the user's own options, which win.
+    """
+    train = program.spec.train
     return CompileChoices(
-        options={**program.xla_options, **experiment.xla},
-        derived=derive_options(experiment, program, mesh),
-        memory_fraction=experiment.train.memory_fraction,
-        pgle=experiment.train.pgle,
+        options={**program.xla_options, **xla},
+        derived=derive_options(program, cluster, placement),
+        memory_fraction=train.memory_fraction,
+        pgle=train.pgle,
     )
 
 
-def derive_options(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> tuple[Option, ...]:
-    """Options for the step of an experiment: its memory, and what its loop over layers gathers.
+def derive_options(program: TrainProgram, cluster: Cluster, placement: Placement) -> tuple[Option, ...]:
+    """Options for a training step: its memory, and what its loop over layers gathers.
 
     Args:
-        experiment: its memory, precision, pipeline, rules and cluster.
-        program: its weights, and the axes over which it cuts the batch itself.
-        mesh: that it is compiled for, described or of attached devices.
+        program, cluster, placement: as `choices_for` takes them.
 
     Returns:
         None of them on CPUs, nor with `train.derived_options = false`.
     """
-    if experiment.cluster.is_cpu or not experiment.train.derived_options:
+    train = program.spec.train
+    if cluster.is_cpu or not train.derived_options:
         return ()
-    options = [memory_option(experiment.train.memory_fraction, offloads=experiment.train.offloads)]
-    if experiment.train.precision == "fp8":
+    options = [memory_option(train.memory_fraction, offloads=train.offloads)]
+    if train.precision == "fp8":
         options.append(_FP8)
-    traffic = None if _waits_in_every_layer(experiment, mesh) else loop_traffic(experiment, program, mesh)
-    return tuple(options) if traffic is None else (*options, *options_for(traffic, experiment.cluster))
+    traffic = None if _waits_in_every_layer(program) else loop_traffic(program, placement)
+    return tuple(options) if traffic is None else (*options, *options_for(traffic, cluster))
 
 
 def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
@@ -163,36 +171,35 @@ def without_client(options: Mapping[str, Any], memory_fraction: float) -> dict[s
     return {**options, LIMIT: round(percent * memory_fraction / _XLA_FRACTION)}
 
 
-def _waits_in_every_layer(experiment: Experiment, mesh: AnyMesh) -> bool:
+def _waits_in_every_layer(program: TrainProgram) -> bool:
     """Whether every layer gathers or scatters activations: by sequence or expert parallelism, or as a pipeline's stage.
 
     They share a stream with the gathers of weights and would queue behind them, and what XLA pipelines of them is kept
     once more. All-reduces of tensor parallelism alone lose less than is won (benchmarks/xla_options.md).
     """
-    roles = AxisRoles.of(experiment.rules)
+    roles, sizes = AxisRoles.of(program.rules), program.mesh.shape
     waited_for = roles.residual | roles.expert
-    return experiment.pipeline.axis is not None or any(mesh.shape.get(axis, 1) > 1 for axis in waited_for)
+    return program.pipeline is not None or any(sizes.get(axis, 1) > 1 for axis in waited_for)
 
 
-def loop_traffic(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> LoopTraffic | None:
+def loop_traffic(program: TrainProgram, placement: Placement) -> LoopTraffic | None:
     """What the loop over layers gathers; None if nothing.
 
     Args:
-        experiment: its rules cut the weights, and its precision says how many bytes an element has.
-        program: its model, and the axes over which weights are gathered once a step, not in the loop.
-        mesh: its sizes; axes of size 1 gather nothing.
+        program: its rules cut the weights, of which some are gathered once a step, not in the loop.
+        placement: of its partitions; groups of them span domains.
     """
-    placed, sizes = placements_by_state(program.model.params, mesh, experiment.rules), mesh.shape
-    bytes_each = BYTES_OF[experiment.train.precision]
+    placed = placements_by_state(program.model.params, program.mesh, program.rules)
+    sizes, bytes_each = program.mesh.shape, BYTES_OF[program.spec.train.precision]
     moved: dict[tuple[str, ...], float] = {}
-    for weight in make_weights(placed, AxisRoles.of(experiment.rules)):
+    for weight in make_weights(placed, AxisRoles.of(program.rules)):
         axes = _gathered_over(weight, program.deferred, sizes)
         if weight.stack > 1 and axes:
             moved[axes] = moved.get(axes, 0.0) + bytes_each * _elements(weight, axes, sizes) / weight.stack
     if not moved:
         return None
     axes = max(moved, key=lambda over: moved[over])
-    domains = domains_spanned(experiment.mesh.placement(experiment.cluster), axes)
+    domains = domains_spanned(placement, axes)
     return LoopTraffic(axes, sum(moved.values()), math.prod(sizes[name] for name in axes) // domains, domains)
 
 

@@ -20,7 +20,8 @@ from typing import Any
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster, load_table, shipped_clusters
 from meshkit.config.files import Override, TomlDocument, as_table
-from meshkit.config.mesh import MeshSpec
+from meshkit.config.mesh import MeshSpec, Placement
+from meshkit.config.places import Places
 from meshkit.config.rules import PRESETS, ShardingRules, preset_rules
 from meshkit.config.sections import (
     PGLE_OPTION,
@@ -48,7 +49,6 @@ from meshkit.config.toml import (
     check_plain,
     did_you_mean,
     dotted,
-    split_key,
     to_toml,
     validate,
 )
@@ -90,11 +90,26 @@ class Experiment:
 
     def error(self, key: str, message: str, hint: str | None = None) -> ConfigError:
         """An error about a key (dotted), pointing at where it was written."""
-        return SpecError(message, key=split_key(key), hint=hint, at=self.where(key))
+        return self.places.error(key, message, hint)
 
     def where(self, key: str) -> str:
         """Where a key (dotted) was written."""
-        return self.document.where(split_key(key)) if self.document else key
+        return self.places.where(key)
+
+    @property
+    def file(self) -> str:
+        """How a command line names it."""
+        return str(self.path or self.name)
+
+    @property
+    def placement(self) -> Placement:
+        """Where each partition of its mesh is in its cluster."""
+        return self.mesh.placement(self.cluster)
+
+    @property
+    def places(self) -> Places:
+        """Where its keys were written."""
+        return Places(self.document)
 
     @property
     def search_paths(self) -> list[Path]:

@@ -32,91 +32,29 @@ import os
 import site
 import stat
 import sys
-import sysconfig
 import tomllib
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import SOURCE_SUFFIXES, ModuleSpec, PathFinder, all_suffixes
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from meshkit.config.files import PATH_KEYS
+from meshkit.config.places import Places, UserCode, describe_error
 from meshkit.config.toml import SpecError, did_you_mean, dotted
 from meshkit.console import say
-from meshkit.errors import ConfigError, MeshkitError, a_type
-from meshkit.redaction import redact
+from meshkit.errors import ConfigError, a_type
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 MODELS = "models"
 SITE_FILE = Path("/etc/meshkit/site.toml")
 _VARIABLES = {"model_roots": "MESHKIT_MODEL_ROOTS", "file_roots": "MESHKIT_FILE_ROOTS"}
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-_LONGEST_MESSAGE = 300
 _IMPORTING = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 _OF_PYTHON = {*sys.stdlib_module_names, *sys.builtin_module_names, "__main__", "__mp_main__", "test"}
 _MOST_WRAPPERS = 100
 _warned: set[str] = set()
-
-
-class NamesCode(Protocol):
-    """An experiment, as far as it says where a key was written and where its code may lie."""
-
-    @property
-    def search_paths(self) -> list[Path]: ...
-    def where(self, key: str) -> str: ...
-    def error(self, key: str, message: str, hint: str | None = None) -> ConfigError: ...
-
-
-@contextmanager
-def user_code(experiment: NamesCode, key: str, what: str, hint: str | None = None) -> Iterator[None]:
-    """A block that runs the user's code: what it raises is the user's to mend, so it becomes a ConfigError at `key`.
-
-    Errors of meshkit pass, and so do those of a device or of memory, which say nothing about the code.
-
-    Args:
-        experiment: knows where its keys were written.
-        key: the one that names the code, `model.class`.
-        what: the code, at the beginning of the message.
-        hint: what to do, without "try".
-
-    Raises:
-        ConfigError: the block raised another Exception, or a SystemExit.
-    """
-    try:
-        yield
-    except (MeshkitError, MemoryError):
-        raise
-    except (Exception, SystemExit) as error:
-        jax = sys.modules.get("jax")
-        if jax is not None and isinstance(error, jax.errors.JaxRuntimeError):
-            raise
-        raise experiment.error(key, f"{what} raised {describe_error(error)}.", hint=hint) from error
-
-
-def describe_error(error: BaseException) -> str:
-    """An exception on one line: type, first line of its message, and the last line of the user's own that it passed."""
-    if isinstance(error, SyntaxError):
-        message, place = error.msg, f"{Path(error.filename or '?').name}:{error.lineno}"
-    else:
-        message, place = str(error), _user_line(error)
-    first = next((line.strip() for line in message.splitlines() if line.strip()), "")
-    if len(first) > _LONGEST_MESSAGE:
-        first = f"{first[:_LONGEST_MESSAGE]}..."
-    text = redact(f"{type(error).__name__}: {first.rstrip('.')}") if first else type(error).__name__
-    return f"{text} ({place})" if place else text
-
-
-def _user_line(error: BaseException) -> str | None:
-    """`file:line` of the innermost frame that is neither meshkit's nor of an installed package."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_OURS, "<", *_INSTALLED)):
-            return f"{Path(frame.filename).name}:{frame.lineno}"
-    return None
 
 
 def load_object(
@@ -176,26 +114,25 @@ def load_object(
     return getattr(module, attribute)
 
 
-def load_function(experiment: NamesCode, key: str, name: str) -> Callable[..., Any]:
+def load_function(name: str, search_paths: Iterable[Path], key: str, places: Places) -> UserCode:
     """The user's function that a key of the experiment names.
 
     Args:
-        experiment: says where modules are looked for, and where its keys were written.
-        key: the one that names it, `train.metrics`.
         name: the key's value, `package.module:function`.
+        search_paths: folders of the experiment, the first one first.
+        key: the one that names it, `train.metrics`.
+        places: where keys were written.
 
     Raises:
         ConfigError: at that key; see `load_object`, or it is no function of a module of theirs.
     """
-    found = load_object(name, experiment.search_paths, at=experiment.where(key))
-    if not callable(found):
-        raise experiment.error(key, f"{name} is {a_type(found)}, not a function.")
-    module = defined_in(found)
+    code = UserCode(load_object(name, search_paths, at=places.where(key)), name, key, places)
+    if not callable(code.found):
+        raise code.error(f"{name} is {a_type(code.found)}, not a function.")
+    module = defined_in(code.found)
     if module is None or is_of_python(module):
-        raise experiment.error(
-            key, f"{name} is of Python itself, not a function of yours.", hint="a function written in a module"
-        )
-    return found
+        raise code.error(f"{name} is of Python itself, not a function of yours.", "a function written in a module")
+    return code
 
 
 def _check_roots(module_name: str, roots: Sequence[Path], at: str | None) -> None:
@@ -223,13 +160,6 @@ def _check_roots(module_name: str, roots: Sequence[Path], at: str | None) -> Non
                 at=at,
                 hint=f"a model in {listed(roots)}",
             )
-
-
-def raised_by_user(error: BaseException) -> str | None:
-    """`file:line` if the statement that raised is the user's own: a refusal, not an accident in some library."""
-    frames = traceback.extract_tb(error.__traceback__)
-    refuses = bool(frames) and (frames[-1].line or "").lstrip().startswith("raise ")
-    return _user_line(error) if refuses else None
 
 
 def is_of_python(module_name: str) -> bool:

@@ -27,7 +27,6 @@ from meshkit.compile.lowering import lowering_for, traceable
 from meshkit.compile.options import PLAIN
 from meshkit.compile.program import CompiledProgram
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import AllowTable
@@ -276,33 +275,40 @@ class Examined:
         return Lint(in_sums(kept, self.subject), allowed, rows)
 
 
-def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Examined:
-    """Traces the step once for its activations, and resolves the rules for every state of the parameters.
+def examine(
+    program: TrainProgram,
+    cluster: Cluster,
+    spec: MeshSpec,
+    *,
+    allow: Sequence[AllowTable] = (),
+    written: Mapping[str, Any] | None = None,
+) -> Examined:
+    """Traces a training step once for its activations, and resolves its rules for every state of the parameters.
 
     Args:
-        experiment: rules, mesh, cluster and the options of its step.
-        program: the step to trace, with the abstract state and batch that it takes.
-        mesh: where the state is placed; on a described one the step is traced as for the cluster's GPU.
+        program: the step; on a described mesh it is traced as for the cluster's GPU.
+        cluster: that it is for.
+        spec: of its mesh.
+        allow: findings that are meant, `[[lint.allow]]`.
+        written: the `[rules]` of the file, where there is one.
     """
-    model = program.model
-    target = lowering_for(experiment.cluster) if isinstance(mesh, DescribedMesh) else nullcontext()
+    model, mesh, rules, how = program.model, program.mesh, program.rules, program.spec
+    target = lowering_for(cluster) if isinstance(mesh, DescribedMesh) else nullcontext()
     activations = _activations(program.step, (program.abstract_state, program.abstract_batch), target)
-    placed = placements_by_state(model.params, mesh, experiment.rules)
-    others = placements(model.variables, mesh, experiment.rules)
-    deferred = frozenset(program.deferred)
-    document, cluster = experiment.document, experiment.cluster
+    placed = placements_by_state(model.params, mesh, rules)
+    others = placements(model.variables, mesh, rules)
+    deferred, train = frozenset(program.deferred), how.train
     subject = Subject(
         parameters=placed["parameters"],
         activations=activations,
-        rules=experiment.rules,
-        spec=experiment.mesh,
+        rules=rules,
+        spec=spec,
         others=others,
         deferred=deferred,
         state_bytes=local_bytes(program.abstract_state),
-        pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * experiment.train.memory_fraction),
-        written=document.table.get("rules", {}) if document is not None else None,
+        pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * train.memory_fraction),
+        written=written,
     )
-    train = experiment.train
     strategy = _strategy(
         subject,
         placed,
@@ -312,12 +318,12 @@ def examine(experiment: Experiment, program: TrainProgram, mesh: AnyMesh) -> Exa
         deferred=deferred,
         compute_bytes=BYTES_OF[train.precision],
         reduce_bytes=BYTES_OF[train.reduce_precision],
-        local_sgd=experiment.local_sgd.axis,
-        compression=experiment.compression.axis,
-        compressed_bytes={"bf16": 2, "fp8": 1, "int8": 1}[experiment.compression.dtype],
-        stages=_stages(experiment, program),
+        local_sgd=how.local_sgd.axis,
+        compression=how.compression.axis,
+        compressed_bytes={"bf16": 2, "fp8": 1, "int8": 1}[how.compression.dtype],
+        stages=_stages(program),
     )
-    return Examined(subject, strategy, experiment.lint.allow)
+    return Examined(subject, strategy, allow)
 
 
 def _strategy(subject: Subject, placed: Mapping[str, Any], **more: Any) -> Strategy:
@@ -341,21 +347,21 @@ def _activations(step: Callable[..., Any], args: Sequence[Any], *around: Abstrac
     return list(dict.fromkeys(record))
 
 
-def _stages(experiment: Experiment, program: TrainProgram) -> StageRuns | None:
-    pipe, count = program.pipeline, experiment.pipeline.microbatches
+def _stages(program: TrainProgram) -> StageRuns | None:
+    pipe, count = program.pipeline, program.spec.pipeline.microbatches
     if pipe is None:
         return None
     s, v = pipe.stack.stages, pipe.stack.virtual_stages
     return StageRuns(pipe.axis, count, count * v + s - 1, count + v * s, pipe.stack.chunk_layers, pipe.stack.layers)
 
 
-def announce_findings(experiment: Experiment, program: TrainProgram, console: Console) -> None:
+def announce_findings(examined: Examined, console: Console) -> None:
     """Prints, on the first process, what the lint finds before a step is compiled.
 
     Raises:
         ConfigError: the first finding that is an error.
     """
-    findings = examine(experiment, program, program.mesh).lint().findings
+    findings = examined.lint().findings
     for finding in findings if jax.process_index() == 0 else ():
         for line in finding_lines(finding):
             console.print(line)

@@ -25,7 +25,8 @@ from meshkit.console import notebook_line
 from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Module, Schedule
-from meshkit.linting.examine import Examined, Lint, examine, rematerialization_findings
+from meshkit.linting.examine import Examined, Lint, rematerialization_findings
+from meshkit.planning.resolved import examine_experiment, make_train_step
 from meshkit.planning.warnings import plan_warnings
 from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.memory import reserved_memory
@@ -35,7 +36,6 @@ from meshkit.report.schema import CompilePart, MemoryPart, OptionPart, ProgramPa
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, described, use_no_accelerator
 from meshkit.step.program import NO_FACTS, StepFacts, TrainProgram
-from meshkit.step.train_step import make_train_step
 from meshkit.timeline import Timeline
 
 
@@ -116,8 +116,8 @@ def _plan_experiment(experiment: Experiment) -> Plan:
         mesh=program.mesh,
         cluster=experiment.cluster,
         facts=program.facts,
-        choices=choices_for(experiment, program, program.mesh),
-        examined=examine(experiment, program, program.mesh),
+        choices=choices_for(program, experiment.cluster, experiment.placement, experiment.xla),
+        examined=examine_experiment(experiment, program),
     )
 
 

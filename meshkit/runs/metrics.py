@@ -15,12 +15,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshkit.config.experiment import Experiment
 from meshkit.config.files import open_regular
-from meshkit.config.user_code import describe_error, load_function
+from meshkit.config.places import Places, UserCode, describe_error
 from meshkit.errors import ConfigError
 
 LARGEST = 1e40  # no quantity of a run is near it
@@ -242,53 +242,56 @@ class Sinks:
             sink.close(max(0.1, deadline - time.monotonic()))
 
 
-def open_sinks(experiment: Experiment, folder: Path, say: Callable[[str], None]) -> Sinks:
-    """The sinks that an experiment asks for: `train.tensorboard` and `train.metrics`.
+@dataclass(frozen=True)
+class SinkCode:
+    """What the sinks of a run call, imported before anything expensive begins.
+
+    Attributes:
+        metrics: what `train.metrics` names, or None.
+        tensorboard: the type of TensorBoard's writers, or None where `train.tensorboard` does not ask for it.
+    """
+
+    metrics: UserCode | None = None
+    tensorboard: Any = None
+
+
+def tensorboard_writer(places: Places) -> Any:
+    """The type of TensorBoard's writers.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+    try:
+        from tensorboard.summary import Writer  # pyright: ignore[reportMissingImports]  the extra
+    except ImportError:
+        raise places.error(
+            "train.tensorboard",
+            "train.tensorboard asks for TensorBoard, which is not installed.",
+            hint="pip install 'meshkit[tensorboard]'",
+        ) from None
+    return Writer
+
+
+def open_sinks(code: SinkCode, folder: Path, say: Callable[[str], None]) -> Sinks:
+    """The sinks of a run.
 
     Args:
-        experiment: what it asks for.
+        code: what they call.
         folder: the run folder; TensorBoard's files go to `tensorboard` below it.
         say: prints one line, a warning about a sink.
 
     Raises:
-        ConfigError: a function that does not exist, no TensorBoard where it is asked for, or no folder that it can
-            write: before the first step.
+        ConfigError: TensorBoard cannot write to the folder.
     """
-    write, writer_type = _find(experiment)
     sinks = []
-    if writer_type is not None:
-        board = _TensorBoard(writer_type, folder / TENSORBOARD_FOLDER)
+    if code.tensorboard is not None:
+        board = _TensorBoard(code.tensorboard, folder / TENSORBOARD_FOLDER)
         sinks.append(Sink("TensorBoard", board.write, say, finish=board.close))
-    if write is not None:
+    if code.metrics is not None:
+        write = code.metrics.found
         finish = getattr(write, "close", None)
-        sinks.append(Sink(f"train.metrics ({experiment.train.metrics})", write, say, finish=finish))
+        sinks.append(Sink(f"train.metrics ({code.metrics.name})", write, say, finish=finish))
     return Sinks(sinks)
-
-
-def check_sinks(experiment: Experiment) -> None:
-    """Finds out whether the sinks can be opened, before anything expensive begins.
-
-    Raises:
-        ConfigError: a function that does not exist, or no TensorBoard where it is asked for.
-    """
-    _find(experiment)
-
-
-def _find(experiment: Experiment) -> tuple[Callable[[Record], Any] | None, Any]:
-    """The user's function, and TensorBoard's type of a writer; None for what is not asked for."""
-    name, found, writer_type = experiment.train.metrics, None, None
-    if name:
-        found = load_function(experiment, "train.metrics", name)
-    if experiment.train.tensorboard:
-        try:
-            from tensorboard.summary import Writer as writer_type  # pyright: ignore[reportMissingImports]  the extra
-        except ImportError:
-            raise experiment.error(
-                "train.tensorboard",
-                "train.tensorboard asks for TensorBoard, which is not installed.",
-                hint="pip install 'meshkit[tensorboard]'",
-            ) from None
-    return found, writer_type
 
 
 class _TensorBoard:

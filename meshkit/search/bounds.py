@@ -27,6 +27,7 @@ from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import RematMix
 from meshkit.errors import ConfigError
+from meshkit.planning.resolved import resolve
 from meshkit.predict.kernels import compute_peak_flops, memory_bytes_per_s
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.resolve import Placed, placements
@@ -89,7 +90,8 @@ class Bounds:
 
     def __init__(self, experiment: Experiment):
         self._experiment = experiment
-        self.model: ModelDescription = describe_model(experiment)
+        self._spec = resolve(experiment)
+        self.model: ModelDescription = describe_model(self._spec)
         self._layers, self._model_flops = _work(self.model, experiment)
         cluster, precision = experiment.cluster, experiment.train.precision
         self._peak = compute_peak_flops(cluster.gpu, precision) or math.inf
@@ -116,7 +118,7 @@ class Bounds:
         if experiment.local_sgd.axis or experiment.compression.axis or experiment.train.loss:
             return False
         with contextlib.suppress(ConfigError):
-            check_model(experiment, self.model)
+            check_model(self._spec.model_class, self.model)
             return True
         return False
 
@@ -131,8 +133,8 @@ class Bounds:
         found = []
         for policy in policies:
             with contextlib.suppress(ConfigError):
-                train = self._experiment.train.model_copy(update={"remat": policy})
-                describe_model(replace(self._experiment, train=train))
+                train = self._spec.train.model_copy(update={"remat": policy})
+                describe_model(replace(self._spec, train=train))
                 found.append(policy)
         return found
 
@@ -221,7 +223,7 @@ class Bounds:
         key = variant.mesh, variant.rules, stages.axis, stages.virtual_stages, stages.layout
         found = next((placed for known, placed in self._placed if known == key), None)
         if found is None:
-            stack = find_stack(variant, mesh, self.model)
+            stack = find_stack(stages, self._spec.model_class, mesh, self.model)
             params = (arrange_description(self.model, stack) if stack else self.model).params
             kinds = ("parameters", "optimizer", "compute", "gradients")
             found = {kind: placements(params, mesh, variant.rules, kind=kind) for kind in kinds}

@@ -24,8 +24,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import Experiment
 from meshkit.config.mesh import MeshSpec, Placement
+from meshkit.config.sections import TrainTable
 from meshkit.config.toml import did_you_mean
 from meshkit.discover import LiveProbe, domain_identities, identity_record, local_identities
 from meshkit.discover.probe import has_driver
@@ -310,11 +310,13 @@ def _backend_started() -> bool:
 
 
 @contextmanager
-def device_memory(experiment: Experiment, *, hint: str | None = None) -> Iterator[None]:
+def device_memory(cluster: Cluster, train: TrainTable, file: str, *, hint: str | None = None) -> Iterator[None]:
     """A block that runs programs on devices: where one has too little memory, the error says what helps.
 
     Args:
-        experiment: what runs; names the memory there is, and what would need less of it.
+        cluster: names the memory there is.
+        train: what would need less of it.
+        file: of the experiment that runs.
         hint: None: plan's remedies.
 
     Raises:
@@ -328,7 +330,7 @@ def device_memory(experiment: Experiment, *, hint: str | None = None) -> Iterato
         found: BaseException | None = error
         while found is not None:
             if type(found).__name__ in _DEVICE_ERRORS and is_of_memory(str(found)):
-                raise too_little_memory(experiment, str(found), stats=_stats(), hint=hint) from error
+                raise too_little_memory(cluster, train, file, str(found), stats=_stats(), hint=hint) from error
             found = found.__cause__ or found.__context__
         raise
 
@@ -339,7 +341,9 @@ def is_of_memory(said: str) -> bool:
 
 
 def too_little_memory(
-    experiment: Experiment,
+    cluster: Cluster,
+    train: TrainTable,
+    file: str,
     said: str,
     *,
     stats: Mapping[str, int] | None = None,
@@ -349,13 +353,14 @@ def too_little_memory(
     """The error of a run that did not fit.
 
     Args:
-        experiment: that ran.
+        cluster, train: of the experiment that ran.
+        file: its file.
         said: by XLA.
-        stats: of the device's allocator; without them its pool is what the experiment gives it.
-        at: where; default the experiment's file.
+        stats: of the device's allocator; without them its pool is what `train.memory_fraction` gives it.
+        at: where; default the file.
         hint: default plan's remedies.
     """
-    cluster, train, stats = experiment.cluster, experiment.train, stats or {}
+    stats = stats or {}
     asked, program = _ASKED.search(said), _PROGRAM.search(said)
     message = f"the device has too little memory for {program[1] if program else 'the run'}"
     if asked:
@@ -365,7 +370,6 @@ def too_little_memory(
         used = f", {format_bytes(stats['bytes_in_use'])} of them in use" if "bytes_in_use" in stats else ""
         name, there = cluster.gpu.name, format_bytes(cluster.gpu.memory_bytes)
         message += f": of the {there} of {name} XLA has {format_bytes(pool)}{used}"
-    file = str(experiment.path or experiment.name)
     less = [] if train.remat == "full" else ['train.remat = "full"']
     less += [f"train.accumulate above {train.accumulate}", f"train.global_batch below {train.global_batch}"]
     remedies = f"`meshkit plan {file}`, which says what makes it fit, as {', '.join(less)}, or more GPUs to shard over"

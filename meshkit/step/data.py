@@ -28,13 +28,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshkit.config.experiment import Experiment
 from meshkit.config.files import short
+from meshkit.config.places import Places, UserCode, describe_error
 from meshkit.config.rules import ShardingRules
-from meshkit.config.user_code import describe_error, load_function, user_code
-from meshkit.errors import ConfigError, MeshkitError, RunError, a_type
+from meshkit.errors import MeshkitError, RunError, a_type
 from meshkit.sharding.constrain import partition_spec
 from meshkit.sharding.mesh import AnyMesh
+from meshkit.step.spec import StepSpec
 
 _PREFETCHED_BATCHES = 2
 STDLIB = "python-stdlib"  # the source code of the running Python's own library: real text that every machine has
@@ -132,42 +132,46 @@ class Data:
     """Entropy of the token frequencies: the loss of the best model without context. None where there are no tokens."""
 
 
-def open_data(experiment: Experiment) -> Data:
-    """The experiment's data.
+def open_data(spec: StepSpec, tokenizer: UserCode | None) -> Data:
+    """The data of a spec.
 
     Every k-th window or example (k = 1 / `validation_fraction`) is held out, so that both splits see all of the text.
     Of a stream nothing is.
 
+    Args:
+        spec: its source.
+        tokenizer: what `data.tokenizer` names; None makes a token of each byte.
+
     Raises:
         ConfigError: nothing there, too few tokens for one window in each split, or nothing to evaluate on.
     """
-    fraction, length, entropy = experiment.data.validation_fraction, experiment.train.sequence_length, None
+    fraction, length, entropy = spec.data.validation_fraction, spec.train.sequence_length, None
     every = max(2, round(1 / fraction)) if fraction > 0 else 0
-    if is_token_source(experiment.data.source):
-        tokens = open_tokens(experiment)
+    if spec.source is None:
+        tokens = open_tokens(spec, tokenizer)
         examples = Rows(tokens if tokens.ndim == 2 else windows(tokens, length))
         if len(examples) < max(1, every):
             unit, hint = ("rows", "more rows") if tokens.ndim == 2 else ("tokens", "a shorter train.sequence_length")
-            raise experiment.error(
+            raise spec.places.error(
                 "data.source",
                 f"the source has {len(tokens)} {unit}, too few for {max(1, every)} examples of {length} tokens.",
                 hint=f"{hint}, or data.validation_fraction = 0" if every else hint,
             )
         entropy = unigram_entropy_nats(tokens)
     else:
-        examples = _load_examples(experiment)
+        examples = _load_examples(spec.source, spec.data.seed)
     if isinstance(examples, Stream):
         data = Data(examples, Rows(np.zeros((0, length + 1), np.int32)), None)
         at, hint = "train.evaluate_every", "train.evaluate_every = 0, or a source with __len__ and __getitem__"
-        message = f"{experiment.data.source} is a stream, of which nothing can be held out to evaluate on."
+        message = f"{spec.data.source} is a stream, of which nothing can be held out to evaluate on."
     else:
         indices = np.arange(len(examples))
         held_out = indices % every == every - 1 if every else np.zeros(len(indices), bool)
         data = Data(Split(examples, indices[~held_out]), Split(examples, indices[held_out]), entropy)
         at, hint = "data.validation_fraction", "a larger share or more examples, or train.evaluate_every = 0"
         message = f"nothing is held out to evaluate on: {fraction:g} of {len(examples)} examples."
-    if experiment.train.evaluate_every and not len(data.validation):
-        raise experiment.error(at, message, hint=hint)
+    if spec.train.evaluate_every and not len(data.validation):
+        raise spec.places.error(at, message, hint=hint)
     return data
 
 
@@ -176,59 +180,58 @@ def is_token_source(source: str) -> bool:
     return source == STDLIB or ":" not in source or Path(source).exists()
 
 
-def open_tokens(experiment: Experiment) -> np.ndarray:
-    """The tokens of the experiment's source: of text its bytes as uint8, or what `data.tokenizer` makes of it as int32;
-    of a token file the memory-mapped array.
+def open_tokens(spec: StepSpec, tokenizer: UserCode | None) -> np.ndarray:
+    """The tokens of a source: of text its bytes as uint8, or what the tokenizer makes of it as int32; of a token file
+    the memory-mapped array.
 
     A token file is `.npy` (also [rows, T + 1] ids), or raw little-endian integers: `.u8`, `.u16` (also `.bin`), `.u32`.
 
     Raises:
         ConfigError: no such file, an empty folder, a file of another kind, or a tokenizer that gives no ids.
     """
-    source = experiment.data.source
+    source, places = spec.data.source, spec.places
     if source == STDLIB:
-        return _text_tokens(experiment, (path.read_bytes() for path in stdlib_files()))
+        return _text_tokens(tokenizer, (path.read_bytes() for path in stdlib_files()))
     path = Path(source)
     if path.is_dir():
         hidden = lambda p: any(part.startswith(".") for part in p.relative_to(path).parts)
         files = (p for p in sorted(path.rglob("*")) if p.is_file() and not hidden(p))
-        tokens = _text_tokens(experiment, (p.read_bytes() for p in files))
+        tokens = _text_tokens(tokenizer, (p.read_bytes() for p in files))
         if not len(tokens):
-            raise experiment.error("data.source", f"the folder {path} has no text files.")
+            raise places.error("data.source", f"the folder {path} has no text files.")
         return tokens
     if not path.is_file():
-        raise experiment.error("data.source", f"there is no file or folder {path}.", hint=f'"{STDLIB}"')
+        raise places.error("data.source", f"there is no file or folder {path}.", hint=f'"{STDLIB}"')
     if path.suffix in _TEXT_SUFFIXES:
-        documents = _json_documents(experiment, path) if path.suffix == ".jsonl" else [path.read_bytes()]
-        return _text_tokens(experiment, documents)
-    if experiment.data.tokenizer is not None:
-        raise experiment.error(
-            "data.tokenizer", f"a tokenizer reads text, and {path} is a file of tokens.", hint="data.tokenizer = none"
-        )
+        field = spec.data.text_field or "text"
+        documents = _json_documents(places, field, path) if path.suffix == ".jsonl" else [path.read_bytes()]
+        return _text_tokens(tokenizer, documents)
+    if tokenizer is not None:
+        message = f"a tokenizer reads text, and {path} is a file of tokens."
+        raise tokenizer.error(message, hint="data.tokenizer = none")
     if path.suffix == ".npy":
-        return _mapped_array(experiment, path)
+        return _mapped_array(places, path, spec.train.sequence_length)
     if path.suffix not in _TOKEN_DTYPES:
         known = ", ".join((".npy", *_TOKEN_DTYPES, *_TEXT_SUFFIXES))
-        raise experiment.error("data.source", f"{path} is not a token file.", hint=f"a folder, or one of {known}")
+        raise places.error("data.source", f"{path} is not a token file.", hint=f"a folder, or one of {known}")
     dtype = np.dtype(_TOKEN_DTYPES[path.suffix])
     if not path.stat().st_size or path.stat().st_size % dtype.itemsize:
-        raise experiment.error("data.source", f"{path} has {path.stat().st_size} bytes, not whole {dtype} tokens.")
+        raise places.error("data.source", f"{path} has {path.stat().st_size} bytes, not whole {dtype} tokens.")
     return np.memmap(path, dtype, mode="r")
 
 
-def _mapped_array(experiment: Experiment, path: Path) -> np.ndarray:
+def _mapped_array(places: Places, path: Path, length: int) -> np.ndarray:
     """The ids of a `.npy` file: one row that is cut into windows, or a row of T + 1 for each example."""
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError) as error:
-        raise experiment.error("data.source", f"{path} cannot be read as .npy: {error}.") from error
+        raise places.error("data.source", f"{path} cannot be read as .npy: {error}.") from error
     if tokens.ndim not in (1, 2) or not np.issubdtype(tokens.dtype, np.integer):
-        raise experiment.error("data.source", f"{path} holds {tokens.dtype}{list(tokens.shape)}, not rows of ids.")
-    if tokens.ndim == 2 and tokens.shape[1] != experiment.train.sequence_length + 1:
-        raise experiment.error(
+        raise places.error("data.source", f"{path} holds {tokens.dtype}{list(tokens.shape)}, not rows of ids.")
+    if tokens.ndim == 2 and tokens.shape[1] != length + 1:
+        raise places.error(
             "data.source",
-            f"{path} has rows of {tokens.shape[1]} ids; an example of {experiment.train.sequence_length} tokens takes "
-            "one more, the last target.",
+            f"{path} has rows of {tokens.shape[1]} ids; an example of {length} tokens takes one more, the last target.",
             hint=f"train.sequence_length = {tokens.shape[1] - 1}",
         )
     return tokens
@@ -241,9 +244,8 @@ def stdlib_files() -> list[Path]:
     return [root / p for p in sorted(files, key=Path.as_posix) if not _SKIPPED_FOLDERS.intersection(p.parts)]
 
 
-def _json_documents(experiment: Experiment, path: Path) -> Iterator[bytes]:
+def _json_documents(places: Places, key: str, path: Path) -> Iterator[bytes]:
     """The text of each line's object, and a line break behind it."""
-    key = experiment.data.text_field or "text"
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -251,12 +253,12 @@ def _json_documents(experiment: Experiment, path: Path) -> Iterator[bytes]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
-                raise experiment.error("data.source", f"line {number} of {path} is no JSON.") from None
+                raise places.error("data.source", f"line {number} of {path} is no JSON.") from None
             text = record.get(key) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 items = record.items() if isinstance(record, dict) else ()
                 known = [short(name, 20) for name, value in items if isinstance(value, str)]
-                raise experiment.error(
+                raise places.error(
                     "data.source",
                     f"line {number} of {path} has no text under '{key}'.",
                     hint=f'data.text_field = "{known[0]}"' if known else 'lines such as {"text": "..."}',
@@ -264,21 +266,18 @@ def _json_documents(experiment: Experiment, path: Path) -> Iterator[bytes]:
             yield text.encode("utf-8", "surrogatepass") + b"\n"
 
 
-def _text_tokens(experiment: Experiment, documents: Iterable[bytes]) -> np.ndarray:
+def _text_tokens(tokenizer: UserCode | None, documents: Iterable[bytes]) -> np.ndarray:
     """All documents one after the other; those that hold a NUL byte are no text and are left out."""
     texts = (text for text in documents if b"\0" not in text)
-    name = experiment.data.tokenizer
-    if name is None:
+    if tokenizer is None:
         return np.frombuffer(b"".join(texts), np.uint8)
-    tokenize = load_function(experiment, "data.tokenizer", name)
     pieces = []
     for text in texts:
-        with user_code(experiment, "data.tokenizer", name, hint="it is called with a str and returns its ids"):
-            ids = np.asarray(tokenize(text.decode("utf-8", "replace")))
+        with tokenizer.calling(hint="it is called with a str and returns its ids"):
+            ids = np.asarray(tokenizer.found(text.decode("utf-8", "replace")))
         if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > _MOST_ID)):
-            raise experiment.error(
-                "data.tokenizer",
-                f"{name} gave {ids.dtype}{list(ids.shape)}, not a row of ids from 0.",
+            raise tokenizer.error(
+                f"{tokenizer.name} gave {ids.dtype}{list(ids.shape)}, not a row of ids from 0.",
                 hint="a list of ints, such as tokenizer.encode(text)",
             )
         pieces.append(ids.astype(np.int32))
@@ -300,11 +299,11 @@ def vocab_of(model: Any) -> int | None:
     return vocab if isinstance(vocab, int) else None
 
 
-def check_tokens(experiment: Experiment, data: Data, model: Any) -> None:
+def check_tokens(spec: StepSpec, data: Data, model: Any) -> None:
     """Compares the token ids of the data with the (abstract) model's vocab, if it says it.
 
     Args:
-        experiment: named in the error.
+        spec: named in the error.
         data: of token sources every id is looked at, beyond 2**30 of them an even sample; other sources are not.
         model: abstract; see `vocab_of`.
 
@@ -319,9 +318,9 @@ def check_tokens(experiment: Experiment, data: Data, model: Any) -> None:
     smallest, largest = _token_range(rows.ids)
     if smallest < 0 or largest >= vocab:
         wrong = smallest if smallest < 0 else largest
-        raise experiment.error(
+        raise spec.places.error(
             "data.source",
-            f"the data has token id {wrong}, but the vocab of {experiment.model.class_path} is {vocab}.",
+            f"the data has token id {wrong}, but the vocab of {spec.model_class.name} is {vocab}.",
             hint=f"model.vocab = {largest + 1}" if smallest >= 0 else "a token file of ids from 0",
         )
 
@@ -336,89 +335,84 @@ def _token_range(rows: np.ndarray) -> tuple[int, int]:
     return min(int(c.min()) for c in chunks), max(int(c.max()) for c in chunks)
 
 
-def abstract_example(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_example(spec: StepSpec) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of one example of `[data] source`. Opens no corpus, so a plan needs no data.
 
     Raises:
         ConfigError: the user's own source raises, or gives no examples.
     """
-    length = experiment.train.sequence_length
-    if is_token_source(experiment.data.source):
+    length = spec.train.sequence_length
+    if spec.source is None:
         row = jax.ShapeDtypeStruct((length,), np.int32)
         return {"tokens": row, "targets": row, "weights": row.update(dtype=np.float32)}
-    examples = _load_examples(experiment)
-    example = _first(experiment, examples) if isinstance(examples, Stream) else _read_example(experiment, examples, 0)
+    code, examples = spec.source, _load_examples(spec.source, spec.data.seed)
+    example = _first(code, examples) if isinstance(examples, Stream) else _read_example(code, examples, 0)
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in example.items()}
 
 
-def _load_examples(experiment: Experiment) -> Examples | Stream:
-    """What `data.source = "pkg.mod:fn"` returns when called with `seed=` and `experiment=`; first and last are read.
+def _load_examples(code: UserCode, seed: int) -> Examples | Stream:
+    """What `data.source = "pkg.mod:fn"` returns when called; first and last are read.
 
     A sequence has `__len__` and `__getitem__`; anything else that can be iterated is a stream.
     """
-    at, name = experiment.where("data.source"), experiment.data.source
-    make = load_function(experiment, "data.source", name)
-    with user_code(
-        experiment, "data.source", name, hint=f"the line it names; {name} is called with seed and experiment"
-    ):
-        examples: Any = make(seed=experiment.data.seed, experiment=experiment)
+    name, make = code.name, code.found
+    with code.calling(hint=f"the line it names; {name} is called with seed and experiment"):
+        examples: Any = make(seed=seed)
     if not hasattr(examples, "__getitem__") or not hasattr(examples, "__len__"):
         if hasattr(examples, "__iter__"):
-            stream = Stream(lambda seed: make(seed=seed, experiment=experiment), experiment.data.seed)
-            _first(experiment, stream)
+            stream = Stream(lambda seed: make(seed=seed), seed)
+            _first(code, stream)
             return stream
         given = type(examples).__name__
-        raise ConfigError(
-            f"{name} gave a {given}: it must return a sequence with __len__ and __getitem__, or an iterable.", at=at
-        )
-    with user_code(experiment, "data.source", name):
+        must = "it must return a sequence with __len__ and __getitem__, or an iterable"
+        raise code.error(f"{name} gave a {given}: {must}.")
+    with code.calling():
         count = len(examples)
     if not count:
-        raise ConfigError(f"{name} gave no examples: it must return a non-empty sequence.", at=at)
-    first, last = ({k: v.shape for k, v in _read_example(experiment, examples, i).items()} for i in (0, count - 1))
+        raise code.error(f"{name} gave no examples: it must return a non-empty sequence.")
+    first, last = ({k: v.shape for k, v in _read_example(code, examples, i).items()} for i in (0, count - 1))
     if first != last:
-        raise ConfigError(f"the first example of {name} has {first}, the last one {last}.", at=at)
+        raise code.error(f"the first example of {name} has {first}, the last one {last}.")
     return examples
 
 
-def _first(experiment: Experiment, stream: Stream) -> dict[str, np.ndarray]:
+def _first(code: UserCode, stream: Stream) -> dict[str, np.ndarray]:
     """The first example of a stream. Raises ConfigError where it has none."""
-    name = experiment.data.source
-    with user_code(experiment, "data.source", name):
+    with code.calling():
         example = next(iter(stream.make(stream.seed)), None)
     if example is None:
-        raise experiment.error("data.source", f"{name} gave no examples: the iterable is empty.")
-    return _arrays(experiment, f"the first example of {name}", example)
+        raise code.error(f"{code.name} gave no examples: the iterable is empty.")
+    return _arrays(code, f"the first example of {code.name}", example)
 
 
-def _read_example(experiment: Experiment, examples: Examples, index: int) -> dict[str, np.ndarray]:
+def _read_example(code: UserCode, examples: Examples, index: int) -> dict[str, np.ndarray]:
     """One example as arrays. Raises ConfigError where it is no dict of numbers."""
-    name = f"example {index} of {experiment.data.source}"
-    with user_code(experiment, "data.source", name):
+    name = f"example {index} of {code.name}"
+    with code.calling(name):
         example = examples[index]
-    return _arrays(experiment, name, example)
+    return _arrays(code, name, example)
 
 
-def _arrays(experiment: Experiment, name: str, example: Any) -> dict[str, np.ndarray]:
+def _arrays(code: UserCode, name: str, example: Any) -> dict[str, np.ndarray]:
     """An example's values as arrays. Raises ConfigError where it is no dict of numbers."""
     if not isinstance(example, Mapping) or not example or not all(isinstance(key, str) for key in example):
         given = a_type(example) if not isinstance(example, Mapping) else f"a dict with keys {list(example)}"
-        raise experiment.error("data.source", f"{name} is {given}, not a dict of named arrays.")
-    with user_code(experiment, "data.source", name):
+        raise code.error(f"{name} is {given}, not a dict of named arrays.")
+    with code.calling(name):
         arrays = {key: np.asarray(value) for key, value in example.items()}
     for key, value in arrays.items():
         if value.dtype.kind not in "biuf" and not jax.numpy.issubdtype(value.dtype, jax.numpy.number):
-            raise experiment.error("data.source", f"'{key}' in {name} is {value.dtype}, not an array of numbers.")
+            raise code.error(f"'{key}' in {name} is {value.dtype}, not an array of numbers.")
     return arrays
 
 
-def abstract_batch(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> dict[str, jax.ShapeDtypeStruct]:
     """A global batch as ShapeDtypeStructs with shardings. Opens no corpus, so a plan needs no data.
 
     The first dim is `act_batch`; a second one as long as `sequence_length` is `act_length`.
 
     Args:
-        experiment: its `[data]`, `global_batch` and `sequence_length`.
+        spec: its `[data]`, `global_batch` and `sequence_length`.
         mesh: attached or described.
         rules: what they say of `act_batch` and `act_length`.
 
@@ -428,7 +422,7 @@ def abstract_batch(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) 
     Raises:
         ConfigError: as `abstract_example` does.
     """
-    train = experiment.train
+    train = spec.train
 
     def one(x):
         shape = (train.global_batch, *x.shape)
@@ -437,7 +431,7 @@ def abstract_batch(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) 
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition_spec(spec)))
 
-    return {name: one(x) for name, x in abstract_example(experiment).items()}
+    return {name: one(x) for name, x in abstract_example(spec).items()}
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshkit.config.experiment import Experiment
+from meshkit.config.places import Places
+from meshkit.config.sections import LocalSgdTable
 from meshkit.sharding.constrain import spec_axes
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.state import StateLayout, TrainState
@@ -371,21 +372,21 @@ class LocalSgdStep:
         return {k: jnp.sum(value if k == "weight" else value * share, axis=1) for k, value in metrics.items()}
 
 
-def find_local_sgd(experiment: Experiment, mesh: AnyMesh, layout: StateLayout) -> LocalSgd | None:
-    """The `[local_sgd]` of an experiment; None if it has none.
+def find_local_sgd(spec: LocalSgdTable, places: Places, mesh: AnyMesh, layout: StateLayout) -> LocalSgd | None:
+    """Local SGD as `[local_sgd]` says it; None where that names no axis.
 
     Args:
-        experiment: its `[local_sgd]` table.
+        spec: the `[local_sgd]` table.
+        places: where its keys were written.
         mesh: attached or described; the size of the axis is R.
         layout: of the state; the specs of its parameters are those of the anchor.
 
     Raises:
         ConfigError: the axis cuts the parameters or what belongs to them.
     """
-    spec = experiment.local_sgd
     if spec.axis is None:
         return None
-    check_replicas(experiment, "local_sgd.axis", spec.axis, layout)
+    check_replicas(places, "local_sgd.axis", spec.axis, layout)
     return LocalSgd(
         mesh=mesh,
         axis=spec.axis,
@@ -398,11 +399,11 @@ def find_local_sgd(experiment: Experiment, mesh: AnyMesh, layout: StateLayout) -
     )
 
 
-def check_replicas(experiment: Experiment, key: str, axis: str, layout: StateLayout) -> None:
+def check_replicas(places: Places, key: str, axis: str, layout: StateLayout) -> None:
     """Raises ConfigError where the axis does not hold whole replicas: where it cuts an array of the state.
 
     Args:
-        experiment: named in the error.
+        places: where the key was written.
         key: of the setting that names the axis, as `local_sgd.axis`.
         axis: mesh axis whose GPUs are to hold replicas.
         layout: of the state under rules that know the axis.
@@ -417,7 +418,7 @@ def check_replicas(experiment: Experiment, key: str, axis: str, layout: StateLay
                 message = (
                     f"{key} = '{axis}', but the rules cut the {what} over '{axis}', so it holds no whole replicas."
                 )
-                raise experiment.error(key, message, hint="an axis that cuts the batch alone, such as data in HSDP")
+                raise places.error(key, message, hint="an axis that cuts the batch alone, such as data in HSDP")
 
 
 def _agree(x: jax.Array) -> jax.Array:

@@ -26,9 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshkit.config.experiment import Experiment
+from meshkit.config.places import UserCode
 from meshkit.config.rules import ShardingRules
-from meshkit.config.user_code import load_function, user_code
 from meshkit.errors import a_type
 from meshkit.parallel.compression import Exchange
 from meshkit.sharding.constrain import spec_axes
@@ -43,51 +42,54 @@ RESERVED_METRICS = frozenset(("step", "loss", "grad_norm", "learning_rate", "wei
 _SHAPE_OF_A_LOSS = "return loss_sum, weight, metrics: two scalars and a dict of scalars"
 
 
-def find_loss(experiment: Experiment) -> Loss:
-    """The experiment's `train.loss`, or next-token cross-entropy; either checks what it gets while it is traced.
+def checked_loss(own: UserCode | None, model_class: UserCode) -> Loss:
+    """The user's loss, or next-token cross-entropy; either checks what it gets while it is traced.
 
-    Raises:
-        ConfigError: as `load_object` does, or it is not callable; when traced, it or the model raises, or gives
-            something else than it should.
+    Args:
+        own: what `train.loss` names; None without one.
+        model_class: of the models that it will be called with.
+
+    Returns:
+        A loss that, when traced, raises ConfigError where it or the model raises, or gives something else than it
+        should.
     """
-    name = experiment.train.loss
-    if name is None:
-        return _checked_next_token(experiment)
-    own = load_function(experiment, "train.loss", name)
+    if own is None:
+        return _checked_next_token(model_class)
 
     def loss(model: Any, batch: Mapping[str, jax.Array], rng: jax.Array):
-        takes = f"{name} is called with (model, batch, rng); the batch has {', '.join(batch)}"
-        with user_code(experiment, "train.loss", name, hint=f"the line it names; {takes}"):
-            result = own(model, batch, rng)
-        return _check_result(experiment, name, result)
+        takes = f"{own.name} is called with (model, batch, rng); the batch has {', '.join(batch)}"
+        with own.calling(hint=f"the line it names; {takes}"):
+            result = own.found(model, batch, rng)
+        return _check_result(own, result)
 
     return loss
 
 
-def _checked_next_token(experiment: Experiment) -> Loss:
+def _checked_next_token(model_class: UserCode) -> Loss:
     """`next_token`, with what the model and the batch must be said in the experiment's terms."""
-    name = experiment.model.class_path
+    name = model_class.name
 
     def loss(model: Any, batch: Mapping[str, jax.Array], rng: jax.Array):
         missing = [key for key in ("tokens", "targets", "weights") if key not in batch]
         if missing:
             message = f"next-token cross-entropy needs {', '.join(missing)}, but the examples have {', '.join(batch)}."
-            raise experiment.error("train.loss", message, hint='train.loss = "package.module:function" of your own')
+            hint = 'train.loss = "package.module:function" of your own'
+            raise model_class.places.error("train.loss", message, hint=hint)
         tokens = batch["tokens"]
-        with user_code(experiment, "model.class", f"the forward pass of {name}"):
+        with model_class.calling(f"the forward pass of {name}"):
             takes_key = "key" in inspect.signature(model.__call__).parameters
             logits = model(tokens, key=rng) if takes_key else model(tokens)
         shape = getattr(logits, "shape", None)
         if shape is None or len(shape) != tokens.ndim + 1 or shape[:-1] != tokens.shape:
             got = type(logits).__name__ if shape is None else f"an array {list(shape)}"
             message = f"{name} gives {got} for tokens {list(tokens.shape)}, not [batch, length, vocab]."
-            raise experiment.error("model.class", message, hint="logits for each token, or a train.loss of your own")
+            raise model_class.error(message, hint="logits for each token, or a train.loss of your own")
         return next_token(lambda _: logits, batch, rng)
 
     return loss
 
 
-def _check_result(experiment: Experiment, name: str, result: Any) -> tuple[jax.Array, jax.Array, dict]:
+def _check_result(own: UserCode, result: Any) -> tuple[jax.Array, jax.Array, dict]:
     """What the user's loss returned, as arrays.
 
     Raises:
@@ -95,7 +97,7 @@ def _check_result(experiment: Experiment, name: str, result: Any) -> tuple[jax.A
     """
 
     def refuse(problem: str, hint: str = _SHAPE_OF_A_LOSS):
-        return experiment.error("train.loss", f"{name} {problem}.", hint=hint)
+        return own.error(f"{own.name} {problem}.", hint=hint)
 
     if not isinstance(result, tuple | list) or len(result) != 3:
         got = f"{len(result)} values" if isinstance(result, tuple | list) else _describe(result)

@@ -39,9 +39,9 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshkit.config.experiment import Experiment
+from meshkit.config.places import Places, UserCode
 from meshkit.config.rules import ShardingRules
-from meshkit.config.user_code import load_function, user_code
+from meshkit.config.sections import PipelineTable
 from meshkit.errors import ConfigError
 from meshkit.parallel.pipeline import (
     XLA_OPTIONS,
@@ -58,6 +58,7 @@ from meshkit.sharding import sharding_scope
 from meshkit.sharding.constrain import partition_spec, spec_axes
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.loss import Loss, Sums, cross_entropy, strip_axes
+from meshkit.step.spec import StepSpec
 from meshkit.step.state import (
     DTYPES,
     HOST_MEMORY,
@@ -75,14 +76,14 @@ _METHODS = ("first", "layer", "last")
 
 @dataclass(frozen=True)
 class Pipelined:
-    """The pipeline of an experiment, in the terms of its training step.
+    """The pipeline of a training step, in its terms.
 
     Attributes:
         train, evaluation: the pipelines; they differ in the mode of the model.
         layout: of the state, gradients as the pipeline adds them up.
     """
 
-    experiment: Experiment
+    spec: StepSpec
     rules: ShardingRules
     train: Pipeline
     evaluation: Pipeline
@@ -138,17 +139,17 @@ class Pipelined:
 
     def _weight(self, metrics: Mapping[str, jax.Array]) -> jax.Array:
         """The weight of the whole batch; the pipeline gives the mean over its pieces."""
-        return metrics[WEIGHT] * (self.experiment.pipeline.microbatches * self.train.axes.shards)
+        return metrics[WEIGHT] * (self.spec.pipeline.microbatches * self.train.axes.shards)
 
     def _weights(self, state: TrainState) -> dict[str, Any]:
         """Parameters as the pipeline takes them, in the compute dtype: what is gathered is cast already."""
-        weights = jax.tree.map(lambda w: cast(w, DTYPES[self.experiment.train.precision]), state.params)
+        weights = jax.tree.map(lambda w: cast(w, DTYPES[self.spec.train.precision]), state.params)
         weights = jax.lax.with_sharding_constraint(weights, self.layout.params)
         return by_stages(weights)
 
     def _cut(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Each [B, ...] as [M, B / M, ...]: rows in strides, so that none moves to another GPU."""
-        axes, count = self.train.axes, self.experiment.pipeline.microbatches
+        axes, count = self.train.axes, self.spec.pipeline.microbatches
 
         def one(x):
             pieces = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
@@ -158,25 +159,30 @@ class Pipelined:
         return {name: one(x) for name, x in batch.items()}
 
 
-def find_stack(experiment: Experiment, mesh: AnyMesh, model: ModelDescription) -> Stack | None:
-    """Which layer of the model stands where in the experiment's pipeline; None without one.
+def find_stack(spec: PipelineTable, model_class: UserCode, mesh: AnyMesh, model: ModelDescription) -> Stack | None:
+    """Which layer of the model stands where in a pipeline; None without one.
+
+    Args:
+        spec: the `[pipeline]` table.
+        model_class: of the model.
+        mesh: attached or described.
+        model: as it is without a pipeline.
 
     Raises:
         ConfigError: a model without layers to cut, more stages than layers, or a layout that does not fit.
     """
-    spec = experiment.pipeline
     if spec.axis is None:
         return None
-    check_model(experiment, model)
+    check_model(model_class, model)
     try:
         return Stack.of(layer_count(model), mesh.shape[spec.axis], spec.virtual_stages, spec.layout)
     except ConfigError as error:
         key = "layout" if spec.layout else "virtual_stages" if spec.virtual_stages > 1 else "axis"
-        raise _at(experiment, key, error) from None
+        raise _at(model_class.places, key, error) from None
 
 
 def make_pipelined(
-    experiment: Experiment,
+    spec: StepSpec,
     mesh: AnyMesh,
     rules: ShardingRules,
     model: ModelDescription,
@@ -184,56 +190,56 @@ def make_pipelined(
     stack: Stack,
     layout: StateLayout,
 ) -> Pipelined:
-    """The pipeline of an experiment that has one.
+    """The pipeline of a spec that has one.
 
     Args:
-        experiment: its `[pipeline]` table.
+        spec: its `[pipeline]` table, loss and precision.
         mesh, rules: of the step.
         model: as it is without a pipeline.
-        loss: as `find_loss` gives it.
+        loss: as `checked_loss` gives it.
         stack: from `find_stack`.
         layout: of the state, its layers arranged.
 
     Raises:
         ConfigError: rules, a head or residuals that the pipeline cannot have.
     """
-    spec = experiment.pipeline
-    axis = spec.axis
+    table = spec.pipeline
+    axis = table.axis
     assert axis is not None
     batch, length = rules.spec_for(("act_batch", "act_length"), kind="activations")
     data = (*batch, *length)
-    layout = _whole_gradients(experiment, layout, data)
+    layout = _whole_gradients(spec.places, layout, data)
     specs = jax.tree.map(lambda s: s.spec, layout.params)
-    if spec.head == "vocab_parallel" and not vocab_sizes(model):
-        raise experiment.error(
+    if table.head == "vocab_parallel" and not vocab_sizes(model):
+        raise spec.places.error(
             "pipeline.head",
-            f"{experiment.model.class_path} has no parameter with a `vocab` dim that stages could share.",
+            f"{spec.model_class.name} has no parameter with a `vocab` dim that stages could share.",
             hint='head = "replicated"',
         )
     (experts,) = rules.spec_for(("experts",))
 
     def build(axes: ManualAxes, training: bool) -> Pipeline:
-        functions = StageFunctions(experiment, model, loss, training=training)
+        functions = StageFunctions(spec, model, loss, training=training)
         return Pipeline(
             Functions(functions.first, functions.stage, functions.last),
             stack,
             axes,
-            schedule=spec.schedule,
-            residuals=spec.residuals,
-            head=spec.head,
+            schedule=table.schedule,
+            residuals=table.residuals,
+            head=table.head,
             specs=by_stages(specs),
-            reduced=jnp.bfloat16 if experiment.train.reduce_precision == "bf16" else None,
+            reduced=jnp.bfloat16 if spec.train.reduce_precision == "bf16" else None,
         )
 
     try:
         axes = ManualAxes(mesh, axis, partition_spec([(), batch, length]), tuple(a for a in experts if a in data))
         train, evaluation = (build(axes, training) for training in (True, False))
     except ConfigError as error:
-        raise _at(experiment, "residuals" if "residuals" in str(error) else "axis", error) from None
-    return Pipelined(experiment, rules, train, evaluation, layout)
+        raise _at(spec.places, "residuals" if "residuals" in str(error) else "axis", error) from None
+    return Pipelined(spec, rules, train, evaluation, layout)
 
 
-def _whole_gradients(experiment: Experiment, layout: StateLayout, data: tuple[str, ...]) -> StateLayout:
+def _whole_gradients(places: Places, layout: StateLayout, data: tuple[str, ...]) -> StateLayout:
     """The layout with gradients as a pipeline adds them up: whole over the axes of the batch.
 
     Raises:
@@ -243,7 +249,7 @@ def _whole_gradients(experiment: Experiment, layout: StateLayout, data: tuple[st
     gradients = strip(layout.params)
     for table, wanted in (("compute", layout.compute), ("gradients", layout.gradients)):
         if wanted is not None and strip(wanted) != gradients:
-            raise experiment.error(
+            raise places.error(
                 f"rules.{table}",
                 f"in a pipeline [rules.{table}] can only leave out axes of the batch ({', '.join(data)}).",
                 hint="the same axes as in [rules.logical] otherwise",
@@ -251,9 +257,9 @@ def _whole_gradients(experiment: Experiment, layout: StateLayout, data: tuple[st
     return replace(layout, gradients=gradients, compute=None)
 
 
-def _at(experiment: Experiment, key: str, error: ConfigError) -> ConfigError:
+def _at(places: Places, key: str, error: ConfigError) -> ConfigError:
     """The error, pointing at a key of `[pipeline]`."""
-    return experiment.error(f"pipeline.{key}", error.message, hint=error.hint)
+    return places.error(f"pipeline.{key}", error.message, hint=error.hint)
 
 
 @dataclass(frozen=True)
@@ -399,21 +405,21 @@ def _constrain(tree: Any, like: Any) -> Any:
 
 
 class StageFunctions:
-    """The functions of one experiment's pipeline.
+    """The functions of a pipeline.
 
     Args:
-        experiment: names model and loss.
+        spec: names model and loss.
         model: one that `check_model` accepts; arrays are put in from outside.
-        loss: as `find_loss` gives it.
+        loss: as `checked_loss` gives it.
         training: False for an evaluation.
 
     Raises:
         ConfigError: a loss that cannot be pipelined with this head.
     """
 
-    def __init__(self, experiment: Experiment, model: ModelDescription, loss: Loss, *, training: bool = True):
-        self.experiment, self.model, self.training = experiment, model, training
-        self._loss, self._own = loss, _own_loss(experiment)
+    def __init__(self, spec: StepSpec, model: ModelDescription, loss: Loss, *, training: bool = True):
+        self.spec, self.model, self.training = spec, model, training
+        self._loss, self._own = loss, _own_loss(spec)
 
     def first(self, outer: Mapping[str, Any], batch: Any, ctx: StageContext) -> Any:
         """What enters the first layer."""
@@ -469,7 +475,7 @@ class StageFunctions:
 
     def _next_token(self, model: Any, x: Any, batch: Any, ctx: StageContext) -> tuple[Any, Any, dict]:
         logits = model.last(x, ctx)
-        if self.experiment.pipeline.head == "vocab_parallel":
+        if self.spec.pipeline.head == "vocab_parallel":
             self._check_pieces(logits, ctx)
             losses = vocabulary.cross_entropy(logits, batch["targets"], ctx.axis)
         else:
@@ -484,8 +490,8 @@ class StageFunctions:
         """
         sizes, stages = vocab_sizes(self.model), jax.lax.axis_size(ctx.axis)
         if logits.shape[-1] * stages not in sizes:
-            name, shown = self.experiment.model.class_path, " or ".join(map(str, sorted(sizes))) or "not named"
-            raise self.experiment.error(
+            name, shown = self.spec.model_class.name, " or ".join(map(str, sorted(sizes))) or "not named"
+            raise self.spec.places.error(
                 "pipeline.head",
                 f"{name} gives {logits.shape[-1]} logits on each of {stages} stages, but its vocabulary is {shown}.",
                 hint='head = "replicated"',
@@ -499,8 +505,7 @@ class StageFunctions:
         return model
 
     def _calling(self, method: str) -> Any:
-        name = self.experiment.model.class_path
-        return user_code(self.experiment, "model.class", f"{method} of {name}")
+        return self.spec.model_class.calling(f"{method} of {self.spec.model_class.name}")
 
 
 class _WithLogits:
@@ -516,17 +521,21 @@ class _WithLogits:
         return getattr(self._model, name)
 
 
-def check_model(experiment: Experiment, model: ModelDescription) -> None:
+def check_model(model_class: UserCode, model: ModelDescription) -> None:
     """Refuses a model that has no stages to make.
+
+    Args:
+        model_class: of the model, named in errors.
+        model: as it is without a pipeline.
 
     Raises:
         ConfigError: naming what it lacks.
     """
-    name, made = experiment.model.class_path, model.abstract_model()
+    name, made = model_class.name, model.abstract_model()
     missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
     if LAYERS not in model.params or missing:
         lacks = f"has no stacked `{LAYERS}`" if LAYERS not in model.params else f"has no {', '.join(missing)}()"
-        raise experiment.error(
+        raise model_class.places.error(
             "pipeline.axis",
             f"{name} cannot be cut into stages: it {lacks}.",
             hint="models.llama:Llama or models.moe:Moe, the methods that meshkit.step.pipelined describes, or "
@@ -536,13 +545,13 @@ def check_model(experiment: Experiment, model: ModelDescription) -> None:
         names = leaf.get_metadata().get("out_sharding") if _is_variable(leaf) else None
         if not names or names[0] != LAYERS:
             shown = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise experiment.error(
+            raise model_class.places.error(
                 "pipeline.axis",
                 f"{LAYERS}/{shown} of {name} has the dims {names}, of which the first must be '{LAYERS}'.",
                 hint="parameters stacked over all layers, named with out_sharding",
             )
     if jax.tree.leaves(model.variables):
-        raise experiment.error(
+        raise model_class.places.error(
             "pipeline.axis",
             f"{name} has state beside its parameters (batch statistics), which stages cannot hand on.",
             hint="a model without such state, or no [pipeline]",
@@ -554,23 +563,20 @@ def layer_count(model: ModelDescription) -> int:
     return jax.tree.leaves(nnx.to_pure_dict(model.params)[LAYERS])[0].shape[0]
 
 
-def _own_loss(experiment: Experiment) -> Callable[..., Any] | None:
-    """`train.loss` itself.
+def _own_loss(spec: StepSpec) -> Any:
+    """What `train.loss` names, itself; None without one.
 
     Raises:
         ConfigError: it needs whole logits, and the head gives pieces.
     """
-    name = experiment.train.loss
-    if name is None:
+    if spec.loss is None:
         return None
-    own = load_function(experiment, "train.loss", name)
-    if experiment.pipeline.head == "vocab_parallel" and not hasattr(own, "of_hidden"):
-        raise experiment.error(
-            "train.loss",
-            f"{name} takes whole logits, but each stage has a part of the vocabulary.",
+    if spec.pipeline.head == "vocab_parallel" and not hasattr(spec.loss.found, "of_hidden"):
+        raise spec.loss.error(
+            f"{spec.loss.name} takes whole logits, but each stage has a part of the vocabulary.",
             hint='pipeline.head = "replicated", or a loss with the method of_hidden of meshkit.step.pipelined',
         )
-    return own
+    return spec.loss.found
 
 
 def by_stages(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from meshkit.config.experiment import Experiment
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import TrainTable
-from meshkit.config.user_code import user_code
 from meshkit.hlo.pipeline_report import PipelineReport
+from meshkit.step.spec import StepSpec
 
 if TYPE_CHECKING:
     import jax
@@ -92,6 +91,7 @@ class TrainProgram:
             several.
         stack: jitted, the batches of that many steps -> the batch of a call; None where that is one.
         xla_options: of the GPU compiler, which this step wants and the experiment's own override.
+        spec: what it is made of.
         mesh, rules: what it was built for.
         deferred: mesh axes over which the step itself cuts the batch, outside of the model. Gradients are reduced, and
             weights gathered, over them once a step; over the axis of `[local_sgd]` weights are averaged once a call.
@@ -109,6 +109,7 @@ class TrainProgram:
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     abstract_step_batch: dict[str, jax.ShapeDtypeStruct]
+    spec: StepSpec
     mesh: AnyMesh
     rules: ShardingRules
     facts: StepFacts
@@ -130,7 +131,7 @@ class TrainProgram:
 
 
 def find_facts(
-    experiment: Experiment,
+    spec: StepSpec,
     model: ModelDescription,
     state: TrainState,
     *,
@@ -138,10 +139,10 @@ def find_facts(
     steps_per_call: int = 1,
     pipeline: Pipeline | None = None,
 ) -> StepFacts:
-    """`TrainProgram.facts` of an experiment.
+    """`TrainProgram.facts`.
 
     Args:
-        experiment: names batch, precision and length of the training.
+        spec: names batch, precision and length of the training.
         model: as without a pipeline.
         state: abstract, with its shardings.
         gradients_bytes, steps_per_call, pipeline: of the program.
@@ -149,10 +150,10 @@ def find_facts(
     import jax
     from flax import nnx
 
-    train = experiment.train
+    train = spec.train
     tokens = train.global_batch * train.sequence_length
-    name, params = experiment.model.class_path, nnx.to_pure_dict(model.params)
-    with user_code(experiment, "model.class", f"matmul_parameters or attention_shape of {name}"):
+    params = nnx.to_pure_dict(model.params)
+    with spec.model_class.calling(f"matmul_parameters or attention_shape of {spec.model_class.name}"):
         flops = count_model_flops(model.abstract_model(), params, tokens, train.sequence_length)
     return StepFacts(
         **flops.model_dump(exclude_unset=True),
@@ -165,7 +166,7 @@ def find_facts(
         state_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state)),
         training_steps=training_steps(train),
         steps_per_call=steps_per_call,
-        pipeline=pipeline and pipeline.report(experiment.pipeline.microbatches),
+        pipeline=pipeline and pipeline.report(spec.pipeline.microbatches),
     )
 
 
@@ -214,10 +215,10 @@ def local_bytes(tree: Any) -> int:
     )
 
 
-def find_notes(experiment: Experiment, model: ModelDescription) -> tuple[str, ...]:
+def find_notes(spec: StepSpec, model: ModelDescription) -> tuple[str, ...]:
     """`TrainProgram.notes`."""
-    train = experiment.train
+    train = spec.train
     if train.precision == "bf16" and train.reduce_precision == "fp32" and not model.takes_dtype:
-        name = experiment.model.class_path
+        name = spec.model_class.name
         return (f"{name} takes no `dtype`: its weights are cast to bf16 for it, so its gradients are reduced in bf16.",)
     return ()

@@ -1,4 +1,4 @@
-"""Experiment -> the model it names, its abstract state, and where every array of it lives.
+"""StepSpec -> its model, the abstract state of that, and where every array of it lives.
 
 Nothing here allocates an array: shapes come from tracing, so a 405B model is described in seconds on a laptop.
 
@@ -26,10 +26,9 @@ import optax
 from flax import errors, linen, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshkit.config.experiment import Experiment
+from meshkit.config.places import UserCode, raised_by_user
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import RematMix
-from meshkit.config.user_code import load_object, raised_by_user, user_code
 from meshkit.errors import ConfigError, a_type
 from meshkit.parallel.pipeline import Stack
 from meshkit.sharding import shardings
@@ -37,7 +36,8 @@ from meshkit.sharding.constrain import partition_spec, spec_axes
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import kept_spec
 from meshkit.step.data import abstract_example
-from meshkit.step.loss import find_loss
+from meshkit.step.loss import checked_loss
+from meshkit.step.spec import StepSpec
 
 LAYERS = "layers"  # a model's attribute, and the key of its parameters, that a pipeline cuts into stages
 HOST_MEMORY = "pinned_host"  # as jax calls memory of the host that the GPU reaches by itself
@@ -96,31 +96,31 @@ class ModelDescription:
         return nnx.merge(self.graph, nnx.State(params), nnx.State(variables))
 
 
-def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
-    """The experiment's model: `make(preset=..., rngs=..., **options)`; a linen module is wrapped as an nnx module.
+def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
+    """The model of a spec: `make(preset=..., rngs=..., **options)`; a linen module is wrapped as an nnx module.
 
     What takes `dtype`, `fp8` or `remat` is given the `[train]` precision and remat policy, unless the options say
     otherwise.
 
     Args:
-        experiment: its `[model]`, and precision and recomputation of `[train]`.
+        spec: its `[model]`, and precision and recomputation of `[train]`.
         rngs: handed to what makes an nnx module; of a linen module its stream `params` gives weights and other keys.
 
     Raises:
-        ConfigError: the class is missing, is no model, does not take an option, or raises.
+        ConfigError: the class is no model, does not take an option, or raises.
     """
-    make, name = _model_class(experiment), experiment.model.class_path
+    make, name, places = _checked_class(spec.model_class), spec.model_class.name, spec.places
     accepted = _parameters(make)
-    options = _model_options(experiment, accepted)
+    options = _model_options(spec, accepted)
     short = name.partition(":")[2]
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     for key in options:
         if key not in accepted and not open_ended:
             known = ", ".join(k for k in accepted if k != "rngs")
-            raise experiment.error(f"model.{key}", f"{short} takes no option '{key}'.", hint=f"one of: {known}")
+            raise places.error(f"model.{key}", f"{short} takes no option '{key}'.", hint=f"one of: {known}")
     for key in _required(accepted):
         if key not in options and key != "rngs":
-            raise experiment.error("model", f"{name} needs the option '{key}'.", hint=f"model.{key} = ...")
+            raise places.error("model", f"{name} needs the option '{key}'.", hint=f"model.{key} = ...")
     linen_class = is_linen(make)
     takes_rngs = not linen_class and ("rngs" in accepted or open_ended)
     if linen_class:
@@ -128,40 +128,38 @@ def build_model(experiment: Experiment, rngs: nnx.Rngs) -> nnx.Module:
     elif takes_rngs:
         options["rngs"] = rngs
     elif inspect.isclass(make):
-        raise _takes_no_rngs(experiment)
-    with user_code(experiment, "model.class", name), nnx.use_eager_sharding(False):
+        raise _takes_no_rngs(spec.model_class)
+    with spec.model_class.calling(), nnx.use_eager_sharding(False):
         try:
             model = make(**options)
             if isinstance(model, linen.Module):
-                return wrap_linen(experiment, model, rngs)
+                return wrap_linen(spec, model, rngs)
         except ValueError as error:
             if (place := raised_by_user(error)) is None:
                 raise
             message = f"{short} refuses its options: {str(error).rstrip('.')} ({place})."
             key = next((k for k, value in options.items() if f"'{value}'" in message), None)  # that it names
-            own = key == "preset" or key in experiment.model.options
+            own = key == "preset" or key in spec.model.options
             written = f"model.{key}" if own else "train.remat" if key == "remat" else "model"
-            raise experiment.error(written, message) from error
+            raise places.error(written, message) from error
     if not isinstance(model, nnx.Module):
-        raise experiment.error("model.class", f"{name} makes {a_type(model)}, which is not a flax.nnx.Module.")
+        raise spec.model_class.error(f"{name} makes {a_type(model)}, which is not a flax.nnx.Module.")
     if not takes_rngs:
-        raise _takes_no_rngs(experiment)
+        raise _takes_no_rngs(spec.model_class)
     return model
 
 
-def _model_options(experiment: Experiment, accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+def _model_options(spec: StepSpec, accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     """`[model]` with what `[train]` says of precision and recomputation."""
-    train, options = experiment.train, dict(experiment.model.options)
-    if experiment.model.preset is not None:
-        options["preset"] = experiment.model.preset
+    train, options = spec.train, dict(spec.model.options)
+    if spec.model.preset is not None:
+        options["preset"] = spec.model.preset
     if "dtype" in accepted:
         options.setdefault("dtype", DTYPES[train.precision])
     if train.precision == "fp8":
         if "fp8" not in accepted:
-            message = (
-                f"{experiment.model.class_path} takes no `fp8` argument, so its linear layers cannot compute in fp8."
-            )
-            raise experiment.error("train.precision", message, hint='precision = "bf16"')
+            message = f"{spec.model_class.name} takes no `fp8` argument, so its linear layers cannot compute in fp8."
+            raise spec.places.error("train.precision", message, hint='precision = "bf16"')
         options.setdefault("fp8", True)
     if "remat" in accepted:
         remat = train.remat
@@ -169,17 +167,17 @@ def _model_options(experiment: Experiment, accepted: Mapping[str, inspect.Parame
     return options
 
 
-def _takes_no_rngs(experiment: Experiment) -> ConfigError:
+def _takes_no_rngs(model_class: UserCode) -> ConfigError:
     hint = "a keyword argument `rngs`, from which flax.nnx draws the initial weights"
-    return experiment.error("model.class", f"{experiment.model.class_path} takes no `rngs`.", hint=hint)
+    return model_class.error(f"{model_class.name} takes no `rngs`.", hint=hint)
 
 
-def describe_model(experiment: Experiment) -> ModelDescription:
-    """The experiment's model without arrays. Raises as `build_model` does."""
-    with user_code(experiment, "model.class", experiment.model.class_path):
-        abstract = nnx.eval_shape(lambda: build_model(experiment, nnx.Rngs(experiment.train.seed)))
+def describe_model(spec: StepSpec) -> ModelDescription:
+    """The model of a spec without arrays. Raises as `build_model` does."""
+    with spec.model_class.calling():
+        abstract = nnx.eval_shape(lambda: build_model(spec, nnx.Rngs(spec.train.seed)))
         graph, params, variables = nnx.split(abstract, nnx.Param, ...)
-    accepted = _parameters(_model_class(experiment))
+    accepted = _parameters(spec.model_class.found)
     return ModelDescription(graph, params, variables, "dtype" in accepted, "remat" in accepted)
 
 
@@ -271,22 +269,20 @@ def state_shardings(layout: StateLayout) -> TrainState:
     return TrainState(one, layout.params, layout.opt_state, layout.variables, one)
 
 
-def init_state(
-    experiment: Experiment, optimizer: optax.GradientTransformation, stack: Stack | None = None
-) -> TrainState:
+def init_state(spec: StepSpec, optimizer: optax.GradientTransformation, stack: Stack | None = None) -> TrainState:
     """The state before the first step; to be jitted with `out_shardings`, so that it is born sharded.
 
     Args:
-        experiment: names the model and the seed.
+        spec: names the model and the seed.
         optimizer: whose state it holds.
         stack: of a pipeline, in whose order the layers are to lie.
     """
-    model = build_model(experiment, nnx.Rngs(experiment.train.seed))
+    model = build_model(spec, nnx.Rngs(spec.train.seed))
     _, params, variables = nnx.split(model, nnx.Param, ...)
     params = nnx.to_pure_dict(params)
     if stack is not None:
         params = {**params, LAYERS: stack.arrange(params[LAYERS])}
-    rng = jax.random.key_data(jax.random.key(experiment.train.seed))
+    rng = jax.random.key_data(jax.random.key(spec.train.seed))
     return TrainState(jnp.int32(0), params, optimizer.init(params), nnx.to_pure_dict(variables), rng)
 
 
@@ -300,26 +296,25 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _model_class(experiment: Experiment) -> Any:
-    at = experiment.where("model.class")
-    name, hint = experiment.model.class_path, "a subclass of flax.nnx.Module or flax.linen.Module"
-    make = load_object(name, experiment.search_paths, at=at)
+def _checked_class(model_class: UserCode) -> Any:
+    """The class or function itself. Raises ConfigError where it makes no model."""
+    make, name, hint = model_class.found, model_class.name, "a subclass of flax.nnx.Module or flax.linen.Module"
     if isinstance(make, linen.Module):
         made = f'model.class = "{name.partition(":")[0]}:{type(make).__name__}", its fields as further keys of [model]'
-        raise ConfigError(f"{name} is a linen module already made, not a class.", at=at, hint=made)
+        raise model_class.error(f"{name} is a linen module already made, not a class.", made)
     if not callable(make):
-        raise ConfigError(f"{name} is {a_type(make)}, not a class.", at=at, hint=hint)
+        raise model_class.error(f"{name} is {a_type(make)}, not a class.", hint)
     called = make
     while isinstance(called, functools.partial):
         called = called.func
     if inspect.isclass(called):
         if not issubclass(called, nnx.Module | linen.Module):
-            raise ConfigError(f"{name} is a class that is not a flax.nnx.Module.", at=at, hint=hint)
+            raise model_class.error(f"{name} is a class that is not a flax.nnx.Module.", hint)
     elif not (kinds := returned_kinds(called)) or not all(
         issubclass(kind, nnx.Module | linen.Module) for kind in kinds
     ):
         message = f"{name} is not a model, nor a function that says that it returns one."
-        raise ConfigError(message, at=at, hint=f"{hint}, or def {name.partition(':')[2]}(...) -> nnx.Module")
+        raise model_class.error(message, f"{hint}, or def {name.partition(':')[2]}(...) -> nnx.Module")
     return make
 
 
@@ -406,18 +401,18 @@ class LinenModel(nnx.bridge.ToNNX):
         return sorted(nnx.variable_name_from_type(t) for t in types)
 
 
-def wrap_linen(experiment: Experiment, module: linen.Module, rngs: nnx.Rngs) -> LinenModel:
-    """The module initialized by the call that the experiment's loss makes of it on a micro-batch.
+def wrap_linen(spec: StepSpec, module: linen.Module, rngs: nnx.Rngs) -> LinenModel:
+    """The module initialized by the call that the loss makes of it on a micro-batch.
 
     Args:
-        experiment: names the loss and the data, whose example gives the shapes.
+        spec: names the loss and the data, whose example gives the shapes.
         module: unbound.
         rngs: its stream `params` gives the initial weights, then a key for each stream that a training call needs.
 
     Raises:
         ConfigError: the loss raises before it calls the model, or never does.
     """
-    args, kwargs = _first_call(experiment)
+    args, kwargs = _first_call(spec)
     model = LinenModel(module, nnx.Rngs(params=rngs.params()))
     model.lazy_init(*args, **kwargs)
     streams = _random_streams(model, args, kwargs)
@@ -455,18 +450,19 @@ class _Recorder:
         return lambda *args, **kwargs: self(*args, method=name, **kwargs)
 
 
-def _first_call(experiment: Experiment) -> tuple[tuple, dict[str, Any]]:
+def _first_call(spec: StepSpec) -> tuple[tuple, dict[str, Any]]:
     """Arguments that the loss calls the model with, on a micro-batch of zeros."""
-    train = experiment.train
+    train = spec.train
     rows = train.global_batch // train.accumulate
-    batch = {k: jnp.zeros((rows, *x.shape), x.dtype) for k, x in abstract_example(experiment).items()}
-    loss: Any = find_loss(experiment)
+    batch = {k: jnp.zeros((rows, *x.shape), x.dtype) for k, x in abstract_example(spec).items()}
+    loss: Any = checked_loss(spec.loss, spec.model_class)
     try:
         loss(_Recorder(), batch, jax.random.key(0))
     except _Called as call:
         return call.arguments
     name = train.loss or "next-token cross-entropy"
-    raise experiment.error("train.loss", f"{name} never calls the model, so a linen module has nothing to start from.")
+    message = f"{name} never calls the model, so a linen module has nothing to start from."
+    raise spec.places.error("train.loss", message)
 
 
 def _random_streams(model: LinenModel, args: tuple, kwargs: dict[str, Any]) -> list[str]:

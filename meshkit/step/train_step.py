@@ -27,12 +27,10 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType
 
-from meshkit.config.experiment import Experiment
+from meshkit.config.places import UserCode
 from meshkit.config.rules import ShardingRules
 from meshkit.config.sections import OptimizerTable
 from meshkit.config.toml import did_you_mean
-from meshkit.config.user_code import load_object, user_code
-from meshkit.errors import ConfigError
 from meshkit.parallel.compression import WIRES, Exchange, zero_residuals
 from meshkit.sharding import sharding_scope, shardings
 from meshkit.sharding.mesh import AnyMesh
@@ -42,8 +40,8 @@ from meshkit.step.loss import (
     Loss,
     MicroBatches,
     Sums,
+    checked_loss,
     deferred_axes,
-    find_loss,
     reduce_replicas,
     residual_shardings,
     strip_axes,
@@ -51,6 +49,7 @@ from meshkit.step.loss import (
 )
 from meshkit.step.pipelined import Arrangement, Pipelined, arrange_description, find_stack, make_pipelined
 from meshkit.step.program import TrainProgram, find_facts, find_notes
+from meshkit.step.spec import StepSpec
 from meshkit.step.state import (
     DTYPES,
     ModelDescription,
@@ -65,7 +64,7 @@ from meshkit.step.state import (
     state_shardings,
 )
 
-__all__ = ["TrainProgram", "make_train_step"]
+__all__ = ["TrainProgram", "build_train_step"]
 _NOT_DECAYED = ("scale", "bias")
 
 
@@ -100,7 +99,7 @@ def update_params(
 class _Step:
     """One training step on a mesh: what its traced functions close over, no arrays."""
 
-    experiment: Experiment
+    spec: StepSpec
     mesh: AnyMesh
     rules: ShardingRules
     inside: ShardingRules  # the rules as one replica of the deferred axes sees them
@@ -115,11 +114,11 @@ class _Step:
 
     @property
     def _keeps_residuals(self) -> bool:
-        return self.exchange is not None and self.experiment.compression.error_feedback
+        return self.exchange is not None and self.spec.compression.error_feedback
 
     def init(self) -> TrainState:
         """The state before the first step."""
-        state = init_state(self.experiment, self.optimizer, self.pipelined.stack if self.pipelined else None)
+        state = init_state(self.spec, self.optimizer, self.pipelined.stack if self.pipelined else None)
         if self.exchange is None or not self._keeps_residuals:
             return state
         return replace(state, extra={"residuals": zero_residuals(state.params, self.exchange.replicas)})
@@ -144,7 +143,7 @@ class _Step:
         sums, gradients, variables, extra = self.mean_gradients(state, batch, exchanged)
         with jax.named_scope("optimizer"):
             params, opt_state = update_params(self.optimizer, self.layout, gradients, state)
-        schedule = make_schedule(self.experiment.optimizer, self.experiment.train.steps)
+        schedule = make_schedule(self.spec.optimizer, self.spec.train.steps)
         metrics = {
             **sums.metrics,
             "loss": sums.loss_sum / sums.weight,
@@ -177,7 +176,7 @@ class _Step:
                 self.micro,
                 self.layout.gradients,
                 reduced,
-                DTYPES[self.experiment.train.reduce_precision],
+                DTYPES[self.spec.train.reduce_precision],
                 exchange=self.exchange,
                 residuals=extra.get("residuals"),
             )
@@ -229,7 +228,7 @@ class _Step:
         A model that does its own casts is given fp32 weights for an fp32 reduction (see the precision rule in
         models/layers.py); what `[rules.compute]` gathers still travels in the compute dtype.
         """
-        train, layout = self.experiment.train, self.layout
+        train, layout = self.spec.train, self.layout
         compute, reduce = DTYPES[train.precision], DTYPES[train.reduce_precision]
         given = reduce if self.model.takes_dtype and train.precision != "fp32" else compute
         weights = params
@@ -241,22 +240,21 @@ class _Step:
         return jax.tree.map(lambda w: cast(w, given), weights)
 
 
-def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules | None = None) -> TrainProgram:
-    """The experiment's training step on a mesh, attached or described.
+def build_train_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> TrainProgram:
+    """Return the training step of a spec on a mesh, attached or described.
 
     Args:
-        experiment: names the model, loss, optimizer and precision.
+        spec: the model, loss, optimizer and examples, and how they train.
         mesh: its axes must be those that the rules name.
-        rules: in place of the experiment's own.
+        rules: where parameters and activations go.
 
     Raises:
-        ConfigError: a model or loss that cannot be imported, options it does not take, or rules that do not fit it.
+        ConfigError: a model or loss that is none or raises, options it does not take, or rules that do not fit it.
     """
-    rules = rules or experiment.rules
-    step = inner = _build_step(experiment, mesh, rules)
+    step = inner = _build_step(spec, mesh, rules)
     local = None
-    if (algorithm := find_local_sgd(experiment, mesh, step.layout)) is not None:
-        inner = _build_step(experiment, mesh, rules.without((algorithm.axis,)))
+    if (algorithm := find_local_sgd(spec.local_sgd, spec.places, mesh, step.layout)) is not None:
+        inner = _build_step(spec, mesh, rules.without((algorithm.axis,)))
         local = LocalSgdStep(algorithm, inner.train, step.micro.batch_axes)
     params = nnx.to_pure_dict(step.model.params)
     shards = step.shardings(params)
@@ -281,11 +279,11 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
 
     shapes = jax.eval_shape(init)
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shards)
-    batch = abstract_batch(experiment, mesh, rules)
+    batch = abstract_batch(spec, mesh, rules)
     stacked = local.stack(batch) if local else batch
     pipelined = step.pipelined
     facts = find_facts(
-        experiment,
+        spec,
         step.described,
         state,
         gradients_bytes=inner.gradients_bytes(params),
@@ -301,12 +299,13 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
         abstract_state=state,
         abstract_batch=stacked,
         abstract_step_batch=batch,
+        spec=spec,
         mesh=mesh,
         rules=rules,
         facts=facts,
         model=step.model,
         deferred=(*([local.local.axis] if local else []), *inner.micro.deferred),
-        notes=find_notes(experiment, step.model),
+        notes=find_notes(spec, step.model),
         xla_options=wishes.xla_options if wishes else {},
         stack=jax.jit(stack, out_shardings={n: x.sharding for n, x in stacked.items()}) if local else None,
         pipeline=pipelined and pipelined.train,
@@ -314,33 +313,31 @@ def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules 
     )
 
 
-def _build_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> _Step:
+def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> _Step:
     """All that the step is made of: model, layout, loss, optimizer, and which axes are reduced over once a step."""
-    described = model = describe_model(experiment)
-    if experiment.train.remat != "none" and not model.takes_remat:
-        name = experiment.model.class_path
-        raise experiment.error("train.remat", f"{name} takes no `remat` argument, so it cannot recompute.")
-    stack = find_stack(experiment, mesh, described)
+    described = model = describe_model(spec)
+    if spec.train.remat != "none" and not model.takes_remat:
+        message = f"{spec.model_class.name} takes no `remat` argument, so it cannot recompute."
+        raise spec.places.error("train.remat", message)
+    stack = find_stack(spec.pipeline, spec.model_class, mesh, described)
     if stack is not None:
         model = arrange_description(described, stack)
-    optimizer = make_optimizer(experiment)
-    layout = lay_out(model, optimizer, mesh, rules, memory=experiment.optimizer.memory)
-    if stack is not None and experiment.optimizer.class_path is not None:
-        _check_whole(experiment, optimizer, model)
+    optimizer = make_optimizer(spec.optimizer, spec.optimizer_class, spec.train.steps)
+    layout = lay_out(model, optimizer, mesh, rules, memory=spec.optimizer.memory)
+    if stack is not None and spec.optimizer_class is not None:
+        _check_whole(spec.optimizer_class, optimizer, model)
     (batch_axes,) = rules.spec_for(("act_batch",), kind="activations")
-    loss = find_loss(experiment)
+    loss = checked_loss(spec.loss, spec.model_class)
     if stack is not None:
-        pipelined = make_pipelined(experiment, mesh, rules, described, loss, stack, layout)
-        micro = MicroBatches(experiment.pipeline.microbatches, mesh, batch_axes, pipelined.data)
+        pipelined = make_pipelined(spec, mesh, rules, described, loss, stack, layout)
+        micro = MicroBatches(spec.pipeline.microbatches, mesh, batch_axes, pipelined.data)
         layout = pipelined.layout
-        return _Step(
-            experiment, mesh, rules, rules, model, loss, optimizer, layout, micro, described, pipelined=pipelined
-        )
-    count = experiment.train.accumulate
+        return _Step(spec, mesh, rules, rules, model, loss, optimizer, layout, micro, described, pipelined=pipelined)
+    count = spec.train.accumulate
     # A model with state of its own (batch statistics) must see its micro-batches one after the other.
     separable = not jax.tree.leaves(layout.variables)
     deferred = deferred_axes(rules, mesh) if separable and count > 1 else ()
-    exchange = _find_exchange(experiment, mesh, layout) if experiment.local_sgd.axis is None else None
+    exchange = _find_exchange(spec, mesh, layout) if spec.local_sgd.axis is None else None
     if exchange:
         deferred = tuple(a for a in batch_axes if a in (*deferred, exchange.axis))
     if deferred:
@@ -351,10 +348,10 @@ def _build_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules) -> 
         layout = replace(layout, compute=compute, gradients=strip_axes(layout.gradients, deferred))
     micro = MicroBatches(count, mesh, batch_axes, deferred)
     inside = rules.without(deferred) if deferred else rules
-    return _Step(experiment, mesh, rules, inside, model, loss, optimizer, layout, micro, described, exchange)
+    return _Step(spec, mesh, rules, inside, model, loss, optimizer, layout, micro, described, exchange)
 
 
-def _check_whole(experiment: Experiment, optimizer: optax.GradientTransformation, model: ModelDescription) -> None:
+def _check_whole(code: UserCode, optimizer: optax.GradientTransformation, model: ModelDescription) -> None:
     """Stops at an optimizer of a pipeline whose statistics are no arrays of the parameters' shapes, layer by layer.
 
     Raises:
@@ -365,31 +362,30 @@ def _check_whole(experiment: Experiment, optimizer: optax.GradientTransformation
 
     def check(leaf, param):
         if leaf.shape != param.shape:
-            raise experiment.error(
-                "optimizer.class",
-                f"{experiment.optimizer.class_path} keeps an array of shape {leaf.shape} of a parameter of shape "
-                f"{param.shape}, which stages of a pipeline cannot share out.",
+            raise code.error(
+                f"{code.name} keeps an array of shape {leaf.shape} of a parameter of shape {param.shape}, which stages "
+                "of a pipeline cannot share out.",
                 hint="an optimizer whose state has the parameters' shapes, or no [pipeline]",
             )
 
     optax.tree.map_params(optimizer, check, state, params)
 
 
-def _find_exchange(experiment: Experiment, mesh: AnyMesh, layout: StateLayout) -> Exchange | None:
+def _find_exchange(spec: StepSpec, mesh: AnyMesh, layout: StateLayout) -> Exchange | None:
     """The exchange of `[compression]`; None without one, or over an axis of one GPU.
 
     Raises:
         ConfigError: the axis cuts more than the batch, or the model has state that its replicas would not share.
     """
-    spec = experiment.compression
-    if spec.axis is None or mesh.shape[spec.axis] == 1:
+    axis = spec.compression.axis
+    if axis is None or mesh.shape[axis] == 1:
         return None
-    check_replicas(experiment, "compression.axis", spec.axis, layout)
+    check_replicas(spec.places, "compression.axis", axis, layout)
     if jax.tree.leaves(layout.variables):
-        name = experiment.model.class_path
+        name = spec.model_class.name
         message = f"{name} has state beside its parameters (batch statistics), which compression would not reduce."
-        raise experiment.error("compression", message, hint="a model without such state, or no [compression]")
-    return Exchange(spec.axis, mesh.shape[spec.axis], WIRES[spec.dtype])
+        raise spec.places.error("compression", message, hint="a model without such state, or no [compression]")
+    return Exchange(axis, mesh.shape[axis], WIRES[spec.compression.dtype])
 
 
 def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
@@ -417,16 +413,20 @@ def make_schedule(spec: OptimizerTable, steps: int) -> optax.Schedule:
     return optax.join_schedules([ramp, body], [warmup])
 
 
-def make_optimizer(experiment: Experiment) -> optax.GradientTransformation:
+def make_optimizer(spec: OptimizerTable, code: UserCode | None, steps: int) -> optax.GradientTransformation:
     """Clipping by global norm, then AdamW or what `optimizer.class` names.
 
+    Args:
+        spec: the `[optimizer]` table.
+        code: what its `class` names; None is AdamW.
+        steps: length of the schedule.
+
     Raises:
-        ConfigError: the class is missing, is no function that says that it returns an optax transformation, does not
-            take an option, or raises.
+        ConfigError: the class is no function that says that it returns an optax transformation, does not take an
+            option, or raises.
     """
-    spec, steps = experiment.optimizer, experiment.train.steps
     clip = [optax.clip_by_global_norm(spec.clip)] if spec.clip else []
-    own = make_adamw(spec, steps) if spec.class_path is None else _named(experiment, spec.class_path)
+    own = make_adamw(spec, steps) if code is None else _named(spec, code, steps)
     return optax.chain(*clip, own)
 
 
@@ -460,31 +460,29 @@ def decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def _named(experiment: Experiment, name: str) -> optax.GradientTransformation:
+def _named(spec: OptimizerTable, code: UserCode, steps: int) -> optax.GradientTransformation:
     """What the function that the file names makes of the schedule and its options."""
-    spec, at = experiment.optimizer, experiment.where("optimizer.class")
-    make = load_object(name, experiment.search_paths, at=at, also=("optax",))
+    make, name = code.found, code.name
     kinds = returned_kinds(make)
     if not kinds or not all(issubclass(kind, optax.GradientTransformation) for kind in kinds):
-        raise ConfigError(
+        raise code.error(
             f"{name} is no function that says that it returns an optax transformation.",
-            at=at,
             hint='"optax:lion", or def NAME(learning_rate, ...) -> optax.GradientTransformation',
         )
     taken, options = inspect.signature(make).parameters, dict(spec.options or {})
     if "learning_rate" not in taken:
-        raise ConfigError(f"{name} takes no `learning_rate`, which gets the schedule.", at=at, hint="such a parameter")
+        raise code.error(f"{name} takes no `learning_rate`, which gets the schedule.", hint="such a parameter")
     for key in options:
         if key not in taken or key == "learning_rate":
             known = [one for one in taken if one != "learning_rate"]
             message = f"{name} takes no option '{key}' here."
-            raise experiment.error(f"optimizer.options.{key}", message, hint=did_you_mean(key, known))
+            raise code.places.error(f"optimizer.options.{key}", message, hint=did_you_mean(key, known))
     for key, parameter in taken.items():
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if parameter.default is parameter.empty and not variadic and key not in ("learning_rate", *options):
-            raise ConfigError(f"{name} needs the option '{key}'.", at=at, hint=f"optimizer.options.{key} = ...")
-    with user_code(experiment, "optimizer.class", name):
-        return make(learning_rate=make_schedule(spec, experiment.train.steps), **options)
+            raise code.error(f"{name} needs the option '{key}'.", hint=f"optimizer.options.{key} = ...")
+    with code.calling():
+        return make(learning_rate=make_schedule(spec, steps), **options)
 
 
 def sharded_step(

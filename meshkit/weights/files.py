@@ -34,11 +34,10 @@ from jax.experimental import multihost_utils
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from meshkit.config.experiment import Experiment
 from meshkit.config.files import read_regular
-from meshkit.config.user_code import user_code
 from meshkit.errors import ConfigError, RunError, a_type
 from meshkit.sharding.resolve import path_name
+from meshkit.step.spec import StepSpec
 from meshkit.step.state import TrainState, describe_model
 from meshkit.step.train_step import TrainProgram
 from meshkit.weights.layout import Layout, Row
@@ -486,50 +485,51 @@ def fetch(x: Any, index: tuple[int, ...]) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(piece, tiled=True))
 
 
-def first_state(experiment: Experiment, program: TrainProgram) -> TrainState:
+def first_state(program: TrainProgram, initial: str | None) -> TrainState:
     """The state before the first step, on the program's shardings: initialized, or as `checkpoint.initial` has it.
 
     Only the parameters come from the folder. Optimizer state starts at zero either way, and does not depend on them.
 
     Args:
-        experiment: its `checkpoint.initial` names the folder; None for random weights.
-        program: made of the same experiment; its arrangement, if it has one, moves the layers that were read.
+        program: its arrangement, if it has one, moves the layers that were read.
+        initial: `checkpoint.initial`, the folder; None for random weights.
 
     Raises:
         ConfigError: the model does not say how its parameters correspond to files, or the files do not fit it.
     """
     state = program.init()
-    folder = experiment.checkpoint.initial
-    if folder is None:
+    if initial is None:
         return state
-    layout = layout_of(experiment)
+    layout = layout_of(program.spec)
     state = replace(state, params=None)  # lets go of the random weights before others take their place
     arrangement, wanted = program.arrangement, program.abstract_state.params
-    params = read_weights(Path(folder), layout, arrangement.saved.params if arrangement else wanted)
+    params = read_weights(Path(initial), layout, arrangement.saved.params if arrangement else wanted)
     params = arrangement.params_from_saved(params) if arrangement else params
     try:
         chex.assert_trees_all_equal_shapes_and_dtypes(params, wanted)
     except AssertionError as error:
-        message = f"the weights do not make the parameters of {experiment.model.class_path}: {error}"
-        raise ConfigError(message, at=folder, hint="the hf_layout() of this very model") from None
+        message = f"the weights do not make the parameters of {program.spec.model_class.name}: {error}"
+        raise ConfigError(message, at=initial, hint="the hf_layout() of this very model") from None
     return replace(state, params=params)
 
 
-def layout_of(experiment: Experiment) -> Layout:
-    """What the experiment's model answers to `hf_layout()`.
+def layout_of(spec: StepSpec) -> Layout:
+    """What the model of a spec answers to `hf_layout()`.
 
     Raises:
         ConfigError: it has no such method.
     """
-    name = experiment.model.class_path
-    model = describe_model(experiment).abstract_model()
+    code, name = spec.model_class, spec.model_class.name
+    model = describe_model(spec).abstract_model()
     method = getattr(model, "hf_layout", None)
     if method is None:
         message = f"{name} has no method hf_layout(), which says what its weights are called in a file."
-        raise experiment.error("checkpoint.initial", message, hint="models.llama:Llama or models.moe:Moe, or write one")
-    with user_code(experiment, "model.class", f"hf_layout of {name}"):
+        raise spec.places.error(
+            "checkpoint.initial", message, hint="models.llama:Llama or models.moe:Moe, or write one"
+        )
+    with code.calling(f"hf_layout of {name}"):
         layout = method()
     if not isinstance(layout, Layout):
         message = f"hf_layout of {name} gives {a_type(layout)}, not a meshkit.weights.layout.Layout."
-        raise experiment.error("model.class", message)
+        raise code.error(message)
     return layout

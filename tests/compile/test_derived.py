@@ -16,9 +16,9 @@ from meshkit.compile.choices import (
 )
 from meshkit.config.experiment import load
 from meshkit.config.sections import TrainTable
+from meshkit.planning.resolved import make_train_step
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.mesh import build_mesh, describe_devices
-from meshkit.step.train_step import make_train_step
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "configs" / "experiments"
 MIB = 2**20
@@ -33,14 +33,19 @@ COMBINED = {f"xla_gpu_{k}_combine_threshold_bytes" for k in ("all_gather", "redu
 def made(*overrides, experiment="llama3_8b"):
     found = load(EXPERIMENTS / f"{experiment}.toml", ["train.sequence_length=512", *overrides])
     mesh = build_mesh(found.mesh, found.cluster, devices=describe_devices(found.cluster))
-    return found, make_train_step(found, mesh), mesh
+    return make_train_step(found, mesh), found.cluster, found.placement
+
+
+def traffic_of(*overrides):
+    program, _, placement = made(*overrides)
+    return loop_traffic(program, placement)
 
 
 FSDP = ["mesh={fsdp={nvlink=8,infiniband=2}}", 'rules.preset="fsdp"', "model.layers=2"]
 
 
 def test_a_loop_gathers_the_weights_of_a_layer_in_the_compute_precision():
-    traffic = loop_traffic(*made(*FSDP))
+    traffic = traffic_of(*FSDP)
     assert traffic == LoopTraffic(("fsdp",), 2 * LAYER_8B, gpus_per_domain=8, domains=2)
 
 
@@ -52,7 +57,7 @@ def test_matmuls_in_fp8_are_those_of_cublas():
 
 def test_what_tensor_parallelism_cuts_stays_cut():
     """Half of every matrix over tensor = 2; the two norms (2 x 4096) are whole."""
-    traffic = loop_traffic(*made("model.layers=2"))
+    traffic = traffic_of("model.layers=2")
     assert traffic is not None
     assert traffic.gathered_bytes == 2 * ((LAYER_8B - 2 * 4096) / 2 + 2 * 4096)
 
@@ -145,10 +150,8 @@ def test_xla_need_not_make_room_for_what_waits_in_host_memory():
 
 
 def test_a_step_can_have_somebody_elses_options_alone():
-    found = load(EXPERIMENTS / "llama3_8b.toml", ["train.derived_options=false"])
-    assert derive_options(found, None, None) == ()  # pyright: ignore[reportArgumentType]
+    assert derive_options(*made("model.layers=2", "train.derived_options=false")) == ()
 
 
 def test_a_cpu_has_none():
-    found = load(EXPERIMENTS / "llama_debug_cpu.toml")
-    assert derive_options(found, None, None) == ()  # pyright: ignore[reportArgumentType]
+    assert derive_options(*made(experiment="llama_debug_cpu")) == ()

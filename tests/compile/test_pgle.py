@@ -20,9 +20,9 @@ from meshkit.config.experiment import load
 from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.errors import ConfigError
 from meshkit.planning.planner import plan_experiment
+from meshkit.planning.resolved import make_train_step
 from meshkit.predict.network import collective_time_s
 from meshkit.sharding.mesh import build_mesh, describe_devices
-from meshkit.step.train_step import make_train_step
 
 pytestmark = pytest.mark.deviceless
 TINY = "configs/experiments/mlp.toml"
@@ -89,7 +89,8 @@ def test_train_asks_xla_again_with_the_same_prices(plans):
     experiment = load(TINY, (*ON_16, PREDICTED))
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     gpus = OnGpus(own.compiled.module)
-    made = compile_step(replace(make_train_step(experiment, mesh), step=gpus), experiment)
+    program = replace(make_train_step(experiment, mesh), step=gpus)
+    made = compile_step(program, experiment.cluster, experiment.placement, experiment.xla)
     assert [PGLE_OPTION in asked for asked in gpus.asked] == [False] + [True] * ROUNDS
     plain = [{k: v for k, v in asked.items() if k != PGLE_OPTION} for asked in gpus.asked]
     assert plain == [plain[0]] * len(plain)

@@ -14,10 +14,10 @@ import pytest
 from meshkit.config.experiment import load
 from meshkit.config.sections import ModelTable
 from meshkit.errors import ConfigError, RunError
+from meshkit.planning.resolved import find_tokenizer, make_train_step, resolve
 from meshkit.sharding import build_mesh
 from meshkit.step.data import Batches, abstract_batch, check_tokens, open_data
 from meshkit.step.state import describe_model
-from meshkit.step.train_step import make_train_step
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 HEAD = """
@@ -57,6 +57,10 @@ def write(tmp_path, monkeypatch):
 def experiment(*overrides, model="own:Model", **options):
     spec = load(EXPERIMENT, ["train.global_batch=8", "train.sequence_length=16", "train.remat=none", *overrides])
     return dataclasses.replace(spec, model=ModelTable.model_construct(class_path=model, **options))
+
+
+def data_of(spec):
+    return open_data(resolve(spec), find_tokenizer(spec))
 
 
 def trace(spec):
@@ -196,7 +200,7 @@ def test_a_loss_that_cannot_be_called(write, source, message):
 def test_a_source_that_is_wrong(write, source, message):
     write(class_of("pass") + source)
     spec = experiment("data.source=own:examples")
-    one_error(lambda: open_data(spec), message, "data.source")
+    one_error(lambda: data_of(spec), message, "data.source")
     one_error(lambda: trace(spec), message, "data.source")
 
 
@@ -224,9 +228,9 @@ def test_a_source_that_fails_mid_run_is_a_run_error(body, message):
                 return scope["fail"]()
             return {"x": np.ones(3)}
 
-    spec = experiment()
+    spec = experiment(model="models.llama:Llama")
     mesh = build_mesh(spec.mesh, spec.cluster)
-    like = abstract_batch(spec, mesh, spec.rules)["weights"]
+    like = abstract_batch(resolve(spec), mesh, spec.rules)["weights"]
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     batches = Batches(Failing(), {"x": jax.ShapeDtypeStruct((8, 3), like.dtype, sharding=sharding)}, 0)
     with pytest.raises(RunError, match=message):
@@ -257,24 +261,24 @@ def test_a_whole_number_may_stand_for_a_float():
 
 @pytest.mark.parametrize("source", ["python-stdlib", "own:examples"])
 def test_evaluation_needs_held_out_examples(write, source):
-    write("def examples(*, seed, experiment): return Rows({'x': np.ones(3)}, 1)")
+    write(class_of("pass") + "def examples(*, seed, experiment): return Rows({'x': np.ones(3)}, 1)")
     share = 0.0 if source == "python-stdlib" else 0.5
     overrides = [f"data.source={source}", f"data.validation_fraction={share}"]
     one_error(
-        lambda: open_data(experiment("train.evaluate_every=1", *overrides)),
+        lambda: data_of(experiment("train.evaluate_every=1", *overrides)),
         "nothing is held out",
         "validation_fraction",
     )
-    assert len(open_data(experiment("train.evaluate_every=0", *overrides)).train)
+    assert len(data_of(experiment("train.evaluate_every=0", *overrides)).train)
 
 
 @pytest.mark.parametrize(("largest", "fits"), [(255, True), (256, False)])
 def test_token_ids_beyond_the_vocab(tmp_path, largest, fits):
     np.array([*range(200), largest] * 9, np.uint16).tofile(tmp_path / "tokens.u16")
     spec = experiment(f"data.source={tmp_path / 'tokens.u16'}", "train.evaluate_every=0", model="models.llama:Llama")
-    data = open_data(spec)
-    model = describe_model(spec).abstract_model()
+    data = data_of(spec)
+    model = describe_model(resolve(spec)).abstract_model()
     if fits:
-        check_tokens(spec, data, model)
+        check_tokens(resolve(spec), data, model)
     else:
-        one_error(lambda: check_tokens(spec, data, model), "token id 256, .* is 256", "data.source")
+        one_error(lambda: check_tokens(resolve(spec), data, model), "token id 256, .* is 256", "data.source")

@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from meshkit.config.experiment import load
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
-from meshkit.step.train_step import make_train_step
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_pipeline_cpu.toml"
 TOLERANCE = np.sqrt(48) * np.sqrt(512) * 2.0**-24  # 9.3e-6

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from meshkit.config.experiment import load
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh, describe_devices
-from meshkit.step.train_step import make_train_step
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 SMALL = ["train.global_batch=16", "train.sequence_length=64"]

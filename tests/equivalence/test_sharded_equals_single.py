@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from meshkit.config.experiment import load
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
-from meshkit.step.train_step import make_train_step
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "llama_debug_cpu.toml"
 BATCH, LENGTH = 16, 32

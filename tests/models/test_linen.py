@@ -14,11 +14,11 @@ from rich.console import Console
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
+from meshkit.planning.resolved import make_train_step, resolve
 from meshkit.runs.metrics import read_metrics
 from meshkit.sharding import build_mesh
 from meshkit.sharding.resolve import placements
 from meshkit.step.state import describe_model
-from meshkit.step.train_step import make_train_step
 from meshkit.verbs.train import trainer
 
 EXPERIMENTS = Path(__file__).parents[2] / "configs" / "experiments"
@@ -123,7 +123,7 @@ def one_device(spec):
 
 
 def placed(spec, part="params"):
-    return {p.path: p for p in placements(getattr(describe_model(spec), part), mesh_of(spec), spec.rules)}
+    return {p.path: p for p in placements(getattr(describe_model(resolve(spec)), part), mesh_of(spec), spec.rules)}
 
 
 def take_steps(spec, mesh, count=2):

@@ -15,9 +15,9 @@ from jax.sharding import AxisType, Mesh
 
 from meshkit.config.experiment import load
 from meshkit.config.rules import ShardingRules
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh, constrain, sharding_scope
 from meshkit.step.loss import next_token
-from meshkit.step.train_step import make_train_step
 from models.moe import Moe, MoeMlp, choose, make_config, next_token_loss, routing_values
 
 DEBUG = Path(__file__).parents[2] / "configs/experiments/moe_debug_cpu.toml"

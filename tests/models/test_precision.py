@@ -13,8 +13,8 @@ from flax import nnx
 
 from meshkit.config.experiment import load
 from meshkit.planning.planner import Plan, plan_experiment
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
-from meshkit.step.train_step import make_train_step
 from models import fp8
 from models.layers import Matmuls, project
 from models.llama import Llama

@@ -16,9 +16,9 @@ from meshkit.config import catalog
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.planning.planner import Plan, plan_experiment
+from meshkit.planning.resolved import make_train_step, resolve
 from meshkit.sharding import build_mesh
 from meshkit.step.state import describe_model
-from meshkit.step.train_step import make_train_step
 from models.llama import Llama
 from models.remat import check_remat
 from tests.hlo_text import printed
@@ -74,7 +74,7 @@ def test_a_policy_that_is_none_is_refused(policy, message):
 @pytest.mark.parametrize("config", ["llama_debug_cpu", "moe_debug_cpu", "vit_cpu"])
 def test_an_experiment_lists_what_is_kept(config):
     experiment = load(DEBUG.with_name(f"{config}.toml"), ['train.remat=["up", "down"]'])
-    assert describe_model(experiment).abstract_model().remat == ("up", "down")
+    assert describe_model(resolve(experiment)).abstract_model().remat == ("up", "down")
 
 
 def test_ring_attention_that_is_kept_does_not_go_around_again():
@@ -93,7 +93,7 @@ def test_ring_attention_that_is_kept_does_not_go_around_again():
 def test_an_experiment_that_lists_what_the_model_has_not_is_refused():
     experiment = load(DEBUG, ['train.remat=["gates"]'])
     with pytest.raises(ConfigError, match=r"Llama refuses its options: remat = \['gates'\] must name what to keep"):
-        describe_model(experiment)
+        describe_model(resolve(experiment))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_an_experiment_that_lists_what_the_model_has_not_is_refused():
 )
 def test_an_option_that_the_model_refuses_is_pointed_at(wrong, names):
     with pytest.raises(ConfigError, match=names) as error:
-        describe_model(load(DEBUG, [wrong]))
+        describe_model(resolve(load(DEBUG, [wrong])))
     assert wrong.split("=")[0] in str(error.value.at)
 
 

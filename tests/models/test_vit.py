@@ -15,9 +15,9 @@ from jax.sharding import AxisType, Mesh
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
+from meshkit.planning.resolved import make_train_step, resolve
 from meshkit.sharding import build_mesh
 from meshkit.step.data import open_data
-from meshkit.step.train_step import make_train_step
 from models.vit import PRESETS, ViT, classification_loss
 
 EXPERIMENTS = Path(__file__).parents[2] / "configs" / "experiments"
@@ -119,7 +119,7 @@ def experiment(*overrides):
 
 def loss_and_gradients(spec, mesh, state=None):
     program = make_train_step(spec, mesh)
-    data = open_data(spec).train
+    data = open_data(resolve(spec), None).train
     rows = [data[i] for i in range(IMAGES)]
     values = {k: np.stack([r[k] for r in rows]) for k in rows[0]}
     batch = {k: jax.device_put(v, program.abstract_batch[k].sharding) for k, v in values.items()}
@@ -164,9 +164,9 @@ def test_the_loss_is_the_cross_entropy_of_the_label_and_counts_hits():
 
 
 def test_synthetic_images_depend_on_seed_and_index_alone_and_share_a_pattern_within_a_class():
-    first, again = (open_data(experiment()).train for _ in range(2))
+    first, again = (open_data(resolve(experiment()), None).train for _ in range(2))
     np.testing.assert_array_equal(first[3]["images"], again[3]["images"])
-    other = open_data(experiment("data.seed=1")).train
+    other = open_data(resolve(experiment("data.seed=1")), None).train
     assert np.any(first[3]["images"] != other[3]["images"])
     assert first[3]["images"].shape == (32, 32, 3)
 

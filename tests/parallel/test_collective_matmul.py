@@ -17,8 +17,8 @@ from meshkit.config.rules import ShardingRules
 from meshkit.errors import ConfigError
 from meshkit.parallel.collective_matmul import PIECES, Cut, gather_matmul, matmul_cut, matmul_scatter
 from meshkit.planning.planner import plan_experiment
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh, sharding_scope
-from meshkit.step.train_step import make_train_step
 
 BATCH, LENGTH, EMBED, HEADS, HEAD_DIM, MLP = 4, 16, 24, 8, 6, 32
 # fp32 sums in another order, the longest over the 48 + 32 columns of both kernels: sqrt(80) u of the largest entry.

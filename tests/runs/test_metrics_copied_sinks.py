@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.config.experiment import load
+from meshkit.planning.resolved import find_sinks
 from meshkit.runs.metrics import open_sinks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "where-does-wandb-go.md").read_text(encoding="utf-8")
@@ -34,7 +35,7 @@ def test_a_sink_of_the_guide_writes_what_its_package_reads(package, module, left
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.delitem(sys.modules, module, raising=False)
     said: list[str] = []
-    sinks = open_sinks(load(tmp_path / "experiment.toml"), tmp_path, said.append)
+    sinks = open_sinks(find_sinks(load(tmp_path / "experiment.toml")), tmp_path, said.append)
     for step in (1, 2, 3):
         sinks.put({"step": step, "loss": 1 / step, "grad_norm": None})
     sinks.close(60)

@@ -9,7 +9,8 @@ import pytest
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.runs.metrics import Sink, check_sinks, open_sinks
+from meshkit.planning.resolved import find_sinks
+from meshkit.runs.metrics import Sink, open_sinks
 
 EXPERIMENT = """
 cluster = "cpu8"
@@ -103,7 +104,7 @@ def experiment(tmp_path):
 
 
 def test_the_users_function_is_called(experiment, tmp_path):
-    sinks = open_sinks(experiment('metrics = "my_sink:write"'), tmp_path, print)
+    sinks = open_sinks(find_sinks(experiment('metrics = "my_sink:write"')), tmp_path, print)
     sinks.put({"step": 1, "loss": 2.0})
     sinks.close()
     assert sys.modules["my_sink"].got == [{"step": 1, "loss": 2.0}]
@@ -119,13 +120,13 @@ def test_the_users_function_is_called(experiment, tmp_path):
 )
 def test_a_function_that_does_not_exist_is_said_before_the_first_step(experiment, line, message):
     with pytest.raises(ConfigError, match=message):
-        check_sinks(experiment(line))
+        find_sinks(experiment(line))
 
 
 def test_without_tensorboard_the_extra_is_named(experiment, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
     with pytest.raises(ConfigError, match=r"meshkit\[tensorboard\]"):
-        check_sinks(experiment("tensorboard = true"))
+        find_sinks(experiment("tensorboard = true"))
 
 
 def test_numbers_go_to_tensorboard(experiment, monkeypatch, tmp_path):
@@ -142,7 +143,7 @@ def test_numbers_go_to_tensorboard(experiment, monkeypatch, tmp_path):
             calls.append("close")
 
     monkeypatch.setitem(sys.modules, "tensorboard.summary", types.SimpleNamespace(Writer=Writer))
-    sinks = open_sinks(experiment("tensorboard = true"), tmp_path, print)
+    sinks = open_sinks(find_sinks(experiment("tensorboard = true")), tmp_path, print)
     sinks.put({"step": 3, "loss": 2.0, "mfu": None, "grad_norm": float("nan"), "note": "text", "exposed_s": 0.5})
     sinks.close()
     assert calls == [str(tmp_path / "tensorboard"), ("loss", 2.0, 3), ("exposed_s", 0.5, 3), "close"]
@@ -152,7 +153,7 @@ def test_a_real_tensorboard_reads_what_was_written(experiment, tmp_path):
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sinks = open_sinks(experiment("tensorboard = true"), tmp_path, print)
+    sinks = open_sinks(find_sinks(experiment("tensorboard = true")), tmp_path, print)
     for step in (1, 2):
         sinks.put({"step": step, "exposed_s": step / 4})
     sinks.close()

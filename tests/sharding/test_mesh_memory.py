@@ -22,7 +22,7 @@ def experiment():
 
 
 def test_the_message_has_what_was_asked_for_what_there_is_and_what_helps(experiment):
-    with pytest.raises(RunError) as caught, device_memory(experiment):
+    with pytest.raises(RunError) as caught, device_memory(experiment.cluster, experiment.train, experiment.file):
         raise JaxRuntimeError(REAL)
     said = caught.value.render()
     assert caught.value.exit_code == 4
@@ -41,7 +41,10 @@ def test_the_message_has_what_was_asked_for_what_there_is_and_what_helps(experim
     ],
 )
 def test_memory_runs_out_in_several_words(said, experiment):
-    with pytest.raises(RunError, match="the device has too little memory"), device_memory(experiment):
+    with (
+        pytest.raises(RunError, match="the device has too little memory"),
+        device_memory(experiment.cluster, experiment.train, experiment.file),
+    ):
         raise ValueError("the arrays could not be copied") from JaxRuntimeError(said)  # as a library may have it
 
 
@@ -55,6 +58,6 @@ def test_memory_runs_out_in_several_words(said, experiment):
     ],
 )
 def test_other_errors_pass(error, experiment):
-    with pytest.raises(type(error)) as caught, device_memory(experiment):
+    with pytest.raises(type(error)) as caught, device_memory(experiment.cluster, experiment.train, experiment.file):
         raise error
     assert caught.value is error

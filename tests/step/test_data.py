@@ -12,6 +12,7 @@ import pytest
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, RunError
+from meshkit.planning.resolved import find_tokenizer, resolve
 from meshkit.sharding import build_mesh
 from meshkit.step.data import (
     Batches,
@@ -31,9 +32,17 @@ def experiment(*overrides: str):
     return load(EXPERIMENT, ["train.global_batch=8", "train.sequence_length=16", *overrides])
 
 
+def data_of(spec):
+    return open_data(resolve(spec), find_tokenizer(spec))
+
+
+def tokens_of(spec):
+    return open_tokens(resolve(spec), find_tokenizer(spec))
+
+
 def batches_of(spec, tokens, seed=0):
     mesh = build_mesh(spec.mesh, spec.cluster)
-    return Batches(Rows(windows(tokens, 16)), abstract_batch(spec, mesh, spec.rules), seed)
+    return Batches(Rows(windows(tokens, 16)), abstract_batch(resolve(spec), mesh, spec.rules), seed)
 
 
 @pytest.fixture
@@ -125,13 +134,13 @@ def test_the_standard_library_is_real_text_in_a_fixed_order():
     assert files == stdlib_files()
     assert {"argparse.py", "json"} <= {f.name for f in files} | {f.parent.name for f in files}
     assert not any("test" in f.parts for f in files)
-    entropy = open_data(experiment()).unigram_entropy_nats
+    entropy = data_of(experiment()).unigram_entropy_nats
     assert entropy is not None
     assert 3.0 < entropy < 3.4
 
 
 def test_splits_share_no_window():
-    data = open_data(experiment("data.validation_fraction=0.1"))
+    data = data_of(experiment("data.validation_fraction=0.1"))
     train, held_out = data.train.indices, data.validation.indices
     assert not np.intersect1d(train, held_out).size
     assert len(held_out) / (len(train) + len(held_out)) == pytest.approx(0.1, rel=0.01)
@@ -150,7 +159,7 @@ def test_token_files_are_mapped(tmp_path, suffix):
         np.save(path, values.astype(np.uint16))
     else:
         values.astype({".u8": np.uint8, ".u32": np.uint32}.get(suffix, np.uint16)).tofile(path)
-    tokens = open_tokens(experiment(f"data.source={path}"))
+    tokens = tokens_of(experiment(f"data.source={path}"))
     np.testing.assert_array_equal(tokens, values)
     assert isinstance(tokens, np.memmap)
 
@@ -161,7 +170,7 @@ def test_a_folder_is_its_text_files_in_order(tmp_path):
     (tmp_path / "a" / "x.md").write_text("aa")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / ".hidden").write_text("no")
-    assert bytes(open_tokens(experiment(f"data.source={tmp_path}"))) == b"aabb"
+    assert bytes(tokens_of(experiment(f"data.source={tmp_path}"))) == b"aabb"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +187,7 @@ def test_bad_sources_are_config_errors(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        open_data(experiment(f"data.source={tmp_path / name}"))
+        data_of(experiment(f"data.source={tmp_path / name}"))
 
 
 def own(tmp_path, monkeypatch, code, *overrides):
@@ -202,7 +211,7 @@ COUNTER = """
 def test_a_stream_is_read_in_its_order_and_made_anew_with_the_next_seed(tmp_path, monkeypatch):
     spec = own(tmp_path, monkeypatch, COUNTER, "data.source=own_source:source")
     mesh = build_mesh(spec.mesh, spec.cluster)
-    batches = Batches(open_data(spec).train, abstract_batch(spec, mesh, spec.rules), spec.data.seed)
+    batches = Batches(data_of(spec).train, abstract_batch(resolve(spec), mesh, spec.rules), spec.data.seed)
     steps = [np.asarray(b["tokens"])[:, 0] for b in batches.iterate(0, 4)]
     np.testing.assert_array_equal(np.concatenate(steps), [*range(20), *range(100, 112)])
     # a run that resumes gets what comes next, not the beginning
@@ -224,14 +233,14 @@ def test_a_grain_stream_and_a_stream_s_limits(tmp_path, monkeypatch):
     """
     spec = own(tmp_path, monkeypatch, code, "data.source=own_source:source")
     mesh = build_mesh(spec.mesh, spec.cluster)
-    batches = Batches(open_data(spec).train, abstract_batch(spec, mesh, spec.rules), None)
+    batches = Batches(data_of(spec).train, abstract_batch(resolve(spec), mesh, spec.rules), None)
     rows = np.concatenate([np.asarray(b["tokens"])[:, 0] for b in batches.iterate(0, 5)])
     np.testing.assert_array_equal(np.sort(rows), range(40))
     with pytest.raises(ConfigError, match="is a stream, of which nothing can be held out"):
-        open_data(own(tmp_path, monkeypatch, code, "data.source=own_source:source", "train.evaluate_every=5"))
+        data_of(own(tmp_path, monkeypatch, code, "data.source=own_source:source", "train.evaluate_every=5"))
     with pytest.raises(ConfigError, match="gave no examples: the iterable is empty"):
-        open_data(own(tmp_path, monkeypatch, code, "data.source=own_source:empty"))
-    fails = open_data(own(tmp_path, monkeypatch, code, "data.source=own_source:fails")).train
+        data_of(own(tmp_path, monkeypatch, code, "data.source=own_source:empty"))
+    fails = data_of(own(tmp_path, monkeypatch, code, "data.source=own_source:fails")).train
     with pytest.raises(RunError, match=r"the data of step 1 raised OSError: the disk is gone \(own_source.py:"):
         list(Batches(fails, batches.like, None).iterate(0, 1))
 
@@ -239,14 +248,14 @@ def test_a_grain_stream_and_a_stream_s_limits(tmp_path, monkeypatch):
 def test_rows_of_an_array_are_examples(tmp_path):
     rows = np.arange(40 * 17, dtype=np.uint16).reshape(40, 17) % 251
     np.save(tmp_path / "rows.npy", rows)
-    data = open_data(experiment(f"data.source={tmp_path / 'rows.npy'}", "data.validation_fraction=0.1"))
+    data = data_of(experiment(f"data.source={tmp_path / 'rows.npy'}", "data.validation_fraction=0.1"))
     assert (len(data.train), len(data.validation)) == (36, 4)
     np.testing.assert_array_equal(data.train[9]["tokens"], rows[10][:-1])  # the tenth is held out
     np.testing.assert_array_equal(data.validation[0]["targets"], rows[9][1:])
     with pytest.raises(ConfigError, match=r"rows of 17 ids; an example of 32 tokens takes one more(.|\n)*= 16"):
-        open_data(experiment(f"data.source={tmp_path / 'rows.npy'}", "train.sequence_length=32"))
+        data_of(experiment(f"data.source={tmp_path / 'rows.npy'}", "train.sequence_length=32"))
     with pytest.raises(ConfigError, match=r"has 40 rows, too few for 100 examples of 16 tokens(.|\n)*more rows, or"):
-        open_data(experiment(f"data.source={tmp_path / 'rows.npy'}", "data.validation_fraction=0.01"))
+        data_of(experiment(f"data.source={tmp_path / 'rows.npy'}", "data.validation_fraction=0.01"))
 
 
 def test_text_goes_through_the_tokenizer(tmp_path, monkeypatch):
@@ -259,15 +268,15 @@ def test_text_goes_through_the_tokenizer(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"content": "one three five"}\n\n{"content": "eleven"}\n')
     lines = (f"data.source={tmp_path / 'a.jsonl'}", "data.text_field=content")
     spec = own(tmp_path, monkeypatch, code, *lines, "data.tokenizer=own_source:words")
-    np.testing.assert_array_equal(open_tokens(spec), [3, 5, 4, 6])
-    assert bytes(open_tokens(own(tmp_path, monkeypatch, code, *lines))) == b"one three five\neleven\n"
+    np.testing.assert_array_equal(tokens_of(spec), [3, 5, 4, 6])
+    assert bytes(tokens_of(own(tmp_path, monkeypatch, code, *lines))) == b"one three five\neleven\n"
     (tmp_path / "a.txt").write_text("one two")
     text = own(tmp_path, monkeypatch, code, f"data.source={tmp_path / 'a.txt'}", "data.tokenizer=own_source:words")
-    np.testing.assert_array_equal(open_tokens(text), [3, 3])
+    np.testing.assert_array_equal(tokens_of(text), [3, 3])
     with pytest.raises(ConfigError, match=r"own_source:wrong gave <U15\[\], not a row of ids"):
-        open_tokens(own(tmp_path, monkeypatch, code, *lines, "data.tokenizer=own_source:wrong"))
+        tokens_of(own(tmp_path, monkeypatch, code, *lines, "data.tokenizer=own_source:wrong"))
     with pytest.raises(ConfigError, match=r"line 1 of .* has no text under 'text'(.|\n)*data.text_field = \"content\""):
-        open_tokens(own(tmp_path, monkeypatch, code, lines[0]))
+        tokens_of(own(tmp_path, monkeypatch, code, lines[0]))
     (tmp_path / "a.jsonl").write_text("{")
     with pytest.raises(ConfigError, match=r"line 1 of .* is no JSON"):
-        open_tokens(own(tmp_path, monkeypatch, code, lines[0]))
+        tokens_of(own(tmp_path, monkeypatch, code, lines[0]))

@@ -13,9 +13,10 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.planning.planner import Plan, plan_experiment
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
 from meshkit.step.state import HOST_MEMORY, TrainState
-from meshkit.step.train_step import TrainProgram, make_train_step
+from meshkit.step.train_step import TrainProgram
 from meshkit.verbs.checkpoint.store import CheckpointStore
 
 CONFIGS = Path(__file__).parents[2] / "configs/experiments"

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshkit.compile.program import compile_absent
 from meshkit.config.experiment import load
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.loss import cross_entropy
-from meshkit.step.train_step import make_train_step
 from tests.hlo_text import printed
 
 DEBUG = Path(__file__).parents[2] / "configs/experiments/llama_debug_cpu.toml"

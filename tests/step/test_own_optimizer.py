@@ -10,6 +10,7 @@ import pytest
 import meshkit as mk
 from meshkit.cli import main
 from meshkit.config.experiment import load
+from meshkit.planning.resolved import resolve
 from meshkit.step.train_step import make_optimizer
 
 OWN = """
@@ -60,6 +61,11 @@ def test_rows_and_columns_are_cut_as_the_parameter_is():
     }  # fmt: skip
 
 
+def optimizer_of(words):
+    spec = resolve(load("mlp", words))
+    return make_optimizer(spec.optimizer, spec.optimizer_class, spec.train.steps)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
@@ -75,7 +81,7 @@ def beside(folder, monkeypatch):
 
 def test_a_function_beside_the_experiment_is_taken(beside):
     words = ["optimizer.class=own_opt:mine", "optimizer.options={decay=0.9}", "optimizer.clip=0"]
-    state = make_optimizer(load("mlp", words)).init({"w": np.ones(3)})
+    state = optimizer_of(words).init({"w": np.ones(3)})
     assert "trace" in str(state)
 
 
@@ -95,16 +101,16 @@ def test_a_function_beside_the_experiment_is_taken(beside):
 )
 def test_what_is_no_optimizer_is_one_message(beside, words, said):
     with pytest.raises(mk.ConfigError, match=said) as caught:
-        make_optimizer(load("mlp", words))
+        optimizer_of(words)
     assert "optimizer" in (caught.value.at or "")
 
 
 def test_declared_roots_hold_but_for_optax(beside, tmp_path, monkeypatch):
     (tmp_path / "roots").mkdir()
     monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(tmp_path / "roots"))
-    assert make_optimizer(load("mlp", ["optimizer.class=optax:lion"]))
+    assert optimizer_of(["optimizer.class=optax:lion"])
     with pytest.raises(mk.ConfigError, match="outside of the folders"):
-        make_optimizer(load("mlp", ["optimizer.class=own_opt:mine"]))
+        optimizer_of(["optimizer.class=own_opt:mine"])
 
 
 def test_a_pipeline_refuses_rows_and_columns():

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
+from meshkit.planning.resolved import make_train_step
 from meshkit.runs.metrics import read_metrics
 from meshkit.sharding import build_mesh
-from meshkit.step.train_step import make_train_step
 from meshkit.verbs.checkpoint.store import CheckpointStore
 from meshkit.verbs.train import trainer
 

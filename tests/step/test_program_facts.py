@@ -7,9 +7,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.config.experiment import load
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.program import StepFacts, local_bytes
-from meshkit.step.train_step import make_train_step
 from meshkit.trace.captured import CaptureRecord
 
 MLP = Path(__file__).parents[2] / "configs/experiments/mlp.toml"

@@ -14,9 +14,9 @@ from rich.console import Console
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.parallel.compression import WIRES
+from meshkit.planning.resolved import make_train_step
 from meshkit.runs.metrics import read_metrics
 from meshkit.sharding import build_mesh
-from meshkit.step.train_step import make_train_step
 from meshkit.verbs.train import trainer
 
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "mlp.toml"

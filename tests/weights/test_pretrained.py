@@ -15,7 +15,7 @@ import meshkit as mk
 from meshkit.compile.attached import CompiledStep
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.step.train_step import make_train_step
+from meshkit.planning.resolved import make_train_step, resolve
 from meshkit.verbs.checkpoint.store import CheckpointStore
 from meshkit.verbs.train import trainer
 from meshkit.weights import files
@@ -44,7 +44,7 @@ def test_a_new_run_starts_from_the_weights_and_a_resumed_one_does_not(tmp_path, 
 
     folder = tmp_path / "weights"
     spec = load(EXPERIMENT, [*TINY, f"data.source={tmp_path / 'corpus'}", f"checkpoint.initial={folder}"])
-    layout, program = files.layout_of(spec), make_train_step(spec, mk.build_mesh(spec.mesh, spec.cluster))
+    layout, program = files.layout_of(resolve(spec)), make_train_step(spec, mk.build_mesh(spec.mesh, spec.cluster))
     wanted = jax.tree.map(
         lambda x: jax.device_put(np.full(x.shape, 0.5, np.float32), x.sharding), program.abstract_state.params
     )
@@ -78,4 +78,4 @@ def test_a_model_without_a_layout_says_so():
     spec = load(EXPERIMENT.with_name("mlp.toml"), ["cluster=cpu8", "mesh.fsdp=8", "checkpoint.initial=/nowhere"])
     program = make_train_step(spec, mk.build_mesh(spec.mesh, spec.cluster))
     with pytest.raises(ConfigError, match=r"MLP has no method hf_layout\(\)"):
-        files.first_state(spec, program)
+        files.first_state(program, spec.checkpoint.initial)

@@ -101,7 +101,8 @@ def bench(
     mesh = _mesh(experiment)
     chosen = _sizes(sizes, mesh)
     run = _Bench(experiment, mesh, chosen, budget_s, case_budget_s, began)
-    with device_memory(experiment, hint="--sizes up to a smaller one; or whatever else holds the GPU's memory"):
+    less = "--sizes up to a smaller one; or whatever else holds the GPU's memory"
+    with device_memory(experiment.cluster, experiment.train, experiment.file, hint=less):
         run.execute(console or stderr())
         measured = measure_rates(jax.local_devices(backend=mesh.devices.flat[0].platform)[0]) if rates else RatesPart()
     report = run.report(measured)

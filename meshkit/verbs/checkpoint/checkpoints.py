@@ -14,6 +14,7 @@ from etils import epath
 
 from meshkit.config.experiment import Experiment
 from meshkit.errors import ConfigError, TraceError
+from meshkit.planning.resolved import resolve
 from meshkit.sharding.mesh import use_no_accelerator
 from meshkit.verbs.checkpoint.manifest import (
     describe_failure,
@@ -111,7 +112,7 @@ def export(
     if corruption is not None:
         raise TraceError(f"checkpoint {newest.step} is corrupt: {corruption}.", at=str(newest.folder), hint="--step")
     use_no_accelerator()
-    layout = layout_of(experiment)
+    layout = layout_of(resolve(experiment))
     write_weights(_read_params(newest.folder / STATE), out, layout, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return newest.step
 

@@ -104,13 +104,16 @@ def check_experiment(experiment: Experiment) -> tuple[Result, int | None]:
     import jax
     from flax import nnx
 
+    from meshkit.planning.resolved import resolve
     from meshkit.sharding.mesh import use_no_accelerator
     from meshkit.step.state import describe_model
     from meshkit.step.train_step import make_optimizer
 
     use_no_accelerator()  # the model without its arrays needs no GPU, and a GPU's memory is not ours to take
     try:
-        optimizer, params = make_optimizer(experiment), nnx.to_pure_dict(describe_model(experiment).params)
+        spec = resolve(experiment)
+        optimizer = make_optimizer(spec.optimizer, spec.optimizer_class, spec.train.steps)
+        params = nnx.to_pure_dict(describe_model(spec).params)
     except MeshkitError as e:
         return failed("experiment", e, "meshkit explain, which shows where"), None
     shapes = jax.tree.leaves(params)

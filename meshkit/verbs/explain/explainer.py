@@ -25,9 +25,10 @@ from meshkit.config.rules import ShardingRules
 from meshkit.config.toml import to_toml
 from meshkit.console import Printed
 from meshkit.errors import ConfigError
-from meshkit.linting.examine import SCALARS, Examined, Explained, examine, examine_step
+from meshkit.linting.examine import SCALARS, Examined, Explained, examine_step
 from meshkit.linting.placements import SEVERITY_COLOURS, Finding, Subject, finding_lines
 from meshkit.planning.planner import Plan, absent_step, make_plan, plan_experiment
+from meshkit.planning.resolved import examine_experiment
 from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part
 from meshkit.report.views.page import Cell, Table, number_columns, text_columns
@@ -124,7 +125,7 @@ def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
         assert examined is not None
     else:
         program = absent_step(experiment)
-        facts, examined = program.facts, examine(experiment, program, program.mesh)
+        facts, examined = program.facts, examine_experiment(experiment, program)
     held = facts.parameters_bytes or 0, facts.optimizer_bytes or 0
     return _explanation(experiment.name, examined, cluster, made=made, note=note, held=held)
 

@@ -40,6 +40,7 @@ from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
 from meshkit.planning.planner import absent_step
+from meshkit.planning.resolved import find_tokenizer, make_train_step
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.memory import Reserved, reserved_memory
 from meshkit.predict.simulate import simulate, step_pricer
@@ -49,7 +50,7 @@ from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, is_of_memory, too_little_memory
 from meshkit.step.data import Batches, check_tokens, open_data, vocab_of
 from meshkit.step.program import training_steps
-from meshkit.step.train_step import TrainProgram, make_train_step
+from meshkit.step.train_step import TrainProgram
 from meshkit.timeline import Timeline
 from meshkit.trace.capture import Capture, CapturedStep
 from meshkit.trace.captured import TRACE_FOLDER, Captured, CaptureRecord, notes_of_capture, open_capture, read_captured
@@ -145,7 +146,7 @@ def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
         marks = ("RESOURCE_EXHAUSTED", "Error")
         said = next((line for line in reversed(lines) if any(m in line for m in marks)), (lines or ["nothing"])[-1])
         if is_of_memory(said):
-            raise too_little_memory(experiment, said, at=str(log))
+            raise too_little_memory(experiment.cluster, experiment.train, experiment.file, said, at=str(log))
         raise RunError(f"the rehearsal failed (exit code {done.returncode}): {said[:300]}", at=str(log))
 
 
@@ -389,7 +390,7 @@ def planned_program(experiment: Experiment) -> CompiledProgram:
     program = absent_step(experiment)
     assert isinstance(program.mesh, DescribedMesh)
     args = (program.abstract_state, program.abstract_batch)
-    choices = choices_for(experiment, program, program.mesh)
+    choices = choices_for(program, experiment.cluster, experiment.placement, experiment.xla)
     return compile_absent(program.step, args, mesh=program.mesh, cluster=experiment.cluster, choices=choices)
 
 
@@ -428,7 +429,7 @@ def rehearse(experiment: Experiment, devices: list[Any], folder: Path, steps: in
     """
     mesh: Any = build_mesh(experiment.mesh, experiment.cluster, devices=devices)
     program = make_train_step(experiment, mesh)
-    compiled = compile_step(program, experiment)
+    compiled = compile_step(program, experiment.cluster, experiment.placement, experiment.xla)
     state, batch = filled(program, experiment)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / IDS_FILE).write_text(json.dumps(ids_of(batch)), encoding="utf-8")
@@ -464,8 +465,8 @@ def filled(program: TrainProgram, experiment: Experiment) -> tuple[Any, Any]:
     # second moments must not be negative
     others = jax.tree.map(lambda leaf: _filled(leaf, random, signed=False), replace(state, params=()))
     try:
-        data = open_data(experiment)
-        check_tokens(experiment, data, model)
+        data = open_data(program.spec, find_tokenizer(experiment))
+        check_tokens(program.spec, data, model)
         first = Batches(data.train, program.abstract_step_batch, experiment.data.seed).iterate(
             0, program.steps_per_call
         )

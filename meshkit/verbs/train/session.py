@@ -37,12 +37,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.files import TomlDocument
-from meshkit.config.user_code import describe_error
+from meshkit.config.places import describe_error
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import jax_runtime
 from meshkit.errors import INTERRUPTED, PREEMPTED, ConfigError, RunError
 from meshkit.report.schema import Report
-from meshkit.runs.metrics import MetricsLog, open_sinks
+from meshkit.runs.metrics import MetricsLog, SinkCode, open_sinks
 from meshkit.runs.phases import PULSE_VARIABLE
 from meshkit.units import format_count, format_percent
 from meshkit.verbs.profile.profiler import measure_run
@@ -175,7 +175,7 @@ class RunLog(MetricsLog):
     """The metrics of a run: of several processes the first keeps them, in the others nothing happens.
 
     Args:
-        experiment: whose `train.metrics` and `train.tensorboard` name the sinks.
+        sinks: what `train.metrics` and `train.tensorboard` ask for.
         folder: the run folder.
         resumed_step: the last step whose line is kept.
         say: prints one line.
@@ -184,12 +184,12 @@ class RunLog(MetricsLog):
         ConfigError: a sink that cannot be opened.
     """
 
-    def __init__(self, experiment: Experiment, folder: Path, resumed_step: int, say: Callable[[str], None]):
+    def __init__(self, sinks: SinkCode, folder: Path, resumed_step: int, say: Callable[[str], None]):
         self._first = jax.process_index() == 0
         self._folder, self._say = folder, say
         self.measuring: threading.Thread | None = None
         self._warned = False
-        self._sinks = open_sinks(experiment, folder, say) if self._first else None
+        self._sinks = open_sinks(sinks, folder, say) if self._first else None
         super().__init__(folder / "metrics.jsonl" if self._first else None, resumed_step)
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -30,8 +30,9 @@ from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import Agreement, is_first_process, join_gang
 from meshkit.errors import RunError
 from meshkit.linting.examine import announce_findings
+from meshkit.planning.resolved import examine_experiment, find_sinks, find_tokenizer, resolve
 from meshkit.predict.kernels import compute_peak_flops
-from meshkit.runs.metrics import check_sinks, finite, read_metrics
+from meshkit.runs.metrics import SinkCode, finite, read_metrics
 from meshkit.runs.owner import RunOwner, take_run
 from meshkit.runs.phases import Goodput, GoodputLog, Phases, read_goodput
 from meshkit.sharding import build_mesh
@@ -39,7 +40,7 @@ from meshkit.sharding.mesh import device_memory
 from meshkit.step.data import Batches, Data, Stream, check_tokens, open_data
 from meshkit.step.program import StepFacts
 from meshkit.step.state import TrainState
-from meshkit.step.train_step import TrainProgram, make_train_step
+from meshkit.step.train_step import TrainProgram, build_train_step
 from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
 from meshkit.trace.captured import TRACE_FOLDER
 from meshkit.verbs.checkpoint.store import CheckpointStore, open_store, run_of_checkpoints
@@ -111,7 +112,8 @@ def train(
     started = time.perf_counter()
     folder = Path(out)
     console = console or stderr()
-    with device_memory(experiment), Phases() as phases, StopRequest() as stop, ExitStack() as around:
+    memory = device_memory(experiment.cluster, experiment.train, experiment.file)
+    with memory, Phases() as phases, StopRequest() as stop, ExitStack() as around:
         changes = check_experiment_file(experiment, folder)
         join_gang()  # of the processes that the environment names, if it names any
         note = lambda text: console.print(f"note: {text}", style="yellow", markup=False)
@@ -119,19 +121,20 @@ def train(
         goodput = around.enter_context(GoodputLog(folder if is_first_process() else None, phases))
         mesh = build_mesh(experiment.mesh, experiment.cluster)
         cache = around.enter_context(compile_cache(note))
-        program = make_train_step(experiment, mesh)
-        announce_findings(experiment, program, console)
-        data = open_data(experiment)
-        check_tokens(experiment, data, program.model.abstract_model())
-        check_sinks(experiment)
+        spec = resolve(experiment)
+        program = build_train_step(spec, mesh, experiment.rules)
+        announce_findings(examine_experiment(experiment, program), console)
+        data = open_data(spec, find_tokenizer(experiment))
+        check_tokens(spec, data, program.model.abstract_model())
+        sinks = find_sinks(experiment)
         for text in (*program.notes, *changes):
             note(text)
         phases.enter("compile")
         missed = cache.misses if cache else None
-        compiled = compile_step(program, experiment)
+        compiled = compile_step(program, experiment.cluster, experiment.placement, experiment.xla)
         compile_cached = cache.misses == missed if cache else None
         with StepProgress(console, experiment.train.steps, enabled=show_progress) as progress:
-            run = _Run(experiment, folder, program, compiled, data, stop, progress, phases, goodput, owner)
+            run = _Run(experiment, folder, program, compiled, data, sinks, stop, progress, phases, goodput, owner)
             run.execute()
     return dataclasses.replace(run.result(time.perf_counter() - started), compile_cached=compile_cached)
 
@@ -164,6 +167,7 @@ class _Run:
     program: TrainProgram
     compiled: CompiledStep
     data: Data
+    sinks: SinkCode
     stop: StopRequest
     progress: StepProgress
     phases: Phases
@@ -199,10 +203,10 @@ class _Run:
             self.goodput.resumed(self.resumed_step)
             if saved is None:
                 self.phases.enter("init")
-            state = saved if saved is not None else first_state(self.experiment, self.program)
+            state = saved if saved is not None else first_state(self.program, self.experiment.checkpoint.initial)
             write_experiment_file(self.experiment, self.folder)
             self._greet(saved)
-            self.log = RunLog(self.experiment, self.folder, self.resumed_step, say)
+            self.log = RunLog(self.sinks, self.folder, self.resumed_step, say)
             self.stragglers = Stragglers(self.experiment.train.straggler_every, say, slowest_clock_mhz)
             every, first = self.experiment.profile.every, self.resumed_step + 1
             self.live = StepCaptures(every, self._captured_step, self.stragglers, say, first_step=first)

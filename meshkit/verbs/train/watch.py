@@ -46,7 +46,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshkit.compile.scratch import scratch_folder, start_in
-from meshkit.config.user_code import child_path, describe_error
+from meshkit.config.places import describe_error
+from meshkit.config.user_code import child_path
 from meshkit.discover import LiveProbe
 from meshkit.discover.machine import visible_gpus
 from meshkit.distributed.join import Agreement

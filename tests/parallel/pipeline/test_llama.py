@@ -9,8 +9,8 @@ import pytest
 
 from meshkit.compile.lowering import traced_flops
 from meshkit.config.experiment import load
+from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
-from meshkit.step.train_step import make_train_step
 
 CONFIG = Path(__file__).parents[3] / "configs/experiments/llama_debug_cpu.toml"
 SETS = ["mesh.fsdp=", "mesh.tensor=", "rules={preset='data'}", "model.layers=8", "train.global_batch=256"]

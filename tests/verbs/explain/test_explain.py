@@ -16,8 +16,8 @@ from meshkit.errors import ConfigError
 from meshkit.linting.examine import announce_findings
 from meshkit.planning import planner
 from meshkit.planning.planner import plan_experiment
+from meshkit.planning.resolved import examine_experiment, make_train_step
 from meshkit.sharding import build_mesh, describe_devices
-from meshkit.step.train_step import make_train_step
 from meshkit.verbs.explain.explainer import Explanation, explain
 
 ROOT = Path(__file__).parents[3]
@@ -229,7 +229,7 @@ def test_an_error_cannot_be_allowed_fails_strict_and_stops_train_before_it_compi
     experiment = load(file, sets)
     mesh = build_mesh(experiment.mesh, experiment.cluster, devices=describe_devices(experiment.cluster))
     with pytest.raises(ConfigError, match=r"take 89\.7 GiB on each GPU, more than the 72\.8 GiB"):
-        announce_findings(experiment, make_train_step(experiment, mesh), Console(quiet=True))
+        announce_findings(examine_experiment(experiment, make_train_step(experiment, mesh)), Console(quiet=True))
 
 
 def test_the_tables_fit_80_columns_and_what_is_wrong_comes_first(capsys):

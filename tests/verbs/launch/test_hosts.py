@@ -233,8 +233,11 @@ def test_a_training_over_two_hosts(hosts, tmp_path, mtls):
     import jax
 
     from meshkit.config.experiment import load
+    from meshkit.planning.resolved import resolve
     from meshkit.step.state import describe_model
 
     # Each host receives its half of the summed gradients and sends the other: fp32 once a step, at the least.
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(describe_model(load(ROOT / EXPERIMENT, SETS)).params))
+    parameters = sum(
+        leaf.size for leaf in jax.tree.leaves(describe_model(resolve(load(ROOT / EXPERIMENT, SETS))).params)
+    )
     assert min(map(received_bytes, hosts)) > 4 * parameters * STEPS

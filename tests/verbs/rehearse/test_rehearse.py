@@ -22,10 +22,10 @@ from meshkit.config import calibration
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError, RunError, TraceError
+from meshkit.planning.resolved import make_train_step
 from meshkit.predict.kernels import kernel_work
 from meshkit.report.summarize import check_invariants
 from meshkit.sharding.mesh import build_mesh, describe_devices
-from meshkit.step.train_step import make_train_step
 from meshkit.verbs.rehearse import rehearsal
 
 TINY = "configs/experiments/mlp.toml"
@@ -350,8 +350,8 @@ def test_the_process_of_the_gpu_compiles_with_the_options_of_the_plan():
             return None
 
     lowered = replace(program, step=SimpleNamespace(lower=lambda *_: Lowered()))
-    made = compile_step(lowered, experiment)
-    derived = derive_options(experiment, program, mesh)
+    made = compile_step(lowered, experiment.cluster, experiment.placement, experiment.xla)
+    derived = derive_options(program, experiment.cluster, experiment.placement)
     assert derived
     assert asked == [made.options]
     chosen = chosen_options(experiment.cluster.gpu, {"xla_gpu_graph_level": 0}, derived)

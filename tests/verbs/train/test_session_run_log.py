@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from meshkit.report.schema import CommunicationPart, Report, StepPart, StepSample, WindowPart
-from meshkit.runs.metrics import read_metrics
+from meshkit.runs.metrics import SinkCode, read_metrics
 from meshkit.verbs.train import session
 from meshkit.verbs.train.session import RunLog, StepProgress, metrics_of
 
@@ -44,8 +44,7 @@ def report():
 @pytest.fixture
 def log(tmp_path):
     said = []
-    experiment = SimpleNamespace(train=SimpleNamespace(metrics=None, tensorboard=False))
-    log = RunLog(experiment, tmp_path, 0, said.append)
+    log = RunLog(SinkCode(), tmp_path, 0, said.append)
     log.said = said
     return log
 
@@ -106,8 +105,8 @@ def test_a_full_disk_is_said_once(log, monkeypatch):
 
 def test_other_processes_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(session.jax, "process_index", lambda: 1)
-    experiment = SimpleNamespace(train=SimpleNamespace(metrics="no.such:function", tensorboard=True))
-    log = RunLog(experiment, tmp_path, 0, print)
+    unopened = SimpleNamespace()  # neither a function nor a type of writer
+    log = RunLog(SinkCode(unopened, unopened), tmp_path, 0, print)
     log.write({"step": 1})
     log.measure_capture()
     log.close()

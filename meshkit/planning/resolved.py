@@ -1,0 +1,103 @@
+"""The end of the Experiment: the user's code that it names is looked up here, once, for all that is below.
+
+    Experiment -> resolve -> StepSpec -> build_train_step -> TrainProgram
+
+What only a run calls (tokenizer, metrics) the run looks up: a plan needs neither, nor the packages that they import.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshkit.config.experiment import Experiment
+from meshkit.config.places import UserCode
+from meshkit.config.rules import ShardingRules
+from meshkit.config.user_code import load_function, load_object
+from meshkit.linting.examine import Examined, examine
+from meshkit.runs.metrics import SinkCode, tensorboard_writer
+from meshkit.sharding.mesh import AnyMesh
+from meshkit.step.data import is_token_source
+from meshkit.step.program import TrainProgram
+from meshkit.step.spec import StepSpec
+from meshkit.step.train_step import build_train_step
+
+
+def resolve(experiment: Experiment) -> StepSpec:
+    """Return what the experiment's training step is made of, the user's code among it.
+
+    Raises:
+        ConfigError: a class or function that is not there, or whose module cannot be imported.
+    """
+    model, train, optimizer, data = experiment.model, experiment.train, experiment.optimizer, experiment.data
+    own = optimizer.class_path
+    source = None if is_token_source(data.source) else _function(experiment, "data.source", data.source)
+    return StepSpec(
+        model_class=_object(experiment, "model.class", model.class_path),
+        loss=_function(experiment, "train.loss", train.loss) if train.loss else None,
+        optimizer_class=_object(experiment, "optimizer.class", own, also=("optax",)) if own else None,
+        source=replace(source, found=functools.partial(source.found, experiment=experiment)) if source else None,
+        model=model,
+        train=train,
+        optimizer=optimizer,
+        data=data,
+        pipeline=experiment.pipeline,
+        local_sgd=experiment.local_sgd,
+        compression=experiment.compression,
+    )
+
+
+def find_tokenizer(experiment: Experiment) -> UserCode | None:
+    """Return what `data.tokenizer` names; None without one.
+
+    Raises:
+        ConfigError: it is not there, or its module cannot be imported.
+    """
+    name = experiment.data.tokenizer
+    return _function(experiment, "data.tokenizer", name) if name else None
+
+
+def find_sinks(experiment: Experiment) -> SinkCode:
+    """Return what the sinks of `train.metrics` and `train.tensorboard` call.
+
+    Raises:
+        ConfigError: a function that is not there, or no TensorBoard where it is asked for.
+    """
+    train = experiment.train
+    return SinkCode(
+        metrics=_function(experiment, "train.metrics", train.metrics) if train.metrics else None,
+        tensorboard=tensorboard_writer(experiment.places) if train.tensorboard else None,
+    )
+
+
+def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules | None = None) -> TrainProgram:
+    """The experiment's training step on a mesh, attached or described.
+
+    Args:
+        experiment: names the model, loss, optimizer and precision.
+        mesh: its axes must be those that the rules name.
+        rules: in place of the experiment's own.
+
+    Raises:
+        ConfigError: a model or loss that cannot be imported, options it does not take, or rules that do not fit it.
+    """
+    return build_train_step(resolve(experiment), mesh, rules or experiment.rules)
+
+
+def examine_experiment(experiment: Experiment, program: TrainProgram) -> Examined:
+    """Return the experiment's step as the lint sees it before the compiler."""
+    document = experiment.document
+    written = document.table.get("rules", {}) if document is not None else None
+    return examine(program, experiment.cluster, experiment.mesh, allow=experiment.lint.allow, written=written)
+
+
+def _object(experiment: Experiment, key: str, name: str, also: Sequence[str] = ()) -> UserCode:
+    """What a key names, of any kind; see `load_object`."""
+    found = load_object(name, experiment.search_paths, at=experiment.where(key), also=also)
+    return UserCode(found, name, key, experiment.places)
+
+
+def _function(experiment: Experiment, key: str, name: str) -> UserCode:
+    """The function that a key names."""
+    return load_function(name, experiment.search_paths, key, experiment.places)
