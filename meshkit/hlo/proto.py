@@ -204,7 +204,7 @@ class HloInstruction:
     operands: Sequence[HloInstruction] = field(default=(), repr=False)
     called: Sequence[Computation] = field(default=(), repr=False)
     """What it calls: of a loop (body, condition), of a conditional its branches."""
-    users: list[HloInstruction] = field(default_factory=list, repr=False)  # of its result, each once
+    users: list[HloInstruction] = field(default_factory=list, repr=False)  # of its result, each once, in order
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -338,12 +338,14 @@ class Module:
             if made.name in self.instructions:
                 raise ProgramError(f"two instructions of the HLO module are called {made.name}.")
             self.instructions[made.name] = by_id[integer(read, 35)] = made
-            for operand in dict.fromkeys(operands):
-                operand.users.append(made)
         order = [by_id[i] for i in scheduled if i in by_id]
-        complete = len(order) == len(by_id) == len(set(order))
+        if not len(order) == len(by_id) == len(set(order)):
+            order = [*by_id.values()]
+        for user in order:
+            for operand in dict.fromkeys(user.operands):
+                operand.users.append(user)
         by_ids = [i for _, i in sorted(by_id.items())]
-        return Computation(text(fields, 1), by_ids, order if complete else [*by_id.values()], by_id[integer(fields, 6)])
+        return Computation(text(fields, 1), by_ids, order, by_id[integer(fields, 6)])
 
 
 def clean_path(op_name: str) -> str:

@@ -54,11 +54,7 @@ def schedule(*collectives):
     return Schedule("m", {"main": instructions}, "main", "f")
 
 
-class NoModule:
-    """A module without instructions: nothing of cuDNN in it."""
-
-    def computations(self):
-        return []
+NO_MODULE = parse_hlo("HloModule m\n\nENTRY e {\n  ROOT x = f32[] parameter(0)\n}\n")  # nothing of cuDNN in it
 
 
 @pytest.mark.parametrize(
@@ -106,7 +102,7 @@ def test_collectives_over_the_same_groups_share_a_communicator():
     one = schedule(collective("all-gather"), collective("all-reduce"), collective("all-reduce"))
     two = schedule(collective("all-gather"), collective("all-reduce", ("fsdp",), group_size=4, per_domain=4, groups=2))
     alone = schedule(collective("all-reduce", group_size=1, per_domain=1))
-    counts = [reserved_memory(NoModule(), s, HOST, GIB).communicators for s in (one, two, alone)]
+    counts = [reserved_memory(NO_MODULE, s, HOST, GIB).communicators for s in (one, two, alone)]
     assert counts == [1, 2, 0]
 
 
@@ -116,7 +112,7 @@ def compiled(temp, *, live=None, argument=10 * GIB):
 
 
 def verdict(program, *, fraction=0.92, used=(), **known):
-    return memory_part(program, NoModule(), schedule(*used), HOST, memory_fraction=fraction, facts=StepFacts(**known))
+    return memory_part(program, NO_MODULE, schedule(*used), HOST, memory_fraction=fraction, facts=StepFacts(**known))
 
 
 def test_the_margin_is_what_is_left_in_the_pool():
