@@ -86,6 +86,8 @@ class ShardingRules:
     optimizer: Mapping[str, Any] | None = None
     # for arrays without names that no override matches, as AutoRule or `{axis, min_bytes}`
     auto: AutoRule | Mapping[str, Any] | None = None
+    # raise, where meshkit would warn: of an override that matches no array, and of an axis that does not divide its dim
+    strict: bool = False
     # logical axes whose rule a preset gave, not the user
     from_preset: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     # says where a rule was written, for errors
@@ -151,10 +153,14 @@ class ShardingRules:
             raise self._used_twice(axis, first, second, logical_axes, kind)
         return spec
 
-    def override_for(self, path: str) -> Spec | None:
-        """Mesh axes for each dim of the parameter at `path`, `layers/mlp/up/kernel`; None without an override."""
+    def override_for(self, *paths: str) -> Spec | None:
+        """Return the mesh axes for each dim of the parameter at a path, `layers/up/kernel`; None without an override.
+
+        Args:
+            paths: of one parameter: in its tree, and within its model where the tree holds more than the model.
+        """
         for pattern, spec in self.overrides:
-            if path_matches(pattern, path):
+            if any(path_matches(pattern, path) for path in paths):
                 return spec  # pyright: ignore[reportReturnType]  # __post_init__ normalised it
         return None
 

@@ -23,7 +23,7 @@ from meshkit.config.sections import AllowTable
 from meshkit.errors import ConditionError
 from meshkit.report.schema import Part
 from meshkit.sharding.constrain import Activation
-from meshkit.sharding.resolve import Placed
+from meshkit.sharding.resolve import Placed, unmatched_overrides
 from meshkit.sharding.strategy import AxisRoles
 from meshkit.units import format_bytes
 
@@ -300,17 +300,15 @@ def _never_used(s: Subject) -> Iterator[Finding]:
             message=f"the rule for '{name}' in [rules.{kind}] matches no dim of the model",
             hint=f"did you mean '{near[0]}'? Else remove the row" if near else f"remove {name} from [rules.{kind}]",
         )
-    paths = [p.path for p in (*s.parameters, *s.others)]
-    for pattern, _ in s.rules.overrides:
-        if not any(path_matches(pattern, path) for path in paths):
-            near = difflib.get_close_matches(pattern, paths, n=1, cutoff=0.5)
-            yield Finding(
-                code="rule_never_used",
-                severity="warning",
-                path=pattern,
-                message=f"the override for path '{pattern}' matches none of the model's {len(paths)} arrays",
-                hint=f'path = "{near[0]}"' if near else "remove the override",
-            )
+    arrays = [*s.parameters, *s.others]
+    for pattern, near in unmatched_overrides(s.rules, arrays):
+        yield Finding(
+            code="rule_never_used",
+            severity="warning",
+            path=pattern,
+            message=f"the override for path '{pattern}' matches none of the model's {len(arrays)} arrays",
+            hint=f'path = "{near}"' if near else "remove the override",
+        )
     if isinstance(s.rules.auto, AutoRule) and not any(p.rule == "auto" for p in (*s.parameters, *s.others)):
         message = (
             "[rules.auto] is about arrays without dim names, and every array of the model has names or an override"
@@ -322,10 +320,10 @@ def _never_used(s: Subject) -> Iterator[Finding]:
 
 def _duplicates(s: Subject) -> Iterator[Finding]:
     """Rules that another one has already said, or that can never be reached."""
-    paths = [p.path for p in (*s.parameters, *s.others)]
+    arrays = [*s.parameters, *s.others]
     taken: dict[str, str] = {}
     for pattern, _ in s.rules.overrides:
-        matched = [path for path in paths if path_matches(pattern, path)]
+        matched = [p.path for p in arrays if path_matches(pattern, p.path) or path_matches(pattern, p.model_path)]
         if matched and all(path in taken for path in matched):
             first = taken[matched[0]]
             yield Finding(

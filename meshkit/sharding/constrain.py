@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -84,6 +85,7 @@ class Scope:
     rules: ShardingRules  # of arrays as they are seen here: without the axes that are manual already, inside a pipeline
     whole: ShardingRules | None = None  # the rules with those axes; None where there are none
     seen: set[str] = field(default_factory=set, compare=False)  # logical axes of constraints so far
+    left_out: set[str] = field(default_factory=set, compare=False)  # what was said of axes that do not divide their dim
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
@@ -146,6 +148,8 @@ def sharding_scope(
         _SCOPE.reset(token)
     if scope is not None:
         warn_misspelt(scope.seen, scope.rules, stacklevel=4)
+        for message in sorted(scope.left_out):
+            warnings.warn(message, stacklevel=3)
 
 
 def _entered(mesh: AnyMesh | None) -> AbstractContextManager[Any]:
@@ -192,15 +196,15 @@ def warn_misspelt(names: Collection[str], rules: ShardingRules, *, stacklevel: i
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     """x, laid out over the mesh as the rules map its logical axes.
 
-    A mesh axis that does not divide its dim is left out (GQA with fewer key heads than tensor GPUs); `explain` lists
-    what was left out.
+    Of mesh axes whose product does not divide their dim, those are kept that cut it into the most pieces (GQA with
+    fewer key heads than tensor GPUs has none). A warning says so once the scope ends, and `explain` lists it.
 
     Args:
         x: any array.
         logical_axes: one name, or None for a replicated dim, per dim of x.
 
     Raises:
-        ConfigError: not one name per dim, or one mesh axis on two dims.
+        ConfigError: not one name per dim, one mesh axis on two dims, or rules with `strict` and an axis left out.
     """
     scope = current_scope()
     if scope is None:
@@ -219,11 +223,26 @@ def _constrained(
     scope.seen.update(name for name in names if name is not None)
     spec = tuple(_dividing(axes, size, scope.mesh) for axes, size in zip(wanted, x.shape))
     dropped = tuple(a for w, s in zip(wanted, spec) for a in w if a not in s)
+    if dropped and scope.rules.where is None:  # a file has the lint
+        _say_left_out(scope, names, x.shape, wanted, spec)
     record = _RECORD.get()
     if record is not None:
         seen = _activation(scope, names, x, spec, dropped)
         record.append(seen if free is None else replace(seen, wanted=tuple(map(tuple, wanted))))
     return _laid_out(x, spec, mesh_here(scope.mesh), frozenset(free or ()))
+
+
+def _say_left_out(scope: Scope, names: tuple, shape: Sequence[int], wanted: Spec, spec: Spec) -> None:
+    """Keep, or raise in strict mode, a sentence for each dim that its axes do not divide."""
+    for name, size, asked, kept in zip(names, shape, wanted, spec):
+        if len(kept) < len(asked):
+            ways = math.prod(scope.mesh.shape[a] for a in asked)
+            here = " x ".join(map(repr, asked))
+            now = f"only {' x '.join(map(repr, kept))} cut it" if kept else "every GPU holds all of it"
+            message = f"'{name}' has size {size}, which the {ways} GPUs of mesh axis {here} do not divide: {now}"
+            if scope.rules.strict:
+                raise ConfigError(f"{message}.", hint=f"a size that {ways} divides, or a rule for '{name}' that fits")
+            scope.left_out.add(message)
 
 
 def _laid_out(x: jax.Array, spec: Spec, mesh: Any, free: Collection[int] = ()) -> jax.Array:
@@ -381,13 +400,10 @@ def spec_axes(spec: PartitionSpec, rank: int = 0) -> list[tuple[str, ...]]:
 
 
 def _dividing(axes: Sequence[str], size: int, mesh: AnyMesh) -> tuple[str, ...]:
-    """The longest prefix of axes whose product divides size."""
-    kept: list[str] = []
-    for axis in axes:
-        if size % math.prod(mesh.shape[a] for a in [*kept, axis]):
-            break
-        kept.append(axis)
-    return tuple(kept)
+    """Return the axes, in their order, that cut a dim of this size into the most pieces; the first such set of them."""
+    subsets = (some for count in range(len(axes), -1, -1) for some in combinations(axes, count))
+    pieces = {some: math.prod(mesh.shape[a] for a in some) for some in subsets}
+    return max((some for some, ways in pieces.items() if size % ways == 0), key=pieces.__getitem__)
 
 
 @dataclass(frozen=True)

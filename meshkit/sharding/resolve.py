@@ -7,8 +7,10 @@ Names of dims come from the tree itself: nnx variables (`out_sharding` metadata)
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import combinations, takewhile
 from typing import Any
 
@@ -19,7 +21,7 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey
 
-from meshkit.config.rules import AutoRule, ShardingRules, Spec
+from meshkit.config.rules import AutoRule, ShardingRules, Spec, path_matches
 from meshkit.errors import ConfigError
 from meshkit.sharding.constrain import Sharded, partition_spec, sharding_scope, warn_misspelt
 from meshkit.sharding.mesh import AnyMesh
@@ -40,6 +42,7 @@ class Placed(Sharded):
     logical_axes: tuple[str | None, ...] | None  # a name or None per dim; None when the leaf carries no names
     spec: tuple[tuple[str, ...], ...]  # mesh axes per dim
     rule: str  # `override`, `logical`, `auto`, or `none` (replicated for want of a rule)
+    model_path: str = ""  # path within the model, where the tree has more than the model; overrides match either
 
     def shards(self, mesh: AnyMesh) -> int:
         """Number of distinct pieces over the mesh."""
@@ -55,7 +58,8 @@ def shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "pa
     Args:
         tree: nnx state or module state, linen variables (boxed or not), or plain containers of arrays.
         mesh: attached or described.
-        rules: logical axes and path overrides.
+        rules: logical axes and path overrides. Where the tree holds a model among other things, as `(model, optimizer)`
+            does, an override may name a parameter by its path within the model, and then also places its moments.
         kind: `parameters`, `gradients`, `optimizer` or `compute`: which mapping of the rules applies.
 
     Raises:
@@ -108,6 +112,12 @@ def _shardings(tree: Any, mesh: AnyMesh, rules: ShardingRules, kind: str, *, sta
         rules,
         stacklevel=stacklevel,
     )
+    if rules.where is None:  # a file has the lint
+        for pattern, near in unmatched_overrides(rules, [p for p in placed if p]):
+            message = f"the override for path '{pattern}' matches none of these {len(leaves)} arrays"
+            if rules.strict:
+                raise ConfigError(f"{message}.", hint=f'"{near}"' if near else "rules without it")
+            warnings.warn(message + (f': did you mean "{near}"?' if near else ""), stacklevel=stacklevel - 1)
 
     def one(leaf, placed):
         sharding = NamedSharding(mesh, partition_spec(placed.spec) if placed else PartitionSpec())
@@ -121,6 +131,13 @@ def placements(tree: Any, mesh: AnyMesh, rules: ShardingRules, *, kind: str = "p
     rules.check(mesh.axis_names)
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
     return [p for p in _place_all(leaves, mesh, rules, kind) if p is not None]
+
+
+def unmatched_overrides(rules: ShardingRules, placed: Sequence[Placed]) -> list[tuple[str, str | None]]:
+    """Return the path patterns of the rules that match no array, each with the path probably meant, or None."""
+    paths = sorted({path for p in placed for path in (p.model_path, p.path) if path})
+    unmatched = [glob for glob, _ in rules.overrides if not any(path_matches(glob, path) for path in paths)]
+    return [(glob, next(iter(get_close_matches(glob, paths, n=1, cutoff=0.5)), None)) for glob in unmatched]
 
 
 def placements_by_state(tree: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str, list[Placed]]:
@@ -216,7 +233,39 @@ def _place_all(
         found = {shape for length, shape in alike if length == longest}
         return found.pop() if longest and len(found) == 1 else ()
 
-    return [_place(path, leaf, mesh, rules, kind, whole_of) for path, leaf in leaves]
+    within = _paths_within_model(leaves, kind) if rules.overrides else [path_name(path) for path, _ in leaves]
+    return [_place(path, leaf, mesh, rules, kind, whole_of, name) for (path, leaf), name in zip(leaves, within)]
+
+
+def _paths_within_model(leaves: Sequence[tuple[tuple, Any]], kind: str) -> list[str]:
+    """Return the path of every leaf within the model that it belongs to; its own path where the tree is the model.
+
+    Positions in tuples at the start of a path are not the model's. An optimizer in the tree shows what else is not:
+    `optimizer/opt_state/0/mu/wi` ends with the path of its parameter within the model, and so does `model/wi`.
+    """
+    paths = [tuple(path_name(path).split("/")) for path, _ in leaves]
+    statistics = [is_statistic(path, leaf, kind) for path, leaf in leaves]
+    ends = {path[i:] for path, statistic in zip(paths, statistics) if statistic for i in range(len(path))}
+    roots: dict[str, int] = {}  # first segment -> segments before the model
+    for (key_path, _), path, statistic in zip(leaves, paths, statistics):
+        if not statistic:
+            positions = sum(1 for _ in takewhile(_is_position, key_path[: len(path) - 1]))
+            before = next((i for i in range(len(path)) if path[i:] in ends), len(path))
+            known = before if before < len(path) else positions
+            roots[path[0]] = min(roots.get(path[0], known), max(known, positions))
+    parameters = {path[roots[path[0]] :] for path, statistic in zip(paths, statistics) if not statistic}
+
+    def within(path: tuple[str, ...], statistic: bool) -> tuple[str, ...]:
+        if not statistic:
+            return path[roots[path[0]] :]
+        return next((path[i:] for i in range(len(path)) if path[i:] in parameters), path)
+
+    return ["/".join(within(path, statistic)) for path, statistic in zip(paths, statistics)]
+
+
+def _is_position(key: Any) -> bool:
+    """Whether a key of a path counts the members of a tuple or list."""
+    return isinstance(getattr(key, "idx", getattr(key, "key", None)), int)
 
 
 def _common_end(first: Sequence[str], second: Sequence[str]) -> int:
@@ -244,13 +293,14 @@ def _place(
     rules: ShardingRules,
     kind: str,
     whole_of: Callable[[str, int], tuple[int, ...]],
+    model_path: str,
 ) -> Placed | None:
     """Where one array lies; None of what is no array. Stops where GPUs do not divide a dim."""
     array, path = array_of(leaf), path_name(key_path)
     if not hasattr(array, "shape"):
         return None
     names, shape = _names_of(leaf), tuple(array.shape)
-    spec, rule = _spec_of(path, names, array, mesh, rules, kind)
+    spec, rule = _spec_of((path, model_path), names, array, mesh, rules, kind)
     if is_statistic(key_path, leaf, kind):
         if len(spec) > len(shape):
             whole = whole_of(path, len(spec))
@@ -259,7 +309,7 @@ def _place(
         spec = tuple(axes if n > 1 else () for axes, n in zip(spec, shape))  # a place that nothing fills
     elif len(spec) != len(shape):
         raise _wrong_rank(path, shape, names, spec, rule)
-    placed = Placed(path, shape, str(array.dtype), names, spec, rule)
+    placed = Placed(path, shape, str(array.dtype), names, spec, rule, model_path if model_path != path else "")
     for dim, (axes, size) in enumerate(zip(spec, shape)):
         pieces = math.prod(mesh.shape[a] for a in axes)
         if size % pieces:
@@ -282,9 +332,9 @@ def _padding(placed: Placed, dim: int, pieces: int, mesh: AnyMesh) -> str:
 
 
 def _spec_of(
-    path: str, names: Names, array: Any, mesh: AnyMesh, rules: ShardingRules, kind: str
+    paths: tuple[str, str], names: Names, array: Any, mesh: AnyMesh, rules: ShardingRules, kind: str
 ) -> tuple[tuple[tuple[str, ...], ...], str]:
-    override = rules.override_for(path)
+    override = rules.override_for(*paths)
     if override is not None:
         return override, "override"
     if names is None:
