@@ -90,8 +90,8 @@ def test_an_override_of_one_option_lets_no_other_through(tmp_path):
 
 @pytest.mark.deviceless
 def test_what_the_compiler_process_sets_itself_nobody_else_does(tmp_path):
-    cluster = mk.Cluster.load({"name": "dgx_h100", "hosts": 1})
-    mesh = mk.build_mesh(mk.MeshSpec({"data": 8}), cluster, devices=mk.describe_devices(cluster))
+    cluster = mk.Cluster.load("dgx_h100", hosts=1)
+    mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), cluster, devices=mk.describe_devices(cluster))
     options = {"xla_dump_to": str(tmp_path / "dump"), "xla_gpu_kernel_cache_file": str(tmp_path / "kernels")}
     report = mk.plan(lambda x: x + 1, (jnp.zeros(8),), mesh=mesh, cluster=cluster, options=options)
     assert list(tmp_path.iterdir()) == []
