@@ -260,24 +260,24 @@ def _ways(row: Row, gpus: int, experts: bool, run: Run) -> dict[str, int]:
     }
 
 
-def _place(ways: Mapping[str, int], domain: int) -> dict[str, Any]:
+def _place(ways: dict[str, int], domain: int) -> dict[str, Any]:
     """The mesh with its innermost axes inside NVLink domains."""
     mesh: dict[str, Any] = {}
     room = domain
-    for name, size in reversed(ways.items()):
+    for name, size in reversed(list(ways.items())):
         inside = math.gcd(size, room)
         room //= inside
         if size > 1:
             mesh[name] = {"nvlink": inside, "infiniband": size // inside} if size > inside else inside
-    return dict(reversed(mesh.items())) or {"data": 1}
+    return dict(reversed(list(mesh.items()))) or {"data": 1}
 
 
 def _batch(row: Row, replicas: int, run: Run) -> tuple[int, int]:
     """Sequences of a step, and its micro-batches."""
     total, micro = row.count("global_batch_seqs"), row.count("micro_batch")
-    if not total and not micro:
-        raise Unplannable("the columns global_batch_seqs and micro_batch are missing")
     if not total:
+        if not micro:
+            raise Unplannable("the columns global_batch_seqs and micro_batch are missing")
         return micro * replicas, 1
     if total % replicas:
         raise Unplannable(f"global_batch_seqs {total} is not a multiple of {replicas} replicas")
@@ -332,7 +332,7 @@ def _model(row: Row, length: int, run: Run) -> dict[str, Any]:
     columns = {"layers": "layers", "embed": "hidden", "heads": "heads", "kv_heads": "kv_heads", "mlp": "ffn",
                "vocab": "vocab", "experts": "experts", "experts_per_token": "experts_per_token",
                "head_dim": "head_dim"}  # fmt: skip
-    dims = {key: row.count(column) or known.get(key) for key, column in columns.items()}
+    dims: dict[str, Any] = {key: row.count(column) or known.get(key) for key, column in columns.items()}
     taken = [columns[key] for key, value in dims.items() if value and not row.count(columns[key]) and key != "head_dim"]
     if taken:
         run.assumed.append(f"{', '.join(taken)} of the public model")

@@ -63,6 +63,7 @@ def test_a_generated_file_has_the_mesh_the_model_and_the_batch_of_its_row(tmp_pa
     found = loaded(tmp_path, tp="4", fsdp="8", dp="2", micro_batch="2", global_batch_seqs="64")
     sizes = {axis.name: (axis.nvlink, axis.infiniband) for axis in found.mesh.axes}
     assert sizes == {"data": (1, 2), "fsdp": (2, 4), "tensor": (4, 1)}
+    assert found.cluster.nic is not None
     assert (found.cluster.gpu.key, found.cluster.hosts, found.cluster.nic.key) == ("h100_sxm", 8, "ib_ndr")
     assert (found.train.global_batch, found.train.accumulate, found.train.remat) == (64, 2, "full")
     options = found.model.options
