@@ -2,7 +2,8 @@
 
 Reads predictions.csv and rows.csv beside this module (or of `--predictions`, `--rows`), writes
 meshkit/config/intervals.csv and prints the coverage of its intervals at 50 and 80 % with each group left out: the
-quantiles are those of the stratum's other groups. `--check` prints only. How: meshkit/predict/interval.py.
+quantiles are those of the stratum's other groups. A group counts once all of its
+rows are predicted. `--check` prints only. How: meshkit/predict/interval.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.published.experiments import Unplannable, experiment_of
-from benchmarks.published.rows import read_rows
+from benchmarks.published.rows import measured_step_s, read_rows
 from meshkit.config import catalog
 from meshkit.errors import MeshkitError
 from meshkit.predict.interval import LEVELS, least_groups, stratum_of
@@ -73,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_residuals(predictions: Path, rows: Path) -> list[Residual]:
-    """Return the residual of every prediction that has both times."""
+    """Return the residual of every prediction that has both times, of groups whose rows are all predicted.
+
+    A group of which some sizes are missing is left out: which of them are there may follow what is easy to plan.
+    """
     by_id, found = {row.id: row for row in read_rows(rows)}, []
     with predictions.open(encoding="utf-8", errors="replace", newline="") as file:
         for p in csv.DictReader(file):
@@ -86,7 +90,9 @@ def read_residuals(predictions: Path, rows: Path) -> list[Residual]:
                     continue
                 error = float(predicted) / float(measured) - 1
                 found.append(Residual(row.id, error, row.group, row.publisher, stratum))
-    return found
+    predicted = {r.id for r in found}
+    torn = {row.group for row in by_id.values() if measured_step_s(row)[0] and row.id not in predicted}
+    return [r for r in found if r.group not in torn]
 
 
 def stratum_name(document: dict) -> str:

@@ -112,3 +112,17 @@ def test_predictions_that_are_none_are_one_message(tmp_path, capsys):
         csv.writer(file).writerows([["id"], ["maxtext-llama2-70b-bf16-64"]])
     assert main(["--check", "--predictions", str(path)]) == 2
     assert "no column 'predicted_step_time_s'" in capsys.readouterr().err
+
+
+def test_a_group_counts_once_all_of_its_rows_are_predicted(tmp_path):
+    folder = OUT.parents[2] / "benchmarks" / "published"
+    with (folder / "predictions.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    before = read_residuals(folder / "predictions.csv", folder / "rows.csv")
+    torn = next(r for r in before if sum(o.group == r.group for o in before) > 1)
+    with (tmp_path / "p.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(line | {"predicted_step_time_s": ""} if line["id"] == torn.id else line for line in lines)
+    after = read_residuals(tmp_path / "p.csv", folder / "rows.csv")
+    assert [r.id for r in after] == [r.id for r in before if r.group != torn.group]
