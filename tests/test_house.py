@@ -195,14 +195,26 @@ def test_no_test_uses_a_private_name(trees):
 
 def test_one_module_prints(trees):
     """Others would send a terminal the escapes that are in names of files."""
-    protocols = {"meshkit.verbs.doctor.all_reduce_child"}  # lines that a parent of ours reads
     fixed = {"meshkit.verbs.train.session"}  # on the way out, from a thread
     found = set()
     for name, path in MODULES.items():
         for node in ast.walk(trees[path]):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "Console"):
                 found.add(name)
-    assert found == {"meshkit.console"} | protocols | fixed
+    assert found == {"meshkit.console"} | fixed
+
+
+def test_one_module_starts_processes_of_python(trees):
+    """Another way would have its own answer to who dies, who is left over and what is imported; a job's own is one."""
+    ways = ("sys.executable", "os.fork", "os.posix_spawn")
+    found = {
+        name
+        for name, path in MODULES.items()
+        for node in ast.walk(trees[path])
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ways
+    }
+    jobs = {f"meshkit.verbs.launch.{name}" for name in ("cli", "local", "processes", "reaper")}
+    assert found == {"meshkit.children"} | jobs
 
 
 def test_prose_names_no_path_that_is_missing():

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshkit.children import scratch_folder
 from meshkit.compile.options import version_of
-from meshkit.compile.scratch import scratch_folder
 from meshkit.config.files import read_regular
 from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.errors import ConfigError

@@ -1,9 +1,7 @@
-"""The process that compiles: `python -m meshkit.compile.child FOLDER PARENT`, a process number.
+"""The process that compiles: a `meshkit.children.Child`, since XLA aborts its process on some programs.
 
-It reads FOLDER/request.json and FOLDER/program.bin (a `jax.export` program), compiles it for GPUs that are not there,
-and leaves FOLDER/module.pb (the scheduled HLO) and FOLDER/result.json. Kernels are taken from FOLDER/kernels, and new
-ones added. XLA aborts the process on some programs; then only this process dies. What XLA refuses with an exception is
-in result.json under `error`.
+It reads program.bin (a `jax.export` program) in the folder of its request, compiles it for GPUs that are not there, and
+leaves module.pb (the scheduled HLO) there. Kernels are taken from the folder's `kernels`, and new ones added.
 
 XLA also writes its live ranges down (`xla_dump_to`), where the peak is a list of buffers:
 
@@ -16,17 +14,14 @@ below `jvp(...)`, what the backward pass made below `transpose(jvp(...))`.
 
 from __future__ import annotations
 
-import json
 import re
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from meshkit.children import serve
 from meshkit.compile.options import RefusedOption, compile_lowered, memory_of
-from meshkit.compile.scratch import die_with_parent
 from meshkit.hlo.proto import Module
 
 _PEAK = re.compile(r"^\s*Live ranges at \d+ \(peak\):")
@@ -106,21 +101,14 @@ def _of_path(path: str) -> str:
     return FORWARD if "jvp(" in path else OTHER
 
 
-def main(folder: Path) -> None:
-    """Compiles the request in folder."""
-    die_with_parent()
-    request = json.loads((folder / "request.json").read_text())
-    result: dict[str, Any] = {}
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what `compile_program` says of the program in `request["folder"]`; of an option of the user's that XLA
+    refuses its name, as `option`, and the `reason`."""
+    folder = Path(request["folder"])
     try:
-        result = compile_program(request, (folder / "program.bin").read_bytes(), folder / "module.pb")
+        return compile_program(request, (folder / "program.bin").read_bytes(), folder / "module.pb")
     except RefusedOption as e:
-        result = {"error": str(e), "option": e.name, "reason": e.reason}
-    except Exception as e:  # whatever jax or XLA raises is the answer to the request
-        result = {"error": f"{type(e).__name__}: {e}"}
-    result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    partial = folder / "result.json.tmp"
-    partial.write_text(json.dumps(result))
-    partial.rename(folder / "result.json")
+        return {"option": e.name, "reason": e.reason}
 
 
 def compile_program(request: dict[str, Any], program: bytes, module_path: Path) -> dict[str, Any]:
@@ -202,4 +190,4 @@ def _sharding(mesh: Any, described: dict[str, Any] | None) -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    serve(answer)

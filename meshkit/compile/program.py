@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from meshkit.children import Child, ChildDied, ChildFailed, sweep
 from meshkit.compile import cache
 from meshkit.compile.child import KERNELS_FILE
 from meshkit.compile.choices import compile_to_fit, without_client
@@ -41,11 +37,9 @@ from meshkit.compile.options import (
     planners_options,
     version_of,
 )
-from meshkit.compile.scratch import scratch_folder, start_in, sweep
 from meshkit.config.cluster import Cluster
 from meshkit.config.files import integer
 from meshkit.config.mesh import Placement
-from meshkit.config.user_code import child_path
 from meshkit.errors import ConfigError, ProgramError
 from meshkit.hlo.module import Schedule, read_schedule
 from meshkit.hlo.proto import Module, clean_path
@@ -276,23 +270,29 @@ def _compile(
     program: bytes, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float, kernels: bytes = b""
 ) -> tuple[cache.KeptProgram, bytes]:
     """What a process of its own makes of a program, and all kernels: those of earlier programs and the new ones."""
-    with scratch_folder() as folder:
-        (folder / "request.json").write_text(json.dumps(request))
-        (folder / "program.bin").write_bytes(program)
+    with Child("meshkit.compile.child", environment) as child:
+        module, kept = child.folder / "module.pb", child.folder / KERNELS_FILE
+        (child.folder / "program.bin").write_bytes(program)
         if kernels:
-            (folder / KERNELS_FILE).write_bytes(kernels)
-        stderr = _run_child(folder, environment, timeout_s)
-        result = json.loads((folder / "result.json").read_text())
+            kept.write_bytes(kernels)
+        try:
+            result = child.ask({**request, "folder": str(child.folder)}, timeout_s)
+        except TimeoutError:
+            how = f"a longer --compile-timeout ({COMPILE_TIMEOUT} for other verbs)"
+            raise _Died(
+                f"XLA was still compiling after {timeout_s:.0f} s and was stopped.",
+                hint=f'remat = "full", scanned layers, or {how}',
+            ) from None
+        except ChildDied as e:
+            raise _Died(f"XLA's compiler died ({e.how}): {_last_words(e.log)}", hint=_hint(e.log, e.how)) from None
+        except ChildFailed as e:
+            raise ProgramError(f"XLA refused the program: {str(e).splitlines()[0][:500]}", hint=_hint(str(e))) from None
         if "option" in result:
             value = request["compiler_options"][result["option"]]
             raise option_error(result["option"], value, result["reason"], version_of("jaxlib") or "?")
-        if "error" in result:
-            raise ProgramError(
-                f"XLA refused the program: {result['error'].splitlines()[0][:500]}", hint=_hint(result["error"])
-            )
-        made = cache.KeptProgram(result, stderr, (folder / "module.pb").read_bytes())
-        file = folder / KERNELS_FILE
-        return made, file.read_bytes() if file.exists() else b""
+        result["peak_rss_bytes"] = child.peak_rss_bytes
+        made = cache.KeptProgram(result, child.log(), module.read_bytes())
+        return made, kept.read_bytes() if kept.exists() else b""
 
 
 def _child_environment() -> dict[str, str]:
@@ -306,34 +306,8 @@ def _child_environment() -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "PYTHONPATH": child_path(),
         "TF_CPP_MIN_LOG_LEVEL": "1",
     }
-
-
-def _run_child(folder: Path, environment: Mapping[str, str], timeout_s: float) -> str:
-    """Runs the compiler process; returns its log.
-
-    Raises:
-        ProgramError: it died or ran out of time, with the end of what it said.
-    """
-    command = [sys.executable, "-P", "-m", "meshkit.compile.child", str(folder)]
-    pipe = subprocess.PIPE
-    child = start_in(folder, command, environment, stdout=pipe, stderr=pipe, text=True, errors="replace")
-    try:
-        stderr = child.communicate(timeout=timeout_s)[1]
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.communicate()
-        raise _Died(
-            f"XLA was still compiling after {timeout_s:.0f} s and was stopped.",
-            hint=f'remat = "full", scanned layers, or a longer --compile-timeout ({COMPILE_TIMEOUT} for other verbs)',
-        ) from None
-    if not (folder / "result.json").exists():
-        code = child.returncode
-        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        raise _Died(f"XLA's compiler died ({name}): {_last_words(stderr)}", hint=_hint(stderr, name))
-    return stderr
 
 
 def _last_words(stderr: str) -> str:

@@ -271,14 +271,6 @@ def serve(module_name: str, folder: Path, at: str | None) -> None:
         sys.meta_path.insert(0, FINDER)
 
 
-def child_path() -> str:
-    """PYTHONPATH of a process that shall import what this one does; its command has `-P`, so that nothing comes before.
-
-    No folder of an experiment is in it: a process that loads an experiment finds the code as this one did.
-    """
-    return os.pathsep.join(os.path.abspath(path) for path in sys.path)
-
-
 class _Finder:
     """Finds top-level modules in the folders that hold the user's code, for that code alone."""
 

@@ -1,11 +1,10 @@
-"""Processes that plan variants at the same time, each its own compiler: `python -m meshkit.search.workers PARENT`.
+"""Processes that plan variants at the same time, each with a compiler of its own.
 
 XLA can die of a program, and a machine can run out of memory: then the variant is lost, and a new process goes on.
 
-A process reads one request a line on stdin, `{"experiment": PATH, "overrides": [...], "settings": [...]}`, or of a step
-of somebody's `{"build": "pkg.mod:fn", "cluster": {...}, "mesh": {...}, "choices": {...}, "settings": [...]}`, and
-answers each with one line on stdout, an Outcome. Whatever else would be printed goes to stderr. It ends with stdin, or
-its parent. A user's executor gets the same lines as texts.
+A request is `{"experiment": PATH, "overrides": [...], "settings": [...]}`, or of a step of somebody's `{"build":
+"pkg.mod:fn", "cluster": {...}, "mesh": {...}, "choices": {...}, "settings": [...]}`; its answer is an Outcome. A user's
+executor gets the same as text.
 
     build(mesh, **choices) -> (step, args) -> plan -> Outcome
 
@@ -19,28 +18,21 @@ import contextlib
 import importlib
 import json
 import os
-import queue
-import signal
-import subprocess
-import sys
 import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
+from meshkit.children import Child, ChildDied, ChildFailed, ready, serve
 from meshkit.compile.options import PLAIN
-from meshkit.compile.scratch import die_with_parent, scratch_folder, start_in
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import load
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.toml import inline
-from meshkit.config.user_code import child_path
 from meshkit.errors import MeshkitError
 from meshkit.planning.planner import make_plan, plan_experiment
 from meshkit.search.variants import Outcome, outcome_of
@@ -48,7 +40,7 @@ from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.program import local_bytes
 from meshkit.units import format_bytes
 
-COMMAND = ("-P", "-m", "meshkit.search.workers")  # beyond the interpreter
+MODULE = "meshkit.search.workers"  # of the processes that plan
 
 _IN_FLIGHT = 32  # requests at a time to an executor that does not say how many workers it has
 
@@ -132,7 +124,7 @@ def default_jobs() -> int:
 
 
 class Workers:
-    """A pool of planning processes.
+    """What plans several variants at a time: processes of ours here, an executor in `ExecutorWorkers`.
 
     Args:
         request: what all variants have in common.
@@ -142,17 +134,10 @@ class Workers:
 
     def __init__(self, request: Mapping[str, Any], jobs: int | None = None, log: Path | None = None):
         self.jobs = jobs or default_jobs()
-        self._request = request
-        self._requests: queue.SimpleQueue[Settings | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._log = log.open("ab") if log else None
-        self._processes: dict[int, subprocess.Popen] = {}
-        self._closing = False
-        self._scratch = contextlib.ExitStack()
-        self._folder = self._scratch.enter_context(scratch_folder())  # of all that they write for themselves
-        self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(self.jobs)]
-        for thread in self._threads:
-            thread.start()
+        self._request, self._log = request, log
+        self._waiting: list[Settings] = []
+        self._idle: list[Child] = []
+        self._busy: dict[Child, Settings] = {}
 
     def run(self, choose: Callable[[], Settings | None], take: Callable[[Outcome], None]) -> None:
         """Plans what `choose` asks for, as many variants at a time as there are processes, and hands over each outcome.
@@ -161,7 +146,7 @@ class Workers:
 
         Args:
             choose: gives the settings of the next variant, or None where there is none for now.
-            take: gets every outcome in the order in which they are done, in the caller's thread.
+            take: gets every outcome in the order in which they are done.
         """
         waiting = 0
         while True:
@@ -175,70 +160,34 @@ class Workers:
 
     def submit(self, settings: Settings) -> None:
         """Asks for the outcome of the experiment with settings laid over it."""
-        self._requests.put(settings)
+        self._waiting.append(settings)
+        self._start()
 
     def next(self) -> Outcome:
-        """The next outcome, whichever is done first; waits for it."""
-        while True:  # in slices: a wait without end would not hear Ctrl-C
-            with contextlib.suppress(queue.Empty):
-                return self._answers.get(timeout=0.5)
+        """The next outcome, whichever is done first; waits for it. A process that dies costs its variant alone."""
+        child = ready(list(self._busy))[0]
+        settings = self._busy.pop(child)
+        try:
+            outcome = Outcome.model_validate(child.receive())
+            self._idle.append(child)
+        except ChildFailed as e:
+            child.close()
+            text = f"the planning process died ({e.how})." if isinstance(e, ChildDied) else str(e)
+            outcome = Outcome(settings=settings, status="error", error=text)
+        self._start()
+        return outcome
 
     def close(self) -> None:
         """Ends the processes, also in the middle of a variant."""
-        self._closing = True
-        self._scratch.close()
-        for _ in self._threads:
-            self._requests.put(None)
-        for thread in self._threads:
-            thread.join(timeout=10)
-        if self._log:
-            self._log.close()
+        for child in (*self._idle, *self._busy):
+            child.close()
 
-    def _serve(self, index: int) -> None:
-        """Answers requests with the process of one thread, started again after it died."""
-        while (settings := self._requests.get()) is not None and not self._closing:
-            try:
-                process = self._processes.get(index) or self._start(index)
-            except ProcessLookupError:  # closed in the meantime
-                break
-            try:
-                assert process.stdin is not None
-                assert process.stdout is not None
-                process.stdin.write(json.dumps({**self._request, "settings": settings}) + "\n")
-                process.stdin.flush()
-                outcome = Outcome.model_validate_json(process.stdout.readline())
-            except (OSError, ValueError, ValidationError):
-                outcome = self._lost(index, settings)
-            self._answers.put(outcome)
-        if process := self._processes.pop(index, None):
-            _end(process)
-
-    def _start(self, index: int) -> subprocess.Popen:
-        """A planning process that imports from where this one does, and loads the experiment's code by its location."""
-        environment = dict(os.environ) | {"PYTHONPATH": child_path()}
-        command = [sys.executable, *COMMAND]
-        pipe = subprocess.PIPE
-        stderr = self._log or subprocess.DEVNULL
-        process = start_in(self._folder, command, environment, stdin=pipe, stdout=pipe, stderr=stderr, text=True)
-        self._processes[index] = process
-        return process
-
-    def _lost(self, index: int, settings: Settings) -> Outcome:
-        """The outcome of a variant whose process died."""
-        code = _end(self._processes.pop(index))
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return Outcome(settings=settings, status="error", error=f"the planning process died ({how}).")
-
-
-def _end(process: subprocess.Popen) -> int:
-    """Ends a process, whatever it is doing; its exit code."""
-    process.kill()
-    code = process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what was written last may have nobody to read it
-            if pipe is not None:
-                pipe.close()
-    return code
+    def _start(self) -> None:
+        """Gives what waits to processes that are free."""
+        while self._waiting and len(self._busy) < self.jobs:
+            child = self._idle.pop() if self._idle else Child(MODULE, log=self._log)
+            self._busy[child] = settings = self._waiting.pop(0)
+            child.send({**self._request, "settings": settings})
 
 
 class ExecutorWorkers(Workers):
@@ -252,26 +201,25 @@ class ExecutorWorkers(Workers):
     def __init__(self, request: Mapping[str, Any], executor: Executor):
         self.jobs = getattr(executor, "_max_workers", None) or _IN_FLIGHT
         self._request, self._executor = request, executor
-        self._answers = queue.SimpleQueue()
-        self._futures: set[Future] = set()
+        self._futures: dict[Future, Settings] = {}
 
     def submit(self, settings: Settings) -> None:
         """Asks the executor."""
-        future = self._executor.submit(answer, json.dumps({**self._request, "settings": settings}))
-        self._futures.add(future)
-        future.add_done_callback(lambda done: self._take(done, settings))
+        self._futures[self._executor.submit(answer, json.dumps({**self._request, "settings": settings}))] = settings
 
-    def _take(self, done: Future, settings: Settings) -> None:
-        self._futures.discard(done)
+    def next(self) -> Outcome:
+        """The next outcome; of those that are done, what was asked first."""
+        wait(self._futures, return_when=FIRST_COMPLETED)
+        future = next(future for future in self._futures if future.done())
+        settings = self._futures.pop(future)
         try:
-            outcome = Outcome.model_validate_json(done.result())
+            return Outcome.model_validate_json(future.result())
         except (Exception, CancelledError) as e:
-            outcome = Outcome(settings=settings, status="error", error=f"the executor failed: {type(e).__name__}: {e}")
-        self._answers.put(outcome)
+            return Outcome(settings=settings, status="error", error=f"the executor failed: {type(e).__name__}: {e}")
 
     def close(self) -> None:
         """Takes back what has not begun; the executor is the user's."""
-        for future in list(self._futures):
+        for future in self._futures:
             future.cancel()
 
 
@@ -368,24 +316,16 @@ def opened(
         workers.close()
 
 
-def main() -> None:
-    """Answers requests until there are no more."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and decides
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        answers.write(answer(line) + "\n")
-        answers.flush()
-
-
 def answer(request: str) -> str:
-    """The outcome, as JSON, of a request of one variant."""
-    wanted = json.loads(request)
-    settings = tuple(wanted["settings"])
-    if "build" in wanted:
-        return plan_named(wanted["build"], BuiltStep.of(wanted), settings).model_dump_json()
-    return plan_variant(wanted["experiment"], wanted["overrides"], settings).model_dump_json()
+    """The outcome, as JSON, of a request of one variant: what an executor is asked."""
+    return _outcome(json.loads(request)).model_dump_json()
+
+
+def _outcome(request: Mapping[str, Any]) -> Outcome:
+    settings = tuple(request["settings"])
+    if "build" in request:
+        return plan_named(request["build"], BuiltStep.of(request), settings)
+    return plan_variant(request["experiment"], request["overrides"], settings)
 
 
 def plan_variant(experiment: str, overrides: Sequence[str], settings: Settings) -> Outcome:
@@ -410,4 +350,4 @@ def plan_variant(experiment: str, overrides: Sequence[str], settings: Settings) 
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda request: _outcome(request).model_dump(mode="json"))

@@ -1,22 +1,16 @@
-"""Who is waited for in a captured step, while the job goes on: `python -m meshkit.trace.live PARENT`, a process number.
+"""Who is waited for in a captured step, while the job goes on: a `meshkit.children.Child` beside a training process.
 
     a process's own trace -> its collectives: when each device came and left -> a table of some kilobytes
     the tables of all processes -> clocks aligned by the ends of collectives -> waits -> who causes them
 
-A training process has one such process beside it, at the lowest priority, so that no step waits for a trace to be read.
-It reads one request a line on stdin, the first of them what `_Watcher` takes, and answers each with one line on stdout.
-It ends with stdin, or its parent.
+It has the lowest priority, so that no step waits for a trace to be read.
 """
 
 from __future__ import annotations
 
 import base64
-import json
 import os
-import resource
-import signal
 import statistics
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from meshkit.compile.scratch import die_with_parent
+from meshkit.children import serve
 from meshkit.config.mesh import Placement
-from meshkit.errors import TraceError
 from meshkit.hlo.module import Module, read_program
 from meshkit.timeline import DeviceStep, exposed_waits
 from meshkit.trace.captured import traced_program
@@ -38,7 +31,7 @@ _MOST_ROWS = 4096  # of a table: of more, every second, fourth, ... collective o
 _EVER = 1e9  # seconds: longer than any step
 
 
-class _Watcher:
+class Watcher:
     """Reads traces of one program.
 
     Args:
@@ -134,32 +127,18 @@ def _unpacked(text: str) -> np.ndarray:
 
 
 def main() -> None:
-    """Answers requests until there are no more."""
-    die_with_parent()
+    """Answers requests: of the first a `Watcher` is made, each other one is a `trace` to read or tables to `judge`."""
+    watcher: Watcher | None = None
+
+    def answer(request: Mapping[str, Any]) -> Any:
+        nonlocal watcher
+        if watcher is None:
+            watcher = Watcher(**request)
+            return None
+        return watcher.table(request["trace"]) if "trace" in request else watcher.judge(request["judge"])
+
     os.nice(19)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent hears them, and decides
-        signal.signal(number, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    watcher, counted_s = None, 0.0
-    for line in sys.stdin:
-        request, answer = json.loads(line), {}
-        try:
-            if watcher is None:
-                watcher = _Watcher(**request)
-            elif "trace" in request:
-                answer = watcher.table(request["trace"])
-            else:
-                answer = {"late": watcher.judge(request["judge"])}
-        except TraceError as error:
-            answer = {"error": error.message}
-        except Exception as error:  # whatever it is, training goes on, and one line says what
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s = used.ru_utime + used.ru_stime
-        answers.write(json.dumps(answer | {"cpu_s": cpu_s - counted_s}) + "\n")
-        counted_s = cpu_s
-        answers.flush()
+    serve(answer)
 
 
 if __name__ == "__main__":

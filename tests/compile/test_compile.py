@@ -1,8 +1,6 @@
 """How a program is compiled, without XLA: the compiler process is played by a function."""
 
-import json
 import os
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -34,30 +32,49 @@ def choices(derived=(), pool_bytes=75 * GIB, options=None):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def timeouts():
+    """Seconds that each compile had."""
+    return []
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path, timeouts):
     """Compiles for H100s, of 80 GB."""
     asked = []
 
-    def play(folder, environment, timeout_s):
-        request = json.loads((folder / "request.json").read_text())
-        asked.append(request["compiler_options"])
-        sizes = dict.fromkeys(("argument", "output", "alias", "generated_code"), 0)
-        temp = taken(request["compiler_options"])
-        left_out = {n: "this XLA has no such option" for n in request["compiler_options"] if n == "xla_unknown"}
-        result = {
-            "left_out": left_out,
-            "lower_s": 0.1,
-            "compile_s": 1.0,
-            "peak_rss_bytes": 1,
-            "partitioner": "shardy",
-            "memory": sizes | {"temp": temp},
-            "host_memory": sizes | {"temp": 0},
-        }
-        (folder / "module.pb").write_bytes(b"module")
-        (folder / "result.json").write_text(json.dumps(result))
-        return ""
+    class Played:
+        """In the place of the compiler process."""
 
-    monkeypatch.setattr(program, "_run_child", play)
+        peak_rss_bytes = 1
+
+        def __init__(self, _module, _environment):
+            self.folder = tmp_path
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def log(self):
+            return ""
+
+        def ask(self, request, timeout_s):
+            options = request["compiler_options"]
+            asked.append(options)
+            timeouts.append(timeout_s)
+            sizes = dict.fromkeys(("argument", "output", "alias", "generated_code"), 0)
+            (self.folder / "module.pb").write_bytes(b"module")
+            return {
+                "left_out": {n: "this XLA has no such option" for n in options if n == "xla_unknown"},
+                "lower_s": 0.1,
+                "compile_s": 1.0,
+                "partitioner": "shardy",
+                "memory": sizes | {"temp": taken(options)},
+                "host_memory": sizes | {"temp": 0},
+            }
+
+    monkeypatch.setattr(program, "Child", Played)
     monkeypatch.setattr(program, "check_compiler", lambda: None)
     monkeypatch.setenv("MESHKIT_CACHE", "off")
     cluster = mk.Cluster.load("dgx_h100", hosts=1)
@@ -184,11 +201,8 @@ def test_xlas_last_words_are_no_note_of_its_loading():
     assert program._last_words(fatal + "*** Check failure stack trace: ***\n" + note) == "Check failed: 4 == 8"
 
 
-def test_the_limit_of_a_compile_is_the_option_the_variable_or_half_an_hour(compiled, monkeypatch):
+def test_the_limit_of_a_compile_is_the_option_the_variable_or_half_an_hour(compiled, timeouts, monkeypatch):
     """Of this process and those that it starts."""
-    limits = []
-    play = program._run_child
-    monkeypatch.setattr(program, "_run_child", lambda *a: (limits.append(a[2]), play(*a))[1])
     compiled()
     monkeypatch.setenv("MESHKIT_COMPILE_TIMEOUT", "7200")
     compiled()
@@ -197,15 +211,18 @@ def test_the_limit_of_a_compile_is_the_option_the_variable_or_half_an_hour(compi
         assert os.environ["MESHKIT_COMPILE_TIMEOUT"] == "60"
     with program.compiling():
         compiled()
-    assert limits == [1800.0, 7200.0, 60.0, 7200.0]
+    assert timeouts == [1800.0, 7200.0, 60.0, 7200.0]
     for wrong in ("0", "-1", "1e3", "soon", "9" * 5000):
         monkeypatch.setenv("MESHKIT_COMPILE_TIMEOUT", wrong)
         with pytest.raises(ConfigError, match=r"MESHKIT_COMPILE_TIMEOUT is '.{1,80}', not a number of seconds"):
             compiled()
 
 
-def test_a_compile_beyond_its_limit_is_stopped_and_says_how_it_gets_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "start_in", lambda folder, command, environment, **how: start(environment, how))
-    start = lambda environment, how: subprocess.Popen(["sleep", "60"], env=environment, **how)
+@pytest.mark.deviceless
+def test_a_compile_beyond_its_limit_is_stopped_and_says_how_it_gets_more(monkeypatch):
+    monkeypatch.setenv("MESHKIT_CACHE", "off")
+    monkeypatch.setenv("MESHKIT_COMPILE_TIMEOUT", "1")  # less than the process takes to import jax and XLA
+    mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), H100S, devices=mk.describe_devices(H100S))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
     with pytest.raises(ProgramError, match=r"still compiling after 1 s(.|\n)*a longer --compile-timeout \(MESHKIT_"):
-        program._run_child(tmp_path, dict(os.environ), 1.0)
+        program.compile_absent(lambda x: x.sum(), (x,), mesh=mesh, cluster=H100S)

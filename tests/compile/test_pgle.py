@@ -134,17 +134,18 @@ def test_the_table_has_the_models_prices(name, key):
         assert all(after <= max(1.25 * size, size + 4 * gpus) for size, after in itertools.pairwise(once))
 
 
-def test_xla_prices_collectives_by_the_table(monkeypatch):
+def test_xla_prices_collectives_by_the_table(monkeypatch, tmp_path):
     """Its scheduler says what it takes a collective for."""
-    logs, environment, run = [], compiler._child_environment, compiler._run_child
+    environment, start = compiler._child_environment, compiler.Child
     loud = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "sol_latency_estimator=10"}
     monkeypatch.setattr(compiler, "_child_environment", lambda: environment() | loud)
-    monkeypatch.setattr(compiler, "_run_child", lambda *a: logs.append(run(*a)) or logs[-1])
+    monkeypatch.setattr(compiler, "Child", lambda *a: start(*a, tmp_path / "log"))
     monkeypatch.setenv("MESHKIT_CACHE", "off")
     plan = plan_experiment(
         load(TINY, ('cluster="dgx_h100"', "model.embed=1024", "model.mlp=4096", 'train.pgle="table"'))
     )
-    said = {float(us) * 1e-6 for us in re.findall(r"Computed collective time for \S+: ([\d.]+) us", logs[0])}
+    log = (tmp_path / "log").read_text()
+    said = {float(us) * 1e-6 for us in re.findall(r"Computed collective time for \S+: ([\d.]+) us", log)}
     cluster = Cluster.load("dgx_h100")
     prices = {
         collective_time_s(c.collective, payload_bytes=c.payload_bytes, gpus_per_domain=8, cluster=cluster)

@@ -16,7 +16,7 @@ from meshkit.report.views.report import write_html
 from meshkit.report.views.words import training_text
 from meshkit.timeline import sweep
 from meshkit.trace.captured import open_capture
-from meshkit.trace.live import _Watcher
+from meshkit.trace.live import Watcher
 from meshkit.trace.measured import kernel_runs, kernel_seconds, tensor_share, write_calibration
 from meshkit.trace.operations import GraphNode
 from meshkit.trace.reader import read_trace
@@ -123,7 +123,7 @@ def test_the_process_beside_a_training_reads_a_gpus_trace_in_which_nobody_waits(
     record, program = open_capture(run).record, tmp_path / "program.hlo.pb"
     program.write_bytes(gzip.decompress((run / "trace/program-p0.hlo.pb.gz").read_bytes()))
     mesh, devices = record.mesh, {d.ordinal: d.id for d in record.devices}
-    watcher = _Watcher(str(program), mesh.axes, mesh.shape, mesh.device_ids, devices)
+    watcher = Watcher(str(program), mesh.axes, mesh.shape, mesh.device_ids, devices)
     table = json.loads(json.dumps(watcher.table(str(run / "trace"))))
     assert (table["devices"], table["names"]) == ([0], [])
     assert table["compute_s"] / 4 == pytest.approx(measured.report.step.compute_s, rel=0.01)

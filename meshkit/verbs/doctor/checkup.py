@@ -2,7 +2,7 @@
 
 With --gang whether they do:
 
-    check_gang -> roll call -> child process (all_reduce_child.py) -> joins, all-reduce -> one line of JSON
+    check_gang -> roll call -> child process (child.py) -> joins, all-reduce
 
 A child makes the all-reduce, because jax ends a process whose partners are gone.
 """
@@ -10,19 +10,17 @@ A child makes the all-reduce, because jax ends a process whose partners are gone
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshkit.children import Child, ChildDied, ChildFailed
 from meshkit.config.experiment import Experiment
-from meshkit.config.user_code import child_path
 from meshkit.discover import LiveProbe
 from meshkit.distributed.environment import FIRST_PORT, NUM_PORTS, Gang, read_gang, split_address
 from meshkit.distributed.join import bind_address, certificates_of
@@ -30,6 +28,7 @@ from meshkit.distributed.roll_call import Attendance, call_roll, wait_for_name
 from meshkit.errors import MeshkitError
 from meshkit.units import format_bytes
 from meshkit.verbs.doctor.node import (
+    CHILD,
     Diagnosis,
     Result,
     check_disk,
@@ -286,25 +285,18 @@ def _clocks(attendance: Attendance) -> Result:
 
 def try_all_reduce(env: Mapping[str, str], gang: Gang, timeout_s: float) -> Result:
     """The sum over all devices of the job, in a child process, since what hangs must be ended."""
-    child = {**env, "MESHKIT_DOCTOR_TIMEOUT": str(timeout_s), "PYTHONPATH": child_path()}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "meshkit.verbs.doctor.all_reduce_child"],
-            env=child,
-            capture_output=True,
-            text=True,
-            timeout=2 * timeout_s + 30,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        message = f"an all-reduce over {gang.num_processes} processes did not end in {2 * timeout_s + 30:g} s."
-        return error("gang", message, "interfaces and firewalls between the machines; NCCL_DEBUG=INFO tells more")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode == 0 and lines:
-        return _judge(json.loads(lines[-1]), gang.num_processes)
-    last = next((line for line in reversed(done.stderr.splitlines()) if "rror" in line), f"exit {done.returncode}")
-    message = f"all came, but the all-reduce failed; process {gang.process_id} said: {last.strip()[:300]}"
-    return error("gang", message, "the logs of all; NCCL_DEBUG=INFO tells what NCCL tried")
+    limit_s = 2 * timeout_s + 30
+    with Child(CHILD, env) as child:
+        try:
+            return _judge(child.ask({"join_s": timeout_s}, limit_s), gang.num_processes)
+        except TimeoutError:
+            message = f"an all-reduce over {gang.num_processes} processes did not end in {limit_s:g} s."
+            return error("gang", message, "interfaces and firewalls between the machines; NCCL_DEBUG=INFO tells more")
+        except ChildFailed as e:
+            log = e.log.splitlines() if isinstance(e, ChildDied) else []
+            last = next((line.strip() for line in reversed(log) if "rror" in line), str(e))
+            message = f"all came, but the all-reduce failed; process {gang.process_id} said: {last[:300]}"
+            return error("gang", message, "the logs of all; NCCL_DEBUG=INFO tells what NCCL tried")
 
 
 def _judge(found: dict, processes: int) -> Result:

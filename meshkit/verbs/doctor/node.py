@@ -10,7 +10,6 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -23,9 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from meshkit.children import Child, ChildDied, ChildFailed
 from meshkit.compile.cache import cache_root
 from meshkit.compile.options import check_compiler, version_of
-from meshkit.config.user_code import child_path, listed, read_site
+from meshkit.config.user_code import listed, read_site
 from meshkit.discover.machine import discover
 from meshkit.discover.probe import Probe
 from meshkit.distributed.environment import MEMORY_FRACTIONS, read_gang
@@ -73,6 +73,7 @@ _COSTLY_MEMORY = (
 )
 _INTERFACES = Path("/sys/class/net")
 _XLA_TIMEOUT_S = 60
+CHILD = "meshkit.verbs.doctor.child"
 
 
 class Result(BaseModel):
@@ -357,23 +358,18 @@ def check_xla_flags(env: Mapping[str, str]) -> Result:
     flags = env.get("XLA_FLAGS", "")
     if not flags.strip():
         return ok("xla_flags", "XLA_FLAGS is not set")
-    code = "from jax._src.lib import xla_client; xla_client.make_cpu_client()"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            env={**env, "JAX_PLATFORMS": "cpu", "PYTHONPATH": child_path()},
-            capture_output=True,
-            text=True,
-            timeout=_XLA_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return warning("xla_flags", f"jaxlib was not done with XLA_FLAGS after {_XLA_TIMEOUT_S} s.", "unset XLA_FLAGS")
-    if done.returncode == 0:
-        return ok("xla_flags", f"XLA takes {len(flags.split())} flags")
-    named = [line for line in done.stderr.splitlines() if "nknown flag" in line or "XLA_FLAGS" in line]
-    why = named[-1].split("]", 1)[-1].strip() if named else f"jaxlib ends with {done.returncode}"
-    return error("xla_flags", f"XLA aborts with these XLA_FLAGS: {why}", "take the flag out of XLA_FLAGS")
+    with Child(CHILD, {**env, "JAX_PLATFORMS": "cpu"}) as child:
+        try:
+            child.ask({}, _XLA_TIMEOUT_S)
+        except TimeoutError:
+            why = f"jaxlib was not done with XLA_FLAGS after {_XLA_TIMEOUT_S} s."
+            return warning("xla_flags", why, "unset XLA_FLAGS")
+        except ChildFailed as e:
+            log = e.log.splitlines() if isinstance(e, ChildDied) else []
+            named = [line for line in log if "nknown flag" in line or "XLA_FLAGS" in line]
+            why = named[-1].split("]", 1)[-1].strip() if named else str(e)
+            return error("xla_flags", f"XLA aborts with these XLA_FLAGS: {why}", "take the flag out of XLA_FLAGS")
+    return ok("xla_flags", f"XLA takes {len(flags.split())} flags")
 
 
 def _launcher(env: Mapping[str, str]) -> Result:

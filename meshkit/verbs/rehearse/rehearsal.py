@@ -1,6 +1,6 @@
 """rehearse: one real GPU runs one process's program of a job that is not there.
 
-experiment -> (another process, `python -m` this module: NCCL and the topology mocked) -> capture: kernel times, peak
+experiment -> (another process, of this module: NCCL and the topology mocked) -> capture: kernel times, peak
   -> plan's simulation, with measured kernels and the network model for what was mocked -> Timeline -> Report
 
 Whatever a capture holds can be read again, on any machine: only `run` needs the GPU. In the process that owns it jax is
@@ -13,7 +13,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshkit.children import Child, ChildDied, ChildFailed, serve
 from meshkit.compile.attached import compile_step
 from meshkit.compile.choices import choices_for
 from meshkit.compile.options import version_of
@@ -32,7 +32,6 @@ from meshkit.config import calibration, catalog
 from meshkit.config.calibration import CALIBRATION_FILE, Calibration, MeasuredOn, Rates
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, load
-from meshkit.config.user_code import child_path
 from meshkit.config.xla_options import as_overrides
 from meshkit.discover.probe import read_nvml
 from meshkit.distributed.environment import MEMORY_FRACTIONS
@@ -59,7 +58,7 @@ from meshkit.trace.reader import COMMAND_BUFFERS_FLAG
 from meshkit.units import format_bytes, format_percent, format_seconds
 
 LOG_FILE = "logs/rehearsal.log"
-COMMAND = ("-P", "-m", "meshkit.verbs.rehearse.rehearsal")  # beyond the interpreter
+MODULE = "meshkit.verbs.rehearse.rehearsal"  # of the process on the GPU
 FLAGS = (
     COMMAND_BUFFERS_FLAG,  # in a CUDA graph a trace names no instruction
     "--xla_gpu_shard_autotuning=false",  # else XLA waits a day for the kernels that others of the job would time
@@ -136,18 +135,19 @@ def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
         "folder": str(folder),
         "steps": steps,
     }
-    environment = gpu_environment(experiment, os.environ)
-    environment["PYTHONPATH"] = child_path()
-    with log.open("wb") as stderr:
-        command = [sys.executable, *COMMAND, json.dumps(request)]
-        done = subprocess.run(command, env=environment, stdout=stderr, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        marks = ("RESOURCE_EXHAUSTED", "Error")
-        said = next((line for line in reversed(lines) if any(m in line for m in marks)), (lines or ["nothing"])[-1])
-        if is_of_memory(said):
-            raise too_little_memory(experiment.cluster, experiment.train, experiment.file, said, at=str(log))
-        raise RunError(f"the rehearsal failed (exit code {done.returncode}): {said[:300]}", at=str(log))
+    log.unlink(missing_ok=True)
+    with Child(MODULE, gpu_environment(experiment, os.environ), log) as child:
+        try:
+            child.ask(request)
+        except ChildFailed as e:
+            said = str(e)
+            if isinstance(e, ChildDied):
+                lines = [line for line in e.log.splitlines() if line.strip()]
+                marked = (line for line in reversed(lines) if "RESOURCE_EXHAUSTED" in line or "Error" in line)
+                said = f"{said}: {next(marked, (lines or ['nothing'])[-1])}"
+            if is_of_memory(said):
+                raise too_little_memory(experiment.cluster, experiment.train, experiment.file, said, at=str(log)) from None
+            raise RunError(f"the rehearsal failed: {said[:300]}", at=str(log)) from None
 
 
 def gpu_environment(experiment: Experiment, environment: Mapping[str, str]) -> dict[str, str]:
@@ -512,4 +512,4 @@ def _filled(
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    serve(main)

@@ -23,13 +23,10 @@ difference: an all-gather of 4 bytes an array and GPU.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -45,9 +42,8 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshkit.compile.scratch import scratch_folder, start_in
+from meshkit.children import Child, ChildFailed
 from meshkit.config.places import describe_error
-from meshkit.config.user_code import child_path
 from meshkit.discover import LiveProbe
 from meshkit.discover.machine import visible_gpus
 from meshkit.distributed.join import Agreement
@@ -251,10 +247,8 @@ class StepCaptures:
         self._first_step, self._budget_s = first_step, budget_s
         self._captures, self._suspect, self._warned = 0, -1, False
         self._thread: threading.Thread | None = None
-        self._reader: subprocess.Popen | None = None
+        self._reader: Child | None = None
         self._introduced = False
-        self._around = contextlib.ExitStack()
-        self._folder = self._around.enter_context(scratch_folder()) if self._every else Path()
         self.active = False
 
     def is_due(self, first: int, last: int) -> bool:
@@ -268,8 +262,8 @@ class StepCaptures:
         with self._stragglers.counted():
             try:
                 if self._reader is None:  # here, as it would end with a thread that started it
-                    self._reader = self._start_reader()
-                start_trace(self._folder, programs=False)
+                    self._reader = Child("meshkit.trace.live", {**os.environ, "OMP_NUM_THREADS": "1"})
+                start_trace(self._reader.folder, programs=False)
                 self.active = True
             except Exception as error:  # somebody else's profiler, or no right to one
                 self._warn(f"no step can be captured: {describe_error(error)}")
@@ -302,22 +296,24 @@ class StepCaptures:
             self.active = False
             with contextlib.suppress(Exception):
                 jax.profiler.stop_trace()
-        self._around.close()
+        if self._reader is not None:
+            self._reader.close()
 
     def _exchange(self, step: int, problem: str | None) -> None:
         """Reads the trace of a step, and hears from process 0 when the next one is captured."""
         said: dict[str, Any] = {"host": socket.gethostname(), "clock_mhz": self._stragglers.clock_mhz(), "step": step}
-        traced = self._folder / "plugins"
         with self._stragglers.counted():
             try:
                 if problem is not None:
                     raise TraceError(problem)
+                assert self._reader is not None
                 if not self._introduced:
-                    self._introduce()
-                said |= self._ask({"trace": str(traced)})
+                    self._introduce(self._reader.folder / "program.hlo.pb")
+                said |= self._ask({"trace": str(self._reader.folder / "plugins")})
             except Exception as error:  # of a process, or a disk: the others hear of it
                 said["error"] = error.message if isinstance(error, TraceError) else describe_error(error)
-            shutil.rmtree(traced, ignore_errors=True)
+            if self._reader is not None:
+                shutil.rmtree(self._reader.folder / "plugins", ignore_errors=True)
         said["cpu_s"] = self._stragglers.cpu_s
         with self._stragglers.counted():
             try:
@@ -330,10 +326,10 @@ class StepCaptures:
         step, cpu_s, every = said[0]["step"], max(s["cpu_s"] for s in said), self._every
         bad = {process: s["error"] for process, s in enumerate(said) if "error" in s}
         try:
-            late = None if bad else self._late(said, self._ask({"judge": said})["late"])
+            late = None if bad else self._late(said, self._ask({"judge": said}))
             self._stragglers.tell([late] if late else [], cpu_s)
-        except (OSError, ValueError, TraceError) as error:
-            bad[0] = str(error)
+        except TraceError as error:
+            bad[0] = error.message
         for process, why in list(bad.items())[:1]:
             self._warn(f"the captured step {step} of process {process} cannot be read: {why}")
         self._captures += 1
@@ -361,35 +357,23 @@ class StepCaptures:
         clock = slow_clock(said, process)
         return LateProcess(process, host, worst["share"], message + (f", {clock}" if clock else ""))
 
-    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: Mapping[str, Any]) -> Any:
         """The answer of the process that reads.
 
         Raises:
-            TraceError: what it could not do.
-            OSError, ValueError: it is gone.
+            TraceError: what it could not do, or that it is gone.
         """
-        process = self._reader
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        answer = json.loads(process.stdout.readline())
-        self._stragglers.cpu_s += answer.pop("cpu_s")
-        if "error" in answer:
-            raise TraceError(answer["error"])
-        return answer
+        assert self._reader is not None
+        try:
+            return self._reader.ask(request)
+        except ChildFailed as error:
+            raise TraceError(str(error)) from None
+        finally:
+            self._stragglers.cpu_s += self._reader.cpu_s
 
-    def _start_reader(self) -> subprocess.Popen:
-        """The process that reads."""
-        environment = dict(os.environ) | {"PYTHONPATH": child_path(), "OMP_NUM_THREADS": "1"}
-        command, pipe = [sys.executable, "-P", "-m", "meshkit.trace.live"], subprocess.PIPE
-        options: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": subprocess.DEVNULL, "text": True}
-        return start_in(self._folder, command, environment, **options)
-
-    def _introduce(self) -> None:
-        """Tells the process that reads what it will read traces of."""
-        program, mesh = self._folder / "program.hlo.pb", self._step.mesh
+    def _introduce(self, program: Path) -> None:
+        """Tells the process that reads what it will read traces of; the program in a file."""
+        mesh = self._step.mesh
         program.write_bytes(serialized_module(self._step.program))
         self._ask(
             {

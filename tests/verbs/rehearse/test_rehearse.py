@@ -81,7 +81,9 @@ def test_a_cluster_of_cpus_is_refused(tmp_path):
 def test_a_rehearsal_that_runs_out_of_memory_says_what_helps(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal, "gpus_here", lambda: 1)
     said = "E: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 90.00GiB with allocator GPU_0_bfc"
-    monkeypatch.setattr(rehearsal, "COMMAND", ("-c", f"import sys; print('x\\n{said}'); sys.exit(1)"))
+    (tmp_path / "says_and_ends.py").write_text(f"import sys; sys.exit('x\\n{said}')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rehearsal, "MODULE", "says_and_ends")
     with pytest.raises(RunError, match=r"asked for 90.0 GiB at once[\s\S]*rehearsal.log[\s\S]*says what makes it fit"):
         rehearsal.run(load(TINY, ON_16), tmp_path, steps=1)
 

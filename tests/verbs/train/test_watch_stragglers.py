@@ -155,7 +155,7 @@ def tables(shares, cpu_s=0.0, step=100):
     said = [{"host": f"n{p}", "clock_mhz": 1410 if p == 2 else 1755, "cpu_s": cpu_s, "step": step} for p in range(4)]
     late = [{"process": p, "share": s, "of_all": s / sum(shares.values()), "others": 3, "longer": 0.12 * (p == 2)}
             for p, s in sorted(shares.items(), key=lambda item: -item[1])]  # fmt: skip
-    return said, {"late": next(iter(late), None)}
+    return said, next(iter(late), None)
 
 
 WAIT, SLOW = "makes 3 others wait 8.0 % of the step", "its GPU at 1,410 MHz, the others at 1,755"
@@ -193,7 +193,7 @@ def test_captures_name_who_is_late_twice_in_a_row(captures, monkeypatch, first, 
 )
 def test_captures_become_rarer_until_they_take_a_millisecond_a_step(captures, monkeypatch, cpu_s, now, following):
     found, _, said = captures
-    monkeypatch.setattr(found, "_ask", lambda _: {"late": None})
+    monkeypatch.setattr(found, "_ask", lambda _: None)
     found.is_due(now, now)
     assert found._decide(tables({}, cpu_s)[0]) == following
     assert 2 * cpu_s <= 1e-3 * following

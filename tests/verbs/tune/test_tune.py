@@ -307,21 +307,22 @@ def test_pareto_keeps_what_no_other_beats():
 
 def test_a_worker_that_dies_costs_its_variant_only(tmp_path, monkeypatch):
     """Processes that are real, and end by themselves at a setting that says so."""
-    program = tmp_path / "worker.py"
-    program.write_text(
-        "import json, os, sys\n"
-        "for line in sys.stdin:\n"
-        "    settings = json.loads(line)['settings']\n"
-        "    if settings == ['die=1']:\n"
+    (tmp_path / "dying_worker.py").write_text(
+        "import os\n"
+        "from meshkit.children import serve\n"
+        "def answer(request):\n"
+        "    if request['settings'] == ['die=1']:\n"
         "        os.kill(os.getpid(), 9)\n"
-        "    print(json.dumps({'settings': settings, 'status': 'fits', 'time_s': 1.0}), flush=True)\n"
+        "    return {'settings': request['settings'], 'status': 'fits', 'time_s': 1.0}\n"
+        "serve(answer)\n"
     )
-    monkeypatch.setattr(pool, "COMMAND", (str(program),))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(pool, "MODULE", "dying_worker")
     waiting, found = [("a=1",), ("die=1",), ("b=1",), ("c=1",)], {}
     with pool.open_workers("x.toml", (), 2) as workers:
         workers.run(lambda: waiting.pop(0) if waiting else None, lambda o: found.update({o.settings: o}))
     assert len(found) == 4
-    assert found[("die=1",)].error == "the planning process died (signal 9)."
+    assert found[("die=1",)].error == "the planning process died (SIGKILL)."
     assert [o.status for s, o in sorted(found.items()) if s != ("die=1",)] == ["fits"] * 3
 
 

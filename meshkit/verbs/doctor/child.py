@@ -1,25 +1,32 @@
-"""One process of `meshkit doctor --gang`: joins the job, sums over all devices, prints a line of JSON."""
+"""The process in which `meshkit doctor` does what may end or hang one: it tries flags of XLA, or a job's all-reduce."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshkit.distributed.join import join_gang, keep_stdout
+from meshkit.children import serve
+from meshkit.distributed.join import join_gang
 
 
-def main() -> int:
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what an all-reduce over the job of this environment gave, joined within `join_s`; without that, nothing
+    but that XLA has started."""
+    if "join_s" in request:
+        return all_reduce(request["join_s"])
+    jax.devices()
+    return {}
+
+
+def all_reduce(timeout_s: float) -> dict[str, Any]:
     """Joins, and makes one all-reduce of the devices' numbers."""
-    keep_stdout()
     began = time.perf_counter()
-    join_gang(timeout_s=float(os.environ["MESHKIT_DOCTOR_TIMEOUT"]))
+    join_gang(timeout_s=timeout_s)
     devices = jax.devices()
     joined = time.perf_counter()
     mesh = Mesh(np.array(devices), ("all",))
@@ -29,16 +36,14 @@ def main() -> int:
         lambda index: np.arange(len(devices), dtype=np.float32)[index],
     )
     total = float(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(numbers))
-    found = {
+    return {
         "devices": len(devices),
         "join_s": joined - began,
         "all_reduce_s": time.perf_counter() - joined,
         "sum": total,
         "wanted": len(devices) * (len(devices) - 1) / 2,
     }
-    print(json.dumps(found), flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(answer)

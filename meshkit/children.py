@@ -1,0 +1,314 @@
+"""Processes of Python that work for this one, and temporary folders: neither outlives who made it, however that ends.
+
+    Child(module).ask(request)  -- a line of JSON on stdin ->  serve(answer), in `python -P -m module PARENT`
+                               <- a line of JSON on stdout --
+
+    <temporary folder>/meshkit-scratch-<random>    locked (flock) as long as a process that works in it lives
+
+What is too large for a line lies in the child's folder. XLA aborts its process on some programs, and a machine can run
+out of memory: then the child dies, its request is lost, and nothing else is.
+
+An end of any kind that Python hears ends the processes, then removes the folders. After SIGKILL the kernel ends the
+processes (on Linux) and lets go of the locks, and whoever makes a folder next removes those that nobody holds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from meshkit.errors import MeshkitError
+
+PREFIX = "meshkit-scratch-"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_REMOVE_S = 5.0  # for processes that were killed to be gone; what is left then goes at the next start
+_LAST_S = 1.0  # between the end of a child's answers and its own
+_FIRST_OF_ALL = "1000"  # of oom_score_adj, see proc(5)
+
+
+class ChildFailed(Exception):
+    """A child's own exception, as `Type: text`; of an error of meshkit its message."""
+
+
+class ChildDied(ChildFailed):
+    """A child ended before it answered.
+
+    Args:
+        how: `SIGABRT`, or `exit code 1`.
+        log: what it wrote to its log until then.
+    """
+
+    def __init__(self, how: str, log: str):
+        super().__init__(f"the process died ({how})")
+        self.how, self.log = how, log
+
+
+class Child:
+    """A process of a module of ours, which calls `serve`; ended with the block, also in the middle of a request.
+
+    It imports what this process does, ends with the thread that starts it (on Linux), and of all processes is the one
+    that the kernel ends first where memory runs out.
+
+    Args:
+        module: that `python -m` finds.
+        environment: of the process; PYTHONPATH and TMPDIR are set for it.
+        log: a file to which all is added that it prints; None: one in its folder.
+
+    Raises:
+        OSError: it cannot be started; ProcessLookupError where this process is ending.
+    """
+
+    folder: Path
+    """For files beside requests and answers; removed with the process."""
+    cpu_s: float = 0.0
+    """CPU seconds of the last request; those of starting are of the first."""
+    peak_rss_bytes: int = 0
+    """Of its memory, so far."""
+
+    def __init__(self, module: str, environment: Mapping[str, str] = os.environ, log: Path | None = None):
+        sweep()
+        self._scratch = _make()
+        self.folder = self._scratch.folder
+        self._log = log or self.folder / "log"
+        own = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "TMPDIR": str(self.folder)}
+        try:
+            with _changing, self._log.open("ab") as stderr:
+                if self._scratch.folder not in _made:  # nothing starts once `_remove` has ended what was there
+                    raise ProcessLookupError("this process is ending")
+                self._scratch.process = self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, str(os.getpid())],
+                    env={**environment, **own},
+                    pass_fds=(self._scratch.lock,),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                )
+        except BaseException:
+            _remove(self._scratch)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, request: Any, timeout_s: float | None = None) -> Any:
+        """Return the answer to a request; both are JSON.
+
+        Raises:
+            ChildFailed, ChildDied: there is none.
+            TimeoutError: it took longer; the process is ended.
+        """
+        self.send(request)
+        return self.receive(timeout_s)
+
+    def send(self, request: Any) -> None:
+        """Sends a request, whose answer `receive` waits for."""
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):  # of one that has died, `receive` says so
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Return the answer to what was sent; see `ask`."""
+        assert self._process.stdout is not None
+        self.cpu_s, line = 0.0, ""
+        try:
+            if not ready([self], timeout_s):
+                self.close()
+                raise TimeoutError
+            line = self._process.stdout.readline()
+        except ValueError:  # closed by another thread
+            pass
+        if not line.endswith("\n"):
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_S)
+            log = self.log()
+            self.close()
+            code = self._process.wait()
+            raise ChildDied(signal.Signals(-code).name if code < 0 else f"exit code {code}", log)
+        said = json.loads(line)
+        self.cpu_s, self.peak_rss_bytes = said["cpu_s"], said["peak_rss_bytes"]
+        if "error" in said:
+            raise ChildFailed(said["error"])
+        return said["answer"]
+
+    def log(self) -> str:
+        """Return what it has printed; nothing once it is closed, where its log lay in its folder."""
+        try:
+            return self._log.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable once there is an answer, or the process is dead."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def close(self) -> None:
+        """Ends the process, whatever it is doing, and removes its folder."""
+        _remove(self._scratch)
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # what was written last may have nobody to read it
+                if pipe is not None:
+                    pipe.close()
+
+
+def ready(children: Sequence[Child], timeout_s: float | None = None) -> list[Child]:
+    """Return those whose `receive` need not wait, once there is one; none where that takes longer than the timeout."""
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            selector.register(child, selectors.EVENT_READ, child)
+        return [key.data for key, _ in selector.select(timeout_s)]
+
+
+def serve(answer: Callable[[Any], Any]) -> None:
+    """Answers the requests of the process that started this one until there are no more, or that process is gone.
+
+    Args:
+        answer: gives the answer to a request. Both are JSON; what it raises is the answer, too. All that anything
+            prints meanwhile goes to stderr.
+    """
+    _die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent hears them, and decides
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):  # there is no such file but on Linux
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_OF_ALL)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    counted_s = 0.0
+    for line in sys.stdin:
+        try:
+            said = {"answer": answer(json.loads(line))}
+        except MeshkitError as error:
+            said = {"error": error.message}
+        except Exception as error:  # a bug, or what XLA raises: the parent gets a line, and the log the rest
+            traceback.print_exc()
+            said = {"error": f"{type(error).__name__}: {error}"}
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        cpu_s = used.ru_utime + used.ru_stime
+        usage = {"cpu_s": cpu_s - counted_s, "peak_rss_bytes": used.ru_maxrss * 1024}
+        counted_s = cpu_s
+        sys.stderr.flush()
+        answers.write(json.dumps(said | usage) + "\n")
+        answers.flush()
+
+
+def _die_with_parent() -> None:
+    """Asks Linux to end this process with the one that started it, which is the last argument; now if it is gone."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != int(sys.argv[-1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(eq=False)
+class _Scratch:
+    """A folder that this process has made."""
+
+    folder: Path
+    lock: int  # descriptor; also of the process that works in it
+    process: subprocess.Popen | None = None
+    maker: int = field(default_factory=os.getpid)  # a fork of it removes nothing
+
+
+_made: dict[Path, _Scratch] = {}
+_changing = threading.Lock()
+_ends = threading.Event()  # the interpreter does
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder, removed with the block.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    sweep()
+    scratch = _make()
+    try:
+        yield scratch.folder
+    finally:
+        _remove(scratch)
+
+
+def sweep() -> None:
+    """Removes the scratch folders of this user that no living process holds."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # held, of another user, or gone by now
+            lock = os.open(path, _FOLDER)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _make() -> _Scratch:
+    """A locked folder; again where another process swept it before it was locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        try:
+            lock = os.open(folder, _FOLDER)
+        except FileNotFoundError:  # swept by another process before it was locked
+            continue
+        with suppress(OSError):  # a file system without locks, where nothing is swept either
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), folder.stat()):
+                with _changing:
+                    if not _ends.is_set():
+                        _made[folder] = _Scratch(folder, lock)
+                        return _made[folder]
+                shutil.rmtree(folder, ignore_errors=True)
+                raise ProcessLookupError("this process is ending")
+        os.close(lock)
+
+
+def _remove(scratch: _Scratch) -> None:
+    """Ends the process that works in a folder, then removes that; does nothing the second time."""
+    with _changing:
+        if _made.pop(scratch.folder, None) is None:
+            return
+    ends = time.monotonic() + _REMOVE_S
+    if scratch.process is not None:
+        scratch.process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            scratch.process.wait(_REMOVE_S)
+    while scratch.folder.exists() and time.monotonic() < ends:  # what it has started may write for a moment
+        shutil.rmtree(scratch.folder, ignore_errors=True)
+        if scratch.folder.exists():
+            time.sleep(0.02)
+    os.close(scratch.lock)
+
+
+@atexit.register
+def _remove_all() -> None:
+    """Where a thread that nobody waits for any more is still in the block."""
+    with _changing:
+        _ends.set()
+    for scratch in list(_made.values()):
+        if scratch.maker == os.getpid():
+            _remove(scratch)
