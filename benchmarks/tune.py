@@ -19,10 +19,11 @@ from xml.sax.saxutils import escape
 
 from rich.console import Console
 
-from meshkit.search.variants import Outcome
+from meshkit.search.candidate import Outcome
+from meshkit.search.tune_report import RULE_WORDS, TuneReport, best_first, variants_table, what_text
+from meshkit.search.tuner import REPORT_FILE, Sizes, parse_hosts, tune_experiment
 from meshkit.units import GIB, format_seconds
-from meshkit.verbs.tune.tune_report import RULE_WORDS, TuneReport, best_first, progress_bar, variants_table, what_text
-from meshkit.verbs.tune.tuner import REPORT_FILE, Sizes, parse_hosts, tune_experiment
+from meshkit.verbs.tune.page import progress_bar
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENT = ROOT / "configs" / "experiments" / "llama3_70b.toml"

@@ -43,7 +43,7 @@ _PUBLIC = {
     "sharded_step": "meshkit.step.train_step",
     "sharding_scope": "meshkit.sharding.constrain",
     "shardings": "meshkit.sharding.resolve",
-    "tune": "meshkit.verbs.tune.tuner",
+    "tune": "meshkit.search.tuner",
     "write_html": "meshkit.report.views.report",
 }
 _RENAMED = {"explain": "explain_step", "lint": "lint_step", "load_experiment": "load"}
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from meshkit.report.schema import Report
     from meshkit.report.views.report import render, write_html
     from meshkit.runs.phases import init_distributed, progress
+    from meshkit.search.tuner import tune
     from meshkit.search.workers import SubmititExecutor
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
     from meshkit.sharding.mesh import build_mesh, describe_devices, prepare_platform
@@ -72,7 +73,6 @@ if TYPE_CHECKING:
     from meshkit.timeline import overlap
     from meshkit.verbs.explain.explainer import explain_step as explain
     from meshkit.verbs.profile.profiler import profile
-    from meshkit.verbs.tune.tuner import tune
 
 __all__ = [
     "Cluster",

@@ -51,7 +51,7 @@ serve(lambda _: Child("writer").ask({}))
 TUNER = """
 from meshkit.search import workers
 workers.MODULE = "worker"
-with workers.open_workers("x.toml", (), 2) as pool:
+with workers.open_workers({"experiment": "x.toml"}, 2) as pool:
     pool.submit(("a=1",))
     pool.submit(("b=1",))
     try:

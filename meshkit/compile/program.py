@@ -240,7 +240,7 @@ def _kept_or_compiled(
 ) -> tuple[cache.KeptProgram, list[str], float | None]:
     """What XLA made of a program, lines for the user about the cache, and the seconds of reading where it was kept."""
     began = time.perf_counter()
-    environment, notes = _child_environment(), []
+    environment, notes = child_environment(), []
     folder = cache.cache_folder()
     if folder is None:
         return _compile(program, request, environment, timeout_s)[0], notes, None
@@ -284,7 +284,7 @@ def _compile(
                 hint=f'remat = "full", scanned layers, or {how}',
             ) from None
         except ChildDied as e:
-            raise _Died(f"XLA's compiler died ({e.how}): {_last_words(e.log)}", hint=_hint(e.log, e.how)) from None
+            raise _Died(f"XLA's compiler died ({e.how}): {last_words(e.log)}", hint=_hint(e.log, e.how)) from None
         except ChildFailed as e:
             raise ProgramError(f"XLA refused the program: {str(e).splitlines()[0][:500]}", hint=_hint(str(e))) from None
         if "option" in result:
@@ -295,7 +295,7 @@ def _compile(
         return made, kept.read_bytes() if kept.exists() else b""
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Environment of the compiler process: the user's, but for what would keep from us what XLA says or does.
 
     XLA's warnings of replicated arrays are read from its log, and its buffers from a dump that a program from jax's own
@@ -310,7 +310,7 @@ def _child_environment() -> dict[str, str]:
     }
 
 
-def _last_words(stderr: str) -> str:
+def last_words(stderr: str) -> str:
     """The last line in which XLA complains, without its time and place in XLA; the last line of all if it does not."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip() and "***" not in line]
     lines = [line for line in lines if not re.match(r"I\d{4} |WARNING: All log messages before", line)]

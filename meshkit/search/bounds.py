@@ -35,6 +35,7 @@ from meshkit.step.loss import deferred_axes
 from meshkit.step.pipelined import arrange_description, check_model, find_stack
 from meshkit.step.program import count_model_flops
 from meshkit.step.state import ModelDescription, describe_model
+from meshkit.units import format_bytes
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}  # of activations and gathered weights
 _RESIDUAL = "embed"
@@ -440,6 +441,22 @@ def host_pool_bytes(experiment: Experiment) -> float | None:
     """One GPU's part of its host's memory; None where that is unknown."""
     cluster = experiment.cluster
     return cluster.host_memory_bytes and cluster.host_memory_bytes * cluster.hosts / cluster.num_gpus
+
+
+def ruled_out(experiment: Experiment, bound: Bound) -> tuple[str, str] | None:
+    """Return the memory that is too small for an experiment, `memory` or `host_memory`, and a sentence with the
+    numbers; None where it may fit.
+
+    Args:
+        experiment: whose bound it is.
+        bound: from `Bounds.of`.
+    """
+    pool, there = pool_bytes(experiment), host_pool_bytes(experiment)
+    if bound.needed_bytes > pool:
+        return "memory", f"{format_bytes(bound.needed_bytes)} at least, of {format_bytes(pool)}"
+    if there is not None and bound.host_bytes > there:
+        return "host_memory", f"{format_bytes(bound.host_bytes)} a GPU at least, of {format_bytes(there)}"
+    return None
 
 
 def collective_seconds(cluster: Cluster) -> CollectiveSeconds:

@@ -29,9 +29,10 @@ from meshkit.config.sections import PGLE_OPTION, TABLE_OPTION
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 from meshkit.report.schema import RemedyPart, Report
-from meshkit.search.bounds import Bounds, CollectiveSeconds, Shape, collective_seconds, group_shape, pool_bytes
-from meshkit.search.variants import Outcome, factorizations, make_space
-from meshkit.search.workers import Settings, open_workers
+from meshkit.search.bounds import Bounds, CollectiveSeconds, Shape, collective_seconds, group_shape, ruled_out
+from meshkit.search.candidate import Candidate, Outcome, Settings, fastest_first
+from meshkit.search.variants import factorizations, make_space
+from meshkit.search.workers import open_workers, request_of_file
 from meshkit.units import format_bytes, format_percent, format_seconds
 
 # A gain below this share of the communication is within what the network model gets wrong.
@@ -211,17 +212,6 @@ def _where(before: Shape, after: Shape) -> str:
     return f"keep {after[0]} GPUs of a group in each NVLink domain"
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change that may help."""
-
-    group: str  # its kind: of each the mildest that fits is kept
-    what: str  # in words
-    settings: Settings
-    parts: tuple[Change, ...] = ()
-    """Of two changes at once, each; they are tried where too few changes are enough alone."""
-
-
 def find_remedies(
     path: str | Path,
     overrides: Sequence[str],
@@ -248,39 +238,31 @@ def find_remedies(
     """
     experiment = load(path, overrides)
     bounds = Bounds(experiment)
-    waiting = [change for change in changes(experiment, bounds) if _may_fit(path, overrides, change, bounds)]
+    waiting = [change for change in changes(experiment, bounds) if may_fit(path, overrides, change, bounds)]
     if not waiting:
         return ()
-    order = list(waiting)
-    found: list[tuple[Change, Outcome]] = []
-    asked: dict[Settings, Change] = {}
-    answered = 0
+    order, asked = list(waiting), list[Candidate]()
 
-    def choose() -> Settings | None:
-        maybe = len(found) + len(asked) - answered  # those that are being compiled may fit, too
-        if not waiting or len(asked) >= tries or len(found) >= WANTED or maybe > WANTED:
+    def choose() -> Candidate | None:
+        found = sum(change.fits for change in asked)
+        maybe = found + sum(change.outcome is None for change in asked)  # those that are being compiled may fit, too
+        if not waiting or len(asked) >= tries or found >= WANTED or maybe > WANTED:
             return None
-        change = _next(waiting, list(asked.values()))
-        asked[change.settings] = change
-        return change.settings
+        asked.append(next_change(waiting, asked))
+        return asked[-1]
 
-    def take(outcome: Outcome) -> None:
-        nonlocal answered
-        answered += 1
-        done(outcome)
-        if outcome.fits:
-            change = asked[outcome.settings]
-            found.append((change, outcome))
+    def take(change: Candidate) -> None:
+        assert change.outcome is not None
+        done(change.outcome)
+        if change.fits:
             waiting[:] = [c for c in waiting if c.group != change.group and not _needless(c, change, order)]
 
-    with open_workers(path, overrides, jobs) as workers:
+    with open_workers(request_of_file(path, overrides), jobs) as workers:
         workers.run(choose, take)
-    found.sort(key=lambda pair: pair[1].time_s or float("inf"))
+    found = fastest_first(asked)
     # a change is worth nothing beside a part of it that is as fast
-    found = [
-        (c, o) for i, (c, o) in enumerate(found) if not any(set(b.settings) < set(c.settings) for b, _ in found[:i])
-    ]
-    return tuple(_part(change, outcome, step_s) for change, outcome in found[:WANTED])
+    found = [c for i, c in enumerate(found) if not any(set(b.settings) < set(c.settings) for b in found[:i])]
+    return tuple(_part(change, step_s) for change in found[:WANTED])
 
 
 def find_alternatives(
@@ -299,29 +281,34 @@ def find_alternatives(
     Raises:
         ConfigError: no valid experiment.
     """
-    asked = {change.settings: change for change in other_options(load(path, overrides), report)}
-    waiting, found = iter(asked), list[Outcome]()
-    with open_workers(path, overrides, jobs) as workers:
-        workers.run(lambda: next(waiting, None), found.append)
-    parts = [_part(asked[outcome.settings], outcome, report.step.time_s) for outcome in found if outcome.time_s]
-    return tuple(sorted(parts, key=lambda part: part.time_s or 0.0))
+    asked = list(other_options(load(path, overrides), report))
+    with open_workers(request_of_file(path, overrides), jobs) as workers:
+        workers.plan(asked)
+    planned = sorted((c for c in asked if c.time_s), key=lambda c: c.time_s or 0.0)
+    return tuple(_part(change, report.step.time_s) for change in planned)
 
 
-def other_options(experiment: Experiment, report: Report) -> Iterator[Change]:
+def other_options(experiment: Experiment, report: Report) -> Iterator[Candidate]:
     """XLA's own options in the place of derived ones, kind by kind and all at once; schedules by other latencies."""
     derived = [o.name for o in report.program.options or () if o.name not in experiment.xla]
     for what, begin, end, value in _XLAS_OWN:
         names = [name for name in derived if name.startswith(begin) and name.endswith(end)]
         if names:
-            yield Change("options", what, tuple(f"xla.{name}={inline(value)}" for name in names))
+            yield _change("options", what, tuple(f"xla.{name}={inline(value)}" for name in names))
     if experiment.train.derived_options:
-        yield Change("options", "none of what meshkit derives", ("train.derived_options=false",))
+        yield _change("options", "none of what meshkit derives", ("train.derived_options=false",))
     for latencies, words in (("predicted", "this plan's prices"), ("table", "its prices of collectives")):
         if experiment.train.pgle != latencies and not {PGLE_OPTION, TABLE_OPTION} & set(experiment.xla):
-            yield Change("options", f"scheduled by {words}", (f"train.pgle={inline(latencies)}",))
+            yield _change("options", f"scheduled by {words}", (f"train.pgle={inline(latencies)}",))
 
 
-def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
+def _change(group: str, what: str, settings: Settings, parts: tuple[Candidate, ...] = ()) -> Candidate:
+    """A change of a kind, of which the mildest that fits is kept; one of two parts is tried where too few are enough
+    alone."""
+    return Candidate(settings, what=what, group=group, parts=parts)
+
+
+def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
     """What may make an experiment fit, the mildest of each kind first; then recomputation together with another.
 
     Args:
@@ -334,30 +321,30 @@ def changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
     for second in reversed([c for c in alone if c.group in ("micro-batches", "fsdp", "tensor")]):
         for first in reversed([c for c in alone if c.group == "remat"]):
             both = f"{first.what}; {second.what}"
-            yield Change(f"remat, {second.group}", both, (*first.settings, *second.settings), (first, second))
+            yield _change(f"remat, {second.group}", both, (*first.settings, *second.settings), (first, second))
     host = next((c for c in alone if c.group == "host"), None)
     full = next((c for c in alone if c.settings == ('train.remat="full"',)), None)
     if host is not None and full is not None:
         both = f"{host.what}, and {full.what}"
-        yield Change("both", both, (*host.settings, *full.settings), (host, full))
+        yield _change("both", both, (*host.settings, *full.settings), (host, full))
 
 
-def _single_changes(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
+def _single_changes(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
     """Changes of one thing each, the mildest of each kind first."""
     optimizer = experiment.optimizer
     if experiment.pipeline.axis is not None and experiment.pipeline.residuals == "stash":
-        yield Change("remat", "keep the inputs of chunks, run each again", ('pipeline.residuals="recompute"',))
+        yield _change("remat", "keep the inputs of chunks, run each again", ('pipeline.residuals="recompute"',))
     yield from _recompute(experiment, bounds)
     yield from _micro_batches(experiment)
     space = make_space(experiment, axes=None, logical_axes=bounds.logical_axes, remats=())
     yield from _larger_axes(experiment, space)
     if optimizer.dtype == "fp32" and optimizer.class_path is None:
-        yield Change("moments", "first moment in bf16", ('optimizer.dtype="bf16"',))
+        yield _change("moments", "first moment in bf16", ('optimizer.dtype="bf16"',))
     if optimizer.memory == "device" and experiment.local_sgd.axis is None:
-        yield Change("host", "optimizer state in host memory", ('optimizer.memory="host"',))
+        yield _change("host", "optimizer state in host memory", ('optimizer.memory="host"',))
 
 
-def _recompute(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
+def _recompute(experiment: Experiment, bounds: Bounds) -> Iterator[Candidate]:
     """More recomputation than now."""
     if not bounds.model.takes_remat:
         return
@@ -365,28 +352,28 @@ def _recompute(experiment: Experiment, bounds: Bounds) -> Iterator[Change]:
     policies = {"none": ["dots", "full"], "dots": ["full"], "full": ["offload"]}
     for policy in policies.get(now if isinstance(now, str) else "dots", []):
         what = _WORDS.get(policy, "keep the layers' inputs in host memory")
-        yield Change("remat", what, (f"train.remat={inline(policy)}",))
+        yield _change("remat", what, (f"train.remat={inline(policy)}",))
 
 
-def _micro_batches(experiment: Experiment) -> Iterator[Change]:
+def _micro_batches(experiment: Experiment) -> Iterator[Candidate]:
     """Two, four, eight times the micro-batches; gradients reduced with each, where that is what makes room."""
     train, pipeline = experiment.train, experiment.pipeline
     for times in (2, 4, 8):
         if pipeline.axis is not None:
             count = pipeline.microbatches * times
-            yield Change("micro-batches", f"{count} microbatches", (f"pipeline.microbatches={count}",))
+            yield _change("micro-batches", f"{count} microbatches", (f"pipeline.microbatches={count}",))
             continue
         count = train.accumulate * times
         what, setting = f"{count} micro-batches", f"train.accumulate={count}"
         cut = "fsdp" in experiment.mesh.axis_names and not experiment.rules.gradients
         if cut:
             also = 'rules.gradients.embed="fsdp"'
-            yield Change("micro-batches", f"{what}, gradients reduced with each", (setting, also))
+            yield _change("micro-batches", f"{what}, gradients reduced with each", (setting, also))
         else:
-            yield Change("micro-batches", what, (setting,))
+            yield _change("micro-batches", what, (setting,))
 
 
-def _larger_axes(experiment: Experiment, space) -> Iterator[Change]:
+def _larger_axes(experiment: Experiment, space) -> Iterator[Candidate]:
     """Meshes that cut the state further: over `fsdp` what `data` has, and over `tensor` what either has."""
     now = {axis.name: axis.size for axis in experiment.mesh.axes}
     for name, what in (("fsdp", "cut the state over more GPUs"), ("tensor", "tensor parallelism with sequences cut")):
@@ -400,7 +387,7 @@ def _larger_axes(experiment: Experiment, space) -> Iterator[Change]:
                 continue
             sizes.add(size)
             variant = dataclasses.replace(space.base, mesh=mesh)
-            yield Change(name, f"{what}: {name} {size}", space.settings(variant))
+            yield _change(name, f"{what}: {name} {size}", space.settings(variant))
 
 
 def _grows_only(now: dict[str, int], then: dict[str, int], name: str) -> bool:
@@ -410,16 +397,16 @@ def _grows_only(now: dict[str, int], then: dict[str, int], name: str) -> bool:
     return grown and all(then.get(n, 1) == now.get(n, 1) for n in {*now, *then} - {name, *taken})
 
 
-def _may_fit(path: str | Path, overrides: Sequence[str], change: Change, bounds: Bounds) -> bool:
+def may_fit(path: str | Path, overrides: Sequence[str], change: Candidate, bounds: Bounds) -> bool:
     """Whether the closed forms leave room for the experiment with a change; False also where it cannot be loaded."""
     try:
         experiment = load(path, (*overrides, *change.settings))
-        return bounds.of(experiment).needed_bytes <= pool_bytes(experiment)
+        return ruled_out(experiment, bounds.of(experiment)) is None
     except ConfigError:
         return False
 
 
-def _needless(change: Change, fits: Change, order: Sequence[Change]) -> bool:
+def _needless(change: Candidate, fits: Candidate, order: Sequence[Candidate]) -> bool:
     """Whether a change of several holds one that is of the kind of one that fits alone, and at least as strong."""
     return any(
         part == fits or (part.group == fits.group and part in order and order.index(part) > order.index(fits))
@@ -427,7 +414,7 @@ def _needless(change: Change, fits: Change, order: Sequence[Change]) -> bool:
     )
 
 
-def _next(waiting: list[Change], asked: Sequence[Change]) -> Change:
+def next_change(waiting: list[Candidate], asked: Sequence[Candidate]) -> Candidate:
     """The next change: of the kind that was asked the least often; two at once after all that are one."""
     counts = {c.group: sum(a.group == c.group for a in asked) for c in waiting}
     change = min(waiting, key=lambda c: (bool(c.parts), counts[c.group], waiting.index(c)))
@@ -444,11 +431,11 @@ def remedies_table(title: str, remedies: Sequence[RemedyPart]) -> Table:
     for remedy in remedies:
         what = f"{remedy.what}: {' '.join(remedy.settings)}"
         memory = format_bytes(remedy.peak_bytes), format_bytes(remedy.margin_bytes)
-        table.add_row(what, format_seconds(remedy.time_s), _cost_text(remedy), *memory)
+        table.add_row(what, format_seconds(remedy.time_s), cost_text(remedy), *memory)
     return table
 
 
-def _cost_text(remedy: RemedyPart) -> str:
+def cost_text(remedy: RemedyPart) -> str:
     """`+12.3 %`: what a change adds to the step as it is."""
     if remedy.cost_s is None or not remedy.time_s:
         return "-"
@@ -456,13 +443,7 @@ def _cost_text(remedy: RemedyPart) -> str:
     return share if share.startswith("-") else f"+{share}"
 
 
-def _part(change: Change, outcome: Outcome, step_s: float | None) -> RemedyPart:
-    """A change that fits, with what its compile has shown, for the report."""
-    return RemedyPart(
-        settings=change.settings,
-        what=change.what,
-        time_s=outcome.time_s,
-        cost_s=None if step_s is None or outcome.time_s is None else outcome.time_s - step_s,
-        peak_bytes=outcome.peak_bytes,
-        margin_bytes=outcome.margin_bytes,
-    )
+def _part(change: Candidate, step_s: float | None) -> RemedyPart:
+    """A change with what its compile has shown, for the report."""
+    cost_s = None if step_s is None or change.time_s is None else change.time_s - step_s
+    return RemedyPart.of(change.outcome, settings=change.settings, what=change.what, cost_s=cost_s)

@@ -7,13 +7,10 @@ more GPUs. Efficiency is tokens per second per GPU relative to the smallest size
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment, load
@@ -21,11 +18,8 @@ from meshkit.config.mesh import MeshAxis
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
 from meshkit.report.schema import Part
-from meshkit.report.views.charts import COLORS, legend_frame
-from meshkit.report.views.page import Page, Table, number_columns, section, text_columns
-from meshkit.search.variants import Outcome, mesh_text
-from meshkit.search.workers import Settings, default_jobs, open_workers
-from meshkit.units import format_bytes, format_percent, format_seconds
+from meshkit.search.candidate import Candidate, Outcome
+from meshkit.search.workers import default_jobs, open_workers, request_of_file
 
 SCALING_SCHEMA = "meshkit.scaling/1"
 SCALING_FILE = "scaling.json"
@@ -65,16 +59,6 @@ class ScalingReport(Part):
     points: tuple[ScalingPoint, ...]
 
 
-@dataclass(frozen=True)
-class Size:
-    """One size of a sweep."""
-
-    hosts: int
-    num_gpus: int
-    global_batch: int
-    settings: tuple[str, ...]
-
-
 def parse_sweep(text: str) -> tuple[str, tuple[int, ...]]:
     """`hosts=1,2,4` as ("hosts", (1, 2, 4)), in ascending order.
 
@@ -89,8 +73,10 @@ def parse_sweep(text: str) -> tuple[str, tuple[int, ...]]:
     return name, tuple(sorted({int(part) for part in parts}))
 
 
-def sizes_of(experiment: Experiment, what: str, numbers: Sequence[int], kind: Kind) -> tuple[str, tuple[Size, ...]]:
-    """The axis that grows, and the sizes of a sweep.
+def sizes_of(
+    experiment: Experiment, what: str, numbers: Sequence[int], kind: Kind
+) -> tuple[str, tuple[Candidate, ...]]:
+    """The axis that grows, and the experiment at each size of a sweep.
 
     The axis whose factor is `"fill"` grows; without one, the outermost that crosses domains; on a cluster of one
     domain, the outermost that cuts the batch.
@@ -142,7 +128,7 @@ def growing_axis(experiment: Experiment) -> MeshAxis:
     )
 
 
-def _size(experiment: Experiment, axis: MeshAxis, what: str, number: int, kind: Kind) -> Size:
+def _size(experiment: Experiment, axis: MeshAxis, what: str, number: int, kind: Kind) -> Candidate:
     """One size: the cluster, the mesh with its growing axis, and the batch."""
     cluster = experiment.cluster
     target = _cluster_of(cluster, what, number)
@@ -165,7 +151,7 @@ def _size(experiment: Experiment, axis: MeshAxis, what: str, number: int, kind: 
         settings.append(f"cluster.gpus_used_per_domain={target.gpus_used_per_domain}")
     if target.nvlink_domain_size != cluster.nvlink_domain_size:
         settings.append(f"cluster.nvlink_domain_size={target.nvlink_domain_size}")
-    return Size(target.hosts, target.num_gpus, batch, tuple(settings))
+    return Candidate(tuple(settings))
 
 
 def _cluster_of(cluster: Cluster, what: str, number: int) -> Cluster:
@@ -223,120 +209,33 @@ def scale(
         raise ConfigError(f"cluster '{experiment.cluster.name}' has no GPUs, and a sweep predicts GPUs.")
     what, numbers = parse_sweep(sweep)
     axis, sizes = sizes_of(experiment, what, numbers, kind)
-    for size in sizes:
-        load(path, (*overrides, *size.settings))  # what cannot be is said before anything is compiled
-    found: dict[Settings, Outcome] = {}
-    waiting = iter([size.settings for size in sizes])
-    with open_workers(path, overrides, min(jobs or default_jobs(), len(sizes))) as workers:
-        workers.run(lambda: next(waiting, None), lambda outcome: found.update({outcome.settings: outcome}))
-    points = _points(sizes, found)
+    # what cannot be is said before anything is compiled
+    experiments = [load(path, (*overrides, *size.settings)) for size in sizes]
+    with open_workers(request_of_file(path, overrides), min(jobs or default_jobs(), len(sizes))) as workers:
+        workers.plan(sizes)
+    points = _points(experiments, [size.outcome for size in sizes if size.outcome])
     gpu = experiment.cluster.gpu.key
     return ScalingReport(experiment=experiment.name, gpu=gpu, kind=kind, axis=axis, points=points)
 
 
-def _points(sizes: Sequence[Size], found: dict[tuple[str, ...], Outcome]) -> tuple[ScalingPoint, ...]:
+def _points(experiments: Sequence[Experiment], outcomes: Sequence[Outcome]) -> tuple[ScalingPoint, ...]:
     """The sizes with their outcomes, held against the smallest that has one."""
-    rates = {s: found[s.settings].tokens_per_s_per_gpu for s in sizes}
-    first = next(((s, rate) for s in sizes if (rate := rates[s])), None)
+    sizes = [(e.cluster.hosts, e.cluster.num_gpus, e.train.global_batch) for e in experiments]
+    rates = [outcome.tokens_per_s_per_gpu for outcome in outcomes]
+    first = next(((size[1], rate) for size, rate in zip(sizes, rates) if rate), None)
     points = []
-    for size in sizes:
-        outcome, rate = found[size.settings], rates[size]
+    for (hosts, num_gpus, global_batch), rate, outcome in zip(sizes, rates, outcomes):
         efficiency = rate / first[1] if rate and first else None
         share = outcome.exposed_s / outcome.time_s if outcome.exposed_s is not None and outcome.time_s else None
         points.append(
             ScalingPoint(
-                hosts=size.hosts,
-                num_gpus=size.num_gpus,
-                global_batch=size.global_batch,
+                hosts=hosts,
+                num_gpus=num_gpus,
+                global_batch=global_batch,
                 efficiency=efficiency,
-                speedup=efficiency * size.num_gpus / first[0].num_gpus if efficiency and first else None,
+                speedup=efficiency * num_gpus / first[0] if efficiency and first else None,
                 exposed_share=share,
                 outcome=outcome,
             )
         )
     return tuple(points)
-
-
-def render(report: ScalingReport) -> RenderableType:
-    """The sweep, for `rich.print`."""
-    title = f"{report.experiment} on {report.gpu}: {report.kind} scaling, axis '{report.axis}' grows"
-    notes = [Text(f"{p.num_gpus} GPUs: {p.outcome.error}", "red") for p in report.points if p.outcome.error]
-    return Group(Text(title, "bold underline"), _sizes(report).terminal(), *notes)
-
-
-def write_scaling_html(report: ScalingReport, path: str | Path) -> Path:
-    """Writes the page and returns its path.
-
-    Raises:
-        ConfigError: Plotly, which draws the charts, is not installed.
-    """
-    batches = {p.global_batch for p in report.points}
-    batch = f"batch {report.points[0].global_batch}{'' if len(batches) == 1 else ' at the smallest size'}"
-    page = Page(f"{report.experiment}: {report.kind} scaling", f"{report.gpu} · axis {report.axis} grows · {batch}")
-    note = "Tokens per second per GPU, relative to the smallest size; the step below, by what it is made of."
-    charts = page.chart("efficiency", efficiency_chart(report)), page.chart("steps", steps_chart(report))
-    page.add(section("Efficiency", note, *charts), section("Sizes", "", _sizes(report).html()))
-    return page.write(path)
-
-
-def _sizes(report: ScalingReport) -> Table:
-    columns = number_columns("GPUs", "batch", "step", "exposed", "of step", "MFU", "efficiency", "memory")
-    rows, styles = [], []
-    for point in report.points:
-        outcome = point.outcome
-        too_large = " (too large)" if outcome.status == "does_not_fit" else ""
-        rows.append(
-            (
-                mesh_text(outcome),
-                str(point.num_gpus),
-                str(point.global_batch),
-                format_seconds(outcome.time_s),
-                format_seconds(outcome.exposed_s),
-                format_percent(point.exposed_share),
-                format_percent(outcome.mfu),
-                format_percent(point.efficiency),
-                f"{format_bytes(outcome.peak_bytes)}{too_large}",
-            )
-        )
-        styles.append("" if outcome.fits else "red")
-    return Table([*text_columns("mesh"), *columns], rows, styles)
-
-
-def efficiency_chart(report: ScalingReport) -> dict:
-    """Efficiency against GPUs; with a line where one NVLink domain ends."""
-    points = [p for p in report.points if p.efficiency is not None]
-    line = {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": "efficiency",
-        "x": [p.num_gpus for p in points],
-        "y": [100 * (p.efficiency or 0.0) for p in points],
-        "hovertemplate": "%{x} GPUs: %{y:.1f} %<extra></extra>",
-        "line": {"color": COLORS["compute"]},
-    }
-    layout = legend_frame(300)
-    layout["xaxis"] |= {"type": "log", "tickvals": [p.num_gpus for p in points], "title": {"text": "GPUs"}}
-    layout["yaxis"] |= {"ticksuffix": " %", "rangemode": "tozero"}
-    return {"data": [line], "layout": layout}
-
-
-def steps_chart(report: ScalingReport) -> dict:
-    """What a step is made of at every size."""
-    points = [p for p in report.points if p.outcome.time_s]
-    names = [str(p.num_gpus) for p in points]
-    parts = {
-        "compute": [p.outcome.compute_s for p in points],
-        "exposed": [p.outcome.exposed_s for p in points],
-        "idle": [p.outcome.idle_s for p in points],
-    }
-    labels = {"compute": "compute", "exposed": "exposed communication", "idle": "idle"}
-    data = [
-        {"type": "bar", "name": labels[key], "x": names, "y": values, "marker": {"color": COLORS[key]},
-         "hovertemplate": f"{labels[key]}: %{{y:.4~g}} s<extra></extra>"}
-        for key, values in parts.items()
-    ]  # fmt: skip
-    layout = legend_frame(320)
-    layout["barmode"] = "stack"
-    layout["xaxis"] |= {"type": "category", "title": {"text": "GPUs"}}
-    layout["yaxis"] |= {"ticksuffix": " s"}
-    return {"data": data, "layout": layout}

@@ -1,4 +1,4 @@
-"""Variants of an experiment, as settings over its file, and what a plan of one said (`Outcome`).
+"""Variants of an experiment, as settings over its file: what each of its choices may be.
 
 A variant keeps machines, model and global batch, so that step times compare. It chooses the mesh (sizes of the axes and
 their places on the links), how often the step accumulates, the schedule of a pipeline and its microbatches, what the
@@ -11,10 +11,9 @@ import dataclasses
 import functools
 import itertools
 import math
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from meshkit.config.cluster import Cluster
 from meshkit.config.experiment import Experiment
@@ -23,9 +22,6 @@ from meshkit.config.rules import PRESETS, preset_rules
 from meshkit.config.sections import PGLE_OPTION, PREDICTED, RematMix, plain_value
 from meshkit.config.toml import inline
 from meshkit.errors import ConfigError
-from meshkit.planning.warnings import HOST_MEMORY_EXCEEDED
-from meshkit.predict.interval import StepInterval
-from meshkit.report.schema import LinkName, Part, Report
 
 # Presets that cut parameters over `fsdp` (or nothing) and tensors over `tensor`: "all" says the same with more axes.
 _EXTENDED = ("data", "zero3", "fsdp", "hsdp", "fsdp_tensor", "fsdp_tensor_sequence", "fsdp_context", "fsdp_expert")
@@ -80,12 +76,21 @@ class Variant:
     each_micro_batch: bool
     """Whether gradients are reduced (and weights gathered) with every micro-batch: less memory than once a step."""
     remat: Any  # as `train.remat`
-    options: Options = ()  # of XLA and of how it schedules, beyond those of the experiment: keys of its file
+    options: Options = ()
+    """Of XLA and of how it schedules, beyond those of the experiment: keys of its file. Of a step that a function
+    builds: its arguments."""
     stages: PipelineChoice | None = None
 
     def differences(self, other: Variant) -> int:
-        """How many choices differ."""
+        """Return how many choices differ."""
         return sum(getattr(self, f.name) != getattr(other, f.name) for f in dataclasses.fields(self))
+
+    def distance(self, other: Variant) -> float:
+        """Return how far apart two are of the same axes and options: factors of two of the mesh that moved to another
+        axis or link, and options that differ."""
+        pairs = zip(self.mesh.axes, other.mesh.axes)
+        moved = sum(abs(math.log2(a.nvlink / b.nvlink)) + abs(math.log2(a.infiniband / b.infiniband)) for a, b in pairs)
+        return moved / 2 + sum(a != b for a, b in zip(self.options, other.options))
 
 
 @dataclass(frozen=True)
@@ -327,111 +332,3 @@ def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
     for first in (d for d in range(1, n + 1) if n % d == 0):
         for rest in factorizations(n // first, parts - 1):
             yield first, *rest
-
-
-Status = Literal["fits", "does_not_fit", "error"]
-
-
-class OutcomeRow(Part):
-    """Communication of one kind over the same axes, link and shape of group: what of the step it is."""
-
-    axes: tuple[str, ...]
-    link: LinkName | None = None
-    collective: str | None = None
-    dtype: str | None = None
-    group_size: int | None = None
-    count: float
-    payload_bytes: float | None = None
-    time_s: float | None = None
-    exposed_s: float | None = None
-
-
-class Outcome(Part):
-    """What a plan of one variant of an experiment said.
-
-    Attributes:
-        settings: what to give to `--set`, in order, to have the variant; empty for the experiment as it is.
-        status: `fits`, `does_not_fit` (its times are those if it did), or `error`.
-        mesh: axis -> its value in `[mesh]`, as TOML.
-        stage: why it was compiled: `base`, `estimate` (the closed forms put it first), `neighbour` (one choice away
-            from the best so far).
-        peak_bytes: of the program.
-        host_bytes: of host memory for one GPU; None where nothing is there.
-        estimate_s: what the closed forms expected of the step.
-        rows: communication.
-        error: of a variant that could not be planned.
-    """
-
-    settings: tuple[str, ...]
-    status: Status
-    mesh: dict[str, str] = {}
-    stage: str | None = None
-    num_gpus: int | None = None
-    time_s: float | None = None
-    time_interval: StepInterval | None = None
-    compute_s: float | None = None
-    communication_s: float | None = None
-    exposed_s: float | None = None
-    idle_s: float | None = None
-    mfu: float | None = None
-    hfu: float | None = None
-    tokens_per_s_per_gpu: float | None = None
-    peak_bytes: int | None = None
-    margin_bytes: int | None = None
-    host_bytes: int | None = None
-    pool_bytes: int | None = None
-    fingerprint: str | None = None
-    lower_s: float | None = None
-    compile_s: float | None = None
-    wall_s: float | None = None
-    estimate_s: float | None = None
-    rows: tuple[OutcomeRow, ...] = ()
-    error: str | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Whether it can run."""
-        return self.status == "fits"
-
-
-def outcome_of(
-    report: Report, settings: tuple[str, ...], mesh: dict[str, str], wall_s: float, host_bytes: int = 0
-) -> Outcome:
-    """The outcome that a plan's report holds.
-
-    Args:
-        report: of `make_plan`, with its memory, compile and program parts.
-        settings: the variant's, as `--set` takes them.
-        mesh: axis -> its value in `[mesh]`, as TOML.
-        wall_s: seconds of loading, compiling and simulating it.
-        host_bytes: of host memory that one GPU needs; 0 where nothing is offloaded.
-
-    Returns:
-        It fits if the GPU's memory and the host's both hold it.
-    """
-    fits = report.memory.fits is not False and not any(w.code == HOST_MEMORY_EXCEEDED for w in report.warnings)
-    return Outcome.of(
-        report.step,
-        report.memory,
-        report.compile,
-        settings=settings,
-        status="fits" if fits else "does_not_fit",
-        mesh=mesh,
-        num_gpus=report.cluster.num_gpus,
-        host_bytes=host_bytes or None,
-        fingerprint=report.program.fingerprint,
-        wall_s=wall_s,
-        rows=tuple(map(OutcomeRow.of, report.communication)),
-    )
-
-
-def mesh_text(outcome: Outcome) -> str:
-    """`fsdp 4x8 tensor 2`: GPUs in a domain x domains, of each axis."""
-    words = []
-    for name, text in outcome.mesh.items():
-        value = tomllib.loads(f"axis = {text}")["axis"]
-        factors = value if isinstance(value, dict) else {"nvlink": value}
-        inside, across = factors.get("nvlink", 1), factors.get("infiniband", 1)
-        if (inside, across) != (1, 1):
-            words.append(f"{name} {inside}" + (f"x{across}" if across != 1 else ""))
-    return " ".join(words) or "one GPU"

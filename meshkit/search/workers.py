@@ -15,17 +15,17 @@ request for it names the function that builds it, and carries no code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from meshkit.children import Child, ChildDied, ChildFailed, ready, serve
 from meshkit.compile.options import PLAIN
@@ -35,7 +35,7 @@ from meshkit.config.mesh import MeshSpec
 from meshkit.config.toml import inline
 from meshkit.errors import MeshkitError
 from meshkit.planning.planner import make_plan, plan_experiment
-from meshkit.search.variants import Outcome, outcome_of
+from meshkit.search.candidate import Candidate, Outcome, Settings, outcome_of
 from meshkit.sharding.mesh import build_mesh, describe_devices
 from meshkit.step.program import local_bytes
 from meshkit.units import format_bytes
@@ -44,78 +44,43 @@ MODULE = "meshkit.search.workers"  # of the processes that plan
 
 _IN_FLIGHT = 32  # requests at a time to an executor that does not say how many workers it has
 
-Settings = tuple[str, ...]
 Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 
 
-@dataclass(frozen=True)
-class BuiltStep:
-    """A step as it is, before anything is changed: a mesh of a cluster, and a value of every choice."""
-
-    cluster: Cluster
-    mesh: MeshSpec
-    choices: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> BuiltStep:
-        """What `to_dict` gave."""
-        return cls(Cluster.load(plain["cluster"]), MeshSpec.parse(plain["mesh"]), plain["choices"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {"cluster": self.cluster.to_dict(), "mesh": self.mesh.to_dict(), "choices": dict(self.choices)}
-
-
-def plan_named(name: str, base: BuiltStep, settings: tuple[str, ...]) -> Outcome:
-    """The outcome of one variant of what a function of that name, `pkg.mod:fn`, builds.
+def request_of_file(experiment: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what the candidates of an experiment have in common.
 
     Args:
-        name: importable in this process.
-        base, settings: see `plan_built`.
-
-    Raises:
-        ImportError, AttributeError: there is no such function here.
+        experiment: its file, made absolute where it is one, or a shipped experiment's name.
+        overrides: `key=value`, beneath the settings of every candidate.
     """
+    path = Path(experiment).absolute() if Path(experiment).exists() else experiment
+    return {"experiment": str(path), "overrides": list(overrides)}
+
+
+def request_of_step(mesh: MeshSpec, cluster: Cluster, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the candidates of a step of somebody's have in common, but for the function that `build`s it.
+
+    Args:
+        mesh, choices: of the step as it is.
+        cluster: of all.
+    """
+    return {"cluster": cluster.to_dict(), "mesh": mesh.to_dict(), "choices": dict(choices)}
+
+
+def name_of(build: Any) -> str | None:
+    """Return the name by which another process finds a function, `pkg.mod:fn`; None where there is none."""
+    name = f"{getattr(build, '__module__', None)}:{getattr(build, '__qualname__', '<')}"
+    with contextlib.suppress(ImportError, AttributeError):
+        if "<" not in name and not name.startswith("__main__:") and _named(name) is build:
+            return name
+    return None
+
+
+def _named(name: str) -> Any:
+    """The function of that name, `pkg.mod:fn`; ImportError, AttributeError where there is none."""
     module, _, path = name.partition(":")
-    build: Any = importlib.import_module(module)
-    for part in path.split("."):
-        build = getattr(build, part)
-    return plan_built(build, base, settings)
-
-
-def plan_built(build: Build, base: BuiltStep, settings: tuple[str, ...]) -> Outcome:
-    """The outcome of one variant; what goes wrong is one too. Arguments that leave no room are not compiled.
-
-    Args:
-        build: called with the variant's mesh, described, and a value for every choice; gives a step and its arguments.
-        base: the step as it is, which settings are laid over.
-        settings: each TOML, `mesh = {...}` or `choice = value`.
-
-    Raises:
-        ConfigError: a mesh that does not fit the cluster.
-    """
-    start, cluster = time.perf_counter(), base.cluster
-    changed = {key: value for setting in settings for key, value in tomllib.loads(setting).items()}
-    spec = (MeshSpec.parse(changed.pop("mesh")) if "mesh" in changed else base.mesh).resolve(cluster)
-    axes = {name: inline(value) for name, value in spec.to_dict().items()}
-
-    def not_planned(status: Any, error: str) -> Outcome:
-        wall_s = time.perf_counter() - start
-        return Outcome(settings=settings, status=status, mesh=axes, error=error, num_gpus=spec.size, wall_s=wall_s)
-
-    try:
-        absent = build_mesh(spec, cluster, devices=describe_devices(cluster))
-        step, args = build(absent, **{**base.choices, **changed})
-        pool = int(cluster.gpu.memory_bytes * PLAIN.memory_fraction)
-        if (needed := local_bytes(args)) > pool:
-            text = f"the arguments take {format_bytes(needed)} on each GPU, of {format_bytes(pool)}"
-            return not_planned("does_not_fit", text)
-        made = make_plan(step, args, mesh=absent, cluster=cluster)
-    except MeshkitError as e:
-        return not_planned("error", e.message)
-    except Exception as e:  # of the function's own, such as a batch that the mesh does not divide
-        return not_planned("error", f"{type(e).__name__}: {e}")
-    return outcome_of(made.report, settings, axes, time.perf_counter() - start, made.compiled.host_peak_bytes)
+    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
 
 def default_jobs() -> int:
@@ -124,10 +89,10 @@ def default_jobs() -> int:
 
 
 class Workers:
-    """What plans several variants at a time: processes of ours here, an executor in `ExecutorWorkers`.
+    """What plans several candidates at a time, in processes of ours; an end of the block ends them.
 
     Args:
-        request: what all variants have in common.
+        request: what all candidates have in common.
         jobs: how many processes; None: one for each CPU.
         log: a file for what they say on stderr; None throws it away.
     """
@@ -139,24 +104,37 @@ class Workers:
         self._idle: list[Child] = []
         self._busy: dict[Child, Settings] = {}
 
-    def run(self, choose: Callable[[], Settings | None], take: Callable[[Outcome], None]) -> None:
-        """Plans what `choose` asks for, as many variants at a time as there are processes, and hands over each outcome.
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, choose: Callable[[], Candidate | None], take: Callable[[Candidate], None] = lambda _: None) -> None:
+        """Plans what `choose` asks for, as many candidates at a time as there are processes.
 
         `choose` is asked whenever a process is free; it ends once that gives None and nothing is being planned.
 
         Args:
-            choose: gives the settings of the next variant, or None where there is none for now.
-            take: gets every outcome in the order in which they are done.
+            choose: gives the next candidate, or None where there is none for now.
+            take: gets each with its outcome, in the order in which they are done.
         """
-        waiting = 0
+        planned: dict[Settings, Candidate] = {}
         while True:
-            while waiting < self.jobs and (settings := choose()) is not None:
-                self.submit(settings)
-                waiting += 1
-            if not waiting:
+            while len(planned) < self.jobs and (candidate := choose()) is not None:
+                planned[candidate.settings] = candidate
+                self.submit(candidate.settings)
+            if not planned:
                 return
-            take(self.next())
-            waiting -= 1
+            outcome = self.next()
+            candidate = planned.pop(outcome.settings)
+            candidate.outcome = outcome
+            take(candidate)
+
+    def plan(self, candidates: Iterable[Candidate]) -> None:
+        """Plans all of some candidates."""
+        waiting = iter(candidates)
+        self.run(lambda: next(waiting, None))
 
     def submit(self, settings: Settings) -> None:
         """Asks for the outcome of the experiment with settings laid over it."""
@@ -199,8 +177,8 @@ class ExecutorWorkers(Workers):
     """
 
     def __init__(self, request: Mapping[str, Any], executor: Executor):
-        self.jobs = getattr(executor, "_max_workers", None) or _IN_FLIGHT
-        self._request, self._executor = request, executor
+        super().__init__(request, getattr(executor, "_max_workers", None) or _IN_FLIGHT)
+        self._executor = executor
         self._futures: dict[Future, Settings] = {}
 
     def submit(self, settings: Settings) -> None:
@@ -282,64 +260,93 @@ def _hand_over(job: Any, future: Future) -> None:
         future.set_exception(e)
 
 
-@contextlib.contextmanager
-def open_workers(
-    experiment: str | Path, overrides: Sequence[str], jobs: int | Executor | None = None, log: Path | None = None
-) -> Iterator[Workers]:
-    """Workers for an experiment that are ended with the block; on an executor where `jobs` is one.
+class WorkersHere(Workers):
+    """Plans in this process, one candidate after the other, what a function builds that has no name.
 
     Args:
-        experiment: its file, made absolute where it is one, or a shipped experiment's name.
-        overrides: `key=value`, beneath the settings of every variant.
+        build: see `plan_step`.
+        request: as of `request_of_step`.
+    """
+
+    def __init__(self, build: Build, request: Mapping[str, Any]):
+        super().__init__(request, jobs=1)
+        self._build = build
+
+    def submit(self, settings: Settings) -> None:
+        """Notes what is to be planned."""
+        self._waiting.append(settings)
+
+    def next(self) -> Outcome:
+        """Plans it."""
+        return plan_step(self._build, {**self._request, "settings": self._waiting.pop(0)})
+
+
+def open_workers(request: Mapping[str, Any], jobs: int | Executor | None = None, log: Path | None = None) -> Workers:
+    """Return workers for the candidates of a request, to be used in a `with` block.
+
+    Args:
+        request: what all candidates have in common, as the module says: JSON without `settings`.
         jobs: planning processes, None for one of each CPU; or an executor, which is not shut down.
         log: a file to which their stderr is added; None throws it away, and an executor does not use it.
     """
-    path = Path(experiment).absolute() if Path(experiment).exists() else experiment
-    with opened({"experiment": str(path), "overrides": list(overrides)}, jobs, log) as workers:
-        yield workers
-
-
-@contextlib.contextmanager
-def opened(
-    request: Mapping[str, Any], jobs: int | Executor | None = None, log: Path | None = None
-) -> Iterator[Workers]:
-    """Workers for a request that are ended with the block.
-
-    Args:
-        request: what all variants have in common, as the module says: JSON without `settings`.
-        jobs, log: see `open_workers`.
-    """
-    workers = ExecutorWorkers(request, jobs) if isinstance(jobs, Executor) else Workers(request, jobs, log)
-    try:
-        yield workers
-    finally:
-        workers.close()
+    return ExecutorWorkers(request, jobs) if isinstance(jobs, Executor) else Workers(request, jobs, log)
 
 
 def answer(request: str) -> str:
-    """The outcome, as JSON, of a request of one variant: what an executor is asked."""
+    """The outcome, as JSON, of a request of one candidate: what an executor is asked."""
     return _outcome(json.loads(request)).model_dump_json()
 
 
 def _outcome(request: Mapping[str, Any]) -> Outcome:
-    settings = tuple(request["settings"])
-    if "build" in request:
-        return plan_named(request["build"], BuiltStep.of(request), settings)
-    return plan_variant(request["experiment"], request["overrides"], settings)
+    return plan_step(_named(request["build"]), request) if "build" in request else plan_file(request)
 
 
-def plan_variant(experiment: str, overrides: Sequence[str], settings: Settings) -> Outcome:
+def plan_step(build: Build, request: Mapping[str, Any]) -> Outcome:
+    """The outcome of one candidate of a step; what goes wrong is one, too. What has no room is not compiled.
+
+    Args:
+        build: called with the candidate's mesh, described, and a value for every choice; gives a step and its
+            arguments.
+        request: as of `request_of_step`, with the settings laid over it: each is TOML, `mesh = {...}` or `choice =
+            value`.
+
+    Raises:
+        ConfigError: a mesh that does not fit the cluster.
+    """
+    start, cluster, settings = time.perf_counter(), Cluster.load(request["cluster"]), tuple(request["settings"])
+    changed = {key: value for setting in settings for key, value in tomllib.loads(setting).items()}
+    spec = MeshSpec.parse(changed.pop("mesh", request["mesh"])).resolve(cluster)
+    axes = {name: inline(value) for name, value in spec.to_dict().items()}
+
+    def not_planned(status: Any, error: str) -> Outcome:
+        wall_s = time.perf_counter() - start
+        return Outcome(settings=settings, status=status, mesh=axes, error=error, num_gpus=spec.size, wall_s=wall_s)
+
+    try:
+        absent = build_mesh(spec, cluster, devices=describe_devices(cluster))
+        step, args = build(absent, **{**request["choices"], **changed})
+        pool = int(cluster.gpu.memory_bytes * PLAIN.memory_fraction)
+        if (needed := local_bytes(args)) > pool:
+            text = f"the arguments take {format_bytes(needed)} on each GPU, of {format_bytes(pool)}"
+            return not_planned("does_not_fit", text)
+        made = make_plan(step, args, mesh=absent, cluster=cluster)
+    except MeshkitError as e:
+        return not_planned("error", e.message)
+    except Exception as e:  # of the function's own, such as a batch that the mesh does not divide
+        return not_planned("error", f"{type(e).__name__}: {e}")
+    return outcome_of(made.report, settings, axes, time.perf_counter() - start, made.compiled.host_peak_bytes)
+
+
+def plan_file(request: Mapping[str, Any]) -> Outcome:
     """The outcome of an experiment file with overrides and settings laid over it; an error is an outcome, too.
 
     Args:
-        experiment: a file, or a shipped experiment's name.
-        overrides: `key=value`, beneath the settings.
-        settings: `key=value`, of the variant.
+        request: as of `request_of_file`, with the settings.
     """
-    start = time.perf_counter()
+    start, settings = time.perf_counter(), tuple(request["settings"])
     mesh: dict[str, str] = {}
     try:
-        loaded = load(experiment, (*overrides, *settings))
+        loaded = load(request["experiment"], (*request["overrides"], *settings))
         mesh = {name: inline(value) for name, value in loaded.mesh.to_dict().items()}
         plan = plan_experiment(loaded)
     except MeshkitError as e:

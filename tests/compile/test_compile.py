@@ -184,7 +184,7 @@ def test_the_compiler_process_says_what_plan_reads(monkeypatch):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
-    environment = program._child_environment()
+    environment = program.child_environment()
     assert environment["TF_CPP_MIN_LOG_LEVEL"] == "1"
     assert environment["JAX_ENABLE_COMPILATION_CACHE"] == "false"
     assert "XLA_FLAGS" not in environment
@@ -196,9 +196,9 @@ def test_xlas_last_words_are_no_note_of_its_loading():
         "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
         "I0000 00:00:1795312420.499266   32520 cudart_stub.cc:31] Could not find cuda drivers on your machine.\n"
     )
-    assert program._last_words(note) == "it said nothing"
+    assert program.last_words(note) == "it said nothing"
     fatal = "F0000 00:00:1795312420.499266   32520 spmd_partitioner_util.cc:2374] Check failed: 4 == 8\n"
-    assert program._last_words(fatal + "*** Check failure stack trace: ***\n" + note) == "Check failed: 4 == 8"
+    assert program.last_words(fatal + "*** Check failure stack trace: ***\n" + note) == "Check failed: 4 == 8"
 
 
 def test_the_limit_of_a_compile_is_the_option_the_variable_or_half_an_hour(compiled, timeouts, monkeypatch):

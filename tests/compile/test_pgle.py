@@ -136,9 +136,9 @@ def test_the_table_has_the_models_prices(name, key):
 
 def test_xla_prices_collectives_by_the_table(monkeypatch, tmp_path):
     """Its scheduler says what it takes a collective for."""
-    environment, start = compiler._child_environment, compiler.Child
+    environment, start = compiler.child_environment, compiler.Child
     loud = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "sol_latency_estimator=10"}
-    monkeypatch.setattr(compiler, "_child_environment", lambda: environment() | loud)
+    monkeypatch.setattr(compiler, "child_environment", lambda: environment() | loud)
     monkeypatch.setattr(compiler, "Child", lambda *a: start(*a, tmp_path / "log"))
     monkeypatch.setenv("MESHKIT_CACHE", "off")
     plan = plan_experiment(

@@ -14,7 +14,7 @@ from meshkit.cli import main
 from meshkit.config import user_code
 from meshkit.config.user_code import load_object
 from meshkit.errors import ConfigError
-from meshkit.search.workers import open_workers
+from meshkit.search.workers import open_workers, request_of_file
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "configs" / "experiments"
@@ -185,7 +185,7 @@ def test_a_process_that_plans_finds_the_code_beside_the_experiment(tmp_path, mon
     ran = plant(files(shared, oc_mine=OWN))
     (shared / "e.toml").write_text(EXPERIMENT.read_text())
     monkeypatch.chdir(shared)
-    with open_workers(shared / "e.toml", ["cluster=dgx_h100"], jobs=1, log=log) as workers:
+    with open_workers(request_of_file(shared / "e.toml", ["cluster=dgx_h100"]), jobs=1, log=log) as workers:
         workers.submit(("model.class=oc_mine:Missing",))
         workers.submit(("model.class=oc_mine:Mine",))
         first, second = workers.next(), workers.next()
@@ -206,7 +206,8 @@ def test_a_rehearsal_finds_the_code_beside_the_file_that_was_named(tmp_path, mon
         (folder / "experiment.toml").write_text(text)
     seen = []
     monkeypatch.setattr(rehearsal, "rehearse", lambda experiment, *rest: seen.append(experiment))
-    request = {"folder": str(tmp_path / "run"), "steps": 1, "beside": str(shared / "experiment.toml")}
+    run = str(tmp_path / "run")
+    request = {"folder": run, "steps": 1, "overrides": [], "beside": str(shared / "experiment.toml")}
     rehearsal.main({**request, "experiment": str(tmp_path / "run" / "experiment.toml")})
     assert load_object("oc_mine:Mine", seen[0].search_paths).__name__ == "Mine"
 

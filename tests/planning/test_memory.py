@@ -18,10 +18,11 @@ from meshkit.hlo.schedule import Collective
 from meshkit.planning.planner import memory_part
 from meshkit.planning.warnings import outside_warning
 from meshkit.predict.memory import cudnn_workspace_bytes, nccl_bytes, reserved_memory
+from meshkit.search import bounds
 from meshkit.search import proposals as remedies
 from meshkit.search.bounds import Bounds
+from meshkit.search.candidate import Outcome
 from meshkit.search.proposals import changes, find_remedies
-from meshkit.search.variants import Outcome
 from meshkit.step.program import StepFacts
 from tests.hlo_text import parse_hlo
 from tests.search.made_up import MadeUpWorkers
@@ -308,7 +309,7 @@ def test_two_changes_at_once_come_after_all_that_are_one():
     )
     order, waiting = [], list(found)
     while waiting:
-        order.append(remedies._next(waiting, order))
+        order.append(remedies.next_change(waiting, order))
     pairs = [bool(c.parts) for c in order]
     assert pairs == sorted(pairs)
     assert any(pairs)
@@ -319,6 +320,6 @@ _MICRO = ("train.accumulate=2", 'rules.gradients.embed="fsdp"')
 
 def test_changes_that_cannot_be_enough_are_not_compiled(monkeypatch):
     """Of a GPU with 2 GiB the state of 8B parameters takes more, whatever else is done."""
-    monkeypatch.setattr(remedies, "pool_bytes", lambda _: 2 * GIB)
+    monkeypatch.setattr(bounds, "pool_bytes", lambda _: 2 * GIB)
     monkeypatch.setattr(remedies, "open_workers", lambda *_: pytest.fail("a change that cannot be enough is compiled"))
     assert find_remedies(LLAMA_8B, TIGHT, jobs=1) == ()

@@ -9,8 +9,8 @@ from meshkit.config.experiment import load
 from meshkit.report.schema import OptionPart, ProgramPart, Report, StepPart, WindowPart
 from meshkit.search import proposals
 from meshkit.search.bounds import Bounds
-from meshkit.search.proposals import _cost_text, changes, find_alternatives, find_remedies, other_options
-from meshkit.search.variants import Outcome
+from meshkit.search.candidate import Outcome
+from meshkit.search.proposals import changes, cost_text, find_alternatives, find_remedies, other_options
 
 STAGES = "configs/experiments/llama_pipeline_cpu.toml"
 # Sequences so long and microbatches so few that activations, not the state, are what does not fit.
@@ -50,11 +50,17 @@ class Answers:
     def __call__(self, *_):
         return nullcontext(self)
 
-    def run(self, choose, take):
-        while (settings := choose()) is not None:
-            self.asked.append(settings)
-            time_s = self.seconds.get(settings)
-            take(Outcome(settings=settings, status="does_not_fit" if time_s is None else "fits", time_s=time_s))
+    def run(self, choose, take=lambda _: None):
+        while (candidate := choose()) is not None:
+            self.asked.append(candidate.settings)
+            time_s = self.seconds.get(candidate.settings)
+            status = "does_not_fit" if time_s is None else "fits"
+            candidate.outcome = Outcome(settings=candidate.settings, status=status, time_s=time_s)
+            take(candidate)
+
+    def plan(self, candidates):
+        waiting = iter(candidates)
+        self.run(lambda: next(waiting, None))
 
 
 def plan_of(program: ProgramPart) -> Report:
@@ -114,11 +120,11 @@ ON_64 = (
 def test_two_changes_are_not_shown_where_one_of_them_is_enough(seconds, shown, monkeypatch):
     answers = Answers(seconds)
     monkeypatch.setattr("meshkit.search.proposals.open_workers", answers)
-    monkeypatch.setattr("meshkit.search.proposals._may_fit", lambda *_: True)
+    monkeypatch.setattr("meshkit.search.proposals.may_fit", lambda *_: True)
     found = find_remedies("llama3_8b", ON_64, step_s=1.6, tries=60)
     assert [remedy.settings for remedy in found] == shown
     assert [remedy.cost_s for remedy in found] == [pytest.approx(seconds[settings] - 1.6) for settings in shown]
-    assert f"+{100 * (seconds[shown[0]] / 1.6 - 1):.1f} %" in _cost_text(found[0])
+    assert f"+{100 * (seconds[shown[0]] / 1.6 - 1):.1f} %" in cost_text(found[0])
     alone = [i for i, settings in enumerate(answers.asked) if len(settings) == 1]
     assert (HOST, FULL) not in answers.asked or answers.asked.index((HOST, FULL)) > max(alone)
 

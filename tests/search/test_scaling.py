@@ -6,8 +6,9 @@ import pytest
 
 from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
-from meshkit.search.scaling import growing_axis, parse_sweep, scale, sizes_of, write_scaling_html
-from meshkit.search.variants import Outcome
+from meshkit.search.candidate import Outcome
+from meshkit.search.scaling import growing_axis, parse_sweep, scale, sizes_of
+from meshkit.verbs.plan.scaling_page import write_scaling_html
 from tests.search.made_up import MadeUpWorkers
 
 TINY = "configs/experiments/mlp.toml"
@@ -16,7 +17,12 @@ HYBRID = (FOUR_HOSTS, "mesh={ data = { infiniband = 4 }, fsdp = 8 }", 'rules.pre
 
 
 def sizes(what, numbers, kind="weak", overrides=HYBRID):
-    return sizes_of(load(TINY, overrides), what, numbers, kind)
+    axis, found = sizes_of(load(TINY, overrides), what, numbers, kind)
+    return axis, [load(TINY, (*overrides, *size.settings)) for size in found]
+
+
+def numbers_of(found):
+    return [(e.cluster.hosts, e.cluster.num_gpus, e.train.global_batch) for e in found]
 
 
 @pytest.mark.parametrize(
@@ -60,21 +66,23 @@ def test_where_no_axis_can_grow_the_error_says_how_to_mark_one():
 def test_weak_scaling_grows_the_batch_and_strong_scaling_does_not():
     axis, weak = sizes("hosts", (1, 2, 8))
     assert axis == "data"
-    assert [(s.hosts, s.num_gpus, s.global_batch) for s in weak] == [(1, 8, 16), (2, 16, 32), (8, 64, 128)]
+    assert numbers_of(weak) == [(1, 8, 16), (2, 16, 32), (8, 64, 128)]
     _, strong = sizes("hosts", (1, 8), "strong")
-    assert [s.global_batch for s in strong] == [64, 64]
-    for size in weak:
-        loaded = load(TINY, (*HYBRID, *size.settings))
-        assert loaded.cluster.num_gpus == size.num_gpus == loaded.mesh.size
+    assert [e.train.global_batch for e in strong] == [64, 64]
+    assert all(e.cluster.num_gpus == e.mesh.size for e in weak)
 
 
 def test_a_sweep_may_begin_inside_a_host():
     """From 1 to 8 GPUs the axis shrinks on NVLink; beyond, whole hosts join."""
     overrides = (FOUR_HOSTS, "mesh={ fsdp = { nvlink = 8, infiniband = 4 } }", "train.global_batch=64")
     _, found = sizes("gpus", (1, 2, 8, 16), overrides=overrides)
-    assert [(s.hosts, s.num_gpus, s.global_batch) for s in found] == [(1, 1, 2), (1, 2, 4), (1, 8, 16), (2, 16, 32)]
-    meshes = [load(TINY, (*overrides, *s.settings)).mesh.to_dict() for s in found]
-    assert meshes == [{"fsdp": 1}, {"fsdp": 2}, {"fsdp": 8}, {"fsdp": {"nvlink": 8, "infiniband": 2}}]
+    assert numbers_of(found) == [(1, 1, 2), (1, 2, 4), (1, 8, 16), (2, 16, 32)]
+    assert [e.mesh.to_dict() for e in found] == [
+        {"fsdp": 1},
+        {"fsdp": 2},
+        {"fsdp": 8},
+        {"fsdp": {"nvlink": 8, "infiniband": 2}},
+    ]
 
 
 @pytest.mark.parametrize(

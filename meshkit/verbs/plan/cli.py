@@ -132,7 +132,8 @@ def _sweep(
     experiment: Path, set_: list[str], sweep: str, scaling: str, out: Path | None, as_json: bool, jobs: int | None
 ) -> None:
     """Plans, prints and writes the sizes of `--sweep`."""
-    from meshkit.search.scaling import SCALING_FILE, render, scale, write_scaling_html
+    from meshkit.search.scaling import SCALING_FILE, scale
+    from meshkit.verbs.plan.scaling_page import render, write_scaling_html
 
     if scaling not in ("weak", "strong"):
         raise ConfigError(f"there is no scaling '{scaling}'.", at="--scaling", hint="weak or strong")

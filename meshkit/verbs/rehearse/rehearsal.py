@@ -146,7 +146,8 @@ def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
                 marked = (line for line in reversed(lines) if "RESOURCE_EXHAUSTED" in line or "Error" in line)
                 said = f"{said}: {next(marked, (lines or ['nothing'])[-1])}"
             if is_of_memory(said):
-                raise too_little_memory(experiment.cluster, experiment.train, experiment.file, said, at=str(log)) from None
+                cluster, train = experiment.cluster, experiment.train
+                raise too_little_memory(cluster, train, experiment.file, said, at=str(log)) from None
             raise RunError(f"the rehearsal failed: {said[:300]}", at=str(log)) from None
 
 

@@ -21,7 +21,7 @@ SCHEMAS = {
     "report": "meshkit.report.schema:Report",
     "scaling": "meshkit.search.scaling:ScalingReport",
     "topo": "meshkit.verbs.topo.topo:TopoReport",
-    "tune": "meshkit.verbs.tune.tune_report:TuneReport",
+    "tune": "meshkit.search.tune_report:TuneReport",
 }
 
 

@@ -40,8 +40,9 @@ def tune(
     """
     from meshkit.compile.program import compiling
     from meshkit.config.experiment import load
-    from meshkit.verbs.tune.tune_report import progress_bar, render, write_tune_html
-    from meshkit.verbs.tune.tuner import WINNER_FILE, Sizes, parse_hosts, tune_experiment
+    from meshkit.search.tune_report import render
+    from meshkit.search.tuner import WINNER_FILE, Sizes, parse_hosts, tune_experiment
+    from meshkit.verbs.tune.page import progress_bar, write_tune_html
 
     folder = run_folder(out or Path("runs") / f"{load(experiment, set_).name}-tune")
     names = [name.strip() for name in axes.split(",")] if axes else None

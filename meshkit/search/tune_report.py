@@ -1,4 +1,4 @@
-"""What a search found, as `tune/1`, on a terminal and as a page: every outcome, the winner, and why it wins.
+"""What a search found, as `tune/1` and on a terminal: every outcome, the winner, and why it wins.
 
 outcomes of the experiment as it is and of the winner -> differences -> sentences
 """
@@ -6,38 +6,22 @@ outcomes of the experiment as it is and of the winner -> differences -> sentence
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 from typing import Any, Literal
 
 import rich.table
 from pydantic import Field
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshkit.console import Printed
 from meshkit.errors import RunError
 from meshkit.report.schema import Part
-from meshkit.report.views.charts import legend_frame, limit
-from meshkit.report.views.page import (
-    Cell,
-    Page,
-    Table,
-    card,
-    cards,
-    heading,
-    listed,
-    number_columns,
-    section,
-    text_columns,
-)
+from meshkit.report.views.page import Cell, Table, heading, listed, number_columns, text_columns
 from meshkit.report.views.words import axes_text
-from meshkit.search.variants import Outcome, OutcomeRow, mesh_text
-from meshkit.units import GIB, format_bytes, format_percent, format_seconds
+from meshkit.search.candidate import Candidate, Outcome, OutcomeRow, mesh_text
+from meshkit.units import format_bytes, format_percent, format_seconds
 
 TUNE_SCHEMA = "meshkit.tune/1"
 # Differences below this share of the step are left out of what says why, but for the largest.
@@ -114,8 +98,8 @@ class SearchProgress:
 
     pruning: Callable[[int], None]  # number of variants looked at so far
     started: Callable[[int, int], None]  # candidates that were not ruled out; how many variants will be compiled
-    done: Callable[[Outcome, bool, Outcome | None], None]
-    """An outcome, whether an earlier run had it, and the best so far."""
+    done: Callable[[Candidate, bool, Candidate | None], None]
+    """What is planned, whether an earlier run had its outcome, and the best so far."""
 
 
 SILENT = SearchProgress(lambda _: None, lambda *_: None, lambda *_: None)
@@ -283,9 +267,6 @@ def _sentence(part: DifferencePart) -> str:
 
 
 _SHOWN = 12
-_OFTEN = 50  # variants between two signs of the progress
-_SYMBOLS = ("circle", "square", "triangle-up", "diamond", "pentagon")  # of sizes, the experiment's own first
-_FITS, _TOO_LARGE, _WINNER, _BASE = "#3f7cac", "#d1495b", "#4c9f70", "#28323c"
 RULE_WORDS = {
     "divisibility": "a dim or the batch does not divide",
     "memory": "state, and gradients or saved activations, exceed the pool",
@@ -299,7 +280,7 @@ def render(report: TuneReport) -> RenderableType:
     parts: list[RenderableType] = [_headline(report)]
     if report.winner is not None and not report.winner_is_base:
         parts += [heading("why it wins"), *listed(report.why), heading("the winner")]
-        parts += [Text(line) for line in _how(report)]
+        parts += [Text(line) for line in how_to_have(report)]
     else:
         parts += listed(report.why)
     parts += [heading("variants"), _counts(report)]
@@ -308,27 +289,6 @@ def render(report: TuneReport) -> RenderableType:
         variants_table(report, best_first(report.outcomes)[:_SHOWN]).terminal(),
     ]
     return Group(*parts)
-
-
-def write_tune_html(report: TuneReport, path: str | Path) -> Path:
-    """Writes the page, which opens offline, and returns its path.
-
-    Raises:
-        ConfigError: Plotly, which draws the charts, is not installed.
-    """
-    sub = f"{report.num_gpus} x {report.gpu}" + (
-        f" · global batch {report.global_batch}" if report.global_batch else ""
-    )
-    page = Page(f"{report.experiment}: {report.compiled} variants", sub)
-    note = (
-        "Each point is a compiled variant, its form says on how many GPUs. The line joins those that no other of the "
-        "same size beats in both; what lies right of the dashed line does not fit."
-    )
-    drawn = page.chart("pareto", pareto_chart(report))
-    page.add(_cards(report), _why(report), section("Step time against memory", note, drawn))
-    page.add(_differences(report), _pruned(report))
-    page.add(section("Variants", "The fastest first.", variants_table(report, best_first(report.outcomes)).html()))
-    return page.write(path)
 
 
 def best_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -359,7 +319,7 @@ def what_text(outcome: Outcome) -> str:
     return ", ".join(words)
 
 
-def _how(report: TuneReport) -> list[str]:
+def how_to_have(report: TuneReport) -> list[str]:
     """What to write to have the winner: options of the command line, or what a function that builds a step takes."""
     settings = report.winner.settings if report.winner is not None else ()
     if report.global_batch is not None:
@@ -430,127 +390,3 @@ def _counts(report: TuneReport) -> RenderableType:
     table.add_row(f"{report.compiled:,}", f"compiled{reused}, by {jobs} in {report.wall_s:.0f} s")
     table.add_row(f"{report.left:,}", "left")
     return table
-
-
-def pareto_chart(report: TuneReport) -> dict:
-    """Time against memory of what was compiled, and the front."""
-    drawn = [o for o in report.outcomes if o.time_s is not None and o.peak_bytes is not None]
-    sizes = sorted({o.num_gpus or 0 for o in drawn}, key=lambda n: (n != report.num_gpus, n))
-    fitting = [(n, [o for o in drawn if o.fits and (o.num_gpus or 0) == n]) for n in sizes]
-    groups = [
-        *((f"{n} GPUs", members, _FITS, _SYMBOLS[min(i, 4)], 9) for i, (n, members) in enumerate(fitting)),
-        ("does not fit", [o for o in drawn if not o.fits], _TOO_LARGE, "x", 8),
-        ("as it is", [o for o in drawn if not o.settings], _BASE, "diamond-open", 15),
-        ("the winner", [o for o in drawn if o == report.winner], _WINNER, "star", 15),
-    ]
-    data = [_points(name, members, color, symbol, size) for name, members, color, symbol, size in groups if members]
-    data += [line for n in sizes if (line := _front(report, n))]
-    layout: dict[str, Any] = legend_frame(460) | {"hoverlabel": {"font": {"size": 12}}}
-    layout["xaxis"]["ticksuffix"], layout["yaxis"]["ticksuffix"] = " GiB", " s"
-    if report.base.pool_bytes:
-        layout["shapes"] = [limit(report.base.pool_bytes / GIB, "dash", 1.2)]
-    return {"data": data, "layout": layout}
-
-
-def _front(report: TuneReport, gpus: int) -> dict | None:
-    """The line through those of one size that no other beats; None where there is none of them."""
-    front = [report.outcomes[i] for i in report.pareto if (report.outcomes[i].num_gpus or 0) == gpus]
-    front.sort(key=lambda o: o.peak_bytes or 0)
-    if not front:
-        return None
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": f"no other beats them, {gpus} GPUs",
-        "x": [(o.peak_bytes or 0) / GIB for o in front],
-        "y": [o.time_s for o in front],
-        "line": {"color": _WINNER, "width": 1.2, "shape": "hv"},
-        "hoverinfo": "skip",
-    }
-
-
-def _points(name: str, outcomes: list[Outcome], color: str, symbol: str, size: int) -> dict:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": [(o.peak_bytes or 0) / GIB for o in outcomes],
-        "y": [o.time_s for o in outcomes],
-        "customdata": [f"{what_text(o)}<br>{o.num_gpus} GPUs" for o in outcomes],
-        "hovertemplate": "%{y:.4~g} s, %{x:.3~g} GiB<br>%{customdata}<extra></extra>",
-        "marker": {"color": color, "size": size, "symbol": symbol},
-    }
-
-
-def _cards(report: TuneReport) -> str:
-    boxes = []
-    if report.winner is not None:
-        boxes.append(card(f"a step: {mesh_text(report.winner)}", format_seconds(report.winner.time_s), css="good"))
-        boxes.append(card("MFU", format_percent(report.winner.mfu)))
-        boxes.append(card(f"of {format_bytes(report.winner.pool_bytes)}", format_bytes(report.winner.peak_bytes)))
-    boxes.append(card("as it is", format_seconds(report.base.time_s)))
-    boxes.append(card(f"variants, {report.compiled} of them compiled", f"{report.space:,}"))
-    return cards(boxes)
-
-
-def _why(report: TuneReport) -> str:
-    items = "".join(f"<li>{escape(text)}</li>" for text in report.why)
-    settings = " ".join(_how(report))
-    shown = f"<p><code>{escape(settings)}</code></p>" if settings else ""
-    return section("Why it wins", "Against the step as it is.", f"<ul>{items}</ul>{shown}")
-
-
-def _differences(report: TuneReport) -> str:
-    rows = [(d.name, *map(format_seconds, (d.base_s, d.winner_s, d.saved_s))) for d in report.differences]
-    if not rows:
-        return ""
-    table = Table([*text_columns(""), *number_columns("as it is", "the winner", "saved")], rows)
-    return section("Where the time went", "Seconds of a step; they add up to the difference.", table.html())
-
-
-def _pruned(report: TuneReport) -> str:
-    rows = [(RULE_WORDS.get(p.rule, p.rule), p.example or "", f"{p.count:,}") for p in report.pruned]
-    table = Table([*text_columns("why", "for example"), *number_columns("variants")], rows)
-    return section("Ruled out without a compile", "By closed forms.", table.html())
-
-
-@contextmanager
-def progress_bar(console: Console) -> Iterator[SearchProgress]:
-    """What to tell a search; where there is no terminal, one line for every variant."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=console, transient=True)
-    shown = console.is_terminal
-    with bar if shown else nullcontext():
-        pruning = bar.add_task("bounds of variants", total=None)
-        compiling = bar.add_task("compiling", total=None, visible=False)
-
-        def looked_at(number: int) -> None:
-            if number % _OFTEN == 0:
-                bar.update(pruning, completed=number)
-
-        def started(candidates: int, total: int) -> None:
-            bar.update(pruning, visible=False)
-            bar.update(compiling, total=total, visible=True)
-            if not shown:
-                console.print(f"{candidates} variants were not ruled out; compiling up to {total}", highlight=False)
-
-        def done(outcome: Outcome, known: bool, best: Outcome | None) -> None:
-            text = f"best {format_seconds(best.time_s)}" if best else "none fits yet"
-            bar.update(compiling, advance=1, description=f"compiling, {text}")
-            if not shown:
-                console.print(_result_line(outcome, known), highlight=False, soft_wrap=True)
-
-        yield SearchProgress(looked_at, started, done)
-
-
-def _result_line(outcome: Outcome, known: bool) -> str:
-    what = " ".join(outcome.settings) or "as it is"
-    result = outcome.error.splitlines()[0] if outcome.error else format_seconds(outcome.time_s)
-    verdict = {"fits": "", "does_not_fit": ", does not fit", "error": ""}[outcome.status]
-    return f"{result}{verdict}{' (known)' if known else ''}: {what}"

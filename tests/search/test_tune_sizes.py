@@ -10,11 +10,11 @@ from meshkit.config.experiment import load
 from meshkit.errors import ConfigError
 from meshkit.planning.warnings import HOST_MEMORY_EXCEEDED
 from meshkit.report.schema import Report, StepPart, Warning_, WindowPart
-from meshkit.search.variants import OutcomeRow, outcome_of
-from meshkit.verbs.tune.tune_report import differences, why
-from meshkit.verbs.tune.tuner import Sizes, parse_hosts, tune_experiment
+from meshkit.search.candidate import OutcomeRow, outcome_of
+from meshkit.search.tune_report import differences, why
+from meshkit.search.tuner import Sizes, parse_hosts, tune_experiment
 from tests.search.made_up import MadeUpWorkers
-from tests.verbs.tune.test_tune import AXES, ON_16, TINY, made_up
+from tests.search.test_tune import AXES, ON_16, TINY, made_up
 
 
 def by_gpus(settings):

@@ -1,8 +1,10 @@
-"""The search itself: which variants the closed forms rule out, and in which order the others are compiled.
+"""Which candidates are planned, and in which order: what closed forms rule out, what they put first, what comes next.
 
 The experiment as it is comes first: what provably takes longer need not be compiled. Half of the budget then goes to
 the best guesses, few of any one mesh; the other half to neighbours of the best so far, which differ in one choice. What
 was compiled says by how much the guesses are wrong, of pipelines, of tensor parallelism and of accumulation apart.
+
+No closed form knows a step of anybody's: there, what differs least from the best so far is always next.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import os
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -24,11 +26,12 @@ from meshkit.config.experiment import Experiment, load
 from meshkit.config.files import read_regular
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
-from meshkit.search.bounds import Bound, Bounds, host_pool_bytes, pool_bytes
-from meshkit.search.variants import Outcome, PipelineChoice, Space, Variant
-from meshkit.search.workers import Settings, Workers
-from meshkit.units import format_bytes, format_seconds
-from meshkit.verbs.tune.tune_report import RULE_WORDS, PrunedPart
+from meshkit.search.bounds import Bound, Bounds, pool_bytes, ruled_out
+from meshkit.search.candidate import Candidate, Outcome, Settings, fastest_first
+from meshkit.search.tune_report import RULE_WORDS, PrunedPart
+from meshkit.search.variants import PipelineChoice, Space, Variant
+from meshkit.search.workers import Workers
+from meshkit.units import format_seconds
 
 JOURNAL_FILE = "candidates.jsonl"
 _LARGEST_BYTES = 256 * 2**20
@@ -40,24 +43,8 @@ _PER_MESH = 3
 _NEAR = 1.1
 
 # Whether layers are stages of a pipeline, whether an axis named `tensor` cuts them, whether a step accumulates, and
-# whether activations wait in host memory.
+# whether activations wait in host memory: candidates whose guesses are wrong in the same direction.
 Family = tuple[bool, bool, bool, bool]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A variant that was not ruled out."""
-
-    variant: Variant
-    settings: tuple[str, ...]
-    bound: Bound
-    order: tuple[float, tuple[str, ...]]
-
-    @property
-    def family(self) -> Family:
-        """Variants whose guesses are wrong in the same direction."""
-        tensor = any(axis.name == "tensor" and axis.size > 1 for axis in self.variant.mesh.axes)
-        return self.variant.stages is not None, tensor, self.variant.accumulate > 1, self.bound.host_bytes > 0
 
 
 @dataclass
@@ -68,7 +55,7 @@ class Pruned:
     counts: Counter = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def add(self, rule: str, settings: Callable[[], tuple[str, ...]], why: str) -> None:
+    def add(self, rule: str, settings: Callable[[], Settings], why: str) -> None:
         """Counts a variant.
 
         Args:
@@ -86,7 +73,7 @@ class Pruned:
 
 
 def candidates(
-    path: str, overrides: tuple[str, ...], space: Space, bounds: Bounds, pruned: Pruned, progress: Callable[[int], None]
+    path: str, overrides: Settings, space: Space, bounds: Bounds, pruned: Pruned, progress: Callable[[int], None]
 ) -> list[Candidate]:
     """The variants that divide and may fit, the most promising first.
 
@@ -98,7 +85,8 @@ def candidates(
         progress: hears the number of each variant, from 0.
 
     Returns:
-        In order of `estimate_s`; where `estimate_bytes` exceeds the pool, times the fourth power of their ratio.
+        In order of `guess_s`: the bound's `estimate_s`; where its `estimate_bytes` exceed the pool, times the fourth
+        power of their ratio.
     """
     found = []
     known: dict[tuple, tuple[Experiment, Bound] | ConfigError] = {}
@@ -118,19 +106,12 @@ def candidates(
             pruned.add("divisibility", settings, result.message)
             continue
         experiment, bound = result
-        pool = pool_bytes(experiment)
-        there = host_pool_bytes(experiment)
-        if bound.needed_bytes > pool:
-            needed = f"{format_bytes(bound.needed_bytes)} at least, of {format_bytes(pool)}"
-            pruned.add("memory", settings, needed)
+        if broken := ruled_out(experiment, bound):
+            pruned.add(broken[0], settings, broken[1])
             continue
-        if there is not None and bound.host_bytes > there:
-            needed = f"{format_bytes(bound.host_bytes)} a GPU at least, of {format_bytes(there)}"
-            pruned.add("host_memory", settings, needed)
-            continue
-        excess = max(1.0, bound.estimate_bytes / pool)
-        found.append(Candidate(variant, named := settings(), bound, (bound.estimate_s * excess**4, named)))
-    return sorted(found, key=lambda c: c.order)
+        guess_s = bound.estimate_s * max(1.0, bound.estimate_bytes / pool_bytes(experiment)) ** 4
+        found.append(Candidate(settings(), variant, bound=bound, guess_s=guess_s))
+    return sorted(found, key=lambda c: (c.guess_s, c.settings))
 
 
 def _plainest(space: Space, variant: Variant) -> Variant:
@@ -139,7 +120,7 @@ def _plainest(space: Space, variant: Variant) -> Variant:
     return replace(space.base, mesh=variant.mesh, accumulate=1, each_micro_batch=False, stages=stages)
 
 
-def _load(path: str, overrides: tuple[str, ...]) -> Experiment | ConfigError:
+def _load(path: str, overrides: Settings) -> Experiment | ConfigError:
     """A variant, or why it cannot be."""
     try:
         return load(path, overrides)
@@ -168,16 +149,16 @@ class Journal:
 
     Args:
         folder: of the search; None keeps them in memory.
-        experiment: as it is without settings.
+        experiment: of the search in a folder, as it is without settings.
 
     Raises:
         ConfigError: the folder holds a search of something else, or a file that is none.
     """
 
-    def __init__(self, folder: Path | None, experiment: Experiment):
+    def __init__(self, folder: Path | None = None, experiment: Experiment | None = None):
         self.outcomes: dict[Settings, Outcome] = {}
         self._path = folder / JOURNAL_FILE if folder else None
-        if self._path is None:
+        if self._path is None or experiment is None:
             return
         header = _header(experiment)
         if self._path.exists():
@@ -243,134 +224,134 @@ class Search:
     """One run of a search, at one size of the cluster.
 
     Args:
-        found: from `candidates`.
-        base: its own variant.
+        found: what may be planned; of a step of somebody's, without bounds.
+        base: what is changed, whose plan comes first where its settings are none.
+        budget: candidates to plan at most, those of earlier runs among them; what has no bound, and proves to be too
+            large or wrong before it is compiled, costs nothing.
         journal: outcomes of this and of earlier runs.
-        budget: variants to compile at most, those of earlier runs among them.
         pruned: takes those that the time rule drops.
         wrong: by how much guesses were wrong at another size, by family.
     """
 
     def __init__(
         self,
-        found: list[Candidate],
+        found: Sequence[Candidate],
         base: Variant,
-        journal: Journal,
         budget: int,
+        journal: Journal,
         pruned: Pruned,
         wrong: Mapping[Family, list[float]] | None = None,
     ):
-        self._base = base
-        self._left = {c.settings: c for c in found if c.settings}
         self._known = {c.settings: c for c in found}
+        self._base = self._known.get((), Candidate(variant=base))
+        self._left = {settings: c for settings, c in self._known.items() if settings}
+        self._bounded = any(c.bound is not None for c in found)
         self._journal, self._budget, self._pruned = journal, budget, pruned
-        self._tried: dict[Settings, str] = {}
+        self._asked: list[Candidate] = []
         self._meshes: Counter = Counter()
         self.wrong: defaultdict[Family, list[float]] = defaultdict(list, {k: list(v) for k, v in (wrong or {}).items()})
-        self._done: dict[Settings, Outcome] = {}
         self.reused = 0
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What is known, in the order in which it was asked for."""
-        return tuple(self._done[settings] for settings in self._tried if settings in self._done)
+        return tuple(c.outcome for c in self._asked if c.outcome is not None)
+
+    @property
+    def compiled(self) -> int:
+        """How many candidates cost something of the budget."""
+        free = () if self._bounded else [c for c in self._asked if c.outcome is not None and c.time_s is None]
+        return len(self._asked) - len(free)
 
     @property
     def left(self) -> int:
         """Candidates that were neither tried nor ruled out."""
         return len(self._left)
 
-    def variant_of(self, outcome: Outcome | None) -> Variant | None:
-        """The choices behind an outcome; those of the experiment as it is where no candidate is."""
-        if outcome is None:
-            return None
-        known = self._known.get(outcome.settings)
-        return known.variant if known else self._base
-
-    def best(self) -> Outcome | None:
+    def best(self) -> Candidate | None:
         """The fastest that fits."""
-        fitting = [o for o in self._done.values() if o.fits and o.time_s is not None]
-        return min(fitting, key=lambda o: (o.time_s or 0.0, o.settings), default=None)
+        return next(iter(fastest_first(self._asked)), None)
 
-    def run(self, workers: Workers, report: Callable[[Outcome, bool], None], *, base_first: bool = True) -> None:
-        """Compiles until the budget is spent or nothing is left.
+    def run(self, workers: Workers, report: Callable[[Candidate, bool], None], *, base_first: bool = True) -> None:
+        """Plans until the budget is spent or nothing is left.
 
         Args:
             workers: that plan.
-            report: hears every outcome, and whether an earlier run had it.
+            report: hears every candidate that is planned, and whether an earlier run had its outcome.
             base_first: whether the experiment as it is begins: nothing that must be slower need be compiled.
         """
 
-        def take(outcome: Outcome) -> None:
-            candidate = self._known.get(outcome.settings)
-            estimate = candidate.bound.estimate_s if candidate else None
-            outcome = outcome.model_copy(update={"stage": self._tried[outcome.settings], "estimate_s": estimate})
-            self._journal.add(outcome)
-            self._keep(outcome)
-            report(outcome, False)
+        def take(candidate: Candidate) -> None:
+            assert candidate.outcome is not None
+            estimate_s = candidate.bound.estimate_s if candidate.bound else None
+            noted = {"stage": candidate.stage, "estimate_s": estimate_s}
+            candidate.outcome = candidate.outcome.model_copy(update=noted)
+            self._journal.add(candidate.outcome)
+            self._learn(candidate)
+            report(candidate, False)
 
-        def choose() -> Settings | None:
-            while len(self._tried) < self._budget and (chosen := self._choose()) is not None:
+        def choose() -> Candidate | None:
+            while self.compiled < self._budget and (chosen := self._choose()) is not None:
                 if not self._is_known(*chosen, report):
                     return chosen[0]
             return None
 
-        first = [()] if base_first and not self._is_known((), "base", report) else []
+        if base_first and not self._is_known(self._base, "base", report):
+            first = iter([self._base])
+            workers.run(lambda: next(first, None), take)
         for settings, outcome in self._journal.outcomes.items():
             if settings in self._left:
-                self._is_known(settings, outcome.stage or "estimate", report)
-        workers.run(lambda: first.pop() if first else None, take)
+                self._is_known(self._left[settings], outcome.stage or "estimate", report)
         workers.run(choose, take)
 
-    def _is_known(self, settings: Settings, stage: str, report: Callable[[Outcome, bool], None]) -> bool:
-        """Notes that a variant is tried; whether an earlier run has its outcome, which is then kept."""
-        self._tried[settings] = stage
-        candidate = self._known.get(settings)
-        self._left.pop(settings, None)
-        if candidate:
-            self._meshes[candidate.variant.mesh] += 1
-        known = self._journal.outcomes.get(settings)
-        if known is not None:
-            self.reused += 1
-            self._keep(known)
-            report(known, True)
-        return known is not None
+    def _is_known(self, candidate: Candidate, stage: str, report: Callable[[Candidate, bool], None]) -> bool:
+        """Notes that a candidate is tried; whether an earlier run has its outcome, which is then kept."""
+        self._asked.append(candidate)
+        candidate.stage = stage
+        self._left.pop(candidate.settings, None)
+        if candidate.settings in self._known:
+            self._meshes[_variant(candidate).mesh] += 1
+        candidate.outcome = self._journal.outcomes.get(candidate.settings)
+        if candidate.outcome is None:
+            return False
+        self.reused += 1
+        self._learn(candidate)
+        report(candidate, True)
+        return True
 
-    def _keep(self, outcome: Outcome) -> None:
-        """Notes an outcome; one that is the best so far rules out all that must be slower."""
-        self._done[outcome.settings] = outcome
-        candidate = self._known.get(outcome.settings)
-        if candidate and outcome.time_s and candidate.bound.estimate_s:
-            self.wrong[candidate.family].append(outcome.time_s / candidate.bound.estimate_s)
-        best = self.best()
-        if best is None or best is not outcome or best.time_s is None:
+    def _learn(self, candidate: Candidate) -> None:
+        """Notes how wrong a guess was; one that is the best so far rules out all that must be slower."""
+        if candidate.time_s and candidate.bound and candidate.bound.estimate_s:
+            self.wrong[_family(candidate)].append(candidate.time_s / candidate.bound.estimate_s)
+        time_s = candidate.time_s
+        if time_s is None or self.best() is not candidate:
             return
-        slower = [c for c in self._left.values() if c.bound.time_s > best.time_s]
-        for candidate in slower:
-            del self._left[candidate.settings]
-            why = f"{format_seconds(candidate.bound.time_s)} at least, {format_seconds(best.time_s)} is known"
-            self._pruned.add("time", lambda c=candidate: c.settings, why)
+        for other in [c for c in self._left.values() if c.bound and c.bound.time_s > time_s]:
+            del self._left[other.settings]
+            assert other.bound is not None
+            why = f"{format_seconds(other.bound.time_s)} at least, {format_seconds(time_s)} is known"
+            self._pruned.add("time", lambda c=other: c.settings, why)
 
-    def _choose(self) -> tuple[Settings, str] | None:
-        """The next variant, and why it is next."""
+    def _choose(self) -> tuple[Candidate, str] | None:
+        """The next candidate, and why it is next."""
         if not self._left:
             return None
-        ranked = self._ranked()
-        if len(self._tried) <= self._budget // 2:
-            for candidate in ranked:
-                plain = candidate.variant.options == self._base.options
-                if plain and self._meshes[candidate.variant.mesh] < _PER_MESH:
-                    return candidate.settings, "estimate"
-        best, wrong = self.best(), self._wrong()
-        for near in self._neighbours(ranked):
-            if best is None or near.order[0] * wrong[near.family] <= _NEAR * (best.time_s or 0.0):
-                return near.settings, "neighbour"
-        return ranked[0].settings, "estimate"
-
-    def _ranked(self) -> list[Candidate]:
-        """What is left, the most promising first: by its guess, times what the guesses of its family were wrong by."""
+        best = self.best()
+        if not self._bounded:
+            near = _variant(best or self._base)
+            return min(self._left.values(), key=lambda c: _variant(c).distance(near)), "neighbour"
         wrong = self._wrong()
-        return sorted(self._left.values(), key=lambda c: (c.order[0] * wrong[c.family], c.order[1]))
+        guesses = {c: (c.guess_s or 0.0) * wrong[_family(c)] for c in self._left.values()}
+        ranked = sorted(guesses, key=lambda c: (guesses[c], c.settings))
+        if len(self._asked) <= self._budget // 2:
+            for candidate in ranked:
+                variant = _variant(candidate)
+                if variant.options == _variant(self._base).options and self._meshes[variant.mesh] < _PER_MESH:
+                    return candidate, "estimate"
+        for near in self._neighbours(ranked):
+            if best is None or guesses[near] <= _NEAR * (best.time_s or 0.0):
+                return near, "neighbour"
+        return ranked[0], "estimate"
 
     def _wrong(self) -> Mapping[Family, float]:
         """What a guess is to be multiplied by; an untried family's by the least, so that it is looked at soon."""
@@ -380,8 +361,17 @@ class Search:
 
     def _neighbours(self, ranked: list[Candidate]) -> Iterator[Candidate]:
         """Candidates one choice away from the best so far, then from the second best, ..."""
-        fitting = sorted((o for o in self._done.values() if o.fits), key=lambda o: o.time_s or 0.0)
-        for outcome in fitting:
-            variant = self.variant_of(outcome)
-            assert variant is not None
-            yield from (c for c in ranked if c.variant.differences(variant) == 1)
+        for planned in fastest_first(self._asked):
+            yield from (c for c in ranked if _variant(c).differences(_variant(planned)) == 1)
+
+
+def _variant(candidate: Candidate) -> Variant:
+    """The choices of a candidate of a search, all of which are of a space."""
+    assert candidate.variant is not None
+    return candidate.variant
+
+
+def _family(candidate: Candidate) -> Family:
+    variant, bound = _variant(candidate), candidate.bound
+    tensor = any(axis.name == "tensor" and axis.size > 1 for axis in variant.mesh.axes)
+    return variant.stages is not None, tensor, variant.accumulate > 1, bound is not None and bound.host_bytes > 0

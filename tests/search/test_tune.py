@@ -15,13 +15,14 @@ from meshkit.config.sections import RematMix
 from meshkit.errors import ConfigError, RunError
 from meshkit.search import workers as pool
 from meshkit.search.bounds import Bounds, host_pool_bytes, pool_bytes
-from meshkit.search.variants import REMATS, Outcome, PipelineChoice, Variant, factorizations, make_space
-from meshkit.verbs.tune.search import JOURNAL_FILE, Journal, Pruned, candidates
-from meshkit.verbs.tune.tune_report import pareto
-from meshkit.verbs.tune.tuner import tune_experiment
+from meshkit.search.candidate import Candidate, Outcome
+from meshkit.search.order import JOURNAL_FILE, Journal, Pruned, candidates
+from meshkit.search.tune_report import pareto
+from meshkit.search.tuner import tune_experiment
+from meshkit.search.variants import REMATS, PipelineChoice, Variant, factorizations, make_space
 from tests.search.made_up import MadeUpWorkers
 
-CONFIGS = Path(__file__).parents[3] / "configs" / "experiments"
+CONFIGS = Path(__file__).parents[2] / "configs" / "experiments"
 LLAMA_70B = str(CONFIGS / "llama3_70b.toml")
 ON_64 = ("cluster.hosts=8", "mesh={ fsdp = { nvlink = 8, infiniband = 8 } }", "train.global_batch=128")
 TINY = str(CONFIGS / "llama_debug_cpu.toml")
@@ -185,7 +186,7 @@ def test_what_is_ruled_out_is_counted_and_the_rest_divides_and_may_fit():
     assert set(pruned.counts) == {"divisibility", "memory"}
     assert "kv_heads" in pruned.examples["divisibility"]
     assert all(c.bound.needed_bytes <= pool_bytes(experiment) for c in found)
-    assert [c.order for c in found] == sorted(c.order for c in found)
+    assert [c.guess_s for c in found] == sorted(c.guess_s for c in found)
 
 
 # ------------------------------------------------------------------------------------- the search, with made-up plans
@@ -318,12 +319,11 @@ def test_a_worker_that_dies_costs_its_variant_only(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(pool, "MODULE", "dying_worker")
-    waiting, found = [("a=1",), ("die=1",), ("b=1",), ("c=1",)], {}
-    with pool.open_workers("x.toml", (), 2) as workers:
-        workers.run(lambda: waiting.pop(0) if waiting else None, lambda o: found.update({o.settings: o}))
-    assert len(found) == 4
-    assert found[("die=1",)].error == "the planning process died (SIGKILL)."
-    assert [o.status for s, o in sorted(found.items()) if s != ("die=1",)] == ["fits"] * 3
+    found = [Candidate((settings,)) for settings in ("a=1", "die=1", "b=1", "c=1")]
+    with pool.open_workers({"experiment": "x.toml"}, 2) as workers:
+        workers.plan(found)
+    assert [c.outcome.status for c in found] == ["fits", "error", "fits", "fits"]
+    assert found[1].outcome.error == "the planning process died (SIGKILL)."
 
 
 # ------------------------------------------------------------------------------------------------- with real compiles

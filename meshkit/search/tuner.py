@@ -1,21 +1,16 @@
 """tune: the fastest variant that fits of an experiment, or of a step of anybody's, and why it is faster.
 
-    experiment -> variants -> bounds -> search (plans in parallel processes) -> TuneReport, winner.toml
-    build(mesh, **choices), a mesh, a cluster -> every mesh x every choice -> nearest to the best so far -> TuneReport
-
-No closed form knows a step of anybody's. The one on the given mesh comes first, then always what differs least from the
-best.
+experiment -> variants -> bounds -> search (plans in parallel processes) -> TuneReport, winner.toml
+build(mesh, **choices), a mesh, a cluster -> every mesh x every choice -> search -> TuneReport
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
-import math
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +24,20 @@ from meshkit.console import notebook_line
 from meshkit.errors import ConfigError
 from meshkit.planning.planner import check_has_gpus
 from meshkit.search.bounds import Bounds
-from meshkit.search.variants import REMATS, Outcome, Space, Variant, make_space, meshes_over
-from meshkit.search.workers import Build, BuiltStep, Settings, Workers, open_workers, opened, plan_built
+from meshkit.search.candidate import Candidate
+from meshkit.search.order import Journal, Pruned, Search, candidates
+from meshkit.search.tune_report import SILENT, SearchProgress, TuneReport, report_of
+from meshkit.search.variants import REMATS, Space, Variant, make_space, meshes_over
+from meshkit.search.workers import (
+    Build,
+    Workers,
+    WorkersHere,
+    name_of,
+    open_workers,
+    request_of_file,
+    request_of_step,
+)
 from meshkit.units import format_seconds
-from meshkit.verbs.tune.search import Journal, Pruned, Search, candidates
-from meshkit.verbs.tune.tune_report import SILENT, SearchProgress, TuneReport, report_of
 
 WINNER_FILE = "winner.toml"
 REPORT_FILE = "tune.json"
@@ -99,24 +103,37 @@ def tune_experiment(
     journal, pruned = Journal(out, loaded), Pruned()
     searches: list[Search] = []
 
-    def tell(outcome: Outcome, known: bool) -> None:
-        progress.done(outcome, known, _best(searches, sizes.objective))
+    def tell(candidate: Candidate, known: bool) -> None:
+        progress.done(candidate, known, _best(searches, sizes.objective))
 
     space, bounds = _space(loaded, axes)
     found = candidates(path, overrides, space, bounds, pruned, progress.pruning)
     left = sum(1 for c in found if c.settings)
     progress.started(len(found), min(own_share, left + 1) + other_share * len(others))
-    searches.append(Search(found, space.base, journal, own_share, pruned))
-    with open_workers(path, overrides, jobs, out / LOG_FILE if out else None) as workers:
+    searches.append(Search(found, space.base, own_share, journal, pruned))
+    log = out / LOG_FILE if out else None
+    with open_workers(request_of_file(path, overrides), jobs, log) as workers:
         searches[0].run(workers, tell)
         for other, sized in at_sizes.items():
-            space, bounds = _space(sized, axes, hosts=other, like=searches[0].variant_of(searches[0].best()))
+            best = searches[0].best()
+            space, bounds = _space(sized, axes, hosts=other, like=best.variant if best else None)
             found = candidates(path, overrides, space, bounds, pruned, progress.pruning)
-            search = Search(found, space.base, journal, other_share, pruned, searches[0].wrong)
+            search = Search(found, space.base, other_share, journal, pruned, searches[0].wrong)
             searches.append(search)
             search.run(workers, tell, base_first=False)
-    report = _report(loaded, searches, pruned, workers.jobs, sizes.objective)
-    report = report.model_copy(update={"wall_s": time.perf_counter() - start})
+    report = _report(
+        searches,
+        _best(searches, sizes.objective),
+        experiment=loaded.name,
+        gpu=loaded.cluster.gpu.key,
+        num_gpus=loaded.cluster.num_gpus,
+        global_batch=loaded.train.global_batch,
+        objective=sizes.objective,
+        space=pruned.variants,
+        pruned=pruned.parts(),
+        jobs=workers.jobs,
+        wall_s=time.perf_counter() - start,
+    )
     if out is not None:
         (out / REPORT_FILE).write_text(report.to_json() + "\n", encoding="utf-8")
         if report.winner is not None:
@@ -207,34 +224,23 @@ def _check(experiment: Experiment, budget: int, jobs: int | Executor | None, obj
         raise ConfigError(f"'{objective}' is no objective.", at="--objective", hint=" or ".join(OBJECTIVES))
 
 
-def _best(searches: Sequence[Search], objective: str) -> Outcome | None:
+def _best(searches: Sequence[Search], objective: str) -> Candidate | None:
     """The fastest of the experiment's own size, or of all sizes the one that takes the fewest GPU hours."""
     if objective == "time":
         return searches[0].best()
     found = [best for search in searches if (best := search.best()) is not None]
-    return min(found, key=lambda o: ((o.time_s or 0.0) * (o.num_gpus or 0), o.settings), default=None)
+    return min(found, key=lambda c: (c.gpu_seconds, c.settings), default=None)
 
 
-def _report(
-    experiment: Experiment, searches: Sequence[Search], pruned: Pruned, jobs: int, objective: str
-) -> TuneReport:
-    """What all searches found, each at its own size of the cluster."""
-    outcomes = [outcome for search in searches for outcome in search.outcomes]
+def _report(searches: Sequence[Search], best: Candidate | None, **known: Any) -> TuneReport:
+    """What all searches found, each at its own size of the cluster; `known`: what they do not."""
     return report_of(
-        outcomes,
-        _best(searches, objective),
-        experiment=experiment.name,
-        gpu=experiment.cluster.gpu.key,
-        num_gpus=experiment.cluster.num_gpus,
-        global_batch=experiment.train.global_batch,
-        objective=objective,
-        space=pruned.variants,
-        pruned=pruned.parts(),
-        compiled=len(outcomes),
+        [outcome for search in searches for outcome in search.outcomes],
+        best.outcome if best else None,
+        compiled=sum(search.compiled for search in searches),
         reused=sum(search.reused for search in searches),
         left=sum(search.left for search in searches),
-        wall_s=0.0,
-        jobs=jobs,
+        **known,
     )
 
 
@@ -276,90 +282,38 @@ def tune(
     if budget < 1:
         raise ConfigError("a search compiles one variant at least.", hint="budget=64")
     start, base = time.perf_counter(), mesh.resolve(cluster)
-    search = _Search(base, cluster, choices or {}, budget)
-    values = {name: some[0] for name, some in (choices or {}).items()}
-    with _workers(what, BuiltStep(cluster, base, values), jobs) as workers:
-        first = [()]
-        workers.run(lambda: first.pop() if first else None, search.take)
-        workers.run(search.choose, search.take)
-    return report_of(
-        search.outcomes,
+    space = _space_of_step(base, cluster, choices or {})
+    found = {(s := space.settings(variant)): Candidate(s, variant) for variant in space.variants()}
+    search, progress = Search([*found.values()], space.base, budget, Journal(), Pruned()), _progress()
+    progress.started(len(found), min(budget, len(found)))
+    with _workers(what, request_of_step(base, cluster, dict(space.base.options)), jobs) as workers:
+        search.run(workers, lambda candidate, known: progress.done(candidate, known, search.best()))
+    return _report(
+        [search],
         search.best(),
         experiment=getattr(what, "__name__", type(what).__name__),
         gpu=cluster.gpu.key,
         num_gpus=cluster.num_gpus,
-        space=search.space,
+        space=len(found),
         pruned=(),
-        compiled=sum(outcome.time_s is not None for outcome in search.outcomes),
-        reused=0,
-        left=search.left,
-        wall_s=time.perf_counter() - start,
         jobs=workers.jobs,
+        wall_s=time.perf_counter() - start,
     )
 
 
-class _Search:
-    """Which variant is next: of those that are left, the one that differs least from the best so far.
+def _space_of_step(base: MeshSpec, cluster: Cluster, choices: Mapping[str, Sequence[Any]]) -> Space:
+    """Every mesh of the axes of a step, and every combination of its choices, whose first values are the step's own.
 
-    Args:
-        base: the mesh of the step as it is.
-        cluster: whose GPUs every other mesh shares out as well.
-        choices: values of further parameters, the step's own first.
-        budget: how many may be compiled; what cannot be built, or is too large before that, costs nothing.
+    Raises:
+        ConfigError: values that a request cannot say.
     """
-
-    def __init__(self, base: MeshSpec, cluster: Cluster, choices: Mapping[str, Sequence[Any]], budget: int):
-        for name, values in choices.items():
-            _check_choice(name, values)
-        names = base.axis_names
-        meshes = [base, *(m for m in meshes_over(cluster, names, names) if m != base)]
-        self._known: dict[Settings, tuple[Any, ...]] = {}
-        for chosen, *values in itertools.product(meshes, *choices.values()):
-            changed = [f"mesh={inline(chosen.to_dict())}"] if chosen != base else []
-            pairs = zip(choices, values, choices.values())
-            changed += [f"{name}={inline(value)}" for name, value, all_ in pairs if value != all_[0]]
-            self._known[tuple(changed)] = (chosen, *values)
-        self.space, self._budget = len(self._known), budget
-        self._left = dict(self._known)
-        del self._left[()]
-        self._asked = 1
-        self.outcomes: list[Outcome] = []
-        self._tell = _progress(total=min(budget, self.space)).done
-
-    @property
-    def left(self) -> int:
-        """Variants that nobody asked about."""
-        return len(self._left)
-
-    def best(self) -> Outcome | None:
-        """The fastest that fits."""
-        fitting = [o for o in self.outcomes if o.fits and o.time_s is not None]
-        return min(fitting, key=lambda o: o.time_s or math.inf, default=None)
-
-    def choose(self) -> Settings | None:
-        """The next variant; None where the budget is spent or nothing is left."""
-        if not self._left or self._asked >= self._budget:
-            return None
-        best = self.best()
-        near = self._known[best.settings if best else ()]
-        settings = min(self._left, key=lambda s: _distance(self._left[s], near))
-        del self._left[settings]
-        self._asked += 1
-        return settings
-
-    def take(self, outcome: Outcome) -> None:
-        """Notes an outcome."""
-        self.outcomes.append(outcome)
-        self._asked -= outcome.time_s is None
-        self._tell(outcome, False, self.best())
-
-
-def _distance(one: tuple[Any, ...], other: tuple[Any, ...]) -> float:
-    """How far two variants are apart: factors of two that moved to another axis or link, and choices that differ."""
-    moved = 0.0
-    for a, b in zip(one[0].axes, other[0].axes):
-        moved += abs(math.log2(a.nvlink / b.nvlink)) + abs(math.log2(a.infiniband / b.infiniband))
-    return moved / 2 + sum(a != b for a, b in zip(one[1:], other[1:]))
+    for name, values in choices.items():
+        _check_choice(name, values)
+    options = tuple(tuple(zip(choices, values)) for values in itertools.product(*choices.values()))
+    names = base.axis_names
+    meshes = (base, *(m for m in meshes_over(cluster, names, names) if m != base))
+    own = Variant(base, 1, False, None, options[0])
+    return Space(base=own, preset=None, meshes=meshes, accumulates=(1,), remats=(None,), options=options)
 
 
 def _check_choice(name: str, values: Any) -> None:
@@ -376,60 +330,30 @@ def _check_choice(name: str, values: Any) -> None:
         raise ConfigError(f"choice '{name}' must be a list of numbers, texts, lists or booleans.", hint=hint)
 
 
-def _name_of(build: Any) -> str | None:
-    """The name by which another process finds a function, `pkg.mod:fn`; None where there is none."""
-    module, path = getattr(build, "__module__", None), getattr(build, "__qualname__", "<")
-    if module in (None, "__main__") or "<" in path:
-        return None
-    try:
-        found: Any = importlib.import_module(module)
-    except ImportError:
-        return None
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return f"{module}:{path}" if found is build else None
-
-
-def _workers(build: Build, base: BuiltStep, jobs: int | Executor | None) -> Any:
+def _workers(build: Build, request: Mapping[str, Any], jobs: int | Executor | None) -> Workers:
     """What plans: processes or an executor where the function has a name, else this process.
 
     Raises:
         ConfigError: an executor that could not find the function.
     """
-    name = _name_of(build)
-    if name is not None:
-        return opened({"build": name, **base.to_dict()}, jobs)
+    if (name := name_of(build)) is not None:
+        return open_workers({"build": name, **request}, jobs)
     if isinstance(jobs, Executor):
         what = getattr(build, "__qualname__", type(build).__name__)
         raise ConfigError(f"an executor cannot import '{what}' by its name.", hint="a function of a module of yours")
-    return contextlib.nullcontext(_Here(lambda settings: plan_built(build, base, settings)))
+    return WorkersHere(build, request)
 
 
-class _Here(Workers):
-    """Plans in this process, one variant after the other."""
-
-    def __init__(self, plan: Callable[[Settings], Outcome]):
-        self.jobs, self._plan, self._waiting = 1, plan, list[Settings]()
-
-    def submit(self, settings: Settings) -> None:
-        """Notes what is to be planned."""
-        self._waiting.append(settings)
-
-    def next(self) -> Outcome:
-        """Plans it."""
-        return self._plan(self._waiting.pop(0))
-
-
-def _progress(total: int | None = None) -> SearchProgress:
+def _progress() -> SearchProgress:
     """What a notebook shows of a search while it runs."""
-    show, count = notebook_line(), itertools.count(1)
-    totals = [total]
-
-    def done(_: Outcome, known: bool, best: Outcome | None) -> None:
-        of = f" of {totals[0]}" if totals[0] else ""
-        show(f"{next(count)}{of} variants, {f'best {format_seconds(best.time_s)}' if best else 'none fits yet'}")
+    show, count, total = notebook_line(), itertools.count(1), 0
 
     def started(_: int, compiled: int) -> None:
-        totals[0] = compiled
+        nonlocal total
+        total = compiled
+
+    def done(_: Candidate, known: bool, best: Candidate | None) -> None:
+        found = f"best {format_seconds(best.time_s)}" if best else "none fits yet"
+        show(f"{next(count)} of {total} variants, {found}")
 
     return SearchProgress(lambda _: None, started, done)

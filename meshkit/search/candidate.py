@@ -1,0 +1,168 @@
+"""A changed experiment and what became of it: what is changed, what that costs at least, what came out.
+
+changes of any kind -> Candidate(settings) -> bound (closed forms) -> outcome (a plan) -> fastest_first
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from meshkit.planning.warnings import HOST_MEMORY_EXCEEDED
+from meshkit.predict.interval import StepInterval
+from meshkit.report.schema import LinkName, Part, Report
+from meshkit.search.bounds import Bound
+from meshkit.search.variants import Variant
+
+Settings = tuple[str, ...]
+
+Status = Literal["fits", "does_not_fit", "error"]
+
+
+class OutcomeRow(Part):
+    """Communication of one kind over the same axes, link and shape of group: what of the step it is."""
+
+    axes: tuple[str, ...]
+    link: LinkName | None = None
+    collective: str | None = None
+    dtype: str | None = None
+    group_size: int | None = None
+    count: float
+    payload_bytes: float | None = None
+    time_s: float | None = None
+    exposed_s: float | None = None
+
+
+class Outcome(Part):
+    """What a plan of one variant of an experiment said.
+
+    Attributes:
+        settings: what to give to `--set`, in order, to have the variant; empty for the experiment as it is.
+        status: `fits`, `does_not_fit` (its times are those if it did), or `error`.
+        mesh: axis -> its value in `[mesh]`, as TOML.
+        stage: why it was compiled: `base`, `estimate` (the closed forms put it first), `neighbour` (one choice away
+            from the best so far).
+        peak_bytes: of the program.
+        host_bytes: of host memory for one GPU; None where nothing is there.
+        estimate_s: what the closed forms expected of the step.
+        rows: communication.
+        error: of a variant that could not be planned.
+    """
+
+    settings: Settings
+    status: Status
+    mesh: dict[str, str] = {}
+    stage: str | None = None
+    num_gpus: int | None = None
+    time_s: float | None = None
+    time_interval: StepInterval | None = None
+    compute_s: float | None = None
+    communication_s: float | None = None
+    exposed_s: float | None = None
+    idle_s: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    peak_bytes: int | None = None
+    margin_bytes: int | None = None
+    host_bytes: int | None = None
+    pool_bytes: int | None = None
+    fingerprint: str | None = None
+    lower_s: float | None = None
+    compile_s: float | None = None
+    wall_s: float | None = None
+    estimate_s: float | None = None
+    rows: tuple[OutcomeRow, ...] = ()
+    error: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can run."""
+        return self.status == "fits"
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A changed experiment, or step of somebody's, and what became of it."""
+
+    settings: Settings = ()
+    """What is changed, as `--set` takes it; nothing of the experiment as it is."""
+    variant: Variant | None = None
+    """The choices behind the settings, where they are of a `Space`."""
+    what: str = ""
+    """The change in words."""
+    group: str = ""
+    """The kind of change."""
+    parts: tuple[Candidate, ...] = ()
+    """Of two changes at once, each."""
+    bound: Bound | None = None
+    """What it costs at least, where closed forms know it."""
+    guess_s: float | None = None
+    """Seconds by which it is ordered until it is planned: the bound's estimate, more where it may not fit."""
+    stage: str | None = None
+    """Why it is planned, as in `Outcome`."""
+    outcome: Outcome | None = None
+    """What its plan said."""
+
+    @property
+    def time_s(self) -> float | None:
+        """Seconds of its step, once it is planned."""
+        return self.outcome.time_s if self.outcome else None
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Of a step; 0 until it is planned."""
+        return (self.time_s or 0.0) * (self.outcome.num_gpus or 0 if self.outcome else 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether its plan found that it can run, and how fast."""
+        return self.outcome is not None and self.outcome.fits and self.time_s is not None
+
+
+def fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return those that fit, the fastest first."""
+    return sorted((c for c in candidates if c.fits), key=lambda c: (c.time_s or 0.0, c.settings))
+
+
+def outcome_of(report: Report, settings: Settings, mesh: dict[str, str], wall_s: float, host_bytes: int = 0) -> Outcome:
+    """The outcome that a plan's report holds.
+
+    Args:
+        report: of `make_plan`, with its memory, compile and program parts.
+        settings: the variant's, as `--set` takes them.
+        mesh: axis -> its value in `[mesh]`, as TOML.
+        wall_s: seconds of loading, compiling and simulating it.
+        host_bytes: of host memory that one GPU needs; 0 where nothing is offloaded.
+
+    Returns:
+        It fits if the GPU's memory and the host's both hold it.
+    """
+    fits = report.memory.fits is not False and not any(w.code == HOST_MEMORY_EXCEEDED for w in report.warnings)
+    return Outcome.of(
+        report.step,
+        report.memory,
+        report.compile,
+        settings=settings,
+        status="fits" if fits else "does_not_fit",
+        mesh=mesh,
+        num_gpus=report.cluster.num_gpus,
+        host_bytes=host_bytes or None,
+        fingerprint=report.program.fingerprint,
+        wall_s=wall_s,
+        rows=tuple(map(OutcomeRow.of, report.communication)),
+    )
+
+
+def mesh_text(outcome: Outcome) -> str:
+    """`fsdp 4x8 tensor 2`: GPUs in a domain x domains, of each axis."""
+    words = []
+    for name, text in outcome.mesh.items():
+        value = tomllib.loads(f"axis = {text}")["axis"]
+        factors = value if isinstance(value, dict) else {"nvlink": value}
+        inside, across = factors.get("nvlink", 1), factors.get("infiniband", 1)
+        if (inside, across) != (1, 1):
+            words.append(f"{name} {inside}" + (f"x{across}" if across != 1 else ""))
+    return " ".join(words) or "one GPU"
