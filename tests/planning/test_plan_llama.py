@@ -9,7 +9,7 @@ from meshkit.planning.planner import plan_experiment
 
 pytestmark = pytest.mark.deviceless
 
-DEBUG = Path(__file__).parents[3] / "configs/experiments/llama_debug_cpu.toml"
+DEBUG = Path(__file__).parents[2] / "configs/experiments/llama_debug_cpu.toml"
 ON_H100S = ["cluster={name='dgx_h100',hosts=2}", "mesh.data={infiniband=2}", "mesh.fsdp=4", "mesh.tensor=2"]
 BATCH, LENGTH, LAYERS, HEADS, HEAD_DIM, EMBED, MLP, KV_HEADS, VOCAB = 16, 128, 2, 8, 16, 128, 384, 4, 256
 
