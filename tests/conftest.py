@@ -27,6 +27,8 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each of the processe
 
 import jax
 import jaxtyping
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import tests.shapes  # noqa: F401 named in the hook below
 
@@ -40,3 +42,26 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+@pytest.fixture(scope="module")
+def programs_kept():
+    """Keeps what tests compile for all that ask for this: a run and the run that resumes it are one program.
+
+    meshkit's own cache compiles it for each of them, since lines of the test are in its keys.
+    """
+    settings = {
+        "jax_compilation_cache_dir": os.path.join(os.environ["MESHKIT_CACHE"], "jax"),
+        "jax_persistent_cache_min_compile_time_secs": 0.05,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+
+    def use(values):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+    use(settings)
+    yield
+    use(before)

@@ -176,8 +176,7 @@ def test_the_use_of_a_private_name_is_seen(code):
 
 
 # Files that still do, each in the midst of a change.
-PENDING = ("test_session_run_log.py", "test_trainer.py", "test_watch_replicas.py")
-PENDING += ("test_watch_stragglers.py", "test_pretrained.py")
+PENDING = ("test_trainer.py", "test_pretrained.py")
 
 
 def test_no_test_uses_a_private_name(trees):

@@ -96,7 +96,7 @@ def update_params(
 
 
 @dataclass(frozen=True)
-class _Step:
+class StepFunctions:
     """One training step on a mesh: what its traced functions close over, no arrays."""
 
     spec: StepSpec
@@ -313,7 +313,7 @@ def build_train_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> Tra
     )
 
 
-def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> _Step:
+def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> StepFunctions:
     """All that the step is made of: model, layout, loss, optimizer, and which axes are reduced over once a step."""
     described = model = describe_model(spec)
     if spec.train.remat != "none" and not model.takes_remat:
@@ -332,7 +332,9 @@ def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> _Step:
         pipelined = make_pipelined(spec, mesh, rules, described, loss, stack, layout)
         micro = MicroBatches(spec.pipeline.microbatches, mesh, batch_axes, pipelined.data)
         layout = pipelined.layout
-        return _Step(spec, mesh, rules, rules, model, loss, optimizer, layout, micro, described, pipelined=pipelined)
+        return StepFunctions(
+            spec, mesh, rules, rules, model, loss, optimizer, layout, micro, described, pipelined=pipelined
+        )
     count = spec.train.accumulate
     # A model with state of its own (batch statistics) must see its micro-batches one after the other.
     separable = not jax.tree.leaves(layout.variables)
@@ -348,7 +350,7 @@ def _build_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> _Step:
         layout = replace(layout, compute=compute, gradients=strip_axes(layout.gradients, deferred))
     micro = MicroBatches(count, mesh, batch_axes, deferred)
     inside = rules.without(deferred) if deferred else rules
-    return _Step(spec, mesh, rules, inside, model, loss, optimizer, layout, micro, described, exchange)
+    return StepFunctions(spec, mesh, rules, inside, model, loss, optimizer, layout, micro, described, exchange)
 
 
 def _check_whole(code: UserCode, optimizer: optax.GradientTransformation, model: ModelDescription) -> None:

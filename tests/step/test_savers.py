@@ -19,6 +19,7 @@ from meshkit.runs.metrics import read_metrics
 from meshkit.sharding import build_mesh
 from meshkit.verbs.train import trainer
 
+pytestmark = pytest.mark.usefixtures("programs_kept")
 EXPERIMENT = Path(__file__).parents[2] / "configs" / "experiments" / "mlp.toml"
 BATCH = 16
 TINY = [

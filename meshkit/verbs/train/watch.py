@@ -85,8 +85,8 @@ class Stragglers:
     """
 
     def __init__(self, every: int, say: Callable[[str], None], clock_mhz: Callable[[], float | None] = lambda: None):
-        self._line = Agreement("stragglers")
-        self._every = every if self._line.size > 1 else 0
+        self.line = Agreement("stragglers")
+        self._every = every if self.line.size > 1 else 0
         self._say, self.clock_mhz = say, clock_mhz
         self._steps: list[Mapping[str, float]] = []
         self._window, self._thread = 0, None
@@ -142,7 +142,7 @@ class Stragglers:
             self.tell(judge(every), max(s["cpu_s"] for s in every))
 
         with self.counted(), contextlib.suppress(MeshkitError):  # the next window, or nobody: training goes on
-            self._line.reach(str(window), said, decide, timeout_s=_ANSWER_S)
+            self.line.reach(str(window), said, decide, timeout_s=_ANSWER_S)
 
     def tell(self, found: Sequence[LateProcess], cpu_s: float) -> None:
         """Says who is late, the worst first, and what finding it took of CPUs so far; process 0 does.
@@ -239,8 +239,8 @@ class StepCaptures:
         first_step: int = 1,
         budget_s: float = _BUDGET_S,
     ):
-        self._line = Agreement("captures")
-        self._every = every if self._line.size > 1 else 0
+        self.line = Agreement("captures")
+        self._every = every if self.line.size > 1 else 0
         self._now = first_step - 1  # the last step that began
         self._next = _multiple_after(self._now, every) if self._every else 0  # to be captured, by all processes
         self._step, self._stragglers, self._say = step, stragglers, say
@@ -282,7 +282,7 @@ class StepCaptures:
                 jax.profiler.stop_trace()
             except Exception as error:
                 problem = describe_error(error)
-        self._thread = threading.Thread(target=self._exchange, args=(step, problem), name="meshkit-live", daemon=True)
+        self._thread = threading.Thread(target=self.exchange, args=(step, problem), name="meshkit-live", daemon=True)
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
@@ -299,7 +299,7 @@ class StepCaptures:
         if self._reader is not None:
             self._reader.close()
 
-    def _exchange(self, step: int, problem: str | None) -> None:
+    def exchange(self, step: int, problem: str | None) -> None:
         """Reads the trace of a step, and hears from process 0 when the next one is captured."""
         said: dict[str, Any] = {"host": socket.gethostname(), "clock_mhz": self._stragglers.clock_mhz(), "step": step}
         with self._stragglers.counted():
@@ -309,7 +309,7 @@ class StepCaptures:
                 assert self._reader is not None
                 if not self._introduced:
                     self._introduce(self._reader.folder / "program.hlo.pb")
-                said |= self._ask({"trace": str(self._reader.folder / "plugins")})
+                said |= self.ask_reader({"trace": str(self._reader.folder / "plugins")})
             except Exception as error:  # of a process, or a disk: the others hear of it
                 said["error"] = error.message if isinstance(error, TraceError) else describe_error(error)
             if self._reader is not None:
@@ -317,16 +317,16 @@ class StepCaptures:
         said["cpu_s"] = self._stragglers.cpu_s
         with self._stragglers.counted():
             try:
-                self._next = self._line.reach(str(step), said, self._decide, timeout_s=_CAPTURE_ANSWER_S)
+                self._next = self.line.reach(str(step), said, self.decide, timeout_s=_CAPTURE_ANSWER_S)
             except MeshkitError as error:
                 self._warn(f"no more steps are captured: {error.message}")
 
-    def _decide(self, said: list[Mapping[str, Any]]) -> int:
+    def decide(self, said: list[Mapping[str, Any]]) -> int:
         """Says who is late, and which step is captured next: the same for all processes."""
         step, cpu_s, every = said[0]["step"], max(s["cpu_s"] for s in said), self._every
         bad = {process: s["error"] for process, s in enumerate(said) if "error" in s}
         try:
-            late = None if bad else self._late(said, self._ask({"judge": said}))
+            late = None if bad else self._late(said, self.ask_reader({"judge": said}))
             self._stragglers.tell([late] if late else [], cpu_s)
         except TraceError as error:
             bad[0] = error.message
@@ -357,7 +357,7 @@ class StepCaptures:
         clock = slow_clock(said, process)
         return LateProcess(process, host, worst["share"], message + (f", {clock}" if clock else ""))
 
-    def _ask(self, request: Mapping[str, Any]) -> Any:
+    def ask_reader(self, request: Mapping[str, Any]) -> Any:
         """The answer of the process that reads.
 
         Raises:
@@ -375,7 +375,7 @@ class StepCaptures:
         """Tells the process that reads what it will read traces of; the program in a file."""
         mesh = self._step.mesh
         program.write_bytes(serialized_module(self._step.program))
-        self._ask(
+        self.ask_reader(
             {
                 "program": str(program),
                 "axes": mesh.axis_names,
@@ -429,7 +429,7 @@ class ReplicaCheck:
         self._axes = [axes[i] for i in self._indices]
         self.paths = [path_name(leaves[i][0]) for i in self._indices]
         self._shardings = [leaves[i][1].sharding for i in self._indices]
-        self._differ = jax.jit(self._over_mesh(self._compare))
+        self.differ = jax.jit(self._over_mesh(self._compare))
         self._gather = jax.jit(self._over_mesh(self._all_hashes))
 
     def check(self, state: Any, step: int) -> None:
@@ -466,7 +466,7 @@ class ReplicaCheck:
         arrays = [leaves[index] for index in self._indices]
         if not arrays:
             return []
-        differ = np.asarray(self._differ(*arrays).addressable_data(0))
+        differ = np.asarray(self.differ(*arrays).addressable_data(0))
         if not differ.any():
             return []
         hashes = np.asarray(self._gather(*arrays).addressable_data(0)).reshape(*self._mesh.devices.shape, -1)

@@ -14,6 +14,7 @@ from meshkit.errors import ConfigError, RunError, TraceError
 from meshkit.runs.metrics import read_metrics
 from meshkit.verbs.train import trainer
 
+pytestmark = pytest.mark.usefixtures("programs_kept")
 EXPERIMENT = Path(__file__).parents[3] / "configs" / "experiments" / "mlp.toml"
 CPU = ["cluster=cpu8", "mesh.fsdp=8", "train.steps=2", "checkpoint.every=1", "train.evaluate_every=0"]
 

@@ -44,8 +44,8 @@ def traced_once(monkeypatch):
     """A second trace of the step or of the evaluation, which is a silent recompile, is an error."""
     chex.clear_trace_counter()
     for name in ("train", "evaluate"):
-        traced = chex.assert_max_traces(getattr(train_step._Step, name), 1)
-        monkeypatch.setattr(train_step._Step, name, traced)
+        traced = chex.assert_max_traces(getattr(train_step.StepFunctions, name), 1)
+        monkeypatch.setattr(train_step.StepFunctions, name, traced)
 
 
 def losses(out) -> list[float]:

@@ -117,7 +117,7 @@ def test_two_against_two_names_all_four(mesh):
 def test_the_check_moves_eight_bytes_an_array(mesh):
     state = {str(i): jax.device_put(np.float32(i), NamedSharding(mesh, PartitionSpec())) for i in range(10)}
     check = ReplicaCheck(mesh, state)
-    text = check._differ.lower(*state.values()).compile().as_text()
+    text = check.differ.lower(*state.values()).compile().as_text()
     assert text
     moved = [line for line in text.splitlines() if " all-reduce(" in line or " all-gather(" in line]
     assert all("[10]" in line for line in moved), moved

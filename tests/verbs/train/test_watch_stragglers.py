@@ -176,8 +176,8 @@ def test_captures_name_who_is_late_twice_in_a_row(captures, monkeypatch, first, 
     found, watch, said = captures
     for shares in (first, second):
         words, answer = tables(shares)
-        monkeypatch.setattr(found, "_ask", lambda _, answer=answer: answer)
-        found._decide(words)
+        monkeypatch.setattr(found, "ask_reader", lambda _, answer=answer: answer)
+        found.decide(words)
     assert said == ([f"warning: {named}"] if named else [])
     assert watch.news().get("straggler") == (int(named.split()[1]) if named else None)
 
@@ -193,9 +193,9 @@ def test_captures_name_who_is_late_twice_in_a_row(captures, monkeypatch, first, 
 )
 def test_captures_become_rarer_until_they_take_a_millisecond_a_step(captures, monkeypatch, cpu_s, now, following):
     found, _, said = captures
-    monkeypatch.setattr(found, "_ask", lambda _: None)
+    monkeypatch.setattr(found, "ask_reader", lambda _: None)
     found.is_due(now, now)
-    assert found._decide(tables({}, cpu_s)[0]) == following
+    assert found.decide(tables({}, cpu_s)[0]) == following
     assert 2 * cpu_s <= 1e-3 * following
     assert not said
 
@@ -206,9 +206,9 @@ def test_who_is_not_heard_from_ends_the_captures_of_all(captures, monkeypatch):
     def missing(*_, **__):
         raise RunError("process 3 of 4 did not answer within 120 s.")
 
-    monkeypatch.setattr(found, "_line", SimpleNamespace(reach=missing))
+    monkeypatch.setattr(found, "line", SimpleNamespace(reach=missing))
     assert [step for step in range(1, 150) if found.is_due(step, step)] == [100]
-    found._exchange(100, "no trace")
+    found.exchange(100, "no trace")
     (message,) = said
     assert message.startswith("warning: no more steps are captured: process 3 of 4 did not answer within 120 s.")
     assert not [step for step in range(150, 1000) if found.is_due(step, step)]
@@ -219,7 +219,7 @@ def test_a_trace_that_cannot_be_read_is_said_once(captures, monkeypatch):
     for _ in range(2):
         words, _ = tables({2: 0.08})
         words[3]["error"] = "the trace holds no planes at all."
-        found._decide(words)
+        found.decide(words)
     (message,) = said
     assert message.startswith("warning: the captured step 100 of process 3 cannot be read: the trace holds no planes")
     assert "straggler" not in watch.news()
