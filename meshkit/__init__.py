@@ -12,6 +12,7 @@ _PUBLIC = {
     "Cluster": "meshkit.config.cluster",
     "ConfigError": "meshkit.errors",
     "Experiment": "meshkit.config.experiment",
+    "Hook": "meshkit.verbs.train.hooks",
     "MeshSpec": "meshkit.config.mesh",
     "MeshkitError": "meshkit.errors",
     "ProgramError": "meshkit.errors",
@@ -73,11 +74,13 @@ if TYPE_CHECKING:
     from meshkit.timeline import overlap
     from meshkit.verbs.explain.explainer import explain_step as explain
     from meshkit.verbs.profile.profiler import profile
+    from meshkit.verbs.train.hooks import Hook
 
 __all__ = [
     "Cluster",
     "ConfigError",
     "Experiment",
+    "Hook",
     "MeshSpec",
     "MeshkitError",
     "ProgramError",

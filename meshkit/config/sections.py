@@ -283,6 +283,9 @@ class TrainTable(TomlTable):
     metrics: Function | None = Field(
         default=None, description="pkg.mod:fn, (record) -> None, called with every logged step in a thread of its own"
     )
+    hooks: list[Function] = Field(
+        default=[], description="pkg.mod:name of meshkit.Hooks, functions that are called every so many steps"
+    )
     tensorboard: bool = Field(default=False, description="metrics to TensorBoard as well, in tensorboard/ of the run")
 
     @property

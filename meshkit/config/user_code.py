@@ -127,12 +127,21 @@ def load_function(name: str, search_paths: Iterable[Path], key: str, places: Pla
         ConfigError: at that key; see `load_object`, or it is no function of a module of theirs.
     """
     code = UserCode(load_object(name, search_paths, at=places.where(key)), name, key, places)
+    check_function(code)
+    return code
+
+
+def check_function(code: UserCode) -> None:
+    """Stops where what a key names is no function of a module of the user's.
+
+    Raises:
+        ConfigError: at that key.
+    """
     if not callable(code.found):
-        raise code.error(f"{name} is {a_type(code.found)}, not a function.")
+        raise code.error(f"{code.name} is {a_type(code.found)}, not a function.")
     module = defined_in(code.found)
     if module is None or is_of_python(module):
-        raise code.error(f"{name} is of Python itself, not a function of yours.", "a function written in a module")
-    return code
+        raise code.error(f"{code.name} is of Python itself, not a function of yours.", "a function written in a module")
 
 
 def _check_roots(module_name: str, roots: Sequence[Path], at: str | None) -> None:
@@ -396,7 +405,7 @@ class Site:
     """The declared folders, resolved; None where nothing is declared and any will do.
 
     Attributes:
-        model_roots: that models, losses, data and metrics functions may come from.
+        model_roots: that models, losses, data, metrics and hook functions may come from.
         file_roots: that files and folders named by an experiment may lie in.
     """
 

@@ -65,10 +65,11 @@ def test_a_model_is_no_shell(tmp_path, capfd, verb):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["model.class", "train.loss", "data.source", "train.metrics"])
+@pytest.mark.parametrize("name", ["model.class", "train.loss", "data.source", "train.metrics", "train.hooks"])
 def test_python_is_refused_wherever_code_is_named(capfd, tmp_path, name):
     sys.modules.pop("this", None)
-    words = ["--set", f"{name}=this:s", "--out", str(tmp_path / "run")]
+    value = '["this:s"]' if name == "train.hooks" else "this:s"
+    words = ["--set", f"{name}={value}", "--out", str(tmp_path / "run")]
     assert main(["train", str(EXPERIMENT), *words]) == 2
     err = capfd.readouterr().err
     assert one_message(err)

@@ -33,17 +33,23 @@ TINY = [
 
 def test_a_new_run_starts_from_the_weights_and_a_resumed_one_does_not(tmp_path, monkeypatch):
     begun = []
-    monkeypatch.setattr(trainer, "compile_step", lambda *_: CompiledStep(None, {}, 0.0))
-    monkeypatch.setattr(trainer._Run, "_loop", lambda self, state: begun.append(state))
+
+    def step(state, batch):
+        begun.append(state)
+        return state, {"loss": jax.numpy.ones(())}
+
+    monkeypatch.setattr(trainer, "compile_step", lambda *_: CompiledStep(step, {}, 0.0))
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
 
     def run(out):
+        begun.clear()
         trainer.train(spec, tmp_path / out, console=Console(quiet=True))
-        return begun.pop()
+        return begun[0]
 
     folder = tmp_path / "weights"
-    spec = load(EXPERIMENT, [*TINY, f"data.source={tmp_path / 'corpus'}", f"checkpoint.initial={folder}"])
+    sets = [*TINY, "train.steps=2", f"data.source={tmp_path / 'corpus'}", f"checkpoint.initial={folder}"]
+    spec = load(EXPERIMENT, sets)
     layout, program = files.layout_of(resolve(spec)), make_train_step(spec, mk.build_mesh(spec.mesh, spec.cluster))
     wanted = jax.tree.map(
         lambda x: jax.device_put(np.full(x.shape, 0.5, np.float32), x.sharding), program.abstract_state.params

@@ -63,6 +63,7 @@ precision = "bf16"
 evaluate_every = 100
 seed = 0
 # metrics = "package.module:function"
+# hooks = ["package.module:hook"]
 # tensorboard = true
 
 [optimizer]

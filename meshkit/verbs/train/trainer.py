@@ -1,6 +1,6 @@
 """`meshkit train`: runs the step of an experiment on attached devices, into a run folder.
 
-    experiment -> mesh -> compiled step -> [ batch -> step -> metrics, evaluation, checkpoint, capture ] -> TrainResult
+    experiment -> mesh -> compiled step -> [ batch -> step -> hooks, line, checkpoint ] -> TrainResult
 
 The run folder holds `experiment.toml` (resolved), `metrics.jsonl`, `checkpoints/` and `trace/`. The same one resumes.
 One job at a time writes it: `runs/owner.py`.
@@ -9,18 +9,17 @@ One job at a time writes it: `runs/owner.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from meshkit.compile.attached import CompiledStep, compile_cache, compile_step
@@ -28,7 +27,6 @@ from meshkit.config.experiment import Experiment
 from meshkit.console import stderr
 from meshkit.distributed.environment import read_gang
 from meshkit.distributed.join import Agreement, is_first_process, join_gang
-from meshkit.errors import RunError
 from meshkit.linting.examine import announce_findings
 from meshkit.planning.resolved import examine_experiment, find_sinks, find_tokenizer, resolve
 from meshkit.predict.kernels import compute_peak_flops
@@ -41,9 +39,11 @@ from meshkit.step.data import Batches, Data, Stream, check_tokens, open_data
 from meshkit.step.program import StepFacts
 from meshkit.step.state import TrainState
 from meshkit.step.train_step import TrainProgram, build_train_step
-from meshkit.trace.capture import Capture, CapturedStep, chosen_processes
-from meshkit.trace.captured import TRACE_FOLDER
+from meshkit.trace.capture import CapturedStep
 from meshkit.verbs.checkpoint.store import CheckpointStore, open_store, run_of_checkpoints
+from meshkit.verbs.train.captures import Captures, planned_capture
+from meshkit.verbs.train.hooks import Hook, TrainingStep, find_hooks
+from meshkit.verbs.train.records import StepRecords, speed_of
 from meshkit.verbs.train.session import (
     Preempted,
     RunLog,
@@ -92,13 +92,19 @@ class TrainResult:
 
 
 def train(
-    experiment: Experiment, out: str | Path, *, console: Console | None = None, show_progress: bool = True
+    experiment: Experiment,
+    out: str | Path,
+    *,
+    hooks: Sequence[Hook] = (),
+    console: Console | None = None,
+    show_progress: bool = True,
 ) -> TrainResult:
     """Trains the experiment in the folder `out`; resumes what is there.
 
     Args:
         experiment: loaded from a file.
         out: the run folder.
+        hooks: called between the steps, before those that `train.hooks` names; what they raise is passed on.
         console: where progress goes; stderr by default.
         show_progress: False prints nothing.
 
@@ -127,6 +133,7 @@ def train(
         data = open_data(spec, find_tokenizer(experiment))
         check_tokens(spec, data, program.model.abstract_model())
         sinks = find_sinks(experiment)
+        own_hooks = (*hooks, *find_hooks(experiment))
         for text in (*program.notes, *changes):
             note(text)
         phases.enter("compile")
@@ -134,7 +141,9 @@ def train(
         compiled = compile_step(program, experiment.cluster, experiment.placement, experiment.xla)
         compile_cached = cache.misses == missed if cache else None
         with StepProgress(console, experiment.train.steps, enabled=show_progress) as progress:
-            run = _Run(experiment, folder, program, compiled, data, sinks, stop, progress, phases, goodput, owner)
+            run = _Run(
+                experiment, folder, program, compiled, data, sinks, own_hooks, stop, progress, phases, goodput, owner
+            )
             run.execute()
     return dataclasses.replace(run.result(time.perf_counter() - started), compile_cached=compile_cached)
 
@@ -160,7 +169,7 @@ def _own(folder: Path, say: Callable[[str], None]) -> RunOwner:
 
 @dataclass
 class _Run:
-    """One attempt at a run: the loop, and what it gathers."""
+    """One attempt at a run: the loop, and what stands around it."""
 
     experiment: Experiment
     folder: Path
@@ -168,6 +177,7 @@ class _Run:
     compiled: CompiledStep
     data: Data
     sinks: SinkCode
+    own_hooks: Sequence[Hook]
     stop: StopRequest
     progress: StepProgress
     phases: Phases
@@ -175,16 +185,11 @@ class _Run:
     owner: RunOwner
     facts: StepFacts = field(init=False)
     store: CheckpointStore = field(init=False)
-    log: RunLog = field(init=False)
-    stragglers: Stragglers = field(init=False)
-    live: StepCaptures = field(init=False)
+    records: StepRecords = field(init=False)
+    captures: Captures = field(init=False)
     resumed_step: int = 0
-    step_times_s: list[float] = field(default_factory=list)
-    last: dict[str, Any] = field(default_factory=dict)
     evaluation_loss: float | None = None
-    clock: float = 0.0
     running: Mapping[str, jax.Array] = field(default_factory=dict)
-    waited_s: dict[str, float] = field(default_factory=lambda: {"data_wait_s": 0.0, "device_wait_s": 0.0})
 
     def __post_init__(self) -> None:
         peak = compute_peak_flops(self.experiment.cluster.gpu, self.experiment.train.precision)
@@ -206,195 +211,131 @@ class _Run:
             state = saved if saved is not None else first_state(self.program, self.experiment.checkpoint.initial)
             write_experiment_file(self.experiment, self.folder)
             self._greet(saved)
-            self.log = RunLog(self.sinks, self.folder, self.resumed_step, say)
-            self.stragglers = Stragglers(self.experiment.train.straggler_every, say, slowest_clock_mhz)
-            every, first = self.experiment.profile.every, self.resumed_step + 1
-            self.live = StepCaptures(every, self._captured_step, self.stragglers, say, first_step=first)
+            log = RunLog(self.sinks, self.folder, self.resumed_step, say)
+            self._open_records(log)
             self.stop.arm()
             try:
                 self._loop(state)
                 self.store.wait()  # the last state is on disk, or the run has failed
             finally:
                 self.phases.enter("end")
-                self.live.close()
-                self.log.close()
+                self.captures.close()
+                log.close()
         finally:
             self.phases.enter("save")  # what is still being written keeps the process from ending
             self.store.close()
             self.phases.enter("end")
 
+    def _open_records(self, log: RunLog) -> None:
+        """Makes what writes down and captures the steps."""
+        experiment, say = self.experiment, self.progress.say
+        stragglers = Stragglers(experiment.train.straggler_every, say, slowest_clock_mhz)
+        self.records = StepRecords(
+            experiment.train, self.folder, self.facts, self.program.mesh.size, self.phases, self.goodput, self.progress,
+            self.store, stragglers, log,
+        )  # fmt: skip
+        mesh = cast(jax.sharding.Mesh, self.program.mesh)
+        captured = CapturedStep(
+            self.compiled.program, mesh, experiment.cluster, experiment.mesh, self.facts, self.compiled.options
+        )
+        planned = planned_capture(experiment.profile, captured, self.folder, self.resumed_step)
+        live = StepCaptures(experiment.profile.every, captured, stragglers, say, first_step=self.resumed_step + 1)
+        self.captures = Captures(planned, live, self.records, self.phases)
+
     def _loop(self, state: TrainState) -> None:
-        train, every = self.experiment.train, self.experiment.checkpoint.every
-        batches = Batches(self.data.train, self.program.abstract_step_batch, self.experiment.data.seed)
-        if isinstance(self.data.train, Stream) and self.resumed_step:
-            seen = self.resumed_step * train.global_batch
-            self.progress.say(f"{self.experiment.data.source} is a stream: its first {seen:,} examples are made again")
-        capture, live_next = self._capture(), False
-        replicas = ReplicaCheck(cast(jax.sharding.Mesh, self.program.mesh), self.program.abstract_state)
-        self.clock = time.perf_counter()
-        pending: tuple[int, Mapping[str, jax.Array]] | None = None
-        for step, batch in self._calls(batches):
-            if capture and step == capture.first:
-                capture.untraced_step_s = statistics.median(self.step_times_s) if self.step_times_s else None
-                self.phases.enter("trace")
-                capture.before(step, state)
-                self.phases.enter("step")
-                self.clock = time.perf_counter()
-            if live_now := live_next:
-                self.phases.enter("trace")
-                self.live.start(state)
-                self.phases.enter("step")
-                self.clock = time.perf_counter()
+        """Steps from the first one that is not done to the last, or to a signal."""
+        train = self.experiment.train
+        measuring = (Hook(self._evaluate, train.evaluate_every), *map(self._as_evaluation, self.own_hooks))
+        # A state that is corrupt is found before its checkpoint replaces a good one.
+        guarding = (
+            Hook(self._check_replicas, train.replica_check_every),
+            Hook(self._save, self.experiment.checkpoint.every, last=True),
+        )
+        unwritten: TrainingStep | None = None
+        for number, batch in self._calls():
+            self.captures.before(number, state)
             self.owner.watch()
-            state, metrics = self.compiled.program(state, batch)
-            self.running = metrics
-            if pending:
-                self._record(*pending)
-            pending = (step, metrics)
-            evaluates = self._is_due(train.evaluate_every, step)
-            checks = self._is_due(train.replica_check_every, step)
-            saves = self._is_due(every, step) or (every > 0 and step == train.steps)
-            live_next = self._is_live(capture, step + self.program.steps_per_call)
-            traces = capture is not None and step in (capture.first - self.program.steps_per_call, capture.last)
-            traces |= live_now or live_next
-            stops = self.stop.agreed(step - self.program.steps_per_call + 1, step)
+            state, self.running = self.compiled.program(state, batch)
+            if unwritten:
+                self.records.write(unwritten)
+            step = unwritten = TrainingStep(
+                number, train.steps, state, self.running, self.records.read, self.program.steps_per_call
+            )
+            captured, stops = self.captures.is_due(step), self.stop.agreed(step.first, step.number)
+            for hook in measuring:  # before the step's line is written, to which they add
+                if hook.is_due(step):
+                    hook.fn(step)
+            due = [hook for hook in guarding if hook.is_due(step)]
             # Metrics of a step are read while the next one runs, so that devices never wait for the host. Virtual CPU
             # devices do: two programs in flight would fight for the same cores.
-            if evaluates or checks or saves or traces or stops or step == train.steps or self.experiment.cluster.is_cpu:
-                self._record(*pending, state if evaluates else None)
-                pending = None
+            if due or captured or stops or step.numbers or step.is_last or self.experiment.cluster.is_cpu:
+                self.records.write(step)
+                unwritten = None
             self.store.check()
-            if self.live.active:
-                self.live.stop(step, (state, metrics))
-            if capture and capture.active:
-                self.phases.enter("trace")
-                capture.after(step, (state, metrics))
-                self.phases.enter("step")
-                if not capture.active:
-                    self.log.measure_capture()
-            if checks:  # before a checkpoint of this state replaces a good one
-                self.phases.enter("check", step)
-                replicas.check(state, step)
-            if saves:
-                self.phases.enter("save", step)
-                self.goodput.mark(step)
-                self.store.save(state)
-            if saves or traces or checks:  # none of it is part of a step's time
-                self.clock = time.perf_counter()
+            self.captures.after(step)
+            for hook in due:
+                hook.fn(step)
+            if due or captured:  # none of it is part of a step's time
+                self.records.restart_clock()
             if stops:
                 self._leave(state)
+            if step.stops:
+                return
 
-    def _calls(self, batches: Batches) -> Iterator[tuple[int, Mapping[str, jax.Array]]]:
+    def _calls(self) -> Iterator[tuple[int, Mapping[str, jax.Array]]]:
         """The last step of every call of the program, and its argument: a batch, or several stacked."""
-        each, per_call = batches.iterate(self.resumed_step, self.experiment.train.steps), self.program.steps_per_call
-        for step in range(self.resumed_step + per_call, self.experiment.train.steps + 1, per_call):
+        steps, per_call = self.experiment.train.steps, self.program.steps_per_call
+        batches = Batches(self.data.train, self.program.abstract_step_batch, self.experiment.data.seed)
+        if isinstance(self.data.train, Stream) and self.resumed_step:
+            seen = self.resumed_step * self.experiment.train.global_batch
+            self.progress.say(f"{self.experiment.data.source} is a stream: its first {seen:,} examples are made again")
+        each = batches.iterate(self.resumed_step, steps)
+        self.records.restart_clock()
+        for step in range(self.resumed_step + per_call, steps + 1, per_call):
             self.phases.enter("data", step)
             began = time.perf_counter()
             batch = self.program.stack([next(each) for _ in range(per_call)]) if self.program.stack else next(each)
-            self.waited_s["data_wait_s"] += time.perf_counter() - began
+            self.records.data_wait_s += time.perf_counter() - began
             if not all(cast(Any, value).is_ready() for value in self.running.values()):
                 self.phases.count_as("step")  # devices have had work all the while
             self.phases.enter("step", step)
             yield step, batch
 
-    def _is_due(self, interval: int, step: int) -> bool:
-        """Whether something done every `interval` steps (0: never) falls on a step of the call that ends with this."""
-        return interval > 0 and step // interval > (step - self.program.steps_per_call) // interval
-
-    def _record(self, step: int, metrics: Mapping[str, jax.Array], evaluate: Any = None) -> None:
-        """Waits for the metrics of a call and writes down each of its steps, the last with an evaluation of the state.
-
-        Args:
-            step: the last step of the call.
-        """
-        per_call = self.program.steps_per_call
-        began = time.perf_counter()
-        values = {name: np.asarray(value, np.float64).reshape(per_call).tolist() for name, value in metrics.items()}
-        self.waited_s["device_wait_s"] += time.perf_counter() - began
-        elapsed_s = (time.perf_counter() - self.clock) / per_call
-        waits = {name: seconds / per_call for name, seconds in self.waited_s.items()}
-        waits["host_s"] = max(0.0, elapsed_s - sum(waits.values()))  # Python and dispatch
-        self.waited_s = dict.fromkeys(self.waited_s, 0.0)
-        for i in range(per_call):
-            number = step - per_call + 1 + i
-            of_step = waits | {name: value[i] for name, value in values.items()}
-            self._record_step(number, of_step, elapsed_s, evaluate if number == step else None)
-
-    def _record_step(self, step: int, values: dict[str, float], elapsed_s: float, evaluate: Any) -> None:
-        """Writes down one step."""
-        self.step_times_s.append(elapsed_s)
-        loss = values.pop("loss")
-        record = values | {"step": step, "loss": loss, "step_time_s": elapsed_s, **self._rate(elapsed_s)}
-        if evaluate is not None:
-            record |= self._evaluate(evaluate)
-        if (share := self.goodput.share()) is not None:
-            record["goodput"] = share
-        self.stragglers.note(record)
-        train = self.experiment.train
-        if step % train.log_every == 0 or step == train.steps or evaluate is not None:
-            self.log.write(record | self.store.news() | self.stragglers.news())
-        self.progress.update(record)
-        self.last, self.clock = record, time.perf_counter()
-        self.goodput.made(step)
-        norm = values.get("grad_norm", 0.0)
-        if not math.isfinite(loss) or not math.isfinite(norm):  # before a checkpoint of this state replaces a good one
-            raise RunError(
-                f"the loss is {loss} and the gradient norm {norm} at step {step}.",
-                at=str(self.folder),
-                hint="a lower optimizer.learning_rate, a longer warm-up, or clip; the last good checkpoint is kept",
-            )
-
-    def _rate(self, step_time_s: float) -> dict[str, float | None]:
-        """Tokens per second and MFU at a step time."""
-        facts = self.facts
-        assert facts.tokens is not None
-        assert facts.model_flops is not None
-        peak = facts.peak_flops_per_gpu  # None for a CPU, whose virtual devices have none
-        capacity = peak * self.program.mesh.size * step_time_s if peak else None
-        return {
-            "tokens_per_s": facts.tokens / step_time_s,
-            "mfu": facts.model_flops / capacity if capacity else None,
-        }
-
-    def _evaluate(self, state: TrainState) -> dict[str, float]:
+    def _evaluate(self, step: TrainingStep) -> None:
         """Mean loss over the first `evaluate_batches` held-out batches, always the same ones."""
+        step.wait()
         began = time.perf_counter()
         self.phases.enter("evaluate")
         batches = Batches(self.data.validation, self.program.abstract_step_batch, None)
-        sums = [self.program.evaluate(state, b) for b in batches.iterate(0, self.experiment.train.evaluate_batches)]
+        count = self.experiment.train.evaluate_batches
+        sums = [self.program.evaluate(step.state, batch) for batch in batches.iterate(0, count)]
         loss_sum, weight = (sum(float(s[k]) for s in sums) for k in ("loss_sum", "weight"))
         self.evaluation_loss = loss_sum / weight
         self.phases.enter("step")
-        return {"evaluation_loss": self.evaluation_loss, "evaluation_s": time.perf_counter() - began}
+        step.added |= {"evaluation_loss": self.evaluation_loss, "evaluation_s": time.perf_counter() - began}
 
-    @property
-    def _captured_step(self) -> CapturedStep:
-        return CapturedStep(
-            self.compiled.program,
-            cast(jax.sharding.Mesh, self.program.mesh),
-            self.experiment.cluster,
-            self.experiment.mesh,
-            self.facts,
-            self.compiled.options,
-        )
+    def _as_evaluation(self, hook: Hook) -> Hook:
+        """A hook of the user's; what it takes counts as evaluation, but for its waiting for the step."""
 
-    def _is_live(self, capture: Capture | None, step: int) -> bool:
-        """Whether a call that ends with a step is captured live: one profiler runs at a time."""
-        per_call = self.program.steps_per_call
-        if capture is not None and capture.first <= step < capture.last + per_call:
-            return False
-        return self.live.is_due(step - per_call + 1, step)
+        def call(step: TrainingStep) -> None:
+            self.phases.enter("evaluate", step.number)
+            hook.fn(step)
+            self.phases.enter("step", step.number)
 
-    def _capture(self) -> Capture | None:
-        steps = self.experiment.profile.steps
-        if steps is None or steps[1] <= self.resumed_step:
-            return None
-        return Capture(
-            self.folder / TRACE_FOLDER,
-            self._captured_step,
-            steps=(max(steps[0], self.resumed_step + 1) + self.program.steps_per_call - 1, steps[1]),
-            processes=chosen_processes(self.experiment.profile.processes, jax.process_count()),
-        )
+        return replace(hook, fn=call)
+
+    @functools.cached_property
+    def _replicas(self) -> ReplicaCheck:
+        return ReplicaCheck(cast(jax.sharding.Mesh, self.program.mesh), self.program.abstract_state)
+
+    def _check_replicas(self, step: TrainingStep) -> None:
+        self.phases.enter("check", step.number)
+        self._replicas.check(step.state, step.number)
+
+    def _save(self, step: TrainingStep) -> None:
+        self.phases.enter("save", step.number)
+        self.goodput.mark(step.number)
+        self.store.save(step.state)
 
     def _leave(self, state: TrainState) -> None:
         """Saves, and raises what the signal asks for."""
@@ -420,9 +361,10 @@ class _Run:
     def result(self, wall_s: float) -> TrainResult:
         """The TrainResult of this attempt; of the last recorded step when there was nothing left to do."""
         recorded = read_metrics(self.folder / "metrics.jsonl")
-        last = self.last or (recorded[-1] if recorded else {})
-        median_s = statistics.median(self.step_times_s) if self.step_times_s else None
-        rate = self._rate(median_s) if median_s else {"tokens_per_s": None, "mfu": None}
+        last = self.records.last or (recorded[-1] if recorded else {})
+        times_s = self.records.step_times_s
+        median_s = statistics.median(times_s) if times_s else None
+        speed = speed_of(self.facts, self.program.mesh.size, median_s) if median_s else None
         return TrainResult(
             folder=str(self.folder),
             step=last.get("step", self.resumed_step),
@@ -434,6 +376,6 @@ class _Run:
             compile_s=self.compiled.seconds,
             wall_s=wall_s,
             goodput=read_goodput(self.folder),
-            tokens_per_s=rate["tokens_per_s"],
-            mfu=rate["mfu"],
+            tokens_per_s=speed["tokens_per_s"] if speed else None,
+            mfu=speed["mfu"] if speed else None,
         )

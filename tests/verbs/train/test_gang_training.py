@@ -29,6 +29,7 @@ SETS = [
     *("checkpoint.every=3", "checkpoint.keep=9", "profile.steps=", "mesh.fsdp=", "train.steps=6"),
     "profile.every=2",
     "train.loss=tests.verbs.train.ordered_loss:loss",
+    'train.hooks=["tests.verbs.train.ordered_loss:called"]',
 ]
 FOUR_BY_TWO = ["mesh.data={nvlink=2, infiniband=2}", "mesh.tensor=2"]
 TWO_BY_FOUR = ["mesh.data={infiniband=2}", "mesh.tensor=4"]
@@ -77,6 +78,11 @@ def saved_state(run, step):
     return handler.restore(at, args=ocp.args.PyTreeRestore(item=item, restore_args=how))
 
 
+def calls(run):
+    """Step -> how many processes have called the hook after it."""
+    return {r["step"]: r["called"] for r in read_metrics(run / "metrics.jsonl") if "called" in r}
+
+
 def compare(a, b):
     first, second = read_metrics(a / "metrics.jsonl"), read_metrics(b / "metrics.jsonl")
     assert [r["step"] for r in first] == [r["step"] for r in second] == [1, 2, 3, 4, 5, 6]
@@ -89,6 +95,11 @@ def test_a_step_that_two_processes_capture_is_read_while_they_train(runs):
     """The first captured one of them: on a debug model reading takes more than the steps that are left are worth."""
     (seconds,) = [r["straggler_cpu_s"] for r in read_metrics(runs / "two" / "metrics.jsonl") if "straggler_cpu_s" in r]
     assert seconds > 0
+
+
+def test_every_process_calls_a_hook(runs):
+    assert calls(runs / "one") == {2: 1, 4: 1, 6: 1}
+    assert calls(runs / "two") == {2: 2, 4: 2, 6: 2}
 
 
 def test_two_processes_train_as_one(runs):
@@ -108,6 +119,7 @@ def test_a_gang_that_resumes_equals_one_that_was_not_interrupted_bit_for_bit(run
     losses = [[r["loss"] for r in read_metrics(run / "metrics.jsonl")] for run in (runs / "two", resumed)]
     assert losses[0] == losses[1]
     np.testing.assert_equal(*(saved_state(run, 6) for run in (runs / "two", resumed)))
+    assert calls(resumed) == calls(runs / "two")
 
 
 def test_the_verbs_read_what_two_processes_saved(runs, tmp_path, capsys):

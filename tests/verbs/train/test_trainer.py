@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import chex
@@ -11,6 +12,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 from rich.console import Console
 
+import meshkit as mk
 from meshkit.cli import main
 from meshkit.compile.attached import CompiledStep
 from meshkit.config.experiment import load
@@ -96,17 +98,13 @@ def test_a_run_folder_holds_what_the_contract_says(corpus, tmp_path, traced_once
         (signal.SIGINT, KeyboardInterrupt, 0, False),
     ],
 )
-def test_a_signal_stops_after_the_step(corpus, tmp_path, monkeypatch, number, error, every, saved):
-    update = trainer.StepProgress.update
-
-    def send_at_two(self, record):
-        update(self, record)
-        if record["step"] == 2:
+def test_a_signal_stops_after_the_step(corpus, tmp_path, number, error, every, saved):
+    def send(step):
+        if step.number == 2:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(trainer.StepProgress, "update", send_at_two)
     with pytest.raises(error) as caught:
-        run(corpus, tmp_path / "run", "train.steps=9", f"checkpoint.every={every}")
+        run(corpus, tmp_path / "run", "train.steps=9", f"checkpoint.every={every}", hooks=[mk.Hook(send)])
     done = losses(tmp_path / "run")
     assert len(done) < 9
     assert ([p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [str(len(done))]) == saved
@@ -145,14 +143,15 @@ def test_a_step_that_does_not_fit_ends_with_a_remedy_wherever_jax_says_so(corpus
         return _Lost().block_until_ready()
 
     monkeypatch.setattr(trainer, "compile_step", lambda *_: CompiledStep(step, {}, 0.0))
-    monkeypatch.setattr(trainer._Run, "_capture", lambda _: None)
     if where == "evaluation":
-        monkeypatch.setattr(trainer._Run, "_evaluate", lost)
+        make = lambda *args: replace(train_step.build_train_step(*args), evaluate=lost)
+        monkeypatch.setattr(trainer, "build_train_step", make)
     if where == "capture":
-        monkeypatch.setattr(trainer._Run, "_capture", lost)
+        monkeypatch.setattr(trainer, "planned_capture", lost)
     if where == "checkpoint":
         monkeypatch.setattr(trainer.CheckpointStore, "save", lost)
-    sets = [*TINY, f"data.source={corpus}", "train.steps=2", "train.evaluate_every=1", "checkpoint.every=1"]
+    sets = [*TINY, f"data.source={corpus}", "profile.steps=", "train.steps=2", "train.evaluate_every=1"]
+    sets += ["checkpoint.every=1"]
     options = [word for value in sets for word in ("--set", value)]
     assert main(["train", str(EXPERIMENT), *options, "--out", str(tmp_path / "run")]) == 4
     said = capsys.readouterr().err
