@@ -100,7 +100,7 @@ def left(place):
 
 
 def wait_for(condition, what):
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < ends, what
         time.sleep(0.02)

@@ -88,8 +88,9 @@ class Variant:
     def distance(self, other: Variant) -> float:
         """Return how far apart two are of the same axes and options: factors of two of the mesh that moved to another
         axis or link, and options that differ."""
-        pairs = zip(self.mesh.axes, other.mesh.axes)
-        moved = sum(abs(math.log2(a.nvlink / b.nvlink)) + abs(math.log2(a.infiniband / b.infiniband)) for a, b in pairs)
+        moved = 0.0
+        for a, b in zip(self.mesh.axes, other.mesh.axes):
+            moved += sum(abs(math.log2(a.number(link) / b.number(link))) for link in ("nvlink", "infiniband"))
         return moved / 2 + sum(a != b for a, b in zip(self.options, other.options))
 
 
