@@ -1,21 +1,25 @@
 """Secrets and terminal escapes taken out of what meshkit says and writes. Imports nothing of meshkit.
 
-    text -> redact -> text | redact_streams: everything that this process prints
+    text -> redact -> text | redact_streams: what this process writes to sys.stdout and sys.stderr
     text of a file -> printable -> text that moves no cursor
 
 A secret is the value of an environment variable whose name says so (`TOKEN`, `*_PAT`, `*_KEY`, `*SECRET*`, ...), also
 as repr, JSON, a URL or a shell would write it, and the user and password in a URL, wherever it stands. Of the
-environment itself only `RECORDED` is ever written down. What a process prints may be a line of megabytes: all of this
-is linear in the length of the text.
+environment itself only `RECORDED` is ever written down. What a process prints may be a line of megabytes, and a secret
+a file of thousands of lines: one pattern of six sets of characters finds where any of them may begin, a table of their
+first six characters where one does, and a binary search which.
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO, TextIO
 from urllib.parse import quote, unquote
 
@@ -68,9 +72,8 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 def redact_values(text: str, environment: Mapping[str, str] | None = None) -> str:
     """A document without secrets of the environment and in URLs. JSON stays JSON."""
-    for value in _secrets(os.environ if environment is None else environment):
-        if value in text:
-            text = text.replace(value, MASK)
+    if secrets := _secrets(tuple((os.environ if environment is None else environment).items())):
+        text = secrets.masked(text)
     if "://" in text:
         text = _URL.sub(f"://{MASK}@", text)
     return text
@@ -88,10 +91,10 @@ def recorded_environment(environment: Mapping[str, str] | None = None) -> dict[s
 
 
 def redact_streams() -> None:
-    """From here on this process prints no secret of its environment; nothing changes where there is none."""
+    """From here on sys.stdout and sys.stderr show no secret of the environment; nothing changes where there is none."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, _Redacted) and _secrets(os.environ):
+        if stream is not None and not isinstance(stream, _Redacted) and _secrets(tuple(os.environ.items())):
             setattr(sys, name, _Redacted(stream))
 
 
@@ -100,20 +103,71 @@ def _is_assignment(name: str, sign: str) -> bool:
     return is_secret_name(name) and (name.lower() != "token" or name.isupper() or ":" not in sign)
 
 
-def _secrets(environment: Mapping[str, str]) -> list[str]:
-    """Values to take out, the longest first: one may contain another."""
+@dataclass(frozen=True)
+class _Secrets:
+    """The values to take out, in every form that they are written in."""
+
+    forms: Sequence[str]  # in order
+    inner: Sequence[int]  # of each form, the place of the longest other one that it begins with; -1 where none
+    longest: int  # characters
+    anchors: Collection[str]  # the first six characters of each
+    begins: re.Pattern[str]  # the first character of any six of which each is in its place in one of them
+
+    @classmethod
+    def of(cls, values: Iterable[str]) -> _Secrets:
+        """The secrets of values that are not empty."""
+        forms = sorted({form for value in values for form in _written(value)})
+        inner, around = [], []
+        for at, form in enumerate(forms):
+            while around and not form.startswith(forms[around[-1]]):
+                around.pop()
+            inner.append(around[-1] if around else -1)
+            around.append(at)
+        anchors = {form[:_SHORTEST] for form in forms}
+        first, *others = ("[" + "".join(map(re.escape, set(place))) + "]" for place in zip(*anchors, strict=True))
+        begins = re.compile(f"{first}(?={''.join(others)})")
+        return cls(forms, inner, max(map(len, forms)), anchors, begins)
+
+    def masked(self, text: str) -> str:
+        """The text without them; where they overlap, without all of it."""
+        said, done = [], 0
+        for found in self.begins.finditer(text):
+            start = found.start()
+            if text[start : start + _SHORTEST] not in self.anchors:
+                continue
+            end = start + self._length(text[start : start + self.longest])
+            if end > max(start, done):
+                if start >= done:
+                    said += [text[done:start], MASK]
+                done = end
+        return "".join([*said, text[done:]]) if said else text
+
+    def _length(self, text: str) -> int:
+        """Characters of the longest form that a text begins with; 0 where there is none.
+
+        The last form that is not behind the text in order is it, or begins with it.
+        """
+        at = bisect.bisect_right(self.forms, text) - 1
+        while at >= 0 and not text.startswith(self.forms[at]):
+            at = self.inner[at]
+        return len(self.forms[at]) if at >= 0 else 0
+
+
+@functools.lru_cache(maxsize=2)
+def _secrets(environment: tuple[tuple[str, str], ...]) -> _Secrets | None:
+    """The secrets of an environment; None where there is none."""
     values = set()
-    for name, value in environment.items():
+    for name, value in environment:
         if is_secret_name(name):
             values |= {value.strip(), *(line.strip() for line in value.splitlines())}  # a key in several lines
         if "://" in value:
             for url in _URL.finditer(value):
                 values |= {url["password"], unquote(url["password"])}
     found = {v for v in values if len(v) >= _SHORTEST and not v.replace(".", "").isdecimal()}
-    return sorted({form for value in found for form in _written(value)}, key=len, reverse=True)
+    return _Secrets.of(found) if found else None
 
 
-def _written(value: str) -> Iterable[str]:
+def _written(value: str) -> Iterator[str]:
     """A value as it is, and as repr, JSON, a shell and a URL write it, without their outer quotes."""
     yield value
     yield repr(value)[1:-1]

@@ -1,5 +1,6 @@
 """Secrets taken out of texts and of what this process prints."""
 
+import hashlib
 import io
 import json
 import shlex
@@ -8,6 +9,8 @@ import time
 from urllib.parse import quote
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshkit.errors import ConfigError
 from meshkit.redaction import (
@@ -128,6 +131,71 @@ def test_a_line_of_4_mib_is_read_in_linear_time(piece):
 
     short = max(seconds(MIB), seconds(MIB))
     assert seconds(4 * MIB) < 12 * short + 1
+
+
+def lines_run(work) -> int:
+    """Lines of meshkit's redaction that run in a call."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if not frame.f_code.co_filename.endswith("redaction.py"):
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def secret_of_lines(count: int) -> dict[str, str]:
+    digest = lambda line: hashlib.sha256(str(line).encode()).hexdigest()
+    return {"PEM_KEY": "\n".join(digest(line) for line in range(count))}
+
+
+@pytest.mark.parametrize("text", ["a line\n", "0123456789abcdef" * 64], ids=["prose", "hexadecimal"])
+def test_a_write_takes_no_more_work_with_thousands_of_secrets(text):
+    def work(count):
+        environment = secret_of_lines(count)
+        redact_values(text, environment)  # what is made of an environment is made once
+        return lines_run(lambda: redact_values(text, environment))
+
+    assert work(3500) <= work(100)
+
+
+def test_work_grows_with_the_text_and_not_faster():
+    environment, text = secret_of_lines(3500), "0123456789abcdef" * 64
+    redact_values(text, environment)
+    once, four = (lines_run(lambda times=times: redact_values(text * times, environment)) for times in (1, 4))
+    assert once < four <= 5 * once  # the joints between the four have places that one text has not
+
+
+def test_every_line_of_a_long_secret_is_taken_out():
+    environment = secret_of_lines(3500)
+    lines = environment["PEM_KEY"].splitlines()
+    assert redact_values(f"x{lines[0]}, {lines[1700]}{lines[-1]}.", environment) == "x***, ******."
+
+
+def test_of_secrets_that_overlap_no_part_is_left():
+    environment = {"A_KEY": "xx-hf_123", "B_KEY": "hf_12345678"}
+    assert redact_values("it is xx-hf_12345678, or hf_12345678", environment) == "it is ***, or ***"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text("abc", min_size=6, max_size=12), min_size=1, max_size=8), st.text("abc", max_size=60))
+def test_exactly_the_places_of_secrets_are_taken_out(secrets, text):
+    environment = {f"N{number}_KEY": secret for number, secret in enumerate(secrets)}
+    hidden = [False] * len(text)
+    for secret in secrets:
+        for at in (at for at in range(len(text)) if text.startswith(secret, at)):
+            hidden[at : at + len(secret)] = [True] * len(secret)
+    left = "".join(letter for letter, is_hidden in zip(text, hidden, strict=True) if not is_hidden)
+    assert redact_values(text, environment).replace(MASK, "") == left
 
 
 def test_what_moves_a_cursor_is_written_out():
