@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
 from meshkit.config.cluster import Cluster
 from meshkit.config.files import gunzip, inside, open_regular, read_regular
@@ -31,6 +31,9 @@ from meshkit.units import format_bytes
 TRACE_FOLDER = "trace"  # of a run folder
 _LARGEST_RECORD_BYTES = 16 * 2**20
 LARGEST_PROGRAM_BYTES = 2**30  # unpacked; a proto cannot have more than twice that
+# Numbers of a sidecar that comes from elsewhere: arrays and ranges are made of them.
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+ProcessId = Annotated[int, Field(ge=0, lt=2**20)]
 _HINT = "`meshkit train` with [profile] steps = [first, last], or mk.profile(...)"
 
 
@@ -49,8 +52,8 @@ class CapturedMesh(_Record):
     """A jax mesh: axis names, their sizes, and the global device ids in row-major order."""
 
     axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    device_ids: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(gt=0)], ...]
+    device_ids: tuple[Id, ...]
 
     def placement(self, cluster: Cluster | None, spec: MeshSpec | None) -> Placement:
         """Where its devices are: as its spec says, else by id, in the order of the cluster's GPU index.
@@ -70,8 +73,8 @@ class CapturedMesh(_Record):
 class CapturedDevice(_Record):
     """A device of one process: its id in the job, and the number under which this process's trace knows it."""
 
-    id: int
-    ordinal: int
+    id: Id
+    ordinal: Id
 
 
 class CapturedMemory(_Record):
@@ -109,8 +112,8 @@ class CaptureRecord(_Record):
     """What a process knew when it captured: `capture-pN.json`. Keys may be added, never renamed."""
 
     schema_name: Literal["meshkit.capture/1"] = "meshkit.capture/1"
-    process: int
-    processes: int
+    process: ProcessId
+    processes: Annotated[int, Field(ge=1, le=2**20)]
     host: str
     platform: str
     device_kind: str | None = None
@@ -126,7 +129,7 @@ class CaptureRecord(_Record):
     options_hash: str | None = None
     work: StepFacts = NO_FACTS
     memory: CapturedMemory = CapturedMemory()
-    captured_processes: tuple[int, ...] | None = None
+    captured_processes: tuple[ProcessId, ...] | None = None
     domains: tuple[int, ...] | None = None
     links: dict[str, str] | None = None
     options: dict[str, Any] | None = None
@@ -140,6 +143,14 @@ class CaptureRecord(_Record):
     @field_serializer("work")
     def _recorded(self, work: StepFacts) -> dict[str, Any]:
         return work.model_dump(include=_WORK, by_alias=True)
+
+    @field_validator("cluster")
+    @classmethod
+    def _names_no_file(cls, table: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A file that a sidecar names would be one of this machine, read and quoted for whoever wrote the sidecar."""
+        if table and table.get("file") is not None:
+            raise ValueError("holds the machines of the capture, and may not name a file")
+        return table and {**table, "calibration": None}
 
     @model_validator(mode="after")
     def _mesh_holds_its_devices(self) -> Self:

@@ -388,6 +388,29 @@ def mesh_of_another_shape(run):
     edit_sidecar(run, mesh=file["mesh"] | {"shape": [2, 2, 4]})
 
 
+def more_processes_than_any_job_has(run):
+    edit_sidecar(run, processes=2_000_000_000)
+
+
+def a_process_that_captured_and_cannot_be(run):
+    edit_sidecar(run, captured_processes=[2**62])
+
+
+def a_mesh_of_no_devices(run):
+    file = json.loads((run / "trace" / "capture-p0.json").read_text())
+    edit_sidecar(run, mesh=file["mesh"] | {"shape": [-2, -2, 2]})
+
+
+def a_device_beyond_any_array(run):
+    edit_sidecar(run, devices=[{"id": 0, "ordinal": 2**64}])
+
+
+def cluster_of_a_file(run):
+    secret = run / "id_rsa"
+    secret.write_text("BEGIN PRIVATE KEY\n")
+    edit_sidecar(run, cluster={"file": str(secret)})
+
+
 def one_process_twice(run):
     shutil.copy(run / "trace" / "capture-p0.json", run / "trace" / "capture-p1.json")
 
@@ -447,6 +470,11 @@ DAMAGES = [
     (devices_off_the_mesh, r"devices \[77\] of the process are not on the mesh"),
     (devices_not_in_the_trace, "no operation of the program 'jit_train_step' on devices"),
     (mesh_of_another_shape, r"mesh of shape \(2, 2, 4\)"),
+    (more_processes_than_any_job_has, "processes Input should be less than or equal to 1048576"),
+    (a_process_that_captured_and_cannot_be, "captured_processes.0 Input should be less than 1048576"),
+    (a_mesh_of_no_devices, "mesh.shape.0 Input should be greater than 0"),
+    (a_device_beyond_any_array, "devices.0.ordinal Input should be less than 2147483648"),
+    (cluster_of_a_file, "cluster Value error, holds the machines of the capture, and may not name a file"),
     (one_process_twice, "two files describe the capture of one process"),
     (processes_of_different_steps, r"captured different steps \(4 from step 10, 4 from step 20\)"),
     (processes_of_the_same_devices, "two processes captured device 0"),
@@ -464,6 +492,13 @@ def test_a_damaged_capture_is_one_clear_error(run, tmp_path, damage, message):
     damage(folder)
     with pytest.raises(TraceError, match=message):
         profiler.profile_run(folder)
+
+
+def test_a_calibration_of_another_machine_is_not_looked_for(run, tmp_path):
+    folder = copied(run, tmp_path)
+    cluster = json.loads((folder / "trace" / "capture-p0.json").read_text())["cluster"]
+    edit_sidecar(folder, cluster=cluster | {"calibration": "/nowhere/calibration.toml"})
+    assert profiler.profile_run(folder).step == profiler.profile_run(run).step
 
 
 def without_longest_thread(content):
