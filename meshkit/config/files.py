@@ -37,6 +37,9 @@ from meshkit.errors import ConfigError, MeshkitError, TraceError
 
 LARGEST_FILE_BYTES = 4 * 2**20
 PIECE_BYTES = 33 * 2**20
+# Programs and traces unpack to some 5 to 20 times their size; a bomb to 1000 times.
+_MOST_TIMES = 100
+_ANY_BYTES = 64 * 2**20  # may come of however few
 _SHORT_INTEGER = re.compile(r"[0-9]{1,12}", re.ASCII)
 DEEPEST_KEY = 32
 _KEY_PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
@@ -187,7 +190,8 @@ def gunzip(data: bytes, most_bytes: int) -> bytes:
     """The content of gzip data (all of its members).
 
     Raises:
-        ValueError: it is damaged or incomplete, or has more than `most_bytes`; no more than that is ever unpacked.
+        ValueError: it is damaged or incomplete, has more than `most_bytes`, or more than 64 MiB and 100 times its size;
+            no more than that is ever unpacked.
     """
     return b"".join(unpacked(io.BytesIO(data), most_bytes))
 
@@ -198,12 +202,16 @@ def unpacked(packed: io.BufferedReader | io.BytesIO, most_bytes: int) -> Iterato
     Raises:
         ValueError: as of `gunzip`.
     """
-    left = most_bytes + 1
+    size = packed.seek(0, os.SEEK_END)
+    packed.seek(0)
+    room = min(most_bytes, max(_ANY_BYTES, _MOST_TIMES * size))
+    left = room + 1
     try:
         with gzip.GzipFile(fileobj=packed) as file:
             while piece := file.read(min(left, PIECE_BYTES)):
                 if (left := left - len(piece)) == 0:
-                    raise ValueError(f"it unpacks to more than {most_bytes / 2**20:g} MiB")
+                    beyond = "" if room == most_bytes else f", more than {_MOST_TIMES} times its {size} bytes"
+                    raise ValueError(f"it unpacks to more than {room / 2**20:.4g} MiB{beyond}")
                 yield piece
     except EOFError:
         raise ValueError("it ends before its content does") from None

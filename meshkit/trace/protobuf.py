@@ -82,7 +82,7 @@ class Buffer:
 
         Raises:
             OSError: it cannot be read.
-            WireError: it is no whole gzip file, or unpacks to more than 8 GiB.
+            WireError: it is no whole gzip file, or unpacks to more than 8 GiB or 100 times its size.
         """
         if path.suffix == ".gz":
             try:

@@ -31,6 +31,12 @@ def test_a_bomb_is_refused_before_it_is_unpacked():
     assert peak < 32 * 2**20  # the 8 MiB, and pieces on their way
 
 
+def test_a_bomb_far_below_the_bound_is_refused_too():
+    bomb = gzip.compress(bytes(128 * 2**20))
+    with pytest.raises(ValueError, match=rf"more than 64 MiB, more than 100 times its {len(bomb)} bytes"):
+        gunzip(bomb, 2**33)
+
+
 @pytest.mark.parametrize("cut", [5, 30, -4])
 def test_what_is_cut_short_is_refused(cut):
     data = gzip.compress(bytes(range(256)) * 100)

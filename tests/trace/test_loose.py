@@ -186,6 +186,9 @@ def test_errors_say_what_is_missing(tmp_path):
     (tmp_path / "x.xplane.pb.gz").write_bytes(b"nothing packed")
     with pytest.raises(TraceError, match="cannot be unpacked: it is no gzip data"):
         open_loose(tmp_path)
+    (tmp_path / "x.xplane.pb.gz").write_bytes(gzip.compress(bytes(128 * 2**20)))
+    with pytest.raises(TraceError, match=r"cannot be unpacked: it unpacks to more than 64 MiB"):
+        open_loose(tmp_path)
     tpu = write_planes(tmp_path / "t.xplane.pb", plane_text("/device:TPU:0", [gpu_op("fusion", 0, 10)]))
     with pytest.raises(TraceError, match="a trace of TPUs, which meshkit does not read"):
         open_loose(tpu)
