@@ -121,13 +121,29 @@ def _key(environment: Mapping[str, str], **decided_by: object) -> str:
 def _named_files(options: Mapping[str, Any]) -> dict[str, str]:
     """Digests of the files that options name, such as a profile of measured costs: they are read by the compiler."""
     found: dict[str, str] = {}
-    for name, value in options.items():
-        if name.endswith("_path") and isinstance(value, str) and value:
-            path = Path(value)
+    for _, path in named_paths(options):
+        with suppress(OSError, ValueError):
             for file in sorted(path.iterdir()) if path.is_dir() else [path]:
                 with suppress(OSError, ValueError):
-                    found[str(file)] = hashlib.sha256(read_regular(file, _MOST_NAMED_BYTES)).hexdigest()
+                    found[str(file)] = digest_of(file)
     return found
+
+
+def named_paths(options: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """Yield the options that name a file or folder, and what they name."""
+    for name, value in options.items():
+        if name.endswith("_path") and isinstance(value, str) and value:
+            yield name, Path(value)
+
+
+def digest_of(file: Path) -> str:
+    """Return the SHA-256 of a file that an option names.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger than 256 MiB.
+        ValueError: a NUL byte in the path.
+    """
+    return hashlib.sha256(read_regular(file, _MOST_NAMED_BYTES)).hexdigest()
 
 
 def cache_folder() -> Path | None:

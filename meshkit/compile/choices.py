@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from meshkit.compile.cache import profile_text, text_file
+from meshkit.compile.cache import digest_of, named_paths, profile_text, text_file
 from meshkit.compile.options import CompileChoices, Option, chosen_options
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
@@ -106,10 +106,23 @@ def choices_for(
         cluster: that it is compiled for.
         placement: of its partitions there.
         xla: the user's own options, which win.
+
+    Raises:
+        ConfigError: an option names what is no file to read: a pipe, a device, or more than 256 MiB.
     """
     train = program.spec.train
+    options = {**program.xla_options, **xla}
+    for name, path in named_paths(options):
+        try:
+            if not path.is_dir():
+                digest_of(path)
+        except FileNotFoundError:
+            continue  # XLA says so
+        except (OSError, ValueError) as error:
+            message = f"XLA cannot be given {path}: {getattr(error, 'strerror', None) or error}."
+            raise program.spec.places.error(f"xla.{name}", message, hint="a file of costs, or none") from None
     return CompileChoices(
-        options={**program.xla_options, **xla},
+        options=options,
         derived=derive_options(program, cluster, placement),
         memory_fraction=train.memory_fraction,
         pgle=train.pgle,

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from meshkit.config.files import open_regular, read_regular
 from meshkit.errors import ConfigError, RunError
 
 LAUNCH_VARIABLE = "MESHKIT_LAUNCH"
@@ -301,7 +302,7 @@ def _newest(owners: Path) -> _Claim | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             record = json.loads(file.read(_LARGEST_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
@@ -313,8 +314,8 @@ def _identity(folder: Path, known_run: Callable[[], str | None]) -> str:
     path = folder / RUN_FILE
     if path.exists():
         try:
-            record = json.loads(path.read_bytes())
-        except (ValueError, RecursionError):
+            record = json.loads(read_regular(path, _LARGEST_BYTES))
+        except (OSError, ValueError, RecursionError):
             record = None
         run = record.get("run") if isinstance(record, dict) else None
         if not isinstance(run, str) or not _UUID.fullmatch(run):

@@ -23,7 +23,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from meshkit.config.experiment import Experiment, load
-from meshkit.config.files import read_regular
+from meshkit.config.files import read_bounded, read_regular
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
 from meshkit.search.bounds import Bound, Bounds, pool_bytes, ruled_out
@@ -216,7 +216,7 @@ def _header(experiment: Experiment) -> dict[str, str]:
     versions = {name: metadata.version(name) for name in ("meshkit", "jax", "jaxlib")}
     text = experiment.to_toml()
     if experiment.cluster.calibration is not None:
-        text += Path(experiment.cluster.calibration).read_text(encoding="utf-8")
+        text += read_bounded(experiment.cluster.calibration, "calibration file").decode("utf-8", "replace")
     return {"schema": _SCHEMA, "experiment": hashlib.sha256(text.encode()).hexdigest()[:16], **versions}
 
 

@@ -13,8 +13,11 @@ step, resumes the data exactly, on any number of machines.
 
 from __future__ import annotations
 
+import functools
+import io
 import itertools
 import json
+import os
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +31,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshkit.config.files import short
+from meshkit.config.files import open_regular, short
 from meshkit.config.places import Places, UserCode, describe_error
 from meshkit.config.rules import ShardingRules
 from meshkit.errors import MeshkitError, RunError, a_type
@@ -44,6 +47,7 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 _CHUNK_TOKENS = 1 << 24
 _MOST_CHUNKS = 64  # a corpus of more than a billion tokens is sampled, evenly
 _MOST_ID = 2**31 - 1
+_LARGEST_TEXT_BYTES = 2**35
 
 
 class Examples(Protocol):
@@ -193,10 +197,11 @@ def open_tokens(spec: StepSpec, tokenizer: UserCode | None) -> np.ndarray:
     if source == STDLIB:
         return _text_tokens(tokenizer, (path.read_bytes() for path in stdlib_files()))
     path = Path(source)
+    whole = functools.partial(_whole_text, places)
     if path.is_dir():
         hidden = lambda p: any(part.startswith(".") for part in p.relative_to(path).parts)
         files = (p for p in sorted(path.rglob("*")) if p.is_file() and not hidden(p))
-        tokens = _text_tokens(tokenizer, (p.read_bytes() for p in files))
+        tokens = _text_tokens(tokenizer, map(whole, files))
         if not len(tokens):
             raise places.error("data.source", f"the folder {path} has no text files.")
         return tokens
@@ -204,7 +209,7 @@ def open_tokens(spec: StepSpec, tokenizer: UserCode | None) -> np.ndarray:
         raise places.error("data.source", f"there is no file or folder {path}.", hint=f'"{STDLIB}"')
     if path.suffix in _TEXT_SUFFIXES:
         field = spec.data.text_field or "text"
-        documents = _json_documents(places, field, path) if path.suffix == ".jsonl" else [path.read_bytes()]
+        documents = _json_documents(places, field, path) if path.suffix == ".jsonl" else [whole(path)]
         return _text_tokens(tokenizer, documents)
     if tokenizer is not None:
         message = f"a tokenizer reads text, and {path} is a file of tokens."
@@ -244,9 +249,33 @@ def stdlib_files() -> list[Path]:
     return [root / p for p in sorted(files, key=Path.as_posix) if not _SKIPPED_FOLDERS.intersection(p.parts)]
 
 
+def _opened_text(places: Places, path: Path) -> io.BufferedReader:
+    """A file whose text memory can hold.
+
+    Raises:
+        ConfigError: it is larger, cannot be read, or is no regular file.
+    """
+    try:
+        file = open_regular(path)
+    except OSError as error:
+        raise places.error("data.source", f"{path} cannot be read: {error.strerror}.") from None
+    size = os.fstat(file.fileno()).st_size
+    if size > _LARGEST_TEXT_BYTES:
+        file.close()
+        most = _LARGEST_TEXT_BYTES / 2**30
+        message = f"{path} has {size / 2**30:,.0f} GiB, and text is read into memory whole: at most {most:g} GiB."
+        raise places.error("data.source", message, hint="a file of its tokens (.npy, .u16, .u32), which is mapped")
+    return file
+
+
+def _whole_text(places: Places, path: Path) -> bytes:
+    with _opened_text(places, path) as file:
+        return file.read()
+
+
 def _json_documents(places: Places, key: str, path: Path) -> Iterator[bytes]:
     """The text of each line's object, and a line break behind it."""
-    with path.open("rb") as file:
+    with _opened_text(places, path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -34,7 +34,7 @@ from jax.experimental import multihost_utils
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from meshkit.config.files import read_regular
+from meshkit.config.files import open_regular, read_regular
 from meshkit.errors import ConfigError, RunError, a_type
 from meshkit.sharding.resolve import path_name
 from meshkit.step.spec import StepSpec
@@ -77,7 +77,7 @@ def open_file(path: Path) -> dict[str, Tensor]:
         ConfigError: it cannot be opened, or is not exactly what its header says.
     """
     try:
-        with open(path, "rb") as f:
+        with open_regular(path) as f:
             file = safe_open(path, framework="numpy")
             json.loads(f.read(int.from_bytes(f.read(8), "little")), object_pairs_hook=_unique)
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it has no __iter__

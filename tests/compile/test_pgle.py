@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -34,6 +35,15 @@ MIXTRAL = ("configs/experiments/mixtral_8x7b.toml", ("model.layers=4",))
 @pytest.fixture(scope="module")
 def plans():
     return [plan_experiment(load(TINY, (*ON_16, *more))) for more in ((), (PREDICTED,))]
+
+
+@pytest.mark.parametrize("path", ["pipe", "/dev/zero"])
+def test_costs_that_are_no_file_are_refused_before_the_compiler_waits_for_them(tmp_path, path):
+    os.mkfifo(tmp_path / "pipe")
+    named = load(TINY, (*ON_16, f"xla.{PGLE_OPTION}={tmp_path / path}"))
+    with pytest.raises(ConfigError, match=rf"xla.{PGLE_OPTION}(.|\n)*") as refused:
+        plan_experiment(named)
+    assert "not a regular file" in refused.value.message
 
 
 def moved(report):

@@ -202,6 +202,10 @@ def test_a_run_keeps_its_identity_and_may_have_one_already(tmp_path):
     with pytest.raises(ConfigError, match="the identity of this run cannot be read"):
         take_run(tmp_path / "a")
     assert not is_owned(tmp_path / "a")
+    (tmp_path / "a" / "run.json").unlink()
+    os.mkfifo(tmp_path / "a" / "run.json")
+    with pytest.raises(ConfigError, match="the identity of this run cannot be read"):
+        take_run(tmp_path / "a")
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -188,6 +189,17 @@ def test_bad_sources_are_config_errors(tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         data_of(experiment(f"data.source={tmp_path / name}"))
+
+
+@pytest.mark.parametrize("name", ["sparse.txt", "sparse.jsonl", "folder/sparse"])
+def test_a_text_that_no_memory_holds_is_refused_unread(tmp_path, name):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    os.truncate(file, 2**40)
+    source = file if file.suffix else file.parent
+    with pytest.raises(ConfigError, match="has 1,024 GiB, and text is read into memory whole: at most 32 GiB"):
+        data_of(experiment(f"data.source={source}"))
 
 
 def own(tmp_path, monkeypatch, code, *overrides):

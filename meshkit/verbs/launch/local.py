@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO
 
 from meshkit.config.experiment import Experiment
-from meshkit.config.files import integer
+from meshkit.config.files import integer, open_regular
 from meshkit.distributed.certificates import certificates_for
 from meshkit.distributed.environment import (
     FIRST_PORT,
@@ -559,7 +559,7 @@ class Follower:
     def new_lines(self, *, last: bool = False) -> list[str]:
         """The lines that came since the last call; with `last` also one that has no end."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 if last and file.seek(0, 2) - self._offset > MOST_AT_THE_END:  # the log has it all
                     self._offset, self._rest = file.tell() - MOST_AT_THE_END, b""
                 file.seek(self._offset)
@@ -576,7 +576,7 @@ class Follower:
 def last_lines(path: Path, count: int) -> list[str]:
     """The last non-empty lines of a file; none where there is no file. Reads its last mebibyte at most."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - MOST_BYTES))
             data = file.read()
