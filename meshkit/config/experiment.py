@@ -42,6 +42,7 @@ from meshkit.config.sections import (
     TrainTable,
     plain_value,
 )
+from meshkit.config.site import check_files
 from meshkit.config.toml import (
     Key,
     SpecError,
@@ -52,7 +53,7 @@ from meshkit.config.toml import (
     to_toml,
     validate,
 )
-from meshkit.config.user_code import check_files, find_experiment
+from meshkit.config.user_code import find_experiment
 from meshkit.config.xla_options import check_xla_options
 from meshkit.errors import ConfigError
 from meshkit.redaction import has_credentials, is_secret_name

@@ -1,29 +1,24 @@
 """What an experiment names that lies elsewhere: the user's code, what meshkit ships, within what the site allows.
 
-    "pkg.mod", folders -> find_folder -> its folder -> check_writers, serve -> importlib imports pkg from there
+    "pkg.mod", folders -> find_folder -> its folder -> serve -> importlib imports pkg from there, through check_writers
 
 Each module comes from the one folder that holds it. A folder on `sys.path` answers whoever asks, with whatever lies in
 it: jax looks for plugins in `jax_plugins`, packages for their entry points. Here a folder answers for the module that
 an experiment names, and for what the code that came from there imports itself; everybody else is told that nothing is
-there.
+there. Nobody else may be able to change what is imported so, and its cached byte code is not read.
 
 Shipped are models (`models.llama:Llama`) and experiments (`llama3_8b`). In a clone they lie at its top, `models/` and
 `configs/experiments/`; in the wheel below the package. No installed package is called `models`, and a user's own comes
 before.
 
-    /etc/meshkit/site.toml, MESHKIT_MODEL_ROOTS, MESHKIT_FILE_ROOTS -> Site -> load_object, load
-
-    model_roots = ["/opt/models", "/home/shared/experiments"]    # code that `pkg.mod:Name` may come from
-    file_roots  = ["/data"]                                      # files and folders that an experiment may name
-
-Without them an experiment may name any file, and code where `find_folder` finds it. An experiment file has no key for
-it, so it cannot widen what is declared; the variables can only narrow what the site's file says. This protects whoever
-runs somebody else's experiment; it does not confine code once it runs, nor a user who writes their own.
+A loss, data, tokenizer, metrics function, hook or optimizer is the user's own code, of `FUNCTIONS`, of the site's list,
+or named on the command line: among all functions that are installed, some run what they are given.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import importlib
 import importlib.util
@@ -32,50 +27,56 @@ import os
 import site
 import stat
 import sys
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from importlib.machinery import SOURCE_SUFFIXES, ModuleSpec, PathFinder, all_suffixes
+from importlib.machinery import SOURCE_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader, all_suffixes
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from meshkit.config.files import PATH_KEYS
 from meshkit.config.places import Places, UserCode, describe_error
-from meshkit.config.toml import SpecError, did_you_mean, dotted
+from meshkit.config.site import is_under, listed, read_site
+from meshkit.config.toml import did_you_mean, split_key
 from meshkit.console import say
 from meshkit.errors import ConfigError, a_type
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 MODELS = "models"
-SITE_FILE = Path("/etc/meshkit/site.toml")
-_VARIABLES = {"model_roots": "MESHKIT_MODEL_ROOTS", "file_roots": "MESHKIT_FILE_ROOTS"}
+# The keys that name functions -> what an experiment file may name there of what is installed.
+FUNCTIONS = {
+    "train.loss": ("optax", "meshkit.step.loss"),
+    "train.metrics": (),
+    "train.hooks": (),
+    "optimizer.class": ("optax",),
+    "data.source": ("grain",),
+    "data.tokenizer": (),
+}
 _IMPORTING = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 _OF_PYTHON = {*sys.stdlib_module_names, *sys.builtin_module_names, "__main__", "__mp_main__", "test"}
 _MOST_WRAPPERS = 100
+_MOST_LINKS = 40
 _warned: set[str] = set()
 
 
 def load_object(
-    name: str, search_paths: Iterable[Path] = (), *, at: str | None = None, also: Sequence[str] = ()
+    name: str, search_paths: Iterable[Path] = (), *, at: str | None = None, key: str = "", by_command: bool = False
 ) -> Any:
     """What `"pkg.mod:Name"` names: of an installed package, or of the first of the experiment's folders that holds it.
 
     The models that meshkit ships come last. Python's own modules are refused before anything is imported. Where the
-    site declares roots of models, every module on the way lies in one of them or is a shipped
-    model, and only they are searched beside what Python finds anyway. `also` names packages on which meshkit rests
-    itself, which are as allowed as it is where they are installed.
+    site declares roots of models, every module on the way lies in one of them, is a shipped model, or of the installed
+    packages that the key may name.
 
     Args:
         name: `package.module:Name`.
         search_paths: folders of the experiment, the first one first.
         at: where the name was written, for errors.
-        also: packages on which meshkit rests itself.
+        key: the one that names it: those of `FUNCTIONS` may name few installed packages.
+        by_command: whether the command line names it, whose author may name any.
 
     Raises:
         ConfigError: not of that form, a module of Python itself, no such module, one that fails to import or that
-            everybody may change, or no such name in it; or it is outside of the declared roots.
+            others may change, or no such name in it; or it is outside of what is allowed.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -86,15 +87,19 @@ def load_object(
             at=at,
             hint="a module of your own, under a name that Python has not, or of an installed package",
         )
-    roots = read_site().model_roots
+    allowed_here = read_site()
+    roots, packages = allowed_here.model_roots, [*FUNCTIONS[key], *allowed_here.functions] if key in FUNCTIONS else []
     searched = list(search_paths) if roots is None else [*(p for p in search_paths if is_under(p, roots)), *roots]
     shipped = [shipped_folder()] if is_shipped_name(module_name) else []
     folder = find_folder(module_name, [*searched, *shipped])
-    check_writers(module_name, folder, at)
-    if folder is not None:
-        serve(module_name, folder, at)
+    found_in, own = _home(module_name, folder)
+    allowed = own or by_command or key not in FUNCTIONS
+    if not allowed and not _is_listed(module_name, packages):
+        raise _not_listed(name, module_name, key, packages, at)
+    if own and found_in is not None:
+        serve(module_name, found_in, at)
     try:
-        if roots is not None and not (folder is None and module_name.partition(".")[0] in also):
+        if roots is not None and (own or not _is_listed(module_name, packages)):
             _check_roots(module_name, [*roots, *(folder / MODELS for folder in shipped)], at)
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -111,22 +116,37 @@ def load_object(
         near = difflib.get_close_matches(attribute, dir(module), n=1)
         hint = f'"{module_name}:{near[0]}"' if near else None
         raise ConfigError(f"module '{module_name}' has no '{attribute}'.", at=at, hint=hint)
-    return getattr(module, attribute)
+    found = getattr(module, attribute)
+    defined = defined_in(found)
+    if not allowed and defined is not None and not is_of_python(defined) and not _is_listed(defined, packages):
+        raise _not_listed(name, defined, key, packages, at)
+    return found
+
+
+def load_code(name: str, search_paths: Iterable[Path], key: str, places: Places) -> UserCode:
+    """What a key of the experiment names, of any kind.
+
+    Args:
+        name: the key's value, `package.module:Name`.
+        search_paths: folders of the experiment, the first one first.
+        key: the one that names it, `model.class`.
+        places: where keys were written.
+
+    Raises:
+        ConfigError: at that key; see `load_object`.
+    """
+    by_command = places.document is None or places.document.is_overridden(split_key(key))
+    found = load_object(name, search_paths, at=places.where(key), key=key, by_command=by_command)
+    return UserCode(found, name, key, places)
 
 
 def load_function(name: str, search_paths: Iterable[Path], key: str, places: Places) -> UserCode:
-    """The user's function that a key of the experiment names.
-
-    Args:
-        name: the key's value, `package.module:function`.
-        search_paths: folders of the experiment, the first one first.
-        key: the one that names it, `train.metrics`.
-        places: where keys were written.
+    """The function that a key of the experiment names; arguments as of `load_code`.
 
     Raises:
         ConfigError: at that key; see `load_object`, or it is no function of a module of theirs.
     """
-    code = UserCode(load_object(name, search_paths, at=places.where(key)), name, key, places)
+    code = load_code(name, search_paths, key, places)
     check_function(code)
     return code
 
@@ -142,6 +162,21 @@ def check_function(code: UserCode) -> None:
     module = defined_in(code.found)
     if module is None or is_of_python(module):
         raise code.error(f"{code.name} is of Python itself, not a function of yours.", "a function written in a module")
+
+
+def _is_listed(module_name: str, packages: Iterable[str]) -> bool:
+    """Whether a module is one of the packages, or in one."""
+    return any(f"{module_name}.".startswith(f"{package}.") for package in packages)
+
+
+def _not_listed(name: str, module_name: str, key: str, packages: Sequence[str], at: str | None) -> ConfigError:
+    """The error about a function of an installed package that the experiment's file alone names."""
+    return ConfigError(
+        f"'{name}' is of the installed package '{module_name.partition('.')[0]}', and a file may name {key} of "
+        f"{' or '.join([*packages, 'your own modules'])} alone.",
+        at=at,
+        hint=f"a function of your own, in a module beside the file, that calls it; or the same by --set {key}=...",
+    )
 
 
 def _check_roots(module_name: str, roots: Sequence[Path], at: str | None) -> None:
@@ -221,42 +256,69 @@ def find_source(module_name: str, folders: Iterable[Path]) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def check_writers(module_name: str, folder: Path | None, at: str | None) -> None:
-    """Stops where anybody may change a module, or put one beside it; says where a group may.
+def check_writers(module_name: str, file: str | Path, folder: Path, at: str | None) -> None:
+    """Stops where others may exchange a module: its file, or a folder or link on the way to it; says where a group may.
+
+    Others are all but the user, root, and the owners of meshkit and of the declared roots. Of the folders above the one
+    that is searched only the mode counts, by which others could exchange what is in them; above a root, nothing.
 
     Args:
         module_name: the module.
-        folder: that holds it, looked at unless pip installed it; None for one that Python finds.
-        at: where the module is named.
+        file: its file, or a package's folder.
+        folder: that is searched for it.
+        at: where the code was named that imports it.
 
     Raises:
-        ConfigError: its file, a package around it, or the folder that holds it is writable by everybody.
+        ConfigError: everybody may write one of them, or it belongs to somebody else.
     """
     if os.name != "posix":
         return
-    if folder is None:
-        spec = _installed(module_name.partition(".")[0])
-        folder = next(map(Path, _parents(spec)), None) if spec else None
-    if folder is None or any(folder.is_relative_to(packages) for packages in _package_folders()):
-        return
-    parts = module_name.split(".")
-    inside = [folder.joinpath(*parts[:i]) for i in range(len(parts) + 1)]
-    for path in [*inside, *(inside[-1].with_name(parts[-1] + suffix) for suffix in all_suffixes())]:
-        try:
-            found = path.stat()
-        except OSError:  # a package or a file: one of the two is not there
+    roots = read_site().model_roots or ()
+    trusted = {os.geteuid(), 0, *(place.stat().st_uid for place in (_PACKAGE, *roots) if place.exists())}
+    real = Path(os.path.realpath(folder))
+    declared = {above for root in roots if is_under(real, [root]) for above in root.parents}
+    above = {*folder.parents, *real.parents}
+    for path, found in _way(file):
+        if path in declared:
             continue
-        if found.st_mode & stat.S_IWOTH:
-            raise ConfigError(
-                f"module '{module_name}' is not loaded: everybody may write {path} (mode "
-                f"{stat.S_IMODE(found.st_mode):04o}).",
-                at=at,
-                hint=f"chmod o-w {path}, once you know what is in it; or a folder that only you can write",
-            )
-        shared = found.st_mode & stat.S_IWGRP and not is_private_group(found.st_uid, found.st_gid)
+        mode = 0 if stat.S_ISLNK(found.st_mode) else stat.S_IMODE(found.st_mode)
+        passed = path in above
+        problem = hint = None
+        if mode & stat.S_IWOTH and not (passed and mode & stat.S_ISVTX):
+            problem = f"everybody may write {path} (mode {mode:04o})"
+            hint = f"chmod o-w {path}, once you know what is in it; or a folder that only you can write"
+        elif not passed and found.st_uid not in trusted:
+            problem = f"{path} belongs to another user (uid {found.st_uid})"
+            hint = "a copy of your own; or its folder in MESHKIT_MODEL_ROOTS, if they may run code as you"
+        if problem:
+            raise ConfigError(f"module '{module_name}' is not loaded: {problem}.", at=at, hint=hint)
+        shared = not passed and mode & stat.S_IWGRP and not is_private_group(found.st_uid, found.st_gid)
         if shared and str(path) not in _warned:
             _warned.add(str(path))
             say(f"meshkit: a group may write {path}, from which the module '{module_name}' is loaded; chmod g-w {path}")
+
+
+def _way(file: str | Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Every folder, link and file on the way to a file, with what `lstat` says."""
+    here, left, links = Path("/"), [*reversed(Path.cwd().joinpath(file).parts[1:])], 0
+    yield here, here.lstat()
+    while left:
+        part = left.pop()
+        if part == "..":
+            here = here.parent
+            continue
+        path = here / part
+        found = path.lstat()
+        yield path, found
+        if not stat.S_ISLNK(found.st_mode):
+            here = path
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(file))
+        target = Path(os.readlink(path))
+        here = Path("/") if target.is_absolute() else here
+        left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
 
 
 def serve(module_name: str, folder: Path, at: str | None) -> None:
@@ -267,42 +329,66 @@ def serve(module_name: str, folder: Path, at: str | None) -> None:
     """
     top = module_name.partition(".")[0]
     loaded = sys.modules.get(top)
-    other = next(iter(_parents(loaded.__spec__)), None) if loaded is not None and loaded.__spec__ else None
-    if other is not None and os.path.realpath(other) != os.path.realpath(folder):
+    other = loaded.__spec__ if loaded is not None else None
+    if _parents(other) and not _is_of(other, folder):
         raise ConfigError(
-            f"module '{top}' in {folder} cannot be loaded: another one of that name is, from {other}.",
+            f"module '{top}' in {folder} cannot be loaded: another one of that name is, from {_parents(other)[0]}.",
             at=at,
             hint="another name for one of the two",
         )
     importlib.invalidate_caches()
     FINDER.served[top] = folder
+    FINDER.named[folder] = at
     if FINDER not in sys.meta_path:
         sys.meta_path.insert(0, FINDER)
 
 
+class _Source(SourceFileLoader):
+    """Compiles a module from its source: cached byte code may be of somebody else."""
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        raise OSError(errno.ENOTSUP, "byte code is neither read nor written", path)
+
+
 class _Finder:
-    """Finds top-level modules in the folders that hold the user's code, for that code alone."""
+    """Finds modules in the folders that hold the user's code, for that code alone, where no others may write."""
 
     def __init__(self):
-        self.served: dict[str, Path] = {}
+        self.served: dict[str, Path] = {}  # top-level name -> folder
+        self.named: dict[Path, str | None] = {}  # folder -> where an experiment names code from it
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a named module, or of one that lies beside a named one whose code imports it."""
-        if path is not None or is_of_python(name):  # a package finds its modules itself
+        """The spec of a named module, of one in its package, or of one that lies beside it and that its code imports.
+
+        Raises:
+            ConfigError: others may change it.
+        """
+        if is_of_python(name):
             return None
-        folder = self.served.get(name)
+        folder = self.served.get(name.partition(".")[0])
         if folder is None:
-            folder = self.served.get(_importer())
+            folder = None if path is not None else self.served.get(_importer())
             found = None if folder is None else _installed(name)
-            if folder is None or (found is not None and found.loader is not None):
+            elsewhere = found is not None and found.loader is not None and not _is_of(found, folder)
+            if folder is None or elsewhere:
                 return None
-        spec = PathFinder.find_spec(name, [str(folder)])
-        if spec is not None:
+        spec = PathFinder.find_spec(name, [str(folder)] if path is None else path)
+        if spec is None:
+            return None
+        if path is None:
             self.served[name] = folder
             if spec.loader is None:  # a folder without __init__.py: it alone, not all of its name on sys.path
                 spec.submodule_search_locations = [str(folder / name)]
+        if is_shipped_name(name) and folder == shipped_folder():
+            return spec
+        files = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())
+        for file in files:
+            if not _in_packages(file):
+                check_writers(name, file, folder, self.named.get(folder))
+                if type(spec.loader) is SourceFileLoader:
+                    spec.loader = _Source(spec.loader.name, spec.loader.path)
         return spec
 
 
@@ -337,6 +423,11 @@ def _parents(spec: ModuleSpec | None) -> list[str]:
     return [os.path.dirname(place) for place in places]
 
 
+def _is_of(spec: ModuleSpec | None, folder: Path) -> bool:
+    """Whether a top-level module lies in a folder, by its spec."""
+    return os.path.realpath(folder) in map(os.path.realpath, _parents(spec))
+
+
 def _holds(folder: Path, module_name: str) -> bool:
     """Whether a folder has the file of a module."""
     return any(os.path.isfile(file) for file in _files(folder, module_name, all_suffixes()))
@@ -348,9 +439,31 @@ def _files(folder: Path, module_name: str, suffixes: Iterable[str]) -> list[Path
     return [base.with_name(base.name + suffix) for suffix in suffixes] + [base / f"__init__{s}" for s in suffixes]
 
 
-def _package_folders() -> list[str]:
-    """Where pip installs, whose permissions are those of the installation."""
-    return [*site.getsitepackages(), site.getusersitepackages()]
+def _home(module_name: str, folder: Path | None) -> tuple[Path | None, bool]:
+    """The folder that holds a module, and whether it is the user's own or a shipped model: nothing installed.
+
+    Args:
+        module_name: the module.
+        folder: what `find_folder` said.
+    """
+    top = module_name.partition(".")[0]
+    if folder is None:
+        spec = _installed(top)
+        parents = [Path(parent) for parent in _parents(spec)]
+        if not parents:
+            return None, spec is None  # none, which is said later; or one without a file
+        folder = next((parent for parent in parents if _holds(parent, module_name)), parents[0])
+    elif is_shipped_name(module_name) and folder == shipped_folder():
+        return folder, True
+    file = next((file for file in _files(folder, module_name, all_suffixes()) if file.is_file()), folder / top)
+    return folder, top != _PACKAGE.name and not _in_packages(file)
+
+
+def _in_packages(file: str | Path) -> bool:
+    """Whether a file lies where pip installs, whose permissions are those of the installation."""
+    on_path = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
+    folders = {*site.getsitepackages(), site.getusersitepackages(), *on_path}
+    return is_under(file, [Path(os.path.realpath(folder)) for folder in folders])
 
 
 def is_private_group(uid: int, gid: int) -> bool:
@@ -398,108 +511,3 @@ def find_experiment(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
         return path
     hint = did_you_mean(name, known)
     raise ConfigError("there is no such experiment file, nor one that meshkit ships.", at=name, hint=hint)
-
-
-@dataclass(frozen=True)
-class Site:
-    """The declared folders, resolved; None where nothing is declared and any will do.
-
-    Attributes:
-        model_roots: that models, losses, data, metrics and hook functions may come from.
-        file_roots: that files and folders named by an experiment may lie in.
-    """
-
-    model_roots: tuple[Path, ...] | None = None
-    file_roots: tuple[Path, ...] | None = None
-
-
-def read_site() -> Site:
-    """The site's file, narrowed by the variables.
-
-    Raises:
-        ConfigError: the file can be changed by others, or says something else; a root is not absolute, or a variable
-            names one that the file does not allow.
-    """
-    declared = _read_file(SITE_FILE)
-    found: dict[str, tuple[Path, ...] | None] = {}
-    for key, variable in _VARIABLES.items():
-        allowed = declared.get(key)
-        wanted = _roots(os.environ[variable].split(os.pathsep), variable) if os.environ.get(variable) else None
-        if wanted is not None and allowed is not None:
-            for root in wanted:
-                if not is_under(root, allowed):
-                    raise ConfigError(
-                        f"{variable} names {root}, which {SITE_FILE} does not allow.",
-                        at="environment",
-                        hint=f"a folder in {listed(allowed)}",
-                    )
-        found[key] = allowed if wanted is None else wanted
-    return Site(found["model_roots"], found["file_roots"])
-
-
-def is_under(path: str | Path, roots: Sequence[Path]) -> bool:
-    """Whether a path, with `..` and links resolved, is one of the roots or lies in one."""
-    real = Path(os.path.realpath(path))
-    return any(real == root or root in real.parents for root in roots)
-
-
-def listed(roots: Sequence[Path]) -> str:
-    """The roots in words."""
-    return ", ".join(map(str, roots)) or "no folder at all"
-
-
-def check_files(table: Mapping[str, Any]) -> None:
-    """Stops where an experiment names a file outside of the declared folders; its paths are absolute by now.
-
-    Raises:
-        ConfigError: which key, and where it may lie.
-    """
-    roots = read_site().file_roots
-    if roots is None:
-        return
-    for key in PATH_KEYS:
-        value: Any = table
-        for name in key:
-            value = value.get(name) if isinstance(value, Mapping) else None
-        # what is no path: the name of a cluster, a function, the standard library
-        if isinstance(value, str) and os.path.isabs(value) and not is_under(value, roots):
-            raise SpecError(
-                f"{dotted(key)} is outside of the folders that this site allows.",
-                key=key,
-                value=value,
-                hint=f"a path in {listed(roots)}",
-            )
-
-
-def _read_file(path: Path) -> dict[str, tuple[Path, ...]]:
-    """The folders that the site's file declares; none without a file."""
-    try:
-        with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != 0 or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise ConfigError(
-                    f"{path} could be changed by others than the administrator (uid {found.st_uid}, mode "
-                    f"{stat.S_IMODE(found.st_mode):04o}).",
-                    hint=f"chown root {path} && chmod 644 {path}",
-                )
-            table = tomllib.load(file)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:  # not TOML, not UTF-8
-        hint = "model_roots and file_roots, each a list of folders"
-        raise ConfigError(f"the site's file cannot be read: {error}.", at=str(path), hint=hint) from None
-    for key, value in table.items():
-        if key not in _VARIABLES:
-            hint = did_you_mean(key, _VARIABLES)
-            raise ConfigError(f"the site's file has an unknown key '{key}'.", at=str(path), hint=hint)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{key} is not a list of folders.", at=str(path), hint=f'{key} = ["/opt/models"]')
-    return {key: _roots(value, str(path)) for key, value in table.items()}
-
-
-def _roots(texts: Sequence[str], at: str) -> tuple[Path, ...]:
-    """Absolute folders, with links resolved."""
-    for text in texts:
-        if not os.path.isabs(text):
-            raise ConfigError(f"'{text}' is not an absolute path.", at=at, hint="folders from / on")
-    return tuple(Path(os.path.realpath(text)) for text in texts)

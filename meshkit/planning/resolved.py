@@ -8,13 +8,13 @@ What only a run calls (tokenizer, metrics) the run looks up: a plan needs neithe
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 
 from meshkit.config.experiment import Experiment
 from meshkit.config.places import UserCode
 from meshkit.config.rules import ShardingRules
-from meshkit.config.user_code import load_function, load_object
+from meshkit.config.toml import dotted, inline, split_key
+from meshkit.config.user_code import FUNCTIONS, load_code, load_function
 from meshkit.linting.examine import Examined, examine
 from meshkit.runs.metrics import SinkCode, tensorboard_writer
 from meshkit.sharding.mesh import AnyMesh
@@ -34,9 +34,9 @@ def resolve(experiment: Experiment) -> StepSpec:
     own = optimizer.class_path
     source = None if is_token_source(data.source) else _function(experiment, "data.source", data.source)
     return StepSpec(
-        model_class=_object(experiment, "model.class", model.class_path),
+        model_class=_code(experiment, "model.class", model.class_path),
         loss=_function(experiment, "train.loss", train.loss) if train.loss else None,
-        optimizer_class=_object(experiment, "optimizer.class", own, also=("optax",)) if own else None,
+        optimizer_class=_code(experiment, "optimizer.class", own) if own else None,
         source=replace(source, found=functools.partial(source.found, experiment=experiment)) if source else None,
         model=model,
         train=train,
@@ -71,6 +71,14 @@ def find_sinks(experiment: Experiment) -> SinkCode:
     )
 
 
+def functions_by_command(experiment: Experiment) -> list[str]:
+    """What the command line set of `FUNCTIONS`, for `load` in another process: `data.tokenizer="pkg.mod:fn"`."""
+    document, table = experiment.document, experiment.to_dict()
+    keys = [split_key(key) for key in FUNCTIONS]
+    by_command = [key for key in keys if document is not None and document.is_overridden(key)]
+    return [f"{dotted(key)}={inline(value)}" for key in by_command if (value := table.get(key[0], {}).get(key[1]))]
+
+
 def make_train_step(experiment: Experiment, mesh: AnyMesh, rules: ShardingRules | None = None) -> TrainProgram:
     """The experiment's training step on a mesh, attached or described.
 
@@ -92,10 +100,9 @@ def examine_experiment(experiment: Experiment, program: TrainProgram) -> Examine
     return examine(program, experiment.cluster, experiment.mesh, allow=experiment.lint.allow, written=written)
 
 
-def _object(experiment: Experiment, key: str, name: str, also: Sequence[str] = ()) -> UserCode:
-    """What a key names, of any kind; see `load_object`."""
-    found = load_object(name, experiment.search_paths, at=experiment.where(key), also=also)
-    return UserCode(found, name, key, experiment.places)
+def _code(experiment: Experiment, key: str, name: str) -> UserCode:
+    """What a key names, of any kind."""
+    return load_code(name, experiment.search_paths, key, experiment.places)
 
 
 def _function(experiment: Experiment, key: str, name: str) -> UserCode:

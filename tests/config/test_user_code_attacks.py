@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import marshal
 import os
+import py_compile
+import struct
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomlkit
 
 from meshkit.cli import main
 from meshkit.config import user_code
-from meshkit.config.user_code import load_object
+from meshkit.config.experiment import load
+from meshkit.config.user_code import load_function, load_object
 from meshkit.errors import ConfigError
+from meshkit.planning.resolved import find_tokenizer, functions_by_command
 from meshkit.search.workers import open_workers, request_of_file
+from meshkit.verbs.train.hooks import find_hooks
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "configs" / "experiments"
 EXPERIMENT = EXPERIMENTS / "llama_debug_cpu.toml"
 OWN = "from models.llama import Llama\nclass Mine(Llama):\n    pass\n"
 posix = pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+needs_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="gives files to another user")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +48,8 @@ def forget(monkeypatch):
 def files(folder, **texts):
     """Files by name, with `__` for `/`."""
     for name, text in texts.items():
-        path = folder.joinpath(*name.split("__")).with_suffix(".py")
+        parts = name.replace("____init__", "__INIT").split("__")
+        path = folder.joinpath(*parts[:-1], parts[-1].replace("INIT", "__init__")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder
@@ -169,6 +180,107 @@ def test_code_that_everybody_may_write_is_not_run(tmp_path, monkeypatch, what):
     assert not (tmp_path / "ran").exists()
 
 
+def spoiled(folder, **spoil):
+    """The package of above in a folder, with modes of paths in it."""
+    code = files(folder, **PACKAGE, oc_pkg____init__="", oc_pkg__sub____init__="")
+    for name, mode in spoil.items():
+        code.joinpath(*name.split("__")).with_suffix(".py" if mode < 0o700 else "").chmod(mode)
+    return code
+
+
+def refused(code, message, name="oc_pkg.net:late"):
+    """Names, and calls, what a folder holds; at the key, with the path and what to try."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_object(name, [code], at="e.toml:3: model.class")()
+    assert caught.value.at == "e.toml:3: model.class"
+    assert caught.value.hint
+
+
+@posix
+@pytest.mark.parametrize(
+    ("path", "mode"),
+    [("oc_pkg__part", 0o666), ("oc_pkg__sub__deep", 0o606), ("oc_pkg__sub", 0o777), ("oc_help", 0o666),
+     ("oc_more", 0o666), ("oc_late", 0o666)],
+)  # fmt: skip
+def test_what_the_users_code_imports_is_not_run_where_everybody_may_write_it(tmp_path, path, mode):
+    refused(spoiled(tmp_path / "code", **{path: mode}), rf"everybody may write .*{path.split('__')[-1]}.*{mode:04o}\)")
+
+
+@posix
+def test_a_helper_on_pythons_own_path_is_looked_at_too(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(spoiled(tmp_path / "code", oc_help=0o666))
+    with pytest.raises(ConfigError, match="'oc_help' is not loaded: everybody may write"):
+        load_object("oc_pkg.net:late")
+
+
+@needs_root
+@pytest.mark.parametrize("path", [".", "oc_pkg", "oc_pkg/__init__.py", "oc_pkg/part.py", "oc_help.py", "oc_late.py"])
+def test_code_of_another_user_is_not_run(tmp_path, monkeypatch, path):
+    code = spoiled(tmp_path / "code")
+    os.chown(code / path, 12345, -1)
+    refused(code, r"belongs to another user \(uid 12345\)")
+    monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(code))
+    if path != ".":  # the owner of a declared root is trusted, and nobody else
+        refused(code, r"belongs to another user \(uid 12345\)")
+
+
+@needs_root
+def test_the_owner_of_a_declared_root_is_trusted(tmp_path, monkeypatch):
+    code = spoiled(tmp_path / "open" / "code")
+    for path in (code, *code.rglob("*")):
+        os.chown(path, 12345, -1)
+    (tmp_path / "open").chmod(0o777)  # what is above a declared root is the site's business
+    monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(code))
+    assert load_object("oc_pkg.net:late", [code])() == (3, 1, 1, 2)
+
+
+@posix
+@pytest.mark.parametrize("what", ["link", "link to a link", "folder above"])
+def test_a_folder_on_the_way_to_a_module_is_not_one_that_everybody_may_write(tmp_path, what):
+    others = tmp_path / "open"
+    others.mkdir()
+    code = spoiled(others / "code" if what == "folder above" else tmp_path / "code")
+    if what != "folder above":
+        elsewhere = code / "oc_elsewhere.py" if what == "link to a link" else others / "oc_help.py"
+        (code / "oc_help.py").rename(elsewhere)
+        if what == "link to a link":
+            (others / "oc_help.py").symlink_to(elsewhere)
+        (code / "oc_help.py").symlink_to("../open/oc_help.py")
+    assert load_object("oc_pkg.net:late", [code])() == (3, 1, 1, 2)
+    for name in [name for name in sys.modules if name.startswith("oc_")]:
+        del sys.modules[name]
+    others.chmod(0o777)
+    refused(code, r"everybody may write .*/open \(mode 0777\)")
+
+
+@posix
+def test_byte_code_is_not_read(tmp_path):
+    """A `.pyc` with the source's time and size, in a folder that everybody may write."""
+    ran = tmp_path / "ran"
+    code = files(tmp_path / "code", oc_byte="value = 1\n", oc_clean="value = 2\n")
+    source = code / "oc_byte.py"
+    evil = compile(f"open({str(ran)!r}, 'w'); value = 3", str(source), "exec")
+    found = source.stat()
+    cached = Path(importlib.util.cache_from_source(str(source)))
+    cached.parent.mkdir()
+    head = importlib.util.MAGIC_NUMBER + struct.pack("<3I", 0, int(found.st_mtime), found.st_size)
+    cached.write_bytes(head + marshal.dumps(evil))
+    cached.parent.chmod(0o777)
+    assert load_object("oc_byte:value", [code]) == 1
+    assert load_object("oc_clean:value", [code]) == 2
+    assert not ran.exists()
+    assert [path.name for path in cached.parent.iterdir()] == [cached.name]
+
+
+@needs_root
+def test_a_module_of_byte_code_alone_is_looked_at_as_any_other(tmp_path):
+    code = files(tmp_path / "code", oc_only="value = 1\n")
+    py_compile.compile(str(code / "oc_only.py"), str(code / "oc_only.pyc"))
+    (code / "oc_only.py").unlink()
+    os.chown(code / "oc_only.pyc", 12345, -1)
+    refused(code, r"oc_only.pyc belongs to another user", "oc_only:value")
+
+
 @posix
 def test_code_that_a_group_may_write_is_warned_of_once(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(user_code, "is_private_group", lambda uid, gid: False)
@@ -229,3 +341,89 @@ def test_an_export_runs_no_code_that_a_run_folder_names(tmp_path, capfd):
     assert "both --experiment and --trust" in capfd.readouterr().err
     assert main([*words, "--experiment", str(EXPERIMENT)]) == 2  # this checkpoint is damaged
     assert not (tmp_path / "ran").exists()
+
+
+def naming(folder, key, name):
+    """An experiment's file that names code at a key."""
+    table, last = key.split(".")
+    document = tomlkit.parse(EXPERIMENT.read_text())
+    document.setdefault(table, tomlkit.table())[last] = name
+    folder.mkdir(exist_ok=True)
+    (folder / "own.toml").write_text(tomlkit.dumps(document))
+    return folder / "own.toml"
+
+
+def named(file, key, *overrides):
+    spec = load(file, overrides)
+    return load_function(
+        tomllib.loads(spec.to_toml())[key.split(".")[0]][key.split(".")[1]], [file.parent], key, spec.places
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "may"),
+    [
+        ("data.tokenizer", "yaml:unsafe_load", ""),  # which runs what a text tells it
+        ("data.tokenizer", "optax:sgd", ""),
+        ("data.tokenizer", "meshkit.cli:main", ""),
+        ("train.metrics", "pytest:main", ""),
+        ("train.loss", "pytest:main", "optax or meshkit.step.loss or "),
+        ("data.source", "numpy:load", "grain or "),
+        ("optimizer.class", "yaml:unsafe_load", "optax or "),
+        ("optimizer.class", "optaxes:sgd", None),
+    ],
+)
+def test_a_function_of_an_installed_package_is_not_merely_named(tmp_path, key, name, may):
+    file = naming(tmp_path, key, name)
+    with pytest.raises(ConfigError) as caught:
+        named(file, key)
+    if may is None:  # no package of a name that begins like a listed one
+        assert "no module 'optaxes'" in caught.value.message
+        return
+    package = name.partition(":")[0].partition(".")[0]
+    what = (
+        f"'{name}' is of the installed package '{package}', and a file may name {key} of {may}your own modules alone."
+    )
+    assert caught.value.message == what
+    assert (
+        f"own.toml:{next(n for n, line in enumerate(file.read_text().splitlines(), 1) if name in line)}"
+        in caught.value.at
+    )
+    assert f"--set {key}=" in caught.value.hint
+    assert "a function of your own" in caught.value.hint
+
+
+def test_a_hook_is_not_merely_named(tmp_path):
+    with pytest.raises(ConfigError, match="'pytest:main' is of the installed package 'pytest'"):
+        find_hooks(load(naming(tmp_path, "train.hooks", ["pytest:main"])))
+
+
+def test_a_corpus_is_no_code(tmp_path):
+    """A tokenizer that runs a text is refused before any text is read, at the door that every run passes."""
+    file = naming(tmp_path, "data.tokenizer", "yaml:unsafe_load")
+    with pytest.raises(ConfigError, match="yaml:unsafe_load' is of the installed package"):
+        find_tokenizer(load(file))
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("train.loss", "optax:l2_loss"), ("train.loss", "meshkit.step.loss:next_token"), ("optimizer.class", "optax:lion"),
+     ("data.source", "grain:MapDataset"), ("data.source", "models.mlp:random_examples"),
+     ("data.tokenizer", "oc_own:encode")],
+)  # fmt: skip
+def test_what_a_file_may_name(tmp_path, monkeypatch, key, name):
+    monkeypatch.setenv("MESHKIT_MODEL_ROOTS", str(tmp_path))  # neither is it widened by the site's roots
+    files(tmp_path, oc_own="import yaml\ndef encode(text):\n    return yaml.safe_load(text)\n")
+    assert named(naming(tmp_path, key, name), key).found.__name__ == name.split(":")[1]
+
+
+def test_the_command_line_names_any_function_and_another_process_gets_it(tmp_path):
+    key, name = "data.tokenizer", "yaml:unsafe_load"
+    file = naming(tmp_path, key, name)
+    found = load(file, [f"{key}={name}"])
+    assert find_tokenizer(found).name == name
+    assert functions_by_command(found) == [f'{key}="{name}"']
+    assert functions_by_command(load(file)) == []
+    resolved = tmp_path / "experiment.toml"
+    resolved.write_text(found.to_toml())
+    assert find_tokenizer(load(resolved, functions_by_command(found))).name == name

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from meshkit.config import user_code
+from meshkit.config import site
 from meshkit.config.experiment import load
-from meshkit.config.user_code import is_under, load_object, read_site
+from meshkit.config.site import is_under, read_site
+from meshkit.config.user_code import load_object
 from meshkit.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +19,7 @@ EXPERIMENT = ROOT / "configs" / "experiments" / "llama_debug_cpu.toml"
 @pytest.fixture(autouse=True)
 def own_site(tmp_path, monkeypatch):
     """No site file but the test's, no variables, and what is imported here is forgotten."""
-    monkeypatch.setattr(user_code, "SITE_FILE", tmp_path / "site.toml")
+    monkeypatch.setattr(site, "SITE_FILE", tmp_path / "site.toml")
     monkeypatch.delenv("MESHKIT_MODEL_ROOTS", raising=False)
     monkeypatch.delenv("MESHKIT_FILE_ROOTS", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -38,7 +39,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a site's file belongs
 
 
 def test_nothing_declared_allows_everything():
-    assert read_site() == user_code.Site(None, None)
+    assert read_site() == site.Site(None, None)
     assert load_object("meshkit.units:format_bytes")(0) == "0 B"
 
 
@@ -110,7 +111,7 @@ def test_the_variable_only_narrows_the_site(own_site, tmp_path, monkeypatch):
     for name in ("a/b", "c"):
         (tmp_path / name).mkdir(parents=True)
     declare(own_site, f'model_roots = ["{tmp_path}/a"]\nfile_roots = ["{tmp_path}/c"]\n')
-    assert read_site() == user_code.Site((tmp_path / "a",), (tmp_path / "c",))
+    assert read_site() == site.Site((tmp_path / "a",), (tmp_path / "c",))
     monkeypatch.setenv("MESHKIT_MODEL_ROOTS", f"{tmp_path}/a/b")
     assert read_site().model_roots == (tmp_path / "a" / "b",)
     for wider in (tmp_path / "c", tmp_path, tmp_path / "a" / ".." / "c"):
@@ -120,11 +121,23 @@ def test_the_variable_only_narrows_the_site(own_site, tmp_path, monkeypatch):
 
 
 @needs_root
+def test_the_site_lists_packages_whose_functions_may_be_named(own_site, tmp_path, monkeypatch):
+    installed = module(tmp_path / "site-packages", "site_text", "from yaml import unsafe_load\ndef own(): pass\n")
+    monkeypatch.syspath_prepend(installed)
+    with pytest.raises(ConfigError, match="'site_text:own' is of the installed package 'site_text'"):
+        load_object("site_text:own", key="data.tokenizer")
+    declare(own_site, 'functions = ["site_text"]\n')
+    assert load_object("site_text:own", key="data.tokenizer").__name__ == "own"
+    with pytest.raises(ConfigError, match="'site_text:unsafe_load' is of the installed package 'yaml'"):
+        load_object("site_text:unsafe_load", key="data.tokenizer")  # which the listed one merely imports
+
+
+@needs_root
 @pytest.mark.parametrize(
     ("text", "message"),
     [("model_roots = 3", "model_roots is not a list of folders"), ("model_root = []", "unknown key 'model_root'"),
      ('model_roots = ["models"]', "'models' is not an absolute path"), ("model_roots =", "cannot be read"),
-     ("model_roots = [1]", "is not a list of folders")],
+     ("model_roots = [1]", "is not a list of folders"), ("functions = 3", "functions is not a list of packages")],
 )  # fmt: skip
 def test_a_wrong_site_file_is_one_clear_error(own_site, text, message):
     declare(own_site, text)
@@ -148,7 +161,7 @@ def test_a_site_file_that_others_can_change_is_refused(own_site):
 def test_the_file_in_the_documentation_is_one(own_site):
     page = (ROOT / "docs" / "concepts" / "security.md").read_text(encoding="utf-8")
     declare(own_site, page.split("```toml\n")[1].split("```")[0])
-    assert read_site() == user_code.Site((Path("/opt/models"),), (Path("/data"), Path("/scratch")))
+    assert read_site() == site.Site((Path("/opt/models"),), (Path("/data"), Path("/scratch")), ("our_text",))
 
 
 def test_an_experiment_names_files_in_declared_roots_only(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ from rich.text import Text
 from meshkit.children import Child, ChildDied, ChildFailed
 from meshkit.compile.cache import cache_root
 from meshkit.compile.options import check_compiler, version_of
-from meshkit.config.user_code import listed, read_site
+from meshkit.config.site import listed, read_site
 from meshkit.discover.machine import discover
 from meshkit.discover.probe import Probe
 from meshkit.distributed.environment import MEMORY_FRACTIONS, read_gang

@@ -39,7 +39,7 @@ from meshkit.errors import ConfigError, MeshkitError, RunError, TraceError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Schedule
 from meshkit.planning.planner import absent_step
-from meshkit.planning.resolved import find_tokenizer, make_train_step
+from meshkit.planning.resolved import find_tokenizer, functions_by_command, make_train_step
 from meshkit.predict.assumptions import Assumptions, assumptions_for
 from meshkit.predict.memory import Reserved, reserved_memory
 from meshkit.predict.simulate import simulate, step_pricer
@@ -130,7 +130,7 @@ def run(experiment: Experiment, folder: Path, *, steps: int) -> None:
     beside = str(experiment.path.absolute()) if experiment.path else None
     request = {
         "experiment": str(folder / "experiment.toml"),
-        "overrides": as_overrides(experiment.xla),
+        "overrides": [*as_overrides(experiment.xla), *functions_by_command(experiment)],
         "beside": beside,
         "folder": str(folder),
         "steps": steps,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from meshkit.config.places import UserCode
-from meshkit.config.user_code import check_function, load_object
+from meshkit.config.user_code import check_function, load_code
 from meshkit.errors import ConfigError, a_type
 from meshkit.step.loss import RESERVED_METRICS
 
@@ -130,8 +130,8 @@ def find_hooks(experiment: Experiment) -> tuple[Hook, ...]:
     """
     found = []
     for name in experiment.train.hooks:
-        hook = load_object(name, experiment.search_paths, at=experiment.where(_KEY))
-        code = UserCode(hook, name, _KEY, experiment.places)
+        code = load_code(name, experiment.search_paths, _KEY, experiment.places)
+        hook = code.found
         if not isinstance(hook, Hook):
             hint = f"mk.Hook(fn, every=100) as the value of {name.partition(':')[2]}"
             raise code.error(f"{name} is {a_type(hook)}, not a Hook.", hint)

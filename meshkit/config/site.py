@@ -1,0 +1,140 @@
+"""What a site lets experiments name: folders of code and of files, and installed packages.
+
+    /etc/meshkit/site.toml, MESHKIT_MODEL_ROOTS, MESHKIT_FILE_ROOTS -> Site -> load_object, check_writers, load
+
+    model_roots = ["/opt/models", "/home/shared/experiments"]    # code that `pkg.mod:Name` may come from
+    file_roots  = ["/data"]                                      # files and folders that an experiment may name
+    functions   = ["our_text"]    # installed packages whose functions it may name as a loss, a tokenizer and the like
+
+Without the roots an experiment may name any file, and code where `find_folder` finds it. An experiment file has no key
+for it, so it cannot widen what is declared; the variables can only narrow what the site's file says. This protects
+whoever runs somebody else's experiment; it does not confine code once it runs, nor a user who writes their own.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshkit.config.files import PATH_KEYS
+from meshkit.config.toml import SpecError, did_you_mean, dotted
+from meshkit.errors import ConfigError
+
+SITE_FILE = Path("/etc/meshkit/site.toml")
+_VARIABLES = {"model_roots": "MESHKIT_MODEL_ROOTS", "file_roots": "MESHKIT_FILE_ROOTS"}
+_FUNCTIONS = "functions"
+_SITE_EXAMPLE = {**dict.fromkeys(_VARIABLES, '["/opt/models"]'), _FUNCTIONS: '["our_text"]'}
+
+
+@dataclass(frozen=True)
+class Site:
+    """The declared folders, resolved; None where nothing is declared and any will do.
+
+    Attributes:
+        model_roots: that models, losses, data, metrics and hook functions may come from.
+        file_roots: that files and folders named by an experiment may lie in.
+        functions: installed packages whose functions a file may name, beside those of `FUNCTIONS`.
+    """
+
+    model_roots: tuple[Path, ...] | None = None
+    file_roots: tuple[Path, ...] | None = None
+    functions: tuple[str, ...] = ()
+
+
+def read_site() -> Site:
+    """The site's file, narrowed by the variables.
+
+    Raises:
+        ConfigError: the file can be changed by others, or says something else; a root is not absolute, or a variable
+            names one that the file does not allow.
+    """
+    table = _read_file(SITE_FILE)
+    declared = {key: _roots(table[key], str(SITE_FILE)) for key in _VARIABLES if key in table}
+    found: dict[str, tuple[Path, ...] | None] = {}
+    for key, variable in _VARIABLES.items():
+        allowed = declared.get(key)
+        wanted = _roots(os.environ[variable].split(os.pathsep), variable) if os.environ.get(variable) else None
+        if wanted is not None and allowed is not None:
+            for root in wanted:
+                if not is_under(root, allowed):
+                    raise ConfigError(
+                        f"{variable} names {root}, which {SITE_FILE} does not allow.",
+                        at="environment",
+                        hint=f"a folder in {listed(allowed)}",
+                    )
+        found[key] = allowed if wanted is None else wanted
+    return Site(found["model_roots"], found["file_roots"], tuple(table.get(_FUNCTIONS, ())))
+
+
+def is_under(path: str | Path, roots: Sequence[Path]) -> bool:
+    """Whether a path, with `..` and links resolved, is one of the roots or lies in one."""
+    real = Path(os.path.realpath(path))
+    return any(real == root or root in real.parents for root in roots)
+
+
+def listed(roots: Sequence[Path]) -> str:
+    """The roots in words."""
+    return ", ".join(map(str, roots)) or "no folder at all"
+
+
+def check_files(table: Mapping[str, Any]) -> None:
+    """Stops where an experiment names a file outside of the declared folders; its paths are absolute by now.
+
+    Raises:
+        ConfigError: which key, and where it may lie.
+    """
+    roots = read_site().file_roots
+    if roots is None:
+        return
+    for key in PATH_KEYS:
+        value: Any = table
+        for name in key:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        # what is no path: the name of a cluster, a function, the standard library
+        if isinstance(value, str) and os.path.isabs(value) and not is_under(value, roots):
+            raise SpecError(
+                f"{dotted(key)} is outside of the folders that this site allows.",
+                key=key,
+                value=value,
+                hint=f"a path in {listed(roots)}",
+            )
+
+
+def _read_file(path: Path) -> dict[str, list[str]]:
+    """What the site's file declares; nothing without a file."""
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != 0 or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ConfigError(
+                    f"{path} could be changed by others than the administrator (uid {found.st_uid}, mode "
+                    f"{stat.S_IMODE(found.st_mode):04o}).",
+                    hint=f"chown root {path} && chmod 644 {path}",
+                )
+            table = tomllib.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:  # not TOML, not UTF-8
+        hint = f"{', '.join(_SITE_EXAMPLE)}, each a list of texts"
+        raise ConfigError(f"the site's file cannot be read: {error}.", at=str(path), hint=hint) from None
+    for key, value in table.items():
+        if key not in _SITE_EXAMPLE:
+            hint = did_you_mean(key, _SITE_EXAMPLE)
+            raise ConfigError(f"the site's file has an unknown key '{key}'.", at=str(path), hint=hint)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            what = "packages" if key == _FUNCTIONS else "folders"
+            raise ConfigError(f"{key} is not a list of {what}.", at=str(path), hint=f"{key} = {_SITE_EXAMPLE[key]}")
+    return table
+
+
+def _roots(texts: Sequence[str], at: str) -> tuple[Path, ...]:
+    """Absolute folders, with links resolved."""
+    for text in texts:
+        if not os.path.isabs(text):
+            raise ConfigError(f"'{text}' is not an absolute path.", at=at, hint="folders from / on")
+    return tuple(Path(os.path.realpath(text)) for text in texts)
