@@ -55,7 +55,7 @@ _IMPORTING = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 _OF_PYTHON = {*sys.stdlib_module_names, *sys.builtin_module_names, "__main__", "__mp_main__", "test"}
 _MOST_WRAPPERS = 100
 _MOST_LINKS = 40
-_warned: set[str] = set()
+_warned: set[Path] = set()
 
 
 def load_object(
@@ -293,9 +293,10 @@ def check_writers(module_name: str, file: str | Path, folder: Path, at: str | No
         if problem:
             raise ConfigError(f"module '{module_name}' is not loaded: {problem}.", at=at, hint=hint)
         shared = not passed and mode & stat.S_IWGRP and not is_private_group(found.st_uid, found.st_gid)
-        if shared and str(path) not in _warned:
-            _warned.add(str(path))
-            say(f"meshkit: a group may write {path}, from which the module '{module_name}' is loaded; chmod g-w {path}")
+        if shared and folder not in _warned:  # one line, however many files
+            _warned.add(folder)
+            what = f"a group may write {path}, on the way to the module '{module_name}'"
+            say(f"meshkit: {what}; chmod -R g-w {folder}")
 
 
 def _way(file: str | Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -385,10 +386,9 @@ class _Finder:
             return spec
         files = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())
         for file in files:
-            if not _in_packages(file):
-                check_writers(name, file, folder, self.named.get(folder))
-                if type(spec.loader) is SourceFileLoader:
-                    spec.loader = _Source(spec.loader.name, spec.loader.path)
+            check_writers(name, file, folder, self.named.get(folder))
+        if type(spec.loader) is SourceFileLoader:
+            spec.loader = _Source(spec.loader.name, spec.loader.path)
         return spec
 
 
