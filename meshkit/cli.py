@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, TextIO
 
 import typer
 
 from meshkit.console import output, say
 from meshkit.distributed.environment import leave_gang, say_lost_process
-from meshkit.errors import BUG, DONE, INTERRUPTED, USER_ERROR, MeshkitError
+from meshkit.errors import BUG, DONE, INTERRUPTED, RUN_FAILED, USER_ERROR, MeshkitError
 from meshkit.redaction import redact_streams
 from meshkit.verbs.bench.cli import bench
 from meshkit.verbs.checkpoint.cli import checkpoint_app
@@ -37,6 +40,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+# Of the machine, and not of what was asked for: a full disk, quota or table of open files, or a device that failed.
+_OUT_OF = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_FEW_ADDRESSES = 8 * 2**30  # bytes; a step on eight CPU devices takes 4 GB of them, one on GPUs more than their memory
 
 app.add_typer(launch_app, name="launch")
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -85,8 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # XLA's C++ side logs at INFO that it found no GPU; read when its library loads.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    if sys.stdout is None or sys.stderr is None:  # the next file that is opened would get what is printed
+        _tell(f"standard {'output' if sys.stdout is None else 'error'} is closed.\n  try /dev/null in its place")
+        return USER_ERROR
     redact_streams()
+    _warn_of_limits()
     code = _run(argv)
+    if _fails(sys.stdout) or _fails(sys.stderr):
+        code = code or RUN_FAILED
     if argv is None:
         leave_gang(code)
     return code
@@ -98,7 +111,7 @@ def _run(argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else DONE
     except MeshkitError as e:
-        say(f"meshkit: {e.render()}")
+        _tell(e.render())
         return e.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
@@ -106,10 +119,17 @@ def _run(argv: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except OSError as e:
-        if e.filename is None:
+        if e.filename is not None:
+            _tell(f"{e.filename} cannot be read or written: {e.strerror}.")
+            return USER_ERROR
+        if e.errno not in _OUT_OF:
             return _bug()
-        say(f"meshkit: {e.filename} cannot be read or written: {e.strerror}.")
-        return USER_ERROR
+        what = "standard output or a file cannot be written or read"
+        _tell(f"{what}: {e.strerror}.\n  try making room for it: `df` and `ulimit -a` show what there is")
+        return RUN_FAILED
+    except MemoryError:
+        _tell("this process gets no more memory.\n  try a higher limit (`ulimit -v`, the container's), or less input")
+        return RUN_FAILED
     except SystemExit as e:
         if isinstance(e.__context__, BrokenPipeError):  # the command-line library turned the closed pipe into an exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -117,13 +137,45 @@ def _run(argv: Sequence[str] | None) -> int:
         return e.code if isinstance(e.code, int) else 1
     except Exception as e:
         if hasattr(e, "show") and hasattr(e, "format_message"):  # a usage error of the command-line library
-            e.show()  # pyright: ignore[reportAttributeAccessIssue]
+            with suppress(OSError):
+                e.show()  # pyright: ignore[reportAttributeAccessIssue]
+            return USER_ERROR
+        if "surrogates not allowed" in str(e):  # of an encoder, whatever library it is of
+            _tell(f"the name of a file is not UTF-8 text, and what is written is: {e}.\n  try another name")
             return USER_ERROR
         return say_lost_process(e) or _bug()
 
 
+def _tell(text: str) -> None:
+    """Says an error where anybody may hear it; the exit code says the rest."""
+    with suppress(OSError):
+        say(f"meshkit: {text}")
+
+
+def _fails(stream: TextIO) -> bool:
+    """Whether a stream takes nothing more; what waits in it is dropped, or Python would exit with a code of its own."""
+    try:
+        stream.flush()
+    except OSError as e:
+        with suppress(OSError):  # a stream of somebody's own has no descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return not isinstance(e, BrokenPipeError)
+    return False
+
+
+def _warn_of_limits() -> None:
+    """XLA aborts where it gets no thread or memory, and no message of ours can follow."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < _FEW_ADDRESSES:
+        _tell(
+            f"ulimit -v allows {limit / 2**30:.1f} GiB of virtual memory, and XLA aborts where it needs more.\n"
+            "  try ulimit -v unlimited"
+        )
+
+
 def _bug() -> int:
-    say(f"{traceback.format_exc()}meshkit: this is a bug of ours; please report it with the lines above.")
+    with suppress(OSError):
+        say(f"{traceback.format_exc()}meshkit: this is a bug of ours; please report it with the lines above.")
     return BUG
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,34 @@ def test_a_closed_pipe_is_quiet():
     )
     assert done.stdout == "{\n"
     assert done.stderr == ""
+
+
+NO_SPACE = "standard output or a file cannot be written or read: No space left on device"
+ENVIRONMENTS = {
+    "closed output": ("schema report >&-", 2, "standard output is closed"),
+    "closed output, nothing said": ("schema report >&- 2>&-", 2, ""),
+    "closed error": ("explain mlp 2>&-", 2, "standard error is closed"),
+    "full output": ("schema report > /dev/full", 4, NO_SPACE),
+    "full output of a table": ("explain mlp > /dev/full", 4, NO_SPACE),
+    "full output of the help": ("--help > /dev/full", 4, NO_SPACE),
+    "full error": ("explain nowhere 2> /dev/full", 2, ""),
+    "full error of wrong usage": ("plan --nowhere 2> /dev/full", 2, ""),
+    "no bytes for a file": ("ulimit -f 0; new --out new.toml", 2, "new.toml cannot be written: File too large"),
+    "a name of other bytes": ("explain $'caf\\xe9.toml' --json", 2, "is not UTF-8 text, and reports hold it"),
+    "little virtual memory": ("ulimit -v 4000000; schema report > /dev/null", 0, "ulimit -v allows 3.8 GiB"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "code", "said"), ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_what_the_environment_lacks_is_a_sentence_and_no_bug(words, code, said, tmp_path):
+    before, _, words = words.rpartition("; ")
+    shutil.copy(ROOT / "configs/experiments/mlp.toml", os.fsencode(tmp_path) + b"/caf\xe9.toml")
+    command = f"{before or ':'}; {sys.executable} -P -m meshkit {words}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    found = done.stdout + done.stderr
+    assert (done.returncode, "Traceback" in found) == (code, False), found
+    assert said in found
 
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"

@@ -306,6 +306,11 @@ class TomlDocument:
             ConfigError: it cannot be read, or is not TOML.
         """
         display = os.fspath(path)
+        try:
+            display.encode()
+        except UnicodeEncodeError:
+            message = f"the name of the {what} is not UTF-8 text, and reports hold it."
+            raise ConfigError(message, at=display, hint="another name for the file or its folder") from None
         data = read_bounded(path, what, _LARGEST_DOCUMENT_BYTES, ConfigError)
         text = decode(data, what, display, ConfigError)
         return cls(Path(path).resolve(), display, text, _parse(text, display, what), root)
