@@ -159,7 +159,7 @@ def feedback_part(options: Mapping[str, Any] | None) -> FeedbackPart | None:
     profile = Path(str(named))
     try:
         before = read_report(profile if profile.is_dir() else profile.parent)
-    except TraceError:
+    except (TraceError, OSError, ValueError):  # no report there, or no path: a sidecar from elsewhere says it
         return FeedbackPart(profile=str(named))
     return FeedbackPart(
         profile=str(named),

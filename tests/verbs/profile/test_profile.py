@@ -231,7 +231,8 @@ def test_a_recompile_with_measured_costs_shows_what_it_was_before(run, report):
     assert found.before_exposed_s == report.step.exposed_s
     assert found.before_fingerprint == report.program.fingerprint
     assert feedback_part({"xla_gpu_autotune_level": 4}) is None
-    assert feedback_part({"xla_gpu_pgle_profile_file_or_directory_path": "/nowhere/x.pbtxt"}).before_time_s is None
+    for no_report in ("/nowhere/x.pbtxt", "/dev/zero", "a\0b/x.pbtxt", "a" * 5000, 3):
+        assert feedback_part({"xla_gpu_pgle_profile_file_or_directory_path": no_report}).before_time_s is None
 
 
 @pytest.mark.parametrize(
