@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from meshkit.linting.examine import lint_step as lint
     from meshkit.parallel.pipeline import pipeline
     from meshkit.planning.planner import plan
+    from meshkit.planning.resolved import make_train_step
     from meshkit.predict.network import collective_time_s
     from meshkit.report.compare import compare
     from meshkit.report.folder import read_report

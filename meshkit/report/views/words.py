@@ -18,6 +18,7 @@ from meshkit.report.schema import (
     GoodputPart,
     MeshAxisPart,
     Report,
+    Source,
     StepPart,
     StepSample,
 )
@@ -143,8 +144,8 @@ def share_text(value: float | None, total: float | None, *, unknown: str = "-") 
     return format_percent(value / total) if value is not None and total else unknown
 
 
-def names_of(sources: Sequence[str]) -> list[str]:
-    """What reports are called: `predicted`, `measured`; two of a kind are A and B."""
+def names_of(sources: Sequence[Source]) -> list[str]:
+    """Return what reports are called: `predicted`, `measured`; two of a kind are A and B."""
     words = [WORD[source] for source in sources]
     return [f"{w} {'AB'[i]}" if words.count(w) > 1 else w for i, w in enumerate(words)]
 

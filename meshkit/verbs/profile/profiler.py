@@ -327,8 +327,8 @@ def measure_traces(path: str | Path, job: TracedJob, *, program: str | None = No
     loose = open_loose(path, mesh=job.mesh, cluster=cluster, program=program)
     trace = read_trace(loose.files, loose.program, rows=group_rows(loose.program.distinct_collectives)[0])
     trace.facts.damaged.update(loose.damaged)
-    named = loose.module is not None
-    instructions = read_instructions(loose.module, also=trace.timeline.op_names) if named else {}
+    module = loose.module
+    instructions = {} if module is None else read_instructions(module, also=trace.timeline.op_names)
     report = summarize(
         trace.steps,
         source="profile",
@@ -340,7 +340,7 @@ def measure_traces(path: str | Path, job: TracedJob, *, program: str | None = No
     )
     quality = quality_part(trace)
     if loose.placement is None:
-        unknown = {} if named else {"mapped_share": None, "kernels_mapped_share": None}
+        unknown = {} if module else {"mapped_share": None, "kernels_mapped_share": None}
         quality = quality.model_copy(update={"axis_mapped_share": None, "axes_withheld": False} | unknown)
         known = all(row.collective for row in report.communication)
         warnings = [w for w in report.warnings if not (known and w.code == "unmapped_communication")]
