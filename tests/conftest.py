@@ -50,8 +50,10 @@ def programs_kept():
 
     meshkit's own cache compiles it for each of them, since lines of the test are in its keys.
     """
+    folder = os.path.join(os.environ["MESHKIT_CACHE"], "jax")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
     settings = {
-        "jax_compilation_cache_dir": os.path.join(os.environ["MESHKIT_CACHE"], "jax"),
+        "jax_compilation_cache_dir": folder,
         "jax_persistent_cache_min_compile_time_secs": 0.05,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }

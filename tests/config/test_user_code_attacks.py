@@ -262,7 +262,7 @@ def test_byte_code_is_not_read(tmp_path):
     evil = compile(f"open({str(ran)!r}, 'w'); value = 3", str(source), "exec")
     found = source.stat()
     cached = Path(importlib.util.cache_from_source(str(source)))
-    cached.parent.mkdir()
+    cached.parent.mkdir(parents=True)
     head = importlib.util.MAGIC_NUMBER + struct.pack("<3I", 0, int(found.st_mtime), found.st_size)
     cached.write_bytes(head + marshal.dumps(evil))
     cached.parent.chmod(0o777)

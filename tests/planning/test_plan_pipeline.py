@@ -10,7 +10,7 @@ from meshkit.report.views.words import pipeline_lines
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.slow]  # half a minute of compiling
 
-CONFIG = Path(__file__).parents[3] / "configs/experiments/llama_pipeline_cpu.toml"
+CONFIG = Path(__file__).parents[2] / "configs/experiments/llama_pipeline_cpu.toml"
 ON_H100S = ["cluster={name='dgx_h100',hosts=2}", "mesh.pipeline={infiniband=2}", "mesh.fsdp=4"]
 SCHEDULE = "pipeline={axis='pipeline',schedule='interleaved_1f1b',virtual_stages=2,microbatches=4}"
 TICKS = 2 * 4 + 2 - 1  # M v + S - 1

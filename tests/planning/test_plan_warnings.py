@@ -16,7 +16,7 @@ from meshkit.report.schema import MemoryPart, Report, StepPart, Warning_, Window
 from meshkit.report.views.words import step_text
 from meshkit.step.program import StepFacts
 
-TRACE = Path(__file__).parents[2] / "data" / "traces" / "a100x4_fsdp_gpu0.csv.gz"
+TRACE = Path(__file__).parents[1] / "data" / "traces" / "a100x4_fsdp_gpu0.csv.gz"
 EMPTY = Schedule("m", {"main": ()}, "main", "f")
 
 

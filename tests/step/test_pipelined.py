@@ -215,7 +215,13 @@ def test_a_plain_loss_function_gets_the_logits():
         ),
         (["train.loss=tests.step.staged_model:own_loss"], "takes whole logits", 'pipeline.head = "replicated"'),
         (
-            [*UNSIZED, "model.class=models.vit:ViT", "model.preset=", "model.layers=", "train.loss=models.vit:loss"],
+            [
+                *UNSIZED,
+                "model.class=models.vit:ViT",
+                "model.preset=",
+                "model.layers=",
+                "train.loss=models.vit:classification_loss",
+            ],
             "cannot be cut into stages",
             "mk.pipeline",
         ),

@@ -169,5 +169,5 @@ def test_arranged_layers_are_where_the_schedule_runs_them(chunks):
     stack = Stack.of(8, 2, chunks)
     order = np.arange(8).reshape(chunks, 2, -1).swapaxes(0, 1).reshape(-1)
     np.testing.assert_array_equal(stack.arrange(np.arange(8)), order)
-    tables = make_tables(CHUNKS[0] if chunks > 1 else "1f1b", 2, chunks, 2)
+    tables = make_tables("interleaved_1f1b" if chunks > 1 else "1f1b", 2, chunks, 2)
     assert tables.forward.chunk.max() == chunks - 1

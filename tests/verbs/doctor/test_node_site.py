@@ -2,13 +2,13 @@
 
 import pytest
 
-from meshkit.config import user_code
+from meshkit.config import site
 from meshkit.verbs.doctor.node import check_site
 
 
 @pytest.fixture(autouse=True)
 def own_site(tmp_path, monkeypatch):
-    monkeypatch.setattr(user_code, "SITE_FILE", tmp_path / "site.toml")
+    monkeypatch.setattr(site, "SITE_FILE", tmp_path / "site.toml")
     monkeypatch.setenv("MESHKIT_CACHE", str(tmp_path / "cache"))
     for name in ("MESHKIT_MODEL_ROOTS", "MESHKIT_FILE_ROOTS"):
         monkeypatch.delenv(name, raising=False)
