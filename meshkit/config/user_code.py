@@ -371,9 +371,10 @@ class _Finder:
         folder = self.served.get(name.partition(".")[0])
         if folder is None:
             folder = None if path is not None else self.served.get(_importer())
-            found = None if folder is None else _installed(name)
-            elsewhere = found is not None and found.loader is not None and not _is_of(found, folder)
-            if folder is None or elsewhere:
+            if folder is None:
+                return None
+            found = _installed(name)
+            if found is not None and found.loader is not None and not _is_of(found, folder):
                 return None
         spec = PathFinder.find_spec(name, [str(folder)] if path is None else path)
         if spec is None:
