@@ -1,4 +1,4 @@
-"""The end of the Experiment: the user's code that it names is looked up here, once, for all that is below.
+"""Look up the user's code that an Experiment names, once, for all that is below.
 
     Experiment -> resolve -> StepSpec -> build_train_step -> TrainProgram
 
@@ -72,7 +72,7 @@ def find_sinks(experiment: Experiment) -> SinkCode:
 
 
 def functions_by_command(experiment: Experiment) -> list[str]:
-    """What the command line set of `FUNCTIONS`, for `load` in another process: `data.tokenizer="pkg.mod:fn"`."""
+    """Return what the command line set of `FUNCTIONS`, for `load` in another process: `data.tokenizer="pkg.mod:fn"`."""
     document, table = experiment.document, experiment.to_dict()
     keys = [split_key(key) for key in FUNCTIONS]
     by_command = [key for key in keys if document is not None and document.is_overridden(key)]
@@ -101,10 +101,10 @@ def examine_experiment(experiment: Experiment, program: TrainProgram) -> Examine
 
 
 def _code(experiment: Experiment, key: str, name: str) -> UserCode:
-    """What a key names, of any kind."""
+    """Return the class or function that a key names."""
     return load_code(name, experiment.search_paths, key, experiment.places)
 
 
 def _function(experiment: Experiment, key: str, name: str) -> UserCode:
-    """The function that a key names."""
+    """Return the function that a key names."""
     return load_function(name, experiment.search_paths, key, experiment.places)

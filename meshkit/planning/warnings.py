@@ -1,4 +1,4 @@
-"""What a plan warns of: texts of what was assumed, what the compiler said, and what does not fit."""
+"""Write the warnings of a plan: texts of what was assumed, what the compiler said, and what does not fit."""
 
 from __future__ import annotations
 
