@@ -3,7 +3,7 @@
     Child(module).ask(request)  -- a line of JSON on stdin ->  serve(answer), in `python -P -m module PARENT`
                                <- a line of JSON on stdout --
 
-    <temporary folder>/meshkit-scratch-<random>    locked (flock) as long as a process that works in it lives
+    <temporary folder>/meshkit-scratch-<random>    marked as ours, locked (flock) as long as a process works in it
 
 What is too large for a line lies in the child's folder. XLA aborts its process on some programs, and a machine can run
 out of memory: then the child dies, its request is lost, and nothing else is.
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from meshkit.errors import MeshkitError
+from meshkit.private import MARK
 
 PREFIX = "meshkit-scratch-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -254,12 +255,12 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def sweep() -> None:
-    """Removes the scratch folders of this user that no living process holds."""
+    """Removes the scratch folders of this user that no living process holds; one without our mark is not ours."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # held, of another user, or gone by now
             lock = os.open(path, _FOLDER)
             try:
-                if os.fstat(lock).st_uid == os.geteuid():
+                if os.fstat(lock).st_uid == os.geteuid() and (path / MARK).is_file():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(path, ignore_errors=True)
             finally:
@@ -267,24 +268,19 @@ def sweep() -> None:
 
 
 def _make() -> _Scratch:
-    """A locked folder; again where another process swept it before it was locked."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        try:
-            lock = os.open(folder, _FOLDER)
-        except FileNotFoundError:  # swept by another process before it was locked
-            continue
-        with suppress(OSError):  # a file system without locks, where nothing is swept either
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), folder.stat()):
-                with _changing:
-                    if not _ends.is_set():
-                        _made[folder] = _Scratch(folder, lock)
-                        return _made[folder]
-                shutil.rmtree(folder, ignore_errors=True)
-                raise ProcessLookupError("this process is ending")
-        os.close(lock)
+    """Make a folder, lock it, then mark it: what has the mark and is not locked is left over."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    lock = os.open(folder, _FOLDER)
+    with suppress(OSError):  # a file system without locks, where nothing is swept either
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    (folder / MARK).touch(mode=0o600)
+    with _changing:
+        if not _ends.is_set():
+            _made[folder] = _Scratch(folder, lock)
+            return _made[folder]
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+    raise ProcessLookupError("this process is ending")
 
 
 def _remove(scratch: _Scratch) -> None:

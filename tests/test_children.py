@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.children import PREFIX, Child, ChildDied, ChildFailed, ready, scratch_folder, sweep
+from meshkit.private import MARK
 
 ROOT = Path(__file__).parents[1]
 # A process that writes into its temporary folder as fast as it can, as a compiler does that dumps.
@@ -144,18 +145,23 @@ def test_a_folder_that_is_in_use_and_those_of_others_stay(place):
     for name in ("meshkit-other", f"{PREFIX}file"):
         (place / "tmp" / name).touch()
     (place / "tmp" / f"{PREFIX}link").symlink_to(place)
-    (place / "tmp" / f"{PREFIX}old").mkdir()
+    for name in ("old", "mine"):
+        (place / "tmp" / f"{PREFIX}{name}").mkdir()
+        (place / "tmp" / f"{PREFIX}{name}" / "notes").write_text("x")
+    (place / "tmp" / f"{PREFIX}old" / MARK).touch()
     with scratch_folder() as one, scratch_folder() as another:
         subprocess.run([sys.executable, "-c", "from meshkit.children import sweep; sweep()"], check=True)
         assert one.is_dir()
         assert another.is_dir()
-    assert left(place) == sorted(["meshkit-other", f"{PREFIX}file", f"{PREFIX}link"])
+    assert left(place) == sorted(["meshkit-other", f"{PREFIX}file", f"{PREFIX}link", f"{PREFIX}mine"])
+    assert (place / "tmp" / f"{PREFIX}mine" / "notes").read_text() == "x"  # of that name, and not made by us
     assert (place / "says").is_dir()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder to another user takes root")
 def test_what_another_user_left_stays(place):
     (place / "tmp" / f"{PREFIX}theirs").mkdir()
+    (place / "tmp" / f"{PREFIX}theirs" / MARK).touch()
     os.chown(place / "tmp" / f"{PREFIX}theirs", 12345, -1)
     sweep()
     assert left(place) == [f"{PREFIX}theirs"]
