@@ -14,6 +14,7 @@ below `jvp(...)`, what the backward pass made below `transpose(jvp(...))`.
 
 from __future__ import annotations
 
+import base64
 import re
 import time
 from collections.abc import Iterator
@@ -142,6 +143,10 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
     devices[:] = sorted(topology.devices, key=lambda d: d.id)
     types = tuple(jax.sharding.AxisType[name] for name in request["axis_types"])
     mesh = jax.sharding.Mesh(devices[order], request["axis_names"], axis_types=types)
+    from meshkit.compile.partitioned import restored
+
+    partitioned = {key: base64.b64decode(said) for key, said in request["partitioned"].items()}
+    answering = restored(partitioned, mesh)
     exported = export.deserialize(bytearray(program))
     # On the abstract mesh: devices that are not there have no memories, so on theirs a memory kind would be dropped.
     shardings = [_sharding(mesh.abstract_mesh, described) for described in request["arguments"]]
@@ -163,6 +168,7 @@ def compile_program(request: dict[str, Any], program: bytes, module_path: Path) 
             raise
         kernels.unlink(missing_ok=True)  # of a form that this XLA does not take
         compiled, left_out = compile_lowered(lowered, options, request["users_options"])
+    del answering
     done = time.perf_counter()
     executable: Any = compiled.runtime_executable()
     module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()

@@ -17,9 +17,9 @@ import functools
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -27,9 +27,11 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
 from jax import export
+from jax.extend.core import Primitive
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from meshkit.compile.partitioned import lowered_for
 from meshkit.config.cluster import Cluster, Gpu
 from meshkit.errors import ConfigError, ProgramError
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
@@ -52,6 +54,7 @@ _ALLOWED_CALLS = (
     "__cudnn$fmhaSoftmaxBackwardF8",
     "__cudnn$blockScaledDot",
     "__gpu$xla.gpu.triton",
+    "CustomSPMDPartitioning",
     "mosaic_gpu_v2",
     "ragged_all_to_all",
     "Sharding",
@@ -77,6 +80,7 @@ class Exported:
     arguments: list[dict[str, Any] | None]
     flops: float | None = None  # over all GPUs, as traced; None where they cannot be counted, see `traced_flops`
     dead_updates: tuple[str, ...] = ()  # see `dead_updates`
+    partitioned: Mapping[str, bytes] = field(default_factory=dict)  # see `partitioned.lowered_for`
 
 
 def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: DescribedMesh, cluster: Cluster) -> Exported:
@@ -103,7 +107,7 @@ def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: Describ
             filled[i] = value
         return tuple(jax.tree.leaves(jitted(*jax.tree.unflatten(tree, filled))))
 
-    with lowering_for(cluster), _clear_errors(mesh):
+    with lowering_for(cluster), lowered_for(mesh) as partitioned, _clear_errors(mesh):
         traced = jitted.trace(*args)
         infos = jax.tree.leaves(traced.args_info)
         of_arrays = [infos[i] for i in places] if len(infos) == len(leaves) else infos  # static arguments have no info
@@ -115,7 +119,7 @@ def export_for_cuda(step: Callable[..., Any], args: Sequence[Any], mesh: Describ
             exported = _export(exported_step, arrays)
     arguments = [_describe_sharding(a.sharding) for a in arrays]
     flops, dead = traced_flops(traced.jaxpr), dead_updates(traced.jaxpr)
-    return Exported(bytes(exported.serialize()), donated, arguments, flops, dead)
+    return Exported(bytes(exported.serialize()), donated, arguments, flops, dead, partitioned)
 
 
 def _export(step: Callable[..., Any], arrays: Sequence[jax.ShapeDtypeStruct]) -> export.Exported:
@@ -160,9 +164,9 @@ def _clear_errors(mesh: DescribedMesh) -> Iterator[None]:
         if not any(mark in str(e) for mark in _NEEDS_GPU):
             raise
         raise ProgramError(
-            "the program calls back into Python (jax.debug.print, io_callback, pure_callback; custom_partitioning, as "
-            "in jax.nn.scaled_dot_general), which cannot be compiled for GPUs that are not there.",
-            hint="the step without its callbacks; in fp8 with one scale a tensor, where it is in MXFP8 or NVFP4",
+            "the program calls back into Python (jax.debug.print, io_callback, pure_callback), and no callback can be "
+            "compiled for absent GPUs.",
+            hint="the step without its callbacks",
         ) from e
 
 
@@ -175,21 +179,18 @@ def _describe_sharding(sharding: Any) -> dict[str, Any] | None:
 
 @contextmanager
 def lowering_for(cluster: Cluster) -> Iterator[None]:
-    """Lets jax trace and lower cuDNN attention and Pallas kernels for the cluster's GPU, which is not here.
+    """Lets jax trace and lower cuDNN attention, scaled matmuls and Pallas kernels for the cluster's absent GPU.
 
     jax asks the attached GPU and library a few questions while it traces; the cluster's description answers them.
-    Inside a fully manual shard_map attention lowers to a plain custom call, so it does not need devices either.
     """
     from jax._src import dispatch
     from jax._src.cudnn import fused_attention_stablehlo as attention
+    from jax._src.cudnn import scaled_matmul_stablehlo as scaled
 
     answers = [*_attention_answers(cluster, attention), *_pallas_answers(cluster)]
     saved = [(module, name, getattr(module, name)) for module, name, _ in answers if hasattr(module, name)]
-    primitives = {
-        p for n, p in vars(attention).items() if n.startswith("_dot_product_attention") and hasattr(p, "bind")
-    }
     needing = dispatch.prim_requires_devices_during_lowering
-    removed = {p for p in primitives if p in needing}
+    removed = {p for module in (attention, scaled) for p in vars(module).values() if isinstance(p, Primitive)} & needing
     for module, name, answer in answers:
         if hasattr(module, name):
             setattr(module, name, answer)

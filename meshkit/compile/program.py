@@ -8,6 +8,7 @@ kept, so that the same program for the same GPUs with the same options and versi
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import os
@@ -37,6 +38,7 @@ from meshkit.compile.options import (
     planners_options,
     version_of,
 )
+from meshkit.compile.partitioned import refusal_of
 from meshkit.config.cluster import Cluster
 from meshkit.config.files import integer
 from meshkit.config.mesh import Placement
@@ -160,6 +162,7 @@ def compile_absent(
         "device_order": [d.id for d in mesh.devices.flat],
         "donated": exported.donated,
         "arguments": exported.arguments,
+        "partitioned": {key: base64.b64encode(said).decode() for key, said in exported.partitioned.items()},
         "enable_x64": bool(jax.config.jax_enable_x64),
         "planners_options": planners_options(),
         "users_options": sorted(choices.options),
@@ -286,6 +289,9 @@ def _compile(
         except ChildDied as e:
             raise _Died(f"XLA's compiler died ({e.how}): {last_words(e.log)}", hint=_hint(e.log, e.how)) from None
         except ChildFailed as e:
+            if refused := refusal_of(str(e)):
+                hint = "shardings of its arguments that it can have, or the operation inside a jax.shard_map"
+                raise ProgramError(f"{refused}.", hint=hint) from None
             raise ProgramError(f"XLA refused the program: {str(e).splitlines()[0][:500]}", hint=_hint(str(e))) from None
         if "option" in result:
             value = request["compiler_options"][result["option"]]

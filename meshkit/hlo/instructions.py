@@ -58,7 +58,15 @@ _DIGITS = re.compile(r"\d+")  # what tells names of one kind apart
 _OURS = re.compile(  # `lint`, `training` and `xla` are in programs that earlier versions captured
     r"(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|lint|linting|parallel|sharding|step|trace|training|verbs|weights|xla)/)"
 )
-_NOT_USERS = re.compile(rf"^<|(?:^|/)bin/[^/]*$|/site-packages/|/dist-packages/|/lib/python\d|{_OURS.pattern}")
+_PLANNING = re.compile(
+    r"(?:^|/)meshkit/(?:compile|planning|search|verbs)/"
+)  # call the program: no line beyond is of it
+# Packages that a model is written with: a line of theirs says less than the one that calls it.
+_TOOLS = "jax|jaxlib|flax|optax|chex|equinox|haiku|keras|einops|jaxtyping|beartype"
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/")
+_NOT_USERS = re.compile(
+    rf"^<|(?:^|/)bin/[^/]*$|/lib/python[\d.]+/(?!(?:site|dist)-packages/)|{_INSTALLED.pattern}(?:{_TOOLS})/|{_OURS.pattern}"
+)
 _CELL = re.compile(r"(?:^|/)ipykernel_\d+/\d+\.py$")  # of a kernel that runs a notebook, one file a cell
 _SHIPPED = "/meshkit/_shipped/models/"  # what a wheel brings along is a model's code all the same
 
@@ -236,17 +244,23 @@ class SourceLines:
         return self._known[frame]
 
     def _user_line(self, frame: int) -> str | None:
-        """The innermost line in user code, and the line of the next file that led there; else a library's innermost."""
-        innermost, own = None, []
+        """The innermost line of a model's code, and the line of another file that led there, the user's own first.
+
+        Where there is none, the innermost line of what the model is written with.
+        """
+        innermost, found = None, list[tuple[str, int]]()
         for name, line in self._from_inside(frame):
-            users = _SHIPPED in name or not _NOT_USERS.search(name)
+            if _PLANNING.search(name):
+                break
             if innermost is None:
                 innermost = "" if _OURS.search(name) else f"{_short(name)}:{line}"
-            if users and all(name != other for other, _ in own):
-                own.append((name, line))
-            if len(own) == 2:
-                break
-        return " from ".join(f"{_short(name)}:{line}" for name, line in own) or innermost or None
+            if _SHIPPED in name or not _NOT_USERS.search(name):
+                found.append((name, line))
+        if not found:
+            return innermost or None
+        own = [f for f in found if _SHIPPED in f[0] or not _INSTALLED.search(f[0])]
+        others = [f for f in own or found if f[0] != found[0][0]]
+        return " from ".join(f"{_short(name)}:{line}" for name, line in [found[0], *others[:1]])
 
     def _from_inside(self, frame: int) -> Iterator[tuple[str, int]]:
         """(file, line) of a frame and of those that called it."""

@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.mesh import abstract_mesh_context_manager
 from jax.sharding import AbstractMesh, AxisType
 
 from meshkit.config.cluster import Cluster
@@ -76,6 +78,8 @@ class DescribedMesh(AbstractMesh):
 
     An `AbstractMesh` (so `NamedSharding` and `with_sharding_constraint` take it) that also keeps the described devices
     in `devices`, an object array of the mesh's shape. Two of them are equal only if they are the same object.
+
+    `jax.set_mesh(mesh)`, as a call or a context, `jax.sharding.use_abstract_mesh` and `with mesh:` take it.
     """
 
     _devices: np.ndarray
@@ -94,6 +98,7 @@ class DescribedMesh(AbstractMesh):
         }
         for name, value in values.items():
             object.__setattr__(mesh, name, value)
+        _let_jax_set_it()
         return mesh
 
     @property
@@ -106,12 +111,44 @@ class DescribedMesh(AbstractMesh):
         gpus = np.array([d.id for d in self._devices.flat])
         return Placement.of_gpus(self.axis_names, self._devices.shape, gpus, cluster)
 
+    def __enter__(self) -> DescribedMesh:
+        _entered.stack.append(jax.set_mesh(self))  # pyright: ignore[reportArgumentType]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _entered.stack.pop().__exit__(*error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DescribedMesh, (self._devices, self.axis_names, self.axis_types)
+
     def __repr__(self) -> str:
         shape = ", ".join(f"'{n}': {s}" for n, s in zip(self.axis_names, self.axis_sizes))
         return f"DescribedMesh({shape}; {self.size} x {self._devices.flat[0].device_kind}, absent)"
 
 
 AnyMesh = jax.sharding.Mesh | DescribedMesh
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+
+
+_entered = _Entered()
+
+
+@functools.cache
+def _let_jax_set_it() -> None:
+    """Let `jax.set_mesh` take described meshes, also where it was imported before: jax refuses all but a `Mesh`."""
+    of_jax = jax.set_mesh.__init__
+
+    def set_mesh(self: Any, mesh: Any) -> None:
+        absent = isinstance(mesh, DescribedMesh)
+        of_jax(self, None if absent else mesh)
+        if absent:
+            abstract_mesh_context_manager.swap_local(mesh)
+
+    jax.set_mesh.__init__ = set_mesh
 
 
 def build_mesh(

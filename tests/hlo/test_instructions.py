@@ -60,6 +60,25 @@ def test_the_models_of_a_wheel_are_no_library():
     assert lines(files=installed).of({15: [6]}) == lines().of({15: [6]})
 
 
+TRAINER = (
+    "/home/me/my_steps.py",
+    "/venv/lib/python3.12/site-packages/meshkit/planning/planner.py",
+    "/venv/lib/python3.12/site-packages/maxtext/models/llama2.py",
+    "/venv/lib/python3.12/site-packages/flax/nnx/module.py",
+    "/venv/lib/python3.12/site-packages/maxtext/layers/linears.py",
+    "/venv/lib/python3.12/site-packages/jax/_src/lax/lax.py",
+)
+
+
+def test_an_installed_trainer_is_a_model_and_who_plans_it_is_not():
+    assert lines(range(7), range(1, 8), TRAINER).of({15: [7]}) == "layers/linears.py:60 from models/llama2.py:30"
+
+
+def test_the_users_own_file_led_to_an_installed_layer():
+    files = ("/usr/lib/python3.12/runpy.py", TRAINER[0], *TRAINER[2:])
+    assert lines(range(7), range(1, 8), files).of({15: [6]}) == "layers/linears.py:60 from me/my_steps.py:20"
+
+
 def test_frames_that_call_each_other_end():
     assert lines(parents=(0, 4, 2, 2, 3, 5), locations=(1, 1, 3, 4, 5, 6)).of({15: [2]}) is not None
 

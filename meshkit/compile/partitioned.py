@@ -1,0 +1,147 @@
+"""Operations that partition themselves (`jax.custom_partitioning`), for GPUs that are not there.
+
+    parent: lowered as jax does with devices attached, each call under a key -> callbacks(): what the child must know
+    child:  restored(...): the same calls, answered on the child's compile-only devices
+
+XLA asks such an operation how it is cut while it partitions the program, which is in the child. jax's cuDNN attention
+and scaled matmuls are such operations, and so is what a user decorates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from jax._src import custom_partitioning, dispatch
+from jax._src.interpreters import mlir
+from jax._src.sharding_impls import ShardingContext, SPMDAxisContext, parse_flatten_op_sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshkit.errors import ProgramError
+from meshkit.sharding.mesh import DescribedMesh
+
+_PRIMITIVE = custom_partitioning.custom_partitioning_p
+
+
+@contextmanager
+def lowered_for(mesh: DescribedMesh) -> Iterator[dict[str, bytes]]:
+    """Lets jax lower such operations without devices.
+
+    Yields:
+        Key of each call in the program -> its callback, static arguments and trees, pickled.
+
+    Raises:
+        ProgramError: a callback that cannot be sent to the process that compiles.
+    """
+    calls: dict[str, bytes] = {}
+    entry = mlir._lowerings[_PRIMITIVE]
+    original: Any = entry.rule
+
+    def rule(ctx: Any, *values: Any, **params: Any) -> Any:
+        inside = ctx.module_context.axis_context
+        if isinstance(inside, SPMDAxisContext) and set(inside.manual_axes) == set(inside.mesh.axis_names):
+            return original(ctx, *values, **params)
+        attached = ShardingContext(mesh.size, tuple(mesh.devices.flat), mesh)
+        # jax.export refuses what is kept alive for callbacks; these are called in the child.
+        outer = ctx.module_context.replace(axis_context=attached, keepalives=[])
+        results = original(ctx.replace(module_context=outer), *values, **params)
+        if mesh.size > 1:
+            key = _record(calls, params, params["call"].jaxpr.debug_info.func_src_info)
+            results[0].owner.attributes["backend_config"] = mlir.ir.StringAttr.get(key)
+        return results
+
+    needing = _PRIMITIVE in dispatch.prim_requires_devices_during_lowering
+    dispatch.prim_requires_devices_during_lowering.discard(_PRIMITIVE)
+    mlir._lowerings[_PRIMITIVE] = dataclasses.replace(entry, rule=rule)
+    try:
+        yield calls
+    finally:
+        mlir._lowerings[_PRIMITIVE] = entry
+        if needing:
+            dispatch.prim_requires_devices_during_lowering.add(_PRIMITIVE)
+
+
+def _record(calls: dict[str, bytes], params: Mapping[str, Any], name: str) -> str:
+    """Return the key of a call: a digest of its contents, so that equal programs are equal in every byte."""
+    import cloudpickle
+
+    kept = {key: params[key] for key in ("partition", "static_args", "in_tree", "out_tree", "decode_shardings")}
+    try:
+        said = cloudpickle.dumps({**kept, "name": name})
+    except Exception as e:
+        raise ProgramError(
+            f"the partition callback of {name} cannot be sent to the process that compiles: {type(e).__name__}: "
+            f"{str(e)[:200]}.",
+            hint="a callback that is a function of a module and closes over no arrays or devices",
+        ) from e
+    key = f"meshkit:{hashlib.sha256(said).hexdigest()[:32]}"
+    calls[key] = said
+    return key
+
+
+class Refused(Exception):
+    """An operation's callback raised: its name, its line and what was raised."""
+
+
+def refusal_of(said: str) -> str | None:
+    """Return the sentence about an operation whose callback raised, from what XLA says; None of other failures."""
+    found = re.search(rf"^{Refused.__name__}: (.*)$", said, re.MULTILINE)
+    line = re.search(r"Suspected Python Code Location:\s+(\S+?:\d+)", said)
+    return found and found[1].rstrip(".") + (f" (at {line[1]})" if line else "")
+
+
+def _partition(name: str, partition: Callable[..., Any], *args: Any) -> Any:
+    """Return what a callback says; its error names the operation."""
+    try:
+        return partition(*args)
+    except Exception as e:
+        raise Refused(f"{name} cannot be partitioned so: {e}") from None
+
+
+def restored(calls: Mapping[str, bytes], mesh: Mesh) -> list[Any]:
+    """Make this process answer XLA's questions about the calls of a program.
+
+    Args:
+        calls: from `lowered_for`, of this user's own process.
+        mesh: of compile-only devices.
+
+    Returns:
+        What must be kept until the program is compiled.
+    """
+    import pickle
+
+    devices = tuple(mesh.devices.flat)
+
+    def sharding_of(described: Any, ndim: int, *, decode: bool) -> Any:
+        if described is None:
+            return None
+        if not decode:
+            from jax._src.sharding_impls import GSPMDSharding
+
+            return GSPMDSharding(devices, described)
+        spec = parse_flatten_op_sharding(described, mesh)[0]
+        return NamedSharding(mesh, PartitionSpec(*spec, *(None,) * (ndim - len(spec))))
+
+    context = types.SimpleNamespace(platforms=("cuda",), backend=None)
+    kept = []
+    for key, said in calls.items():
+        call = pickle.loads(said)
+        decode, name, partition = (call.pop(part) for part in ("decode_shardings", "name", "partition"))
+        info = custom_partitioning._ShardingCallbackInfo(
+            propagate_user_sharding=None,
+            to_mesh_pspec_sharding=lambda described, ndim, decode=decode: sharding_of(described, ndim, decode=decode),
+            infer_sharding_from_operands=None,
+            module_context=context,
+            mesh=mesh,
+            partition=functools.partial(_partition, name, partition),
+            **call,
+        )
+        custom_partitioning._sharding_callbacks[key.encode()] = info
+        kept.append(info)
+    return kept

@@ -1,0 +1,140 @@
+"""Operations that partition themselves, for GPUs that are not there: attention, scaled matmuls, and a user's own."""
+
+import functools
+import threading
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+import meshkit as mk
+from meshkit.errors import ProgramError
+from meshkit.planning.planner import make_plan
+
+pytestmark = pytest.mark.deviceless
+MESH = {"data": {"infiniband": 2}, "fsdp": 4, "tensor": 2}
+CUT = PartitionSpec(("data", "fsdp"), None, "tensor", None)
+SHAPE = (16, 512, 8, 64)
+
+
+@functools.cache
+def cluster(name="dgx_h100"):
+    return mk.Cluster.load(name, hosts=2)
+
+
+@functools.cache
+def mesh(name="dgx_h100"):
+    return mk.build_mesh(mk.MeshSpec.parse(MESH), cluster(name), devices=mk.describe_devices(cluster(name)))
+
+
+def array(shape, spec, dtype=jnp.bfloat16, name="dgx_h100"):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(name), spec))
+
+
+def planned(step, *args, name="dgx_h100"):
+    return make_plan(step, args, mesh=mesh(name), cluster=cluster(name))
+
+
+def operations(plan):
+    """Count what a GPU runs: each custom call by its target and shapes, each collective by axes, type and payload."""
+    calls = Counter(
+        (i.target, str(i.shape))
+        for computation in plan.compiled.hlo.computations.values()
+        for i in computation.order
+        if i.opcode == "custom-call" and "fmha" in i.target
+    )
+    rows = {(r.axes, r.collective, r.dtype, r.count, r.payload_bytes) for r in plan.report.communication}
+    return calls, rows
+
+
+def attention(**options):
+    return lambda *args, **more: jax.nn.dot_product_attention(*args, implementation="cudnn", **options, **more)
+
+
+def gradients(fn, arguments=3):
+    return jax.grad(lambda *args: fn(*args).astype(jnp.float32).sum(), tuple(range(arguments)))
+
+
+def of_lengths(fn):
+    return lambda q, k, v, lengths: fn(q, k, v, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+
+
+LENGTHS = (array((16,), PartitionSpec(("data", "fsdp")), jnp.int32),)
+BIAS = (array((16, 8, 512, 512), PartitionSpec(("data", "fsdp"), "tensor")),)
+
+
+@pytest.mark.parametrize(
+    ("fn", "more"),
+    [
+        (attention(is_causal=True), ()),
+        (lambda q, k, v, bias: attention()(q, k, v, bias), BIAS),
+        (of_lengths(attention()), LENGTHS),
+        (attention(is_causal=True, local_window_size=(128, 0)), ()),
+    ],
+    ids=["causal", "bias", "lengths", "window"],
+)
+def test_attention_is_that_of_a_shard_map_with_the_same_specs(fn, more):
+    args = (*(array(SHAPE, CUT) for _ in range(3)), *more)
+    specs = tuple(a.sharding.spec for a in args)
+    inside = jax.shard_map(fn, mesh=mesh(), in_specs=specs, out_specs=CUT, check_vma=False)
+    assert operations(planned(gradients(fn), *args)) == operations(planned(gradients(inside), *args))
+
+
+def test_a_cut_that_attention_cannot_have_is_refused_with_its_line():
+    cut = PartitionSpec(("data", "fsdp"), "tensor", None, None)
+    with pytest.raises(ProgramError, match=r"attention_fwd.*Sharding on sequence dim .*at .*test_partitioned\.py:\d+"):
+        planned(attention(is_causal=True), *(array(SHAPE, cut) for _ in range(3)))
+
+
+def test_scaled_matmuls_are_partitioned():
+    name = "dgx_b200"
+    config = jax.nn.get_scaled_dot_general_config("mxfp8")
+    x, w = (
+        array((64, 64, 256), PartitionSpec(("data", "fsdp")), name=name),
+        array((256, 512), PartitionSpec(None, "tensor"), name=name),
+    )
+
+    def step(x, w):
+        product = jax.nn.scaled_dot_general(
+            x, w, (((2,), (0,)), ((), ())), configs=[config] * 3, implementation="cudnn"
+        )
+        return product.astype(jnp.float32).sum()
+
+    plan = planned(jax.grad(step, (0, 1)), x, w, name=name)
+    calls = [i for c in plan.compiled.hlo.computations.values() for i in c.order if i.opcode == "custom-call"]
+    assert any("blockScaledDot" in i.target for i in calls)
+
+
+def own(scale, kept=None):
+    """Return an operation that a user cuts himself: rows stay where they are, columns are whole."""
+
+    @custom_partitioning
+    def softmax(x):
+        return jax.nn.softmax(x * scale, axis=-1)
+
+    def partition(mesh, arg_shapes, result_shape):
+        assert kept is None
+        spec = PartitionSpec(arg_shapes[0].sharding.spec[0], None)
+        cut = NamedSharding(mesh, spec)
+        return mesh, lambda x: jax.nn.softmax(x * scale, axis=-1), cut, (cut,)
+
+    softmax.def_partition(partition, sharding_rule="i j -> i j", need_replication_factors=("j",))
+    return lambda x: softmax(x)
+
+
+def test_a_users_own_operation_is_cut_as_its_callback_says():
+    rows = array((64, 1024), PartitionSpec("fsdp", None), jnp.float32)
+    columns = array((64, 1024), PartitionSpec("fsdp", "tensor"), jnp.float32)
+    assert not planned(own(2.0), rows).report.communication
+    (row,) = planned(own(2.0), columns).report.communication
+    assert (row.axes, row.collective, row.payload_bytes) == (("tensor",), "all-gather", 16 * 1024 * 4)
+    assert "test_partitioned.py" in (row.ops[0].line or "")
+
+
+def test_a_callback_that_cannot_be_sent_is_named():
+    lock = threading.Lock()
+    with pytest.raises(ProgramError, match=r"callback of softmax at .*test_partitioned\.py:\d+ cannot be sent"):
+        planned(own(2.0, lock), array((64, 1024), PartitionSpec("fsdp"), jnp.float32))
