@@ -15,6 +15,7 @@ _PUBLIC = {
     "Hook": "meshkit.verbs.train.hooks",
     "MeshSpec": "meshkit.config.mesh",
     "MeshkitError": "meshkit.errors",
+    "Program": "meshkit.step.given",
     "ProgramError": "meshkit.errors",
     "Report": "meshkit.report.schema",
     "ShardingRules": "meshkit.config.rules",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from meshkit.sharding.constrain import constrain, shard_over, sharding_scope
     from meshkit.sharding.mesh import build_mesh, describe_devices, prepare_platform
     from meshkit.sharding.resolve import abstract, shard_model, shardings
+    from meshkit.step.given import Program
     from meshkit.step.train_step import sharded_step
     from meshkit.timeline import overlap
     from meshkit.verbs.explain.explainer import explain_step as explain
@@ -84,6 +86,7 @@ __all__ = [
     "Hook",
     "MeshSpec",
     "MeshkitError",
+    "Program",
     "ProgramError",
     "Report",
     "ShardingRules",

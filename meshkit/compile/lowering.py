@@ -12,26 +12,23 @@ What a step changes in nnx modules is what it is for, and no value that it retur
 
 from __future__ import annotations
 
-import collections
 import functools
-import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
 from jax import export
 from jax.extend.core import Primitive
-from jax.interpreters import partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshkit.compile.partitioned import lowered_for
+from meshkit.compile.traced import TracedFlops, dead_updates, traced_flops
 from meshkit.config.cluster import Cluster, Gpu
 from meshkit.errors import ConfigError, ProgramError
 from meshkit.sharding.mesh import AnyMesh, DescribedMesh
@@ -67,8 +64,6 @@ _NEEDS_GPU = ("require devices", "different from the lowering platform")
 _OTHER_MESH = re.compile(
     r"does not match the device assignment size: (\d+)|Mesh for all inputs should be equal|should match the aval mesh"
 )
-# Primitives of cuDNN attention begin so.
-_ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 
 
 @dataclass(frozen=True)
@@ -78,8 +73,8 @@ class Exported:
     program: bytes
     donated: list[int]
     arguments: list[dict[str, Any] | None]
-    flops: float | None = None  # over all GPUs, as traced; None where they cannot be counted, see `traced_flops`
-    dead_updates: tuple[str, ...] = ()  # see `dead_updates`
+    flops: TracedFlops | None = None  # None where they cannot be counted
+    dead_updates: tuple[str, ...] = ()  # see `traced.dead_updates`
     partitioned: Mapping[str, bytes] = field(default_factory=dict)  # see `partitioned.lowered_for`
 
 
@@ -322,123 +317,16 @@ def topology_name(cluster: Cluster) -> str:
     return f"{cluster.num_nvlink_domains}x{hosts}x{used // hosts}"
 
 
-def traced_flops(jaxpr: Any) -> float | None:
-    """FLOP of a (closed) jaxpr over all GPUs; None where it holds a loop or kernel whose work cannot be counted.
+class Traceable(NamedTuple):
+    """A step over arrays, and its arguments as abstract ones whose NamedShardings are on a described mesh."""
 
-    Matmuls, convolutions and fused attention, loops as often as they run, what is recomputed as often as it is, and
-    nothing whose result nobody uses. A compiled program that executes more repeats work on several GPUs, one that
-    executes less was not read right.
-    """
-    try:
-        used, _ = partial_eval.dce_jaxpr(plain := getattr(jaxpr, "jaxpr", jaxpr), [True] * len(plain.outvars))
-        return _count(used)
-    except _Uncountable:
-        return None
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    given: list[Any]  # what each array of the arguments was made from, in their order
 
 
-def dead_updates(jaxpr: Any) -> tuple[str, ...]:
-    """Types (`f32[64,256]`) of matrices that enter a step and that it makes anew for nobody; none where it returns one.
-
-    Such a step computes gradients or new parameters and drops them, so that its compiled program does neither.
-    """
-    plain = getattr(jaxpr, "jaxpr", jaxpr)
-    entering = {v.aval.str_short(short_dtypes=True) for v in plain.invars if _is_matrix(v.aval)}
-    if any(v.aval.str_short(short_dtypes=True) in entering for v in plain.outvars):
-        return ()
-    used, _ = partial_eval.dce_jaxpr(plain, [True] * len(plain.outvars))
-    made, kept = collections.Counter(_made(plain)), collections.Counter(_made(used))
-    dropped = sorted(name for name in entering if made[name] > kept[name])
-    return tuple([name for name in dropped if not kept[name]] or dropped)  # what is kept too may be the batch's
-
-
-def _is_matrix(aval: Any) -> bool:
-    return len(getattr(aval, "shape", ())) > 1 and jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _made(jaxpr: Any) -> Iterator[str]:
-    """Type of every matrix that an equation of a jaxpr, or of one inside it, makes."""
-    for equation in jaxpr.eqns:
-        yield from (v.aval.str_short(short_dtypes=True) for v in equation.outvars if _is_matrix(v.aval))
-        for inner in _jaxprs(equation.params):
-            yield from _made(inner)
-
-
-class _Uncountable(Exception):
-    """A loop of unknown length around matmuls, or a kernel of the user's own."""
-
-
-def _count(jaxpr: Any, manual: frozenset[str] = frozenset()) -> float:
-    """FLOP of a jaxpr; `manual` are the mesh axes of the shard_maps around, counted already."""
-    return sum(_of_equation(equation, manual) for equation in jaxpr.eqns)
-
-
-def _of_equation(equation: Any, manual: frozenset[str]) -> float:
-    """FLOP of one equation of a jaxpr, those of its inner jaxprs included; `_Uncountable` where it does not say."""
-    name, params = equation.primitive.name, equation.params
-    if name == "dot_general":
-        return _of_dot(equation)
-    if name == "ragged_dot_general" or name == "ragged_dot":
-        left, right = (v.aval.shape for v in equation.invars[:2])
-        return 2.0 * math.prod(left) * right[-1]
-    if name == "conv_general_dilated":
-        return _of_convolution(equation)
-    if name.startswith(_ATTENTION):
-        return _of_attention(equation)
-    if name == "pallas_call" or name.startswith("mosaic_gpu"):
-        raise _Uncountable
-    times = params.get("length", 1) if name == "scan" else 1
-    if name == "shard_map":
-        named = params.get("newly_manual_axes") or params.get("manual_axes")  # in jax 0.12; before
-        axes = frozenset(named or params["mesh"].axis_names)
-        times, manual = math.prod(params["mesh"].shape[axis] for axis in axes - manual), manual | axes
-    inner = [_count(j, manual) for j in _jaxprs(params)]
-    if name == "while" and any(inner):
-        raise _Uncountable
-    if name == "cond":
-        return max(inner, default=0.0)
-    return times * (max(inner, default=0.0) if name.startswith("custom_") else sum(inner))
-
-
-def _jaxprs(params: Any) -> list[Any]:
-    """Jaxprs among the parameters of an equation, in tuples too."""
-    values = [inner for v in params.values() for inner in (v if isinstance(v, tuple | list) else (v,))]
-    jaxprs = [getattr(v, "jaxpr", v) for v in values]
-    return [j for j in jaxprs if hasattr(j, "eqns")]
-
-
-def _of_dot(equation: Any) -> float:
-    (contracted, _), (batched, _) = equation.params["dimension_numbers"]
-    left, right = (v.aval.shape for v in equation.invars[:2])
-    shared = math.prod(left[d] for d in (*contracted, *batched))
-    parts = 4.0 if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating) else 1.0
-    return 2.0 * parts * math.prod(left) * math.prod(right) / max(1, shared)
-
-
-def _of_convolution(equation: Any) -> float:
-    kernel, numbers = equation.invars[1].aval.shape, equation.params["dimension_numbers"]
-    features = kernel[numbers.rhs_spec[0]]
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / max(1, features)
-
-
-def _of_attention(equation: Any) -> float:
-    """FLOP of fused attention, as `hlo.costs` counts a cuDNN call.
-
-    Two matmuls forward, five backward, half of them under a causal mask.
-    """
-    query, key = (v.aval.shape for v in equation.invars[:2])
-    names = equation.params.get("layout", 0)
-    batch, length, heads, head_dim = query if names == 0 else (query[0], query[2], query[1], query[3])
-    keys = key[1] if names == 0 else key[2]
-    mask = str(equation.params.get("mask_type", "")).upper()
-    share = 0.5 if "CAUSAL" in mask else 1.0
-    backward = 2.5 if "bwd" in equation.primitive.name else 1.0
-    return 4.0 * batch * heads * length * keys * head_dim * share * backward
-
-
-def traceable(
-    step: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, absent: DescribedMesh
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step over arrays, and its arguments as abstract ones whose NamedShardings are on the described mesh.
+def traceable(step: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, absent: DescribedMesh) -> Traceable:
+    """Return what can be traced for a described mesh.
 
     On `mesh` itself where that has explicit axes: types name the very mesh.
 
@@ -465,7 +353,7 @@ def traceable(
             sharding = NamedSharding(target, given.spec, memory_kind=given.memory_kind)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return step, jax.tree.map(one, args)
+    return Traceable(step, jax.tree.map(one, args), list(filter(_is_array, jax.tree.leaves(args))))
 
 
 def over_arrays(step: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

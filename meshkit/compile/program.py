@@ -39,6 +39,7 @@ from meshkit.compile.options import (
     version_of,
 )
 from meshkit.compile.partitioned import refusal_of
+from meshkit.compile.traced import TracedFlops
 from meshkit.config.cluster import Cluster
 from meshkit.config.files import integer
 from meshkit.config.mesh import Placement
@@ -88,12 +89,12 @@ class CompiledProgram:
     cached: bool = False  # whether it was compiled before and kept
     live: Mapping[str, int] | None = None
     """Bytes of GPU memory at the peak by what made them, see `live.live_bytes`; None where XLA did not say."""
-    traced_flops: float | None = None
-    """FLOP of the program before it was compiled, over all GPUs; None where they cannot be counted."""
+    traced_flops: TracedFlops | None = None
+    """FLOP of the program before it was compiled; None where they cannot be counted."""
     symmetric_bytes: int = 0
     """Of the temporaries, those in collective memory, which the client takes outside of its pool."""
     dead_updates: tuple[str, ...] = ()
-    """Types of parameters whose new values the step drops, see `lowering.dead_updates`."""
+    """Types of parameters whose new values the step drops, see `traced.dead_updates`."""
 
     @functools.cached_property
     def hlo(self) -> Module:

@@ -55,7 +55,7 @@ _LITERALS = (4, 5, 6, 7)  # s32s, s64s, u32s, u64s of xla.LiteralProto
 
 
 @dataclass(frozen=True)
-class Program:
+class ReadProgram:
     """A compiled module, read once: its schedule, and what each of its instructions communicates."""
 
     schedule: Schedule | None
@@ -66,7 +66,7 @@ class Program:
     """Collective's name -> partition ids [groups, members], or [pairs, 2] of a permute."""
 
 
-def read_program(module: Module, placement: Placement) -> Program:
+def read_program(module: Module, placement: Placement) -> ReadProgram:
     """What a trace of a compiled program, of any backend, is read with.
 
     Args:
@@ -81,11 +81,11 @@ def read_program(module: Module, placement: Placement) -> Program:
         schedule = reader.schedule()
     except MeshkitError:
         schedule = None  # the collectives can still be read
-    return Program(schedule, *reader.communication())
+    return ReadProgram(schedule, *reader.communication())
 
 
 def read_collectives(module: Module, placement: Placement) -> dict[str, Collective]:
-    """Every collective of a module; see `Program`.
+    """Every collective of a module; see `ReadProgram`.
 
     Args:
         module, placement: as of `read_program`.
@@ -141,7 +141,7 @@ class _Reader:
 
     @refusing_malformed("the communication of the program")
     def communication(self) -> tuple[dict[str, Collective], dict[str, np.ndarray]]:
-        """The collectives and the participants of a `Program`."""
+        """The collectives and the participants of a `ReadProgram`."""
         outer: dict[str, Collective] = {}
         inside: dict[str, Collective] = {}
         participants: dict[str, np.ndarray] = {}

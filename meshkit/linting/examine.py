@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 from rich.console import Console
@@ -41,13 +39,11 @@ from meshkit.sharding.resolve import (
     STATES,
     Placed,
     array_of,
-    is_named,
-    is_statistic,
-    path_name,
     placements,
     placements_by_state,
 )
 from meshkit.sharding.strategy import BYTES_OF, SCALAR_BYTES, Axes, Payload, StageRuns, Strategy, make_weights
+from meshkit.step.given import group_arguments, held_bytes
 from meshkit.step.program import TrainProgram, local_bytes
 from meshkit.units import format_bytes
 
@@ -414,8 +410,8 @@ def examine_step(
         ConfigError: arguments that are no tuple, a mesh of another size than the cluster, or rules that do not fit.
     """
     absent = described(mesh, cluster)
-    pure, arrays = traceable(step, args, mesh, absent)
-    found = _arguments(args)
+    pure, arrays, _ = traceable(step, args, mesh, absent)
+    found = group_arguments(args)
     # traced anew: what jax remembers of a step, from a plan of it say, has asked for nothing
     anew = set_xla_metadata(meshkit_trace=uuid.uuid4().hex)
     activations = _activations(pure, arrays, nullcontext() if cluster.is_cpu else lowering_for(cluster), anew)
@@ -430,76 +426,19 @@ def examine_step(
         spec=MeshSpec(tuple(axes)),
         others=others,
         deferred=frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit),
-        state_bytes=sum(map(_local_bytes, found.of_state)),
+        state_bytes=sum(map(held_bytes, found.of_state)),
         pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * PLAIN.memory_fraction),
         of_file=False,
     )
     widest = max((jnp.dtype(a.dtype).itemsize for a in (*subject.parameters, *activations)), default=4)
-    strategy = _strategy(subject, placed, tokens=found.tokens, accumulate=accumulate, compute_bytes=widest)
+    strategy = _strategy(subject, placed, tokens=found.most_tokens, accumulate=accumulate, compute_bytes=widest)
     return Examined(
         subject,
         strategy,
         more=_placed_otherwise(found.parameters, placed["parameters"], absent),
-        parameters_bytes=sum(map(_local_bytes, found.parameters.values())),
-        optimizer_bytes=sum(map(_local_bytes, found.optimizer.values())),
+        parameters_bytes=sum(map(held_bytes, found.parameters.values())),
+        optimizer_bytes=sum(map(held_bytes, found.optimizer.values())),
     )
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    """The arrays of a step's arguments by what they are for, each group by path."""
-
-    parameters: dict[str, Any]
-    others: dict[str, Any]  # that come with parameters: batch statistics and the like
-    optimizer: dict[str, Any]
-    tokens: int  # of the batch, at most: elements of its largest array, the last dim of floats left out
-
-    @property
-    def of_state(self) -> Iterator[Any]:
-        """All arrays but the batch."""
-        return chain(self.parameters.values(), self.others.values(), self.optimizer.values())
-
-
-def _arguments(args: Sequence[Any]) -> _Arguments:
-    """Parameters are the `nnx.Param`s of modules and what lies under `params`, or the first argument's floats."""
-
-    def is_module(leaf: Any) -> bool:
-        return nnx.graphlib.is_graph_node(leaf) and not isinstance(leaf, nnx.Variable)
-
-    groups: dict[str, dict[str, Any]] = {"parameters": {}, "others": {}, "optimizer": {}}
-    plain: list[list[tuple[str, Any]]] = []
-    for arg in args:
-        tree = jax.tree.map(lambda leaf: nnx.state(leaf) if is_module(leaf) else leaf, arg, is_leaf=is_module)
-        rest = []
-        for key_path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]:
-            path = path_name(key_path)
-            if is_statistic(key_path, leaf):
-                groups["optimizer"][path] = leaf
-            elif isinstance(leaf, nnx.Variable):
-                groups["parameters" if isinstance(leaf, nnx.Param) else "others"][path] = leaf
-            elif "params" in path.split("/"):
-                groups["parameters"][path] = leaf
-            elif hasattr(array_of(leaf), "shape"):
-                rest.append((path, leaf))
-        plain.append(rest)
-    if not groups["parameters"] and plain:
-        floats = {p: leaf for p, leaf in plain[0] if jnp.issubdtype(array_of(leaf).dtype, jnp.inexact)}
-        groups["parameters"], plain[0] = floats, [(p, leaf) for p, leaf in plain[0] if p not in floats]
-    sizes = [1]
-    for arrays in plain:
-        for _, leaf in arrays:
-            array = array_of(leaf)
-            is_float = jnp.issubdtype(array.dtype, jnp.inexact)
-            sizes.append(math.prod(array.shape[: -1 if is_float else None]))
-    return _Arguments(**groups, tokens=max(sizes))
-
-
-def _local_bytes(leaf: Any) -> int:
-    """Bytes of an array on one GPU; of one without a sharding all of them."""
-    array = array_of(leaf)
-    if isinstance(getattr(array, "sharding", None), NamedSharding):
-        return local_bytes(array)
-    return math.prod(array.shape) * array.dtype.itemsize if hasattr(array, "shape") else 0
 
 
 def _placed_otherwise(parameters: Mapping[str, Any], placed: Sequence[Placed], mesh: AnyMesh) -> tuple[Finding, ...]:

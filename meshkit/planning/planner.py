@@ -35,6 +35,8 @@ from meshkit.report.causes import Planned, judged_plan
 from meshkit.report.schema import CompilePart, MemoryPart, OptionPart, ProgramPart, Report
 from meshkit.report.summarize import Machines, summarize_simulation
 from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, described, use_no_accelerator
+from meshkit.sharding.resolve import array_of
+from meshkit.step.given import Groups, Program, group_arguments
 from meshkit.step.program import NO_FACTS, StepFacts, TrainProgram
 from meshkit.timeline import Timeline
 
@@ -53,8 +55,8 @@ class Plan:
 
 
 def plan(
-    step: Callable[..., Any],
-    args: Sequence[Any],
+    step: Callable[..., Any] | Program,
+    args: Sequence[Any] = (),
     *,
     mesh: DescribedMesh | jax.sharding.Mesh,
     cluster: Cluster,
@@ -68,15 +70,14 @@ def plan(
     Needs no GPU, and works in a process that has already used jax.
 
     Args:
-        step: under `jax.jit` or `nnx.jit`, or plain. What one that is not under `jax.jit` changes in its modules is an
-            output, as what it returns is.
+        step: under `jax.jit` or `nnx.jit`, or plain; or an `mk.Program`, which brings its arguments. What one that is
+            not under `jax.jit` changes in its modules is an output, as what it returns is.
         args: abstract or concrete arguments, nnx modules and optimizers among them. NamedShardings on a mesh with these
             axis names are kept; of an array without one XLA chooses the layout, as it does under `jit`.
         mesh: from `build_mesh(spec, cluster, devices=describe_devices(cluster))`; of a mesh of attached devices only
             the shape counts.
         cluster: the GPUs and links.
-        model_flops: FLOP of the model per call over all GPUs, for MFU.
-        tokens: tokens per call over all GPUs.
+        model_flops, tokens: as `mk.Program` has them.
         options: XLA compiler options beyond meshkit's own.
         memory_fraction: share of the GPU's memory that the client may take.
 
@@ -84,13 +85,45 @@ def plan(
         ConfigError: a cluster without GPUs, a mesh of another size, or no compiler installed.
         ProgramError: XLA refuses the program.
     """
-    facts = StepFacts(model_flops=model_flops, tokens=tokens)
+    program = step if isinstance(step, Program) else Program(step, args, tokens=tokens, model_flops=model_flops)
     choices = CompileChoices(options=options or {}, memory_fraction=memory_fraction)
     show, start = notebook_line(), time.perf_counter()
     show(f"compiling for cluster '{cluster.name}'")
-    report = make_plan(step, args, mesh=mesh, cluster=cluster, facts=facts, choices=choices).report
+    report = plan_program(program, mesh=mesh, cluster=cluster, choices=choices).report
     show(f"planned in {time.perf_counter() - start:.0f} s")
     return report
+
+
+def plan_program(
+    program: Program,
+    *,
+    mesh: DescribedMesh | jax.sharding.Mesh,
+    cluster: Cluster,
+    choices: CompileChoices = PLAIN,
+    examined: Examined | None = None,
+    training_steps: int | None = None,
+) -> Plan:
+    """Return the plan of a step that somebody gives; see `plan` and `make_plan`.
+
+    What its arguments are for, its tokens and its model FLOP are found where the program does not say them.
+
+    Args:
+        program, mesh, cluster, choices, examined: as those take them.
+        training_steps: of the whole training, for its time and cost.
+    """
+    groups = group_arguments(program.args, program.names)
+    given = {"tokens": program.tokens, "model_flops": program.model_flops, "training_steps": training_steps}
+    facts = groups.facts().model_copy(update={key: value for key, value in given.items() if value is not None})
+    return make_plan(
+        program.step,
+        program.args,
+        mesh=mesh,
+        cluster=cluster,
+        facts=facts,
+        choices=choices,
+        examined=examined,
+        groups=groups,
+    )
 
 
 def plan_experiment(experiment: Experiment) -> Plan:
@@ -144,6 +177,7 @@ def make_plan(
     facts: StepFacts = NO_FACTS,
     choices: CompileChoices = PLAIN,
     examined: Examined | None = None,
+    groups: Groups | None = None,
 ) -> Plan:
     """Compiles, simulates and summarizes; see `plan`. What was examined is held against the compiled step.
 
@@ -152,6 +186,7 @@ def make_plan(
         facts: of one step; what they leave out (FLOP, tokens, bytes of the state) the report does, too.
         choices: of the compiler; its `memory_fraction` is that of the report's pool.
         examined: the step as the lint saw it before the compiler; without it findings are of the compiled one alone.
+        groups: what its arguments are for, of a step whose facts are read from what was traced and compiled.
 
     Raises:
         ConfigError: a cluster of CPUs, a mesh of another size than the cluster, or no compiler installed.
@@ -160,9 +195,11 @@ def make_plan(
     check_has_gpus(cluster)
     use_no_accelerator()
     absent = described(mesh, cluster)
-    step, args = traceable(step, args, mesh, absent)
+    step, args, given = traceable(step, args, mesh, absent)
     compiled = compile_absent(step, args, mesh=absent, cluster=cluster, choices=choices)
     module, schedule = compiled.hlo, compiled.schedule
+    if groups is not None:
+        facts = _completed(facts, groups, given, compiled)
     simulation = simulate(schedule, cluster, assumptions=assumptions_for(compiled.options))
     memory = memory_part(compiled, module, schedule, cluster, memory_fraction=choices.memory_fraction, facts=facts)
     lint = examined.lint_compiled(compiled) if examined else None
@@ -185,6 +222,26 @@ def make_plan(
     planned = Planned(simulation, schedule, instructions, cluster, facts.steps_per_call)
     report = judged_plan(report.model_copy(update=parts), planned)
     return Plan(report, simulation.timeline, compiled, schedule, facts, examined, lint)
+
+
+def _completed(facts: StepFacts, groups: Groups, given: Sequence[Any], compiled: CompiledProgram) -> StepFacts:
+    """Return the facts with what the traced and the compiled step say: model FLOP, and bytes of the arguments.
+
+    The compiled step knows where XLA put an argument that had no sharding of its own.
+    """
+    known: dict[str, Any] = {}
+    if facts.model_flops is not None:
+        known["flops_source"] = "given"
+    elif (flops := compiled.traced_flops) is not None and flops.model > 0:
+        known = {"model_flops": flops.model, "model_flops_causal": flops.model_causal, "flops_source": "traced"}
+    entry = compiled.hlo.entry.order
+    held = {i.parameter_number: i.shape for i in entry if i.opcode == "parameter" and not i.shape.on_host}
+    for group in ("parameters", "optimizer"):
+        wanted = {id(array_of(leaf)) for leaf in getattr(groups, group).values()}
+        places = [number for number, leaf in enumerate(given) if id(leaf) in wanted]
+        if wanted and len(places) == len(wanted):
+            known[f"{group}_bytes"] = sum(held[number].bytes for number in places if number in held)
+    return facts.model_copy(update=known)
 
 
 def _program_part(compiled: CompiledProgram, schedule: Schedule) -> ProgramPart:

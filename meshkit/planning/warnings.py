@@ -103,7 +103,7 @@ def _flop_warning(
     start, end = simulation.timeline.steps[0].window
     note = coverage.flop_note(
         schedule,
-        compiled.traced_flops,
+        compiled.traced_flops and compiled.traced_flops.executed,
         cluster.num_gpus,
         step_s=end - start,
         peak_flops=max(cluster.gpu.peak_flops.values()),

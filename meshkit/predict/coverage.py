@@ -72,7 +72,7 @@ def flop_note(
 
     Args:
         schedule: of the compiled program.
-        traced: over all GPUs, of `xla.traced.traced_flops`; None where unknown.
+        traced: over all GPUs, as `compile.traced` counts what is executed; None where unknown.
         num_gpus: that share the work.
         step_s: of the whole program.
         peak_flops: the highest of a GPU, FLOP/s.

@@ -20,7 +20,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.files import gunzip, inside, open_regular, read_regular
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import MeshkitError, TraceError
-from meshkit.hlo.module import CONTROL, Module, Program, read_program
+from meshkit.hlo.module import CONTROL, Module, ReadProgram, read_program
 from meshkit.hlo.schedule import Schedule
 from meshkit.step.program import NO_FACTS, StepFacts
 from meshkit.trace.graphs import graph_nodes
@@ -404,7 +404,7 @@ def _read_module(folder: Path, record: CaptureRecord) -> Module:
     return module
 
 
-def traced_program(module: Module, read: Program, device_ids: Sequence[int]) -> TracedProgram:
+def traced_program(module: Module, read: ReadProgram, device_ids: Sequence[int]) -> TracedProgram:
     """What the program says of the operations that its traces hold; its partitions run on `device_ids` in order.
 
     Args:

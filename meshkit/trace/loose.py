@@ -19,7 +19,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.files import gunzip, read_regular
 from meshkit.config.mesh import MeshSpec, Placement
 from meshkit.errors import ConfigError, MeshkitError, ProgramError, TraceError
-from meshkit.hlo.module import COLLECTIVES, Module, Program, read_program
+from meshkit.hlo.module import COLLECTIVES, Module, ReadProgram, read_program
 from meshkit.hlo.proto import ints, message, messages, read_fields, text
 from meshkit.hlo.schedule import Collective, read_groups
 from meshkit.trace.captured import LARGEST_PROGRAM_BYTES, TRACE_FOLDER, traced_program
@@ -43,7 +43,7 @@ class Loose:
     hosts: Mapping[int, str]  # process -> its host, by the name of its file
     program: TracedProgram
     module: Module | None  # the compiled program; None where nobody has left it
-    read: Program | None  # the same, read
+    read: ReadProgram | None  # the same, read
     placement: Placement | None  # on the mesh; None where no mesh is known
     cluster: Cluster | None
     versions: Mapping[str, str]  # of jax and jaxlib, as the trace has them
@@ -313,7 +313,7 @@ def _fills(mesh: MeshSpec, cluster: Cluster) -> bool:
     return int(np.prod([axis.number("nvlink") for axis in mesh.axes])) == cluster.gpus_used_per_domain
 
 
-def _as_known(read: Program, *, axes: bool, links: bool) -> Program:
+def _as_known(read: ReadProgram, *, axes: bool, links: bool) -> ReadProgram:
     """A program whose collectives say nothing of axes or links that nobody has declared; without axes their groups."""
 
     def known(c: Collective) -> Collective:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from meshkit.compile.traced import TracedFlops
 from meshkit.config import catalog
 from meshkit.config.cluster import Cluster
 from meshkit.hlo.module import Schedule
@@ -29,7 +30,8 @@ def warned(*, compute=(), step_s=1.0, cluster="dgx_h100", precision=None, traced
         noted_s=noted_s or {},
         host_bytes=0,
     )
-    compiled = SimpleNamespace(log=(), traced_flops=traced, dead_updates=(), symmetric_bytes=0)
+    flops = traced and TracedFlops(traced, traced, traced)
+    compiled = SimpleNamespace(log=(), traced_flops=flops, dead_updates=(), symmetric_bytes=0)
     found = plan_warnings(
         compiled,  # pyright: ignore[reportArgumentType]
         EMPTY,

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from meshkit.compile.lowering import traced_flops
+from meshkit.compile.traced import traced_flops
 from meshkit.config.experiment import load
 from meshkit.planning.resolved import make_train_step
 from meshkit.sharding import build_mesh
@@ -23,7 +23,7 @@ def flops(*sets):
     experiment = load(CONFIG, [*SETS, *sets])
     program = make_train_step(experiment, build_mesh(experiment.mesh, experiment.cluster))
     jaxpr = jax.make_jaxpr(program.gradients)(program.abstract_state, program.abstract_step_batch)
-    return program, traced_flops(jaxpr) / 8
+    return program, traced_flops(jaxpr).executed / 8
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,158 @@
+"""What a traced step computes: its FLOP, and what it makes for nobody."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import partial_eval
+
+# Primitives of cuDNN attention begin so.
+_ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
+_RECOMPUTED = "rematted_computation"  # how jax names what jax.checkpoint does again
+_ALL = np.ones(3)
+
+
+@dataclass(frozen=True)
+class TracedFlops:
+    """FLOP of one call of a step over all GPUs, counted in what jax traced.
+
+    Attributes:
+        executed: as traced: recomputed work as often as it is done, half of an attention under a causal mask. A
+            compiled program that executes more repeats work on several GPUs.
+        model: without what `jax.checkpoint` recomputes, attention over full squares, its backward pass as two forward
+            passes: the convention of `step.program`.
+        model_causal: the same with half of an attention under a causal mask.
+    """
+
+    executed: float
+    model: float
+    model_causal: float
+
+
+def traced_flops(jaxpr: Any) -> TracedFlops | None:
+    """Return the FLOP of a (closed) jaxpr; None where it holds a loop or kernel whose work cannot be counted.
+
+    Matmuls, convolutions and fused attention count, loops as often as they run, and nothing whose result nobody uses.
+    """
+    try:
+        used, _ = partial_eval.dce_jaxpr(plain := getattr(jaxpr, "jaxpr", jaxpr), [True] * len(plain.outvars))
+        found = _count(used)
+    except _Uncountable:
+        return None
+    return TracedFlops(float(found[0]), float(found[1]), float(found[2]))
+
+
+def dead_updates(jaxpr: Any) -> tuple[str, ...]:
+    """Types (`f32[64,256]`) of matrices that enter a step and that it makes anew for nobody; none where it returns one.
+
+    Such a step computes gradients or new parameters and drops them, so that its compiled program does neither.
+    """
+    plain = getattr(jaxpr, "jaxpr", jaxpr)
+    entering = {v.aval.str_short(short_dtypes=True) for v in plain.invars if _is_matrix(v.aval)}
+    if any(v.aval.str_short(short_dtypes=True) in entering for v in plain.outvars):
+        return ()
+    used, _ = partial_eval.dce_jaxpr(plain, [True] * len(plain.outvars))
+    made, kept = collections.Counter(_made(plain)), collections.Counter(_made(used))
+    dropped = sorted(name for name in entering if made[name] > kept[name])
+    return tuple([name for name in dropped if not kept[name]] or dropped)  # what is kept too may be the batch's
+
+
+def _is_matrix(aval: Any) -> bool:
+    return len(getattr(aval, "shape", ())) > 1 and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _made(jaxpr: Any) -> Iterator[str]:
+    """Type of every matrix that an equation of a jaxpr, or of one inside it, makes."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval.str_short(short_dtypes=True) for v in equation.outvars if _is_matrix(v.aval))
+        for inner in _jaxprs(equation.params):
+            yield from _made(inner)
+
+
+class _Uncountable(Exception):
+    """A loop of unknown length around matmuls, or a kernel of the user's own."""
+
+
+def _count(jaxpr: Any, manual: frozenset[str] = frozenset()) -> np.ndarray:
+    """Fields of `TracedFlops` of a jaxpr; `manual` are the mesh axes of the shard_maps around, counted already."""
+    return sum((_of_equation(equation, manual) for equation in jaxpr.eqns), np.zeros(3))
+
+
+def _of_equation(equation: Any, manual: frozenset[str]) -> np.ndarray:
+    """Fields of `TracedFlops` of one equation, those of its inner jaxprs included.
+
+    Raises:
+        _Uncountable: it does not say.
+    """
+    found = _executed(equation, manual)
+    if any(getattr(part, "name", "") == _RECOMPUTED for part in equation.source_info.name_stack.stack):
+        return found * (1.0, 0.0, 0.0)
+    return found
+
+
+def _executed(equation: Any, manual: frozenset[str]) -> np.ndarray:
+    """As `_of_equation`, recomputed or not."""
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        return _ALL * _of_dot(equation)
+    if name == "ragged_dot_general" or name == "ragged_dot":
+        left, right = (v.aval.shape for v in equation.invars[:2])
+        return _ALL * (2.0 * math.prod(left) * right[-1])
+    if name == "conv_general_dilated":
+        return _ALL * _of_convolution(equation)
+    if name.startswith(_ATTENTION):
+        return _of_attention(equation)
+    if name == "pallas_call" or name.startswith("mosaic_gpu"):
+        raise _Uncountable
+    times = params.get("length", 1) if name == "scan" else 1
+    if name == "shard_map":
+        named = params.get("newly_manual_axes") or params.get("manual_axes")  # in jax 0.12; before
+        axes = frozenset(named or params["mesh"].axis_names)
+        times, manual = math.prod(params["mesh"].shape[axis] for axis in axes - manual), manual | axes
+    inner = [_count(j, manual) for j in _jaxprs(params)]
+    if name == "while" and any(map(np.any, inner)):
+        raise _Uncountable
+    most = max(inner, key=lambda one: one[0], default=np.zeros(3))
+    if name == "cond":
+        return most
+    return times * (most if name.startswith("custom_") else sum(inner, np.zeros(3)))
+
+
+def _jaxprs(params: Any) -> list[Any]:
+    """Jaxprs among the parameters of an equation, in tuples too."""
+    values = [inner for v in params.values() for inner in (v if isinstance(v, tuple | list) else (v,))]
+    jaxprs = [getattr(v, "jaxpr", v) for v in values]
+    return [j for j in jaxprs if hasattr(j, "eqns")]
+
+
+def _of_dot(equation: Any) -> float:
+    (contracted, _), (batched, _) = equation.params["dimension_numbers"]
+    left, right = (v.aval.shape for v in equation.invars[:2])
+    shared = math.prod(left[d] for d in (*contracted, *batched))
+    parts = 4.0 if jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating) else 1.0
+    return 2.0 * parts * math.prod(left) * math.prod(right) / max(1, shared)
+
+
+def _of_convolution(equation: Any) -> float:
+    kernel, numbers = equation.invars[1].aval.shape, equation.params["dimension_numbers"]
+    features = kernel[numbers.rhs_spec[0]]
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / max(1, features)
+
+
+def _of_attention(equation: Any) -> np.ndarray:
+    """FLOP of fused attention: executed as `hlo.costs` counts a cuDNN call, two matmuls forward and five backward."""
+    query, key = (v.aval.shape for v in equation.invars[:2])
+    names = equation.params.get("layout", 0)
+    batch, length, heads, head_dim = query if names == 0 else (query[0], query[2], query[1], query[3])
+    keys = key[1] if names == 0 else key[2]
+    mask = str(equation.params.get("mask_type", "")).upper()
+    share = 0.5 if "CAUSAL" in mask else 1.0
+    forward = 4.0 * batch * heads * length * keys * head_dim
+    executed, model = (2.5, 2.0) if "bwd" in equation.primitive.name else (1.0, 1.0)
+    return forward * np.array((executed * share, model, model * share))

@@ -1,0 +1,170 @@
+"""A training step that somebody gives, with its arguments: for `mk.plan`, `mk.explain`, `mk.tune` and `[program]`.
+
+Program(step, args) -> group_arguments -> Groups -> bytes and tokens of StepFacts
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import chain
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from meshkit.errors import ConfigError, a_type
+from meshkit.sharding.resolve import array_of, is_named, is_statistic, path_name
+from meshkit.step.program import StepFacts, local_bytes
+
+GROUPS = ("parameters", "optimizer", "batch")
+
+
+@dataclass(frozen=True)
+class Program:
+    """Any training step, with its arguments on a mesh.
+
+    Example:
+        def make(mesh, layers=32):
+            state, batch = ...                       # jax.ShapeDtypeStructs with NamedShardings on mesh
+            return mk.Program(jax.jit(train_step, donate_argnums=0), (state, batch))
+
+    Attributes:
+        step: under `jax.jit` or `nnx.jit`, or plain.
+        args: its arguments, abstract or concrete; nnx modules and optimizers among them.
+        tokens: of one call over all GPUs; None: the elements of the largest array of integers in the batch.
+        model_flops: FLOP of the model per call over all GPUs, for MFU; None: counted in the traced step without what
+            it recomputes.
+        names: `parameters`, `optimizer` or `batch` -> patterns of paths of `args` (`"0/params/**"`: the number of the
+            argument comes first), where paths and types do not tell.
+
+    Raises:
+        ConfigError: no function, arguments that are no tuple, or names of other groups.
+    """
+
+    step: Callable[..., Any]
+    args: Sequence[Any]
+    tokens: float | None = None
+    model_flops: float | None = None
+    names: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not callable(self.step):
+            raise ConfigError(
+                f"the step is {a_type(self.step)}, not a function.", hint="mk.Program(step, (state, batch))"
+            )
+        if not isinstance(self.args, tuple | list):
+            raise ConfigError(f"args must be a tuple of arguments, not {type(self.args).__name__}.", hint="args=(x,)")
+        object.__setattr__(self, "names", dict(self.names or {}))
+        for group in self.names:
+            if group not in GROUPS:
+                raise ConfigError(f"names has the group '{group}'.", hint=", ".join(GROUPS))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The arrays of a step's arguments by what they are for, each group by path."""
+
+    parameters: dict[str, Any]
+    others: dict[str, Any]  # that come with parameters: batch statistics and the like
+    optimizer: dict[str, Any]
+    batch: dict[str, Any]
+
+    @property
+    def of_state(self) -> Iterator[Any]:
+        """All arrays but the batch."""
+        return chain(self.parameters.values(), self.others.values(), self.optimizer.values())
+
+    @property
+    def most_tokens(self) -> int:
+        """Elements of the largest array of the batch, the last dim of floats left out."""
+        return max((_rows(leaf) for leaf in self.batch.values()), default=1)
+
+    def facts(self) -> StepFacts:
+        """Return the bytes of parameters and optimizer on one GPU, and the tokens of a call, where they are known."""
+        integers = [leaf for leaf in self.batch.values() if _is(leaf, jnp.integer)]
+        return StepFacts(
+            parameters=sum(math.prod(array_of(leaf).shape) for leaf in self.parameters.values()) or None,
+            parameters_bytes=sum(map(held_bytes, self.parameters.values())) or None,
+            optimizer_bytes=sum(map(held_bytes, self.optimizer.values())) or None,
+            tokens=max(map(_rows, integers), default=None),
+        )
+
+
+def group_arguments(args: Sequence[Any], names: Mapping[str, str | Sequence[str]] | None = None) -> Groups:
+    """Return the arrays of a step's arguments by what they are for.
+
+    Parameters are the `nnx.Param`s of modules and what lies under `params` in a tree; without any, the floats of the
+    first argument. What optax's states and a TrainState's other fields hold is the optimizer's. The rest is the batch.
+
+    Args:
+        args: of the step.
+        names: as `Program` has it; they win.
+
+    Raises:
+        ConfigError: a pattern that matches no array.
+    """
+    groups: dict[str, dict[str, Any]] = {"parameters": {}, "others": {}, "optimizer": {}, "batch": {}}
+    patterns = [
+        (p, group) for group, said in (names or {}).items() for p in ([said] if isinstance(said, str) else said)
+    ]
+    unused = {pattern for pattern, _ in patterns}
+    plain: dict[str, Any] = {}  # of the first argument, which may hold the parameters without saying so
+    for number, arg in enumerate(args):
+        tree = jax.tree.map(lambda leaf: nnx.state(leaf) if _is_module(leaf) else leaf, arg, is_leaf=_is_module)
+        for key_path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]:
+            if not hasattr(array_of(leaf), "shape"):
+                continue
+            path = path_name(key_path)
+            full = f"{number}/{path}".rstrip("/")
+            said = next((one for one in patterns if fnmatchcase(full, one[0].replace("**", "*"))), None)
+            if said:
+                unused.discard(said[0])
+            group = said[1] if said else _group_of(key_path, path, leaf)
+            if group == "batch" and not said and number == 0 and _is(leaf, jnp.inexact):
+                plain[path] = leaf
+            # Two arguments may have arrays of one path.
+            groups[group][path if path not in groups[group] else full] = leaf
+    if unused:
+        raise ConfigError(
+            f"names has {sorted(unused)[0]!r}, which matches no array of the arguments.", hint="0/params/**"
+        )
+    if not groups["parameters"]:
+        groups["parameters"] = plain
+        groups["batch"] = {path: leaf for path, leaf in groups["batch"].items() if path not in plain}
+    return Groups(**groups)
+
+
+def held_bytes(leaf: Any) -> int:
+    """Return the bytes of an array on one GPU; of one without a sharding all of them."""
+    array = array_of(leaf)
+    if isinstance(getattr(array, "sharding", None), NamedSharding):
+        return local_bytes(array)
+    if not hasattr(array, "shape") or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return 0
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+def _group_of(key_path: tuple, path: str, leaf: Any) -> str:
+    """Return what an array is for, by its type and its path."""
+    if is_statistic(key_path, leaf):
+        return "optimizer"
+    if isinstance(leaf, nnx.Variable):
+        return "parameters" if isinstance(leaf, nnx.Param) else "others"
+    return "parameters" if "params" in path.split("/") else "batch"
+
+
+def _is_module(leaf: Any) -> bool:
+    return nnx.graphlib.is_graph_node(leaf) and not isinstance(leaf, nnx.Variable)
+
+
+def _is(leaf: Any, kind: Any) -> bool:
+    return jnp.issubdtype(array_of(leaf).dtype, kind)
+
+
+def _rows(leaf: Any) -> int:
+    return math.prod(array_of(leaf).shape[: -1 if _is(leaf, jnp.inexact) else None])
