@@ -30,6 +30,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,8 @@ PREFIX = "meshkit-scratch-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _REMOVE_S = 5.0  # for processes that were killed to be gone; what is left then goes at the next start
 _LAST_S = 1.0  # between the end of a child's answers and its own
+_KEPT_S = 60.0  # that a child waits for its next request
+_KEPT_BYTES = 2 * 2**30  # a process that has used more gives it back
 _FIRST_OF_ALL = "1000"  # of oom_score_adj, see proc(5)
 
 
@@ -161,6 +164,19 @@ class Child:
         except OSError:
             return ""
 
+    def ended(self) -> bool:
+        """Return whether the process is gone."""
+        return self._process.poll() is not None
+
+    def tidy(self) -> None:
+        """Empty its log and its folder, between two requests."""
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name not in (MARK, self._log.name):
+                path.unlink(missing_ok=True)
+        os.truncate(self._log, 0)
+
     def fileno(self) -> int:
         """Return the descriptor that is readable once there is an answer, or the process is dead."""
         assert self._process.stdout is not None
@@ -173,6 +189,71 @@ class Child:
             with suppress(OSError):  # what was written last may have nobody to read it
                 if pipe is not None:
                     pipe.close()
+
+
+class KeptChild:
+    """A child that stays for the next request, since starting Python and jax takes longer than many a request.
+
+    Args:
+        module: as `Child` takes it.
+        deciding: the variables of an environment that decide what it does; a child with others of them is another one.
+    """
+
+    def __init__(self, module: str, deciding: Callable[[Mapping[str, str]], Mapping[str, str]] = dict):
+        self._module, self._deciding, self._using = module, deciding, threading.Lock()
+        self._child: Child | None = None
+        self._like: tuple[Any, ...] = ()  # what it was started with: the process first
+        self._starter: ThreadPoolExecutor | None = None
+        self._idle: threading.Timer | None = None
+
+    @contextmanager
+    def use(self, environment: Mapping[str, str]) -> Iterator[Child]:
+        """Lend the child for one request, started anew where there is none of this environment; its log is empty.
+
+        Whoever comes while it is lent gets one of his own. An exception in the block ends it.
+        """
+        if not self._using.acquire(blocking=False):
+            with Child(self._module, environment) as child:
+                yield child
+            return
+        try:
+            child = self._take(environment)
+            try:
+                yield child
+            except BaseException:
+                self._end()
+                raise
+            if child.peak_rss_bytes > _KEPT_BYTES:
+                self._end()
+            else:
+                child.tidy()
+                self._idle = threading.Timer(_KEPT_S, self._end_idle)
+                self._idle.daemon = True
+                self._idle.start()
+        finally:
+            self._using.release()
+
+    def _take(self, environment: Mapping[str, str]) -> Child:
+        if self._idle is not None:
+            self._idle.cancel()
+        like = (os.getpid(), os.getcwd(), sys.path[:], tempfile.gettempdir(), self._deciding(environment))
+        if self._child is None or self._like != like or self._child.ended():
+            self._end()
+            if self._starter is None or like[:1] != self._like[:1]:
+                # Linux ends a child with the thread that started it: this one stays.
+                self._starter = ThreadPoolExecutor(1, "meshkit-children")
+            self._child, self._like = self._starter.submit(Child, self._module, environment).result(), like
+        return self._child
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+    def _end_idle(self) -> None:
+        if self._using.acquire(blocking=False):
+            self._end()
+            self._using.release()
 
 
 def ready(children: Sequence[Child], timeout_s: float | None = None) -> list[Child]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from meshkit.children import PREFIX, Child, ChildDied, ChildFailed, ready, scratch_folder, sweep
+from meshkit.children import PREFIX, Child, ChildDied, ChildFailed, KeptChild, ready, scratch_folder, sweep
 from meshkit.private import MARK
 
 ROOT = Path(__file__).parents[1]
@@ -138,6 +138,40 @@ def test_what_is_stopped_in_a_compile_leaves_no_process_and_no_folder(place, pro
     if number == signal.SIGKILL:
         assert left(place) != []
         wait_for(lambda: sweep() or left(place) == [], "it is not swept")
+    assert left(place) == []
+
+
+def test_a_child_is_kept_for_the_next_request_of_its_like(place):
+    kept = KeptChild("told", lambda environment: {"LIKE": environment.get("LIKE", "")})
+
+    def process(**more):
+        with kept.use({**os.environ, **more}) as child:
+            assert child.log() == ""  # of this request alone
+            assert child.ask(0) == [0]
+            (child.folder / "large").write_text("x")
+            return child.fileno(), child.folder
+
+    first = process()
+    assert process(OTHER="1") == first
+    assert not (first[1] / "large").exists()
+    with kept.use(os.environ) as child, kept.use(os.environ) as another:  # two at a time
+        assert another.folder != child.folder == first[1]
+    second = process(LIKE="1")
+    assert second[1] != first[1]
+    with pytest.raises(ChildFailed, match="of its own"), kept.use({**os.environ, "LIKE": "1"}) as child:
+        child.ask("raise")
+    assert process(LIKE="1")[1] != second[1]
+    with pytest.raises(ChildDied, match="exit code 3"), kept.use({**os.environ, "LIKE": "1"}) as child:
+        child.ask("end")
+    assert child.ended()
+
+
+def test_a_kept_child_outlives_the_thread_that_asks_and_ends_with_its_process(place):
+    code = "import os; from concurrent.futures import ThreadPoolExecutor as T; from meshkit.children import KeptChild\n"
+    code += "kept = KeptChild('told')\ndef ask():\n with kept.use(os.environ) as c: c.ask(0); return str(c.folder)\n"
+    code += "found = {T(1).submit(ask).result() for _ in range(3)}; print(len(found), end='')"
+    said = subprocess.run([sys.executable, "-c", code], check=True, cwd=place, capture_output=True, text=True)
+    assert said.stdout == "1"
     assert left(place) == []
 
 

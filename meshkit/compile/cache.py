@@ -64,7 +64,7 @@ _DISTRIBUTIONS = (
     "nvidia-nvjitlink",
     "nvidia-nvvm",
 )
-_COMPILER = ("compile/child.py", "compile/options.py", "hlo/proto.py")
+_COMPILER = ("compile/child.py", "compile/options.py", "compile/partitioned.py", "hlo/proto.py")
 # Variables by which jax, XLA and its plugins change what they compile.
 _VARIABLES = ("JAX_", "XLA_", "TF_", "MOSAIC_", "TRITON_", "CUDA_", "MESHKIT_XLA_")
 DEFAULT_BYTES = 2 * 2**30
@@ -109,10 +109,15 @@ def kernels_key(request: Mapping[str, Any], environment: Mapping[str, str]) -> s
     return _key(environment, target=request["target_config"], options=deciding)
 
 
+def deciding(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that decide what a compiler process makes of a program."""
+    return {name: value for name, value in environment.items() if name.startswith(_VARIABLES)}
+
+
 def _key(environment: Mapping[str, str], **decided_by: object) -> str:
     decided_by |= {
         "versions": {name: version_of(name) for name in _DISTRIBUTIONS},
-        "environment": {k: v for k, v in environment.items() if k.startswith(_VARIABLES)},
+        "environment": deciding(environment),
         "compiler": _source_digest(),
     }
     return hashlib.sha256(json.dumps(decided_by, sort_keys=True, default=repr).encode()).hexdigest()

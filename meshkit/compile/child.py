@@ -106,10 +106,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return what `compile_program` says of the program in `request["folder"]`; of an option of the user's that XLA
     refuses its name, as `option`, and the `reason`."""
     folder = Path(request["folder"])
+    import jax
+
     try:
         return compile_program(request, (folder / "program.bin").read_bytes(), folder / "module.pb")
     except RefusedOption as e:
         return {"option": e.name, "reason": e.reason}
+    finally:
+        jax.clear_caches()  # the next program is another one
 
 
 def compile_program(request: dict[str, Any], program: bytes, module_path: Path) -> dict[str, Any]:

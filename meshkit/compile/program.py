@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from meshkit.children import Child, ChildDied, ChildFailed, sweep
+from meshkit.children import ChildDied, ChildFailed, KeptChild, sweep
 from meshkit.compile import cache
 from meshkit.compile.child import KERNELS_FILE
 from meshkit.compile.choices import compile_to_fit, without_client
@@ -235,6 +235,9 @@ def compiling(*, keep: bool = True, timeout_s: int | None = None) -> Iterator[No
                 os.environ[name] = value
 
 
+COMPILER = KeptChild("meshkit.compile.child", cache.deciding)
+
+
 class _Died(ProgramError):
     """The compiler process gave no answer."""
 
@@ -274,7 +277,7 @@ def _compile(
     program: bytes, request: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float, kernels: bytes = b""
 ) -> tuple[cache.KeptProgram, bytes]:
     """What a process of its own makes of a program, and all kernels: those of earlier programs and the new ones."""
-    with Child("meshkit.compile.child", environment) as child:
+    with COMPILER.use(environment) as child:
         module, kept = child.folder / "module.pb", child.folder / KERNELS_FILE
         (child.folder / "program.bin").write_bytes(program)
         if kernels:

@@ -47,8 +47,7 @@ def compiled(monkeypatch, tmp_path, timeouts):
 
         peak_rss_bytes = 1
 
-        def __init__(self, _module, _environment):
-            self.folder = tmp_path
+        folder = tmp_path
 
         def __enter__(self):
             return self
@@ -74,7 +73,7 @@ def compiled(monkeypatch, tmp_path, timeouts):
                 "host_memory": sizes | {"temp": 0},
             }
 
-    monkeypatch.setattr(program, "Child", Played)
+    monkeypatch.setattr(program.COMPILER, "use", lambda _: Played())
     monkeypatch.setattr(program, "check_compiler", lambda: None)
     monkeypatch.setenv("MESHKIT_CACHE", "off")
     cluster = mk.Cluster.load("dgx_h100", hosts=1)
@@ -221,7 +220,8 @@ def test_the_limit_of_a_compile_is_the_option_the_variable_or_half_an_hour(compi
 @pytest.mark.deviceless
 def test_a_compile_beyond_its_limit_is_stopped_and_says_how_it_gets_more(monkeypatch):
     monkeypatch.setenv("MESHKIT_CACHE", "off")
-    monkeypatch.setenv("MESHKIT_COMPILE_TIMEOUT", "1")  # less than the process takes to import jax and XLA
+    monkeypatch.setenv("TF_ANEW", "1")  # so that a process is started
+    monkeypatch.setenv("MESHKIT_COMPILE_TIMEOUT", "1")  # less than that takes to import jax and XLA
     mesh = mk.build_mesh(mk.MeshSpec.parse({"data": 8}), H100S, devices=mk.describe_devices(H100S))
     x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
     with pytest.raises(ProgramError, match=r"still compiling after 1 s(.|\n)*a longer --compile-timeout \(MESHKIT_"):

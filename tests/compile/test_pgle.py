@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from meshkit.children import Child
 from meshkit.compile import program as compiler
 from meshkit.compile.attached import compile_step
 from meshkit.compile.choices import ROUNDS, device_key, table_text, unread
@@ -146,10 +147,10 @@ def test_the_table_has_the_models_prices(name, key):
 
 def test_xla_prices_collectives_by_the_table(monkeypatch, tmp_path):
     """Its scheduler says what it takes a collective for."""
-    environment, start = compiler.child_environment, compiler.Child
+    environment = compiler.child_environment
     loud = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "sol_latency_estimator=10"}
     monkeypatch.setattr(compiler, "child_environment", lambda: environment() | loud)
-    monkeypatch.setattr(compiler, "Child", lambda *a: start(*a, tmp_path / "log"))
+    monkeypatch.setattr(compiler.COMPILER, "use", lambda e: Child("meshkit.compile.child", e, tmp_path / "log"))
     monkeypatch.setenv("MESHKIT_CACHE", "off")
     plan = plan_experiment(
         load(TINY, ('cluster="dgx_h100"', "model.embed=1024", "model.mlp=4096", 'train.pgle="table"'))
