@@ -71,6 +71,9 @@ def in_call(node: ast.Call) -> list[str]:
 def test_no_source_makes_code_out_of_data():
     assert len(SOURCES) > 200
     found = {p.relative_to(ROOT).as_posix(): f for p in SOURCES if (f := findings(p.read_text(encoding="utf-8")))}
+    # Callbacks of jax.custom_partitioning go from a process to its own compiler through a pipe, never through a file.
+    piped = [line.split(": ")[1] for line in found.pop("meshkit/compile/partitioned.py")]
+    assert piped == ["imports cloudpickle", "imports pickle"]
     assert found == {}
 
 

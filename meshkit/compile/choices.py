@@ -34,6 +34,7 @@ from meshkit.compile.cache import digest_of, named_paths, profile_text, text_fil
 from meshkit.compile.options import CompileChoices, Option, chosen_options
 from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import Placement
+from meshkit.config.places import Places
 from meshkit.config.sections import PGLE_OPTION, PREDICTED, TABLE, TABLE_OPTION
 from meshkit.hlo.module import Schedule
 from meshkit.hlo.schedule import domains_spanned
@@ -111,7 +112,25 @@ def choices_for(
         ConfigError: an option names what is no file to read: a pipe, a device, or more than 256 MiB.
     """
     train = program.spec.train
-    options = {**program.xla_options, **xla}
+    options = readable_options({**program.xla_options, **xla}, program.spec.places)
+    return CompileChoices(
+        options=options,
+        derived=derive_options(program, cluster, placement),
+        memory_fraction=train.memory_fraction,
+        pgle=train.pgle,
+    )
+
+
+def readable_options(options: Mapping[str, object], places: Places) -> Mapping[str, object]:
+    """Return options once the files that they name can be read.
+
+    Args:
+        options: of XLA, by name.
+        places: where `[xla]` was written.
+
+    Raises:
+        ConfigError: an option names what is no file to read: a pipe, a device, or more than 256 MiB.
+    """
     for name, path in named_paths(options):
         try:
             if not path.is_dir():
@@ -120,13 +139,8 @@ def choices_for(
             continue  # XLA says so
         except (OSError, ValueError) as error:
             message = f"XLA cannot be given {path}: {getattr(error, 'strerror', None) or error}."
-            raise program.spec.places.error(f"xla.{name}", message, hint="a file of costs, or none") from None
-    return CompileChoices(
-        options=options,
-        derived=derive_options(program, cluster, placement),
-        memory_fraction=train.memory_fraction,
-        pgle=train.pgle,
-    )
+            raise places.error(f"xla.{name}", message, hint="a file of costs, or none") from None
+    return options
 
 
 def derive_options(program: TrainProgram, cluster: Cluster, placement: Placement) -> tuple[Option, ...]:

@@ -39,6 +39,10 @@ from meshkit.config.sections import (
     OptimizerTable,
     PipelineTable,
     ProfileTable,
+    ProgramExperimentTable,
+    ProgramTable,
+    ProgramTrainTable,
+    RulesTable,
     TrainTable,
     plain_value,
 )
@@ -58,32 +62,21 @@ from meshkit.config.xla_options import check_xla_options
 from meshkit.errors import ConfigError
 from meshkit.redaction import has_credentials, is_secret_name
 
-__all__ = ["Experiment", "experiment_json_schema", "load"]
+__all__ = ["Experiment", "ProgramExperiment", "experiment_json_schema", "load", "load_any"]
 
 # Keys of [optimizer] that say something of AdamW alone.
 ADAMW_KEYS = ("weight_decay", "dtype", "b1", "b2", "eps")
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """A resolved experiment: every default filled in, the mesh resolved on the cluster.
-
-    A file without `[local_sgd]`, `[compression]` or `[pipeline]` has one whose axis is None.
-    """
+@dataclass(frozen=True, kw_only=True)
+class ExperimentFile:
+    """What every experiment file says: the machines, the mesh and what is checked, every default filled in."""
 
     name: str
     cluster: Cluster
-    mesh: MeshSpec
+    mesh: MeshSpec  # resolved on the cluster
     rules: ShardingRules
-    model: ModelTable
-    train: TrainTable
-    optimizer: OptimizerTable
-    data: DataTable
-    checkpoint: CheckpointTable
     profile: ProfileTable
-    local_sgd: LocalSgdTable
-    compression: CompressionTable
-    pipeline: PipelineTable
     lint: LintTable
     xla: Mapping[str, Any]
     path: Path | None = field(default=None, compare=False)
@@ -127,6 +120,59 @@ class Experiment:
 
     def to_dict(self) -> dict[str, Any]:
         """The tables of the resolved file."""
+        raise TypeError("a file is an Experiment or a ProgramExperiment")
+
+    def to_toml(self) -> str:
+        """The resolved file; it loads back to an equal experiment."""
+        return to_toml(self.to_dict())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramExperiment(ExperimentFile):
+    """An experiment whose training step is the user's own; `rules` of a file without `[rules]` are empty."""
+
+    program: ProgramTable
+    train: ProgramTrainTable
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tables of the resolved file."""
+        tables = {
+            "name": self.name,
+            "cluster": self.cluster.to_dict(),
+            "mesh": self.mesh.to_dict(),
+            "program": _plain(self.program),
+            "rules": self.rules.to_dict() if self.has_rules else {},
+            "train": _plain(self.train),
+            "profile": _plain(self.profile),
+            "lint": {"allow": [_plain(item) for item in self.lint.allow] or None},
+            "xla": dict(self.xla),
+        }
+        return {key: value for key, value in tables.items() if _says_something(value)}
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether the file says how its parameters are meant to lie."""
+        return bool(self.rules.logical or self.rules.overrides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(ExperimentFile):
+    """An experiment whose training step is meshkit's own.
+
+    A file without `[local_sgd]`, `[compression]` or `[pipeline]` has one whose axis is None.
+    """
+
+    model: ModelTable
+    train: TrainTable
+    optimizer: OptimizerTable
+    data: DataTable
+    checkpoint: CheckpointTable
+    local_sgd: LocalSgdTable
+    compression: CompressionTable
+    pipeline: PipelineTable
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tables of the resolved file."""
         axes = {key: getattr(self, key) for key in ("local_sgd", "compression", "pipeline")}
         own = self.optimizer.class_path is not None
         tables = {
@@ -144,17 +190,27 @@ class Experiment:
         }
         return {key: value for key, value in tables.items() if _says_something(value)}
 
-    def to_toml(self) -> str:
-        """The resolved file; it loads back to an equal experiment."""
-        return to_toml(self.to_dict())
-
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experiment:
     """The experiment of a file, or a shipped one by its name, with `key=value` overrides laid over it.
 
     Raises:
-        ConfigError: what the user wrote is wrong; the message names file, line and key, and what to try.
+        ConfigError: what the user wrote is wrong, or the file has a `[program]`; the message names file, line and key,
+            and what to try.
     """
+    experiment = load_any(path, overrides)
+    if isinstance(experiment, ProgramExperiment):
+        raise experiment.error(
+            "program",
+            "[program] is a training step of your own; this runs meshkit's.",
+            hint="`meshkit launch local -- python train.py` for your own script, and `meshkit profile RUN --plan "
+            "runs/plan` to hold it against this file's plan",
+        )
+    return experiment
+
+
+def load_any(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experiment | ProgramExperiment:
+    """As `load`, of a file with a `[program]`, too."""
     document = TomlDocument.read(find_experiment(path))
     try:
         check_plain(document.table)
@@ -167,14 +223,16 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Experim
         raise document.locate(error) from None
 
 
-def _build(document: TomlDocument) -> Experiment:
+def _build(document: TomlDocument) -> Experiment | ProgramExperiment:
     """The experiment of a document: every table checked, the mesh resolved, the rules made."""
     check_plain(document.table)
+    if "program" in document.table:
+        return _build_program(document)
     checked = validate(ExperimentTable, document.table)
     check_xla_options(checked.xla, {name for name in checked.xla if document.is_overridden(("xla", name))})
     cluster = load_table(as_table(checked.cluster), folder=document.path.parent)
     mesh = MeshSpec.parse(checked.mesh).resolve(cluster)
-    rules = _build_rules(checked, mesh, document)
+    rules = _build_rules(checked.rules, checked.pipeline, mesh, document)
     check_sections(checked, mesh, rules)
     return Experiment(
         name=checked.name or document.path.stem,
@@ -197,13 +255,44 @@ def _build(document: TomlDocument) -> Experiment:
     )
 
 
-def _build_rules(checked: ExperimentTable, mesh: MeshSpec, document: TomlDocument) -> ShardingRules:
+def _build_program(document: TomlDocument) -> ProgramExperiment:
+    """As `_build`, of a document with a `[program]`."""
+    for section in ExperimentTable.model_fields:
+        if section in document.table and section not in ProgramExperimentTable.model_fields:
+            message = f"[{section}] is of meshkit's own training step, and [program] brings its own."
+            raise SpecError(message, key=(section,), hint=f"without [{section}], or without [program]")
+    train = document.table.get("train")
+    for key in train if isinstance(train, Mapping) else ():
+        if key in TrainTable.model_fields and key not in ProgramTrainTable.model_fields:
+            message = f"train.{key} is of meshkit's own training step, and [program] brings its own."
+            raise SpecError(message, key=("train", key), hint=f"program.options, for {document.table['program']}")
+    checked = validate(ProgramExperimentTable, document.table)
+    check_xla_options(checked.xla, {name for name in checked.xla if document.is_overridden(("xla", name))})
+    cluster = load_table(as_table(checked.cluster), folder=document.path.parent)
+    mesh = MeshSpec.parse(checked.mesh).resolve(cluster)
+    return ProgramExperiment(
+        name=checked.name or document.path.stem,
+        cluster=cluster,
+        mesh=mesh,
+        rules=_build_rules(checked.rules or RulesTable(), None, mesh, document),
+        program=checked.program,
+        train=checked.train,
+        profile=checked.profile,
+        lint=checked.lint,
+        xla=checked.xla,
+        path=document.path,
+        document=document,
+    )
+
+
+def _build_rules(
+    table: RulesTable, pipeline: PipelineTable | None, mesh: MeshSpec, document: TomlDocument
+) -> ShardingRules:
     """The rules of the file over those of its preset, and those that a pipeline adds."""
-    table = checked.rules
     preset = preset_rules(table.preset, mesh.axis_names) if table.preset is not None else {}
     logical = preset.get("logical", {})
-    known = checked.pipeline and checked.pipeline.axis in mesh.axis_names  # else refused later, by its own key
-    staged = pipeline_rules(checked.pipeline, {**logical, **table.logical}) if known else {}
+    known = pipeline and pipeline.axis in mesh.axis_names  # else refused later, by its own key
+    staged = pipeline_rules(pipeline, {**logical, **table.logical}) if known else {}
     rules = ShardingRules(
         {**logical, **table.logical, **staged},
         overrides=[(override.path, override.spec) for override in table.override],
@@ -236,6 +325,15 @@ def _keys(section: TomlTable) -> Iterator[tuple[str, str]]:
 def experiment_json_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of an experiment file."""
     schema = ExperimentTable.model_json_schema(by_alias=True)
+    other = ProgramExperimentTable.model_json_schema(by_alias=True)
+    schema["$defs"] |= {name: one for name, one in other["$defs"].items() if name not in schema["$defs"]}
+    schema["properties"]["program"] = other["properties"]["program"]
+    schema["properties"]["train"] = {
+        "description": "the training",
+        "anyOf": [{"$ref": f"#/$defs/{t}"} for t in ("TrainTable", "ProgramTrainTable")],
+    }
+    schema["required"] = ["cluster", "mesh"]
+    schema["oneOf"] = [{"required": ["model", "train"]}, {"required": ["program"]}]
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "meshkit experiment"
     schema["properties"]["cluster"] |= _cluster_schema()
@@ -272,7 +370,7 @@ def check_secrets(table: Mapping[str, Any], overrides: Sequence[Override] = ()) 
         elif isinstance(value, list):
             pending.extend(((*path, str(index)), item) for index, item in enumerate(value))
         elif isinstance(value, str):
-            named = path[:1] == ("model",) and is_secret_name(path[-1])
+            named = path[:1] in (("model",), ("program",)) and is_secret_name(path[-1])
             if named or has_credentials(value):
                 what = "is named like a secret" if named else "is a URL with a password"
                 raise SpecError(

@@ -234,15 +234,21 @@ class ModelTable(TomlTable):
         return dict(self.model_extra or {})
 
 
-class TrainTable(TomlTable):
-    """The training loop."""
+class ProgramTrainTable(TomlTable):
+    """What is known of a training whose step is the user's own."""
 
-    global_batch: Count = Field(description="sequences or examples of a step, over all devices")
-    sequence_length: Count = Field(default=1, description="tokens of a sequence")
     steps: Count = Field(default=100, description="how many")
     tokens_total: Annotated[int, Field(gt=0)] | None = Field(
         default=None, description="of the whole training, for its time and cost"
     )
+    memory_fraction: Fraction = Field(default=0.92, description="of GPU memory that the client may take")
+
+
+class TrainTable(ProgramTrainTable):
+    """The training loop."""
+
+    global_batch: Count = Field(description="sequences or examples of a step, over all devices")
+    sequence_length: Count = Field(default=1, description="tokens of a sequence")
     accumulate: Count = Field(default=1, description="micro-batches of a step")
     precision: Literal["fp32", "bf16", "fp8"] = Field(
         default="bf16",
@@ -255,7 +261,6 @@ class TrainTable(TomlTable):
         description="what the backward pass recomputes: none, full, a policy, or all but what a list of names keeps, "
         "or { keep = [names], offload = [names] }, those that wait in host memory",
     )
-    memory_fraction: Fraction = Field(default=0.92, description="of GPU memory that the client may take")
     pgle: Literal["off", "table", "predicted"] = Field(
         default="off",
         description="what XLA schedules GPUs by: its own latencies; those with plan's prices of collectives inside a "
@@ -417,6 +422,29 @@ class LintTable(TomlTable):
     """What the lint shall not report."""
 
     allow: list[AllowTable] = Field(default=[], description="findings that are meant")
+
+
+class ProgramTable(TomlTable):
+    """A training step of the user's own."""
+
+    make: Function = Field(description="pkg.mod:fn, (mesh, **options) -> meshkit.Program")
+    options: dict[str, Any] = Field(default={}, description="of that function")
+
+
+class ProgramExperimentTable(TomlTable):
+    """A whole experiment file with a `[program]`."""
+
+    name: Name | None = Field(default=None, description="default the file's name")
+    cluster: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = Field(
+        description="the machines: a shipped name, a path, or a table"
+    )
+    mesh: dict[str, MeshAxisValue] = Field(description="mesh axis = ways; outermost first")
+    program: ProgramTable = Field(description="the training step")
+    rules: RulesTable | None = Field(default=None, description="what shards what, for the lint alone")
+    train: ProgramTrainTable = Field(default=ProgramTrainTable.model_construct(), description="the training around it")
+    profile: ProfileTable = Field(default=ProfileTable.model_construct(), description="which steps are captured")
+    lint: LintTable = Field(default=LintTable.model_construct(), description="what the lint shall not report")
+    xla: dict[str, Option] = Field(default={}, description="options of the compiler, by their names")
 
 
 class ExperimentTable(TomlTable):

@@ -50,6 +50,7 @@ FUNCTIONS = {
     "optimizer.class": ("optax",),
     "data.source": ("grain",),
     "data.tokenizer": (),
+    "program.make": ("meshkit.integrations",),
 }
 _IMPORTING = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 _OF_PYTHON = {*sys.stdlib_module_names, *sys.builtin_module_names, "__main__", "__mp_main__", "test"}

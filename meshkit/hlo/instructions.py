@@ -56,7 +56,7 @@ _COMBINED = {"all-gather", "all-gather-start", "all-reduce", "all-reduce-start",
 _PASSES = {"bitcast", "convert", "copy", "copy-done", "copy-start", "get-tuple-element", "reshape", "transpose"}
 _DIGITS = re.compile(r"\d+")  # what tells names of one kind apart
 _OURS = re.compile(  # `lint`, `training` and `xla` are in programs that earlier versions captured
-    r"(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|lint|linting|parallel|sharding|step|trace|training|verbs|weights|xla)/)"
+    r"(?:^|/)meshkit/(?:\w+\.py$|(?:compile|config|integrations|lint|linting|parallel|sharding|step|trace|training|verbs|weights|xla)/)"
 )
 _PLANNING = re.compile(
     r"(?:^|/)meshkit/(?:compile|planning|search|verbs)/"

@@ -43,7 +43,7 @@ from meshkit.sharding.resolve import (
     placements_by_state,
 )
 from meshkit.sharding.strategy import BYTES_OF, SCALAR_BYTES, Axes, Payload, StageRuns, Strategy, make_weights
-from meshkit.step.given import group_arguments, held_bytes
+from meshkit.step.given import Groups, group_arguments, held_bytes
 from meshkit.step.program import TrainProgram, local_bytes
 from meshkit.units import format_bytes
 
@@ -394,8 +394,11 @@ def examine_step(
     *,
     mesh: AnyMesh,
     cluster: Cluster,
-    rules: ShardingRules,
+    rules: ShardingRules | None,
     accumulate: int = 1,
+    names: Mapping[str, str | Sequence[str]] | None = None,
+    allow: Sequence[AllowTable] = (),
+    memory_fraction: float = PLAIN.memory_fraction,
 ) -> Examined:
     """As `examine`, of any step that can be planned; it computes in the widest type of its parameters and activations.
 
@@ -403,15 +406,19 @@ def examine_step(
 
     Args:
         step, args, mesh, cluster: as `mk.plan` takes them.
-        rules: that the arguments were placed by.
+        rules: that the arguments were placed by; None: they are meant to lie where they do.
         accumulate: micro-batches of a step, which multiply what it may move.
+        names: of the arguments, as `mk.Program` has them.
+        allow: findings that are meant, `[[lint.allow]]`.
+        memory_fraction: of the GPU's memory that the client may take.
 
     Raises:
         ConfigError: arguments that are no tuple, a mesh of another size than the cluster, or rules that do not fit.
     """
     absent = described(mesh, cluster)
     pure, arrays, _ = traceable(step, args, mesh, absent)
-    found = group_arguments(args)
+    found = group_arguments(args, names)
+    rules = rules or _rules_as_placed(found)
     # traced anew: what jax remembers of a step, from a plan of it say, has asked for nothing
     anew = set_xla_metadata(meshkit_trace=uuid.uuid4().hex)
     activations = _activations(pure, arrays, nullcontext() if cluster.is_cpu else lowering_for(cluster), anew)
@@ -427,7 +434,7 @@ def examine_step(
         others=others,
         deferred=frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit),
         state_bytes=sum(map(held_bytes, found.of_state)),
-        pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * PLAIN.memory_fraction),
+        pool_bytes=None if cluster.is_cpu else int(cluster.gpu.memory_bytes * memory_fraction),
         of_file=False,
     )
     widest = max((jnp.dtype(a.dtype).itemsize for a in (*subject.parameters, *activations)), default=4)
@@ -435,10 +442,29 @@ def examine_step(
     return Examined(
         subject,
         strategy,
+        allow,
         more=_placed_otherwise(found.parameters, placed["parameters"], absent),
         parameters_bytes=sum(map(held_bytes, found.parameters.values())),
         optimizer_bytes=sum(map(held_bytes, found.optimizer.values())),
     )
+
+
+def _rules_as_placed(groups: Groups) -> ShardingRules:
+    """Return rules that put every array where it lies, and the batch over the axes that cut its first dim."""
+    arrays = {**groups.parameters, **groups.others}
+    batch: tuple[str, ...] = ()
+    for spec in map(_spec, groups.batch.values()):
+        axes = spec[0] if spec and spec[0] is not None else ()
+        batch = max(batch, (axes,) if isinstance(axes, str) else tuple(axes), key=len)
+    logical = {"act_batch": list(batch)} if batch else {}
+    return ShardingRules(logical, overrides=[(path, _spec(leaf)) for path, leaf in arrays.items()])
+
+
+def _spec(leaf: Any) -> tuple[Any, ...]:
+    """Return the mesh axes of every dim of an array; none of one without a sharding."""
+    array = array_of(leaf)
+    spec = tuple(array.sharding.spec) if isinstance(getattr(array, "sharding", None), NamedSharding) else ()
+    return (*spec, *(None,) * (len(array.shape) - len(spec)))
 
 
 def _placed_otherwise(parameters: Mapping[str, Any], placed: Sequence[Placed], mesh: AnyMesh) -> tuple[Finding, ...]:

@@ -6,8 +6,10 @@ step -> (export, child process) -> scheduled HLO -> Schedule -> simulated Timeli
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -15,18 +17,18 @@ from typing import Any
 import jax
 
 from meshkit.compile.child import CARRIED, FORWARD, OTHER
-from meshkit.compile.choices import choices_for
+from meshkit.compile.choices import choices_for, readable_options
 from meshkit.compile.lowering import on_own_stack, traceable
 from meshkit.compile.options import PLAIN, CompileChoices
 from meshkit.compile.program import CompiledProgram, compile_absent
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import Experiment
+from meshkit.config.experiment import Experiment, ProgramExperiment
 from meshkit.console import notebook_line
 from meshkit.errors import ConfigError
 from meshkit.hlo.instructions import read_instructions
 from meshkit.hlo.module import Module, Schedule
 from meshkit.linting.examine import Examined, Lint, rematerialization_findings
-from meshkit.planning.resolved import examine_experiment, make_train_step
+from meshkit.planning.resolved import examine_experiment, examine_program, make_program, make_train_step
 from meshkit.planning.warnings import plan_warnings
 from meshkit.predict.assumptions import assumptions_for
 from meshkit.predict.memory import reserved_memory
@@ -34,7 +36,14 @@ from meshkit.predict.simulate import simulate
 from meshkit.report.causes import Planned, judged_plan
 from meshkit.report.schema import CompilePart, MemoryPart, OptionPart, ProgramPart, Report
 from meshkit.report.summarize import Machines, summarize_simulation
-from meshkit.sharding.mesh import DescribedMesh, build_mesh, describe_devices, described, use_no_accelerator
+from meshkit.sharding.mesh import (
+    DescribedMesh,
+    absent_devices,
+    build_mesh,
+    describe_devices,
+    described,
+    use_no_accelerator,
+)
 from meshkit.sharding.resolve import array_of
 from meshkit.step.given import Groups, Program, group_arguments
 from meshkit.step.program import NO_FACTS, StepFacts, TrainProgram
@@ -112,6 +121,7 @@ def plan_program(
         training_steps: of the whole training, for its time and cost.
     """
     groups = group_arguments(program.args, program.names)
+    mesh = _mesh_of(groups) or mesh
     given = {"tokens": program.tokens, "model_flops": program.model_flops, "training_steps": training_steps}
     facts = groups.facts().model_copy(update={key: value for key, value in given.items() if value is not None})
     return make_plan(
@@ -126,8 +136,15 @@ def plan_program(
     )
 
 
-def plan_experiment(experiment: Experiment) -> Plan:
-    """The plan of an experiment's own training step, the one that `train` runs.
+def _mesh_of(groups: Groups) -> DescribedMesh | None:
+    """Return the described mesh that a program's arguments lie on, which a trainer may have made itself."""
+    arrays = map(array_of, (*groups.of_state, *groups.batch.values()))
+    meshes = (getattr(getattr(array, "sharding", None), "mesh", None) for array in arrays)
+    return next((mesh for mesh in meshes if isinstance(mesh, DescribedMesh)), None)
+
+
+def plan_experiment(experiment: Experiment | ProgramExperiment) -> Plan:
+    """The plan of an experiment's training step: the one that `train` runs, or that its `[program]` makes.
 
     Args:
         experiment: its cluster has GPUs; none of them need be here.
@@ -139,9 +156,11 @@ def plan_experiment(experiment: Experiment) -> Plan:
     return on_own_stack(functools.partial(_plan_experiment, experiment))
 
 
-def _plan_experiment(experiment: Experiment) -> Plan:
+def _plan_experiment(experiment: Experiment | ProgramExperiment) -> Plan:
     """The work of `plan_experiment`, without a frame of its caller below it."""
     check_has_gpus(experiment.cluster)
+    if isinstance(experiment, ProgramExperiment):
+        return _plan_users_program(experiment)
     program = absent_step(experiment)
     return make_plan(
         program.step,
@@ -152,6 +171,42 @@ def _plan_experiment(experiment: Experiment) -> Plan:
         choices=choices_for(program, experiment.cluster, experiment.placement, experiment.xla),
         examined=examine_experiment(experiment, program),
     )
+
+
+def _plan_users_program(experiment: ProgramExperiment) -> Plan:
+    """As `_plan_experiment`, of a `[program]`."""
+    with absent_program(experiment) as (program, mesh):
+        choices = CompileChoices(
+            options=readable_options(experiment.xla, experiment.places),
+            memory_fraction=experiment.train.memory_fraction,
+        )
+        facts = group_arguments(program.args, program.names).facts()
+        tokens, total = program.tokens or facts.tokens, experiment.train.tokens_total
+        said = experiment.train.steps if "steps" in experiment.train.model_fields_set else None
+        steps = math.ceil(total / tokens) if total and tokens else said
+        return plan_program(
+            program,
+            mesh=mesh,
+            cluster=experiment.cluster,
+            choices=choices,
+            examined=examine_program(experiment, program, mesh) if experiment.has_rules else None,
+            training_steps=steps,
+        )
+
+
+@contextmanager
+def absent_program(experiment: ProgramExperiment) -> Iterator[tuple[Program, DescribedMesh]]:
+    """Give what `program.make` makes for absent GPUs, and their mesh; jax's devices are these inside.
+
+    Raises:
+        ConfigError: see `make_program`.
+    """
+    use_no_accelerator()
+    cluster = experiment.cluster
+    mesh = build_mesh(experiment.mesh, cluster, devices=describe_devices(cluster))
+    assert isinstance(mesh, DescribedMesh)
+    with absent_devices(describe_devices(cluster)):
+        yield make_program(experiment, mesh), mesh
 
 
 def absent_step(experiment: Experiment) -> TrainProgram:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from meshkit.config.experiment import Experiment
+from meshkit.config.experiment import Experiment, ExperimentFile, ProgramExperiment
 from meshkit.config.places import UserCode
 from meshkit.config.rules import ShardingRules
 from meshkit.config.toml import dotted, inline, split_key
 from meshkit.config.user_code import FUNCTIONS, load_code, load_function
-from meshkit.linting.examine import Examined, examine
+from meshkit.errors import ConfigError
+from meshkit.linting.examine import Examined, examine, examine_step
 from meshkit.runs.metrics import SinkCode, tensorboard_writer
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.step.data import is_token_source
+from meshkit.step.given import Program, as_program
 from meshkit.step.program import TrainProgram
 from meshkit.step.spec import StepSpec
 from meshkit.step.train_step import build_train_step
@@ -46,6 +48,22 @@ def resolve(experiment: Experiment) -> StepSpec:
         local_sgd=experiment.local_sgd,
         compression=experiment.compression,
     )
+
+
+def make_program(experiment: ProgramExperiment, mesh: AnyMesh) -> Program:
+    """Return the training step that `program.make` makes for a mesh.
+
+    Raises:
+        ConfigError: no such function, what it raised, or that it returned no `mk.Program`.
+    """
+    table = experiment.program
+    code = _function(experiment, "program.make", table.make)
+    with code.calling(f"program.make = {table.make}"):
+        made = code.found(mesh, **table.options)
+    try:
+        return as_program(made, table.make)
+    except ConfigError as e:
+        raise code.error(e.message, e.hint) from None
 
 
 def find_tokenizer(experiment: Experiment) -> UserCode | None:
@@ -100,11 +118,29 @@ def examine_experiment(experiment: Experiment, program: TrainProgram) -> Examine
     return examine(program, experiment.cluster, experiment.mesh, allow=experiment.lint.allow, written=written)
 
 
-def _code(experiment: Experiment, key: str, name: str) -> UserCode:
+def examine_program(experiment: ProgramExperiment, program: Program, mesh: AnyMesh) -> Examined:
+    """Return a step of the user's own as the lint sees it before the compiler.
+
+    Without `[rules]` the parameters are meant to lie where the arguments have them.
+    """
+    rules = experiment.rules if experiment.has_rules else None
+    return examine_step(
+        program.step,
+        program.args,
+        mesh=mesh,
+        cluster=experiment.cluster,
+        rules=rules,
+        names=program.names,
+        allow=experiment.lint.allow,
+        memory_fraction=experiment.train.memory_fraction,
+    )
+
+
+def _code(experiment: ExperimentFile, key: str, name: str) -> UserCode:
     """Return the class or function that a key names."""
     return load_code(name, experiment.search_paths, key, experiment.places)
 
 
-def _function(experiment: Experiment, key: str, name: str) -> UserCode:
+def _function(experiment: ExperimentFile, key: str, name: str) -> UserCode:
     """Return the function that a key names."""
     return load_function(name, experiment.search_paths, key, experiment.places)

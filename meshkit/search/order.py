@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from meshkit.config.experiment import Experiment, load
+from meshkit.config.experiment import Experiment, ExperimentFile, load
 from meshkit.config.files import read_bounded, read_regular
 from meshkit.config.mesh import MeshSpec
 from meshkit.errors import ConfigError
@@ -155,7 +155,7 @@ class Journal:
         ConfigError: the folder holds a search of something else, or a file that is none.
     """
 
-    def __init__(self, folder: Path | None = None, experiment: Experiment | None = None):
+    def __init__(self, folder: Path | None = None, experiment: ExperimentFile | None = None):
         self.outcomes: dict[Settings, Outcome] = {}
         self._path = folder / JOURNAL_FILE if folder else None
         if self._path is None or experiment is None:
@@ -211,7 +211,7 @@ class Journal:
                 self.outcomes[outcome.settings] = outcome
 
 
-def _header(experiment: Experiment) -> dict[str, str]:
+def _header(experiment: ExperimentFile) -> dict[str, str]:
     """What a journal is of: the resolved experiment, its calibration, and the versions that plan it."""
     versions = {name: metadata.version(name) for name in ("meshkit", "jax", "jaxlib")}
     text = experiment.to_toml()

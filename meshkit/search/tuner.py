@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import Experiment, load
+from meshkit.config.experiment import Experiment, ProgramExperiment, load, load_any
 from meshkit.config.mesh import MeshAxis, MeshSpec
 from meshkit.config.toml import inline
 from meshkit.console import notebook_line
@@ -32,6 +32,7 @@ from meshkit.search.workers import (
     Build,
     Workers,
     WorkersHere,
+    default_jobs,
     name_of,
     open_workers,
     request_of_file,
@@ -95,7 +96,9 @@ def tune_experiment(
     """
     start = time.perf_counter()
     path, overrides = str(experiment), tuple(overrides)
-    loaded = load(path, overrides)
+    loaded = load_any(path, overrides)
+    if isinstance(loaded, ProgramExperiment):
+        return _tune_program(loaded, path, overrides, out, budget, jobs, sizes, progress)
     _check(loaded, budget, jobs, sizes.objective)
     others = [n for n in sizes.hosts if n != loaded.cluster.hosts]
     at_sizes = {n: _at_size(path, overrides, loaded, n) for n in others}
@@ -140,6 +143,55 @@ def tune_experiment(
             winner = load(path, (*overrides, *report.winner.settings))
             (out / WINNER_FILE).write_text(_HEADER + winner.to_toml(), encoding="utf-8")
     return report
+
+
+def _tune_program(
+    experiment: ProgramExperiment,
+    path: str,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    budget: int,
+    jobs: int | Executor | None,
+    sizes: Sizes,
+    progress: SearchProgress,
+) -> TuneReport:
+    """As `tune_experiment`, of a `[program]`: every way to share the cluster's GPUs among the axes of its mesh."""
+    cluster = experiment.cluster
+    check_has_gpus(cluster, "tune")
+    if sizes != OWN_SIZE:
+        raise experiment.error(
+            "program", "a [program] is tuned at the size of its cluster.", hint="--set cluster.hosts=4"
+        )
+    start, space = time.perf_counter(), _space_of_step(experiment.mesh, cluster, {})
+    journal = Journal(out, experiment)
+    search = _searched(space, budget, journal, open_workers(request_of_file(path, overrides), jobs), progress)
+    report = _report(
+        [search],
+        search.best(),
+        experiment=experiment.name,
+        gpu=cluster.gpu.key,
+        num_gpus=cluster.num_gpus,
+        space=len(space.meshes),
+        pruned=(),
+        jobs=default_jobs() if not isinstance(jobs, int) else jobs,
+        wall_s=time.perf_counter() - start,
+    )
+    if out is not None:
+        (out / REPORT_FILE).write_text(report.to_json() + "\n", encoding="utf-8")
+        if report.winner is not None:
+            winner = load_any(path, (*overrides, *report.winner.settings))
+            (out / WINNER_FILE).write_text(_HEADER + winner.to_toml(), encoding="utf-8")
+    return report
+
+
+def _searched(space: Space, budget: int, journal: Journal, workers: Workers, progress: SearchProgress) -> Search:
+    """Return the search of a space without bounds, done."""
+    found = {(s := space.settings(variant)): Candidate(s, variant) for variant in space.variants()}
+    search = Search([*found.values()], space.base, budget, journal, Pruned())
+    progress.started(len(found), min(budget, len(found)))
+    with workers:
+        search.run(workers, lambda candidate, known: progress.done(candidate, known, search.best()))
+    return search
 
 
 def _space(
@@ -257,8 +309,8 @@ def tune(
     """The fastest variant that fits of a step on a cluster that is not there, and why it is faster.
 
     Args:
-        what: `build(mesh, **choices) -> (step, args)`, which makes what `mk.plan` takes for a described mesh; or the
-            file of an experiment, which is searched as `meshkit tune` does.
+        what: `build(mesh, **choices)`, which makes an `mk.Program`, or a step and its arguments, for a described mesh;
+            or the file of an experiment, which is searched as `meshkit tune` does.
         mesh: of the step as it is; every way to share the cluster's GPUs among its axes is a variant.
         cluster: the GPUs and links.
         choices: values for further parameters of `build`, the step's own first: numbers, texts, lists or booleans.
@@ -283,18 +335,15 @@ def tune(
         raise ConfigError("a search compiles one variant at least.", hint="budget=64")
     start, base = time.perf_counter(), mesh.resolve(cluster)
     space = _space_of_step(base, cluster, choices or {})
-    found = {(s := space.settings(variant)): Candidate(s, variant) for variant in space.variants()}
-    search, progress = Search([*found.values()], space.base, budget, Journal(), Pruned()), _progress()
-    progress.started(len(found), min(budget, len(found)))
-    with _workers(what, request_of_step(base, cluster, dict(space.base.options)), jobs) as workers:
-        search.run(workers, lambda candidate, known: progress.done(candidate, known, search.best()))
+    workers = _workers(what, request_of_step(base, cluster, dict(space.base.options)), jobs)
+    search = _searched(space, budget, Journal(), workers, _progress())
     return _report(
         [search],
         search.best(),
         experiment=getattr(what, "__name__", type(what).__name__),
         gpu=cluster.gpu.key,
         num_gpus=cluster.num_gpus,
-        space=len(found),
+        space=len(list(space.variants())),
         pruned=(),
         jobs=workers.jobs,
         wall_s=time.perf_counter() - start,

@@ -30,13 +30,14 @@ from typing import Any, Self
 from meshkit.children import Child, ChildDied, ChildFailed, ready, serve
 from meshkit.compile.options import PLAIN
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import load
+from meshkit.config.experiment import load_any
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.toml import inline
 from meshkit.errors import MeshkitError
-from meshkit.planning.planner import make_plan, plan_experiment
+from meshkit.planning.planner import plan_experiment, plan_program
 from meshkit.search.candidate import Candidate, Outcome, Settings, outcome_of
 from meshkit.sharding.mesh import build_mesh, describe_devices
+from meshkit.step.given import as_program
 from meshkit.step.program import local_bytes
 from meshkit.units import format_bytes
 
@@ -324,12 +325,12 @@ def plan_step(build: Build, request: Mapping[str, Any]) -> Outcome:
 
     try:
         absent = build_mesh(spec, cluster, devices=describe_devices(cluster))
-        step, args = build(absent, **{**request["choices"], **changed})
+        program = as_program(build(absent, **{**request["choices"], **changed}), getattr(build, "__name__", "build"))
         pool = int(cluster.gpu.memory_bytes * PLAIN.memory_fraction)
-        if (needed := local_bytes(args)) > pool:
+        if (needed := local_bytes(program.args)) > pool:
             text = f"the arguments take {format_bytes(needed)} on each GPU, of {format_bytes(pool)}"
             return not_planned("does_not_fit", text)
-        made = make_plan(step, args, mesh=absent, cluster=cluster)
+        made = plan_program(program, mesh=absent, cluster=cluster)
     except MeshkitError as e:
         return not_planned("error", e.message)
     except Exception as e:  # of the function's own, such as a batch that the mesh does not divide
@@ -346,7 +347,7 @@ def plan_file(request: Mapping[str, Any]) -> Outcome:
     start, settings = time.perf_counter(), tuple(request["settings"])
     mesh: dict[str, str] = {}
     try:
-        loaded = load(request["experiment"], (*request["overrides"], *settings))
+        loaded = load_any(request["experiment"], (*request["overrides"], *settings))
         mesh = {name: inline(value) for name, value in loaded.mesh.to_dict().items()}
         plan = plan_experiment(loaded)
     except MeshkitError as e:

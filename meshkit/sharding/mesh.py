@@ -10,6 +10,7 @@ values (metrics, a checkpoint, a capture), so whole runs stand inside `device_me
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import socket
@@ -127,6 +128,48 @@ class DescribedMesh(AbstractMesh):
 
 
 AnyMesh = jax.sharding.Mesh | DescribedMesh
+
+
+@contextmanager
+def absent_devices(devices: Sequence[DescribedDevice]) -> Iterator[None]:
+    """A block in which the cluster's devices are those of `jax.devices()`, `jax.make_mesh` and the like.
+
+    So code that makes its mesh itself makes one of GPUs that are not there. Names that it imported from jax before
+    (`from jax import devices`) are jax's own.
+    """
+    devices = sorted(devices, key=lambda device: device.id)
+    of_jax = jax.sharding.Mesh.__new__
+
+    def new_mesh(cls: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
+        table = np.asarray(devices, dtype=object)
+        if table.size and isinstance(table.flat[0], DescribedDevice):
+            return DescribedMesh(table, *args, **kwargs)
+        return of_jax(cls, devices, *args, **kwargs)
+
+    def make_mesh(shape: Sequence[int], names: Sequence[str], axis_types: Any = None, *, devices: Any = devices) -> Any:
+        if math.prod(shape) != len(devices):
+            asked = f"jax.make_mesh({tuple(shape)}, {tuple(names)})"
+            raise ValueError(f"{asked} is of {math.prod(shape)} devices, and {len(devices)} are described")
+        types = (AxisType.Explicit,) * len(shape) if axis_types is None else axis_types  # jax's default
+        return new_mesh(jax.sharding.Mesh, np.array(devices, dtype=object).reshape(shape), names, axis_types=types)
+
+    answers = {
+        "devices": lambda backend=None: list(devices),
+        "local_devices": lambda *_, **__: [d for d in devices if d.process_index == 0],
+        "device_count": lambda backend=None: len(devices),
+        "local_device_count": lambda backend=None: sum(d.process_index == 0 for d in devices),
+        "make_mesh": make_mesh,
+    }
+    before = {name: getattr(jax, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(jax, name, answer)
+    jax.sharding.Mesh.__new__ = new_mesh
+    try:
+        yield
+    finally:
+        jax.sharding.Mesh.__new__ = of_jax
+        for name, answer in before.items():
+            setattr(jax, name, answer)
 
 
 class _Entered(threading.local):

@@ -65,6 +65,23 @@ class Program:
                 raise ConfigError(f"names has the group '{group}'.", hint=", ".join(GROUPS))
 
 
+def as_program(made: Any, name: str) -> Program:
+    """Return what a user's function made as a program: an `mk.Program`, or a pair of a step and its arguments.
+
+    Args:
+        made: by the function.
+        name: of it, for the message.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(made, Program):
+        return made
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
+        return Program(*made)
+    raise ConfigError(f"{name} returned {a_type(made)}; it must return an mk.Program(step, args).")
+
+
 @dataclass(frozen=True)
 class Groups:
     """The arrays of a step's arguments by what they are for, each group by path."""

@@ -166,9 +166,12 @@ def machines(report: Report) -> str:
 
 
 def mesh_text(mesh: Sequence[MeshAxisPart]) -> str:
-    """`data 2 (infiniband) x fsdp 8 (nvlink 2 x infiniband 4) x tensor 4`; inside a domain, just the size."""
+    """`data 2 (infiniband) x fsdp 8 (nvlink 2 x infiniband 4) x tensor 4`; inside a domain, just the size.
+
+    Axes of size 1 are left out, unless there are no others.
+    """
     parts = []
-    for axis in mesh:
+    for axis in [axis for axis in mesh if axis.size != 1] or mesh:
         across = axis.infiniband or 1
         where = "" if across == 1 else f" (nvlink {axis.nvlink} x infiniband {across})"
         where = " (infiniband)" if across == axis.size and across > 1 else where

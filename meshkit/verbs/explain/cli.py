@@ -30,12 +30,12 @@ def explain(
     Logical axes, mesh axes and bytes per GPU; findings: what is legal and probably not meant; why each collective of
     the compiled step is there, and the best placement of the axes on links. Needs no GPU.
     """
-    from meshkit.config.experiment import load
+    from meshkit.config.experiment import load_any
     from meshkit.verbs.explain.explainer import explain as explain_experiment
     from meshkit.verbs.explain.explainer import render, rules_toml
 
     start = time.perf_counter()
-    loaded = load(experiment, set_)
+    loaded = load_any(experiment, set_)
     if rules:
         output(rules_toml(loaded), end="")
         return

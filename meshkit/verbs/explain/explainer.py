@@ -6,6 +6,7 @@ does, to hold its collectives against the strategy and to say which link each me
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +18,10 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from meshkit.compile.lowering import on_own_stack
 from meshkit.compile.options import check_compiler
 from meshkit.config.cluster import Cluster
-from meshkit.config.experiment import Experiment
+from meshkit.config.experiment import Experiment, ExperimentFile, ProgramExperiment
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.rules import ShardingRules
 from meshkit.config.toml import to_toml
@@ -27,8 +29,8 @@ from meshkit.console import Printed
 from meshkit.errors import ConfigError
 from meshkit.linting.examine import SCALARS, Examined, Explained, examine_step
 from meshkit.linting.placements import SEVERITY_COLOURS, Finding, Subject, finding_lines
-from meshkit.planning.planner import Plan, absent_step, make_plan, plan_experiment
-from meshkit.planning.resolved import examine_experiment
+from meshkit.planning.planner import Plan, absent_program, absent_step, make_plan, plan_experiment, plan_program
+from meshkit.planning.resolved import examine_experiment, examine_program
 from meshkit.report.schema import Part
 from meshkit.report.summarize import mesh_part
 from meshkit.report.views.page import Cell, Table, number_columns, text_columns
@@ -36,6 +38,7 @@ from meshkit.search.proposals import propose
 from meshkit.sharding.constrain import Activation
 from meshkit.sharding.mesh import AnyMesh
 from meshkit.sharding.resolve import Placed
+from meshkit.step.program import NO_FACTS
 from meshkit.units import format_bytes
 
 _LONGEST_ROW = 62  # columns that an activation takes of a terminal
@@ -105,7 +108,7 @@ class Explanation(Printed, Part):
         return render(self)
 
 
-def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
+def explain(experiment: Experiment | ProgramExperiment, *, compile: bool = True) -> Explanation:
     """Resolves the experiment's rules against its model, lints them, and checks the compiled step's collectives.
 
     Args:
@@ -118,6 +121,8 @@ def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
     """
     cluster = experiment.cluster
     note = why_not_compiled(cluster) if compile else "--no-compile"
+    if isinstance(experiment, ProgramExperiment):
+        return on_own_stack(functools.partial(_explain_program, experiment, note))
     made = None
     if note is None:
         made = plan_experiment(experiment)
@@ -127,6 +132,20 @@ def explain(experiment: Experiment, *, compile: bool = True) -> Explanation:
         program = absent_step(experiment)
         facts, examined = program.facts, examine_experiment(experiment, program)
     held = facts.parameters_bytes or 0, facts.optimizer_bytes or 0
+    return _explanation(experiment.name, examined, cluster, made=made, note=note, held=held)
+
+
+def _explain_program(experiment: ProgramExperiment, note: str | None) -> Explanation:
+    """As `explain`, of a `[program]`; `note` says why nothing is compiled."""
+    cluster = experiment.cluster
+    with absent_program(experiment) as (program, mesh):
+        examined = examine_program(experiment, program, mesh)
+        made = plan_program(program, mesh=mesh, cluster=cluster, examined=examined) if note is None else None
+    found = made.facts if made else NO_FACTS  # the compiler knows where it put what has no sharding
+    held = (
+        found.parameters_bytes or examined.parameters_bytes,
+        found.optimizer_bytes or examined.optimizer_bytes,
+    )
     return _explanation(experiment.name, examined, cluster, made=made, note=note, held=held)
 
 
@@ -202,7 +221,7 @@ def why_not_compiled(cluster: Cluster) -> str | None:
     return None
 
 
-def rules_toml(experiment: Experiment) -> str:
+def rules_toml(experiment: ExperimentFile) -> str:
     """The resolved [rules] table of an experiment: what its preset and its own rows come to."""
     return to_toml({"rules": experiment.rules.to_dict()})
 

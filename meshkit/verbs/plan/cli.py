@@ -58,7 +58,7 @@ def plan(
     import resource
 
     from meshkit.compile.program import compiling
-    from meshkit.config.experiment import load
+    from meshkit.config.experiment import Experiment, load_any
     from meshkit.planning.planner import plan_experiment
     from meshkit.report.folder import write_folder
     from meshkit.search.proposals import propose as propose_placement
@@ -73,13 +73,18 @@ def plan(
         with compiling(keep=not no_cache, timeout_s=compile_timeout):
             _sweep(experiment, set_, sweep, scaling, out, as_json, jobs)
         return
-    loaded = load(experiment, set_)
+    loaded = load_any(experiment, set_)
+    own = isinstance(loaded, Experiment)
+    if options and not own:
+        raise loaded.error(
+            "program", "--options changes what meshkit derives from its own step.", "other values in [xla]"
+        )
     title = f"compiling {loaded.name} for {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"
     with compiling(keep=not no_cache, timeout_s=compile_timeout):
         with status(title):
             made = plan_experiment(loaded)
         report = made.report
-        if remedies and report.memory.fits is False:
+        if own and remedies and report.memory.fits is False:
             report = _with_remedies(report, experiment, set_, jobs)
         if options:
             report = _with_alternatives(report, experiment, set_, jobs)
