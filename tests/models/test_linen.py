@@ -174,6 +174,7 @@ def test_the_shipped_decoder_counts_its_own_flops():
     assert program.facts.matmul_parameters == 2 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 256
 
 
+@pytest.mark.usefixtures("programs_kept")
 def test_training_resumes_bit_for_bit_with_statistics_and_random_streams(own, tmp_path):
     overrides = [
         "model.dropout=0.5",

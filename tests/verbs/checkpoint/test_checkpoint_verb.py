@@ -10,19 +10,16 @@ import pytest
 from meshkit.cli import main
 from meshkit.verbs.checkpoint.manifest import read_manifest, set_aside
 from meshkit.weights.files import open_folder
+from tests.verbs.tiny_llama import EXPERIMENT, TINY
 
-SETS = [
-    *("model.layers=2", "model.embed=32", "model.mlp=48", "model.heads=4", "model.kv_heads=4", "model.head_dim=8"),
-    *("train.steps=2", "train.global_batch=8", "train.sequence_length=32", "train.evaluate_every=0"),
-    *("checkpoint.every=1", "checkpoint.keep=2", "profile.steps="),
-]
+SETS = [*TINY, "train.steps=2", "checkpoint.every=1", "checkpoint.keep=2", "profile.steps="]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, programs_kept):
     out = tmp_path_factory.mktemp("checkpoint") / "run"
     words = [word for text in SETS for word in ("--set", text)]
-    assert main(["train", "configs/experiments/llama_debug_cpu.toml", *words, "--out", str(out)]) == 0
+    assert main(["train", str(EXPERIMENT), *words, "--out", str(out)]) == 0
     return out
 
 

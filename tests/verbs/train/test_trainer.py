@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import chex
 import pytest
@@ -20,13 +19,9 @@ from meshkit.errors import ConfigError
 from meshkit.runs.metrics import read_metrics
 from meshkit.step import train_step
 from meshkit.verbs.train import trainer
+from tests.verbs.tiny_llama import EXPERIMENT, TINY
 
-EXPERIMENT = Path(__file__).parents[3] / "configs" / "experiments" / "llama_debug_cpu.toml"
-TINY = [
-    *("model.embed=32", "model.mlp=64", "model.heads=4", "model.kv_heads=2", "model.head_dim=8"),
-    *("train.global_batch=8", "train.sequence_length=32", "profile.steps=[1,1]", "train.evaluate_every=0"),
-    *("optimizer.schedule=constant", "optimizer.warmup_steps=0", "train.evaluate_batches=1"),
-]
+pytestmark = pytest.mark.usefixtures("programs_kept")
 
 
 @pytest.fixture
@@ -57,16 +52,16 @@ def losses(out) -> list[float]:
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(corpus, tmp_path):
     """With dropout, whose masks go by the number of the step."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    every = ["model.dropout=0.1", "checkpoint.every=3"]
-    whole = run(corpus, straight, "train.steps=7", *every)
-    run(corpus, resumed, "train.steps=3", *every)
-    result = run(corpus, resumed, "train.steps=7", *every)
+    every = "checkpoint.every=3"
+    whole = run(corpus, straight, "train.steps=7", every)
+    run(corpus, resumed, "train.steps=3", every)
+    result = run(corpus, resumed, "train.steps=7", every)
     assert result.resumed_step == 3
     assert losses(resumed) == losses(straight)
     assert (result.step, result.loss) == (7, whole.loss)
     assert whole.loss < losses(straight)[0]
 
-    again = run(corpus, resumed, "train.steps=7", *every)  # nothing left to do
+    again = run(corpus, resumed, "train.steps=7", every)  # nothing left to do
     assert (again.step, again.resumed_step, again.loss) == (7, 7, whole.loss)
     assert len(losses(resumed)) == 7
 
