@@ -46,7 +46,8 @@ def make(**options: Any) -> GPT:
 
 
 def logits(**options: Any) -> jax.Array:
-    return make(**options)(TOKENS)
+    model = make(**options)
+    return jax.jit(lambda tokens: model(tokens))(TOKENS)
 
 
 def test_materialized_attention_is_the_fused_one():
@@ -59,7 +60,7 @@ def test_so_are_its_gradients_which_come_from_the_probabilities():
     """The same sums over 32 positions, forward and backward; gradients of order 1."""
 
     def gradients(attention: str) -> jax.Array:
-        return jax.grad(lambda x: (attend(x, attention) ** 2).sum())(
+        return jax.jit(jax.grad(lambda x: (attend(x, attention) ** 2).sum()))(
             jax.random.normal(jax.random.key(0), (2, 32, 4, 16))
         )
 
@@ -73,7 +74,8 @@ def test_so_are_its_gradients_which_come_from_the_probabilities():
 def test_no_token_sees_a_later_one():
     changed = TOKENS.at[:, 20:].set(0)
     model = make(attention="materialized")
-    whole, cut = (model(tokens)[:, :20] for tokens in (TOKENS, changed))
+    run = jax.jit(lambda tokens: model(tokens))
+    whole, cut = (run(tokens)[:, :20] for tokens in (TOKENS, changed))
     np.testing.assert_array_equal(whole, cut)
 
 
@@ -90,7 +92,7 @@ def test_sharded_equals_one_device():
             return model(tokens)
 
     # Partial sums of 128 products in another order: 128 x 2^-24 of outputs of order 1, through four layers.
-    np.testing.assert_allclose(sharded(TOKENS), model(TOKENS), atol=1e-4)
+    np.testing.assert_allclose(sharded(TOKENS), jax.jit(lambda tokens: model(tokens))(TOKENS), atol=1e-4)
 
 
 def test_sharded_gradients_of_materialized_attention_equal_one_device():
@@ -104,7 +106,7 @@ def test_sharded_gradients_of_materialized_attention_equal_one_device():
         with sharding_scope(mesh, rules):
             return gradients(q, k, v)
 
-    for cut, whole in zip(sharded(q, k, v), gradients(q, k, v)):  # sums over 32 positions of order 1
+    for cut, whole in zip(sharded(q, k, v), jax.jit(gradients)(q, k, v)):  # sums over 32 positions of order 1
         np.testing.assert_allclose(cut, whole, atol=1e-4)
 
 

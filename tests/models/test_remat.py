@@ -38,7 +38,10 @@ def gradients(policy):
     return jax.jit(jax.grad(loss))(params)
 
 
-@pytest.mark.parametrize("policy", POLICIES[1:])
+@pytest.mark.parametrize(
+    "policy",  # "full" and "dots" also in tests/equivalence
+    [pytest.param(p, marks=[pytest.mark.slow] * (p in ("full", "dots"))) for p in POLICIES[1:]],
+)
 def test_gradients_do_not_depend_on_the_policy(policy):
     """The same operations on the same numbers, fused differently: a few fp32 roundings of the largest entry."""
     for a, b in zip(jax.tree.leaves(gradients(policy)), jax.tree.leaves(cached_gradients()), strict=True):
