@@ -173,7 +173,7 @@ def check(kind, schedule="1f1b", chunks=1, context="all_gather", *, stages=2, mi
 
 
 # One of each kind of axis that stages communicate over by hand; `slow` has the rest.
-DEFAULT = {("context", "1f1b", 1, "ring"), ("expert_fsdp_tensor", "1f1b", 1, "all_gather")}
+DEFAULT = {("context", "1f1b", 1, "ring"), ("expert_alone", "1f1b", 1, "all_gather")}
 CASES = [
     *((kind, "1f1b", 1, "all_gather") for kind in KINDS),
     *((kind, "interleaved_1f1b", 2, "all_gather") for kind in KINDS),
