@@ -110,7 +110,15 @@ def assert_close(got, wanted, tolerance: float) -> None:
         assert worst < tolerance, f"{jax.tree_util.keystr(path)} differs by {worst:.2e} of its largest entry"
 
 
-@pytest.mark.parametrize("overrides", STRATEGIES.values(), ids=STRATEGIES)
+# Not in the default suite: axes that another strategy there has too; zero2, zero1's program without accumulation.
+COVERED = ("zero2", "hsdp", "tensor + sequence")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(o, marks=[pytest.mark.slow] * (n in COVERED)) for n, o in STRATEGIES.items()],
+    ids=STRATEGIES,
+)
 def test_loss_and_all_gradients_equal_one_device(overrides, reference, state):
     spec = experiment(*overrides)
     assert_close(loss_and_gradients(spec, build_mesh(spec.mesh, spec.cluster), state), reference, TOLERANCE)
@@ -143,7 +151,7 @@ def three_steps(state):
 
 
 # The update is of each shard by itself, so the default suite has each way that parameters and moments can lie.
-LAYOUTS = ("data", "zero1", "zero2", "fsdp", "hsdp + tensor + sequence", "fsdp + context, ring", "optimizer cut")
+LAYOUTS = ("data", "zero1", "fsdp", "hsdp + tensor + sequence", "optimizer cut")
 
 
 @pytest.mark.parametrize(
